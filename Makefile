@@ -1,0 +1,118 @@
+# Everything runs in .venv, which each target makes when there is none. Needed: make, Python >= 3.10.
+#
+# Which torch: without an NVIDIA GPU an exact version, with one any that Saccade supports. The pin is
+# exact because an open range picks the newest release, and on Linux the registry's default build of
+# torch brings gigabytes of CUDA packages. If a CPU build is not what your registry offers first,
+# name an index of CPU builds; pip then prefers the version marked "+cpu":
+#     make demo PIP_ARGS="--extra-index-url URL"
+# PIP_ARGS goes to the step that installs torch and to no other; pip's own settings (its
+# configuration file and PIP_... in the environment) hold for every step.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Two pips at once would spoil .venv; pytest brings its own workers.
+.NOTPARALLEL:
+.PHONY: help demo bench test check test-gpu clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+TORCH ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
+
+# More than 8 workers spend more on importing torch than they save; one core needs no worker (0).
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+WORKERS ?= $(shell if [ $(CORES) -gt 8 ]; then echo 8; elif [ $(CORES) -gt 1 ]; then echo $(CORES); else echo 0; fi)
+
+# A stamp says what .venv holds. The torch stamp carries the requirement in its name, so another
+# TORCH=... is installed and the same one is not.
+space := $(subst ,, )
+PYTHON_STAMP := $(VENV)/.made
+TORCH_STAMP := $(VENV)/.installed-$(subst /,_,$(subst :,_,$(subst $(space),_,$(subst >,ge,$(subst <,lt,$(subst =,-,$(TORCH)))))))
+DEMO_STAMP := $(VENV)/.installed-demo
+DEV_STAMP := $(VENV)/.installed-dev
+
+help: ## show this help
+	@echo "make TARGET [ARGS=...]"
+	@echo
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+	@echo
+	@echo "  ARGS=...     passed on to demo, bench and pytest"
+	@echo "  PYTHON=...   the Python that makes $(VENV); default: the first of python3, python3.14 ... python3.10 that is >= 3.10"
+	@echo "  TORCH=...    the torch to install; here it is \"$(TORCH)\""
+	@echo "  PIP_ARGS=... options for the pip that installs torch; on Linux without a GPU, if pip would fetch"
+	@echo "               CUDA packages: PIP_ARGS=\"--extra-index-url URL\", with the URL of an index of CPU builds"
+	@echo "  WORKERS=...  pytest workers; here $(WORKERS)"
+
+demo: $(DEMO_STAMP) ## run the demonstration
+	@$(BIN)/saccade demo $(ARGS)
+
+bench: $(DEMO_STAMP) ## run the benchmarks
+	@$(BIN)/saccade bench $(ARGS)
+
+# Whose shape annotations the tests check at run time. No module that holds kernels: the check wraps
+# every annotated function, and Triton cannot compile a wrapped one ("tl is not defined").
+CHECKED := attention linear_attention masks scores problem dispatch reference cpu cache parallel testing
+comma := ,
+CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
+
+# One torch thread a worker: the workers already fill the cores.
+test: $(DEV_STAMP) ## run the tests that need no GPU
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu" \
+	    --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype $(ARGS)
+
+check: $(DEV_STAMP) ## run the linters and the type checker
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python tools/house_rules.py
+	@$(BIN)/pyright
+
+# Installs nothing: it tests the torch that is there, in .venv or, without one, in PYTHON.
+test-gpu: ## run the tests that need an NVIDIA GPU, in the torch that is installed
+	@python=$(BIN)/python; [ -x $$python ] || python="$(or $(PYTHON),python3)"; \
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $$python -m pytest -q -m gpu $(ARGS)
+
+clean: ## remove .venv and everything that was built or cached
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests tools docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PYTHON_STAMP):
+	@python=; \
+	for candidate in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python3.10); do \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then \
+	        python=$$candidate; break; \
+	    fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "error: found no Python >= 3.10 under the name of $(or $(PYTHON),python3 or python3.10 to python3.14)." >&2; \
+	    echo "       Install one, or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; \
+	    exit 1; \
+	fi; \
+	if ! $$python -c 'import ensurepip, venv' >/dev/null 2>&1; then \
+	    echo "error: $$python has no venv module, which makes $(VENV)." >&2; \
+	    echo "       On Debian and Ubuntu it is the package python3-venv; or name another PYTHON=..." >&2; \
+	    exit 1; \
+	fi; \
+	echo "Making $(VENV) with $$($$python --version)"; \
+	$$python -m venv $(VENV)
+	@touch $@
+
+$(TORCH_STAMP): $(PYTHON_STAMP)
+	@echo "Installing $(TORCH) in $(VENV) (a minute or so)"
+	@rm -f $(VENV)/.installed-*
+# --upgrade, or a CPU build that is there would satisfy the open range of a machine with a GPU.
+	@$(PIP_INSTALL) --upgrade $(PIP_ARGS) "$(TORCH)"
+	@touch $@
+
+# Torch comes first, in a step of its own: the packages below then take the torch that is there.
+$(DEMO_STAMP): $(TORCH_STAMP) pyproject.toml
+	@echo "Installing Saccade in $(VENV) (less than a minute)"
+	@$(PIP_INSTALL) -e '.[bench]'
+	@touch $@
+
+$(DEV_STAMP): $(TORCH_STAMP) pyproject.toml
+	@echo "Installing Saccade and its development tools in $(VENV) (a minute or so)"
+	@$(PIP_INSTALL) -e '.[dev,bench]'
+	@touch $@ $(DEMO_STAMP)

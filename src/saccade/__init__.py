@@ -1,0 +1,22 @@
+"""Saccade: exact attention for PyTorch, for training and serving, in Python."""
+
+from saccade import masks as masks
+from saccade import scores as scores
+from saccade import testing as testing
+from saccade.attention import attention as attention
+from saccade.attention import attention_packed as attention_packed
+from saccade.explain import explain as explain
+from saccade.merge import merge as merge
+from saccade.problem import Config as Config
+
+__version__ = "0.1.0"
+__all__ = [
+    "Config",
+    "attention",
+    "attention_packed",
+    "explain",
+    "masks",
+    "merge",
+    "scores",
+    "testing",
+]

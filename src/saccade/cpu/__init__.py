@@ -1,0 +1,1 @@
+"""Tiled attention in PyTorch: the practical path on a machine without a GPU."""

@@ -1,0 +1,175 @@
+"""Backward: the rectangles' shares in the gradients, recomputed from the lse and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.cpu import flash, tile, walk
+from saccade.cpu.gradients import GradientSum, add_taken
+from saccade.cpu.tile import Place
+from saccade.cpu.walk import Dense
+from saccade.problem import accumulate_dtype
+
+
+class Results(NamedTuple):
+    """What the forward pass gave, and the gradients that came back for it."""
+
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor | None
+
+
+class DenseGradients(NamedTuple):
+    """Gradients of a dense problem; sinks and tables in the accumulation dtype."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    tables: dict[int, Tensor]
+
+
+class _Rows(NamedTuple):
+    """What every rectangle of a row needs to know of the whole row."""
+
+    output: Tensor
+    lse: Tensor  # finite: 0 where the row sees nothing
+    grad_output: Tensor  # 0 where the row sees nothing
+    row_dot: Tensor  # Σ grad_output · output, less the gradient of the lse
+    plain: bool  # the flash kernel knows nothing of a gradient of the lse
+
+    @staticmethod
+    def of(dense: Dense, results: Results) -> _Rows:
+        output, lse, grad_output, grad_lse = results
+        sees_nothing = lse == -torch.inf
+        if bool(sees_nothing.any()):
+            grad_output = grad_output.masked_fill(sees_nothing.unsqueeze(-1), 0)
+            lse = lse.masked_fill(sees_nothing, 0)
+        wide = lse.dtype
+        row_dot = (grad_output.to(wide) * output.to(wide)).sum(-1)
+        if grad_lse is not None:
+            row_dot = row_dot - grad_lse.masked_fill(sees_nothing, 0)
+        plain = grad_lse is not None or not dense.fits_flash
+        return _Rows(output, lse, grad_output, row_dot, plain)
+
+
+def differentiate(dense: Dense, results: Results, wanted: Sequence[int]) -> DenseGradients:
+    """Gradients of a dense problem, with those of the wanted captured tensors of the score."""
+    rows = _Rows.of(dense, results)
+    grad_sinks = None
+    if dense.sinks is not None:
+        sink_weights = (dense.sinks.to(rows.lse.dtype).view(1, -1, 1) - rows.lse).exp()
+        sink_weights = sink_weights.masked_fill(results.lse == -torch.inf, 0)
+        grad_sinks = -(sink_weights * rows.row_dot).sum((0, 2))
+    sums, tables = _empty_sums(dense, wanted)
+    if not dense.sees_nothing:
+        masked = _visit(dense, rows, sums, tables, careful=False)
+        if masked and not all(bool(part.result().sum().isfinite()) for part in sums):
+            sums, tables = _empty_sums(dense, wanted)
+            _visit(dense, rows, sums, tables, careful=True)
+    return DenseGradients(*(part.result() for part in sums), grad_sinks, tables)
+
+
+def _empty_sums(
+    dense: Dense, wanted: Sequence[int]
+) -> tuple[list[GradientSum], dict[int, Tensor]]:
+    tensors = dense.variant.score_captured.tensors
+    tables = {
+        index: torch.zeros_like(tensors[index], dtype=accumulate_dtype(tensors[index].dtype))
+        for index in wanted
+    }
+    return [GradientSum(rows) for rows in (dense.query, dense.key, dense.value)], tables
+
+
+def _visit(
+    dense: Dense, rows: _Rows, sums: list[GradientSum], tables: dict[int, Tensor], careful: bool
+) -> bool:
+    """Add the shares of every rectangle; say whether any of them needed the mask."""
+    if dense.is_square_causal and not rows.plain and not careful:
+        whole = walk.whole(dense)
+        _add(sums, dense, whole, _flash(dense, rows, whole, None, causal=True))
+        return True
+    any_masked = False
+    for place, runs in walk.row_tiles(dense):
+        for run in runs:
+            any_masked |= run.masked
+            at = place._replace(kv_rows=(run.start, run.stop))
+            _run(dense, rows, at, run.masked, careful, sums, tables)
+    return any_masked
+
+
+def _run(
+    dense: Dense,
+    rows: _Rows,
+    place: Place,
+    masked: bool,
+    careful: bool,
+    sums: list[GradientSum],
+    tables: dict[int, Tensor],
+) -> None:
+    """Add one rectangle's shares, by the flash kernel where it fits."""
+    if rows.plain or careful:
+        for batch in walk.row_pieces(place):
+            for piece in batch:
+                for part in walk.key_pieces(piece):
+                    shares = _plain(dense, rows, part, masked, careful)
+                    _add(sums, dense, part, shares[:3])
+                    add_taken(tables, shares.taken, part)
+        return
+    seen = None
+    if masked:
+        narrowed = walk.narrow_to_seen(dense, place)
+        if narrowed is None:
+            return
+        place, seen = narrowed
+    _add(sums, dense, place, _flash(dense, rows, place, seen, causal=False))
+
+
+def _flash(
+    dense: Dense, rows: _Rows, place: Place, seen: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys = walk.slices_of(dense, place)
+    return flash.backward(
+        rows.grad_output[queries],
+        dense.query[queries],
+        dense.key[keys],
+        dense.value[keys],
+        rows.output[queries],
+        rows.lse[queries],
+        dense.variant.scale,
+        seen,
+        causal,
+    )
+
+
+def _plain(
+    dense: Dense, rows: _Rows, place: Place, masked: bool, careful: bool
+) -> tile.Shares:
+    queries, keys = walk.slices_of(dense, place)
+    return tile.backward(
+        rows.grad_output[queries],
+        dense.query[queries],
+        dense.key[keys],
+        dense.value[keys],
+        rows.lse[queries],
+        rows.row_dot[queries],
+        dense.variant,
+        dense.seed,
+        place,
+        masked,
+        careful,
+    )
+
+
+def _add(
+    sums: list[GradientSum], dense: Dense, place: Place, shares: Sequence[Tensor]
+) -> None:
+    """Add shares of query, key and value to their sums."""
+    queries, keys = walk.slices_of(dense, place)
+    for total, at, share in zip(sums, (queries, keys, keys), shares, strict=True):
+        total.add(at, share)

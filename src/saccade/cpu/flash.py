@@ -1,0 +1,116 @@
+"""Flash: PyTorch's own CPU kernel as the inner tile, for scores that nothing changes.
+
+`aten._scaled_dot_product_flash_attention_for_cpu` gives the lse beside the output, and its
+backward takes both, so that any rectangle of pairs can be computed alone: forward results merge
+by their lse, and gradients add up when every rectangle is given the lse and output of the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+# Below this many query rows a kv head's query heads are packed into rows of one product.
+PACK_BELOW = 256
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of one rectangle of pairs; `visible` broadcasts to [batch, heads, rows, keys].
+
+    `causal`: row i sees keys 0 … i, without a mask in memory.
+    """
+    value_dim = value.shape[-1]
+    heads, rows = query.shape[1:3]
+    packing = _heads_to_pack(query, key, visible, causal)
+    dim = max(query.shape[-1], value_dim)
+    output, lse = _forward(
+        _pack(_widen(query, dim), packing),
+        _widen(key, dim),
+        _widen(value, dim),
+        0.0,
+        causal,
+        attn_mask=_bias(visible, query, key, packing),
+        scale=scale,
+    )
+    output, lse = _unpack(output, heads, rows)[..., :value_dim], _unpack(lse, heads, rows)
+    if visible is not None:  # the kernel says lse 0 for a row that sees nothing
+        lse = lse.masked_fill(~visible.any(-1), -torch.inf)
+    return output, lse
+
+
+def backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+    visible: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The share of one rectangle of pairs in the gradients of query, key and value.
+
+    `output` and `lse` are those of the whole rows; lse is finite (0 where a row sees nothing).
+    """
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    heads, rows = query.shape[1:3]
+    packing = _heads_to_pack(query, key, visible, causal)
+    dim = max(head_dim, value_dim)
+    grad_query, grad_key, grad_value = _backward(
+        _pack(_widen(grad_output, dim), packing),
+        _pack(_widen(query, dim), packing),
+        _widen(key, dim),
+        _widen(value, dim),
+        _pack(_widen(output, dim), packing),
+        _pack(lse, packing),
+        0.0,
+        causal,
+        attn_mask=_bias(visible, query, key, packing),
+        scale=scale,
+    )
+    grad_query = _unpack(grad_query, heads, rows)
+    return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
+
+
+def _widen(rows: Tensor, dim: int) -> Tensor:
+    """Zero channels up to `dim`: the kernel wants one head size. They change no sum."""
+    return rows if rows.shape[-1] == dim else F.pad(rows, (0, dim - rows.shape[-1]))
+
+
+def _heads_to_pack(query: Tensor, key: Tensor, visible: Tensor | None, causal: bool) -> int:
+    """How many query heads share a kv head and go into rows of one product (1: none)."""
+    heads_alike = visible is None or visible.shape[1] == 1
+    if causal or not heads_alike or query.shape[2] >= PACK_BELOW:
+        return 1
+    return query.shape[1] // key.shape[1]
+
+
+def _pack(tensor: Tensor, packing: int) -> Tensor:
+    """[batch, heads, rows, …] to [batch, heads / packing, packing · rows, …]."""
+    if packing == 1:
+        return tensor
+    batch, heads, rows = tensor.shape[:3]
+    return tensor.reshape(batch, heads // packing, packing * rows, *tensor.shape[3:])
+
+
+def _unpack(tensor: Tensor, heads: int, rows: int) -> Tensor:
+    if tensor.shape[1] == heads:
+        return tensor
+    return tensor.reshape(tensor.shape[0], heads, rows, *tensor.shape[3:])
+
+
+def _bias(visible: Tensor | None, query: Tensor, key: Tensor, packing: int) -> Tensor | None:
+    """The mask as the kernel takes it: 0 where visible, -inf where hidden."""
+    if visible is None:
+        return None
+    bias = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, -torch.inf)
+    rows, keys = query.shape[2], key.shape[2]
+    bias = bias.expand(bias.shape[0], bias.shape[1], rows, keys)
+    return bias.repeat(1, 1, packing, 1) if packing > 1 else bias

@@ -1,0 +1,59 @@
+"""Parts: a call as dense problems. A batch is one; so are neighbouring sequences of equal length."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from saccade.problem import Inputs
+
+
+class Part(NamedTuple):
+    """Adjacent sequences of one query length and one key length, as views [batch, heads, …]."""
+
+    first_batch: int
+    batch: int
+    query_tokens: slice | None  # None: the call is dense, and this part is all of it
+    kv_tokens: slice | None
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        """The part's rows of query, output, or their gradients."""
+        return self._rows(tensor, self.query_tokens)
+
+    def keys(self, tensor: Tensor) -> Tensor:
+        """The part's rows of key, value, or their gradients."""
+        return self._rows(tensor, self.kv_tokens)
+
+    def lse(self, lse: Tensor) -> Tensor:
+        """The part's rows of the lse or its gradient, [batch, heads, rows]."""
+        if self.query_tokens is None:
+            return lse
+        rows = lse[:, self.query_tokens]
+        return rows.unflatten(1, (self.batch, rows.shape[1] // self.batch)).transpose(0, 1)
+
+    def _rows(self, tensor: Tensor, tokens: slice | None) -> Tensor:
+        if tokens is None:
+            return tensor
+        rows = tensor[tokens]
+        return rows.unflatten(0, (self.batch, rows.shape[0] // self.batch)).transpose(1, 2)
+
+
+def parts_of(inputs: Inputs) -> list[Part]:
+    """The dense problems that make up a call, in order."""
+    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
+        return [Part(0, inputs.query.shape[0], None, None)]
+    query_ends, kv_ends = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    lengths = [
+        (query_ends[b + 1] - query_ends[b], kv_ends[b + 1] - kv_ends[b])
+        for b in range(len(query_ends) - 1)
+    ]
+    parts = []
+    first = 0
+    for b in range(1, len(lengths) + 1):
+        if b < len(lengths) and lengths[b] == lengths[first]:
+            continue
+        query_tokens = slice(query_ends[first], query_ends[b])
+        parts.append(Part(first, b - first, query_tokens, slice(kv_ends[first], kv_ends[b])))
+        first = b
+    return parts

@@ -1,0 +1,183 @@
+"""Tile: one rectangle of pairs in plain PyTorch, for every mask, score and dropout.
+
+Query heads that share a kv head are packed into rows, so that one product serves the group. Sums
+are float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import dropout, expressions, scores
+from saccade.expressions import Coordinates, index_range
+from saccade.problem import Variant, accumulate_dtype
+
+
+class Place(NamedTuple):
+    """Where a rectangle lies: ranges of batch entries, query heads, query rows and key rows."""
+
+    batch: tuple[int, int]
+    heads: tuple[int, int]
+    query_rows: tuple[int, int]
+    kv_rows: tuple[int, int]
+    shift: int
+
+    def coordinates(self) -> Coordinates:
+        ranges = (self.batch, self.heads, self.query_rows, self.kv_rows)
+        return Coordinates(*(index_range(*r, dim) for dim, r in enumerate(ranges)), self.shift)
+
+
+def visible(variant: Variant, place: Place) -> Tensor:
+    """The mask of a rectangle, in as few dimensions as it varies in."""
+    return expressions.visible(variant.mask, variant.mask_captured, place.coordinates())
+
+
+class _Scored(NamedTuple):
+    """A rectangle after its scores are known."""
+
+    raw: Tensor  # scale · query · keyᵀ, [batch, heads, rows, keys]
+    changed: Tensor  # after the score change, -inf where hidden
+    visible: Tensor | None
+    kept: Tensor | None  # after dropout
+
+
+def _score(
+    query: Tensor,
+    key: Tensor,
+    variant: Variant,
+    seed: Tensor | None,
+    place: Place,
+    masked: bool,
+    spoilt: Tensor | None,
+) -> _Scored:
+    batch, heads, rows, _ = query.shape
+    raw = (_packed(query, key) @ key.transpose(-1, -2)).mul_(variant.scale)
+    raw = raw.view(batch, heads, rows, key.shape[2])
+    at = place.coordinates()
+    changed = scores.change(variant.score, variant.score_captured, raw, at)
+    if spoilt is not None:
+        changed = changed.masked_fill(spoilt, torch.nan)
+    seen = expressions.visible(variant.mask, variant.mask_captured, at) if masked else None
+    if seen is not None:
+        changed = changed.masked_fill(~seen, -torch.inf)
+    kept = None
+    if seed is not None:
+        kept = dropout.kept_range(
+            seed, at.batch, at.head, at.query_row, place.kv_rows, variant.dropout_p
+        )
+    return _Scored(raw, changed, seen, kept)
+
+
+def _packed(rows: Tensor, key: Tensor) -> Tensor:
+    """Query-side rows [batch, heads, rows, dim] as [batch, kv_heads, group · rows, dim]."""
+    batch, _, _, dim = rows.shape
+    return rows.reshape(batch, key.shape[1], -1, dim)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    variant: Variant,
+    seed: Tensor | None,
+    place: Place,
+    masked: bool,
+    careful: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of a rectangle. `careful`: inputs hold NaN or inf, which must stay put."""
+    wide = accumulate_dtype(query.dtype)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    query, key, value, spoilt = _set_spoilt_apart(query, key, value, careful)
+    scored = _score(query, key, variant, seed, place, masked, spoilt)
+    row_max = scored.changed.amax(-1, keepdim=True)
+    row_max.masked_fill_(row_max == -torch.inf, 0)
+    weights = (scored.changed - row_max).exp_()
+    row_sum = weights.sum(-1, keepdim=True)
+    empty = row_sum == 0
+    row_sum.masked_fill_(empty, 1)
+    if scored.kept is not None:
+        weights = weights.masked_fill(~scored.kept, 0).div_(1 - variant.dropout_p)
+    output = (_packed(weights, key) @ value).view(*query.shape[:3], value.shape[-1]).div_(row_sum)
+    lse = (row_max + row_sum.log()).masked_fill(empty, -torch.inf)
+    return output, lse.squeeze(-1)
+
+
+class Shares(NamedTuple):
+    """A rectangle's share in the gradients; `taken`: (table, gradient of each pair's entry)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    taken: list[tuple[int, Tensor]]
+
+
+def backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor,
+    row_dot: Tensor,
+    variant: Variant,
+    seed: Tensor | None,
+    place: Place,
+    masked: bool,
+    careful: bool,
+) -> Shares:
+    """The share of a rectangle of pairs in the gradients.
+
+    Args:
+        lse: of the whole rows, finite (0 where a row sees nothing).
+        row_dot: Σ grad_output · output of the whole rows, less the gradient of the lse.
+
+    Source: FlashAttention-2 (Dao 2023), section 3.1.2, algorithm 2.
+    """
+    wide = accumulate_dtype(query.dtype)
+    grad_output, query = grad_output.to(wide), query.to(wide)
+    query, key, value, spoilt = _set_spoilt_apart(query, key.to(wide), value.to(wide), careful)
+    scored = _score(query, key, variant, seed, place, masked, spoilt)
+    weights = (scored.changed - lse.unsqueeze(-1)).exp_()
+    if careful and scored.visible is not None:  # a NaN row must not reach what it does not see
+        weights = weights.masked_fill(~scored.visible, 0)
+    grad_output = _packed(grad_output, key)
+    grad_weights = (grad_output @ value.transpose(-1, -2)).view_as(weights)
+    dropped = weights
+    if scored.kept is not None:
+        dropped = weights.masked_fill(~scored.kept, 0).div_(1 - variant.dropout_p)
+        grad_weights = grad_weights.masked_fill_(~scored.kept, 0).div_(1 - variant.dropout_p)
+    grad_value = _packed(dropped, key).transpose(-1, -2) @ grad_output
+    grad_scores = grad_weights.sub_(row_dot.unsqueeze(-1)).mul_(weights)
+    if careful and scored.visible is not None:
+        grad_scores = grad_scores.masked_fill(~scored.visible, 0)
+    grad_scores, taken = scores.change_backward(
+        variant.score, variant.score_captured, scored.raw, place.coordinates(), grad_scores
+    )
+    if variant.score and scored.visible is not None:  # a derivative may be NaN where hidden
+        grad_scores = grad_scores.masked_fill(~scored.visible, 0)
+    grad_scores = _packed(grad_scores.mul(variant.scale), key)
+    grad_query = (grad_scores @ key).view(query.shape)
+    grad_key = grad_scores.transpose(-1, -2) @ _packed(query, key)
+    return Shares(grad_query, grad_key, grad_value, taken)
+
+
+def _set_spoilt_apart(
+    query: Tensor, key: Tensor, value: Tensor, careful: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Zero the rows that hold NaN or inf and say which pairs touch one.
+
+    Such a pair's score becomes NaN and is selected away where it is hidden; a product would carry
+    it on, since 0 · NaN is NaN.
+    """
+    if not careful:
+        return query, key, value, None
+    cleaned, spoilt = [], []
+    for rows in (query, key, value):
+        bad = ~rows.isfinite().all(-1, keepdim=True)
+        cleaned.append(rows.masked_fill(bad, 0))
+        spoilt.append(bad)
+    group = query.shape[1] // key.shape[1]
+    of_keys = (spoilt[1] | spoilt[2]).repeat_interleave(group, dim=1).transpose(-1, -2)
+    return cleaned[0], cleaned[1], cleaned[2], spoilt[0] | of_keys

@@ -1,0 +1,290 @@
+"""Expressions: masks and scores as text plus captured data.
+
+A mask or a score is a tree whose leaves are registered functions. It travels through PyTorch's
+operators as a *key* (text that names the functions and how they combine) beside the tensors and
+numbers that the functions captured. The key alone says which program runs; a captured value can
+change without anything being compiled anew.
+
+    causal:bottom_right#                       a leaf: name, alignment, captured kinds (none)
+    (& causal:bottom_right# window:bottom_right#ii)   two leaves, and'ed; the second has two ints
+
+Kinds of captured data: t a tensor, i an int, f a float.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENTS = ("bottom_right", "top_left")
+COMBINERS = {"&": 2, "|": 2, "~": 1, ">>": 2}
+
+
+class Coordinates(NamedTuple):
+    """Where the pairs of a tile lie: index tensors that broadcast against each other, or intervals.
+
+    Rows are numbered within their sequence. ``shift`` is kv_len - query_len of the sequence: a
+    function aligned at the bottom right sees query_row + shift, so that the last query row and
+    the last key row have the same number.
+    """
+
+    batch: Any
+    head: Any
+    query_row: Any
+    kv_row: Any
+    shift: Any
+
+
+class Captured(NamedTuple):
+    """The tensors and numbers that the leaves of an expression captured, in the leaves' order."""
+
+    tensors: Sequence[Tensor] = ()
+    ints: Sequence[int] = ()
+    floats: Sequence[float] = ()
+
+    def joined(self, other: Captured) -> Captured:
+        return Captured(
+            (*self.tensors, *other.tensors),
+            (*self.ints, *other.ints),
+            (*self.floats, *other.floats),
+        )
+
+
+@dataclass(frozen=True)
+class Function:
+    """A registered function of (batch, head, query_row, kv_row, *captured).
+
+    Scores take the score as their first argument and have a derivative of the same form.
+    ``check(captured, extents)`` returns a complaint about captured data that cannot serve
+    a problem of these extents, or None.
+    """
+
+    name: str
+    body: Callable[..., Any]
+    derivative: Callable[..., Any] | None = None
+    differentiable: bool = False  # d score / d captured tensor is 1 where the function takes it
+    check: Callable[..., str | None] | None = None
+
+
+_FUNCTIONS: dict[str, Function] = {}
+
+
+def register(function: Function) -> Function:
+    """Make a function known under its name; a name that is taken gets a number behind it."""
+    name, count = function.name, 1
+    while name in _FUNCTIONS:
+        count += 1
+        name = f"{function.name}-{count}"
+    function = Function(
+        name, function.body, function.derivative, function.differentiable, function.check
+    )
+    _FUNCTIONS[name] = function
+    return function
+
+
+def lookup(name: str) -> Function:
+    """The registered function of that name (``KeyError`` says that it is not known here)."""
+    try:
+        return _FUNCTIONS[name]
+    except KeyError:
+        raise KeyError(
+            f"no mask or score function {name!r} is registered in this process; "
+            "import the module that defines it before the call"
+        ) from None
+
+
+def readable_name(body: Callable[..., Any]) -> str:
+    """A function's module and name, without the characters that the key's grammar uses."""
+    text = f"{body.__module__}.{body.__qualname__}"
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in text)
+
+
+def kind_of(value: object) -> str:
+    """t, i or f for a value that a function may capture; ``TypeError`` for any other."""
+    if isinstance(value, Tensor):
+        return "t"
+    if isinstance(value, (int, torch.SymInt)):
+        return "i"
+    if isinstance(value, (float, torch.SymFloat)):
+        return "f"
+    raise TypeError(f"captured data must be tensors, ints or floats, got {type(value).__name__}")
+
+
+def leaf_key(name: str, align: str, data: Sequence[object]) -> str:
+    """The key of one function with its captured data's kinds."""
+    return f"{name}:{align}#{''.join(kind_of(value) for value in data)}"
+
+
+def capture(data: Sequence[Any]) -> Captured:
+    """Sort captured values by kind, keeping their order within a kind."""
+    return Captured(
+        tuple(value for value in data if kind_of(value) == "t"),
+        tuple(value for value in data if kind_of(value) == "i"),
+        tuple(value for value in data if kind_of(value) == "f"),
+    )
+
+
+# ---- from key to tree ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A function and the places of its captured values among those of its expression."""
+
+    name: str
+    align: str
+    slots: tuple[tuple[str, int], ...]  # (kind, position within that kind)
+
+    @property
+    def function(self) -> Function:
+        return lookup(self.name)
+
+    def data(self, captured: Captured) -> list[Any]:
+        lists = {"t": captured.tensors, "i": captured.ints, "f": captured.floats}
+        return [lists[kind][position] for kind, position in self.slots]
+
+    def place(self, at: Coordinates) -> tuple[Any, Any, Any, Any]:
+        """The four arguments (batch, head, query_row, kv_row) that the function sees."""
+        aligned = at.query_row if self.align == "top_left" else at.query_row + at.shift
+        return at.batch, at.head, aligned, at.kv_row
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Two (or, for ~, one) expressions combined."""
+
+    combiner: str
+    parts: tuple[Leaf | Branch, ...]
+
+
+def leaves(tree: Leaf | Branch | None) -> list[Leaf]:
+    """The leaves of a tree from left to right, which is the order of their captured data."""
+    if tree is None:
+        return []
+    if isinstance(tree, Leaf):
+        return [tree]
+    return [leaf for part in tree.parts for leaf in leaves(part)]
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(key: str) -> Leaf | Branch | None:
+    """The tree of a key; the empty key has none."""
+    if not key:
+        return None
+    words = key.replace("(", "( ").replace(")", " )").split()
+    used = {"t": 0, "i": 0, "f": 0}
+
+    def read(position: int) -> tuple[Leaf | Branch, int]:
+        if words[position] != "(":
+            return read_leaf(words[position]), position + 1
+        combiner = words[position + 1]
+        parts, position = [], position + 2
+        for _ in range(COMBINERS[combiner]):
+            part, position = read(position)
+            parts.append(part)
+        return Branch(combiner, tuple(parts)), position + 1
+
+    def read_leaf(word: str) -> Leaf:
+        name, rest = word.rsplit(":", 1)
+        align, kinds = rest.split("#")
+        slots = []
+        for kind in kinds:
+            slots.append((kind, used[kind]))
+            used[kind] += 1
+        return Leaf(name, align, tuple(slots))
+
+    tree, end = read(0)
+    if end != len(words):
+        raise ValueError(f"not the key of an expression: {key!r}")
+    return tree
+
+
+# ---- evaluation -----------------------------------------------------------------------------
+
+
+def visible(key: str, captured: Captured, at: Coordinates) -> Any:
+    """Which pairs a mask lets through: a bool tensor that broadcasts to the pairs of `at`.
+
+    No mask ("") lets everything through.
+    """
+    tree = parse(key)
+    if tree is None:
+        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=at.batch.device)
+    return combine(tree, lambda leaf: leaf.function.body(*leaf.place(at), *leaf.data(captured)))
+
+
+def combine(tree: Leaf | Branch, answer: Callable[[Leaf], Any]) -> Any:
+    """Combine the answers of a mask's leaves as its tree says."""
+    if isinstance(tree, Leaf):
+        return answer(tree)
+    parts = [combine(part, answer) for part in tree.parts]
+    if tree.combiner == "~":
+        return ~parts[0]
+    return parts[0] & parts[1] if tree.combiner == "&" else parts[0] | parts[1]
+
+
+# ---- what a function may call ---------------------------------------------------------------
+
+
+def index_range(start: int, stop: int, dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """The numbers start … stop - 1 along one of four dimensions, known to `take` as a range."""
+    shape = [1, 1, 1, 1]
+    shape[dim] = stop - start
+    rows = torch.arange(start, stop, device=device).view(shape)
+    rows.saccade_range = (start, stop, dim)  # type: ignore[attr-defined]  # lost by arithmetic
+    return rows
+
+
+def take(table: Any, *indices: Any) -> Any:
+    """Read a captured tensor at the given indices, one for each of its dimensions.
+
+    A dimension of size 1 serves every index (it broadcasts). The result has the broadcast shape
+    of the indices. Inside a mask or score function this is how captured tensors are read, on
+    every implementation.
+    """
+    for index in indices:
+        if hasattr(index, "take_from"):  # an interval: answer for a whole tile at once
+            return index.take_from(table, indices)
+    if table.dim() != len(indices):
+        raise ValueError(
+            f"take: a table of {table.dim()} dimensions needs as many indices, got {len(indices)}"
+        )
+    sliced = _take_by_slices(table, indices)
+    if sliced is not None:
+        return sliced
+    index = [0 if size == 1 else i for size, i in zip(table.shape, indices, strict=True)]
+    return table[tuple(index)]
+
+
+def _take_by_slices(table: Tensor, indices: Sequence[Any]) -> Tensor | None:
+    """The same without a gather, where the indices are ranges along dimensions that ascend."""
+    last_dim = -1
+    shape, picks = [1, 1, 1, 1], []
+    for size, index in zip(table.shape, indices, strict=True):
+        if size == 1:
+            picks.append(slice(None))
+            continue
+        known = getattr(index, "saccade_range", None)
+        if known is None or known[2] <= last_dim:
+            return None
+        start, stop, last_dim = known
+        if stop > size:
+            raise IndexError(f"take: index {stop - 1} is outside a table of {size} entries")
+        picks.append(slice(start, stop))
+        shape[last_dim] = stop - start
+    return table[tuple(picks)].reshape(shape)
+
+
+# The functions of numbers that scores are made of, each with one meaning on every implementation.
+absolute = torch.abs
+exp = torch.exp
+log = torch.log
+tanh = torch.tanh
+minimum = torch.minimum
+maximum = torch.maximum
+where = torch.where

@@ -1,0 +1,320 @@
+"""Masks: which pairs of a query row and a key row see each other.
+
+A mask is a plain function of (batch, head, query_row, kv_row) made of operators and `take`, with
+captured tensors and numbers. Masks combine with ``&``, ``|`` and ``~``. Every implementation uses
+the same definition.
+
+    >>> import saccade
+    >>> local = saccade.masks.window(256) | saccade.masks.prefix(prompt_lengths)
+    >>> saccade.attention(query, key, value, mask=local)
+
+Rows are numbered from 0 within their sequence. Aligned at the bottom right, the last query row
+and the last key row stand side by side (what generation with a cache wants); aligned at the top
+left, the first ones do (what PyTorch's ``is_causal`` means).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from saccade import expressions
+from saccade.expressions import Captured, Function, take
+from saccade.extents import Extents, misfit
+
+__all__ = [
+    "Mask",
+    "blocks",
+    "causal",
+    "dense",
+    "documents",
+    "function",
+    "key_lengths",
+    "prefix",
+    "take",
+    "window",
+]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which pairs are visible: the key of an expression and what its functions captured."""
+
+    key: str
+    captured: Captured = field(default_factory=Captured)
+
+    def __and__(self, other: Mask) -> Mask:
+        return _combine("&", self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return _combine("|", self, other)
+
+    def __invert__(self) -> Mask:
+        return Mask(f"(~ {self.key})", self.captured)
+
+    def __bool__(self) -> bool:
+        raise TypeError("combine masks with &, | and ~, not with and, or and not")
+
+
+def _combine(combiner: str, left: Mask, right: Mask) -> Mask:
+    if not isinstance(right, Mask):
+        return NotImplemented
+    return Mask(f"({combiner} {left.key} {right.key})", left.captured.joined(right.captured))
+
+
+@dataclass(frozen=True)
+class MaskFunction:
+    """A registered mask function; calling it with the captured values gives a `Mask`."""
+
+    name: str
+    align: str
+
+    def __call__(self, *captured: Tensor | int | float) -> Mask:
+        key = expressions.leaf_key(self.name, self.align, captured)
+        return Mask(key, expressions.capture(captured))
+
+
+@overload
+def function(body: Callable[..., Any]) -> MaskFunction: ...
+@overload
+def function(*, align: str = "top_left") -> Callable[[Callable[..., Any]], MaskFunction]: ...
+
+
+def function(body: Callable[..., Any] | None = None, *, align: str = "top_left") -> Any:
+    """Turn a plain function into a mask of your own.
+
+    Args:
+        body: a function of (batch, head, query_row, kv_row, *captured) that gives True where the
+            pair is visible. It is made of operators (``>=``, ``&``, ``-``, ``//``, …) and
+            `take` for captured tensors; it must have no `if` on its arguments.
+        align: "top_left" (rows as they are) or "bottom_right" (query_row + kv_len - query_len).
+
+    Returns:
+        A callable: give it the captured values and it gives the `Mask`.
+
+    Raises:
+        ValueError: if `align` is neither of the two.
+
+    >>> @saccade.masks.function
+    ... def strided(batch, head, query_row, kv_row, stride):
+    ...     return (query_row - kv_row) % stride == 0
+    >>> mask = saccade.masks.causal() & strided(8)
+    """
+    check_align(align)
+    if body is None:
+        return lambda actual: function(actual, align=align)
+    registered = expressions.register(Function(expressions.readable_name(body), body))
+    return MaskFunction(registered.name, align)
+
+
+def check_align(align: str) -> None:
+    """Refuse an alignment that does not exist."""
+    if align not in expressions.ALIGNMENTS:
+        raise ValueError(f"align: got {align!r}, takes 'bottom_right' or 'top_left'")
+
+
+def _built_in(body: Callable[..., Any], check: Callable[..., str | None] | None = None) -> str:
+    name = body.__name__.strip("_")
+    return expressions.register(Function(name, body, check=check)).name
+
+
+def _leaf(name: str, align: str, *captured: Any) -> Mask:
+    check_align(align)
+    return MaskFunction(name, align)(*captured)
+
+
+# ---- the functions -------------------------------------------------------------------------
+
+
+def _causal(batch, head, query_row, kv_row):  # noqa: ANN001, ANN202
+    return kv_row <= query_row
+
+
+def _window(batch, head, query_row, kv_row, left, right):  # noqa: ANN001, ANN202
+    return (kv_row >= query_row - left) & (kv_row <= query_row + right)
+
+
+def _key_lengths(batch, head, query_row, kv_row, lengths):  # noqa: ANN001, ANN202
+    return kv_row < take(lengths, batch)
+
+
+def _documents(batch, head, query_row, kv_row, query_ids, kv_ids):  # noqa: ANN001, ANN202
+    return take(query_ids, batch, query_row) == take(kv_ids, batch, kv_row)
+
+
+def _blocks(batch, head, query_row, kv_row, layout, query_block, kv_block):  # noqa: ANN001, ANN202
+    return take(layout, batch, head, query_row // query_block, kv_row // kv_block)
+
+
+def _dense(batch, head, query_row, kv_row, table):  # noqa: ANN001, ANN202
+    return take(table, batch, head, query_row, kv_row)
+
+
+# ---- what captured tensors must look like ---------------------------------------------------
+
+
+def _check_lengths(data: list[Any], extents: Extents) -> str | None:
+    return misfit("lengths", data[0], ("batch",), extents)
+
+
+def _check_documents(data: list[Any], extents: Extents) -> str | None:
+    return misfit("query_ids", data[0], ("batch", "query_len"), extents) or misfit(
+        "kv_ids", data[1], ("batch", "kv_len"), extents
+    )
+
+
+def _check_blocks(data: list[Any], extents: Extents) -> str | None:
+    layout, query_block, kv_block = data
+    in_blocks = extents.in_blocks(query_block, kv_block)
+    return misfit("layout", layout, ("batch", "query_heads", "query_len", "kv_len"), in_blocks)
+
+
+def _check_dense(data: list[Any], extents: Extents) -> str | None:
+    return misfit("tensor", data[0], ("batch", "query_heads", "query_len", "kv_len"), extents)
+
+
+CAUSAL = _built_in(_causal)
+WINDOW = _built_in(_window)
+KEY_LENGTHS = _built_in(_key_lengths, _check_lengths)
+DOCUMENTS = _built_in(_documents, _check_documents)
+BLOCKS = _built_in(_blocks, _check_blocks)
+DENSE = _built_in(_dense, _check_dense)
+
+
+# ---- the public constructors ----------------------------------------------------------------
+
+
+def causal(align: str = "bottom_right") -> Mask:
+    """Each row sees itself and what came before it.
+
+    Args:
+        align: "bottom_right" or "top_left"; they differ where query and key lengths do.
+    """
+    return _leaf(CAUSAL, align)
+
+
+def window(left: int, right: int = 0, align: str = "bottom_right") -> Mask:
+    """Row i sees the key rows from i - left to i + right (a sliding window).
+
+    Args:
+        left: rows seen before a row's own place, at least 0.
+        right: rows seen after it, at least 0.
+        align: "bottom_right" or "top_left".
+
+    Raises:
+        TypeError, ValueError: if `left` or `right` is not a whole number of at least 0.
+    """
+    for name, value in (("left", left), ("right", right)):
+        check_whole_number(name, value, least=0)
+    return _leaf(WINDOW, align, left, right)
+
+
+def prefix(lengths: Tensor, align: str = "bottom_right") -> Mask:
+    """Everybody sees the first keys of the sequence; behind them the mask is causal (prefix LM).
+
+    Args:
+        lengths: [batch] or [1], integers: how many keys belong to the prefix.
+        align: "bottom_right" or "top_left", for the causal part.
+    """
+    return causal(align) | key_lengths(lengths)
+
+
+def key_lengths(lengths: Tensor) -> Mask:
+    """Only the first keys of each sequence are visible (padding at the end).
+
+    Args:
+        lengths: [batch] or [1], integers.
+    """
+    return _leaf(KEY_LENGTHS, "top_left", _integers("lengths", lengths, 1))
+
+
+def documents(query_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
+    """Rows see the keys of their own document (several documents laid in one row of a batch).
+
+    Args:
+        query_ids: [batch or 1, query_len], integers: each query row's document.
+        kv_ids: [batch or 1, kv_len], integers; the same as `query_ids` where left out.
+    """
+    query_ids = _integers("query_ids", query_ids, 2)
+    kv_ids = query_ids if kv_ids is None else _integers("kv_ids", kv_ids, 2)
+    return _leaf(DOCUMENTS, "top_left", query_ids, kv_ids)
+
+
+def blocks(layout: Tensor, block_size: int | tuple[int, int]) -> Mask:
+    """A block-sparse mask: whole blocks of pairs are visible or hidden.
+
+    Args:
+        layout: bool, broadcastable to [batch, query_heads, query blocks, key blocks].
+        block_size: rows in a block, or (query rows, key rows).
+
+    Source: FlashAttention (Dao et al. 2022), section 3.3, block-sparse attention.
+    """
+    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if len(sizes) != 2:
+        raise ValueError(f"block_size: got {block_size!r}, takes one number or two")
+    for size in sizes:
+        check_whole_number("block_size", size, least=1)
+    return _leaf(BLOCKS, "top_left", _bools("layout", layout), *sizes)
+
+
+def dense(tensor: Tensor) -> Mask:
+    """The mask written out: a bool tensor broadcastable to [batch, query_heads, query_len, kv_len].
+
+    True means visible. Saccade reads it tile by tile and skips the tiles that are all False.
+    """
+    return _leaf(DENSE, "top_left", _bools("tensor", tensor))
+
+
+def as_mask(mask: Mask | Tensor | None) -> Mask:
+    """What the `mask` argument of an attention call stands for.
+
+    Raises:
+        TypeError: for anything but a `Mask`, a bool tensor or None.
+    """
+    if mask is None:
+        return Mask("")
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"mask: got a tensor of {mask.dtype}, takes torch.bool (True = visible); "
+                "to add numbers to the scores use score=saccade.scores.bias(tensor)"
+            )
+        if mask.dim() > 4:
+            raise ValueError(f"mask: got {mask.dim()} dimensions, takes at most 4")
+        return dense(mask)
+    if isinstance(mask, MaskFunction):
+        raise TypeError("mask: got a mask function, takes a Mask: call it, with what it captures")
+    raise TypeError(f"mask: got {type(mask).__name__}, takes a saccade Mask or a bool tensor")
+
+
+def check_whole_number(name: str, value: object, *, least: int) -> None:
+    """Refuse what is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: got {value!r}, takes a whole number of at least {least}")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, takes a whole number of at least {least}")
+
+
+def _integers(name: str, tensor: Tensor, num_dims: int) -> Tensor:
+    whole = isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64)
+    if not whole:
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: got {got}, takes a tensor of int32 or int64")
+    if tensor.dim() != num_dims:
+        raise ValueError(f"{name}: got {tensor.dim()} dimensions, takes {num_dims}")
+    return tensor
+
+
+def _bools(name: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: got {got}, takes a tensor of torch.bool (True = visible)")
+    if tensor.dim() > 4:
+        raise ValueError(f"{name}: got {tensor.dim()} dimensions, takes at most 4")
+    return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

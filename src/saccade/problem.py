@@ -1,0 +1,145 @@
+"""Problem: what a call asks for, as a value; Variant: the program that it asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.expressions import Captured
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and of the lse: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Variant(NamedTuple):
+    """Which attention: mask and score by key, with what they captured, and the plain numbers."""
+
+    mask: str
+    score: str
+    mask_captured: Captured
+    score_captured: Captured
+    scale: float
+    dropout_p: float
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call. Packed sequences have offsets; dense batches have None there."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None
+    seed: Tensor | None = None  # int64 scalar; None: no dropout
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """What a backward pass gives: one gradient for each input that can have one."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    tables: dict[int, Tensor]  # by place among the score's captured tensors
+
+
+def empty_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Memory for output and lse, laid out as every implementation lays it out."""
+    query, value = inputs.query, inputs.value
+    wide = accumulate_dtype(query.dtype)
+    if inputs.cu_seqlens_q is not None:
+        tokens, heads = query.shape[:2]
+        return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(
+            heads, tokens, dtype=wide
+        )
+    batch, heads, length = query.shape[:3]
+    output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    return output, query.new_empty(batch, heads, length, dtype=wide)
+
+
+def empty_gradients(inputs: Inputs) -> Gradients:
+    """Memory for the gradients, laid out as every implementation lays it out."""
+
+    def like(tensor: Tensor) -> Tensor:
+        if inputs.cu_seqlens_q is not None:
+            return tensor.new_empty(tensor.shape)
+        batch, heads, length, dim = tensor.shape
+        return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+    sinks = None if inputs.sinks is None else inputs.sinks.new_empty(inputs.sinks.shape)
+    return Gradients(like(inputs.query), like(inputs.key), like(inputs.value), sinks, {})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes of an implementation; 0 leaves the choice to it.
+
+    Attributes:
+        query_tile: query rows that are computed at once.
+        kv_tile: key rows that are judged at once (hidden, edge or wholly visible).
+    """
+
+    query_tile: int = 0
+    kv_tile: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("query_tile", self.query_tile), ("kv_tile", self.kv_tile)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}: got {value!r}, takes a whole number of at least 0")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The shape of a call: what implementations are chosen by. Holds no tensors.
+
+    For packed sequences `batch` counts sequences, and `query_len` and `kv_len` count all tokens.
+    """
+
+    batch: int
+    query_heads: int
+    kv_heads: int
+    query_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: str
+    packed: bool = False
+    mask: str = ""
+    score: str = ""
+    sinks: bool = False
+    dropout: bool = False
+    configured: bool = False
+    capability: tuple[int, int] | None = None
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query row and a key row, hidden ones included, over all heads."""
+        batches = 1 if self.packed else self.batch
+        return batches * self.query_heads * self.query_len * self.kv_len
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must move at least once: inputs and output, each read or written once."""
+        batches = 1 if self.packed else self.batch
+        query_rows = batches * self.query_heads * self.query_len
+        kv_rows = batches * self.kv_heads * self.kv_len
+        channels = (query_rows + kv_rows) * (self.head_dim + self.value_dim)
+        return channels * self.dtype.itemsize
+
+    def flops(self, visible_pairs: int | None = None) -> int:
+        """Floating-point operations of a forward pass over the visible pairs (all, if not given).
+
+        Two products of two operations a channel, as FlashAttention-2 (Dao 2023, section 4.1)
+        counts.
+        """
+        pairs = self.pairs if visible_pairs is None else visible_pairs
+        return 2 * pairs * (self.head_dim + self.value_dim)

@@ -1,0 +1,273 @@
+"""Scores: how the scaled score of a pair changes before the softmax.
+
+A score change is a plain function of (score, batch, head, query_row, kv_row) with captured
+tensors and numbers, and a second function for its derivative. Changes chain with ``>>``: the left
+one comes first. Rows are numbered as in `saccade.masks`.
+
+    >>> import saccade
+    >>> change = saccade.scores.softcap(30.0) >> saccade.scores.alibi(slopes)
+    >>> saccade.attention(query, key, value, score=change)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from saccade import expressions
+from saccade.expressions import (
+    Captured,
+    Coordinates,
+    Function,
+    absolute,
+    exp,
+    log,
+    maximum,
+    minimum,
+    take,
+    tanh,
+    where,
+)
+from saccade.extents import Extents, misfit
+from saccade.masks import check_align
+
+__all__ = [
+    "Score",
+    "absolute",
+    "alibi",
+    "bias",
+    "exp",
+    "function",
+    "log",
+    "maximum",
+    "minimum",
+    "softcap",
+    "take",
+    "tanh",
+    "where",
+]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A change of the scaled score: the key of an expression and what its functions captured."""
+
+    key: str
+    captured: Captured = field(default_factory=Captured)
+
+    def __rshift__(self, later: Score) -> Score:
+        if not isinstance(later, Score):
+            return NotImplemented
+        return Score(f"(>> {self.key} {later.key})", self.captured.joined(later.captured))
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """A registered score function; calling it with the captured values gives a `Score`."""
+
+    name: str
+    align: str
+
+    def __call__(self, *captured: Tensor | int | float) -> Score:
+        key = expressions.leaf_key(self.name, self.align, captured)
+        return Score(key, expressions.capture(captured))
+
+
+@overload
+def function(
+    body: Callable[..., Any], *, derivative: Callable[..., Any] | None = None, align: str = ...
+) -> ScoreFunction: ...
+@overload
+def function(
+    *, derivative: Callable[..., Any] | None = None, align: str = ...
+) -> Callable[[Callable[..., Any]], ScoreFunction]: ...
+
+
+def function(
+    body: Callable[..., Any] | None = None,
+    *,
+    derivative: Callable[..., Any] | None = None,
+    align: str = "top_left",
+) -> Any:
+    """Turn a plain function into a score change of your own.
+
+    Args:
+        body: a function of (score, batch, head, query_row, kv_row, *captured) that gives the new
+            score; made of operators, `take`, and this module's `tanh`, `exp`, `log`, `absolute`,
+            `minimum`, `maximum` and `where`.
+        derivative: d new score / d score, a function of the same arguments. Without it the
+            change serves forward passes only.
+        align: "top_left" (rows as they are) or "bottom_right" (query_row + kv_len - query_len).
+
+    Returns:
+        A callable: give it the captured values and it gives the `Score`.
+
+    Raises:
+        ValueError: if `align` is neither of the two.
+
+    >>> def slope(score, batch, head, query_row, kv_row, gain):
+    ...     return gain
+    >>> @saccade.scores.function(derivative=slope)
+    ... def amplify(score, batch, head, query_row, kv_row, gain):
+    ...     return score * gain
+    >>> change = amplify(1.5)
+    """
+    check_align(align)
+    if body is None:
+        return lambda actual: function(actual, derivative=derivative, align=align)
+    name = expressions.readable_name(body)
+    registered = expressions.register(Function(name, body, derivative))
+    return ScoreFunction(registered.name, align)
+
+
+# ---- the functions -------------------------------------------------------------------------
+
+
+def _one(score, batch, head, query_row, kv_row, *captured):  # noqa: ANN001, ANN202
+    return 1.0
+
+
+def _softcap(score, batch, head, query_row, kv_row, cap):  # noqa: ANN001, ANN202
+    return cap * tanh(score / cap)
+
+
+def _softcap_derivative(score, batch, head, query_row, kv_row, cap):  # noqa: ANN001, ANN202
+    capped = tanh(score / cap)
+    return 1.0 - capped * capped
+
+
+def _alibi(score, batch, head, query_row, kv_row, slopes):  # noqa: ANN001, ANN202
+    return score - take(slopes, head) * absolute(query_row - kv_row)
+
+
+def _bias(score, batch, head, query_row, kv_row, table):  # noqa: ANN001, ANN202
+    return score + take(table, batch, head, query_row, kv_row)
+
+
+def _check_slopes(data: list[Any], extents: Extents) -> str | None:
+    return misfit("slopes", data[0], ("query_heads",), extents)
+
+
+def _check_bias(data: list[Any], extents: Extents) -> str | None:
+    return misfit("tensor", data[0], ("batch", "query_heads", "query_len", "kv_len"), extents)
+
+
+SOFTCAP = expressions.register(Function("softcap", _softcap, _softcap_derivative)).name
+ALIBI = expressions.register(Function("alibi", _alibi, _one, check=_check_slopes)).name
+BIAS = expressions.register(
+    Function("bias", _bias, _one, differentiable=True, check=_check_bias)
+).name
+
+
+# ---- the public constructors ----------------------------------------------------------------
+
+
+def softcap(cap: float) -> Score:
+    """Bend scores smoothly into (-cap, cap): cap · tanh(score / cap).
+
+    Args:
+        cap: greater than 0, in units of the scaled score.
+
+    Source: Gemma 2 (Gemma Team 2024), section 2.
+    """
+    if isinstance(cap, bool) or not isinstance(cap, (int, float, torch.SymFloat)):
+        raise TypeError(f"cap: got {cap!r}, takes a number greater than 0")
+    if not cap > 0:
+        raise ValueError(f"cap: got {cap}, takes a number greater than 0")
+    return ScoreFunction(SOFTCAP, "top_left")(float(cap))
+
+
+def alibi(slopes: Tensor, align: str = "bottom_right") -> Score:
+    """Subtract a penalty that grows with distance: slopes[head] · |query_row - kv_row|.
+
+    Args:
+        slopes: [query_heads] or [1], floating point. Not differentiable: a slope that requires
+            gradients is refused.
+        align: "bottom_right" or "top_left".
+
+    Source: ALiBi (Press et al. 2022), section 3.
+    """
+    check_align(align)
+    slopes = _floats("slopes", slopes)
+    if slopes.dim() != 1:
+        raise ValueError(f"slopes: got {slopes.dim()} dimensions, takes 1: [query_heads]")
+    return ScoreFunction(ALIBI, align)(slopes)
+
+
+def bias(tensor: Tensor) -> Score:
+    """Add a tensor to the scores; its gradient is computed, summed over broadcast dimensions.
+
+    Args:
+        tensor: floating point, broadcastable to [batch, query_heads, query_len, kv_len]. -inf
+            hides a pair.
+    """
+    tensor = _floats("tensor", tensor)
+    if tensor.dim() > 4:
+        raise ValueError(f"tensor: got {tensor.dim()} dimensions, takes at most 4")
+    full = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+    return ScoreFunction(BIAS, "top_left")(full)
+
+
+def as_score(score: Score | None) -> Score:
+    """What the `score` argument of an attention call stands for.
+
+    Raises:
+        TypeError: for anything but a `Score` or None.
+    """
+    if score is None:
+        return Score("")
+    if isinstance(score, Score):
+        return score
+    if isinstance(score, ScoreFunction):
+        raise TypeError("score: got a score function, takes a Score: call it, with what it captures")
+    raise TypeError(f"score: got {type(score).__name__}, takes a saccade Score such as scores.bias")
+
+
+# ---- evaluation on torch tensors -------------------------------------------------------------
+
+
+def change(key: str, captured: Captured, score: Tensor, at: Coordinates) -> Tensor:
+    """The changed scores of a tile, in the dtype of the scores."""
+    for leaf in expressions.leaves(expressions.parse(key)):
+        changed = leaf.function.body(score, *leaf.place(at), *leaf.data(captured))
+        score = changed.to(score.dtype)
+    return score
+
+
+def change_backward(
+    key: str, captured: Captured, score: Tensor, at: Coordinates, grad: Tensor
+) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+    """Carry the gradient of the changed scores back through the chain.
+
+    Returns:
+        The gradient of the scores before the chain, and for each captured tensor that is
+        differentiable its place among the captured tensors with the gradient of what was taken.
+    """
+    steps = []
+    for leaf in expressions.leaves(expressions.parse(key)):
+        arguments = (score, *leaf.place(at), *leaf.data(captured))
+        steps.append((leaf, arguments))
+        score = leaf.function.body(*arguments).to(score.dtype)
+    taken = []
+    for leaf, arguments in reversed(steps):
+        function = leaf.function
+        if function.differentiable:
+            taken += [(position, grad) for kind, position in leaf.slots if kind == "t"]
+        if function.derivative is None:
+            raise NotImplementedError(
+                f"score: function {function.name!r} has no derivative; give one with "
+                "saccade.scores.function(derivative=…) to train through it"
+            )
+        grad = (grad * function.derivative(*arguments)).to(grad.dtype)
+    return grad, taken
+
+
+def _floats(name: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: got {got}, takes a floating-point tensor")
+    return tensor

@@ -1,0 +1,19 @@
+"""Testing: random problems, a float64 oracle, derived tolerances, memory filled with NaN."""
+
+from saccade.arguments import checked as checked
+from saccade.testing.cases import Case as Case
+from saccade.testing.cases import make_case as make_case
+from saccade.testing.memory import poisoned as poisoned
+from saccade.testing.oracle import assert_exact as assert_exact
+from saccade.testing.oracle import oracle as oracle
+from saccade.testing.oracle import tolerances as tolerances
+
+__all__ = ["Case", "assert_exact", "cases", "checked", "make_case", "oracle", "poisoned", "tolerances"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "cases":  # needs hypothesis, which users of the library need not have
+        from saccade.testing.strategies import cases
+
+        return cases
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,129 @@
+"""Oracle: the float64 answer, and how far from it an implementation may be.
+
+The bound is derived for each number, in two parts (contract item 5):
+
+    1.1 · (the largest error of plain PyTorch in the same dtype)
+    + 6 · (the standard deviation of rounding errors in a sum of that number's terms)
+
+A sum whose terms t each carry an independent relative error of at most u has an error beyond
+6 · u · sqrt(Σ t²) with a probability under 4e-8 (Hoeffding's inequality, as in Higham and Mary
+2019, "A new approach to probabilistic rounding error analysis", theorem 2.4). Terms carry u of
+the inputs' dtype, since low-precision products read rounded weights, and the sums themselves
+u · sqrt(terms) of the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import saccade.attention as calls
+from saccade.problem import accumulate_dtype
+from saccade.reference import attention as reference
+from saccade.testing.cases import Case, _padded
+
+CONFIDENCE = 6.0  # standard deviations
+AGAINST_PLAIN = 1.1
+
+
+def oracle(case: Case) -> dict[str, Tensor]:
+    """Output, lse and gradients of a case by the reference in float64."""
+    return case.run("reference", torch.float64)
+
+
+def tolerances(case: Case, exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For each result, the error that is allowed to each of its numbers."""
+    plain, spread = case.run_plain(), _spread(case)
+    allowed = {}
+    for name, truth in exact.items():
+        error = (plain[name].double() - truth)[truth.isfinite()].abs()
+        error = error[error.isfinite()]  # plain PyTorch overflows where float64 does not
+        worst = error.max() if error.numel() else torch.tensor(0.0, dtype=torch.float64)
+        unit = torch.finfo(case.tensors["query"].dtype).eps / 2
+        allowed[name] = AGAINST_PLAIN * worst + CONFIDENCE * spread[name] + unit * truth.abs()
+    return allowed
+
+
+def assert_exact(case: Case, implementation: str, **more: object) -> None:
+    """Compare an implementation with the oracle on every result of a case.
+
+    Raises:
+        AssertionError: naming the result, the worst error and what was allowed.
+    """
+    exact, got = oracle(case), case.run(implementation, **more)
+    allowed = tolerances(case, exact)
+    for name, truth in exact.items():
+        result = got[name].double()
+        if result.shape != truth.shape:
+            raise AssertionError(f"{name}: shape {tuple(result.shape)}, not {tuple(truth.shape)}")
+        infinite = truth.isinf()
+        if not torch.equal(result[infinite], truth[infinite]):
+            raise AssertionError(f"{name}: wrong where float64 is infinite\n{case.description}")
+        excess = ((result - truth).abs() - allowed[name])[~infinite]
+        if excess.numel() and not bool((excess <= 0).all()):  # NaN fails too
+            worst = int(excess.nan_to_num(nan=torch.inf).argmax())
+            off = float((result - truth)[~infinite].flatten()[worst].abs())
+            may = float(allowed[name][~infinite].flatten()[worst])
+            raise AssertionError(
+                f"{name}: off by {off:.3e} where {may:.3e} is allowed\n{case.description}"
+            )
+
+
+def _spread(case: Case) -> dict[str, Tensor]:
+    """For each result, the standard deviation (at most) of its rounding errors."""
+    leaves = {name: leaf.detach() for name, leaf in case.leaves(torch.float64).items()}
+    positional, keywords = case.arguments(leaves)
+    torch.manual_seed(case.description.seed)
+    inputs, variant, _, _ = calls.prepare(
+        *_padded(positional), return_lse=True, deterministic=False, config=None, **keywords
+    )
+    dense, at, reachable = reference.lay_out(inputs)
+    scores, visible, value = reference.score_pairs(dense, variant, at, reachable)
+    _, lse = reference.attend(dense, variant, at, reachable)
+    packed = case.cu_seqlens is not None
+    grad_output, grad_lse = case.grads["output"], case.grads["lse"]
+    if packed:
+        grad_output, grad_lse = grad_output.transpose(0, 1)[None], grad_lse[None]
+    lse = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+    weights = (scores - lse).exp().masked_fill(~visible, 0) / (1 - variant.dropout_p)
+    group = dense.query.shape[1] // max(dense.key.shape[1], 1)
+    key = dense.key.nan_to_num(0, 0, 0).repeat_interleave(group, 1)
+    grad_weights = grad_output.abs() @ value.abs().transpose(-1, -2)
+    row_dot = (weights * grad_weights).sum(-1, keepdim=True) + grad_lse.abs().unsqueeze(-1)
+    grad_scores = weights * (grad_weights + row_dot)  # larger than any partial sum of it
+    query = dense.query.nan_to_num(0, 0, 0)
+
+    units = _units(case, dense.query.shape[-1] + value.shape[-1], *scores.shape[-2:])
+    found = {
+        "output": _root(weights, value),
+        "lse": (weights * scores.nan_to_num(0, 0, 0).abs()).sum(-1) + 1 + lse.squeeze(-1).abs(),
+        "grad_query": variant.scale * _root(grad_scores, key),
+        "grad_key": variant.scale * _grouped(_root(grad_scores.mT, query), group),
+        "grad_value": _grouped(_root(weights.mT, grad_output), group),
+    }
+    found["grad_sinks"] = grad_scores.sum(-1).square().sum((0, 2)).sqrt() + row_dot.abs().sum((0, 2, 3))
+    if packed:
+        for name in ("output", "grad_query", "grad_key", "grad_value"):
+            found[name] = found[name].squeeze(0).transpose(0, 1)
+        found["lse"] = found["lse"].squeeze(0)
+    if "bias" in case.tensors:
+        found["grad_bias"] = grad_scores.square().sum().sqrt().expand(case.tensors["bias"].shape)
+    wide_only = {"lse": units[1]}
+    return {name: value * wide_only.get(name, units[0] + units[1]) for name, value in found.items()}
+
+
+def _units(case: Case, channels: int, rows: int, keys: int) -> tuple[float, float]:
+    """Unit roundoff of the inputs' dtype, and of sums in the accumulation dtype."""
+    dtype = case.tensors["query"].dtype
+    sums = torch.finfo(accumulate_dtype(dtype)).eps / 2 * (channels + rows + keys) ** 0.5
+    return torch.finfo(dtype).eps / 2, sums
+
+
+def _root(weights: Tensor, rows: Tensor) -> Tensor:
+    """Root of the sum of squared terms of weights · rows."""
+    return (weights.square() @ rows.square()).sqrt()
+
+
+def _grouped(per_query_head: Tensor, group: int) -> Tensor:
+    """Root-sum-square over the query heads of each kv head."""
+    return per_query_head.square().unflatten(1, (-1, max(group, 1))).sum(2).sqrt()

@@ -1,0 +1,49 @@
+"""Strategies: hypothesis draws descriptions of cases and shrinks those that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from saccade.testing.cases import MASKS, SCORES, Case, Description, make_case
+
+LAYOUTS = ("contiguous", "permuted", "sliced", "strided_last", "expanded")
+
+
+@st.composite
+def descriptions(
+    draw: Any, dtypes: Sequence[torch.dtype] = (torch.float32,), longest: int = 40
+) -> Description:
+    """Descriptions of cases: any mask, score, layout and length, zero included."""
+    packed = draw(st.booleans())
+    length = st.integers(0, longest)
+    pairs = st.lists(st.tuples(length, length), min_size=1, max_size=4 if packed else 1)
+    return Description(
+        batch=draw(st.integers(0, 3)),
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 3)),
+        lengths=tuple(draw(pairs)),
+        head_dim=draw(st.sampled_from([16, 8, 1, 5, 33])),
+        value_dim=draw(st.sampled_from([16, 8, 1, 5, 33])),
+        dtype=draw(st.sampled_from(list(dtypes))),
+        packed=packed,
+        mask=draw(st.sampled_from(list(MASKS))),
+        score=draw(st.sampled_from(list(SCORES))),
+        sinks=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        spoil_hidden=draw(st.booleans()),
+        scale=draw(st.sampled_from([None, 0.3])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@st.composite
+def cases(
+    draw: Any, dtypes: Sequence[torch.dtype] = (torch.float32,), longest: int = 40
+) -> Case:
+    """Random cases; see `saccade.testing.make_case`."""
+    return make_case(draw(descriptions(dtypes, longest)))

@@ -1,0 +1,243 @@
+"""Each house rule fires on the smallest file that breaks it, and is silent on its good twin."""
+
+from pathlib import Path
+
+import house_rules
+import pytest
+
+PUBLIC_INIT = '"""Saccade."""\n\n__all__ = ["attention", "masks"]\n__all__ += ["merge"]\n'
+
+
+def violations(root: Path, path: str, text: str) -> list[tuple[int, str]]:
+    """The (line, rule) pairs that the rules find when the tree holds this one file."""
+    init = root / "src/saccade/__init__.py"
+    for file, content in ((init, PUBLIC_INIT), (root / path, text)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, encoding="utf-8")
+    found = house_rules.check_tree(root)
+    assert all(str(violation.path) == path for violation in found)
+    return [(violation.line, violation.rule) for violation in found]
+
+
+def function(lines: int, decorator: str = "") -> str:
+    """A function whose definition takes the given number of lines."""
+    return f"{decorator}\ndef work():\n" + "    pass\n" * (lines - 1)
+
+
+def kernel(arguments: str = "", body: str = "pass", decorator: str = "triton.jit") -> str:
+    return f"@{decorator}\ndef kernel({arguments}):\n    {body}\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("src/saccade/utils.py", [(1, "file-name")]),
+        ("src/saccade/portable/common.py", [(1, "file-name")]),
+        ("src/saccade/helpers/softmax.py", [(1, "file-name")]),
+        ("tests/helpers.py", [(1, "file-name")]),
+        ("src/saccade/portable/common_prefix.py", []),
+        ("tests/portable/test_forward.py", []),
+    ],
+)
+def test_file_name(tmp_path, path, expected):
+    assert violations(tmp_path, path, "") == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        ("src/saccade/portable/forward.py", 300),
+        ("src/saccade/hopper/forward.py", 400),
+        ("tests/portable/test_forward.py", 400),
+        ("tools/sweep.py", 300),
+    ],
+)
+def test_file_length(tmp_path, path, limit):
+    assert violations(tmp_path, path, "#\n" * limit) == []
+    assert violations(tmp_path, path, "#\n" * (limit + 1)) == [(1, "file-length")]
+
+
+@pytest.mark.parametrize(
+    ("decorator", "limit"),
+    [
+        ("", 60),
+        ("@functools.cache", 60),
+        ("@triton.jit", 110),
+        ("@gluon.jit", 110),
+        ("@triton.jit(do_not_specialize=['kv_len'])", 110),
+    ],
+)
+def test_function_length(tmp_path, decorator, limit):
+    path = "src/saccade/portable/forward.py"
+    assert violations(tmp_path, path, function(limit, decorator)) == []
+    assert violations(tmp_path, path, function(limit + 1, decorator)) == [(2, "function-length")]
+
+
+def test_function_length_counts_methods_and_nested_functions(tmp_path):
+    text = "class Pool:\n    def grow(self):\n" + "        pass\n" * 60
+    assert violations(tmp_path, "src/saccade/cache/pool.py", text) == [(2, "function-length")]
+
+
+@pytest.mark.parametrize("decorator", ["triton.jit", "gluon.jit"])
+def test_kernel_arguments(tmp_path, decorator):
+    path = "src/saccade/portable/forward.py"
+    twelve = ", ".join(f"view_{index}" for index in range(12))
+    sizes = "QUERY_TILE: tl.constexpr, KV_TILE: 'gl.constexpr'"
+    good = kernel(f"{twelve}, {sizes}", decorator=decorator)
+    bad = kernel(f"{twelve}, *data, {sizes}", decorator=decorator)
+    assert violations(tmp_path, path, good) == []
+    assert violations(tmp_path, path, bad) == [(2, "kernel-arguments")]
+    host_function = f"def launch({twelve}, *data): pass\n"
+    assert violations(tmp_path, path, host_function) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "qk = 1",
+        "def scale_scores(sm_scale): pass",
+        "def split(*, block_table=None): pass",
+        "for start_n in range(3): pass",
+        "rows = [offs_m for offs_m in range(3)]",
+        "if (m_i := 3): pass",
+        "first, l_i = 1, 2",
+        "self.N_CTX = 3",
+        "BLOCK_M: int = 64",
+        "def launch(seqlen_q, stride_qz): pass",
+    ],
+)
+def test_banned_name(tmp_path, text):
+    found = violations(tmp_path, "src/saccade/portable/forward.py", text)
+    assert set(found) == {(1, "banned-name")}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "scores = 1",
+        "output = peer(query, sm_scale=scale, block_table=page_table)",  # the callee's names
+        "length = peer.seqlen_q + qk",  # read, not introduced
+        "def attention_packed(query, cu_seqlens_q, max_seqlen_q=None): pass",
+        "def stride_of(row_stride): pass",
+        "alpha, T, H = 0.5, float, 8",  # banned in kernels only
+    ],
+)
+def test_good_name(tmp_path, text):
+    assert violations(tmp_path, "src/saccade/portable/forward.py", text) == []
+
+
+@pytest.mark.parametrize("name", ["acc", "alpha", "T", "p"])
+def test_banned_kernel_name(tmp_path, name):
+    path = "src/saccade/portable/forward.py"
+    assert violations(tmp_path, path, kernel(body=f"{name} = 1")) == [(3, "banned-name")]
+    assert violations(tmp_path, path, kernel(arguments=name)) == [(2, "banned-name")]
+    assert violations(tmp_path, path, f"def launch({name}): pass") == []
+
+
+def test_banned_name_is_reported_once_in_a_kernel(tmp_path):
+    path = "src/saccade/portable/forward.py"
+    assert violations(tmp_path, path, kernel(body="qk = 1")) == [(3, "banned-name")]
+
+
+def test_integrations_keep_the_arguments_of_their_peers(tmp_path):
+    path = "src/saccade/integrations/flash_attn.py"
+    assert violations(tmp_path, path, "def flash_attn(query, block_table): pass") == []
+    assert violations(tmp_path, path, "block_table = 1") == [(1, "banned-name")]
+
+
+@pytest.mark.parametrize(
+    ("layer", "statement"),
+    [
+        ("reference", "from saccade.attention import attention"),
+        ("cpu", "from saccade import attention"),
+        ("cpu", "from saccade.reference import softmax"),
+        ("cpu", "from .. import reference"),
+        ("cpu", "from ..portable import forward"),
+        ("kernels", "from ..reference.softmax import softmax"),
+        ("kernels", "import saccade.portable.merge"),
+        ("portable", "import saccade.integrations.sdpa as sdpa"),
+        ("portable", "from ..bench import timing"),
+        ("portable", "from saccade.hopper import forward"),
+        ("portable", "def run():\n    from ..hopper import forward"),
+        ("hopper", "from ..demo import main"),
+        ("hopper", "from ..portable import merge, forward"),
+        ("hopper", "from ..portable.merged import rows"),
+    ],
+)
+def test_import_direction(tmp_path, layer, statement):
+    [(_, rule)] = violations(tmp_path, f"src/saccade/{layer}/forward.py", statement)
+    assert rule == "import-direction"
+
+
+@pytest.mark.parametrize(
+    ("layer", "statement"),
+    [
+        ("reference", "from .attention import rows"),  # reference/attention.py, not attention.py
+        ("cpu", "from ..problem import Problem"),
+        ("kernels", "from . import softmax"),
+        ("portable", "from ..kernels.softmax import softmax_step"),
+        ("hopper", "from ..portable.merge import merge_kernel"),
+        ("hopper", "from saccade.portable import merge"),
+        ("dispatch", "from .reference import forward"),
+        ("cpu", "import torch.utils, bench, attention"),
+    ],
+)
+def test_good_import_direction(tmp_path, layer, statement):
+    path = "src/saccade/dispatch.py" if layer == "dispatch" else f"src/saccade/{layer}/forward.py"
+    assert violations(tmp_path, path, statement) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "statement"),
+    [
+        ("demo/run.py", "from saccade.problem import Problem"),
+        ("demo/run.py", "from ..bench import cases"),
+        ("bench/cases.py", "from saccade import dispatch"),
+        ("integrations/sdpa.py", "import saccade.problem"),
+        ("cli.py", "from .portable import configs"),
+    ],
+)
+def test_private_name(tmp_path, path, statement):
+    found = violations(tmp_path, f"src/saccade/{path}", statement)
+    assert found == [(1, "public-names-only")]
+
+
+@pytest.mark.parametrize(
+    ("path", "statement"),
+    [
+        ("demo/run.py", "import saccade"),
+        ("demo/run.py", "from saccade import attention, masks, merge, __version__"),
+        ("demo/run.py", "from .. import masks"),
+        ("bench/cases.py", "from .timing import measure\nfrom saccade.bench import report"),
+        ("cli.py", "from .demo import run\nfrom saccade.bench import cases"),
+        ("dispatch.py", "from .problem import Problem"),
+    ],
+)
+def test_public_name(tmp_path, path, statement):
+    assert violations(tmp_path, f"src/saccade/{path}", statement) == []
+
+
+def test_a_rule_is_broken_in_the_open_with_a_reason(tmp_path):
+    path = "src/saccade/portable/forward.py"
+    assert violations(tmp_path, path, "qk = 1  # breaks banned-name: a peer reads it") == []
+    for comment in ("# breaks banned-name:", "# breaks file-length: a peer reads it"):
+        assert violations(tmp_path, path, f"qk = 1  {comment}") == [(1, "banned-name")]
+
+
+def test_a_file_that_does_not_parse_is_reported(tmp_path):
+    assert violations(tmp_path, "tools/sweep.py", "\ndef (") == [(2, "syntax")]
+
+
+def test_main_prints_a_line_for_each_violation(tmp_path, capsys):
+    violations(tmp_path, "src/saccade/utils.py", "qk = 1")
+    assert house_rules.main([str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "src/saccade/utils.py:1: banned-name: `qk` is called `scores` here"
+    assert lines[1].startswith("src/saccade/utils.py:1: file-name: ")
+    assert lines[2:] == ["house rules: 2 violations"]
+
+
+def test_main_is_content_with_a_good_tree(tmp_path, capsys):
+    violations(tmp_path, "src/saccade/problem.py", "")
+    assert house_rules.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "house rules: all kept\n"

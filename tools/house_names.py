@@ -1,0 +1,68 @@
+"""The names that this project does not use, each with the one it uses (docs/glossary.md)."""
+
+import re
+
+# Banned wherever a name is introduced. Only names with one meaning in this field stand here.
+BANNED_NAMES = {
+    "BLOCK_DMODEL": "HEAD_DIM",
+    "BLOCK_M": "QUERY_TILE",
+    "BLOCK_N": "KV_TILE",
+    "Di": "row_dot",
+    "IS_VARLEN": "view.place",
+    "N_CTX": "query_len or kv_len",
+    "PAGED_KV": "view.place",
+    "block_table": "page_table",
+    "bs": "batch",
+    "dK": "grad_key",
+    "dP": "grad_weights",
+    "dQ": "grad_query",
+    "dS": "grad_scores",
+    "dV": "grad_value",
+    "i_bh": "query_head or kv_head",
+    "i_t": "chunk_index",
+    "l_i": "row_sum",
+    "l_ij": "row_sum",
+    "m_i": "row_max",
+    "m_ij": "new_max",
+    "off_h": "query_head or kv_head",
+    "off_hz": "query_head or kv_head",
+    "off_z": "batch",
+    "offs_d": "channels",
+    "offs_m": "query_rows",
+    "offs_n": "kv_rows",
+    "pid_m": "query_tile_index",
+    "qhead_per_kvhead": "HEADS_PER_KV_HEAD",
+    "qk": "scores",
+    "qk_scale": "scale_log2",
+    "seqlen_k": "kv_len",
+    "seqlen_q": "query_len",
+    "sm_scale": "scale",
+    "start_m": "query_start",
+    "start_n": "kv_start",
+}
+
+# Banned inside kernels only: elsewhere `T` may be a type variable and `alpha` a colour.
+BANNED_KERNEL_NAMES = {
+    "D": "row_dot",
+    "Delta": "row_dot",
+    "G": "HEADS_PER_KV_HEAD",
+    "H": "query_head or kv_head",
+    "K": "key",
+    "L": "logsumexp",
+    "LSE": "logsumexp",
+    "M": "logsumexp",
+    "NT": "num_chunks",
+    "Out": "output",
+    "Q": "query",
+    "T": "query_len or kv_len",
+    "V": "value",
+    "Z": "batch",
+    "acc": "weighted_sum",
+    "alpha": "rescale",
+    "dk": "grad_key",
+    "dq": "grad_query",
+    "dv": "grad_value or VALUE_DIM",
+    "p": "weights",
+    "s": "scores",
+}
+STRIDE_NAME = re.compile(r"stride_[qkvo][a-z]")  # stride_qz ...: one argument a dimension

@@ -1,0 +1,266 @@
+"""Check the rules of the house that no common linter knows.
+
+Usage: python tools/house_rules.py [ROOT]
+
+Prints one line for each violation, "path:line: rule: message", and exits with 1 if there are any.
+Where a rule makes the code worse, break it in the open, with the reason on the reported line:
+
+    qk = peer.scores()  # breaks banned-name: the peer's test compares the attribute by name
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from house_names import BANNED_KERNEL_NAMES, BANNED_NAMES, STRIDE_NAME
+
+FOLDERS = ("src", "tests", "tools")
+
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 110
+MAX_KERNEL_ARGUMENTS = 12
+
+# Names that tell nothing about what is inside: such a file collects whatever has no better place.
+BANNED_FILE_NAMES = {"utils", "common", "helpers"}
+
+# Folders of src/saccade -> what they may not import. Arrows point down: the public calls use
+# dispatch, dispatch uses the implementations, and these use kernels/ but never one another.
+PUBLIC_EDGE = {"attention", "linear_attention", "integrations", "bench", "demo", "cli"}
+FORBIDDEN_IMPORTS = {
+    "reference": PUBLIC_EDGE | {"cpu", "portable", "hopper"},
+    "cpu": PUBLIC_EDGE | {"reference", "portable", "hopper"},
+    "portable": PUBLIC_EDGE | {"reference", "cpu", "hopper"},
+    "hopper": PUBLIC_EDGE | {"reference", "cpu", "portable"},
+    "kernels": PUBLIC_EDGE | {"reference", "cpu", "portable", "hopper"},
+}
+# One merge kernel serves both: combining partial results has nothing of Hopper in it.
+ALLOWED_IMPORTS = {("hopper", "portable.merge")}
+# What is built on the library sees only its public names, and its own package.
+PUBLIC_NAME_USERS = {
+    "integrations": {"integrations"},
+    "bench": {"bench"},
+    "demo": {"demo"},
+    "cli": {"bench", "demo"},
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Finding = tuple[int, str]
+
+
+class Source(NamedTuple):
+    """One Python file, parsed."""
+
+    path: PurePosixPath  # from the root of the repository
+    text: str
+    tree: ast.Module
+    public_names: frozenset[str]  # saccade.__all__
+
+    @property
+    def layer(self) -> str:
+        """The folder or module just under src/saccade; "" for a file that lies elsewhere."""
+        parts = self.path.with_suffix("").parts
+        return parts[2] if parts[:2] == ("src", "saccade") else ""
+
+
+class Violation(NamedTuple):
+    """A place where a rule does not hold."""
+
+    path: PurePosixPath
+    line: int
+    rule: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.message}"
+
+
+def file_name(source: Source) -> Iterator[Finding]:
+    """A file is named for what it does."""
+    for part in source.path.with_suffix("").parts:
+        if part in BANNED_FILE_NAMES:
+            yield 1, f"`{part}` says nothing about what is inside; name the one idea"
+
+
+def file_length(source: Source) -> Iterator[Finding]:
+    """A file has one idea and a budget."""
+    limit = 400 if source.path.parts[0] == "tests" or "hopper" in source.path.parts else 300
+    length = len(source.text.splitlines())
+    if length > limit:
+        yield 1, f"{length} lines, more than {limit}"
+
+
+def function_length(source: Source) -> Iterator[Finding]:
+    """A function fits on a screen, a kernel on two."""
+    for function in functions(source.tree):
+        limit = MAX_KERNEL_LINES if is_kernel(function) else MAX_FUNCTION_LINES
+        length = (function.end_lineno or function.lineno) - function.lineno + 1
+        if length > limit:
+            yield function.lineno, f"`{function.name}` has {length} lines, more than {limit}"
+
+
+def kernel_arguments(source: Source) -> Iterator[Finding]:
+    """A kernel takes views, masks and scores, not their parts."""
+    for function in filter(is_kernel, functions(source.tree)):
+        count = sum(not is_constexpr(argument) for argument in arguments(function))
+        if count > MAX_KERNEL_ARGUMENTS:
+            message = f"`{function.name}` takes {count} arguments, more than {MAX_KERNEL_ARGUMENTS}"
+            yield function.lineno, f"{message} (constexpr not counted)"
+
+
+def banned_name(source: Source) -> Iterator[Finding]:
+    """A thing has one name everywhere."""
+    # A kernel's body is walked twice, so findings are collected in a set.
+    found = set(find_banned_names(source.tree, BANNED_NAMES, source.layer))
+    for function in filter(is_kernel, functions(source.tree)):
+        found |= set(find_banned_names(function, BANNED_KERNEL_NAMES, source.layer))
+    yield from found
+
+
+def import_direction(source: Source) -> Iterator[Finding]:
+    """Imports point down: the public edge, dispatch, an implementation, kernels."""
+    forbidden = FORBIDDEN_IMPORTS.get(source.layer, set())
+    for line, module in imported_modules(source):
+        top = module.split(".")[0]
+        allowed = any(
+            source.layer == layer and (module == name or module.startswith(f"{name}."))
+            for layer, name in ALLOWED_IMPORTS
+        )
+        if top in forbidden and not allowed:
+            yield line, f"{source.layer} must not import saccade.{module}"
+
+
+def public_names_only(source: Source) -> Iterator[Finding]:
+    """What is built on the library uses what every user has."""
+    if source.layer not in PUBLIC_NAME_USERS:
+        return
+    public = source.public_names | {"", "__version__"}
+    for line, module in imported_modules(source):
+        if module not in public and module.split(".")[0] not in PUBLIC_NAME_USERS[source.layer]:
+            yield line, f"{source.layer} uses public names only; saccade.{module} is private"
+
+
+RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
+    file_name,
+    file_length,
+    function_length,
+    kernel_arguments,
+    banned_name,
+    import_direction,
+    public_names_only,
+)
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    """Every function in the tree, nested ones too."""
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            yield node
+
+
+def arguments(function: Function) -> list[ast.arg]:
+    """All arguments of a function, `*args` and `**kwargs` among them."""
+    given = function.args
+    starred = [argument for argument in (given.vararg, given.kwarg) if argument]
+    return [*given.posonlyargs, *given.args, *given.kwonlyargs, *starred]
+
+
+def is_kernel(function: Function) -> bool:
+    """Whether Triton or Gluon compiles the function."""
+    names = (ast.unparse(decorator).split("(")[0] for decorator in function.decorator_list)
+    return any(name in {"triton.jit", "gluon.jit"} for name in names)
+
+
+def is_constexpr(argument: ast.arg) -> bool:
+    """Whether the argument is known at compile time."""
+    return argument.annotation is not None and "constexpr" in ast.unparse(argument.annotation)
+
+
+def find_banned_names(tree: ast.AST, banned: dict[str, str], layer: str) -> Iterator[Finding]:
+    """Names that are assigned or taken as arguments; a keyword in a call belongs to the callee."""
+    for node in ast.walk(tree):
+        # An integration offers a peer's function, so the peer has chosen its arguments.
+        if isinstance(node, ast.arg) and layer != "integrations":
+            name = node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        else:
+            continue
+        if name in banned:
+            yield node.lineno, f"`{name}` is called `{banned[name]}` here"
+        elif STRIDE_NAME.fullmatch(name):
+            yield node.lineno, f"`{name}` belongs in `view.strides`"
+
+
+def imported_modules(source: Source) -> Iterator[Finding]:
+    """What a file imports from saccade, as dotted names below saccade ("" is saccade itself)."""
+    package = source.path.with_suffix("").parts[1:-1]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*parents, *filter(None, [node.module])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "saccade":
+                yield node.lineno, name.removeprefix("saccade").removeprefix(".")
+
+
+def read_public_names(root: Path) -> frozenset[str]:
+    """`saccade.__all__`, read without importing the package."""
+    path = root / "src/saccade/__init__.py"
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ():
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            names |= set(ast.literal_eval(node.value))  # pyright: ignore[reportAttributeAccessIssue]
+    return frozenset(names)
+
+
+def check_file(path: Path, root: Path, public_names: frozenset[str]) -> list[Violation]:
+    """All violations in one file, except those that the file says it makes."""
+    relative = PurePosixPath(path.relative_to(root).as_posix())
+    text = path.read_text(encoding="utf-8")
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        return [Violation(relative, error.lineno or 1, "syntax", error.msg)]
+    source = Source(relative, text, tree, public_names)
+    lines = [*text.splitlines(), ""]
+    violations = []
+    for rule in RULES:
+        name = rule.__name__.replace("_", "-")
+        for line, message in rule(source):
+            if not re.search(rf"# breaks {name}: \S", lines[line - 1]):
+                violations.append(Violation(relative, line, name, message))
+    return sorted(violations)
+
+
+def check_tree(root: Path) -> list[Violation]:
+    """All violations under a repository's root."""
+    public_names = read_public_names(root)
+    paths = sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
+    return [violation for path in paths for violation in check_file(path, root, public_names)]
+
+
+def main(argv: list[str]) -> int:
+    """Print the violations; the exit status says whether there are any."""
+    root = Path(argv[0]) if argv else Path(__file__).parent.parent
+    violations = check_tree(root)
+    for violation in violations:
+        print(violation)
+    print(f"house rules: {len(violations)} violations" if violations else "house rules: all kept")
+    return int(bool(violations))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
