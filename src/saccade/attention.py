@@ -140,6 +140,7 @@ def prepare(
     """Check every argument and turn them into what implementations take."""
     packed = cu_seqlens_q is not None
     shapes = arguments.PACKED_SHAPES if packed else arguments.DENSE_SHAPES
+    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     arguments.check_tensors(query, key, value, shapes)
     arguments.check_sinks(sinks, query)
     arguments.check_flag("return_lse", return_lse)
@@ -153,7 +154,6 @@ def prepare(
         longest = _check_packing(
             query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         )
-    query, key, value = _autocast(query, key, value)
     seed = _draw_seed(query.device) if dropout_p > 0 else None
     inputs = Inputs(query, key, value, sinks, seed, cu_seqlens_q, cu_seqlens_k)
 
@@ -189,13 +189,14 @@ def _check_packing(
     )
 
 
-def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _autocast(tensor: Tensor) -> Tensor:
     """Under autocast, inputs take its dtype; float64 stays, as in PyTorch's own operators."""
-    device_type = query.device.type
-    if query.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device_type)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        return tensor  # for the checks to refuse
+    device_type = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
 
 
 def _draw_seed(device: torch.device) -> Tensor:

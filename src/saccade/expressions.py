@@ -13,7 +13,6 @@ Kinds of captured data: t a tensor, i an int, f a float.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -171,11 +170,21 @@ def leaves(tree: Leaf | Branch | None) -> list[Leaf]:
     return [leaf for part in tree.parts for leaf in leaves(part)]
 
 
-@functools.lru_cache(maxsize=4096)
+_TREES: dict[str, Leaf | Branch] = {}
+
+
 def parse(key: str) -> Leaf | Branch | None:
     """The tree of a key; the empty key has none."""
     if not key:
         return None
+    if torch.compiler.is_compiling():  # a trace happens once, and must not depend on a cache
+        return _read_tree(key)
+    if key not in _TREES:
+        _TREES[key] = _read_tree(key)
+    return _TREES[key]
+
+
+def _read_tree(key: str) -> Leaf | Branch:
     words = key.replace("(", "( ").replace(")", " )").split()
     used = {"t": 0, "i": 0, "f": 0}
 

@@ -191,12 +191,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _gradients(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> list[Any]:
     """Gradients of the inputs (None where there can be none), then those of every table."""
-    *saved, output, lse = ctx.saved_tensors[: NUM_INPUTS + 2]
-    tables = ctx.saved_tensors[NUM_INPUTS + 2 :]
+    everything = ctx.saved_tensors  # read once: checkpointing recomputes them for one reading
+    *saved, output, lse = everything[: NUM_INPUTS + 2]
+    tables = everything[NUM_INPUTS + 2 :]
     if grad_output is None and grad_lse is None:
         return [None] * (NUM_INPUTS + len(tables))
-    gradients = attention_backward_op(
-        grad_output, grad_lse, output, lse, ctx.wanted, *saved, list(tables), *ctx.plain
+    gradients = _call_backward(
+        ctx.wanted, ctx.plain, grad_output, grad_lse, output, lse, *saved, *tables
     )
     of_inputs = list(gradients[:3]) + [None] * (NUM_INPUTS - 3)
     rest = gradients[3:]
@@ -217,21 +218,19 @@ def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
 
-HOW_TO_GO_HIGHER = (
-    "saccade: this derivative is not implemented by {implementation!r} ({what}); pass "
-    'implementation="reference", which is plain PyTorch and differentiates to any order'
-)
+def _not_implemented(implementation: str, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"saccade: {what} is not implemented by {implementation!r}; pass "
+        'implementation="reference", which is plain PyTorch and differentiates to any order'
+    )
 
 
 def _second_order_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.implementation = inputs[-1]
-    ctx.layout = [len(value) if isinstance(value, list) else None for value in inputs]
 
 
 def _second_order(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(
-        HOW_TO_GO_HIGHER.format(implementation=ctx.implementation, what="double backward")
-    )
+    raise _not_implemented(ctx.implementation, "double backward")
 
 
 attention_backward_op.register_autograd(_second_order, setup_context=_second_order_setup)
@@ -259,13 +258,61 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(
-            HOW_TO_GO_HIGHER.format(implementation=ctx.plain[8], what="forward-mode derivative")
-        )
+        raise _not_implemented(ctx.plain[8], "forward-mode derivative")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], plain: tuple[Any, ...], *tensors: Any) -> Any:
         return _mapped(info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply(plain, *t))
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward operator for torch.func: (wanted tables, plain values, *tensors)."""
+
+    @staticmethod
+    def forward(
+        wanted: list[int], plain: tuple[Any, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        split = 4 + NUM_INPUTS
+        return tuple(
+            attention_backward_op(
+                *tensors[:4], wanted, *tensors[4:split], list(tensors[split:]), *plain
+            )
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.implementation = inputs[1][8]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise _not_implemented(ctx.implementation, "double backward")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _not_implemented(ctx.implementation, "forward-mode derivative")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], wanted: Any, plain: Any, *tensors: Any) -> Any:
+        def call(parts: Sequence[Any]) -> Any:
+            return _AttentionBackward.apply(wanted, plain, *parts)
+
+        return _mapped(info.batch_size, in_dims[2:], tensors, call)
+
+
+def _transforms_are_active() -> bool:
+    """Whether torch.func or dual numbers are at work, which registered autograd does not serve."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _call_backward(
+    wanted: list[int], plain: tuple[Any, ...], *tensors: Tensor | None
+) -> Sequence[Tensor]:
+    """The backward operator, through the door that the transforms around the call need."""
+    if _transforms_are_active():
+        return _AttentionBackward.apply(wanted, plain, *tensors)  # type: ignore[no-any-return]
+    return _AttentionBackward.forward(wanted, plain, *tensors)
 
 
 def _mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any) -> Any:
@@ -328,8 +375,6 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Run an implementation, through the door that the transforms around the call need."""
     tables, plain = _flatten(variant, config, deterministic, implementation)
-    if not torch.compiler.is_compiling() and (
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    ):
+    if _transforms_are_active():
         return _Attention.apply(plain, *inputs, *tables)  # type: ignore[no-any-return]
     return attention_op(*inputs, tables, *plain)

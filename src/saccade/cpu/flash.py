@@ -80,8 +80,13 @@ def backward(
 
 
 def _widen(rows: Tensor, dim: int) -> Tensor:
-    """Zero channels up to `dim`: the kernel wants one head size. They change no sum."""
-    return rows if rows.shape[-1] == dim else F.pad(rows, (0, dim - rows.shape[-1]))
+    """Zero channels up to `dim`: the kernel wants one head size. They change no sum.
+
+    It also reads channels as if their stride were 1, so other strides are copied.
+    """
+    if rows.shape[-1] != dim:
+        return F.pad(rows, (0, dim - rows.shape[-1]))
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _heads_to_pack(query: Tensor, key: Tensor, visible: Tensor | None, causal: bool) -> int:

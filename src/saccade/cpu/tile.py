@@ -73,8 +73,9 @@ def _score(
 
 def _packed(rows: Tensor, key: Tensor) -> Tensor:
     """Query-side rows [batch, heads, rows, dim] as [batch, kv_heads, group · rows, dim]."""
-    batch, _, _, dim = rows.shape
-    return rows.reshape(batch, key.shape[1], -1, dim)
+    batch, heads, num_rows, dim = rows.shape
+    kv_heads = key.shape[1]
+    return rows.reshape(batch, kv_heads, heads // kv_heads * num_rows, dim)
 
 
 def forward(

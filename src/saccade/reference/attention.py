@@ -91,14 +91,14 @@ def attend(
         row_max = torch.maximum(row_max, sink)
     row_max = row_max.detach()
     row_max = row_max.masked_fill(row_max == -torch.inf, 0)  # avoids -inf - -inf
-    weights = (changed - row_max).exp().masked_fill(~visible, 0)
+    weights = (changed - row_max).exp()
     row_sum = weights.sum(-1, keepdim=True)
     if inputs.sinks is not None:
         row_sum = row_sum + (sink - row_max).exp()
     sees_nothing = row_sum == 0
     row_sum = row_sum.masked_fill(sees_nothing, 1)
     lse = (row_max + row_sum.log()).masked_fill(sees_nothing, -torch.inf).squeeze(-1)
-    weights = weights / row_sum
+    weights = (weights / row_sum).masked_fill(~visible, 0)  # in a row of NaN too
     if inputs.seed is not None:
         places = (at.batch, at.head, at.query_row, at.kv_row)
         kept = dropout.kept(inputs.seed, *places, variant.dropout_p)
@@ -122,7 +122,9 @@ def score_pairs(
         visible = visible & reachable
     raw = query @ key.transpose(-1, -2) * variant.scale  # [batch, query_heads, rows, keys]
     changed = scores.change(variant.score, variant.score_captured, raw, at)
-    changed = changed.masked_fill(spoilt, torch.nan).masked_fill(~visible, -torch.inf)
+    poison = torch.zeros_like(raw).masked_fill(spoilt, torch.nan)
+    changed = changed + poison  # a sum, so that the gradients of these pairs are NaN as well
+    changed = changed.masked_fill(~visible, -torch.inf)
     return changed, visible, value
 
 

@@ -36,6 +36,7 @@ class Description:
     spoil_hidden: bool = False
     scale: float | None = None
     seed: int = 0
+    device: str = "cpu"
 
     @property
     def query_heads(self) -> int:
@@ -138,7 +139,7 @@ def make_case(description: Description | None = None, **changes: Any) -> Case:
     generator = torch.Generator().manual_seed(d.seed)
 
     def normal(*shape: int, dtype: torch.dtype = d.dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(dtype)
+        return torch.randn(*shape, generator=generator).to(d.device, dtype)
 
     rows_q, rows_k = d.longest
     if d.packed:
@@ -194,7 +195,7 @@ def _laid_out(
 
 def _offsets(d: Description) -> tuple[Tensor, Tensor]:
     ends = [torch.tensor([0, *lengths]).cumsum(0) for lengths in zip(*d.lengths, strict=True)]
-    return ends[0].int(), ends[1].int()
+    return ends[0].int().to(d.device), ends[1].int().to(d.device)
 
 
 def _bias_shape(d: Description) -> tuple[int, ...]:
@@ -248,28 +249,31 @@ def _gain(score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, gain: 
     return score * gain
 
 
-def _random(generator: torch.Generator, low: int, high: int, *shape: int) -> Tensor:
-    return torch.randint(low, max(high, low + 1), shape, generator=generator)
+def _random(
+    d: Description, generator: torch.Generator, low: int, high: int, *shape: int
+) -> Tensor:
+    """Whole numbers from low to high - 1 (at least low), on the case's device."""
+    return torch.randint(low, max(high, low + 1), shape, generator=generator).to(d.device)
 
 
 def _document_mask(d: Description, generator: torch.Generator) -> Mask:
     query_len, kv_len = d.longest
-    ids = [_random(generator, 0, 3, d.batch_size, n).sort(-1).values for n in (query_len, kv_len)]
+    ids = [_random(d, generator, 0, 3, d.batch_size, n).sort(-1).values for n in (query_len, kv_len)]
     return masks.documents(*ids)
 
 
 def _block_mask(d: Description, generator: torch.Generator) -> Mask:
     query_len, kv_len = d.longest
     shape = (d.query_heads, -(-query_len // 5), -(-kv_len // 7))
-    return masks.blocks(_random(generator, 0, 2, *shape).bool(), (5, 7))
+    return masks.blocks(_random(d, generator, 0, 2, *shape).bool(), (5, 7))
 
 
 def _dense_mask(d: Description, generator: torch.Generator) -> Tensor:
-    return _random(generator, 0, 3, d.batch_size, 1, *d.longest).bool()
+    return _random(d, generator, 0, 3, d.batch_size, 1, *d.longest).bool()
 
 
 def _lengths(d: Description, generator: torch.Generator) -> Tensor:
-    return _random(generator, 0, d.longest[1] + 1, d.batch_size)
+    return _random(d, generator, 0, d.longest[1] + 1, d.batch_size)
 
 
 MASKS: dict[str, Callable[[Description, torch.Generator], Mask | Tensor | None]] = {
@@ -284,14 +288,14 @@ MASKS: dict[str, Callable[[Description, torch.Generator], Mask | Tensor | None]]
     "tensor": _dense_mask,
     "nothing": lambda d, g: ~(masks.causal() | ~masks.causal()),
     "own": lambda d, g: _every_nth(3),
-    "own_table": lambda d, g: _not_my_twin(_random(g, 0, 9, d.query_heads)),
+    "own_table": lambda d, g: _not_my_twin(_random(d, g, 0, 9, d.query_heads)),
     "mixed": lambda d, g: (masks.causal() & masks.window(7)) | ~masks.key_lengths(_lengths(d, g)),
 }
 
 SCORES: dict[str, Callable[[Description, Tensor | None], Score | None]] = {
     "none": lambda d, b: None,
     "softcap": lambda d, b: scores.softcap(2.0),
-    "alibi": lambda d, b: scores.alibi(2.0 ** -torch.arange(1.0, d.query_heads + 1)),
+    "alibi": lambda d, b: scores.alibi(2.0 ** -torch.arange(1.0, d.query_heads + 1, device=d.device)),
     "own": lambda d, b: _gain(0.5),
     "bias": lambda d, b: scores.bias(b),  # type: ignore[arg-type]
     "head_bias": lambda d, b: scores.bias(b),  # type: ignore[arg-type]

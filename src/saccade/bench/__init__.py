@@ -1,0 +1,1 @@
+"""Bench: named problems, peers that solve them, and times that can be compared."""

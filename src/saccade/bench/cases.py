@@ -1,0 +1,194 @@
+"""Cases: the named problems that are measured.
+
+A name says what the case is: the machine it is meant for, the mask, the dtype, the head dimension
+and the length, as in ``cpu-causal-bf16-d64-4k``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.bench.visibility import CAUSAL, FULL, Visibility
+
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+class Tensors(NamedTuple):
+    """A case's tensors, [batch, heads, length, dim]; `grad_output` is shaped like the output."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_output: Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named problem; `make` draws its tensors, always the same ones."""
+
+    name: str
+    batch: int
+    query_heads: int
+    kv_heads: int
+    query_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    visibility: Visibility = FULL
+    memory_matters: bool = False
+
+    def __post_init__(self) -> None:
+        if self.visibility != FULL and self.query_len != self.kv_len:
+            raise ValueError(f"{self.name}: a {self.visibility} case has equal lengths")
+
+    @property
+    def mask(self) -> str:
+        """The mask in words, as result files hold it."""
+        return str(self.visibility)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype that `dtype` names."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether one query row stands at the end of a cache, where nobody needs gradients."""
+        return self.query_len == 1
+
+    @property
+    def pairs(self) -> int:
+        """Visible pairs over all batch entries and heads."""
+        return self.batch * self.query_heads * self.visibility.pairs(self.query_len, self.kv_len)
+
+    @property
+    def score_bytes(self) -> int:
+        """What the scores of all pairs take when they are written out, hidden ones included."""
+        pairs = self.batch * self.query_heads * self.query_len * self.kv_len
+        return pairs * self.torch_dtype.itemsize
+
+    def flops(self, which_pass: str) -> int:
+        """Operations on visible pairs; a backward pass counts as 2.5 forward passes.
+
+        Forward is two products, backward five (Dao 2023, section 4.1).
+        """
+        forward = 2 * self.pairs * (self.head_dim + self.value_dim)
+        return int(forward * {"backward": 2.5, "forward+backward": 3.5}.get(which_pass, 1))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a forward pass moves at least: each input read once, the output written."""
+        rows = self.query_heads * self.query_len + self.kv_heads * self.kv_len
+        return self.batch * rows * (self.head_dim + self.value_dim) * self.torch_dtype.itemsize
+
+    def make(self, device: torch.device) -> Tensors:
+        """Draw the tensors from a normal distribution, seeded by the name."""
+        generator = torch.Generator(device).manual_seed(zlib.crc32(self.name.encode()))
+
+        def normal(heads: int, length: int, dim: int) -> Tensor:
+            shape = (self.batch, heads, length, dim)
+            return torch.randn(
+                shape, generator=generator, device=device, dtype=torch.float32
+            ).to(self.torch_dtype)  # fmt: skip
+
+        return Tensors(
+            normal(self.query_heads, self.query_len, self.head_dim),
+            normal(self.kv_heads, self.kv_len, self.head_dim),
+            normal(self.kv_heads, self.kv_len, self.value_dim),
+            normal(self.query_heads, self.query_len, self.value_dim),
+        )
+
+
+def _short(length: int) -> str:
+    return f"{length / 1024:g}k" if length >= 1024 and length % 512 == 0 else str(length)
+
+
+def _case(
+    machine: str,
+    visibility: Visibility,
+    dtype: str,
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    dim: int,
+    *,
+    batch: int = 1,
+    label: str = "",
+    memory_matters: bool = False,
+) -> Case:
+    """A case named by what it is; `label` stands for the mask where the mask is not the point."""
+    kind = label or f"{visibility.kind}{visibility.size or ''}"
+    length = _short(lengths[1])
+    if visibility.kind == "documents":
+        length = f"{lengths[1] // visibility.size}x{visibility.size}"
+    name = f"{machine}-{kind}-{SHORT_DTYPES[dtype]}-d{dim}-{length}"
+    return Case(name, batch, *heads, *lengths, dim, dim, dtype, visibility, memory_matters)
+
+
+def _cpu_cases() -> Iterator[Case]:
+    """Small enough for two cores, long enough that each regime of length shows."""
+    for dtype in ("float32", "bfloat16"):
+        for dim, heads in ((64, 8), (128, 4)):
+            for visibility in (FULL, CAUSAL):
+                for length in (512, 1024, 2048, 4096, 8192):
+                    yield _case("cpu", visibility, dtype, (heads, heads), (length, length), dim)
+    for dtype in ("float32", "bfloat16"):
+        documents = Visibility("documents", 512)
+        yield _case("cpu", Visibility("window", 256), dtype, (8, 8), (4096, 4096), 64)
+        yield _case("cpu", documents, dtype, (8, 8), (4096, 4096), 64, label="packed")
+        yield _case("cpu", CAUSAL, dtype, (8, 2), (2048, 2048), 64, label="grouped")
+        yield _case("cpu", FULL, dtype, (32, 8), (1, 16384), 128, label="decode")
+    lengths = (32768, 32768)
+    yield _case("cpu", FULL, "float32", (1, 1), lengths, 64, label="memory", memory_matters=True)
+
+
+def _gpu_cases() -> Iterator[Case]:
+    """About 16,384 tokens of 2,048 channels in all, so that every length fills the card alike."""
+    dtype = "bfloat16"
+    for dim in (64, 128, 256):
+        heads = 2048 // dim
+        # 15,360 tokens at 64: tiles of 192 rows then divide every length but the first.
+        tokens = 15360 if dim == 64 else 16384
+        long = (1536, 3072, 6144, 15360) if dim == 64 else (1024, 2048, 4096, 8192, 16384)
+        for visibility in (FULL, CAUSAL):
+            for length in (512, *long):
+                batch, lengths = tokens // length, (length, length)
+                yield _case("gpu", visibility, dtype, (heads, heads), lengths, dim, batch=batch)
+    documents = Visibility("documents", 1024)
+    yield _case("gpu", Visibility("window", 256), dtype, (16, 16), (16384, 16384), 128)
+    yield _case("gpu", documents, dtype, (16, 16), (16384, 16384), 128, label="packed")
+    yield _case("gpu", CAUSAL, dtype, (32, 8), (4096, 4096), 128, batch=4, label="grouped")
+    yield _case("gpu", FULL, dtype, (32, 8), (1, 16384), 128, batch=16, label="decode")
+
+
+def _tiny_cases() -> Iterator[Case]:
+    """For the tests of the bench itself; their times mean nothing."""
+    for visibility in (FULL, CAUSAL, Visibility("window", 5)):
+        yield _case("tiny", visibility, "float32", (2, 2), (48, 48), 16)
+    yield _case("tiny", CAUSAL, "bfloat16", (2, 2), (48, 48), 16)
+    documents = Visibility("documents", 16)
+    yield _case("tiny", documents, "float32", (2, 2), (48, 48), 16, label="packed")
+    yield _case("tiny", CAUSAL, "float32", (4, 2), (48, 48), 16, label="grouped")
+    yield _case("tiny", FULL, "float32", (4, 2), (1, 64), 16, label="decode")
+
+
+CASES = {case.name: case for case in (*_cpu_cases(), *_gpu_cases(), *_tiny_cases())}
+
+DEFAULT_CASES = {
+    "cpu": (
+        "cpu-full-fp32-d64-1k",
+        "cpu-causal-*-d64-2k",
+        "cpu-window256-fp32-*",
+        "cpu-packed-fp32-*",
+        "cpu-grouped-fp32-*",
+        "cpu-decode-fp32-*",
+    ),
+    "gpu": ("gpu-*-d128-1k", "gpu-*-d128-4k", "gpu-*-d128-16k", "gpu-decode-*"),
+}
+"""A minute's look at a machine: what is measured when no case is named."""

@@ -1,0 +1,66 @@
+"""Peer: somebody who can compute attention, and how to ask them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.bench.cases import Case
+
+Layout = Literal["heads first", "rows first", "packed"]
+
+
+class Call(NamedTuple):
+    """A peer's call for one case, ready to run.
+
+    Attributes:
+        run: the output from query, key and value.
+        layout: how the peer lays out its tensors: "heads first" [batch, heads, length, dim],
+            "rows first" [batch, length, heads, dim], or "packed" [tokens, heads, dim].
+        around: what must be switched on around the call; entered outside of what is timed.
+    """
+
+    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    layout: Layout = "heads first"
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Somebody who can compute attention.
+
+    Attributes:
+        who: the name in tables and result files.
+        about: one line for people.
+        prepare: a `Call` for a case on a device, or the reason why there is none.
+        by_default: whether it takes part when nobody is named.
+        compiles: whether a first call compiles for its shapes.
+    """
+
+    who: str
+    about: str
+    prepare: Callable[[Case, torch.device], Call | str]
+    by_default: bool = True
+    compiles: bool = False
+
+
+def to_layout(tensor: Tensor, layout: Layout) -> Tensor:
+    """A tensor [batch, heads, length, dim], contiguous in a peer's own layout."""
+    if layout == "heads first":
+        return tensor.contiguous()
+    tensor = tensor.transpose(1, 2)
+    return (tensor.flatten(0, 1) if layout == "packed" else tensor).contiguous()
+
+
+def from_layout(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
+    """The tensor again as [batch, heads, length, dim]."""
+    if layout == "heads first":
+        return tensor
+    if layout == "packed":
+        tensor = tensor.unflatten(0, (batch, -1))
+    return tensor.transpose(1, 2)

@@ -1,0 +1,175 @@
+"""Model: a small transformer over bytes whose attention is `saccade.attention`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+import saccade
+from saccade.demo.settings import ModelShape
+
+VOCABULARY = 256
+ROTARY_BASE = 10_000.0
+
+Rows = Float[Tensor, "batch heads rows head_dim"]
+Hidden = Float[Tensor, "batch rows width"]
+
+
+@dataclass
+class LayerCache:
+    """The keys and values of the bytes read so far, in one layer; it grows by copying."""
+
+    key: Rows | None = None
+    value: Rows | None = None
+
+    @property
+    def length(self) -> int:
+        """How many bytes have been read."""
+        return 0 if self.key is None else self.key.shape[2]
+
+    def extended(self, key: Rows, value: Rows) -> tuple[Rows, Rows]:
+        """Add the rows of new bytes; give all rows."""
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
+        self.key, self.value = key, value
+        return key, value
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one layer gives to `saccade.attention`."""
+
+    layer: str
+    mask: saccade.masks.Mask
+    window: int | None  # what the mask stands for; None: everything before
+    query: Rows
+    key: Rows
+    value: Rows
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, over a window or over everything before."""
+
+    def __init__(self, shape: ModelShape, window: int | None) -> None:
+        super().__init__()
+        dim = shape.head_dim
+        self.heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
+        self.head_dim = dim
+        # A window that reaches no further right than the row itself is causal already.
+        self.mask = saccade.masks.causal() if window is None else saccade.masks.window(window)
+        self.window = window
+        self.project = nn.Linear(shape.width, sum(self.heads) * dim, bias=False)
+        self.combine = nn.Linear(shape.query_heads * dim, shape.width, bias=False)
+
+    def rows(self, hidden: Hidden, first_position: int) -> tuple[Rows, Rows, Rows]:
+        """Query, key and value of each byte; the first stands at `first_position`."""
+        projected = self.project(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = projected.split(self.heads, dim=1)
+        return rotate(query, first_position), rotate(key, first_position), value
+
+    def forward(self, hidden: Hidden, cache: LayerCache | None) -> Hidden:
+        query, key, value = self.rows(hidden, cache.length if cache else 0)
+        if cache is not None:
+            key, value = cache.extended(key, value)
+        output = saccade.attention(query, key, value, mask=self.mask)
+        assert isinstance(output, Tensor)
+        return self.combine(output.transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: one half of the hidden channels opens or closes the other (Shazeer 2020)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.widen = nn.Linear(shape.width, 2 * shape.hidden, bias=False)
+        self.narrow = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        gate, content = self.widen(hidden).chunk(2, dim=-1)
+        return self.narrow(F.silu(gate) * content)
+
+
+class Layer(nn.Module):
+    """Attention and an MLP, each added to the residual stream."""
+
+    def __init__(self, shape: ModelShape, window: int | None) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.width)
+        self.attention = Attention(shape, window)
+        self.mlp_norm = nn.RMSNorm(shape.width)
+        self.mlp = GatedMLP(shape)
+
+    def forward(self, hidden: Hidden, cache: LayerCache | None) -> Hidden:
+        hidden = hidden + self.attention(self.attention_norm(hidden), cache)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class ByteModel(nn.Module):
+    """Predicts the next byte of a text from those before it."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(VOCABULARY, shape.width)
+        self.layers = nn.ModuleList(Layer(shape, window) for window in shape.windows)
+        self.norm = nn.RMSNorm(shape.width)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Small weights, and smaller ones where a layer adds to the residual stream."""
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                added = name.endswith(("combine.weight", "narrow.weight"))
+                deviation = 0.02 if name.startswith("embedding") else weight.shape[1] ** -0.5
+                scale = (2 * len(self.layers)) ** -0.5 if added else 1.0
+                nn.init.normal_(weight, std=deviation * scale)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers are learned; the embedding counts once, it is the output layer too."""
+        return sum(weight.numel() for weight in self.parameters())
+
+    def forward(
+        self, tokens: Int[Tensor, "batch rows"], caches: list[LayerCache] | None = None
+    ) -> Float[Tensor, "batch rows byte"]:
+        """Logits of the next byte after each of `tokens`, which follow those in the caches."""
+        hidden = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, caches[index] if caches else None)
+        return F.linear(self.norm(hidden), self.embedding.weight)
+
+    def embed(self, tokens: Int[Tensor, "batch rows"]) -> Hidden:
+        """The residual stream before the first layer, at unit size though the weights are small."""
+        return F.rms_norm(self.embedding(tokens), (self.shape.width,))
+
+    def empty_caches(self) -> list[LayerCache]:
+        """One cache a layer, for a text of which nothing has been read."""
+        return [LayerCache() for _ in self.layers]
+
+    @torch.no_grad()
+    def attention_calls(self, tokens: Int[Tensor, "batch rows"]) -> list[AttentionCall]:
+        """The queries, keys and values that each layer attends with on a text."""
+        calls, hidden = [], self.embed(tokens)
+        for number, layer in enumerate(self.layers, start=1):
+            assert isinstance(layer, Layer)
+            rows = layer.attention.rows(layer.attention_norm(hidden), 0)
+            window = layer.attention.window
+            name = f"{number} ({'causal' if window is None else f'window {window}'})"
+            calls.append(AttentionCall(name, layer.attention.mask, window, *rows))
+            hidden = layer(hidden, None)
+        return calls
+
+
+def rotate(rows: Rows, first_position: int) -> Rows:
+    """Turn pairs of channels by angles that grow with the position (rotary, Su et al. 2021)."""
+    half = rows.shape[-1] // 2
+    frequencies = ROTARY_BASE ** (-torch.arange(half, device=rows.device) / half)
+    positions = torch.arange(first_position, first_position + rows.shape[2], device=rows.device)
+    angles = positions[:, None] * frequencies
+    cosine, sine = angles.cos(), angles.sin()
+    first, second = rows[..., :half], rows[..., half:]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)

@@ -1,0 +1,302 @@
+"""The one suite: what every implementation must do. A new one is a line in IMPLEMENTATIONS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import saccade
+from saccade.testing import Case, assert_exact, make_case, oracle, poisoned
+from saccade.testing.cases import MASKS, SCORES
+from saccade.testing.strategies import LAYOUTS, descriptions
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An implementation under test: what it takes, and small tiles that make edges common."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...] = (F32, F64, BF16, F16)
+    device: str = "cpu"
+    small_tiles: saccade.Config | None = None
+
+
+IMPLEMENTATIONS = [
+    Implementation("reference"),
+    Implementation("cpu", small_tiles=saccade.Config(query_tile=8, kv_tile=8)),
+]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda implementation: implementation.name)
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    return request.param
+
+
+def check(implementation: Implementation, **description: Any) -> None:
+    """Compare one case with float64, in memory that holds NaN; small tiles too where there are."""
+    case = make_case(**{**description, "device": implementation.device})
+    with poisoned():
+        assert_exact(case, implementation.name)
+        if implementation.small_tiles is not None:
+            assert_exact(case, implementation.name, config=implementation.small_tiles)
+
+
+PACKED = ((24, 30), (5, 0), (0, 4), (7, 7), (7, 7))
+
+
+class TestExactness:
+    """Contract item 5: no further from float64 than the derived bound."""
+
+    @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+    @pytest.mark.parametrize("score", list(SCORES))
+    @pytest.mark.parametrize("mask", list(MASKS))
+    def test_every_mask_with_every_score(
+        self, implementation: Implementation, mask: str, score: str, packed: bool
+    ) -> None:
+        number = list(MASKS).index(mask) * len(SCORES) + list(SCORES).index(score)
+        for dtype in implementation.dtypes:
+            check(
+                implementation,
+                mask=mask,
+                score=score,
+                dtype=dtype,
+                packed=packed,
+                lengths=PACKED if packed else ((24, 30),),
+                sinks=number % 2 == 0,
+                dropout_p=0.3 if number % 5 == 0 else 0.0,
+                spoil_hidden=number % 3 == 0,
+                seed=number,
+            )
+
+    @settings(
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    @given(data=st.data())
+    def test_random_problems(self, implementation: Implementation, data: st.DataObject) -> None:
+        description = data.draw(descriptions(implementation.dtypes))
+        check(implementation, **description.__dict__)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_any_strides(self, implementation: Implementation, layout: str) -> None:
+        for dtype in implementation.dtypes:
+            check(implementation, layout=layout, dtype=dtype, mask="causal", lengths=((17, 29),))
+
+    @pytest.mark.parametrize("mask", ["none", "causal", "window", "documents", "own", "tensor"])
+    @pytest.mark.parametrize("lengths", [(300, 300), (70, 1400), (600, 130)])
+    def test_lengths_of_many_tiles(
+        self, implementation: Implementation, mask: str, lengths: tuple[int, int]
+    ) -> None:
+        case = make_case(
+            mask=mask, lengths=(lengths,), batch=1, kv_heads=1, device=implementation.device
+        )
+        assert_exact(case, implementation.name)
+
+    @pytest.mark.parametrize("sizes", [(64, 64), (128, 64), (16, 96), (1, 1)])
+    def test_head_dims(self, implementation: Implementation, sizes: tuple[int, int]) -> None:
+        for dtype in implementation.dtypes:
+            check(
+                implementation, head_dim=sizes[0], value_dim=sizes[1], dtype=dtype, mask="causal"
+            )
+
+
+class TestEmpty:
+    """Contract items 2 and 6: what has no rows, no keys or sees nothing."""
+
+    @pytest.mark.parametrize(
+        "empty",
+        [
+            {"batch": 0},
+            {"kv_heads": 0},
+            {"lengths": ((0, 9),)},
+            {"lengths": ((9, 0),)},
+            {"lengths": ((0, 0),)},
+            {"head_dim": 0},
+            {"value_dim": 0},
+            {"packed": True, "lengths": ((0, 0), (0, 0))},
+        ],
+        ids=str,
+    )
+    def test_zero_sized_dimensions(
+        self, implementation: Implementation, empty: dict[str, Any]
+    ) -> None:
+        for dtype in implementation.dtypes:
+            check(implementation, dtype=dtype, **empty)
+            check(implementation, dtype=dtype, mask="causal", score="bias", sinks=True, **empty)
+
+    def test_rows_that_see_nothing(self, implementation: Implementation) -> None:
+        for dtype in implementation.dtypes:
+            case = make_case(mask="nothing", dtype=dtype, device=implementation.device)
+            with poisoned():
+                results = case.run(implementation.name)
+            assert bool((results.pop("lse") == -torch.inf).all())
+            assert all(not bool(tensor.any()) for tensor in results.values())
+
+    def test_a_sink_is_something_to_see(self, implementation: Implementation) -> None:
+        case = make_case(mask="nothing", sinks=True, device=implementation.device)
+        results = case.run(implementation.name)
+        sinks = case.tensors["sinks"].view(1, -1, 1)
+        assert not bool(results["output"].any())
+        torch.testing.assert_close(results["lse"], sinks.expand_as(results["lse"]))
+
+    def test_nan_gradients_of_rows_that_see_nothing(self, implementation: Implementation) -> None:
+        case = make_case(mask="causal", lengths=((9, 4),), device=implementation.device)
+        clean = case.run(implementation.name)
+        blind = clean["lse"] == -torch.inf
+        assert bool(blind.any())
+        case.grads["lse"][blind] = torch.nan
+        case.grads["output"][blind] = torch.nan
+        spoilt = case.run(implementation.name)
+        for name, tensor in clean.items():
+            torch.testing.assert_close(spoilt[name], tensor, msg=name)
+
+
+class TestHidden:
+    """Contract item 3: what is hidden is never read as a number."""
+
+    @pytest.mark.parametrize("trash", [torch.nan, torch.inf, -torch.inf])
+    @pytest.mark.parametrize("score", ["none", "softcap"])
+    @pytest.mark.parametrize("spoilt", ["key", "value"])
+    def test_rows_before_a_spoilt_key_stay_clean(
+        self, implementation: Implementation, spoilt: str, score: str, trash: float
+    ) -> None:
+        for dtype in implementation.dtypes:
+            case = make_case(
+                mask="causal", score=score, dtype=dtype, device=implementation.device
+            )
+            exact = oracle(case)
+            place = 20
+            case.tensors[spoilt][:, :, place] = trash
+            results = case.run(implementation.name)
+            for name in ("output", "lse"):
+                assert bool(results[name][:, :, :place].isfinite().all()), (dtype, name)
+                seen = results[name][:, :, place:].isfinite()
+                assert not bool(seen.flatten(3 if name == "output" else 2).all(-1).any())
+            torch.testing.assert_close(
+                results["output"][:, :, :place].double(),
+                exact["output"][:, :, :place],
+                atol=0.05,
+                rtol=0.05,
+            )
+            # later keys are seen only by spoilt rows, earlier ones by clean rows as well
+            assert bool(results["grad_query"][:, :, :place].isfinite().all()), dtype
+
+    def test_spoilt_queries_do_not_reach_what_they_do_not_see(
+        self, implementation: Implementation
+    ) -> None:
+        case = make_case(mask="causal", device=implementation.device)
+        case.tensors["query"][:, :, 5] = torch.nan
+        results = case.run(implementation.name)
+        assert bool(results["output"][:, :, 5].isnan().all())
+        assert bool(results["output"][:, :, 6:].isfinite().all())
+        for name in ("grad_key", "grad_value"):
+            assert bool(results[name][:, :, :6].isnan().any())
+            assert bool(results[name][:, :, 6:].isfinite().all()), name
+
+
+class TestResults:
+    """Contract items 1, 4 and 6: dtypes, layouts, gradients."""
+
+    def test_lse_is_natural_and_wide(self, implementation: Implementation) -> None:
+        for dtype in implementation.dtypes:
+            case = make_case(dtype=dtype, device=implementation.device)
+            output, lse = case.call(case.leaves(), implementation=implementation.name)
+            assert output.dtype == dtype
+            assert lse.dtype == (F64 if dtype == F64 else F32)
+            query, key = (case.tensors[name].double() for name in ("query", "key"))
+            scores = query @ key.repeat_interleave(2, 1).mT / 4
+            torch.testing.assert_close(
+                lse.double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5, check_dtype=False
+            )
+
+    def test_output_flattens_for_free(self, implementation: Implementation) -> None:
+        case = make_case(batch=3, device=implementation.device)
+        output, _ = case.call(case.leaves(), implementation=implementation.name)
+        if implementation.name != "reference":
+            assert output.transpose(1, 2).is_contiguous()
+
+    @pytest.mark.parametrize("of", ["output", "lse"])
+    @pytest.mark.parametrize("score", ["none", "bias"])
+    def test_gradient_of_one_result_alone(
+        self, implementation: Implementation, of: str, score: str
+    ) -> None:
+        case = make_case(mask="causal", score=score, sinks=True, device=implementation.device)
+        index = 0 if of == "output" else 1
+        leaves, exact = case.leaves(), case.leaves(F64)
+        ours = case.call(leaves, implementation=implementation.name)[index]
+        theirs = case.call(exact, implementation="reference")[index]
+        grad = case.grads[of]
+        found = torch.autograd.grad(ours, list(leaves.values()), grad.float(), allow_unused=True)
+        truth = torch.autograd.grad(theirs, list(exact.values()), grad, allow_unused=True)
+        for name, mine, wanted in zip(leaves, found, truth, strict=True):
+            mine = torch.zeros_like(leaves[name]) if mine is None else mine
+            wanted = torch.zeros_like(exact[name]) if wanted is None else wanted
+            torch.testing.assert_close(mine.double(), wanted, atol=1e-5, rtol=1e-4, msg=name)
+
+    @pytest.mark.parametrize("name", ["query", "key", "value", "sinks", "bias"])
+    def test_gradient_of_one_input_alone(
+        self, implementation: Implementation, name: str
+    ) -> None:
+        case = make_case(score="bias", sinks=True, device=implementation.device)
+        wanted = case.run(implementation.name)[f"grad_{name}"]
+        leaves = {key: leaf.requires_grad_(key == name) for key, leaf in _detached(case).items()}
+        output, lse = case.call(leaves, implementation=implementation.name)
+        results = [(output, case.grads["output"]), (lse, case.grads["lse"])]
+        results = [(result, grad) for result, grad in results if result.requires_grad]
+        grads = [grad.to(result.dtype) for result, grad in results]
+        (found,) = torch.autograd.grad([result for result, _ in results], [leaves[name]], grads)
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+
+    def test_gradients_come_in_any_layout(self, implementation: Implementation) -> None:
+        case = make_case(mask="causal", device=implementation.device)
+        results = []
+        for shape in ("expanded", "permuted", "contiguous"):
+            leaves = case.leaves()
+            output, _ = case.call(leaves, implementation=implementation.name)
+            grad = torch.full((), 0.5, device=output.device).expand(output.shape)
+            if shape == "permuted":
+                grad = grad.transpose(1, 3).contiguous().transpose(1, 3)
+            elif shape == "contiguous":
+                grad = grad.contiguous()
+            results.append(torch.autograd.grad(output, list(leaves.values()), grad))
+        for other in results[1:]:
+            for first, second in zip(results[0], other, strict=True):
+                torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-5)
+
+    def test_runs_are_bit_equal(self, implementation: Implementation) -> None:
+        for mask, score in (("causal", "none"), ("window", "bias"), ("own", "softcap")):
+            case = make_case(
+                mask=mask, score=score, lengths=((300, 300),), device=implementation.device
+            )
+            first = case.run(implementation.name, deterministic=True)
+            for _ in range(3):
+                again = case.run(implementation.name, deterministic=True)
+                assert all(torch.equal(first[name], again[name]) for name in first)
+
+    def test_offsets_beyond_32_bits(self, implementation: Implementation) -> None:
+        step = 2**30 + 5  # three rows of keys further apart than 2^31 elements
+        memory = torch.empty(2 * step + 64, dtype=BF16, device=implementation.device)
+        key, value = (memory[i * 16 :].as_strided((1, 1, 3, 16), (0, 0, step, 1)) for i in (0, 1))
+        key.copy_(torch.randn(1, 1, 3, 16))
+        value.copy_(torch.randn(1, 1, 3, 16))
+        query = torch.randn(1, 2, 4, 16, device=implementation.device).to(BF16)
+        arguments = {"implementation": implementation.name}
+        if BF16 not in implementation.dtypes:
+            pytest.skip(f"{implementation.name} takes no bfloat16")
+        far = saccade.attention(query, key, value, **arguments)
+        near = saccade.attention(query, key.contiguous(), value.contiguous(), **arguments)
+        assert torch.equal(far, near)
+
+
+def _detached(case: Case) -> dict[str, Tensor]:
+    return {name: leaf.detach() for name, leaf in case.leaves().items()}
