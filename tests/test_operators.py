@@ -9,14 +9,15 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import saccade
 from saccade import masks, operators, scores
-from saccade.testing import Case, make_case
-from saccade.testing.cases import Description
+from saccade.prepare import prepare
+from saccade.testing import Case, Description, make_case
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +36,11 @@ def op_arguments(case: Case, requires_grad: bool = True) -> tuple[Any, ...]:
         leaves = {name: leaf.detach() for name, leaf in leaves.items()}
     positional, keywords = case.arguments(leaves)
     torch.manual_seed(0)
-    inputs, variant, _, config = saccade.attention.__globals__["prepare"](
+    inputs, variant, _, config = prepare(
         *positional, *[None] * (7 - len(positional)),
         return_lse=True, deterministic=False, config=None, **keywords,
     )  # fmt: skip
-    tables, plain = operators._flatten(variant, config, False, "cpu")
+    tables, plain = operators.flatten(variant, config, False, "cpu")
     tables = [t.detach().requires_grad_(t.requires_grad and requires_grad) for t in tables]
     return (*inputs, tables, *plain)
 
@@ -114,7 +115,7 @@ class TestCompile:
             return saccade.attention(query, key, value, mask=mask, score=scores.bias(bias))
 
         counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(function, fullgraph=True, backend=counter)
+        compiled: Any = torch.compile(function, fullgraph=True, backend=counter)
         tensors = qkv(16)
         compiled(*tensors, torch.tensor([3, 9]), torch.randn(16, 16), 4)
         compiled(*tensors, torch.tensor([3, 9]), torch.randn(16, 16), 5)  # int becomes dynamic
@@ -147,6 +148,7 @@ class TestCompile:
         assert_alike(run(compiled, *tensors), expected)
 
     @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on a CPU needs a compiler")
+    @torch._inductor.config.patch(fx_graph_cache=False)  # the cache does not know operators' code
     def test_inductor(self) -> None:
         def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             output = saccade.attention(query.sin(), key, value, mask=masks.causal())

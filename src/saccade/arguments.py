@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from saccade import expressions
+from saccade.captures import Extents
 from saccade.expressions import Captured
-from saccade.extents import Extents
 from saccade.problem import DTYPES, Config, Inputs
 
 _checked = contextvars.ContextVar("saccade_checked", default=False)
@@ -150,12 +151,12 @@ def check_captured(
         complaint = leaf.function.check(data, extents) if leaf.function.check else None
         if complaint:
             raise ValueError(f"{argument}: {leaf.name}: {complaint}")
-        if argument == "score" and not leaf.function.differentiable:
-            if any(isinstance(value, Tensor) and value.requires_grad for value in data):
-                raise ValueError(
-                    f"score: {leaf.name}: captured a tensor that requires gradients, takes one "
-                    "that does not (detach it; gradients of captured tensors: scores.bias)"
-                )
+        wants_gradients = any(isinstance(value, Tensor) and value.requires_grad for value in data)
+        if argument == "score" and wants_gradients and not leaf.function.differentiable:
+            raise ValueError(
+                f"score: {leaf.name}: captured a tensor that requires gradients, takes one "
+                "that does not (detach it; gradients of captured tensors: scores.bias)"
+            )
 
 
 def check_offsets(name: str, offsets: Tensor, num_tokens: int, device: torch.device) -> None:
@@ -174,7 +175,7 @@ def check_offsets(name: str, offsets: Tensor, num_tokens: int, device: torch.dev
     values = offsets.tolist()
     if values[0] != 0:
         raise ValueError(f"{name}: got a first offset of {values[0]}, takes {takes}")
-    if any(later < earlier for earlier, later in zip(values, values[1:], strict=False)):
+    if any(later < earlier for earlier, later in itertools.pairwise(values)):
         raise ValueError(f"{name}: got offsets that descend, takes {takes}")
     if values[-1] != num_tokens:
         raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade import dispatch, expressions
 from saccade.arguments import values_readable
-from saccade.attention import prepare
+from saccade.prepare import prepare
 from saccade.problem import Config, Inputs, Problem, Variant
 from saccade.reference import attention as reference
 
@@ -108,9 +108,7 @@ def explain(
     except NotImplementedError:
         chosen = None
     pairs = _visible_pairs(inputs, variant, problem)
-    return Explanation(
-        problem, chosen, reasons, config, pairs, problem.flops(pairs), problem.bytes
-    )
+    return Explanation(problem, chosen, reasons, config, pairs, problem.flops(pairs), problem.bytes)
 
 
 def _visible_pairs(inputs: Inputs, variant: Variant, problem: Problem) -> int:

@@ -47,6 +47,7 @@ class Captured(NamedTuple):
     floats: Sequence[float] = ()
 
     def joined(self, other: Captured) -> Captured:
+        """This, then the other."""
         return Captured(
             (*self.tensors, *other.tensors),
             (*self.ints, *other.ints),
@@ -87,7 +88,7 @@ def register(function: Function) -> Function:
 
 
 def lookup(name: str) -> Function:
-    """The registered function of that name (``KeyError`` says that it is not known here)."""
+    """The registered function of that name."""
     try:
         return _FUNCTIONS[name]
     except KeyError:
@@ -141,9 +142,11 @@ class Leaf:
 
     @property
     def function(self) -> Function:
+        """The registered function of this name."""
         return lookup(self.name)
 
     def data(self, captured: Captured) -> list[Any]:
+        """What this leaf captured, in the order of its function's arguments."""
         lists = {"t": captured.tensors, "i": captured.ints, "f": captured.floats}
         return [lists[kind][position] for kind, position in self.slots]
 
@@ -290,10 +293,5 @@ def _take_by_slices(table: Tensor, indices: Sequence[Any]) -> Tensor | None:
 
 
 # The functions of numbers that scores are made of, each with one meaning on every implementation.
-absolute = torch.abs
-exp = torch.exp
-log = torch.log
-tanh = torch.tanh
-minimum = torch.minimum
-maximum = torch.maximum
-where = torch.where
+absolute, exp, log, tanh = torch.abs, torch.exp, torch.log, torch.tanh
+minimum, maximum, where = torch.minimum, torch.maximum, torch.where

@@ -68,8 +68,7 @@ def as_truth(value: Any) -> Truth:
 
 
 class Interval:
-    """Numbers known to lie between `low` and `high` (both included), one interval for each tile.
-    """
+    """Numbers known to lie between `low` and `high` (both included), one interval for each tile."""
 
     def __init__(self, low: Any, high: Any):
         self.low, self.high = low, high
@@ -111,9 +110,7 @@ class Interval:
     def __mul__(self, other: Any) -> Interval:
         other = as_interval(other)
         corners = [
-            torch.as_tensor(a * b)
-            for a in (self.low, self.high)
-            for b in (other.low, other.high)
+            torch.as_tensor(a * b) for a in (self.low, self.high) for b in (other.low, other.high)
         ]
         corners = torch.broadcast_tensors(*corners)
         return Interval(torch.stack(corners).amin(0), torch.stack(corners).amax(0))

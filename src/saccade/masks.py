@@ -23,8 +23,15 @@ import torch
 from torch import Tensor
 
 from saccade import expressions
+from saccade.captures import (
+    Extents,
+    bools,
+    check_align,
+    check_whole_number,
+    integers,
+    misfit,
+)
 from saccade.expressions import Captured, Function, take
-from saccade.extents import Extents, misfit
 
 __all__ = [
     "Mask",
@@ -111,12 +118,6 @@ def function(body: Callable[..., Any] | None = None, *, align: str = "top_left")
     return MaskFunction(registered.name, align)
 
 
-def check_align(align: str) -> None:
-    """Refuse an alignment that does not exist."""
-    if align not in expressions.ALIGNMENTS:
-        raise ValueError(f"align: got {align!r}, takes 'bottom_right' or 'top_left'")
-
-
 def _built_in(body: Callable[..., Any], check: Callable[..., str | None] | None = None) -> str:
     name = body.__name__.strip("_")
     return expressions.register(Function(name, body, check=check)).name
@@ -130,27 +131,27 @@ def _leaf(name: str, align: str, *captured: Any) -> Mask:
 # ---- the functions -------------------------------------------------------------------------
 
 
-def _causal(batch, head, query_row, kv_row):  # noqa: ANN001, ANN202
+def _causal(batch, head, query_row, kv_row):
     return kv_row <= query_row
 
 
-def _window(batch, head, query_row, kv_row, left, right):  # noqa: ANN001, ANN202
+def _window(batch, head, query_row, kv_row, left, right):
     return (kv_row >= query_row - left) & (kv_row <= query_row + right)
 
 
-def _key_lengths(batch, head, query_row, kv_row, lengths):  # noqa: ANN001, ANN202
+def _key_lengths(batch, head, query_row, kv_row, lengths):
     return kv_row < take(lengths, batch)
 
 
-def _documents(batch, head, query_row, kv_row, query_ids, kv_ids):  # noqa: ANN001, ANN202
+def _documents(batch, head, query_row, kv_row, query_ids, kv_ids):
     return take(query_ids, batch, query_row) == take(kv_ids, batch, kv_row)
 
 
-def _blocks(batch, head, query_row, kv_row, layout, query_block, kv_block):  # noqa: ANN001, ANN202
+def _blocks(batch, head, query_row, kv_row, layout, query_block, kv_block):
     return take(layout, batch, head, query_row // query_block, kv_row // kv_block)
 
 
-def _dense(batch, head, query_row, kv_row, table):  # noqa: ANN001, ANN202
+def _dense(batch, head, query_row, kv_row, table):
     return take(table, batch, head, query_row, kv_row)
 
 
@@ -229,7 +230,7 @@ def key_lengths(lengths: Tensor) -> Mask:
     Args:
         lengths: [batch] or [1], integers.
     """
-    return _leaf(KEY_LENGTHS, "top_left", _integers("lengths", lengths, 1))
+    return _leaf(KEY_LENGTHS, "top_left", integers("lengths", lengths, 1))
 
 
 def documents(query_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
@@ -239,8 +240,8 @@ def documents(query_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
         query_ids: [batch or 1, query_len], integers: each query row's document.
         kv_ids: [batch or 1, kv_len], integers; the same as `query_ids` where left out.
     """
-    query_ids = _integers("query_ids", query_ids, 2)
-    kv_ids = query_ids if kv_ids is None else _integers("kv_ids", kv_ids, 2)
+    query_ids = integers("query_ids", query_ids, 2)
+    kv_ids = query_ids if kv_ids is None else integers("kv_ids", kv_ids, 2)
     return _leaf(DOCUMENTS, "top_left", query_ids, kv_ids)
 
 
@@ -258,7 +259,7 @@ def blocks(layout: Tensor, block_size: int | tuple[int, int]) -> Mask:
         raise ValueError(f"block_size: got {block_size!r}, takes one number or two")
     for size in sizes:
         check_whole_number("block_size", size, least=1)
-    return _leaf(BLOCKS, "top_left", _bools("layout", layout), *sizes)
+    return _leaf(BLOCKS, "top_left", bools("layout", layout), *sizes)
 
 
 def dense(tensor: Tensor) -> Mask:
@@ -266,7 +267,7 @@ def dense(tensor: Tensor) -> Mask:
 
     True means visible. Saccade reads it tile by tile and skips the tiles that are all False.
     """
-    return _leaf(DENSE, "top_left", _bools("tensor", tensor))
+    return _leaf(DENSE, "top_left", bools("tensor", tensor))
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask:
@@ -291,30 +292,3 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
     if isinstance(mask, MaskFunction):
         raise TypeError("mask: got a mask function, takes a Mask: call it, with what it captures")
     raise TypeError(f"mask: got {type(mask).__name__}, takes a saccade Mask or a bool tensor")
-
-
-def check_whole_number(name: str, value: object, *, least: int) -> None:
-    """Refuse what is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: got {value!r}, takes a whole number of at least {least}")
-    if value < least:
-        raise ValueError(f"{name}: got {value}, takes a whole number of at least {least}")
-
-
-def _integers(name: str, tensor: Tensor, num_dims: int) -> Tensor:
-    whole = isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64)
-    if not whole:
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}: got {got}, takes a tensor of int32 or int64")
-    if tensor.dim() != num_dims:
-        raise ValueError(f"{name}: got {tensor.dim()} dimensions, takes {num_dims}")
-    return tensor
-
-
-def _bools(name: str, tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}: got {got}, takes a tensor of torch.bool (True = visible)")
-    if tensor.dim() > 4:
-        raise ValueError(f"{name}: got {tensor.dim()} dimensions, takes at most 4")
-    return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

@@ -66,7 +66,9 @@ def _check(outputs: list[Tensor], lses: list[Tensor]) -> None:
             if part.device != outputs[0].device:
                 raise ValueError(f"{name}: got {part.device}, takes {outputs[0].device}")
     if len(lses) != len(outputs):
-        raise ValueError(f"lses: got {len(lses)} parts, takes one for each of {len(outputs)} outputs")
+        raise ValueError(
+            f"lses: got {len(lses)} parts, takes one for each of {len(outputs)} outputs"
+        )
     shape = tuple(outputs[0].shape[:-1])
     wanted = shape[::-1] if outputs[0].dim() == 3 else shape
     if tuple(lses[0].shape) != wanted:

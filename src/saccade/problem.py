@@ -52,17 +52,22 @@ class Gradients(NamedTuple):
 
 
 def empty_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Memory for output and lse, laid out as every implementation lays it out."""
-    query, value = inputs.query, inputs.value
+    """Memory for output and lse, laid out as every implementation lays it out.
+
+    A dense output takes query's memory order: heads beside channels (as a projection leaves
+    them, so that flattening the heads copies nothing), else contiguous.
+    """
+    query, value_dim = inputs.query, inputs.value.shape[-1]
     wide = accumulate_dtype(query.dtype)
     if inputs.cu_seqlens_q is not None:
         tokens, heads = query.shape[:2]
-        return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(
-            heads, tokens, dtype=wide
-        )
+        lse = query.new_empty(heads, tokens, dtype=wide)
+        return query.new_empty(tokens, heads, value_dim), lse
     batch, heads, length = query.shape[:3]
-    output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    return output, query.new_empty(batch, heads, length, dtype=wide)
+    lse = query.new_empty(batch, heads, length, dtype=wide)
+    if query.transpose(1, 2).is_contiguous():
+        return query.new_empty(batch, length, heads, value_dim).transpose(1, 2), lse
+    return query.new_empty(batch, heads, length, value_dim), lse
 
 
 def empty_gradients(inputs: Inputs) -> Gradients:

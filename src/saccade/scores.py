@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from saccade import expressions
+from saccade.captures import Extents, check_align, floats, misfit
 from saccade.expressions import (
     Captured,
     Coordinates,
@@ -32,8 +33,6 @@ from saccade.expressions import (
     tanh,
     where,
 )
-from saccade.extents import Extents, misfit
-from saccade.masks import check_align
 
 __all__ = [
     "Score",
@@ -127,24 +126,24 @@ def function(
 # ---- the functions -------------------------------------------------------------------------
 
 
-def _one(score, batch, head, query_row, kv_row, *captured):  # noqa: ANN001, ANN202
+def _one(score, batch, head, query_row, kv_row, *captured):
     return 1.0
 
 
-def _softcap(score, batch, head, query_row, kv_row, cap):  # noqa: ANN001, ANN202
+def _softcap(score, batch, head, query_row, kv_row, cap):
     return cap * tanh(score / cap)
 
 
-def _softcap_derivative(score, batch, head, query_row, kv_row, cap):  # noqa: ANN001, ANN202
+def _softcap_derivative(score, batch, head, query_row, kv_row, cap):
     capped = tanh(score / cap)
     return 1.0 - capped * capped
 
 
-def _alibi(score, batch, head, query_row, kv_row, slopes):  # noqa: ANN001, ANN202
+def _alibi(score, batch, head, query_row, kv_row, slopes):
     return score - take(slopes, head) * absolute(query_row - kv_row)
 
 
-def _bias(score, batch, head, query_row, kv_row, table):  # noqa: ANN001, ANN202
+def _bias(score, batch, head, query_row, kv_row, table):
     return score + take(table, batch, head, query_row, kv_row)
 
 
@@ -192,7 +191,7 @@ def alibi(slopes: Tensor, align: str = "bottom_right") -> Score:
     Source: ALiBi (Press et al. 2022), section 3.
     """
     check_align(align)
-    slopes = _floats("slopes", slopes)
+    slopes = floats("slopes", slopes)
     if slopes.dim() != 1:
         raise ValueError(f"slopes: got {slopes.dim()} dimensions, takes 1: [query_heads]")
     return ScoreFunction(ALIBI, align)(slopes)
@@ -205,7 +204,7 @@ def bias(tensor: Tensor) -> Score:
         tensor: floating point, broadcastable to [batch, query_heads, query_len, kv_len]. -inf
             hides a pair.
     """
-    tensor = _floats("tensor", tensor)
+    tensor = floats("tensor", tensor)
     if tensor.dim() > 4:
         raise ValueError(f"tensor: got {tensor.dim()} dimensions, takes at most 4")
     full = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -223,7 +222,9 @@ def as_score(score: Score | None) -> Score:
     if isinstance(score, Score):
         return score
     if isinstance(score, ScoreFunction):
-        raise TypeError("score: got a score function, takes a Score: call it, with what it captures")
+        raise TypeError(
+            "score: got a score function, takes a Score: call it, with what it captures"
+        )
     raise TypeError(f"score: got {type(score).__name__}, takes a saccade Score such as scores.bias")
 
 
@@ -264,10 +265,3 @@ def change_backward(
             )
         grad = (grad * function.derivative(*arguments)).to(grad.dtype)
     return grad, taken
-
-
-def _floats(name: str, tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}: got {got}, takes a floating-point tensor")
-    return tensor

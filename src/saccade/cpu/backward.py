@@ -40,29 +40,30 @@ class _Rows(NamedTuple):
     output: Tensor
     lse: Tensor  # finite: 0 where the row sees nothing
     grad_output: Tensor  # 0 where the row sees nothing
-    row_dot: Tensor  # Σ grad_output · output, less the gradient of the lse
+    row_dot: Tensor | None  # Σ grad_output · output, less the gradient of the lse
     plain: bool  # the flash kernel knows nothing of a gradient of the lse
 
     @staticmethod
-    def of(dense: Dense, results: Results) -> _Rows:
+    def of(dense: Dense, results: Results, careful: bool) -> _Rows:
         output, lse, grad_output, grad_lse = results
         sees_nothing = lse == -torch.inf
         if bool(sees_nothing.any()):
             grad_output = grad_output.masked_fill(sees_nothing.unsqueeze(-1), 0)
             lse = lse.masked_fill(sees_nothing, 0)
-        wide = lse.dtype
-        row_dot = (grad_output.to(wide) * output.to(wide)).sum(-1)
-        if grad_lse is not None:
+        plain = grad_lse is not None or not dense.fits_flash or careful
+        row_dot = None
+        if plain or dense.sinks is not None:  # the flash kernel computes its own
+            row_dot = (grad_output.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
+        if row_dot is not None and grad_lse is not None:
             row_dot = row_dot - grad_lse.masked_fill(sees_nothing, 0)
-        plain = grad_lse is not None or not dense.fits_flash
         return _Rows(output, lse, grad_output, row_dot, plain)
 
 
 def differentiate(dense: Dense, results: Results, wanted: Sequence[int]) -> DenseGradients:
     """Gradients of a dense problem, with those of the wanted captured tensors of the score."""
-    rows = _Rows.of(dense, results)
+    rows = _Rows.of(dense, results, careful=False)
     grad_sinks = None
-    if dense.sinks is not None:
+    if dense.sinks is not None and rows.row_dot is not None:
         sink_weights = (dense.sinks.to(rows.lse.dtype).view(1, -1, 1) - rows.lse).exp()
         sink_weights = sink_weights.masked_fill(results.lse == -torch.inf, 0)
         grad_sinks = -(sink_weights * rows.row_dot).sum((0, 2))
@@ -71,13 +72,11 @@ def differentiate(dense: Dense, results: Results, wanted: Sequence[int]) -> Dens
         masked = _visit(dense, rows, sums, tables, careful=False)
         if masked and not all(bool(part.result().sum().isfinite()) for part in sums):
             sums, tables = _empty_sums(dense, wanted)
-            _visit(dense, rows, sums, tables, careful=True)
+            _visit(dense, _Rows.of(dense, results, careful=True), sums, tables, careful=True)
     return DenseGradients(*(part.result() for part in sums), grad_sinks, tables)
 
 
-def _empty_sums(
-    dense: Dense, wanted: Sequence[int]
-) -> tuple[list[GradientSum], dict[int, Tensor]]:
+def _empty_sums(dense: Dense, wanted: Sequence[int]) -> tuple[list[GradientSum], dict[int, Tensor]]:
     tensors = dense.variant.score_captured.tensors
     tables = {
         index: torch.zeros_like(tensors[index], dtype=accumulate_dtype(tensors[index].dtype))
@@ -90,7 +89,7 @@ def _visit(
     dense: Dense, rows: _Rows, sums: list[GradientSum], tables: dict[int, Tensor], careful: bool
 ) -> bool:
     """Add the shares of every rectangle; say whether any of them needed the mask."""
-    if dense.is_square_causal and not rows.plain and not careful:
+    if dense.is_square_causal and not rows.plain:
         whole = walk.whole(dense)
         _add(sums, dense, whole, _flash(dense, rows, whole, None, causal=True))
         return True
@@ -113,7 +112,7 @@ def _run(
     tables: dict[int, Tensor],
 ) -> None:
     """Add one rectangle's shares, by the flash kernel where it fits."""
-    if rows.plain or careful:
+    if rows.plain:
         for batch in walk.row_pieces(place):
             for piece in batch:
                 for part in walk.key_pieces(piece):
@@ -147,10 +146,9 @@ def _flash(
     )
 
 
-def _plain(
-    dense: Dense, rows: _Rows, place: Place, masked: bool, careful: bool
-) -> tile.Shares:
+def _plain(dense: Dense, rows: _Rows, place: Place, masked: bool, careful: bool) -> tile.Shares:
     queries, keys = walk.slices_of(dense, place)
+    assert rows.row_dot is not None
     return tile.backward(
         rows.grad_output[queries],
         dense.query[queries],
@@ -166,9 +164,7 @@ def _plain(
     )
 
 
-def _add(
-    sums: list[GradientSum], dense: Dense, place: Place, shares: Sequence[Tensor]
-) -> None:
+def _add(sums: list[GradientSum], dense: Dense, place: Place, shares: Sequence[Tensor]) -> None:
     """Add shares of query, key and value to their sums."""
     queries, keys = walk.slices_of(dense, place)
     for total, at, share in zip(sums, (queries, keys, keys), shares, strict=True):

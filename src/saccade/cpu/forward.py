@@ -59,9 +59,7 @@ def _row_tile(
     return _merged(dense, place, partials)
 
 
-def _run(
-    dense: Dense, place: Place, masked: bool, careful: bool
-) -> tuple[Tensor, Tensor] | None:
+def _run(dense: Dense, place: Place, masked: bool, careful: bool) -> tuple[Tensor, Tensor] | None:
     """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
     if not dense.fits_flash or careful:
         return _plain(dense, place, masked, careful)

@@ -24,6 +24,7 @@ class GradientSum:
         self.total: Tensor | None = None
 
     def add(self, at: tuple[slice, slice, slice], share: Tensor) -> None:
+        """Add a rectangle's share at its slices of [batch, heads, rows]."""
         if self.total is None and share.shape == self.shape:
             self.total = share
             return
@@ -41,9 +42,7 @@ class GradientSum:
         return self.total
 
 
-def add_taken(
-    tables: dict[int, Tensor], taken: Sequence[tuple[int, Tensor]], place: Place
-) -> None:
+def add_taken(tables: dict[int, Tensor], taken: Sequence[tuple[int, Tensor]], place: Place) -> None:
     """Add the gradients of taken table entries, summed over the dimensions that broadcast."""
     for index, gradient in taken:
         if index not in tables:

@@ -1,4 +1,4 @@
-"""Parts: a call as dense problems. A batch is one; so are neighbouring sequences of equal length."""
+"""Parts: a call as dense problems: a batch, or neighbouring sequences of equal length."""
 
 from __future__ import annotations
 

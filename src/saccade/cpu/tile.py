@@ -26,6 +26,7 @@ class Place(NamedTuple):
     shift: int
 
     def coordinates(self) -> Coordinates:
+        """Index tensors for every pair of the rectangle."""
         ranges = (self.batch, self.heads, self.query_rows, self.kv_rows)
         return Coordinates(*(index_range(*r, dim) for dim, r in enumerate(ranges)), self.shift)
 

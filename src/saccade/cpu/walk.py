@@ -1,4 +1,4 @@
-"""Walk: the rectangles of a dense problem, in the order in which forward and backward visit them."""
+"""Walk: the rectangles of a dense problem, in the order in which both passes visit them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Dense(NamedTuple):
 
     @staticmethod
     def of(part: Part, inputs: Inputs, variant: Variant, config: Config) -> Dense:
+        """The part of a call as a dense problem."""
         query, key = part.queries(inputs.query), part.keys(inputs.key)
         value = part.keys(inputs.value)
         sizes = Sizes(

@@ -109,7 +109,7 @@ def attend(
 def score_pairs(
     inputs: Inputs, variant: Variant, at: Coordinates, reachable: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The scores of all pairs (-inf where hidden), which are visible, and a value per query head."""
+    """Scores of all pairs (-inf where hidden), which are visible, a value per query head."""
     query, key, value = inputs[:3]
     heads_per_kv_head = query.shape[1] // max(key.shape[1], 1)
     key, value = (rows.repeat_interleave(heads_per_kv_head, dim=1) for rows in (key, value))

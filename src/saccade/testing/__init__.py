@@ -3,12 +3,22 @@
 from saccade.arguments import checked as checked
 from saccade.testing.cases import Case as Case
 from saccade.testing.cases import make_case as make_case
+from saccade.testing.kinds import Description as Description
 from saccade.testing.memory import poisoned as poisoned
 from saccade.testing.oracle import assert_exact as assert_exact
 from saccade.testing.oracle import oracle as oracle
 from saccade.testing.oracle import tolerances as tolerances
 
-__all__ = ["Case", "assert_exact", "cases", "checked", "make_case", "oracle", "poisoned", "tolerances"]
+__all__ = [
+    "Case",
+    "assert_exact",
+    "cases",
+    "checked",
+    "make_case",
+    "oracle",
+    "poisoned",
+    "tolerances",
+]
 
 
 def __getattr__(name: str) -> object:

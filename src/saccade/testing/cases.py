@@ -9,47 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import saccade.attention as calls
-from saccade import masks, scores
+from saccade.attention import attention, attention_packed
 from saccade.masks import Mask
+from saccade.prepare import prepare
 from saccade.reference import attention as reference
 from saccade.scores import Score
-
-
-@dataclass(frozen=True)
-class Description:
-    """All that a case is made from. Lengths are one pair a batch entry; dense ones use the first."""
-
-    batch: int = 2
-    kv_heads: int = 2
-    group: int = 2
-    lengths: tuple[tuple[int, int], ...] = ((24, 24),)
-    head_dim: int = 16
-    value_dim: int = 16
-    dtype: torch.dtype = torch.float32
-    packed: bool = False
-    mask: str = "none"
-    score: str = "none"
-    sinks: bool = False
-    dropout_p: float = 0.0
-    layout: str = "contiguous"
-    spoil_hidden: bool = False
-    scale: float | None = None
-    seed: int = 0
-    device: str = "cpu"
-
-    @property
-    def query_heads(self) -> int:
-        return self.kv_heads * self.group
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        used = self.lengths if self.packed else self.lengths[:1]
-        return max(q for q, _ in used), max(k for _, k in used)
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.lengths) if self.packed else self.batch
+from saccade.testing.kinds import MASKS, SCORES, Description, bias_shape
 
 
 @dataclass
@@ -86,10 +51,12 @@ class Case:
         """Output and lse by the public call. The seed of dropout is the case's."""
         positional, keywords = self.arguments(leaves)
         torch.manual_seed(self.description.seed)
-        function = calls.attention_packed if self.cu_seqlens else calls.attention
-        return function(*positional, return_lse=True, **keywords, **more)  # type: ignore[return-value]
+        function: Any = attention_packed if self.cu_seqlens else attention
+        return function(*positional, return_lse=True, **keywords, **more)
 
-    def run(self, implementation: str, dtype: torch.dtype | None = None, **more: Any) -> dict[str, Tensor]:
+    def run(
+        self, implementation: str, dtype: torch.dtype | None = None, **more: Any
+    ) -> dict[str, Tensor]:
         """Output, lse and every gradient, by name."""
         leaves = self.leaves(dtype)
         output, lse = self.call(leaves, implementation=implementation, **more)
@@ -100,8 +67,8 @@ class Case:
         leaves = self.leaves()
         positional, keywords = self.arguments(leaves)
         torch.manual_seed(self.description.seed)
-        inputs, variant, _, _ = calls.prepare(
-            *_padded(positional), return_lse=True, deterministic=False, config=None, **keywords
+        inputs, variant, _, _ = prepare(
+            *padded(positional), return_lse=True, deterministic=False, config=None, **keywords
         )
         output, lse = reference.attention(inputs, variant, sums=self.description.dtype)
         return self.with_gradients(leaves, output, lse)
@@ -118,8 +85,8 @@ class Case:
         return results
 
 
-def _padded(positional: list[Tensor]) -> list[Any]:
-    """query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+def padded(positional: list[Tensor]) -> list[Any]:
+    """The positional arguments of `saccade.prepare.prepare`, None where the call has none."""
     return [*positional, *[None] * (7 - len(positional))]
 
 
@@ -128,7 +95,9 @@ def _like_strided(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.numel() == 0:
         return tensor.detach().to(dtype).clone()
     base = tensor.detach()
-    extent = sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
+    extent = sum(
+        (size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True)
+    )
     flat = torch.as_strided(base, (extent + 1,), (1,)).to(dtype).clone()
     return torch.as_strided(flat, base.shape, base.stride())
 
@@ -157,7 +126,7 @@ def make_case(description: Description | None = None, **changes: Any) -> Case:
     if d.sinks:
         tensors["sinks"] = normal(d.query_heads, dtype=torch.float32)
     if "bias" in d.score:
-        tensors["bias"] = normal(*_bias_shape(d))
+        tensors["bias"] = normal(*bias_shape(d))
     case = Case(
         d,
         tensors,
@@ -198,20 +167,12 @@ def _offsets(d: Description) -> tuple[Tensor, Tensor]:
     return ends[0].int().to(d.device), ends[1].int().to(d.device)
 
 
-def _bias_shape(d: Description) -> tuple[int, ...]:
-    query_len, kv_len = d.longest
-    full = (d.batch_size, d.query_heads, query_len, kv_len)
-    broadcast = {"bias": (), "head_bias": (0, 2), "key_bias": (0, 1, 2), "batch_bias": (1,)}
-    kind = next(kind for kind in d.score.split(" >> ") if "bias" in kind)
-    return tuple(1 if dim in broadcast[kind] else size for dim, size in enumerate(full))
-
-
 def _spoil_hidden(case: Case) -> None:
     """Put NaN and inf where no query row sees them: no result may show it."""
     leaves = case.leaves(torch.float64)
     positional, keywords = case.arguments(leaves)
-    inputs, variant, _, _ = calls.prepare(
-        *_padded(positional), return_lse=True, deterministic=False, config=None, **keywords
+    inputs, variant, _, _ = prepare(
+        *padded(positional), return_lse=True, deterministic=False, config=None, **keywords
     )
     dense, at, reachable = reference.lay_out(inputs)
     _, visible, _ = reference.score_pairs(dense, variant, at, reachable)
@@ -223,83 +184,3 @@ def _spoil_hidden(case: Case) -> None:
     for name, trash in (("key", torch.nan), ("value", torch.inf)):
         tensor = case.tensors[name].clone(memory_format=torch.contiguous_format)
         case.tensors[name] = tensor.masked_fill(hidden.unsqueeze(-1), trash)
-
-
-# ---- masks and scores by name ------------------------------------------------------------------
-
-
-@masks.function
-def _every_nth(batch: Any, head: Any, query_row: Any, kv_row: Any, step: Any) -> Any:
-    return (query_row - kv_row) % step == 0
-
-
-@masks.function(align="bottom_right")
-def _not_my_twin(batch: Any, head: Any, query_row: Any, kv_row: Any, table: Any) -> Any:
-    return (masks.take(table, head) <= query_row) & ((kv_row ^ 1) != query_row)
-
-
-def _gain_derivative(
-    score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, gain: Any
-) -> Any:
-    return gain
-
-
-@scores.function(derivative=_gain_derivative)
-def _gain(score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, gain: Any) -> Any:
-    return score * gain
-
-
-def _random(
-    d: Description, generator: torch.Generator, low: int, high: int, *shape: int
-) -> Tensor:
-    """Whole numbers from low to high - 1 (at least low), on the case's device."""
-    return torch.randint(low, max(high, low + 1), shape, generator=generator).to(d.device)
-
-
-def _document_mask(d: Description, generator: torch.Generator) -> Mask:
-    query_len, kv_len = d.longest
-    ids = [_random(d, generator, 0, 3, d.batch_size, n).sort(-1).values for n in (query_len, kv_len)]
-    return masks.documents(*ids)
-
-
-def _block_mask(d: Description, generator: torch.Generator) -> Mask:
-    query_len, kv_len = d.longest
-    shape = (d.query_heads, -(-query_len // 5), -(-kv_len // 7))
-    return masks.blocks(_random(d, generator, 0, 2, *shape).bool(), (5, 7))
-
-
-def _dense_mask(d: Description, generator: torch.Generator) -> Tensor:
-    return _random(d, generator, 0, 3, d.batch_size, 1, *d.longest).bool()
-
-
-def _lengths(d: Description, generator: torch.Generator) -> Tensor:
-    return _random(d, generator, 0, d.longest[1] + 1, d.batch_size)
-
-
-MASKS: dict[str, Callable[[Description, torch.Generator], Mask | Tensor | None]] = {
-    "none": lambda d, g: None,
-    "causal": lambda d, g: masks.causal(),
-    "causal_top_left": lambda d, g: masks.causal(align="top_left"),
-    "window": lambda d, g: masks.window(3, 2),
-    "prefix": lambda d, g: masks.prefix(_lengths(d, g)),
-    "key_lengths": lambda d, g: masks.key_lengths(_lengths(d, g)),
-    "documents": _document_mask,
-    "blocks": _block_mask,
-    "tensor": _dense_mask,
-    "nothing": lambda d, g: ~(masks.causal() | ~masks.causal()),
-    "own": lambda d, g: _every_nth(3),
-    "own_table": lambda d, g: _not_my_twin(_random(d, g, 0, 9, d.query_heads)),
-    "mixed": lambda d, g: (masks.causal() & masks.window(7)) | ~masks.key_lengths(_lengths(d, g)),
-}
-
-SCORES: dict[str, Callable[[Description, Tensor | None], Score | None]] = {
-    "none": lambda d, b: None,
-    "softcap": lambda d, b: scores.softcap(2.0),
-    "alibi": lambda d, b: scores.alibi(2.0 ** -torch.arange(1.0, d.query_heads + 1, device=d.device)),
-    "own": lambda d, b: _gain(0.5),
-    "bias": lambda d, b: scores.bias(b),  # type: ignore[arg-type]
-    "head_bias": lambda d, b: scores.bias(b),  # type: ignore[arg-type]
-    "key_bias": lambda d, b: scores.bias(b),  # type: ignore[arg-type]
-    "batch_bias": lambda d, b: scores.bias(b),  # type: ignore[arg-type]
-    "bias >> softcap": lambda d, b: scores.bias(b) >> scores.softcap(1.5),  # type: ignore[arg-type]
-}

@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import saccade.attention as calls
+from saccade.prepare import prepare
 from saccade.problem import accumulate_dtype
 from saccade.reference import attention as reference
-from saccade.testing.cases import Case, _padded
+from saccade.testing.cases import Case, padded
 
 CONFIDENCE = 6.0  # standard deviations
 AGAINST_PLAIN = 1.1
@@ -74,8 +74,8 @@ def _spread(case: Case) -> dict[str, Tensor]:
     leaves = {name: leaf.detach() for name, leaf in case.leaves(torch.float64).items()}
     positional, keywords = case.arguments(leaves)
     torch.manual_seed(case.description.seed)
-    inputs, variant, _, _ = calls.prepare(
-        *_padded(positional), return_lse=True, deterministic=False, config=None, **keywords
+    inputs, variant, _, _ = prepare(
+        *padded(positional), return_lse=True, deterministic=False, config=None, **keywords
     )
     dense, at, reachable = reference.lay_out(inputs)
     scores, visible, value = reference.score_pairs(dense, variant, at, reachable)
@@ -101,7 +101,9 @@ def _spread(case: Case) -> dict[str, Tensor]:
         "grad_key": variant.scale * _grouped(_root(grad_scores.mT, query), group),
         "grad_value": _grouped(_root(weights.mT, grad_output), group),
     }
-    found["grad_sinks"] = grad_scores.sum(-1).square().sum((0, 2)).sqrt() + row_dot.abs().sum((0, 2, 3))
+    found["grad_sinks"] = grad_scores.sum(-1).square().sum((0, 2)).sqrt() + row_dot.abs().sum(
+        (0, 2, 3)
+    )
     if packed:
         for name in ("output", "grad_query", "grad_key", "grad_value"):
             found[name] = found[name].squeeze(0).transpose(0, 1)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from saccade.testing.cases import MASKS, SCORES, Case, Description, make_case
+from saccade.testing.cases import Case, make_case
+from saccade.testing.kinds import MASKS, SCORES, Description
 
 LAYOUTS = ("contiguous", "permuted", "sliced", "strided_last", "expanded")
 
@@ -42,8 +43,6 @@ def descriptions(
 
 
 @st.composite
-def cases(
-    draw: Any, dtypes: Sequence[torch.dtype] = (torch.float32,), longest: int = 40
-) -> Case:
+def cases(draw: Any, dtypes: Sequence[torch.dtype] = (torch.float32,), longest: int = 40) -> Case:
     """Random cases; see `saccade.testing.make_case`."""
     return make_case(draw(descriptions(dtypes, longest)))

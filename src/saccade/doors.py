@@ -1,0 +1,151 @@
+"""Doors: the ways into the operators, one for each kind of caller.
+
+`torch.compile`, and whoever calls it by name, meets the operator itself with its registered
+autograd. Eager calls and `torch.func` come through an `autograd.Function` around it: registered
+autograd takes several times as long to enter, and torch.func's transforms do not reach it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.operators import (
+    NUM_INPUTS,
+    attention_backward_op,
+    attention_op,
+    call_backward,
+    flatten,
+    gradients_of,
+    not_implemented,
+    save_for_backward,
+    split,
+)
+from saccade.problem import Config, Inputs, Variant
+
+
+def attention(
+    inputs: Inputs,
+    variant: Variant,
+    config: Config | None,
+    deterministic: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse by an implementation, through the door that fits."""
+    tables, plain = flatten(variant, config, deterministic, implementation)
+    if torch.compiler.is_compiling():
+        return attention_op(*inputs, tables, *plain)
+    return _Attention.apply(plain, *inputs, *tables)  # type: ignore[no-any-return]
+
+
+class _Attention(torch.autograd.Function):
+    """The operator with flat arguments: (plain values, *inputs, *tables)."""
+
+    @staticmethod
+    def forward(plain: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():  # gradients are this class's own
+            return attention_op(*tensors[:NUM_INPUTS], list(tensors[NUM_INPUTS:]), *plain)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        plain, *tensors = inputs
+        save_for_backward(ctx, (*tensors[:NUM_INPUTS], tensors[NUM_INPUTS:], *plain), output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return (None, *gradients_of(ctx, _AttentionBackward.apply, *grads))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise not_implemented(ctx.plain[8], "forward-mode derivative")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], plain: tuple[Any, ...], *tensors: Any) -> Any:
+        return _mapped(info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply(plain, *t))
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward operator with flat arguments: (wanted tables, plain values, *tensors)."""
+
+    @staticmethod
+    def forward(
+        wanted: list[int], plain: tuple[Any, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(call_backward(wanted, plain, *tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.implementation = inputs[1][8]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise not_implemented(ctx.implementation, "double backward")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise not_implemented(ctx.implementation, "forward-mode derivative")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], wanted: Any, plain: Any, *tensors: Any) -> Any:
+        def call(parts: Sequence[Any]) -> Any:
+            return _AttentionBackward.apply(wanted, plain, *parts)
+
+        return _mapped(info.batch_size, in_dims[2:], tensors, call)
+
+
+for _door in (_Attention, _AttentionBackward):
+    # `apply` asks for the signature at every call; kept ready, the answer costs nothing.
+    _door.forward.__signature__ = inspect.signature(_door.forward)  # type: ignore[attr-defined]
+
+
+def _mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any) -> Any:
+    """vmap by a loop over the mapped dimension: exact whatever a mask makes of its batch index."""
+    results = []
+    for index in range(size):
+        results.append(
+            call(
+                [
+                    tensor if dim is None or tensor is None else tensor.select(dim, index)
+                    for tensor, dim in zip(tensors, in_dims, strict=True)
+                ]
+            )
+        )
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+@torch.library.register_vmap("saccade::attention")
+def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    inputs, tables, plain = split(arguments)
+    dims = (*in_dims[:NUM_INPUTS], *_table_dims(in_dims[NUM_INPUTS], tables))
+    return _mapped(
+        info.batch_size,
+        dims,
+        (*inputs, *tables),
+        lambda t: attention_op(*t[:NUM_INPUTS], list(t[NUM_INPUTS:]), *plain),
+    )
+
+
+@torch.library.register_vmap("saccade::attention_backward")
+def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    wanted, (inputs, tables, plain) = arguments[4], split(arguments[5:])
+    dims = (*in_dims[:4], *in_dims[5 : 5 + NUM_INPUTS])
+    dims += tuple(_table_dims(in_dims[5 + NUM_INPUTS], tables))
+    stacked, out_dims = _mapped(
+        info.batch_size,
+        dims,
+        (*arguments[:4], *inputs, *tables),
+        lambda t: attention_backward_op(
+            *t[:4], wanted, *t[4 : 4 + NUM_INPUTS], list(t[4 + NUM_INPUTS :]), *plain
+        ),
+    )
+    return list(stacked), list(out_dims)
+
+
+def _table_dims(dims: Any, tables: Sequence[Tensor]) -> list[Any]:
+    return list(dims) if dims is not None else [None] * len(tables)

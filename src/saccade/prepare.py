@@ -1,0 +1,122 @@
+"""Prepare: check every argument of a call and turn them into what implementations take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from saccade import arguments
+from saccade.masks import Mask, as_mask
+from saccade.problem import Config, Inputs, Problem, Variant
+from saccade.scores import Score, as_score
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    *,
+    mask: Mask | Tensor | None,
+    score: Score | None,
+    scale: float | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    return_lse: bool,
+    deterministic: bool,
+    config: Config | Mapping[tuple[int, int], Config] | None,
+) -> tuple[Inputs, Variant, Problem, Config | None]:
+    """Check every argument and turn them into what implementations take."""
+    packed = cu_seqlens_q is not None
+    shapes = arguments.PACKED_SHAPES if packed else arguments.DENSE_SHAPES
+    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+    arguments.check_tensors(query, key, value, shapes)
+    arguments.check_sinks(sinks, query)
+    arguments.check_flag("return_lse", return_lse)
+    arguments.check_flag("deterministic", deterministic)
+    scale = arguments.resolve_scale(scale, query.shape[-1])
+    dropout_p = arguments.check_dropout(dropout_p)
+    config = arguments.resolve_config(config, query.device)
+    longest = None
+    if cu_seqlens_q is not None:
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        longest = _check_packing(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    seed = _draw_seed(query.device) if dropout_p > 0 else None
+    inputs = Inputs(query, key, value, sinks, seed, cu_seqlens_q, cu_seqlens_k)
+
+    mask, score = as_mask(mask), as_score(score)
+    extents = arguments.extents_of(inputs, longest)
+    if mask.key:
+        arguments.check_captured("mask", mask.key, mask.captured, extents, query.device)
+    if score.key:
+        arguments.check_captured("score", score.key, score.captured, extents, query.device)
+    variant = Variant(mask.key, score.key, mask.captured, score.captured, scale, dropout_p)
+    return inputs, variant, problem_of(inputs, variant, config), config
+
+
+def _check_packing(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[int | None, int | None]:
+    """Check the offsets of packed sequences; give the longest lengths, as far as known."""
+    arguments.check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], query.device)
+    arguments.check_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], query.device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: got shape {tuple(cu_seqlens_k.shape)}, takes cu_seqlens_q's "
+            f"{tuple(cu_seqlens_q.shape)}"
+        )
+    return (
+        arguments.check_max_length("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
+        arguments.check_max_length("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
+    )
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """Under autocast, inputs take its dtype; float64 stays, as in PyTorch's own operators."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        return tensor  # for the checks to refuse
+    device_type = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
+
+
+def _draw_seed(device: torch.device) -> Tensor:
+    """A seed for dropout from PyTorch's generator, left on the device."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+
+
+def problem_of(inputs: Inputs, variant: Variant, config: Config | None) -> Problem:
+    """The call's shape, by which implementations are chosen."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    packed = inputs.cu_seqlens_q is not None
+    rows = 0 if packed else 2
+    batch = inputs.cu_seqlens_q.shape[0] - 1 if packed else query.shape[0]
+    device = query.device
+    return Problem(
+        batch=batch,
+        query_heads=query.shape[1],
+        kv_heads=key.shape[1],
+        query_len=query.shape[rows],
+        kv_len=key.shape[rows],
+        head_dim=query.shape[-1],
+        value_dim=value.shape[-1],
+        dtype=query.dtype,
+        device=device.type,
+        packed=packed,
+        mask=variant.mask,
+        score=variant.score,
+        sinks=inputs.sinks is not None,
+        dropout=inputs.seed is not None,
+        configured=config is not None,
+    )
