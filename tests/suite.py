@@ -284,7 +284,7 @@ class TestResults:
         key.copy_(torch.randn(1, 1, 3, 16))
         value.copy_(torch.randn(1, 1, 3, 16))
         query = torch.randn(1, 2, 4, 16, device=implementation.device).to(BF16)
-        arguments = {"implementation": implementation.name}
+        arguments: dict[str, Any] = {"implementation": implementation.name}
         if BF16 not in implementation.dtypes:
             pytest.skip(f"{implementation.name} takes no bfloat16")
         far = saccade.attention(query, key, value, **arguments)

@@ -18,6 +18,7 @@ import saccade
 from saccade import masks, operators, scores
 from saccade.prepare import prepare
 from saccade.testing import Case, Description, make_case
+from saccade.testing.cases import padded
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +36,10 @@ def op_arguments(case: Case, requires_grad: bool = True) -> tuple[Any, ...]:
     if not requires_grad:
         leaves = {name: leaf.detach() for name, leaf in leaves.items()}
     positional, keywords = case.arguments(leaves)
+    everything: list[Any] = padded(positional)
     torch.manual_seed(0)
     inputs, variant, _, config = prepare(
-        *positional, *[None] * (7 - len(positional)),
-        return_lse=True, deterministic=False, config=None, **keywords,
+        *everything, return_lse=True, deterministic=False, config=None, **keywords,
     )  # fmt: skip
     tables, plain = operators.flatten(variant, config, False, "cpu")
     tables = [t.detach().requires_grad_(t.requires_grad and requires_grad) for t in tables]
@@ -102,7 +103,7 @@ class TestCompile:
             )  # fmt: skip
 
         counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+        compiled: Any = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
         for length in (12, 31, 64, 50):
             assert_alike(run(compiled, *qkv(length)), run(function, *qkv(length)))
         assert counter.frame_count <= 2  # with and without a need for gradients at most
@@ -123,8 +124,8 @@ class TestCompile:
         for seed in range(4):
             torch.manual_seed(seed)
             lengths, bias = torch.randint(0, 16, (2,)), torch.randn(16, 16)
-            got = compiled(*tensors, lengths, bias, 6 + seed)
-            torch.testing.assert_close(got, function(*tensors, lengths, bias, 6 + seed))
+            arguments: list[Any] = [*tensors, lengths, bias, 6 + seed]
+            torch.testing.assert_close(compiled(*arguments), function(*arguments))
         assert counter.frame_count == before
 
     def test_packed(self) -> None:
@@ -133,7 +134,7 @@ class TestCompile:
 
         offsets = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
         tensors = [torch.randn(12, heads, 8) for heads in (4, 2, 2)]
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        compiled: Any = torch.compile(function, fullgraph=True, backend="aot_eager")
         assert_alike(run(compiled, *tensors), run(function, *tensors))
 
     def test_dropout_and_sinks(self) -> None:
@@ -141,7 +142,7 @@ class TestCompile:
             return saccade.attention(query, key, value, sinks=sinks, dropout_p=0.4)
 
         tensors = [*qkv(20), torch.randn(4)]
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        compiled: Any = torch.compile(function, fullgraph=True, backend="aot_eager")
         torch.manual_seed(3)
         expected = run(function, *tensors)
         torch.manual_seed(3)
@@ -154,7 +155,7 @@ class TestCompile:
             output = saccade.attention(query.sin(), key, value, mask=masks.causal())
             return output.transpose(1, 2).flatten(2).cos()
 
-        compiled = torch.compile(function, fullgraph=True)
+        compiled: Any = torch.compile(function, fullgraph=True)
         assert_alike(run(compiled, *qkv(33)), run(function, *qkv(33)))
 
 
@@ -221,9 +222,9 @@ class TestTransforms:
 
 class TestHigherDerivatives:
     def test_double_backward_says_how(self) -> None:
-        leaves = [tensor.requires_grad_() for tensor in qkv(6)]
-        output = saccade.attention(*leaves)
-        (grad,) = torch.autograd.grad(output.square().sum(), leaves[:1], create_graph=True)
+        query, key, value = (tensor.requires_grad_() for tensor in qkv(6))
+        output = saccade.attention(query, key, value)
+        (grad,) = torch.autograd.grad(output.square().sum(), [query], create_graph=True)
         with pytest.raises(NotImplementedError, match='implementation="reference"'):
             grad.sum().backward()
 

@@ -64,7 +64,8 @@ class _Attention(torch.autograd.Function):
         raise not_implemented(ctx.plain[8], "forward-mode derivative")
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], plain: tuple[Any, ...], *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        plain, *tensors = arguments
         return _mapped(info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply(plain, *t))
 
 
@@ -91,7 +92,9 @@ class _AttentionBackward(torch.autograd.Function):
         raise not_implemented(ctx.implementation, "forward-mode derivative")
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], wanted: Any, plain: Any, *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        wanted, plain, *tensors = arguments
+
         def call(parts: Sequence[Any]) -> Any:
             return _AttentionBackward.apply(wanted, plain, *parts)
 
@@ -119,7 +122,6 @@ def _mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any
     return stacked, (0,) * len(stacked)
 
 
-@torch.library.register_vmap("saccade::attention")
 def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
     inputs, tables, plain = split(arguments)
     dims = (*in_dims[:NUM_INPUTS], *_table_dims(in_dims[NUM_INPUTS], tables))
@@ -131,7 +133,6 @@ def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any
     )
 
 
-@torch.library.register_vmap("saccade::attention_backward")
 def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
     wanted, (inputs, tables, plain) = arguments[4], split(arguments[5:])
     dims = (*in_dims[:4], *in_dims[5 : 5 + NUM_INPUTS])
@@ -149,3 +150,7 @@ def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: An
 
 def _table_dims(dims: Any, tables: Sequence[Tensor]) -> list[Any]:
     return list(dims) if dims is not None else [None] * len(tables)
+
+
+torch.library.register_vmap("saccade::attention", _attention_vmap)
+torch.library.register_vmap("saccade::attention_backward", _attention_backward_vmap)

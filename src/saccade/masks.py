@@ -15,6 +15,7 @@ left, the first ones do (what PyTorch's ``is_causal`` means).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -113,7 +114,11 @@ def function(body: Callable[..., Any] | None = None, *, align: str = "top_left")
     """
     check_align(align)
     if body is None:
-        return lambda actual: function(actual, align=align)
+        return functools.partial(_registered, align=align)
+    return _registered(body, align)
+
+
+def _registered(body: Callable[..., Any], align: str) -> MaskFunction:
     registered = expressions.register(Function(expressions.readable_name(body), body))
     return MaskFunction(registered.name, align)
 

@@ -99,10 +99,10 @@ def _draw_seed(device: torch.device) -> Tensor:
 def problem_of(inputs: Inputs, variant: Variant, config: Config | None) -> Problem:
     """The call's shape, by which implementations are chosen."""
     query, key, value = inputs.query, inputs.key, inputs.value
-    packed = inputs.cu_seqlens_q is not None
+    offsets = inputs.cu_seqlens_q
+    packed = offsets is not None
     rows = 0 if packed else 2
-    batch = inputs.cu_seqlens_q.shape[0] - 1 if packed else query.shape[0]
-    device = query.device
+    batch = query.shape[0] if offsets is None else offsets.shape[0] - 1
     return Problem(
         batch=batch,
         query_heads=query.shape[1],
@@ -112,7 +112,7 @@ def problem_of(inputs: Inputs, variant: Variant, config: Config | None) -> Probl
         head_dim=query.shape[-1],
         value_dim=value.shape[-1],
         dtype=query.dtype,
-        device=device.type,
+        device=query.device.type,
         packed=packed,
         mask=variant.mask,
         score=variant.score,

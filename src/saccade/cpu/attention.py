@@ -81,7 +81,7 @@ def _is_the_result(candidate: Tensor, memory: Tensor, part: Part) -> bool:
 
 def _stored(gradients: Gradients, of_part: backwards.DenseGradients, part: Part) -> Gradients:
     """The gradients with a part's rows filled in."""
-    stored = []
+    stored: list[Tensor] = []
     for name in ("query", "key", "value"):
         memory, computed = getattr(gradients, name), getattr(of_part, name)
         if _is_the_result(computed, memory, part):
@@ -89,7 +89,8 @@ def _stored(gradients: Gradients, of_part: backwards.DenseGradients, part: Part)
         else:
             (part.queries if name == "query" else part.keys)(memory).copy_(computed)
         stored.append(memory)
-    return Gradients(*stored, gradients.sinks, gradients.tables)
+    query, key, value = stored
+    return gradients._replace(query=query, key=key, value=value)
 
 
 def _with_sums(

@@ -73,7 +73,8 @@ def differentiate(dense: Dense, results: Results, wanted: Sequence[int]) -> Dens
         if masked and not all(bool(part.result().sum().isfinite()) for part in sums):
             sums, tables = _empty_sums(dense, wanted)
             _visit(dense, _Rows.of(dense, results, careful=True), sums, tables, careful=True)
-    return DenseGradients(*(part.result() for part in sums), grad_sinks, tables)
+    grad_query, grad_key, grad_value = (part.result() for part in sums)
+    return DenseGradients(grad_query, grad_key, grad_value, grad_sinks, tables)
 
 
 def _empty_sums(dense: Dense, wanted: Sequence[int]) -> tuple[list[GradientSum], dict[int, Tensor]]:

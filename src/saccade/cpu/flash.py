@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -19,7 +20,12 @@ PACK_BELOW = 256
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, causal: bool
+    query: Float[Tensor, "batch query_heads rows dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    scale: float,
+    visible: Bool[Tensor, "#batch #query_heads #rows #keys"] | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of one rectangle of pairs; `visible` broadcasts to [batch, heads, rows, keys].
 
@@ -45,14 +51,14 @@ def forward(
 
 
 def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
+    grad_output: Float[Tensor, "batch query_heads rows value_dim"],
+    query: Float[Tensor, "batch query_heads rows dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    output: Float[Tensor, "batch query_heads rows value_dim"],
+    lse: Float[Tensor, "batch query_heads rows"],
     scale: float,
-    visible: Tensor | None,
+    visible: Bool[Tensor, "#batch #query_heads #rows #keys"] | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The share of one rectangle of pairs in the gradients of query, key and value.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from saccade import dropout, expressions, scores
@@ -28,7 +29,8 @@ class Place(NamedTuple):
     def coordinates(self) -> Coordinates:
         """Index tensors for every pair of the rectangle."""
         ranges = (self.batch, self.heads, self.query_rows, self.kv_rows)
-        return Coordinates(*(index_range(*r, dim) for dim, r in enumerate(ranges)), self.shift)
+        batch, head, query_row, kv_row = (index_range(*r, dim) for dim, r in enumerate(ranges))
+        return Coordinates(batch, head, query_row, kv_row, self.shift)
 
 
 def visible(variant: Variant, place: Place) -> Tensor:
@@ -80,9 +82,9 @@ def _packed(rows: Tensor, key: Tensor) -> Tensor:
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "batch query_heads rows dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
     variant: Variant,
     seed: Tensor | None,
     place: Place,
@@ -117,12 +119,12 @@ class Shares(NamedTuple):
 
 
 def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lse: Tensor,
-    row_dot: Tensor,
+    grad_output: Float[Tensor, "batch query_heads rows value_dim"],
+    query: Float[Tensor, "batch query_heads rows dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    lse: Float[Tensor, "batch query_heads rows"],
+    row_dot: Float[Tensor, "batch query_heads rows"],
     variant: Variant,
     seed: Tensor | None,
     place: Place,

@@ -11,6 +11,7 @@ FlashAttention-2 (Dao 2023), section 3.1.1.
 from __future__ import annotations
 
 import torch
+from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
 from saccade import dropout, expressions, scores
@@ -37,7 +38,9 @@ def attention(
 
 def lay_out(inputs: Inputs) -> tuple[Inputs, Coordinates, Tensor | None]:
     """Inputs as [batch, heads, rows, dim], where their pairs lie, and which can meet at all."""
-    return _lay_out_dense(inputs) if inputs.cu_seqlens_q is None else _lay_out_packed(inputs)
+    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
+        return _lay_out_dense(inputs)
+    return _lay_out_packed(inputs, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
 
 
 def _lay_out_dense(inputs: Inputs) -> tuple[Inputs, Coordinates, Tensor | None]:
@@ -54,12 +57,14 @@ def _lay_out_dense(inputs: Inputs) -> tuple[Inputs, Coordinates, Tensor | None]:
     return inputs, at, None
 
 
-def _lay_out_packed(inputs: Inputs) -> tuple[Inputs, Coordinates, Tensor | None]:
+def _lay_out_packed(
+    inputs: Inputs, cu_seqlens_q: Int32[Tensor, " offsets"], cu_seqlens_k: Int32[Tensor, " offsets"]
+) -> tuple[Inputs, Coordinates, Tensor | None]:
     """One long dense problem whose tokens see only their own sequence."""
     query, key, value = inputs.query, inputs.key, inputs.value
-    sequence_q, row_q = _sequence_and_row(query.shape[0], inputs.cu_seqlens_q)
-    sequence_k, row_k = _sequence_and_row(key.shape[0], inputs.cu_seqlens_k)
-    shifts = inputs.cu_seqlens_k.diff().long() - inputs.cu_seqlens_q.diff().long()
+    sequence_q, row_q = _sequence_and_row(query.shape[0], cu_seqlens_q)
+    sequence_k, row_k = _sequence_and_row(key.shape[0], cu_seqlens_k)
+    shifts = cu_seqlens_k.diff().long() - cu_seqlens_q.diff().long()
     at = Coordinates(
         batch=sequence_q.view(1, 1, -1, 1),
         head=torch.arange(query.shape[1], device=query.device).view(1, -1, 1, 1),
@@ -82,19 +87,16 @@ def _sequence_and_row(num_tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tens
 
 def attend(
     inputs: Inputs, variant: Variant, at: Coordinates, reachable: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float[Tensor, "batch heads rows dim"], Float[Tensor, "batch heads rows"]]:
     """The mathematics, for pairs at any coordinates; `reachable` hides pairs beside the mask."""
     changed, visible, value = score_pairs(inputs, variant, at, reachable)
-    row_max = _largest(changed)
+    sink = changed.new_full((1, 1, 1, 1), -torch.inf)  # no sink weighs nothing
     if inputs.sinks is not None:
         sink = inputs.sinks.to(changed.dtype).view(1, -1, 1, 1)
-        row_max = torch.maximum(row_max, sink)
-    row_max = row_max.detach()
+    row_max = torch.maximum(_largest(changed), sink).detach()
     row_max = row_max.masked_fill(row_max == -torch.inf, 0)  # avoids -inf - -inf
     weights = (changed - row_max).exp()
-    row_sum = weights.sum(-1, keepdim=True)
-    if inputs.sinks is not None:
-        row_sum = row_sum + (sink - row_max).exp()
+    row_sum = weights.sum(-1, keepdim=True) + (sink - row_max).exp()
     sees_nothing = row_sum == 0
     row_sum = row_sum.masked_fill(sees_nothing, 1)
     lse = (row_max + row_sum.log()).masked_fill(sees_nothing, -torch.inf).squeeze(-1)
@@ -108,7 +110,11 @@ def attend(
 
 def score_pairs(
     inputs: Inputs, variant: Variant, at: Coordinates, reachable: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[
+    Float[Tensor, "batch heads rows keys"],
+    Bool[Tensor, "#batch #heads #rows #keys"],
+    Float[Tensor, "batch heads keys dim"],
+]:
     """Scores of all pairs (-inf where hidden), which are visible, a value per query head."""
     query, key, value = inputs[:3]
     heads_per_kv_head = query.shape[1] // max(key.shape[1], 1)

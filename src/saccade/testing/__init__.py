@@ -1,5 +1,7 @@
 """Testing: random problems, a float64 oracle, derived tolerances, memory filled with NaN."""
 
+from typing import TYPE_CHECKING
+
 from saccade.arguments import checked as checked
 from saccade.testing.cases import Case as Case
 from saccade.testing.cases import make_case as make_case
@@ -19,6 +21,10 @@ __all__ = [
     "poisoned",
     "tolerances",
 ]
+
+
+if TYPE_CHECKING:
+    from saccade.testing.strategies import cases as cases
 
 
 def __getattr__(name: str) -> object:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.utils.deterministic as fresh_memory
 
 
 @contextlib.contextmanager
@@ -16,11 +17,11 @@ def poisoned() -> Iterator[None]:
     """
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    fills = fresh_memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    fresh_memory.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was_enabled, warn_only=was_warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        fresh_memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

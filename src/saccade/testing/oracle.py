@@ -14,6 +14,8 @@ u · sqrt(terms) of the accumulation dtype.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ def tolerances(case: Case, exact: dict[str, Tensor]) -> dict[str, Tensor]:
     return allowed
 
 
-def assert_exact(case: Case, implementation: str, **more: object) -> None:
+def assert_exact(case: Case, implementation: str, **more: Any) -> None:
     """Compare an implementation with the oracle on every result of a case.
 
     Raises:
