@@ -25,17 +25,27 @@ class Implementation:
 
     name: str
     dtypes: tuple[torch.dtype, ...] = (F32, F64, BF16, F16)
-    device: str = "cpu"
+    device: str = "cpu"  # "cuda" runs under make test-gpu
     small_tiles: saccade.Config | None = None
 
 
 IMPLEMENTATIONS = [
     Implementation("reference"),
+    Implementation("reference", device="cuda"),
     Implementation("cpu", small_tiles=saccade.Config(query_tile=8, kv_tile=8)),
 ]
 
 
-@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda implementation: implementation.name)
+@pytest.fixture(
+    params=[
+        pytest.param(
+            implementation,
+            id=f"{implementation.name}-{implementation.device}",
+            marks=[pytest.mark.gpu] if implementation.device == "cuda" else [],
+        )
+        for implementation in IMPLEMENTATIONS
+    ]
+)
 def implementation(request: pytest.FixtureRequest) -> Implementation:
     return request.param
 
