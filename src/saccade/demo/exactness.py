@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -62,8 +63,8 @@ def contenders(call: AttentionCall) -> dict[str, Run]:
 
     return {
         "saccade": with_saccade,
-        "PyTorch SDPA": lambda *rows: with_sdpa(*rows, call.window),
-        "plain PyTorch": lambda *rows: by_hand(*rows, call.window),
+        "PyTorch SDPA": partial(with_sdpa, window=call.window),
+        "plain PyTorch": partial(by_hand, window=call.window),
     }
 
 
@@ -95,12 +96,14 @@ def error(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> Error:
     return Error(float(off.abs().max()), float(off.square().mean().sqrt()))
 
 
-def ratio_to_plain(findings: list[Finding]) -> float:
-    """The largest RMS error of Saccade as a multiple of plain PyTorch's in the same place."""
-    errors = {(f.layer, f.dtype, f.who): (f.output.rms, f.gradient.rms) for f in findings}
-    ratios = []
-    for (layer, dtype, who), ours in errors.items():
-        if who == "saccade":
-            plain = errors[layer, dtype, "plain PyTorch"]
-            ratios += [mine / max(theirs, 1e-30) for mine, theirs in zip(ours, plain, strict=True)]
-    return max(ratios)
+def ratios_to_plain(findings: list[Finding], dtype: str) -> dict[str, float]:
+    """For each contender, its largest RMS error as a multiple of plain PyTorch's in that place."""
+    chosen = [finding for finding in findings if finding.dtype == dtype]
+    plain = {one.layer: one for one in chosen if one.who == "plain PyTorch"}
+    ratios: dict[str, float] = {}
+    for one in chosen:
+        if one.who != "plain PyTorch":
+            beside = plain[one.layer]
+            here = max(one.output.rms / beside.output.rms, one.gradient.rms / beside.gradient.rms)
+            ratios[one.who] = max(here, ratios.get(one.who, 0.0))
+    return ratios

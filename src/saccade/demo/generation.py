@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from saccade.demo.model import ByteModel
+
+SEARCHED_BYTES = 10_000
 
 
 class Sampling(NamedTuple):
@@ -29,8 +31,8 @@ def generate(model: ByteModel, prompt: bytes, new_bytes: int, sampling: Sampling
     new_bytes = min(new_bytes, model.shape.context - 1)
     read = prompt[-(model.shape.context - new_bytes) :] or b"\n"
     generator = torch.Generator().manual_seed(sampling.seed)
-    caches = model.empty_caches()
-    logits = model(torch.tensor([list(read)]), caches)
+    cache = model.empty_cache()
+    logits = model(torch.tensor([list(read)]), cache)
     written = bytearray()
     while True:
         written.append(draw(logits[0, -1], sampling, generator))
@@ -38,7 +40,7 @@ def generate(model: ByteModel, prompt: bytes, new_bytes: int, sampling: Sampling
             return bytes(written)
         # One query row against all keys so far: masks are aligned at the bottom right, so this
         # row stands beside the last key.
-        logits = model(torch.tensor([[written[-1]]]), caches)
+        logits = model(torch.tensor([[written[-1]]]), cache)
 
 
 def draw(logits: Float[Tensor, " byte"], sampling: Sampling, generator: torch.Generator) -> int:
@@ -48,9 +50,19 @@ def draw(logits: Float[Tensor, " byte"], sampling: Sampling, generator: torch.Ge
     return int(likeliest.indices[torch.multinomial(weights, 1, generator=generator)])
 
 
+def opening(content: UInt8[Tensor, " bytes"], length: int) -> bytes:
+    """A prompt from the middle of a text: the first words of a line that begins with a letter."""
+    middle = bytes(content[len(content) // 2 :][:SEARCHED_BYTES].tolist())
+    lines = middle.split(b"\n")[1:] or [middle]
+    chosen = next((line for line in lines if len(line) > 20 and line[:1].isalpha()), middle)
+    piece = chosen[:length]
+    last_space = piece.rstrip().rfind(b" ")
+    return piece[: last_space + 1] if last_space > length // 4 else piece
+
+
 @torch.no_grad()
 def cache_error(model: ByteModel, tokens: Int[Tensor, " rows"]) -> float:
     """How far logits computed byte by byte with a cache are from those computed at once."""
-    caches = model.empty_caches()
-    stepwise = torch.cat([model(token.view(1, 1), caches) for token in tokens], dim=1)
+    cache = model.empty_cache()
+    stepwise = torch.cat([model(token.view(1, 1), cache) for token in tokens], dim=1)
     return float((stepwise - model(tokens.view(1, -1))).abs().max())

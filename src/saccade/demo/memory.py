@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ MEASURABLE = sys.platform != "win32"  # Windows has no getrusage
 WARM_UP_LENGTH = 64
 TIMEOUT_SECONDS = 120
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 class Call(NamedTuple):
-    """One attention call: who computes it, on what."""
+    """One attention call: who computes it, on what; `window` None is causal."""
 
     who: str
     length: int
@@ -31,15 +33,11 @@ class Call(NamedTuple):
     window: int | None
 
 
-class Peak(NamedTuple):
-    """Bytes beyond what the inputs take: of a forward pass alone, and with the backward pass."""
+def measure_peak(call: Call) -> int | None:
+    """Bytes beyond the inputs that a forward and a backward pass take at their peak.
 
-    forward: int
-    both: int
-
-
-def measure_peak(call: Call) -> Peak | None:
-    """Peak extra memory of a call, in a fresh process; None where it cannot be known."""
+    None where the system does not tell, or the process ran out of memory.
+    """
     if not MEASURABLE:
         return None
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -48,7 +46,9 @@ def measure_peak(call: Call) -> Peak | None:
         context.set_forkserver_preload(["torch", "saccade"])
     receiver, sender = context.Pipe(duplex=False)
     # Daemonic: it ends with this process, also when the user interrupts.
-    process = context.Process(target=_measure, args=(sender, call), daemon=True)
+    process = context.Process(
+        target=_measure, args=(sender, call, torch.get_num_threads()), daemon=True
+    )
     process.start()
     sender.close()
     try:
@@ -62,25 +62,25 @@ def measure_peak(call: Call) -> Peak | None:
         receiver.close()
 
 
-def _measure(sender, call: Call) -> None:  # noqa: ANN001 (its type is private to the context)
+def _measure(sender: Any, call: Call, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
     # A first call loads libraries and starts threads; that memory is nobody's in particular.
-    _forward_and_backward(call._replace(length=WARM_UP_LENGTH), make_inputs)
-    rows = make_inputs(call)
+    small = call._replace(length=WARM_UP_LENGTH)
+    _forward_and_backward(small, make_inputs(small))
+    inputs = make_inputs(call)
     before = peak_bytes()
-    with torch.no_grad():
-        CONTENDERS[call.who](*rows[:3], call.window)
-    forward = peak_bytes() - before
-    _forward_and_backward(call, lambda _: rows)
-    sender.send(Peak(forward, peak_bytes() - before))
+    _forward_and_backward(call, inputs)
+    sender.send(peak_bytes() - before)
 
 
-def _forward_and_backward(call: Call, inputs) -> None:  # noqa: ANN001
-    query, key, value, grad_output = inputs(call)
+def _forward_and_backward(call: Call, inputs: Inputs) -> None:
+    query, key, value, grad_output = inputs
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    CONTENDERS[call.who](*leaves, call.window).backward(grad_output)
+    output = CONTENDERS[call.who](query, key, value, call.window)
+    torch.autograd.grad(output, leaves, grad_output)
 
 
-def make_inputs(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_inputs(call: Call) -> Inputs:
     """Query, key, value and the gradient of the output: random, alike on every run."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, call.heads, call.length, call.head_dim)

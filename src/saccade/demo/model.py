@@ -14,6 +14,10 @@ from saccade.demo.settings import ModelShape
 
 VOCABULARY = 256
 ROTARY_BASE = 10_000.0
+# Each byte is read together with so many before it. Otherwise attention must first learn to look
+# one byte back, and a short training is spent on that.
+LOOK_BACK = 2
+START = 0  # stands before the first byte
 
 Rows = Float[Tensor, "batch heads rows head_dim"]
 Hidden = Float[Tensor, "batch rows width"]
@@ -37,6 +41,14 @@ class LayerCache:
             key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
         self.key, self.value = key, value
         return key, value
+
+
+@dataclass
+class TextCache:
+    """What the model keeps of a text that it has read."""
+
+    layers: list[LayerCache]
+    recent: Int[Tensor, "batch look_back"]  # the last bytes, which the next ones are joined with
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class Attention(nn.Module):
         return rotate(query, first_position), rotate(key, first_position), value
 
     def forward(self, hidden: Hidden, cache: LayerCache | None) -> Hidden:
+        """What each byte gathers from those it sees."""
         query, key, value = self.rows(hidden, cache.length if cache else 0)
         if cache is not None:
             key, value = cache.extended(key, value)
@@ -89,6 +102,7 @@ class GatedMLP(nn.Module):
         self.narrow = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def forward(self, hidden: Hidden) -> Hidden:
+        """Each byte's channels, worked on by themselves."""
         gate, content = self.widen(hidden).chunk(2, dim=-1)
         return self.narrow(F.silu(gate) * content)
 
@@ -104,6 +118,7 @@ class Layer(nn.Module):
         self.mlp = GatedMLP(shape)
 
     def forward(self, hidden: Hidden, cache: LayerCache | None) -> Hidden:
+        """The residual stream with this layer's share added."""
         hidden = hidden + self.attention(self.attention_norm(hidden), cache)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
@@ -115,6 +130,7 @@ class ByteModel(nn.Module):
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(VOCABULARY, shape.width)
+        self.joining = nn.Parameter(torch.randn(LOOK_BACK + 1, shape.width) / 2)
         self.layers = nn.ModuleList(Layer(shape, window) for window in shape.windows)
         self.norm = nn.RMSNorm(shape.width)
         self._initialise()
@@ -122,7 +138,7 @@ class ByteModel(nn.Module):
     def _initialise(self) -> None:
         """Small weights, and smaller ones where a layer adds to the residual stream."""
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
+            if weight.dim() == 2 and name != "joining":
                 added = name.endswith(("combine.weight", "narrow.weight"))
                 deviation = 0.02 if name.startswith("embedding") else weight.shape[1] ** -0.5
                 scale = (2 * len(self.layers)) ** -0.5 if added else 1.0
@@ -134,21 +150,33 @@ class ByteModel(nn.Module):
         return sum(weight.numel() for weight in self.parameters())
 
     def forward(
-        self, tokens: Int[Tensor, "batch rows"], caches: list[LayerCache] | None = None
+        self, tokens: Int[Tensor, "batch rows"], cache: TextCache | None = None
     ) -> Float[Tensor, "batch rows byte"]:
-        """Logits of the next byte after each of `tokens`, which follow those in the caches."""
-        hidden = self.embed(tokens)
+        """Logits of the next byte after each of `tokens`, which follow those in the cache."""
+        hidden = self.embed(tokens, cache)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, caches[index] if caches else None)
+            hidden = layer(hidden, cache.layers[index] if cache else None)
         return F.linear(self.norm(hidden), self.embedding.weight)
 
-    def embed(self, tokens: Int[Tensor, "batch rows"]) -> Hidden:
-        """The residual stream before the first layer, at unit size though the weights are small."""
-        return F.rms_norm(self.embedding(tokens), (self.shape.width,))
+    def embed(self, tokens: Int[Tensor, "batch rows"], cache: TextCache | None = None) -> Hidden:
+        """The residual stream before the first layer: each byte, with a share of those before."""
+        recent = cache.recent if cache else self.empty_cache(len(tokens)).recent
+        joined = torch.cat([recent, tokens], 1)
+        if cache is not None:
+            cache.recent = joined[:, -LOOK_BACK:]
+        # At unit size, though the weights are small enough to give logits too.
+        embedded = F.rms_norm(self.embedding(joined), (self.shape.width,))
+        rows = tokens.shape[1]
+        shares = [
+            embedded[:, LOOK_BACK - back : LOOK_BACK - back + rows] * self.joining[back]
+            for back in range(LOOK_BACK + 1)
+        ]
+        return F.rms_norm(torch.stack(shares).sum(0), (self.shape.width,))
 
-    def empty_caches(self) -> list[LayerCache]:
-        """One cache a layer, for a text of which nothing has been read."""
-        return [LayerCache() for _ in self.layers]
+    def empty_cache(self, batch: int = 1) -> TextCache:
+        """The cache of texts of which nothing has been read."""
+        recent = torch.full((batch, LOOK_BACK), START)
+        return TextCache([LayerCache() for _ in self.layers], recent)
 
     @torch.no_grad()
     def attention_calls(self, tokens: Int[Tensor, "batch rows"]) -> list[AttentionCall]:

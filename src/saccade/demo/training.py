@@ -51,9 +51,7 @@ class Step(NamedTuple):
     seconds: float
 
 
-def train(
-    model: ByteModel, content: UInt8[Tensor, " bytes"], schedule: Schedule
-) -> Iterator[Step]:
+def train(model: ByteModel, content: UInt8[Tensor, " bytes"], schedule: Schedule) -> Iterator[Step]:
     """Train the model in place, giving a report after each step."""
     optimizer = torch.optim.AdamW(
         parameter_groups(model), lr=schedule.learning_rate, betas=BETAS, fused=True

@@ -1,0 +1,126 @@
+"""Report: what the demo found, as tables and panels in the terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from saccade.demo.comparison import Measured
+from saccade.demo.exactness import Finding
+from saccade.demo.training import Step
+
+MIB = 2**20
+
+
+def heading(console: Console, text: str) -> None:
+    """The title of a part of the demo."""
+    console.print()
+    console.rule(f"[bold]{text}", align="left")
+
+
+def training_progress(console: Console) -> Progress:
+    """A bar that shows how training goes."""
+    return Progress(
+        TextColumn("step {task.fields[step]:>4}"),
+        BarColumn(bar_width=None),
+        TextColumn("[bold]{task.fields[bits]:.3f}[/] bits/byte"),
+        TextColumn("{task.fields[speed]:,.0f} bytes/s"),
+        TextColumn("{task.fields[left]:>4.0f} s left"),
+        console=console,
+    )
+
+
+def shown(step: Step) -> dict:
+    """What the bar shows of a step."""
+    left = step.seconds * (1 / step.progress - 1)
+    return {
+        "step": step.number,
+        "bits": step.bits_per_byte,
+        "speed": step.bytes_per_second,
+        "left": left,
+    }
+
+
+def prediction_table(bits: dict[str, float], unseen: int) -> Table:
+    """How well each model predicts text that none of them has seen."""
+    table = _table(f"Predicting {unseen:,} held-out bytes")
+    table.add_column("model")
+    table.add_column("bits per byte", justify="right")
+    table.add_column("size next to 8 bits", justify="right")
+    best = min(bits.values())
+    for who, value in bits.items():
+        style = "bold green" if value == best else ""
+        table.add_row(who, f"{value:.3f}", f"{value / 8:.0%}", style=style)
+    return table
+
+
+def exactness_table(findings: list[Finding]) -> Table:
+    """Errors against the float64 reference, layer by layer."""
+    table = _table("Distance from the float64 reference")
+    for name in ("layer", "dtype", "who"):
+        table.add_column(name, no_wrap=True)
+    for name in ("output\nmax", "\nRMS", "gradient\nmax", "\nRMS"):
+        table.add_column(name, justify="right", no_wrap=True)
+    place = ("", "")
+    for finding in findings:
+        if place[0] and (finding.layer, finding.dtype) != place:
+            table.add_section()
+        new = (finding.layer, finding.dtype) != place
+        place = (finding.layer, finding.dtype)
+        errors = (*finding.output, *finding.gradient)
+        table.add_row(
+            *(place if new else ("", "")),
+            finding.who,
+            *(f"{value:.1e}" for value in errors),
+            style="bold" if finding.who == "saccade" else "",
+        )
+    return table
+
+
+def generated_panel(prompt: bytes, written: bytes, explanation: str) -> Panel:
+    """The prompt, dimmed, and what the model wrote after it."""
+    text = Text(readable(prompt), style="dim")
+    text.append(readable(written), style="bold cyan")
+    return Panel(text, title="what it writes", subtitle=explanation, border_style="cyan")
+
+
+def readable(content: bytes) -> str:
+    """Bytes as text; what is no UTF-8, or would move the cursor, is shown as �."""
+    text = content.decode("utf-8", errors="replace").expandtabs(4)
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+
+
+def comparison_table(measured: list[Measured], pattern: str) -> Table:
+    """Time and memory of one pattern, length by length."""
+    table = _table(f"{pattern.capitalize()}")
+    table.add_column("length", justify="right")
+    table.add_column("who", no_wrap=True)
+    for name in ("forward\nms", "backward\nms", "peak extra\nMiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    length = 0
+    for one in (one for one in measured if one.pattern == pattern):
+        if length and one.length != length:
+            table.add_section()
+        label = "" if one.length == length else f"{one.length:,}"
+        length = one.length
+        style = "bold" if one.who == "saccade" else ""
+        table.add_row(label, one.who, *_cells(one), style=style)
+    return table
+
+
+def _cells(one: Measured) -> tuple[str, str, str]:
+    if one.left_out:
+        return "–", "–", one.left_out
+    memory = "unknown" if one.peak_bytes is None else f"{one.peak_bytes / MIB:,.1f}"
+    return f"{one.forward_ms:,.1f}", f"{one.backward_ms:,.1f}", memory
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left",
+        caption_justify="left", pad_edge=False,
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from saccade.demo.model import LOOK_BACK, ByteModel, rotate
+from saccade.demo.settings import ModelShape
+
+SMALL = ModelShape(
+    width=32, query_heads=4, kv_heads=2, hidden=48, windows=(8, None), context=64
+)  # fmt: skip
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return ByteModel(SMALL).eval()
+
+
+def random_bytes(*shape):
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_logits_are_one_for_each_byte_value(model):
+    assert model(random_bytes(3, 20)).shape == (3, 20, 256)
+
+
+def test_default_model_has_about_a_million_parameters():
+    assert 0.8e6 < ByteModel(ModelShape()).num_parameters < 1.3e6
+
+
+@torch.no_grad()
+def test_later_bytes_change_no_earlier_logits(model):
+    tokens = random_bytes(1, 40)
+    changed = tokens.clone()
+    changed[0, 25:] = (changed[0, 25:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.allclose(before[:, :25], after[:, :25], atol=1e-6)
+    assert not torch.allclose(before[:, 25:], after[:, 25:], atol=1e-3)
+
+
+@torch.no_grad()
+def test_window_layers_see_no_further_back_than_their_window():
+    torch.manual_seed(0)
+    one_layer = ByteModel(ModelShape(32, 4, 2, 48, windows=(8,), context=64)).eval()
+    tokens = random_bytes(1, 40)
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    # Byte 10 is joined to rows 10 to 12, and row 20 is the last that sees row 12.
+    moved = (one_layer(tokens) - one_layer(changed)).abs().amax(-1)[0]
+    last = 10 + LOOK_BACK + 8
+    assert moved[last] > 1e-6
+    assert moved[last + 1 :].max() < 1e-6
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only():
+    rows = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+
+    def product(first, second):
+        return float((rotate(rows[0], first) * rotate(rows[1], second)).sum())
+
+    assert product(3, 7) == pytest.approx(product(103, 107), abs=1e-4)
+    assert float(rotate(rows[0], 9).norm()) == pytest.approx(float(rows[0].norm()), rel=1e-5)
+
+
+def test_attention_calls_are_what_the_layers_compute(model):
+    calls = model.attention_calls(random_bytes(1, 20))
+    assert [call.layer for call in calls] == ["1 (window 8)", "2 (causal)"]
+    assert calls[0].query.shape == (1, 4, 20, 8)
+    assert calls[0].key.shape == calls[0].value.shape == (1, 2, 20, 8)
