@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import saccade
-from saccade import Config, masks, operators, scores
-from saccade.reference import attention as reference
+from saccade import Config, masks, scores
 from saccade.testing import checked
 
 META = torch.device("meta")
@@ -25,8 +24,8 @@ def nothing_runs(monkeypatch):
     def explode(*arguments: Any) -> Any:
         raise AssertionError("an implementation ran")
 
-    monkeypatch.setattr(operators, "attention", explode)
-    monkeypatch.setattr(reference, "attention", explode)
+    monkeypatch.setattr("saccade.cpu.attention.forward", explode)
+    monkeypatch.setattr("saccade.reference.attention.attention", explode)
 
 
 def offsets(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -86,11 +85,11 @@ QUERY, KEY, VALUE = (
         (offsets(0, 3, 6), ValueError, "got a last offset of 6", OFFSETS),
         (offsets(0, 3, 10), ValueError, "got a last offset of 10", OFFSETS),
     ],
-    ids=(
-        "list int int64 float bool 2-dims empty 0-dims meta starts-at-1 starts-below-0 descends "
-        "ends-early ends-late"
-    ).split(),
-)
+    ids=[
+        "list", "int", "int64", "float", "bool", "2-dims", "empty", "0-dims", "meta", "starts-at-1",
+        "starts-below-0", "descends", "ends-early", "ends-late",
+    ],
+)  # fmt: skip
 def test_offsets_are_refused(name, value, error, got, takes):
     check_refused(packed_call, {name: value}, error, f"{name}: ", got, takes)
 
@@ -189,7 +188,7 @@ TOO_SHORT = {
 @pytest.mark.parametrize("name", TOO_SHORT)
 def test_captured_tensors_must_reach_the_longest_sequence(name):
     argument, value, takes = TOO_SHORT[name]
-    got = f"{name} of shape"
+    got = f"{name}: got shape"
     check_refused(packed_call, {argument: value}, ValueError, f"{argument}: ", got, takes)
 
 
@@ -233,13 +232,13 @@ OUTPUT, LSE = torch.ones(2, 4, 6, 3), torch.ones(2, 4, 6)
         ([OUTPUT], [LSE.mT], ValueError, ("lses: ", "(2, 6, 4)", "takes (2, 4, 6)")),
         ([OUTPUT[0]], [LSE[0]], ValueError, ("lses: ", "got shape (4, 6)", "takes (6, 4)")),
     ],
-    ids=(
-        "outputs-int outputs-None outputs-0-dims outputs-empty outputs-of-numbers outputs-int32 "
-        "outputs-shapes outputs-meta outputs-dtypes outputs-2-dims lses-int lses-empty "
-        "lses-of-numbers lses-int64 lses-count lses-shapes lses-meta lses-dims lses-transposed "
-        "lses-packed"
-    ).split(),
-)
+    ids=[
+        "outputs-int", "outputs-None", "outputs-0-dims", "outputs-empty", "outputs-of-numbers",
+        "outputs-int32", "outputs-shapes", "outputs-meta", "outputs-dtypes", "outputs-2-dims",
+        "lses-int", "lses-empty", "lses-of-numbers", "lses-int64", "lses-count", "lses-shapes",
+        "lses-meta", "lses-dims", "lses-transposed", "lses-packed",
+    ],
+)  # fmt: skip
 def test_merge_refuses(outputs, lses, error, said):
     check_refused(saccade.merge, {"outputs": outputs, "lses": lses}, error, *said)
 

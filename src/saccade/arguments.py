@@ -159,9 +159,12 @@ def check_captured(
             )
 
 
+OFFSETS = "an int32 tensor [batch + 1] that starts at 0, ascends, and ends at the token count"
+
+
 def check_offsets(name: str, offsets: Tensor, num_tokens: int, device: torch.device) -> None:
     """Refuse sequence offsets that are not 0 … tokens, ascending."""
-    takes = "an int32 tensor [batch + 1] that starts at 0, ascends, and ends at the token count"
+    takes = OFFSETS
     if not isinstance(offsets, Tensor):
         raise TypeError(f"{name}: got {type(offsets).__name__}, takes {takes}")
     if offsets.dtype != torch.int32:
@@ -208,7 +211,7 @@ def resolve_config(
         raise TypeError(f"config: got {type(config).__name__}, takes {takes}")
     for capability, entry in config.items():
         pair = isinstance(capability, tuple) and len(capability) == 2
-        if not pair or not all(isinstance(part, int) for part in capability):
+        if not pair or not all(type(part) is int for part in capability):
             raise TypeError(f"config: got the key {capability!r}, takes {takes}")
         if not isinstance(entry, Config):
             raise TypeError(f"config: got {type(entry).__name__} for {capability}, takes {takes}")

@@ -8,9 +8,9 @@ from typing import Literal, TypedDict, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from saccade import dispatch, doors
+from saccade import arguments, dispatch, doors
 from saccade.masks import Mask
-from saccade.prepare import prepare
+from saccade.prepare import prepare, with_seed
 from saccade.problem import Config, Inputs, Problem, Variant
 from saccade.reference import attention as reference
 from saccade.scores import Score
@@ -169,6 +169,8 @@ def attention_packed(
     Raises:
         TypeError, ValueError, NotImplementedError: as `attention`.
     """
+    if cu_seqlens_q is None:
+        raise TypeError(f"cu_seqlens_q: got None, takes {arguments.OFFSETS}")
     inputs, variant, problem, config = prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
@@ -188,6 +190,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """The reference is plain PyTorch, with PyTorch's gradients; all others are operators."""
     chosen = dispatch.choose(problem, implementation)
+    inputs = with_seed(inputs, variant)
     if chosen == "reference":
         return reference.attention(inputs, variant)
     return doors.attention(inputs, variant, config, deterministic, chosen)

@@ -41,7 +41,7 @@ def misfit(name: str, table: Tensor, axes: tuple[str, ...], extents: Extents) ->
         sizes = ", ".join(
             f"{a} {w}" if w is not None else a for a, w in zip(axes, wanted, strict=True)
         )
-        return f"{name} of shape {tuple(table.shape)} does not fit [{sizes}] (at {axis})"
+        return f"{name}: got shape {tuple(table.shape)}, takes [{sizes}] or 1 there"
     return None
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import dispatch, expressions
+from saccade import dispatch, expressions, language
 from saccade.arguments import values_readable
+from saccade.expressions import Coordinates
 from saccade.prepare import prepare
 from saccade.problem import Config, Inputs, Problem, Variant
-from saccade.reference import attention as reference
 
 # Pairs that `explain` is ready to count one by one; larger problems are counted by sampling rows.
 COUNTED_PAIRS = 2**26
@@ -112,26 +112,37 @@ def explain(
 
 
 def _visible_pairs(inputs: Inputs, variant: Variant, problem: Problem) -> int:
-    """Count visible pairs, all of them or, where there are very many, on evenly spaced rows."""
-    if not variant.mask and not problem.packed:
+    """Pairs that can be seen: counted, or, where there are very many, from evenly spaced rows."""
+    offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    if offsets[0] is None or offsets[1] is None:
+        lengths = [(problem.query_len, problem.kv_len)]
+    elif values_readable(offsets[0]) and values_readable(offsets[1]):
+        lengths = list(zip(offsets[0].diff().tolist(), offsets[1].diff().tolist(), strict=True))
+    else:
         return problem.pairs
-    if problem.pairs == 0 or not values_readable(inputs.query):
-        return problem.pairs
-    _, at, reachable = reference.lay_out(inputs)
-    rows = at.query_row.shape[2]
-    step = max(1, -(-problem.pairs // COUNTED_PAIRS))
-    picked = torch.arange(0, rows, step, device=inputs.query.device)
-    sampled = at._replace(
-        **{
-            name: index.index_select(2, picked)
-            for name, index in zip(at._fields, at, strict=True)
-            if isinstance(index, Tensor) and index.shape[2] == rows
-        }
-    )
-    seen = expressions.visible(variant.mask, variant.mask_captured, sampled)
-    if reachable is not None:
-        seen = seen & reachable.index_select(2, picked)
     batches = 1 if problem.packed else problem.batch
-    full = (batches, problem.query_heads, len(picked), problem.kv_len)
-    share = problem.pairs / max(1, torch.Size(full).numel())
-    return round(int(seen.expand(full).sum()) * share)
+    return sum(
+        _visible_in_sequences((first, first + batches), length, inputs, variant)
+        for first, length in enumerate(lengths)
+    )
+
+
+def _visible_in_sequences(
+    batch: tuple[int, int], lengths: tuple[int, int], inputs: Inputs, variant: Variant
+) -> int:
+    heads, (query_len, kv_len) = inputs.query.shape[1], lengths
+    pairs = (batch[1] - batch[0]) * heads * query_len * kv_len
+    if pairs == 0 or not variant.mask:
+        return pairs
+    device = inputs.query.device
+    rows = torch.arange(0, query_len, max(1, pairs // COUNTED_PAIRS), device=device)
+    at = Coordinates(
+        batch=language.index_range(*batch, 0, device),
+        head=language.index_range(0, heads, 1, device),
+        query_row=rows.view(1, 1, -1, 1),
+        kv_row=language.index_range(0, kv_len, 3, device),
+        shift=kv_len - query_len,
+    )
+    seen = expressions.visible(variant.mask, variant.mask_captured, at)
+    seen = seen.expand(batch[1] - batch[0], heads, len(rows), kv_len)
+    return round(int(seen.sum()) * query_len / len(rows))

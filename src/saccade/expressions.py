@@ -1,9 +1,8 @@
 """Expressions: masks and scores as text plus captured data.
 
 A mask or a score is a tree whose leaves are registered functions. It travels through PyTorch's
-operators as a *key* (text that names the functions and how they combine) beside the tensors and
-numbers that the functions captured. The key alone says which program runs; a captured value can
-change without anything being compiled anew.
+operators as a *key* (text that names functions and how they combine) beside what they captured.
+The key alone says which program runs; a captured value can change without a new compilation.
 
     causal:bottom_right#                       a leaf: name, alignment, captured kinds (none)
     (& causal:bottom_right# window:bottom_right#ii)   two leaves, and'ed; the second has two ints
@@ -227,7 +226,15 @@ def visible(key: str, captured: Captured, at: Coordinates) -> Any:
     tree = parse(key)
     if tree is None:
         return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=at.batch.device)
-    return combine(tree, lambda leaf: leaf.function.body(*leaf.place(at), *leaf.data(captured)))
+
+    def answer(leaf: Leaf) -> Tensor:
+        answer = leaf.function.body(*leaf.place(at), *leaf.data(captured))
+        seen = torch.as_tensor(answer, device=at.batch.device)
+        if seen.dtype != torch.bool:
+            raise TypeError(f"mask: function {leaf.name!r} gave {seen.dtype}, takes a bool result")
+        return seen.view((1,) * (4 - seen.dim()) + tuple(seen.shape))
+
+    return combine(tree, answer)
 
 
 def combine(tree: Leaf | Branch, answer: Callable[[Leaf], Any]) -> Any:
@@ -238,60 +245,3 @@ def combine(tree: Leaf | Branch, answer: Callable[[Leaf], Any]) -> Any:
     if tree.combiner == "~":
         return ~parts[0]
     return parts[0] & parts[1] if tree.combiner == "&" else parts[0] | parts[1]
-
-
-# ---- what a function may call ---------------------------------------------------------------
-
-
-def index_range(start: int, stop: int, dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """The numbers start … stop - 1 along one of four dimensions, known to `take` as a range."""
-    shape = [1, 1, 1, 1]
-    shape[dim] = stop - start
-    rows = torch.arange(start, stop, device=device).view(shape)
-    rows.saccade_range = (start, stop, dim)  # type: ignore[attr-defined]  # lost by arithmetic
-    return rows
-
-
-def take(table: Any, *indices: Any) -> Any:
-    """Read a captured tensor at the given indices, one for each of its dimensions.
-
-    A dimension of size 1 serves every index (it broadcasts). The result has the broadcast shape
-    of the indices. Inside a mask or score function this is how captured tensors are read, on
-    every implementation.
-    """
-    for index in indices:
-        if hasattr(index, "take_from"):  # an interval: answer for a whole tile at once
-            return index.take_from(table, indices)
-    if table.dim() != len(indices):
-        raise ValueError(
-            f"take: a table of {table.dim()} dimensions needs as many indices, got {len(indices)}"
-        )
-    sliced = _take_by_slices(table, indices)
-    if sliced is not None:
-        return sliced
-    index = [0 if size == 1 else i for size, i in zip(table.shape, indices, strict=True)]
-    return table[tuple(index)]
-
-
-def _take_by_slices(table: Tensor, indices: Sequence[Any]) -> Tensor | None:
-    """The same without a gather, where the indices are ranges along dimensions that ascend."""
-    last_dim = -1
-    shape, picks = [1, 1, 1, 1], []
-    for size, index in zip(table.shape, indices, strict=True):
-        if size == 1:
-            picks.append(slice(None))
-            continue
-        known = getattr(index, "saccade_range", None)
-        if known is None or known[2] <= last_dim:
-            return None
-        start, stop, last_dim = known
-        if stop > size:
-            raise IndexError(f"take: index {stop - 1} is outside a table of {size} entries")
-        picks.append(slice(start, stop))
-        shape[last_dim] = stop - start
-    return table[tuple(picks)].reshape(shape)
-
-
-# The functions of numbers that scores are made of, each with one meaning on every implementation.
-absolute, exp, log, tanh = torch.abs, torch.exp, torch.log, torch.tanh
-minimum, maximum, where = torch.minimum, torch.maximum, torch.where

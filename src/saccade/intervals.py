@@ -54,7 +54,21 @@ class Truth:
     def __invert__(self) -> Truth:
         return Truth(~self.certain, ~self.possible)
 
-    __rand__, __ror__ = __and__, __or__
+    def __xor__(self, other: Any) -> Truth:
+        other = as_truth(other)
+        return (self & ~other) | (~self & other)
+
+    def __eq__(self, other: Any) -> Truth:  # type: ignore[override]
+        return ~(self ^ other)
+
+    def __ne__(self, other: Any) -> Truth:  # type: ignore[override]
+        return self ^ other
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        raise TypeError("a tile of pairs has no single truth value")
 
 
 def as_truth(value: Any) -> Truth:
@@ -83,6 +97,8 @@ class Interval:
 
     def take_from(self, table: Tensor, indices: Sequence[Any]) -> Any:
         """The smallest and largest entries that each tile can read (a Truth for bool tables)."""
+        if table.is_floating_point() and bool(table.isnan().any()):
+            raise TypeError("NaN has no place between a smallest and a largest entry")
         if table.dtype == torch.bool:
             counts = table.to(torch.uint8)
             return Truth(
@@ -122,10 +138,11 @@ class Interval:
     def __mod__(self, other: Any) -> Interval:
         divisor = _positive_number(other)
         low, high = torch.as_tensor(self.low), torch.as_tensor(self.high)
+        whole = isinstance(divisor, int) and not low.is_floating_point()
         same_turn = low // divisor == high // divisor
         return Interval(
             torch.where(same_turn, low % divisor, 0),
-            torch.where(same_turn, high % divisor, divisor - 1),
+            torch.where(same_turn, high % divisor, divisor - 1 if whole else divisor),
         )
 
     __radd__, __rmul__ = __add__, __mul__

@@ -32,7 +32,8 @@ from saccade.captures import (
     integers,
     misfit,
 )
-from saccade.expressions import Captured, Function, take
+from saccade.expressions import Captured, Function
+from saccade.language import take
 
 __all__ = [
     "Mask",
@@ -168,9 +169,9 @@ def _check_lengths(data: list[Any], extents: Extents) -> str | None:
 
 
 def _check_documents(data: list[Any], extents: Extents) -> str | None:
-    return misfit("query_ids", data[0], ("batch", "query_len"), extents) or misfit(
-        "kv_ids", data[1], ("batch", "kv_len"), extents
-    )
+    complaint = misfit("query_ids", data[0], ("batch", "query_len"), extents)
+    named = "kv_ids (query_ids, since none were given)" if data[0] is data[1] else "kv_ids"
+    return complaint or misfit(named, data[1], ("batch", "kv_len"), extents)
 
 
 def _check_blocks(data: list[Any], extents: Extents) -> str | None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from saccade.problem import accumulate_dtype
+
 
 def merge(
     outputs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]
@@ -31,11 +33,12 @@ def merge(
 
     Source: FlashAttention-2 (Dao 2023), section 3.1.
     """
-    outputs, lses = list(outputs), list(lses)
+    outputs, lses = _parts("outputs", outputs), _parts("lses", lses)
     _check(outputs, lses)
     if outputs[0].dim() == 3:  # packed: bring the lse into the output's order
         lses = [lse.transpose(0, 1) for lse in lses]
-    stacked = torch.stack(lses)  # [parts, ..., rows]
+    wide = accumulate_dtype(torch.promote_types(lses[0].dtype, outputs[0].dtype))
+    stacked = torch.stack(lses).to(wide)  # [parts, ..., rows]
     largest = stacked.amax(0).detach()
     shift = largest.masked_fill(largest == -torch.inf, 0)
     weights = (stacked - shift).exp()
@@ -50,26 +53,43 @@ def merge(
     return output, lse.transpose(0, 1) if outputs[0].dim() == 3 else lse
 
 
+def _parts(name: str, given: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """The parts as a list, each a floating-point tensor."""
+    takes = "a sequence of floating-point tensors, or a tensor of them stacked"
+    stacked = isinstance(given, Tensor) and given.dim() > 0
+    if not stacked and not isinstance(given, Sequence):
+        got = "a tensor without dimensions" if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"{name}: got {got}, takes {takes}")
+    parts = list(given)
+    if not parts:
+        raise ValueError(f"{name}: got no parts, takes at least one")
+    for part in parts:
+        if not isinstance(part, Tensor) or not part.is_floating_point():
+            got = part.dtype if isinstance(part, Tensor) else type(part).__name__
+            raise TypeError(f"{name}: got {got}, takes {takes}")
+        if part.dtype != parts[0].dtype:
+            raise TypeError(f"{name}: got {part.dtype}, takes the first part's {parts[0].dtype}")
+        if part.shape != parts[0].shape:
+            raise ValueError(
+                f"{name}: got shapes {tuple(parts[0].shape)} and {tuple(part.shape)}, takes "
+                "parts of one shape"
+            )
+    return parts
+
+
 def _check(outputs: list[Tensor], lses: list[Tensor]) -> None:
     for name, parts in (("outputs", outputs), ("lses", lses)):
-        if not parts:
-            raise ValueError(f"{name}: got no parts, takes at least one")
         for part in parts:
-            if not isinstance(part, Tensor) or not part.is_floating_point():
-                got = part.dtype if isinstance(part, Tensor) else type(part).__name__
-                raise TypeError(f"{name}: got {got}, takes floating-point tensors")
-            if part.shape != parts[0].shape:
-                raise ValueError(
-                    f"{name}: got shapes {tuple(parts[0].shape)} and {tuple(part.shape)}, takes "
-                    "parts of one shape"
-                )
             if part.device != outputs[0].device:
                 raise ValueError(f"{name}: got {part.device}, takes {outputs[0].device}")
     if len(lses) != len(outputs):
         raise ValueError(
             f"lses: got {len(lses)} parts, takes one for each of {len(outputs)} outputs"
         )
-    shape = tuple(outputs[0].shape[:-1])
-    wanted = shape[::-1] if outputs[0].dim() == 3 else shape
+    shape = tuple(outputs[0].shape)
+    if len(shape) not in (3, 4):
+        takes = "[batch, heads, length, dim] or [tokens, heads, dim]"
+        raise ValueError(f"outputs: got shape {shape}, takes {takes}")
+    wanted = shape[1::-1] if len(shape) == 3 else shape[:-1]
     if tuple(lses[0].shape) != wanted:
         raise ValueError(f"lses: got shape {tuple(lses[0].shape)}, takes {wanted}")

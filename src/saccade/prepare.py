@@ -46,8 +46,7 @@ def prepare(
     if cu_seqlens_q is not None:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         longest = _check_packing(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    seed = _draw_seed(query.device) if dropout_p > 0 else None
-    inputs = Inputs(query, key, value, sinks, seed, cu_seqlens_q, cu_seqlens_k)
+    inputs = Inputs(query, key, value, sinks, None, cu_seqlens_q, cu_seqlens_k)
 
     mask, score = as_mask(mask), as_score(score)
     extents = arguments.extents_of(inputs, longest)
@@ -86,14 +85,23 @@ def _autocast(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tensor  # for the checks to refuse
     device_type = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+    if tensor.dtype == torch.float64 or not torch.amp.is_autocast_available(device_type):
+        return tensor
+    if not torch.is_autocast_enabled(device_type):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device_type))
 
 
-def _draw_seed(device: torch.device) -> Tensor:
-    """A seed for dropout from PyTorch's generator, left on the device."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+def with_seed(inputs: Inputs, variant: Variant) -> Inputs:
+    """The inputs with a seed for dropout from PyTorch's generator, left on the device.
+
+    Drawn last, when nothing can be refused any more; nothing is drawn without dropout.
+    """
+    if not variant.dropout_p > 0:
+        return inputs
+    device = inputs.query.device
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+    return inputs._replace(seed=seed)
 
 
 def problem_of(inputs: Inputs, variant: Variant, config: Config | None) -> Problem:
@@ -117,6 +125,6 @@ def problem_of(inputs: Inputs, variant: Variant, config: Config | None) -> Probl
         mask=variant.mask,
         score=variant.score,
         sinks=inputs.sinks is not None,
-        dropout=inputs.seed is not None,
+        dropout=variant.dropout_p > 0,
         configured=config is not None,
     )

@@ -123,7 +123,6 @@ class Problem:
     sinks: bool = False
     dropout: bool = False
     configured: bool = False
-    capability: tuple[int, int] | None = None
 
     @property
     def pairs(self) -> int:

@@ -11,6 +11,7 @@ one comes first. Rows are numbered as in `saccade.masks`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -20,19 +21,8 @@ from torch import Tensor
 
 from saccade import expressions
 from saccade.captures import Extents, check_align, floats, misfit
-from saccade.expressions import (
-    Captured,
-    Coordinates,
-    Function,
-    absolute,
-    exp,
-    log,
-    maximum,
-    minimum,
-    take,
-    tanh,
-    where,
-)
+from saccade.expressions import Captured, Coordinates, Function, Leaf
+from saccade.language import absolute, exp, log, maximum, minimum, take, tanh, where
 
 __all__ = [
     "Score",
@@ -165,7 +155,7 @@ BIAS = expressions.register(
 # ---- the public constructors ----------------------------------------------------------------
 
 
-def softcap(cap: float) -> Score:
+def softcap(cap: float | int) -> Score:
     """Bend scores smoothly into (-cap, cap): cap · tanh(score / cap).
 
     Args:
@@ -174,9 +164,9 @@ def softcap(cap: float) -> Score:
     Source: Gemma 2 (Gemma Team 2024), section 2.
     """
     if isinstance(cap, bool) or not isinstance(cap, (int, float, torch.SymFloat)):
-        raise TypeError(f"cap: got {cap!r}, takes a number greater than 0")
-    if not cap > 0:
-        raise ValueError(f"cap: got {cap}, takes a number greater than 0")
+        raise TypeError(f"cap: got {cap!r}, takes a finite number greater than 0")
+    if not 0 < cap < math.inf:
+        raise ValueError(f"cap: got {cap}, takes a finite number greater than 0")
     return ScoreFunction(SOFTCAP, "top_left")(float(cap))
 
 
@@ -234,9 +224,15 @@ def as_score(score: Score | None) -> Score:
 def change(key: str, captured: Captured, score: Tensor, at: Coordinates) -> Tensor:
     """The changed scores of a tile, in the dtype of the scores."""
     for leaf in expressions.leaves(expressions.parse(key)):
-        changed = leaf.function.body(score, *leaf.place(at), *leaf.data(captured))
-        score = changed.to(score.dtype)
+        score = _changed(leaf, (score, *leaf.place(at), *leaf.data(captured)))
     return score
+
+
+def _changed(leaf: Leaf, arguments: tuple[Any, ...]) -> Tensor:
+    """What one function makes of the scores, in their dtype and shape."""
+    score = arguments[0]
+    changed = torch.as_tensor(leaf.function.body(*arguments), device=score.device)
+    return changed.to(score.dtype).expand(torch.broadcast_shapes(changed.shape, score.shape))
 
 
 def change_backward(
@@ -252,7 +248,7 @@ def change_backward(
     for leaf in expressions.leaves(expressions.parse(key)):
         arguments = (score, *leaf.place(at), *leaf.data(captured))
         steps.append((leaf, arguments))
-        score = leaf.function.body(*arguments).to(score.dtype)
+        score = _changed(leaf, arguments)
     taken = []
     for leaf, arguments in reversed(steps):
         function = leaf.function

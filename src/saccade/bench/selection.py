@@ -88,9 +88,11 @@ def choose_passes(asked: str) -> tuple[str, ...]:
 
 
 def passes_of(case: Case, passes: Sequence[str]) -> tuple[str, ...]:
-    """Which of the passes a case has: one query at the end of a cache has a forward pass only."""
+    """Which of the passes a case has; a single query row, say, has a forward pass only."""
     if case.decodes:
         return ("decode",) if "forward" in passes else ()
+    if case.memory_matters:  # training is what needs memory
+        return tuple(name for name in passes if name == "forward+backward")
     return tuple(passes)
 
 
@@ -112,4 +114,19 @@ def _unknown(kind: str, pattern: str, names: Sequence[str]) -> str:
     """One message for all: what is unknown, what looks like it, and everything that exists."""
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    return f"no {kind} is named {pattern!r}.{hint} There are: {', '.join(names)}"
+    return f"no {kind} is named {pattern!r}.{hint} There are: {', '.join(_folded(names))}"
+
+
+def _folded(names: Sequence[str]) -> list[str]:
+    """Names with what follows their last hyphen gathered: a-b-1 and a-b-2 as a-b-{1,2}."""
+    endings: dict[str, list[str]] = {}
+    for name in names:
+        stem, _, ending = name.rpartition("-")
+        endings.setdefault(stem, []).append(ending)
+    folded = []
+    for stem, found in endings.items():
+        if not stem:
+            folded += found
+        else:
+            folded.append(f"{stem}-{found[0] if len(found) == 1 else '{' + ','.join(found) + '}'}")
+    return folded

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from saccade import intervals
-from saccade.expressions import Coordinates, index_range
+from saccade.expressions import Coordinates
 from saccade.intervals import Interval
+from saccade.language import index_range
 from saccade.problem import Variant
 
 QUERY_TILE = 256

@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saccade import dropout, expressions, scores
-from saccade.expressions import Coordinates, index_range
+from saccade.expressions import Coordinates
+from saccade.language import index_range
 from saccade.problem import Variant, accumulate_dtype
 
 

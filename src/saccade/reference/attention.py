@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from saccade import dropout, expressions, scores
+from saccade import dropout, expressions, language, scores
 from saccade.expressions import Coordinates
 from saccade.problem import Inputs, Variant, accumulate_dtype
 
@@ -46,7 +46,7 @@ def lay_out(inputs: Inputs) -> tuple[Inputs, Coordinates, Tensor | None]:
 def _lay_out_dense(inputs: Inputs) -> tuple[Inputs, Coordinates, Tensor | None]:
     batch, query_heads, query_len = inputs.query.shape[:3]
     kv_len, device = inputs.key.shape[2], inputs.query.device
-    rows = expressions.index_range
+    rows = language.index_range
     at = Coordinates(
         batch=rows(0, batch, 0, device),
         head=rows(0, query_heads, 1, device),

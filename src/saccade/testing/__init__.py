@@ -14,22 +14,22 @@ from saccade.testing.oracle import tolerances as tolerances
 __all__ = [
     "Case",
     "assert_exact",
-    "cases",
     "checked",
     "make_case",
     "oracle",
     "poisoned",
+    "problems",
     "tolerances",
 ]
 
 
 if TYPE_CHECKING:
-    from saccade.testing.strategies import cases as cases
+    from saccade.testing.strategies import problems as problems
 
 
 def __getattr__(name: str) -> object:
-    if name == "cases":  # needs hypothesis, which users of the library need not have
-        from saccade.testing.strategies import cases
+    if name == "problems":  # needs hypothesis, which users of the library need not have
+        from saccade.testing.strategies import problems
 
-        return cases
+        return problems
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.attention import attention, attention_packed
 from saccade.masks import Mask
-from saccade.prepare import prepare
+from saccade.prepare import prepare, with_seed
 from saccade.reference import attention as reference
 from saccade.scores import Score
 from saccade.testing.kinds import MASKS, SCORES, Description, bias_shape
@@ -70,6 +70,7 @@ class Case:
         inputs, variant, _, _ = prepare(
             *padded(positional), return_lse=True, deterministic=False, config=None, **keywords
         )
+        inputs = with_seed(inputs, variant)
         output, lse = reference.attention(inputs, variant, sums=self.description.dtype)
         return self.with_gradients(leaves, output, lse)
 

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.prepare import prepare
+from saccade.expressions import Coordinates
+from saccade.language import take
+from saccade.prepare import prepare, with_seed
 from saccade.problem import accumulate_dtype
 from saccade.reference import attention as reference
 from saccade.testing.cases import Case, padded
@@ -79,6 +81,7 @@ def _spread(case: Case) -> dict[str, Tensor]:
     inputs, variant, _, _ = prepare(
         *padded(positional), return_lse=True, deterministic=False, config=None, **keywords
     )
+    inputs = with_seed(inputs, variant)
     dense, at, reachable = reference.lay_out(inputs)
     scores, visible, value = reference.score_pairs(dense, variant, at, reachable)
     _, lse = reference.attend(dense, variant, at, reachable)
@@ -103,17 +106,25 @@ def _spread(case: Case) -> dict[str, Tensor]:
         "grad_key": variant.scale * _grouped(_root(grad_scores.mT, query), group),
         "grad_value": _grouped(_root(weights.mT, grad_output), group),
     }
-    found["grad_sinks"] = grad_scores.sum(-1).square().sum((0, 2)).sqrt() + row_dot.abs().sum(
-        (0, 2, 3)
-    )
+    if inputs.sinks is not None:
+        sink_weights = (inputs.sinks.view(1, -1, 1, 1) - lse).exp()
+        found["grad_sinks"] = (sink_weights * row_dot).square().sum((0, 2, 3)).sqrt()
     if packed:
         for name in ("output", "grad_query", "grad_key", "grad_value"):
             found[name] = found[name].squeeze(0).transpose(0, 1)
         found["lse"] = found["lse"].squeeze(0)
     if "bias" in case.tensors:
-        found["grad_bias"] = grad_scores.square().sum().sqrt().expand(case.tensors["bias"].shape)
+        found["grad_bias"] = _taken(leaves["bias"], grad_scores, at)
     wide_only = {"lse": units[1]}
     return {name: value * wide_only.get(name, units[0] + units[1]) for name, value in found.items()}
+
+
+def _taken(table: Tensor, terms: Tensor, at: Coordinates) -> Tensor:
+    """Root-sum-square of the terms of all pairs that take each entry of a table."""
+    table = table.clone().requires_grad_()
+    entries = take(table, at.batch, at.head, at.query_row, at.kv_row).expand(terms.shape)
+    (squares,) = torch.autograd.grad(entries, table, terms.square())
+    return squares.sqrt()
 
 
 def _units(case: Case, channels: int, rows: int, keys: int) -> tuple[float, float]:

@@ -42,7 +42,8 @@ def descriptions(
     )
 
 
-@st.composite
-def cases(draw: Any, dtypes: Sequence[torch.dtype] = (torch.float32,), longest: int = 40) -> Case:
-    """Random cases; see `saccade.testing.make_case`."""
-    return make_case(draw(descriptions(dtypes, longest)))
+def problems(
+    dtypes: Sequence[torch.dtype] = (torch.float32,), longest: int = 40
+) -> st.SearchStrategy[Case]:
+    """Random problems; see `saccade.testing.make_case`."""
+    return descriptions(dtypes, longest).map(make_case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,9 @@ def _peer(who: str, module_name: str, about: str, make: Maker) -> Peer:
             return f"it takes float16 and bfloat16, not {case.dtype}"
         return make(module, case, device)
 
-    return Peer(who, f"{about}, by the package {module_name.split('.')[0]}", prepare)
+    package = module_name.split(".")[0]
+    installed = importlib.util.find_spec(package) is not None
+    return Peer(who, f"{about}, by the package {package}", prepare, by_default=installed)
 
 
 def _flash_attn(module: Any, case: Case, device: torch.device) -> Call | str:
@@ -60,9 +63,7 @@ def _flash_attn(module: Any, case: Case, device: torch.device) -> Call | str:
         return Call(packed, "packed")
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _first(
-            module.flash_attn_func(query, key, value, causal=causal, window_size=window)
-        )
+        return _first(module.flash_attn_func(query, key, value, causal=causal, window_size=window))
 
     return Call(run, "rows first")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 import saccade
 from saccade import masks
 from saccade.bench.cases import Case
-from saccade.bench.peers.peer import Call, Peer
+from saccade.bench.peers.peer import Call, Peer, to_layout
 
 # The reference writes all scores out several times; beyond this it would only fill the memory.
 LARGEST_REFERENCE_SCORES = 2**28
@@ -35,7 +35,8 @@ def _prepare(name: str, case: Case, device: torch.device) -> Call | str:
     if case.visibility.kind == "documents":
         return _packed(name, case, device)
     mask = mask_of(case)
-    reason = saccade.explain(*_stand_ins(case, device), mask=mask).reasons[name]
+    query, key, value = _stand_ins(case, device)
+    reason = saccade.explain(query, key, value, mask=mask).reasons[name]
     if reason is not None:
         return reason
 
@@ -51,8 +52,8 @@ def _packed(name: str, case: Case, device: torch.device) -> Call | str:
     length = case.visibility.size
     tokens = case.batch * case.query_len
     offsets = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
-    stand_ins = [tensor.transpose(1, 2).flatten(0, 1) for tensor in _stand_ins(case, device)]
-    reason = saccade.explain(*stand_ins, offsets, max_seqlen_q=length).reasons[name]
+    query, key, value = (to_layout(tensor, "packed") for tensor in _stand_ins(case, device))
+    reason = saccade.explain(query, key, value, offsets, max_seqlen_q=length).reasons[name]
     if reason is not None:
         return reason
 

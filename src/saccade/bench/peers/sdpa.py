@@ -71,21 +71,18 @@ def _try(call: Call, case: Case, device: torch.device) -> str | None:
             (case.kv_heads, case.kv_len, case.value_dim),
         )
     )
-    # On CPU a backend that computes would compute the whole case: ask the meta device's dispatcher
-    # nothing, but let one query row decide.
-    few = min(case.query_len, 16)
-    small = case.visibility.kind == "full" and case.query_len != 1
     with warnings.catch_warnings(record=True) as caught, call.around(), torch.no_grad():
         warnings.simplefilter("always")
         try:
-            call.run(query[:, :, :few] if small else query, key, value)
+            call.run(query, key, value)
         except RuntimeError as error:
             reasons = [str(warning.message) for warning in caught]
-            return _shortest_reason([*reasons, str(error)])
+            return _first_reason([*reasons, str(error)])
     return None
 
 
-def _shortest_reason(texts: list[str]) -> str:
-    """PyTorch says why in warnings, of which those that only open a list say nothing."""
-    telling = [text for text in texts if "because" not in text and "not" in text] or texts[-1:]
-    return telling[0].split(" (Triggered internally")[0].strip().splitlines()[0]
+def _first_reason(texts: list[str]) -> str:
+    """The first text that tells something: PyTorch's warnings say why, its error only that."""
+    noise = ("not used because", "runtime disabled")
+    telling = [text for text in texts if not any(words in text for words in noise)]
+    return telling[0].split(" (Triggered internally")[0].strip().split(". ")[0].splitlines()[0]

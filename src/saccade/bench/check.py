@@ -1,0 +1,133 @@
+"""Check: a peer's result against float64, before anybody times it.
+
+The exact result is computed for some rows of some heads. Gradients are those of an output whose
+gradient is zero in all other rows, so that they need no other rows either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.bench.cases import Case, Tensors
+from saccade.bench.passes import in_layout
+from saccade.bench.peers import Call, from_layout
+
+MOST_ROWS, MOST_HEADS, MOST_BATCHES = 48, 4, 2
+
+# Largest ‖result − exact‖ / ‖exact‖, of a row of the output and of a head's gradients, for normal
+# inputs. Plain PyTorch stays about five times below; tf32 products of float32 inputs, or one wrong
+# tile, go beyond.
+OUTPUT_LIMITS = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
+GRADIENT_LIMITS = {"float64": 1e-11, "float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What float64 gives for the picked rows of one head.
+
+    Attributes:
+        batch, head: which query head.
+        output: [rows, value_dim].
+        grad_query: [rows, head_dim].
+        grad_key, grad_value: [kv_len, dim], this query head's part of its kv head's gradients.
+    """
+
+    batch: int
+    head: int
+    output: Tensor
+    grad_query: Tensor
+    grad_key: Tensor
+    grad_value: Tensor
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The exact result of a case, as far as it is checked."""
+
+    case: Case
+    rows: Tensor
+    heads: list[Exact]
+    grad_output: Tensor  # the case's, zero outside of what is checked
+
+
+def exact(case: Case, tensors: Tensors) -> Truth:
+    """Compute the rows that are checked in float64."""
+    device = tensors.query.device
+    rows = torch.tensor(_spread(case.query_len, MOST_ROWS), device=device)
+    batches, picked = _spread(case.batch, MOST_BATCHES), _spread(case.query_heads, MOST_HEADS)
+    heads = [_exact_head(case, tensors, batch, head, rows) for batch in batches for head in picked]
+    grad_output = torch.zeros_like(tensors.grad_output)
+    for item in heads:
+        place = (item.batch, item.head, rows)
+        grad_output[place] = tensors.grad_output[place]
+    return Truth(case, rows, heads, grad_output)
+
+
+def _exact_head(case: Case, tensors: Tensors, batch: int, head: int, rows: Tensor) -> Exact:
+    kv_head = head // (case.query_heads // case.kv_heads)
+    query = tensors.query[batch, head, rows].double()
+    key, value = (tensor[batch, kv_head].double() for tensor in (tensors.key, tensors.value))
+    grad_output = tensors.grad_output[batch, head, rows].double()
+    scale = 1 / math.sqrt(case.head_dim)
+    kv_rows = torch.arange(case.kv_len, device=rows.device)
+    scores = (query @ key.T * scale).masked_fill(~case.visibility.sees(rows, kv_rows), -torch.inf)
+    weights = scores.softmax(-1)
+    output = weights @ value
+    row_dot = (grad_output * output).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_output @ value.T - row_dot) * scale
+    return Exact(
+        batch, head, output, grad_scores @ key, grad_scores.T @ query, weights.T @ grad_output
+    )
+
+
+def fault(call: Call, truth: Truth, tensors: Tensors, *, gradients: bool) -> str | None:
+    """What is wrong with a peer's result, in one line, or None."""
+    inputs = tensors._replace(grad_output=truth.grad_output)
+    leaves, grad_output = in_layout(call, inputs, gradients=gradients)
+    with call.around(), torch.set_grad_enabled(gradients):
+        output = call.run(*leaves)
+        results = [output.detach()]
+        if gradients:
+            results += torch.autograd.grad(output, leaves, grad_output)
+    results = [from_layout(tensor, call.layout, truth.case.batch) for tensor in results]
+    if results[0].shape != truth.grad_output.shape:
+        return f"wrong: its output is {list(results[0].shape)}"
+    dtype = truth.case.dtype
+    for name, error in _errors(truth, results):
+        limit = (OUTPUT_LIMITS if name == "output" else GRADIENT_LIMITS)[dtype]
+        if not error <= limit:  # NaN is no result either
+            return f"wrong: {name} is {error:.1e} away from float64, more than {limit:.0e}"
+    return None
+
+
+def _errors(truth: Truth, results: list[Tensor]) -> Iterator[tuple[str, float]]:
+    """Every error that is limited: of the output's rows, and of gradients by head."""
+    group = truth.case.query_heads // truth.case.kv_heads
+    for item in truth.heads:
+        output = results[0][item.batch, item.head, truth.rows]
+        yield "output", float(_distance(output, item.output).max())
+        if len(results) > 1:
+            grad_query = results[1][item.batch, item.head, truth.rows]
+            yield "grad_query", float(_distance(grad_query.flatten(), item.grad_query.flatten()))
+    for place in {(item.batch, item.head // group) for item in truth.heads if len(results) > 1}:
+        parts = [item for item in truth.heads if (item.batch, item.head // group) == place]
+        for name, result in (("grad_key", results[2]), ("grad_value", results[3])):
+            total = torch.stack([getattr(item, name) for item in parts]).sum(0)
+            yield name, float(_distance(result[place].flatten(), total.flatten()))
+
+
+def _distance(result: Tensor, true: Tensor) -> Tensor:
+    """‖result − true‖ / ‖true‖ along the last axis."""
+    return (result.double() - true).norm(dim=-1) / true.norm(dim=-1)
+
+
+def _spread(size: int, most: int) -> list[int]:
+    """At most so many indices, evenly spaced, the first and the last among them."""
+    if size <= most:
+        return list(range(size))
+    return [round(index * (size - 1) / (most - 1)) for index in range(most)]

@@ -1,0 +1,99 @@
+"""The command `saccade bench`: options, checked and handed to what does the work.
+
+Nothing heavy is imported until something is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+Chosen = TypeVar("Chosen")
+Names = list[str] | None
+
+CASES = typer.Option("--cases", "-c", help="Cases by name or glob; several times or with commas.")
+WHO = typer.Option("--who", "-w", help="Peers by name or glob, such as 'saccade/*,sdpa'.")
+PASS = typer.Option("--pass", help="forward, backward, forward+backward, or both (1st and 3rd).")
+DTYPE = typer.Option("--dtype", help="Of the chosen cases only those: fp32, bf16, fp16, fp64.")
+ROUNDS = typer.Option("--rounds", min=1, help="How often each peer has its turn.")
+LIMIT = typer.Option("--limit", min=0, help="Seconds after which a rotation of 3 rounds may end.")
+QUICK = typer.Option("--quick", help="Three short rounds: a first look, not to be published.")
+MEMORY = typer.Option(
+    "--memory/--no-memory",
+    help="Peak memory of every case / of none. By default: on a GPU, and of the memory cases.",
+)
+DEVICE = typer.Option("--device", help="cpu, cuda, cuda:1, ... By default a GPU if there is one.")
+GRAPH = typer.Option("--graph", help="GPU: time replays of CUDA graphs, without the host's part.")
+COLD = typer.Option("--cold", help="GPU: empty the L2 cache before every call.")
+JSON = typer.Option("--json", help="Append one JSON object a line for each result.")
+PLOT = typer.Option("--plot", help="Draw the results to this image (PNG, SVG or PDF).")
+READ = typer.Option("--read", help="Measure nothing: show the results in this file.")
+TARGETS = typer.Option("--targets", help="Measure nothing: judge this file by the CPU targets.")
+LIST = typer.Option("--list", help="List the cases for this device and end.")
+LIST_PEERS = typer.Option("--list-peers", help="List the peers, with reasons, and end.")
+
+
+def bench(
+    cases: Annotated[Names, CASES] = None,
+    who: Annotated[Names, WHO] = None,
+    which_pass: Annotated[str, PASS] = "both",
+    dtype: Annotated[Names, DTYPE] = None,
+    rounds: Annotated[int, ROUNDS] = 9,
+    limit: Annotated[float, LIMIT] = 60.0,
+    quick: Annotated[bool, QUICK] = False,
+    memory: Annotated[bool | None, MEMORY] = None,
+    device: Annotated[str, DEVICE] = "",
+    graph: Annotated[bool, GRAPH] = False,
+    cold: Annotated[bool, COLD] = False,
+    json: Annotated[Path | None, JSON] = None,
+    plot: Annotated[Path | None, PLOT] = None,
+    read: Annotated[Path | None, READ] = None,
+    targets: Annotated[Path | None, TARGETS] = None,
+    list_cases: Annotated[bool, LIST] = False,
+    list_peers: Annotated[bool, LIST_PEERS] = False,
+) -> None:
+    """Measure attention on this machine: saccade beside PyTorch and whatever else is installed.
+
+    All peers take turns, in another order every round, so that ratios mean something.
+    Before it is timed, each one's result is checked against float64.
+
+    [bold]Examples[/bold]
+
+      saccade bench                  [dim]a look at this machine, a minute or two[/dim]
+
+      saccade bench --list           [dim]what can be measured[/dim]
+
+      saccade bench --list-peers     [dim]who can take part, and why not[/dim]
+
+      saccade bench -c 'cpu-causal-*-4k' -w 'saccade/*,sdpa' --plot causal.png
+
+      saccade bench -c 'cpu-*' -w 'saccade/cpu,sdpa' --json results.jsonl
+
+      saccade bench --targets results.jsonl
+    """
+    from saccade.bench import session
+
+    where = _or_exit(lambda: session.device(device))
+    if list_cases:
+        return session.show_cases(where)
+    if list_peers:
+        return session.show_peers(where)
+    if targets is not None:
+        return _or_exit(lambda: session.show_targets(targets))
+    if read is not None:
+        return _or_exit(lambda: session.show_results(read, plot))
+    asked = session.Asked(cases or [], who or [], which_pass, dtype or [])
+    settings = session.settings(where, rounds, limit, memory, quick=quick, graph=graph, cold=cold)
+    return _or_exit(lambda: session.run(asked, settings, json, plot))
+
+
+def _or_exit(work: Callable[[], Chosen]) -> Chosen:
+    """What the work gives; a mistake of the user's ends the program with one message."""
+    try:
+        return work()
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        typer.secho(f"saccade bench: {error}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,134 @@
+"""Timing: candidates take turns, in another order every round, and medians are compared.
+
+What a machine does otherwise (its clock, its heat, other programs) changes slowly. Candidates that
+take turns all meet the same of it, so ratios within one rotation mean something where times that
+were taken one after the other do not.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from saccade.bench.passes import Runnable
+
+FEWEST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to measure.
+
+    Attributes:
+        rounds: how often each candidate has its turn.
+        sample_seconds: the least that one turn lasts; short calls are repeated. With 0
+            a turn is one call, and there is no warm-up.
+        warm_seconds: how long all candidates load the device before the first round.
+        limit_seconds: a rotation that has lasted longer ends after its round, though not before
+            the third.
+    """
+
+    rounds: int = 9
+    sample_seconds: float = 0.025
+    warm_seconds: float = 0.2
+    limit_seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one candidate took, over all rounds."""
+
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    rounds: int
+
+    @staticmethod
+    def of(samples: list[float]) -> Timing:
+        """Sum up samples in seconds."""
+        times = [sample * 1e3 for sample in samples]
+        return Timing(statistics.median(times), min(times), max(times), len(times))
+
+
+class Clock(Protocol):
+    """How to time calls on a device."""
+
+    def ready(self, candidate: Runnable) -> Runnable:
+        """The candidate as it will be timed; everything that happens once happens here."""
+        ...
+
+    def seconds(self, run: Callable[[], object], repeats: int) -> float:
+        """The time of one call, from so many of them."""
+        ...
+
+
+class WallClock:
+    """The clock for a CPU, where a call is over when it returns."""
+
+    def ready(self, candidate: Runnable) -> Runnable:
+        """The candidate itself: its check and the warm-up have loaded all code."""
+        return candidate
+
+    def seconds(self, run: Callable[[], object], repeats: int) -> float:
+        """The time of one call by the system's finest clock."""
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - start) / repeats
+
+
+def orders(names: list[str], seed: int = 0) -> Iterator[list[str]]:
+    """Orders of the same names without end; no two in a row are equal (of more than one name)."""
+    shuffle = random.Random(seed).shuffle
+    order: list[str] = []
+    while True:
+        before, order = order, list(names)
+        while True:
+            shuffle(order)
+            if order != before or len(names) < 2:
+                break
+        yield list(order)
+
+
+def rotate(
+    candidates: Mapping[str, Runnable],
+    clock: Clock,
+    plan: Plan,
+    on_turn: Callable[[str], None] = lambda name: None,
+) -> dict[str, Timing]:
+    """Time candidates against each other; `on_turn` hears of each turn that is over."""
+    start = time.perf_counter()
+    repeats = _warm_up(candidates, clock, plan)
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    rounds = orders(list(candidates))
+    for number in range(1, plan.rounds + 1):
+        for name in next(rounds):
+            with candidates[name].around():
+                samples[name].append(clock.seconds(candidates[name].run, repeats[name]))
+            on_turn(name)
+        if number >= FEWEST_ROUNDS and time.perf_counter() - start > plan.limit_seconds:
+            break
+    return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+def _warm_up(candidates: Mapping[str, Runnable], clock: Clock, plan: Plan) -> dict[str, int]:
+    """Load the device with all candidates in turn; find how many calls make up a sample."""
+    if plan.sample_seconds == 0:
+        return dict.fromkeys(candidates, 1)
+    fastest = dict.fromkeys(candidates, math.inf)
+    start = time.perf_counter()
+    while True:
+        for name, candidate in candidates.items():
+            with candidate.around():
+                fastest[name] = min(fastest[name], clock.seconds(candidate.run, 1))
+        if time.perf_counter() - start >= plan.warm_seconds:
+            break
+    return {
+        name: max(1, math.ceil(plan.sample_seconds / max(seconds, 1e-6)))
+        for name, seconds in fastest.items()
+    }

@@ -1,0 +1,101 @@
+"""Cases are what their names say, and their counts agree with masks written out."""
+
+import pytest
+import torch
+
+from saccade.bench.cases import CASES, DEFAULT_CASES, Case
+from saccade.bench.selection import (
+    choose_cases,
+    choose_passes,
+    choose_peers,
+    listed_cases,
+    passes_of,
+    split,
+)
+from saccade.bench.visibility import CAUSAL, FULL, Visibility
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "visibility",
+    [FULL, CAUSAL, Visibility("window", 3), Visibility("window", 99), Visibility("documents", 4)],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 7, 12])
+def test_pairs_agree_with_the_mask_written_out(visibility, length):
+    mask = visibility.tensor(length, length, CPU)
+    assert mask.shape == (length, length)
+    assert visibility.pairs(length, length) == int(mask.sum())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_names_say_what_cases_are(case):
+    machine, *_, dim, _ = case.name.split("-")
+    assert machine in ("cpu", "gpu", "tiny")
+    assert dim == f"d{case.head_dim}"
+    assert case.query_heads % case.kv_heads == 0
+    assert case.flops("forward+backward") == pytest.approx(3.5 * case.flops("forward"))
+
+
+def test_tensors_have_the_case_s_shapes_and_are_the_same_every_time():
+    case = CASES["tiny-grouped-fp32-d16-48"]
+    first, second = case.make(CPU), case.make(CPU)
+    assert first.query.shape == (1, 4, 48, 16)
+    assert first.key.shape == first.value.shape == (1, 2, 48, 16)
+    assert first.grad_output.shape == (1, 4, 48, 16)
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
+def test_a_mask_for_unequal_lengths_is_refused():
+    with pytest.raises(ValueError, match="equal lengths"):
+        Case("bad", 1, 1, 1, 1, 8, 8, 8, "float32", CAUSAL)
+
+
+def test_the_acceptance_set_is_there():
+    names = [case.name for case in listed_cases("cpu")]
+    dense = [name for name in names if name.startswith(("cpu-full", "cpu-causal"))]
+    assert len(dense) == 2 * 2 * 2 * 5  # masks, dtypes, dims, lengths
+    assert "cpu-memory-fp32-d64-32k" in names
+    assert not any("tiny" in name for name in names)
+
+
+def test_globs_take_what_is_meant_for_the_device():
+    assert {case.name.split("-")[0] for case in choose_cases(["*"], [], "cpu")} == {"cpu"}
+    assert {case.name.split("-")[0] for case in choose_cases(["gpu-*"], [], "cpu")} == {"gpu"}
+    for machine, device_type in (("cpu", "cpu"), ("gpu", "cuda")):
+        assert DEFAULT_CASES[machine]
+        assert choose_cases([], [], device_type)
+
+
+def test_cases_are_filtered_by_dtype():
+    chosen = choose_cases(["cpu-full-*"], ["bf16"], "cpu")
+    assert {case.dtype for case in chosen} == {"bfloat16"}
+    with pytest.raises(ValueError, match="no dtype is named 'fp7'; there are fp32"):
+        choose_cases(["cpu-*"], ["fp7"], "cpu")
+    with pytest.raises(ValueError, match="they have bfloat16"):
+        choose_cases(["cpu-full-bf16-d64-1k"], ["fp32"], "cpu")
+
+
+def test_unknown_names_are_answered_with_those_that_exist():
+    message = r"no case is named 'cpu-ful-fp32-d64-1k'. Did you mean cpu-full-fp32-d64-1k.*There"
+    with pytest.raises(ValueError, match=message):
+        choose_cases(["cpu-ful-fp32-d64-1k"], [], "cpu")
+    with pytest.raises(ValueError, match=r"no pass is named 'sideways'; there are forward"):
+        choose_passes("sideways")
+    with pytest.raises(ValueError, match=r"no peer is named 'spda'"):
+        choose_peers(["spda"], [])
+
+
+def test_passes():
+    assert choose_passes("both") == ("forward", "forward+backward")
+    assert choose_passes("backward,forward") == ("backward", "forward")
+    decode = CASES["tiny-decode-fp32-d16-64"]
+    assert passes_of(decode, ("forward", "forward+backward")) == ("decode",)
+    assert passes_of(decode, ("backward",)) == ()
+    memory = CASES["cpu-memory-fp32-d64-32k"]
+    assert passes_of(memory, ("forward", "forward+backward")) == ("forward+backward",)
+
+
+def test_options_may_repeat_and_hold_commas():
+    assert split(["a,b", " c ", ""]) == ["a", "b", "c"]

@@ -1,0 +1,137 @@
+"""Results survive the way to a file and back; tables, targets and plots are made from them."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from saccade.bench.cases import CASES
+from saccade.bench.measure import Absence
+from saccade.bench.plot import plot
+from saccade.bench.results import Result, append, case_fields, latest, read
+from saccade.bench.table import footnotes, results_table
+from saccade.bench.targets import TARGETS, judge, targets_table
+
+DESIGNED = {
+    "date", "commit", "device", "versions", "case", "pass", "who", "median_ms", "min_ms",
+    "max_ms", "rounds", "run", "threads",
+}  # fmt: skip
+
+
+def result(case="cpu-full-fp32-d64-1k", who="sdpa", milliseconds=2.0, **changes):
+    fields = {
+        "date": "2026-01-02T03:04:05Z", "commit": "abc", "device": "a CPU", "threads": 2,
+        "versions": {"torch": "2.13.0"}, "case": case_fields(CASES[case]),
+        "which_pass": "forward", "who": who, "median_ms": milliseconds,
+        "min_ms": milliseconds - 0.5, "max_ms": milliseconds + 0.5, "rounds": 9,
+        "run": f"{case} forward", "tflops": 0.1,
+    }  # fmt: skip
+    return Result(**{**fields, **changes})
+
+
+def shown(table):
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
+
+
+def test_lines_round_trip_with_all_fields(tmp_path):
+    path = tmp_path / "folder" / "results.jsonl"
+    first = result(peak_mb=12.5)
+    second = result(who="saccade/cpu", tflops=None, gbps=3.0, commit=None)
+    append(path, [first])
+    append(path, [second])
+    assert read(path) == [first, second]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert set(lines[0]) == DESIGNED | {"tflops", "peak_mb"}
+    assert set(lines[1]) == DESIGNED | {"gbps"}
+    assert set(lines[0]["case"]) == {
+        "name", "batch", "query_heads", "kv_heads", "query_len", "kv_len",
+        "head_dim", "value_dim", "dtype", "mask",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"who": "sdpa"}', '{"pass": "forward", "x": 1}'])
+def test_a_line_that_is_no_result_is_named(tmp_path, line):
+    path = tmp_path / "results.jsonl"
+    path.write_text(result().line() + "\n" + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"results.jsonl:2: not a result"):
+        read(path)
+
+
+def test_only_the_last_run_of_a_case_counts():
+    old = [result(run="1", milliseconds=1.0), result(run="1", who="plain")]
+    new = [result(run="2", milliseconds=2.0), result(run="2", who="saccade/cpu")]
+    (members,) = latest([*old, *new]).values()
+    assert {who: member.run for who, member in members.items()} == {"sdpa": "2", "saccade/cpu": "2"}
+
+
+def test_the_table_shows_times_ratios_and_gaps():
+    text = shown(
+        results_table(
+            [
+                result(),
+                result(who="saccade/cpu", milliseconds=1.0, peak_mb=7.0),
+                result("cpu-causal-fp32-d64-1k", who="saccade/cpu", milliseconds=123.4),
+            ]
+        )
+    )
+    assert "×0.50" in text
+    assert "7 MB" in text
+    assert "123" in text
+    assert "–" in text
+
+
+def test_footnotes_gather_cases_of_one_reason():
+    lines = footnotes([Absence("a", "flex", "why [not]"), Absence("b", "flex", "why [not]")])
+    assert lines == [r"[bold]flex[/bold]: why \[not] [dim](a and 1 more)[/dim]"]
+
+
+def complete():
+    """Results in which every target is reached."""
+    found = []
+    for target in TARGETS:
+        for case, which_pass in target.expected():
+            pair = {"which_pass": which_pass, "run": f"{case} {which_pass}"}
+            found.append(result(case, "sdpa", 10.0, **pair, peak_mb=900.0))
+            found.append(result(case, "saccade/cpu", 2.0, **pair, peak_mb=90.0))
+    return found
+
+
+def test_targets_are_reached_only_if_all_of_them_is_measured():
+    everything = complete()
+    assert [verdict.answer for verdict in judge(everything)] == ["yes"] * len(TARGETS)
+    assert {verdict.answer for verdict in judge(everything[2:])} == {"yes", "not measured"}
+    assert {verdict.answer for verdict in judge([])} == {"not measured"}
+
+
+def test_a_missed_target_names_the_case():
+    found = complete()
+    found[1] = dataclasses.replace(found[1], median_ms=10.6)
+    verdict = judge(found)[0]
+    assert verdict.answer == "no"
+    assert verdict.misses == [(pytest.approx(1.06), found[1].case["name"], found[1].which_pass)]
+    text = shown(targets_table(judge(found)))
+    assert found[1].case["name"] in text
+    assert "1.06" in text
+
+
+def test_ratios_across_runs_do_not_count():
+    apart = [dataclasses.replace(item, run=item.run + item.who) for item in complete()]
+    assert judge(apart)[0].answer == "not measured"
+
+
+def test_a_plot_is_drawn(tmp_path):
+    path = tmp_path / "image.png"
+    found = [
+        result(f"cpu-full-fp32-d64-{length}", who, run=length)
+        for length in ("1k", "2k")
+        for who in ("sdpa", "saccade/cpu")
+    ]
+    singles = [result("cpu-window256-fp32-d64-4k", who) for who in ("sdpa", "saccade/cpu")]
+    plot(found + singles, path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match="no results"):
+        plot([], path)

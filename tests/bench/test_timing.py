@@ -1,0 +1,76 @@
+"""Candidates take turns in changing order, and what is reported of them is the median."""
+
+import itertools
+
+import pytest
+
+from saccade.bench.passes import Runnable
+from saccade.bench.timing import Plan, Timing, WallClock, orders, rotate
+
+
+class CountingClock(WallClock):
+    """A clock by which every call of a candidate takes a time that the test has set."""
+
+    def __init__(self, seconds):
+        self.times = seconds
+        self.turns = []
+
+    def seconds(self, run, repeats):
+        name = run()
+        self.turns.append((name, repeats))
+        return self.times[name]
+
+
+def named(*names):
+    return {name: Runnable(lambda name=name: name) for name in names}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_orders_change_every_round_and_cover_all(count):
+    names = list("abcde")[:count]
+    rounds = list(itertools.islice(orders(names), 20))
+    assert all(sorted(order) == names for order in rounds)
+    if count > 1:
+        assert all(one != two for one, two in itertools.pairwise(rounds))
+        assert {order[0] for order in rounds} == set(names)
+
+
+def test_timing_sums_up_samples():
+    timing = Timing.of([0.005, 0.001, 0.003])
+    assert timing == Timing(median_ms=3.0, min_ms=1.0, max_ms=5.0, rounds=3)
+    assert Timing.of([0.001, 0.003]).median_ms == 2.0
+
+
+def test_short_calls_are_repeated_until_a_sample_is_long_enough():
+    clock = CountingClock({"short": 0.001, "long": 0.1})
+    plan = Plan(rounds=4, sample_seconds=0.025, warm_seconds=0.0)
+    timings = rotate(named("short", "long"), clock, plan)
+    assert {name: timing.rounds for name, timing in timings.items()} == {"short": 4, "long": 4}
+    assert timings["short"].median_ms == pytest.approx(1.0)
+    warm_up, timed = clock.turns[:2], clock.turns[2:]
+    assert warm_up == [("short", 1), ("long", 1)]
+    assert set(timed) == {("short", 25), ("long", 1)}
+
+
+def test_a_rotation_beyond_its_limit_ends_after_three_rounds():
+    clock = CountingClock({"a": 1.0, "b": 2.0})
+    timings = rotate(named("a", "b"), clock, Plan(warm_seconds=0.0, limit_seconds=0.0))
+    assert timings["a"].rounds == timings["b"].rounds == 3
+
+
+def test_one_turn_without_a_warm_up():
+    clock = CountingClock({"a": 1.0})
+    rotate(named("a"), clock, Plan(rounds=1, sample_seconds=0.0))
+    assert clock.turns == [("a", 1)]
+
+
+def test_every_turn_is_heard_of():
+    heard = []
+    clock = CountingClock({"a": 1.0, "b": 2.0})
+    rotate(named("a", "b"), clock, Plan(rounds=2, warm_seconds=0.0), heard.append)
+    assert sorted(heard) == ["a", "a", "b", "b"]
+
+
+def test_the_wall_clock_measures():
+    seconds = WallClock().seconds(lambda: sum(range(1000)), 3)
+    assert 0 < seconds < 1

@@ -1,0 +1,227 @@
+"""What `explain` says about a call: who serves it and why, how many pairs, what it costs."""
+
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+
+import saccade
+from saccade import Config, dispatch, expressions, masks, scores
+from saccade.expressions import Coordinates
+from saccade.language import index_range
+
+BATCH, HEADS, KV_HEADS, QUERY_LEN, KV_LEN, HEAD_DIM, VALUE_DIM = 2, 4, 2, 6, 9, 8, 3
+PAIRS = BATCH * HEADS * QUERY_LEN * KV_LEN
+
+
+def dense(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [
+        torch.ones(BATCH, HEADS, QUERY_LEN, HEAD_DIM, dtype=dtype),
+        torch.ones(BATCH, KV_HEADS, KV_LEN, HEAD_DIM, dtype=dtype),
+        torch.ones(BATCH, KV_HEADS, KV_LEN, VALUE_DIM, dtype=dtype),
+    ]
+
+
+def packed() -> list[torch.Tensor]:
+    """Three sequences: 3 x 4, 0 x 2 and 4 x 5 pairs a head."""
+    counts = torch.tensor([0, 3, 3, 7]).int(), torch.tensor([0, 4, 6, 11]).int()
+    return [torch.ones(7, 4, 8), torch.ones(11, 2, 8), torch.ones(11, 2, 3), *counts]
+
+
+def visible_pairs(mask: masks.Mask, *sizes: int) -> int:
+    at = Coordinates(
+        *(index_range(0, n, dim) for dim, n in enumerate(sizes)), shift=sizes[3] - sizes[2]
+    )
+    return int(expressions.visible(mask.key, mask.captured, at).expand(sizes).sum())
+
+
+# ---- the text ---------------------------------------------------------------------------------
+
+
+def test_text_tells_the_whole_call():
+    found = saccade.explain(
+        *dense(torch.bfloat16), mask=masks.window(2), score=scores.softcap(3.0), dropout_p=0.1,
+        sinks=torch.zeros(HEADS),
+    )  # fmt: skip
+    text = str(found)
+    for words in (
+        "batch 2, 6 x 9", "heads 4/2", "dim 8/3", "bfloat16 on cpu",
+        "mask window:bottom_right#ii", "score softcap:top_left#f", "sinks yes", "dropout yes",
+        f"{found.visible_pairs:,} of {PAIRS:,} pairs visible",
+        f"{found.flops / 1e9:.3f} GFLOP", f"{found.bytes / 2**20:.2f} MiB",
+    ):  # fmt: skip
+        assert words in text
+    plain = str(saccade.explain(*dense()))
+    for words in ("mask none", "score none", "sinks no", "dropout no", "float32 on cpu"):
+        assert words in plain
+    assert "3 sequences, 7 x 11 tokens" in str(saccade.explain(*packed()))
+
+
+def lines_of(text: str) -> dict[str, str]:
+    """What the text says about each implementation."""
+    lines = (line.strip().split(": ", 1) for line in text.splitlines())
+    return {line[0]: line[1] for line in lines if line[0] in dispatch.NAMES}
+
+
+def test_text_names_every_implementation_with_its_reason():
+    found = saccade.explain(*dense(), config=Config(32, 64))
+    assert lines_of(str(found)) == {
+        "cpu": "yes, taken, Config(query_tile=32, kv_tile=64)",
+        "reference": "no, it has no tiles, so it takes no config",
+    }
+    named = saccade.explain(*dense(), implementation="reference")
+    assert lines_of(str(named)) == {"cpu": "yes, not asked for", "reference": "yes, taken"}
+    assert list(found.reasons) == list(dispatch.NAMES)
+
+
+def test_text_gives_the_reasons_of_all_that_cannot(monkeypatch):
+    refusing = {
+        name: dispatch.Implementation(name, lambda problem, name=name: f"{name} is asleep")
+        for name in dispatch.NAMES
+    }
+    monkeypatch.setattr(dispatch, "BY_NAME", refusing)
+    found = saccade.explain(*dense())
+    assert found.chosen is None
+    assert lines_of(str(found)) == {name: f"no, {name} is asleep" for name in dispatch.NAMES}
+
+
+def test_a_named_one_that_cannot_is_not_replaced():
+    found = saccade.explain(*dense(), implementation="reference", config=Config(32))
+    assert found.chosen is None
+    assert "taken" not in str(found)
+
+
+@pytest.mark.parametrize("implementation", [None, *dispatch.NAMES])
+def test_chosen_is_what_the_call_takes(implementation, monkeypatch):
+    explained = saccade.explain(*dense(), implementation=implementation).chosen
+    ran = []
+    for name, target in (("cpu", "saccade.cpu.attention.forward"), ("reference", REFERENCE)):
+        monkeypatch.setattr(target, _remembering(ran, name))
+    with pytest.raises(RuntimeError, match="enough seen"):
+        saccade.attention(*dense(), implementation=implementation)
+    assert ran == [explained]
+
+
+REFERENCE = "saccade.reference.attention.attention"
+
+
+def _remembering(names: list[str], name: str) -> Any:
+    def remember(*arguments: Any) -> Any:
+        names.append(name)
+        raise RuntimeError("enough seen")
+
+    return remember
+
+
+# ---- the numbers ------------------------------------------------------------------------------
+
+MASKS = {
+    "causal": masks.causal(),
+    "causal at the top left": masks.causal("top_left"),
+    "window": masks.window(1, 2),
+    "lengths": masks.key_lengths(torch.tensor([0, 5])),
+    "per head": masks.dense(torch.arange(HEADS * KV_LEN).view(HEADS, 1, KV_LEN) % 3 == 0),
+    "documents": masks.documents(torch.arange(6)[None] // 4, torch.arange(9)[None] // 3),
+    "nothing": ~(masks.causal() | ~masks.causal()),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_visible_pairs_are_counted(name):
+    mask = MASKS[name]
+    found = saccade.explain(*dense(), mask=mask)
+    assert found.visible_pairs == visible_pairs(mask, BATCH, HEADS, QUERY_LEN, KV_LEN)
+    assert found.flops == 2 * found.visible_pairs * (HEAD_DIM + VALUE_DIM)
+
+
+def test_visible_pairs_of_a_bool_tensor_are_counted():
+    table = torch.randint(0, 2, (QUERY_LEN, KV_LEN)).bool()
+    found = saccade.explain(*dense(), mask=table)
+    assert found.visible_pairs == BATCH * HEADS * int(table.sum())
+
+
+def test_visible_pairs_of_packed_sequences_are_counted():
+    sizes = [(3, 4), (0, 2), (4, 5)]
+    assert saccade.explain(*packed()).visible_pairs == HEADS * sum(q * k for q, k in sizes)
+    causal = masks.causal()
+    wanted = sum(visible_pairs(causal, 1, HEADS, q, k) for q, k in sizes)
+    assert saccade.explain(*packed(), mask=causal).visible_pairs == wanted
+
+
+def test_very_many_pairs_are_counted_on_evenly_spaced_rows(monkeypatch):
+    rows, wanted = torch.ones(1, 2, 400, 4), visible_pairs(masks.causal(), 1, 2, 400, 400)
+    monkeypatch.setitem(saccade.explain.__globals__, "COUNTED_PAIRS", 2 * 100 * 400)
+    found = saccade.explain(rows, rows, rows, mask=masks.causal()).visible_pairs
+    assert found != wanted  # every fourth row was counted
+    assert found == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_flops_and_bytes_of_a_dense_call(dtype):
+    found = saccade.explain(*dense(dtype))
+    assert found.visible_pairs == found.problem.pairs == PAIRS
+    assert found.flops == PAIRS * (2 * HEAD_DIM + 2 * VALUE_DIM)
+    query, key, value = dense(dtype)
+    output = saccade.attention(query, key, value)
+    assert isinstance(output, torch.Tensor)
+    assert found.bytes == sum(t.numel() * t.element_size() for t in (query, key, value, output))
+
+
+def test_flops_and_bytes_of_a_packed_call():
+    found, tensors = saccade.explain(*packed()), packed()
+    output = saccade.attention_packed(*tensors)
+    assert isinstance(output, torch.Tensor)
+    assert found.bytes == sum(t.numel() * t.element_size() for t in (*tensors[:3], output))
+    assert found.problem.pairs == HEADS * 7 * 11
+    assert found.flops == 2 * HEADS * (12 + 20) * (8 + 3)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_nothing_costs_nothing(rows, keys):
+    query, key = torch.ones(1, 2, rows, 4), torch.ones(1, 2, keys, 4)
+    found = saccade.explain(query, key, key, mask=masks.causal())
+    assert (found.visible_pairs, found.flops) == (0, 0)
+    assert found.bytes == (rows + keys) * 2 * 8 * 4
+
+
+# ---- nothing runs, and what is wrong is refused -----------------------------------------------
+
+
+def test_nothing_runs_and_no_random_number_is_drawn(monkeypatch):
+    def explode(*arguments: Any) -> Any:
+        raise AssertionError("an implementation ran")
+
+    monkeypatch.setattr("saccade.cpu.attention.forward", explode)
+    monkeypatch.setattr("saccade.reference.attention.attention", explode)
+    state = torch.get_rng_state()
+    saccade.explain(*dense(), dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"scale": "x"}, TypeError, "scale: got 'x'"),
+        ({"dropout_p": 2.0}, ValueError, "dropout_p: got 2.0"),
+        ({"mask": torch.ones(5, 5)}, TypeError, "mask: got a tensor of torch.float32"),
+        ({"mask": masks.key_lengths(torch.ones(7).int())}, ValueError, "mask: key_lengths"),
+        ({"implementation": "flash"}, ValueError, "implementation: got 'flash'"),
+        ({"config": 3}, TypeError, "config: got int"),
+        ({"return_lse": 1}, TypeError, "return_lse: got 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refuses_what_the_call_refuses(changes, error, said, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    for function in (saccade.attention, saccade.explain):
+        with pytest.raises(error) as caught:
+            function(*dense(), **changes)
+        assert str(caught.value).startswith(said)
+
+
+def test_refuses_unknown_arguments():
+    with pytest.raises(TypeError, match="window_size"):
+        saccade.explain(*dense(), window_size=3)
+    with pytest.raises(TypeError, match="window_size"):
+        saccade.attention(*dense(), window_size=3)  # pyright: ignore[reportCallIssue]

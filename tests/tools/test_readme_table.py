@@ -1,0 +1,90 @@
+"""The README's table says what the result files say, and the check notices when it does not."""
+
+import json
+
+import pytest
+import readme_table
+
+README = "# Title\n\n<!-- table: begin{globs} -->\nold\n<!-- table: end -->\n\nrest\n"
+
+
+def line(case, who, milliseconds, run="1", date="2026-01-02T03:04:05Z", **more):
+    fields = {
+        "date": date, "device": "a CPU", "threads": 2, "versions": {"torch": "2.13.0"},
+        "case": {"name": case}, "pass": "forward", "who": who, "median_ms": milliseconds,
+        "run": run, **more,
+    }  # fmt: skip
+    return json.dumps(fields) + "\n"
+
+
+def make(root, *lines, globs=""):
+    folder = root / "benchmarks/results/cpu"
+    folder.mkdir(parents=True)
+    (folder / "dense.jsonl").write_text("".join(lines), encoding="utf-8")
+    (root / "README.md").write_text(README.format(globs=globs), encoding="utf-8")
+
+
+def text(root):
+    return (root / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_is_written_and_then_checks(tmp_path):
+    make(
+        tmp_path,
+        line("a", "saccade/cpu", 1.0, peak_mb=12.3),
+        line("a", "saccade/reference", 0.1),
+        line("a", "sdpa", 2.0),
+        line("b", "saccade/cpu", 123.4, run="2"),
+        line("b", "sdpa", 100.0, run="2"),
+    )
+    assert readme_table.main(["--check", str(tmp_path)]) == 1
+    assert readme_table.main([str(tmp_path)]) == 0
+    assert readme_table.main(["--check", str(tmp_path)]) == 0
+    written = text(tmp_path)
+    assert "| `a` | forward | 1.00 | 2.00 | 0.50 | 12 | – |" in written
+    assert "| `b` | forward | 123 | 100 | 1.23 | – | – |" in written
+    assert "benchmarks/results/cpu/dense.jsonl" in written
+    assert "old" not in written
+    assert written.startswith("# Title\n")
+    assert written.endswith("rest\n")
+
+
+def test_the_last_run_counts_and_runs_are_not_mixed(tmp_path):
+    make(
+        tmp_path,
+        line("a", "saccade/cpu", 1.0),
+        line("a", "sdpa", 2.0),
+        line("a", "saccade/cpu", 3.0, run="2"),
+        line("a", "sdpa", 4.0, run="2"),
+        line("a", "sdpa", 9.0, run="3"),
+    )
+    readme_table.main([str(tmp_path)])
+    assert "| 3.00 | 4.00 | 0.75 |" in text(tmp_path)
+
+
+def test_what_is_left_out_is_said(tmp_path):
+    lines = [
+        line(case, who, milliseconds, run=case)
+        for case, ours in (("a-1k", 1.0), ("a-2k", 3.0))
+        for who, milliseconds in (("saccade/cpu", ours), ("sdpa", 2.0))
+    ]
+    make(tmp_path, *lines, globs=" a-1k")
+    readme_table.main([str(tmp_path)])
+    written = text(tmp_path)
+    assert "`a-1k` |" in written
+    assert "`a-2k` |" not in written
+    assert "1 of 2 measurements; the worst ratio of all is 1.50 (`a-2k`, forward)" in written
+    assert readme_table.main(["--check", str(tmp_path)]) == 0
+
+
+def test_without_files_or_marks(tmp_path):
+    (tmp_path / "README.md").write_text(README.format(globs=""), encoding="utf-8")
+    readme_table.main([str(tmp_path)])
+    assert "Nothing has been measured yet." in text(tmp_path)
+    (tmp_path / "README.md").write_text("no marks\n", encoding="utf-8")
+    assert readme_table.main([str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.1234, "0.12"), (12.34, "12.3"), (1234.5, "1234")])
+def test_milliseconds_have_three_figures_or_so(value, shown):
+    assert readme_table._milliseconds({"median_ms": value}) == shown

@@ -1,0 +1,159 @@
+"""Write the README's table of measurements from the result files, and from nothing else.
+
+Usage: python tools/readme_table.py [--check] [ROOT]
+
+Rewrites what stands between ``<!-- table: begin -->`` and ``<!-- table: end -->`` in README.md from
+benchmarks/results/*/*.jsonl. With --check nothing is written, and the exit status is 1 if the
+README differs from what the files give. Globs of case names in the first mark choose rows:
+
+    <!-- table: begin cpu-*-4k cpu-decode-* -->
+
+The line below the table then says how many measured rows are not shown, and the worst ratio of all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REGION = re.compile(r"(<!-- table: begin([^>]*?)-->\n)(.*?)(<!-- table: end -->)", re.DOTALL)
+YARDSTICK = "sdpa"
+HEADER = (
+    "| case | pass | Saccade ms | SDPA ms | Saccade / SDPA | Saccade MB | SDPA MB |\n"
+    "|---|---|---:|---:|---:|---:|---:|\n"
+)
+
+
+class Row(NamedTuple):
+    """Saccade beside SDPA in one run of one case and pass."""
+
+    case: str
+    which_pass: str
+    saccade: dict[str, Any]
+    sdpa: dict[str, Any]
+
+    @property
+    def ratio(self) -> float:
+        """Saccade's time over SDPA's."""
+        return self.saccade["median_ms"] / self.sdpa["median_ms"]
+
+    def __str__(self) -> str:
+        cells = [
+            f"`{self.case}`",
+            self.which_pass,
+            _milliseconds(self.saccade),
+            _milliseconds(self.sdpa),
+            f"{self.ratio:.2f}",
+            _megabytes(self.saccade),
+            _megabytes(self.sdpa),
+        ]
+        return f"| {' | '.join(cells)} |\n"
+
+
+def rows_of(path: Path) -> list[Row]:
+    """The last run of each case and pass in a file in which saccade and SDPA both took part."""
+    runs: dict[str, dict[str, dict[str, Any]]] = {}
+    places: dict[tuple[str, str], str] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        result = json.loads(line)
+        members = runs.setdefault(result["run"], {})
+        members[result["who"]] = result
+        if YARDSTICK in members and _ours(members):
+            places[result["case"]["name"], result["pass"]] = result["run"]
+    return [
+        Row(case, which_pass, _ours(runs[run])[0], runs[run][YARDSTICK])
+        for (case, which_pass), run in places.items()
+    ]
+
+
+def _ours(members: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Saccade's implementations in a run, the fastest first; the reference is no contestant."""
+    ours = [
+        result
+        for who, result in members.items()
+        if who.startswith("saccade/") and who != "saccade/reference"
+    ]
+    return sorted(ours, key=lambda result: result["median_ms"])
+
+
+def table(root: Path, globs: list[str]) -> str:
+    """The Markdown between the marks."""
+    parts = []
+    for path in sorted(root.glob("benchmarks/results/*/*.jsonl")):
+        rows = rows_of(path)
+        shown = [row for row in rows if not globs or any(fnmatchcase(row.case, g) for g in globs)]
+        if shown:
+            text = HEADER + "".join(map(str, shown))
+            parts.append(f"{text}\n{_source(path.relative_to(root), rows, len(shown))}\n")
+    return "\n".join(parts) or "Nothing has been measured yet.\n"
+
+
+def _source(path: Path, rows: list[Row], num_shown: int) -> str:
+    """Where the numbers come from, and what the table leaves out."""
+    newest = max((row.saccade for row in rows), key=lambda result: result["date"])
+    name = path.as_posix()
+    text = (
+        f"From [{name}]({name}): {newest['device']}, {newest['threads']} threads, "
+        f"torch {newest['versions']['torch']}, {newest['date'][:10]}. Medians; memory at the worst "
+        "moment beyond the inputs, where it was measured."
+    )
+    if num_shown < len(rows):
+        worst = max(rows, key=lambda row: row.ratio)
+        text += (
+            f" Shown are {num_shown} of {len(rows)} measurements; the worst ratio of all is "
+            f"{worst.ratio:.2f} (`{worst.case}`, {worst.which_pass})."
+        )
+    return text
+
+
+def rewritten(readme: str, root: Path) -> str:
+    """The README with its tables made anew.
+
+    Raises:
+        ValueError: if the README has no marks.
+    """
+    if not REGION.search(readme):
+        raise ValueError("README.md has no <!-- table: begin --> ... <!-- table: end -->")
+    return REGION.sub(lambda found: _region(found, root), readme)
+
+
+def _region(found: re.Match[str], root: Path) -> str:
+    return f"{found[1]}\n{table(root, found[2].split())}\n{found[4]}"
+
+
+def _milliseconds(result: dict[str, Any]) -> str:
+    value = result["median_ms"]
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _megabytes(result: dict[str, Any]) -> str:
+    return f"{result['peak_mb']:.0f}" if "peak_mb" in result else "–"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the README, or say whether it is as it should be."""
+    roots = [argument for argument in arguments if argument != "--check"]
+    root = Path(roots[0]) if roots else Path(__file__).parent.parent
+    path = root / "README.md"
+    before = path.read_text(encoding="utf-8")
+    try:
+        after = rewritten(before, root)
+    except ValueError as error:
+        print(f"readme table: {error}")
+        return 1
+    if "--check" in arguments:
+        same = before == after
+        told = "as the result files give it" if same else "differs; run tools/readme_table.py"
+        print(f"readme table: {told}")
+        return int(not same)
+    path.write_text(after, encoding="utf-8")
+    print("readme table: written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
