@@ -2,21 +2,26 @@
 
 `torch.compile`, and whoever calls it by name, meets the operator itself with its registered
 autograd. Eager calls and `torch.func` come through an `autograd.Function` around it: registered
-autograd takes several times as long to enter, and torch.func's transforms do not reach it.
+autograd takes several times as long to enter, and torch.func's transforms do not reach it. Where
+nobody listens to operators, eager calls go straight to the body.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from saccade.operators import (
+    BODIES,
     NUM_INPUTS,
+    attention_backward_body,
     attention_backward_op,
+    attention_body,
     attention_op,
     call_backward,
     flatten,
@@ -36,10 +41,31 @@ def attention(
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse by an implementation, through the door that fits."""
+    tracing = torch.compiler.is_compiling()
+    tensors = (*inputs, *variant.score_captured.tensors)
+    if not tracing and _nobody_listens(tensors) and not _wants_gradients(tensors):
+        return BODIES[implementation].forward(inputs, variant, config or Config())
     tables, plain = flatten(variant, config, deterministic, implementation)
-    if torch.compiler.is_compiling():
+    if tracing:
         return attention_op(*inputs, tables, *plain)
-    return _Attention.apply(plain, *inputs, *tables)  # type: ignore[no-any-return]
+    return _enter(_Attention, plain, *inputs, *tables)
+
+
+def _wants_gradients(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a gradient or a forward-mode derivative may be asked for."""
+    if forward_ad._current_level >= 0:
+        return True
+    wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return wanted and torch.is_grad_enabled()
+
+
+def _nobody_listens(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether no transform, mode or tensor subclass wants to see the operator: then the body may
+    be called past PyTorch's dispatcher, which takes as long as a small problem does.
+    """
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(tensor is None or type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 
 class _Attention(torch.autograd.Function):
@@ -47,8 +73,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(plain: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        tables = list(tensors[NUM_INPUTS:])
+        if _nobody_listens(tensors):
+            return attention_body(*tensors[:NUM_INPUTS], tables, *plain)
         with torch._C._AutoDispatchBelowAutograd():  # gradients are this class's own
-            return attention_op(*tensors[:NUM_INPUTS], list(tensors[NUM_INPUTS:]), *plain)
+            return attention_op(*tensors[:NUM_INPUTS], tables, *plain)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -57,7 +86,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, *gradients_of(ctx, _AttentionBackward.apply, *grads))
+        return (None, *gradients_of(ctx, _backward, *grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -67,6 +96,15 @@ class _Attention(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         plain, *tensors = arguments
         return _mapped(info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply(plain, *t))
+
+
+def _backward(
+    wanted: list[int], plain: tuple[Any, ...], *tensors: Tensor | None
+) -> Sequence[Tensor]:
+    """The backward pass, straight to the body unless somebody listens or will differentiate it."""
+    if not torch.is_grad_enabled() and _nobody_listens(tensors):
+        return call_backward(wanted, plain, *tensors, through=attention_backward_body)
+    return _enter(_AttentionBackward, wanted, plain, *tensors)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -101,9 +139,12 @@ class _AttentionBackward(torch.autograd.Function):
         return _mapped(info.batch_size, in_dims[2:], tensors, call)
 
 
-for _door in (_Attention, _AttentionBackward):
-    # `apply` asks for the signature at every call; kept ready, the answer costs nothing.
-    _door.forward.__signature__ = inspect.signature(_door.forward)  # type: ignore[attr-defined]
+def _enter(door: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`door.apply`, without its look at the signature where no transform needs it."""
+    if torch._C._are_functorch_transforms_active():
+        return door.apply(*arguments)
+    past_the_look: Any = super(torch.autograd.Function, door)
+    return past_the_look.apply(*arguments)
 
 
 def _mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any) -> Any:

@@ -172,6 +172,11 @@ def leaves(tree: Leaf | Branch | None) -> list[Leaf]:
     return [leaf for part in tree.parts for leaf in leaves(part)]
 
 
+def kinds(key: str) -> str:
+    """The kinds of all that an expression captured, one letter each."""
+    return "".join(kind for leaf in leaves(parse(key)) for kind, _ in leaf.slots)
+
+
 _TREES: dict[str, Leaf | Branch] = {}
 
 

@@ -134,7 +134,7 @@ def _leaf(name: str, align: str, *captured: Any) -> Mask:
     return MaskFunction(name, align)(*captured)
 
 
-# ---- the functions -------------------------------------------------------------------------
+# ---- the functions, and what their captured tensors must look like ---------------------------
 
 
 def _causal(batch, head, query_row, kv_row):
@@ -159,9 +159,6 @@ def _blocks(batch, head, query_row, kv_row, layout, query_block, kv_block):
 
 def _dense(batch, head, query_row, kv_row, table):
     return take(table, batch, head, query_row, kv_row)
-
-
-# ---- what captured tensors must look like ---------------------------------------------------
 
 
 def _check_lengths(data: list[Any], extents: Extents) -> str | None:
@@ -276,6 +273,9 @@ def dense(tensor: Tensor) -> Mask:
     return _leaf(DENSE, "top_left", bools("tensor", tensor))
 
 
+NOTHING_HIDDEN = Mask("")
+
+
 def as_mask(mask: Mask | Tensor | None) -> Mask:
     """What the `mask` argument of an attention call stands for.
 
@@ -283,7 +283,7 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
         TypeError: for anything but a `Mask`, a bool tensor or None.
     """
     if mask is None:
-        return Mask("")
+        return NOTHING_HIDDEN
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):

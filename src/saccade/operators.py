@@ -79,10 +79,7 @@ def flatten(
 def _variant(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
     """The inverse of `flatten`, as far as the variant goes."""
     ints, floats, mask, score, scale, dropout_p = plain[:6]
-    of_mask = "".join(
-        k for leaf in expressions.leaves(expressions.parse(mask)) for k, _ in leaf.slots
-    )
-    t, i, f = (of_mask.count(kind) for kind in "tif")
+    t, i, f = (expressions.kinds(mask).count(kind) for kind in "tif")
     return Variant(
         mask,
         score,
@@ -99,19 +96,20 @@ def _config(plain: Sequence[Any]) -> Config:
 
 def _first_score_table(plain: Sequence[Any]) -> int:
     """How many of the tables belong to the mask."""
-    leaves = expressions.leaves(expressions.parse(plain[2]))
-    return sum(kind == "t" for leaf in leaves for kind, _ in leaf.slots)
+    return expressions.kinds(plain[2]).count("t")
 
 
 # ---- forward --------------------------------------------------------------------------------
 
 
-@torch.library.impl("saccade::attention", "CompositeExplicitAutograd")
-def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+def attention_body(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the named implementation; see `saccade.attention`."""
     inputs, tables, plain = split(arguments)
     body = BODIES[plain[8]]
     return body.forward(inputs, _variant(tables, plain), _config(plain))
+
+
+torch.library.impl("saccade::attention", "CompositeExplicitAutograd", attention_body)
 
 
 @torch.library.register_fake("saccade::attention")
@@ -128,8 +126,7 @@ def split(arguments: Sequence[Any]) -> tuple[Inputs, Sequence[Tensor], Sequence[
 # ---- backward -------------------------------------------------------------------------------
 
 
-@torch.library.impl("saccade::attention_backward", "CompositeExplicitAutograd")
-def _attention_backward(
+def attention_backward_body(
     grad_output: Tensor | None,
     grad_lse: Tensor | None,
     output: Tensor,
@@ -153,6 +150,11 @@ def _attention_backward(
         [place - first for place in wanted_tables],
     )
     return _listed(gradients, [place - first for place in wanted_tables])
+
+
+torch.library.impl(
+    "saccade::attention_backward", "CompositeExplicitAutograd", attention_backward_body
+)
 
 
 def _listed(gradients: Gradients, wanted: Sequence[int]) -> list[Tensor]:
@@ -219,12 +221,14 @@ def gradients_of(
 
 
 def call_backward(
-    wanted: list[int], plain: tuple[Any, ...], *tensors: Tensor | None
+    wanted: list[int],
+    plain: tuple[Any, ...],
+    *tensors: Tensor | None,
+    through: Callable[..., list[Tensor]] = attention_backward_op,
 ) -> list[Tensor]:
-    """The backward operator, from flat arguments."""
+    """The backward operator (or the body behind it), from flat arguments."""
     end = 4 + NUM_INPUTS
-    tables = list(tensors[end:])
-    return attention_backward_op(*tensors[:4], wanted, *tensors[4:end], tables, *plain)
+    return through(*tensors[:4], wanted, *tensors[4:end], list(tensors[end:]), *plain)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:

@@ -51,6 +51,11 @@ class Gradients(NamedTuple):
     tables: dict[int, Tensor]  # by place among the score's captured tensors
 
 
+def heads_inside(rows: Tensor) -> bool:
+    """Whether heads lie beside channels in memory: [batch, length, heads, dim]."""
+    return rows.transpose(1, 2).is_contiguous()
+
+
 def empty_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Memory for output and lse, laid out as every implementation lays it out.
 
@@ -65,7 +70,7 @@ def empty_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
         return query.new_empty(tokens, heads, value_dim), lse
     batch, heads, length = query.shape[:3]
     lse = query.new_empty(batch, heads, length, dtype=wide)
-    if query.transpose(1, 2).is_contiguous():
+    if heads_inside(query):
         return query.new_empty(batch, length, heads, value_dim).transpose(1, 2), lse
     return query.new_empty(batch, heads, length, value_dim), lse
 
@@ -101,8 +106,7 @@ class Config:
                 raise ValueError(f"{name}: got {value!r}, takes a whole number of at least 0")
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The shape of a call: what implementations are chosen by. Holds no tensors.
 
     For packed sequences `batch` counts sequences, and `query_len` and `kv_len` count all tokens.

@@ -201,6 +201,9 @@ def bias(tensor: Tensor) -> Score:
     return ScoreFunction(BIAS, "top_left")(full)
 
 
+NOTHING_CHANGED = Score("")
+
+
 def as_score(score: Score | None) -> Score:
     """What the `score` argument of an attention call stands for.
 
@@ -208,7 +211,7 @@ def as_score(score: Score | None) -> Score:
         TypeError: for anything but a `Score` or None.
     """
     if score is None:
-        return Score("")
+        return NOTHING_CHANGED
     if isinstance(score, Score):
         return score
     if isinstance(score, ScoreFunction):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saccade.cpu import flash
+from saccade.cpu import edges, flash
 
 SCALE = 0.3
 
@@ -23,12 +23,16 @@ def rectangle(
     ]
 
 
+def as_edge(visible: torch.Tensor | None, query: torch.Tensor) -> edges.Edge | None:
+    return None if visible is None else edges.edge(visible, query.dtype)
+
+
 def forward(
     rows: list[torch.Tensor], visible: torch.Tensor | None, causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Query, key and value by the kernel."""
     query, key, value = rows
-    return flash.forward(query, key, value, SCALE, visible, causal)
+    return flash.forward(query, key, value, SCALE, as_edge(visible, query), causal)
 
 
 def backward(
@@ -36,7 +40,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for grad_output, query, key, value, output and lse."""
     grad_output, query, key, value, output, lse = (part.detach() for part in rows)
-    return flash.backward(grad_output, query, key, value, output, lse, SCALE, visible, causal)
+    edge = as_edge(visible, query)
+    return flash.backward(grad_output, query, key, value, output, lse, SCALE, edge, causal)
 
 
 def plain(

@@ -43,7 +43,7 @@ def visible(sizes: Sizes, mask: Mask) -> torch.Tensor:
     return expressions.visible(mask.key, mask.captured, at).expand(full)
 
 
-def check(sizes: Sizes, mask: Mask, *, exact: bool = True) -> list[plan.Unit]:
+def check(sizes: Sizes, mask: Mask, *, exact: bool = True) -> tuple[plan.Unit, ...]:
     """Compare a plan with the mask, pair by pair.
 
     exact: the mask is one whose tiles are known exactly, so that no hidden tile is visited.

@@ -223,11 +223,16 @@ def test_careful_shows_trash_that_is_seen():
     assert torch.equal(lse.isnan(), wanted)
 
 
+def visible_in(name: str) -> torch.Tensor:
+    variant = VARIANTS[name]
+    return expressions.visible(variant.mask, variant.mask_captured, WHOLE.coordinates())
+
+
 def test_visible_has_as_few_dimensions_as_the_mask_varies_in():
     shapes = {
         "causal": (1, 1, QUERY_LEN, KV_LEN), "by head": (1, HEADS, 1, KV_LEN),
         "by batch": (BATCH, 1, 1, KV_LEN), "plain": (1, 1, 1, 1),
     }  # fmt: skip
     for name, shape in shapes.items():
-        assert tile.visible(VARIANTS[name], WHOLE).shape == shape
+        assert visible_in(name).shape == shape
     assert Captured() == VARIANTS["plain"].mask_captured

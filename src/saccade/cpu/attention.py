@@ -20,19 +20,27 @@ from saccade.cpu import backward as backwards
 from saccade.cpu import forward as forwards
 from saccade.cpu.parts import Part, parts_of
 from saccade.cpu.walk import Dense
-from saccade.problem import Config, Gradients, Inputs, Variant, empty_gradients, empty_results
+from saccade.problem import (
+    Config,
+    Gradients,
+    Inputs,
+    Variant,
+    empty_gradients,
+    empty_results,
+    heads_inside,
+)
 
 
 def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention`."""
     wide, parts = _widen_half(inputs), parts_of(inputs)
+    if inputs.cu_seqlens_q is None:
+        output, lse = forwards.attend(Dense.of(parts[0], wide, variant, config))
+        return _laid_out(output, inputs.query, heads_inside(inputs.query)), lse.contiguous()
     output, lse = empty_results(inputs)
     for part in parts:
         of_part = forwards.attend(Dense.of(part, wide, variant, config))
-        if _is_the_result(of_part[0], output, part):
-            output = of_part[0]
-        else:
-            part.queries(output).copy_(of_part[0])
+        part.queries(output).copy_(of_part[0])
         part.lse(lse).copy_(of_part[1])
     return output, lse
 
@@ -48,10 +56,9 @@ def backward(
     wanted_tables: Sequence[int],
 ) -> Gradients:
     """Gradients of the inputs, and of the wanted tensors that the score captured."""
-    wide, parts = _widen_half(inputs), parts_of(inputs)
-    gradients = empty_gradients(inputs)
-    sums: list[tuple[Tensor | None, dict[int, Tensor]]] = []
-    for part in parts:
+    wide = _widen_half(inputs)
+
+    def differentiate(part: Part) -> backwards.DenseGradients:
         dense = Dense.of(part, wide, variant, config)
         results = backwards.Results(
             part.queries(output).to(dense.query.dtype),
@@ -59,10 +66,33 @@ def backward(
             part.queries(grad_output).to(dense.query.dtype),
             None if grad_lse is None else part.lse(grad_lse),
         )
-        of_part = backwards.differentiate(dense, results, wanted_tables)
-        gradients = _stored(gradients, of_part, part)
-        sums.append((of_part.sinks, of_part.tables))
-    return _with_sums(gradients, inputs, variant, sums, wanted_tables)
+        return backwards.differentiate(dense, results, wanted_tables)
+
+    parts = parts_of(inputs)
+    if inputs.cu_seqlens_q is None:
+        found = differentiate(parts[0])
+        query, key, value = (
+            _laid_out(gradient, like, True)
+            for gradient, like in zip(found[:3], inputs[:3], strict=True)
+        )
+        return Gradients(query, key, value, *_shared_sums(inputs, variant, [found], wanted_tables))
+    gradients, sums = empty_gradients(inputs), []
+    for part in parts:
+        found = differentiate(part)
+        part.queries(gradients.query).copy_(found.query)
+        part.keys(gradients.key).copy_(found.key)
+        part.keys(gradients.value).copy_(found.value)
+        sums.append(found)
+    sinks, tables = _shared_sums(inputs, variant, sums, wanted_tables)
+    return gradients._replace(sinks=sinks, tables=tables)
+
+
+def _laid_out(rows: Tensor, like: Tensor, heads_are_inside: bool) -> Tensor:
+    """A result in the dtype and memory order that the operator promises; no copy if it has them."""
+    rows = rows.to(like.dtype)
+    if heads_are_inside:
+        return rows.transpose(1, 2).contiguous().transpose(1, 2)
+    return rows.contiguous()
 
 
 def _widen_half(inputs: Inputs) -> Inputs:
@@ -73,44 +103,22 @@ def _widen_half(inputs: Inputs) -> Inputs:
     return inputs._replace(query=query, key=key, value=value)
 
 
-def _is_the_result(candidate: Tensor, memory: Tensor, part: Part) -> bool:
-    """Whether a part's result can be handed on as it is, instead of copied into memory."""
-    alike = candidate.dtype == memory.dtype and candidate.stride() == memory.stride()
-    return part.query_tokens is None and alike
-
-
-def _stored(gradients: Gradients, of_part: backwards.DenseGradients, part: Part) -> Gradients:
-    """The gradients with a part's rows filled in."""
-    stored: list[Tensor] = []
-    for name in ("query", "key", "value"):
-        memory, computed = getattr(gradients, name), getattr(of_part, name)
-        if _is_the_result(computed, memory, part):
-            memory = computed
-        else:
-            (part.queries if name == "query" else part.keys)(memory).copy_(computed)
-        stored.append(memory)
-    query, key, value = stored
-    return gradients._replace(query=query, key=key, value=value)
-
-
-def _with_sums(
-    gradients: Gradients,
+def _shared_sums(
     inputs: Inputs,
     variant: Variant,
-    sums: Sequence[tuple[Tensor | None, dict[int, Tensor]]],
+    parts: Sequence[backwards.DenseGradients],
     wanted_tables: Sequence[int],
-) -> Gradients:
-    """Add up what all parts share: sinks and captured tensors."""
+) -> tuple[Tensor | None, dict[int, Tensor]]:
+    """The gradients of what all parts share: sinks and captured tensors."""
     sinks = inputs.sinks
     if sinks is not None:
-        sinks = _total(sinks, [of_part for of_part, _ in sums if of_part is not None])
+        sinks = _total(sinks, [part.sinks for part in parts if part.sinks is not None])
+    captured = variant.score_captured.tensors
     tables = {
-        index: _total(
-            variant.score_captured.tensors[index], [of_part[index] for _, of_part in sums]
-        )
-        for index in wanted_tables
+        place: _total(captured[place], [part.tables[place] for part in parts])
+        for place in wanted_tables
     }
-    return gradients._replace(sinks=sinks, tables=tables)
+    return sinks, tables
 
 
 def _total(like: Tensor, shares: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.cpu import flash, tile, walk
+from saccade.cpu import edges, flash, tile, walk
+from saccade.cpu.edges import Edge
 from saccade.cpu.gradients import GradientSum, add_taken
 from saccade.cpu.tile import Place
 from saccade.cpu.walk import Dense
@@ -90,10 +91,11 @@ def _visit(
     dense: Dense, rows: _Rows, sums: list[GradientSum], tables: dict[int, Tensor], careful: bool
 ) -> bool:
     """Add the shares of every rectangle; say whether any of them needed the mask."""
-    if dense.is_square_causal and not rows.plain:
-        whole = walk.whole(dense)
-        _add(sums, dense, whole, _flash(dense, rows, whole, None, causal=True))
-        return True
+    form = None if rows.plain else dense.flash_at_once
+    if form is not None:
+        whole, causal = walk.whole(dense), form == "causal"
+        _add(sums, dense, whole, _flash(dense, rows, whole, None, causal))
+        return causal
     any_masked = False
     for place, runs in walk.row_tiles(dense):
         for run in runs:
@@ -121,17 +123,17 @@ def _run(
                     _add(sums, dense, part, shares[:3])
                     add_taken(tables, shares.taken, part)
         return
-    seen = None
+    edge = None
     if masked:
-        narrowed = walk.narrow_to_seen(dense, place)
-        if narrowed is None:
+        found = edges.edge_at(dense.variant, place, dense.sizes.kv_tile, dense.query.dtype)
+        if found is None:
             return
-        place, seen = narrowed
-    _add(sums, dense, place, _flash(dense, rows, place, seen, causal=False))
+        place, edge = found
+    _add(sums, dense, place, _flash(dense, rows, place, edge, causal=False))
 
 
 def _flash(
-    dense: Dense, rows: _Rows, place: Place, seen: Tensor | None, causal: bool
+    dense: Dense, rows: _Rows, place: Place, edge: Edge | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys = walk.slices_of(dense, place)
     return flash.backward(
@@ -142,7 +144,7 @@ def _flash(
         rows.output[queries],
         rows.lse[queries],
         dense.variant.scale,
-        seen,
+        edge,
         causal,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.cpu import flash, tile, walk
+from saccade.cpu import edges, flash, tile, walk
 from saccade.cpu.plan import Run
 from saccade.cpu.tile import Place
 from saccade.cpu.walk import Dense
@@ -33,9 +33,11 @@ def _memory(dense: Dense) -> tuple[Tensor, Tensor]:
 
 def _visit(dense: Dense, careful: bool) -> tuple[Tensor, Tensor, bool]:
     """Compute every row tile; also say whether any of them needed the mask."""
-    if dense.is_square_causal and dense.fits_flash and not careful:
-        scale = dense.variant.scale
-        return *flash.forward(dense.query, dense.key, dense.value, scale, None, causal=True), True
+    form = None if careful else dense.flash_at_once
+    if form is not None:
+        scale, causal = dense.variant.scale, form == "causal"
+        whole = flash.forward(dense.query, dense.key, dense.value, scale, None, causal)
+        return *whole, causal
     tiles = list(walk.row_tiles(dense))
     if len(tiles) == 1 and len(tiles[0][1]) == 1:
         place, runs = tiles[0]
@@ -63,14 +65,14 @@ def _run(dense: Dense, place: Place, masked: bool, careful: bool) -> tuple[Tenso
     """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
     if not dense.fits_flash or careful:
         return _plain(dense, place, masked, careful)
-    seen = None
+    edge = None
     if masked:
-        narrowed = walk.narrow_to_seen(dense, place)
-        if narrowed is None:
+        found = edges.edge_at(dense.variant, place, dense.sizes.kv_tile, dense.query.dtype)
+        if found is None:
             return None
-        place, seen = narrowed
+        place, edge = found
     query, key, value = _rows(dense, place)
-    return flash.forward(query, key, value, dense.variant.scale, seen, causal=False)
+    return flash.forward(query, key, value, dense.variant.scale, edge, causal=False)
 
 
 def _rows(dense: Dense, place: Place) -> tuple[Tensor, Tensor, Tensor]:

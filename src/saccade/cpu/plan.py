@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from saccade import intervals
-from saccade.expressions import Coordinates
+from saccade.expressions import Captured, Coordinates
 from saccade.intervals import Interval
 from saccade.language import index_range
 from saccade.problem import Variant
@@ -58,20 +59,35 @@ class Sizes(NamedTuple):
     kv_tile: int
 
 
-def units(sizes: Sizes, variant: Variant) -> list[Unit]:
+def units(sizes: Sizes, variant: Variant) -> tuple[Unit, ...]:
     """Plans for all of a dense problem, one for each part of it that the mask treats alike."""
+    captured = variant.mask_captured
+    if captured.tensors:  # their contents may change
+        return _units(sizes, variant.mask, captured)
+    return _remembered(sizes, variant.mask, tuple(captured.ints), tuple(captured.floats))
+
+
+@functools.lru_cache(maxsize=256)
+def _remembered(
+    sizes: Sizes, mask: str, ints: tuple[int, ...], floats: tuple[float, ...]
+) -> tuple[Unit, ...]:
+    """The layers of a model, and their backward passes, ask for the same plan again and again."""
+    return _units(sizes, mask, Captured((), ints, floats))
+
+
+def _units(sizes: Sizes, mask: str, captured: Captured) -> tuple[Unit, ...]:
     everything = (0, sizes.batch), (0, sizes.heads)
-    if not variant.mask:
+    if not mask:
         run = Run(0, sizes.kv_len, masked=False)
-        return [Unit(*everything, (QueryTile(0, sizes.query_len, (run,)),))]
+        return (Unit(*everything, (QueryTile(0, sizes.query_len, (run,)),)),)
     tiles: dict[tuple[int, int], list[QueryTile]] = {}
     batches = heads = 1
-    for judged in _judge_strips(sizes, variant):
+    for judged in _judge_strips(sizes, mask, captured):
         batches, heads = judged.shape
         for b in range(batches):
             for h in range(heads):
                 tiles.setdefault((b, h), []).extend(judged.tiles(b, h))
-    return [
+    return tuple(
         Unit(
             everything[0] if batches == 1 else (b, b + 1),
             everything[1] if heads == 1 else (h, h + 1),
@@ -79,7 +95,7 @@ def units(sizes: Sizes, variant: Variant) -> list[Unit]:
         )
         for b in range(batches)
         for h in range(heads)
-    ]
+    )
 
 
 class _Strip(NamedTuple):
@@ -100,7 +116,7 @@ class _Strip(NamedTuple):
             yield QueryTile(start, stop, tuple(runs))
 
 
-def _judge_strips(sizes: Sizes, variant: Variant) -> Iterator[_Strip]:
+def _judge_strips(sizes: Sizes, mask: str, captured: Captured) -> Iterator[_Strip]:
     """Ask the mask about all tiles, a strip of query tiles at a time."""
     rows = sizes.query_tile * STRIP
     num_kv_tiles = -(-sizes.kv_len // sizes.kv_tile)
@@ -113,7 +129,7 @@ def _judge_strips(sizes: Sizes, variant: Variant) -> Iterator[_Strip]:
             kv_row=Interval.rows(0, sizes.kv_len, sizes.kv_tile, 3),
             shift=sizes.kv_len - sizes.query_len,
         )
-        truth = intervals.classify(variant.mask, variant.mask_captured, at)
+        truth = intervals.classify(mask, captured, at)
         num_query_tiles = -(-(last_row - first_row) // sizes.query_tile)
         shape = [1] * (4 - truth.possible.dim()) + list(truth.possible.shape)
         batches, heads = shape[0], shape[1]

@@ -34,11 +34,6 @@ class Place(NamedTuple):
         return Coordinates(batch, head, query_row, kv_row, self.shift)
 
 
-def visible(variant: Variant, place: Place) -> Tensor:
-    """The mask of a rectangle, in as few dimensions as it varies in."""
-    return expressions.visible(variant.mask, variant.mask_captured, place.coordinates())
-
-
 class _Scored(NamedTuple):
     """A rectangle after its scores are known."""
 

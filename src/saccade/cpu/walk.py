@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from saccade.cpu import plan, tile
+from saccade.cpu import plan
 from saccade.cpu.parts import Part
 from saccade.cpu.plan import Run, Sizes
 from saccade.cpu.tile import Place
@@ -16,6 +16,8 @@ from saccade.problem import Config, Inputs, Variant
 # A rectangle in plain tiles holds at most about this many scores (16 MiB in float32).
 TILE_SCORES = 2**22
 TILE_ROWS = 256
+# Key rows that PyTorch's flash kernel visits at once, whatever its causal form hides.
+FLASH_KEYS = 512
 TILE_KEYS = 512
 
 
@@ -58,10 +60,20 @@ class Dense(NamedTuple):
         return plain and self.query.shape[-1] > 0 and self.value.shape[-1] > 0
 
     @property
-    def is_square_causal(self) -> bool:
-        """Whether row i sees exactly the keys 0 … i, for which flash needs no mask."""
+    def flash_at_once(self) -> str | None:
+        """ "full" or "causal" where the flash kernel's own form of the mask serves all of it.
+
+        Its causal form skips nothing within 512 keys: up to there two tiles, the second under a
+        mask, do less work.
+        """
+        if not self.fits_flash:
+            return None
+        if not self.variant.mask:
+            return "full"
         causal = self.variant.mask in ("causal:bottom_right#", "causal:top_left#")
-        return causal and self.sizes.query_len == self.sizes.kv_len
+        length = self.sizes.query_len
+        short = self.sizes.query_tile < length <= FLASH_KEYS
+        return "causal" if causal and length == self.sizes.kv_len and not short else None
 
 
 class Slices(NamedTuple):
@@ -125,24 +137,3 @@ def key_pieces(place: Place) -> Iterator[Place]:
 def _cut(whole: tuple[int, int], step: int) -> Iterator[tuple[int, int]]:
     for start in range(whole[0], whole[1], step):
         yield start, min(start + step, whole[1])
-
-
-def narrow_to_seen(dense: Dense, place: Place) -> tuple[Place, Tensor | None] | None:
-    """Evaluate the mask of a rectangle and trim hidden key tiles off both its ends.
-
-    Returns:
-        The smaller place and its mask (None: everything in it is visible); None if nothing is.
-    """
-    seen = tile.visible(dense.variant, place)
-    if seen.shape[3] == 1:  # the same answer for every key
-        return (place, None if bool(seen.all()) else seen) if bool(seen.any()) else None
-    columns = seen.any(0).any(0).any(0).nonzero()
-    if columns.numel() == 0:
-        return None
-    kv_tile = dense.sizes.kv_tile
-    first = int(columns[0]) // kv_tile * kv_tile
-    last = min(-(-(int(columns[-1]) + 1) // kv_tile) * kv_tile, seen.shape[3])
-    start = place.kv_rows[0]
-    trimmed = seen[..., first:last]
-    smaller = place._replace(kv_rows=(start + first, start + last))
-    return smaller, None if bool(trimmed.all()) else trimmed

@@ -1,0 +1,88 @@
+"""Edges: the masks of rectangles that are partly hidden, as the flash kernel takes them."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from saccade import expressions
+from saccade.cpu.tile import Place
+from saccade.expressions import Captured
+from saccade.problem import Variant
+
+# Edges of at most this many pairs are remembered, and at most so many of them: 32 MiB in float32.
+REMEMBERED_PAIRS = 2**17
+REMEMBERED_EDGES = 64
+
+
+class Edge(NamedTuple):
+    """A mask ready for the kernel.
+
+    Attributes:
+        bias: 0 where visible, -inf where hidden, broadcastable to [batch, heads, rows, keys].
+        blind: the rows that see nothing, broadcastable to [batch, heads, rows]; None if none are.
+    """
+
+    bias: Tensor
+    blind: Tensor | None
+
+
+def edge(visible: Bool[Tensor, "#batch #heads #rows #keys"], dtype: torch.dtype) -> Edge:
+    """The edge of a mask that is written out."""
+    bias = torch.where(visible, 0.0, -torch.inf).to(dtype)
+    blind = ~visible.any(-1)
+    return Edge(bias, blind if bool(blind.any()) else None)
+
+
+def edge_at(
+    variant: Variant, place: Place, kv_tile: int, dtype: torch.dtype
+) -> tuple[Place, Edge | None] | None:
+    """The edge of a mask in a rectangle, whose hidden key tiles at both ends are trimmed off.
+
+    Returns:
+        The smaller place and its edge (None: everything in it is visible); None if nothing is.
+    """
+    captured = variant.mask_captured
+    rows, keys = (stop - start for start, stop in (place.query_rows, place.kv_rows))
+    if captured.tensors or rows * keys > REMEMBERED_PAIRS:  # tensors may change, large ones cost
+        return _edge_at(variant.mask, captured, place, kv_tile, dtype)
+    numbers = (tuple(captured.ints), tuple(captured.floats))
+    return _remembered(variant.mask, *numbers, place, kv_tile, dtype)
+
+
+@functools.lru_cache(maxsize=REMEMBERED_EDGES)
+def _remembered(
+    mask: str,
+    ints: tuple[int, ...],
+    floats: tuple[float, ...],
+    place: Place,
+    kv_tile: int,
+    dtype: torch.dtype,
+) -> tuple[Place, Edge | None] | None:
+    """The layers of a model, and their backward passes, ask for the same edges again and again."""
+    with torch.inference_mode(False):  # what is remembered must serve everywhere
+        return _edge_at(mask, Captured((), ints, floats), place, kv_tile, dtype)
+
+
+def _edge_at(
+    mask: str, captured: Captured, place: Place, kv_tile: int, dtype: torch.dtype
+) -> tuple[Place, Edge | None] | None:
+    seen = expressions.visible(mask, captured, place.coordinates())
+    if bool(seen.all()):
+        return place, None
+    if seen.shape[3] > 1:
+        columns = seen.flatten(0, 2).any(0).nonzero()
+        if columns.numel() == 0:
+            return None
+        first = int(columns[0]) // kv_tile * kv_tile
+        last = min(-(-(int(columns[-1]) + 1) // kv_tile) * kv_tile, seen.shape[3])
+        start = place.kv_rows[0]
+        place = place._replace(kv_rows=(start + first, start + last))
+        seen = seen[..., first:last]
+    elif not bool(seen.any()):
+        return None
+    return place, None if bool(seen.all()) else edge(seen, dtype)
