@@ -53,7 +53,8 @@ def device(name: str) -> torch.device:
     if found.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("this PyTorch sees no GPU; --device cpu measures without one")
-        torch.cuda.set_device(found)
+        if found.index is not None:
+            torch.cuda.set_device(found)
         found = torch.device("cuda", torch.cuda.current_device())
     return found
 

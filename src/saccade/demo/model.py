@@ -89,7 +89,6 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.extended(key, value)
         output = saccade.attention(query, key, value, mask=self.mask)
-        assert isinstance(output, Tensor)
         return self.combine(output.transpose(1, 2).flatten(2))
 
 
