@@ -64,10 +64,11 @@ test: $(DEV_STAMP) ## run the tests that need no GPU
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu" \
 	    --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype $(ARGS)
 
-check: $(DEV_STAMP) ## run the linters and the type checker
+check: $(DEV_STAMP) ## run the linters and the type checker; compare README's table with its files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python tools/house_rules.py
+	@$(BIN)/python tools/readme_table.py --check
 	@$(BIN)/pyright
 
 # Installs nothing: it tests the torch that is there, in .venv or, without one, in PYTHON.
