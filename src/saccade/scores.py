@@ -192,7 +192,7 @@ def bias(tensor: Tensor) -> Score:
 
     Args:
         tensor: floating point, broadcastable to [batch, query_heads, query_len, kv_len]. -inf
-            hides a pair.
+            gives a pair no weight; only a mask also keeps NaN in its key or value away.
     """
     tensor = floats("tensor", tensor)
     if tensor.dim() > 4:
