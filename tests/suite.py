@@ -97,6 +97,12 @@ class TestExactness:
         description = data.draw(descriptions(implementation.dtypes))
         check(implementation, **description.__dict__)
 
+    @pytest.mark.parametrize("mask", ["none", "causal", "blocks"])
+    def test_large_scores(self, implementation: Implementation, mask: str) -> None:
+        for dtype in implementation.dtypes:  # scores of about 30: their error is a weight's
+            sizes = {"lengths": ((19, 11),), "group": 3, "head_dim": 64, "scale": 1.0}
+            check(implementation, mask=mask, dtype=dtype, seed=865198, **sizes)
+
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_any_strides(self, implementation: Implementation, layout: str) -> None:
         for dtype in implementation.dtypes:

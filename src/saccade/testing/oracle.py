@@ -8,8 +8,9 @@ The bound is derived for each number, in two parts (contract item 5):
 A sum whose terms t each carry an independent relative error of at most u has an error beyond
 6 · u · sqrt(Σ t²) with a probability under 4e-8 (Hoeffding's inequality, as in Higham and Mary
 2019, "A new approach to probabilistic rounding error analysis", theorem 2.4). Terms carry u of
-the inputs' dtype, since low-precision products read rounded weights, and the sums themselves
-u · sqrt(terms) of the accumulation dtype.
+the inputs' dtype, since low-precision products read rounded weights; the sums themselves
+u · sqrt(terms) of the accumulation dtype; and each weight the error of its score and of the lse,
+which the exponential turns into a relative one.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _spread(case: Case) -> dict[str, Tensor]:
     inputs = with_seed(inputs, variant)
     dense, at, reachable = reference.lay_out(inputs)
     scores, visible, value = reference.score_pairs(dense, variant, at, reachable)
-    _, lse = reference.attend(dense, variant, at, reachable)
+    output, lse = reference.attend(dense, variant, at, reachable)
     packed = case.cu_seqlens is not None
     grad_output, grad_lse = case.grads["output"], case.grads["lse"]
     if packed:
@@ -93,30 +94,40 @@ def _spread(case: Case) -> dict[str, Tensor]:
     weights = (scores - lse).exp().masked_fill(~visible, 0) / (1 - variant.dropout_p)
     group = dense.query.shape[1] // max(dense.key.shape[1], 1)
     key = dense.key.nan_to_num(0, 0, 0).repeat_interleave(group, 1)
-    grad_weights = grad_output.abs() @ value.abs().transpose(-1, -2)
-    row_dot = (weights * grad_weights).sum(-1, keepdim=True) + grad_lse.abs().unsqueeze(-1)
-    grad_scores = weights * (grad_weights + row_dot)  # larger than any partial sum of it
     query = dense.query.nan_to_num(0, 0, 0)
+    dots = grad_output * output
+    row_dot = dots.sum(-1, keepdim=True).abs() + grad_lse.abs().unsqueeze(-1)
+    grad_weights = (grad_output @ value.mT).abs()
 
-    units = _units(case, dense.query.shape[-1] + value.shape[-1], *scores.shape[-2:])
+    of_inputs, of_sums, of_one = _units(case, query.shape[-1] + value.shape[-1], *scores.shape[-2:])
+    # Products add up in at least 16 partial sums: that many numbers fill a vector register.
+    steps = max(query.shape[-1] / 16, 1.0)
+    products = variant.scale * steps**0.5 * _root(query, key.mT)
+    of_scores = of_one * (products + scores.nan_to_num(0, 0, 0).abs() + lse.abs())
+    # An error of a score, or of the lse, is a relative error of the pair's weight.
+    of_pairs = of_inputs + of_sums + of_scores
+    terms = weights * of_pairs
+    of_row_dot = (of_inputs + of_sums) * dots.square().sum(-1, keepdim=True).sqrt()
+    of_grad_weights = of_sums * _root(grad_output, value.mT)
+    grad_terms = (grad_weights + row_dot) * terms + weights * (of_row_dot + of_grad_weights)
     found = {
-        "output": _root(weights, value),
-        "lse": (weights * scores.nan_to_num(0, 0, 0).abs()).sum(-1) + 1 + lse.squeeze(-1).abs(),
-        "grad_query": variant.scale * _root(grad_scores, key),
-        "grad_key": variant.scale * _grouped(_root(grad_scores.mT, query), group),
-        "grad_value": _grouped(_root(weights.mT, grad_output), group),
+        "output": _root(terms, value),
+        "lse": (weights * of_scores).sum(-1) + of_sums + of_one * lse.squeeze(-1).abs(),
+        "grad_query": variant.scale * _root(grad_terms, key),
+        "grad_key": variant.scale * _grouped(_root(grad_terms.mT, query), group),
+        "grad_value": _grouped(_root(terms.mT, grad_output), group),
     }
     if inputs.sinks is not None:
         sink_weights = (inputs.sinks.view(1, -1, 1, 1) - lse).exp()
-        found["grad_sinks"] = (sink_weights * row_dot).square().sum((0, 2, 3)).sqrt()
+        of_sinks = row_dot * (of_inputs + of_sums + of_one * lse.abs()) + of_row_dot
+        found["grad_sinks"] = (sink_weights * of_sinks).square().sum((0, 2, 3)).sqrt()
     if packed:
         for name in ("output", "grad_query", "grad_key", "grad_value"):
             found[name] = found[name].squeeze(0).transpose(0, 1)
         found["lse"] = found["lse"].squeeze(0)
     if "bias" in case.tensors:
-        found["grad_bias"] = _taken(leaves["bias"], grad_scores, at)
-    wide_only = {"lse": units[1]}
-    return {name: value * wide_only.get(name, units[0] + units[1]) for name, value in found.items()}
+        found["grad_bias"] = _taken(leaves["bias"], grad_terms, at)
+    return found
 
 
 def _taken(table: Tensor, terms: Tensor, at: Coordinates) -> Tensor:
@@ -127,11 +138,11 @@ def _taken(table: Tensor, terms: Tensor, at: Coordinates) -> Tensor:
     return squares.sqrt()
 
 
-def _units(case: Case, channels: int, rows: int, keys: int) -> tuple[float, float]:
-    """Unit roundoff of the inputs' dtype, and of sums in the accumulation dtype."""
+def _units(case: Case, channels: int, rows: int, keys: int) -> tuple[float, float, float]:
+    """Unit roundoff of the inputs' dtype, of a sum in the accumulation dtype, of one operation."""
     dtype = case.tensors["query"].dtype
-    sums = torch.finfo(accumulate_dtype(dtype)).eps / 2 * (channels + rows + keys) ** 0.5
-    return torch.finfo(dtype).eps / 2, sums
+    of_one = torch.finfo(accumulate_dtype(dtype)).eps / 2
+    return torch.finfo(dtype).eps / 2, of_one * (channels + rows + keys) ** 0.5, of_one
 
 
 def _root(weights: Tensor, rows: Tensor) -> Tensor:
