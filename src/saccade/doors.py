@@ -2,7 +2,7 @@
 
 `torch.compile`, and whoever calls it by name, meets the operator itself with its registered
 autograd. Eager calls and `torch.func` come through an `autograd.Function` around it: registered
-autograd takes several times as long to enter, and torch.func's transforms do not reach it. Where
+autograd takes longer to enter, and torch.func's transforms do not reach it. Where
 nobody listens to operators, eager calls go straight to the body.
 """
 

@@ -96,7 +96,7 @@ def _laid_out(rows: Tensor, like: Tensor, heads_are_inside: bool) -> Tensor:
 
 
 def _widen_half(inputs: Inputs) -> Inputs:
-    """float16 as float32: on a CPU that is both faster (6 times, backward) and more exact."""
+    """float16 as float32, which is more exact, and spares PyTorch's slow float16 products."""
     if inputs.query.dtype != torch.float16:
         return inputs
     query, key, value = inputs.query.float(), inputs.key.float(), inputs.value.float()

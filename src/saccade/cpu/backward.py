@@ -125,12 +125,10 @@ def _run(
                     _add(sums, dense, part, shares[:3])
                     add_taken(tables, shares.taken, part)
         return
-    edge = None
-    if masked:
-        found = edges.edge_at(dense.variant, place, dense.sizes.kv_tile, dense.query.dtype)
-        if found is None:
-            return
-        place, edge = found
+    found = edges.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
+    if found is None:
+        return
+    place, edge = found
     _add(sums, dense, place, _flash(dense, rows, place, edge, causal=False))
 
 

@@ -39,13 +39,17 @@ def edge(visible: Bool[Tensor, "#batch #heads #rows #keys"], dtype: torch.dtype)
 
 
 def edge_at(
-    variant: Variant, place: Place, kv_tile: int, dtype: torch.dtype
+    variant: Variant, place: Place, masked: bool, kv_tile: int, dtype: torch.dtype
 ) -> tuple[Place, Edge | None] | None:
     """The edge of a mask in a rectangle, whose hidden key tiles at both ends are trimmed off.
+
+    `masked`: some pairs may be hidden; otherwise there is no edge to look for.
 
     Returns:
         The smaller place and its edge (None: everything in it is visible); None if nothing is.
     """
+    if not masked:
+        return place, None
     captured = variant.mask_captured
     rows, keys = (stop - start for start, stop in (place.query_rows, place.kv_rows))
     if captured.tensors or rows * keys > REMEMBERED_PAIRS:  # tensors may change, large ones cost

@@ -65,12 +65,10 @@ def _run(dense: Dense, place: Place, masked: bool, careful: bool) -> tuple[Tenso
     """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
     if not dense.fits_flash or careful:
         return _plain(dense, place, masked, careful)
-    edge = None
-    if masked:
-        found = edges.edge_at(dense.variant, place, dense.sizes.kv_tile, dense.query.dtype)
-        if found is None:
-            return None
-        place, edge = found
+    found = edges.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
+    if found is None:
+        return None
+    place, edge = found
     query, key, value = _rows(dense, place)
     return flash.forward(query, key, value, dense.variant.scale, edge, causal=False)
 

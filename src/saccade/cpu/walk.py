@@ -61,9 +61,9 @@ class Dense(NamedTuple):
 
     @property
     def flash_at_once(self) -> str | None:
-        """ "full" or "causal" where the flash kernel's own form of the mask serves all of it.
+        """Which form of the flash kernel serves all of it at once: "full", "causal", or None.
 
-        Its causal form skips nothing within 512 keys: up to there two tiles, the second under a
+        The causal form skips nothing within 512 keys: up to there two tiles, the second under a
         mask, do less work.
         """
         if not self.fits_flash:

@@ -135,9 +135,7 @@ MASKS: dict[str, Callable[[Description, torch.Generator], Mask | Tensor | None]]
 SCORES: dict[str, Callable[[Description, Tensor | None], Score | None]] = {
     "none": lambda d, b: None,
     "softcap": lambda d, b: scores.softcap(2.0),
-    "alibi": lambda d, b: scores.alibi(
-        2.0 ** -torch.arange(1.0, d.query_heads + 1, device=d.device)
-    ),
+    "alibi": lambda d, b: scores.alibi(_slopes(d)),
     "own": lambda d, b: _gain(0.5),
     "bias": lambda d, b: scores.bias(b),  # type: ignore[arg-type]
     "head_bias": lambda d, b: scores.bias(b),  # type: ignore[arg-type]
