@@ -13,7 +13,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; pytest brings its own workers.
 .NOTPARALLEL:
-.PHONY: help demo bench test check test-gpu clean
+.PHONY: help demo bench test check kernels test-gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,6 +21,11 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 TORCH ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
+
+# A torch without CUDA comes without Triton; the tests interpret and compile kernels all the same.
+# The oldest Triton that is served is what they use, and kernels are compiled by the newest as well.
+TRITON ?= $(if $(HAS_GPU),,$(if $(filter Linux,$(shell uname -s)),triton==3.6.0))
+NEWEST_TRITON := triton==3.9.0
 
 # More than 8 workers spend more on importing torch than they save; one core needs no worker (0).
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
@@ -33,6 +38,8 @@ PYTHON_STAMP := $(VENV)/.made
 TORCH_STAMP := $(VENV)/.installed-$(subst /,_,$(subst :,_,$(subst $(space),_,$(subst >,ge,$(subst <,lt,$(subst =,-,$(TORCH)))))))
 DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
+NEWEST := $(VENV)/newest-triton
+NEWEST_STAMP := $(VENV)/.installed-newest-triton
 
 help: ## show this help
 	@echo "make TARGET [ARGS=...]"
@@ -61,7 +68,7 @@ CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
 
 # One torch thread a worker: the workers already fill the cores.
 test: $(DEV_STAMP) ## run the tests that need no GPU
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu" \
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu" \
 	    --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype $(ARGS)
 
 check: $(DEV_STAMP) ## run the linters and the type checker; compare README's table with its files
@@ -70,6 +77,10 @@ check: $(DEV_STAMP) ## run the linters and the type checker; compare README's ta
 	@$(BIN)/python tools/house_rules.py
 	@$(BIN)/python tools/readme_table.py --check
 	@$(BIN)/pyright
+
+kernels: $(DEV_STAMP) $(NEWEST_STAMP) ## compile every kernel for every architecture, twice: 20 minutes on 2 cores
+	@$(BIN)/saccade kernels --arch all --check
+	@PYTHONPATH=$(NEWEST) $(BIN)/saccade kernels --arch all
 
 # Installs nothing: it tests the torch that is there, in .venv or, without one, in PYTHON.
 test-gpu: ## run the tests that need an NVIDIA GPU, in the torch that is installed
@@ -116,5 +127,10 @@ $(DEMO_STAMP): $(TORCH_STAMP) pyproject.toml
 
 $(DEV_STAMP): $(TORCH_STAMP) pyproject.toml
 	@echo "Installing Saccade and its development tools in $(VENV) (a minute or so)"
-	@$(PIP_INSTALL) -e '.[dev,bench]'
+	@$(PIP_INSTALL) -e '.[dev,bench]' $(TRITON)
 	@touch $@ $(DEMO_STAMP)
+
+$(NEWEST_STAMP): $(PYTHON_STAMP)
+	@echo "Installing $(NEWEST_TRITON) beside $(VENV)'s own"
+	@$(PIP_INSTALL) --no-deps --upgrade --target $(NEWEST) $(NEWEST_TRITON)
+	@touch $@

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 import saccade
 from saccade.testing import Case, assert_exact, make_case, oracle, poisoned
 from saccade.testing.kinds import MASKS, SCORES
-from saccade.testing.strategies import LAYOUTS, descriptions
+from saccade.testing.strategies import LAYOUTS, Description, descriptions
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
@@ -27,13 +29,35 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = (F32, F64, BF16, F16)
     device: str = "cpu"  # "cuda" runs under make test-gpu
     small_tiles: saccade.Config | None = None
+    slow: bool = False  # it compiles or interprets kernels: one dtype and one config a case
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs it: a thousand times slower than a GPU."""
+        return self.slow and self.device == "cpu"
+
+    def dtypes_of(self, case: int) -> Sequence[torch.dtype]:
+        """The dtypes that one of many cases is tested in."""
+        return [random.Random(case).choice(self.dtypes)] if self.slow else self.dtypes
+
+    def configs_of(self, case: int) -> Sequence[saccade.Config | None]:
+        """The configs that it is tested with."""
+        configs = [None] if self.small_tiles is None else [None, self.small_tiles]
+        return [random.Random(-case).choice(configs)] if self.slow else configs
+
+
+SMALLEST = saccade.Config(query_tile=16, kv_tile=16)
+KERNEL_TILES = replace(SMALLEST, backward=SMALLEST)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 IMPLEMENTATIONS = [
     Implementation("reference"),
     Implementation("reference", device="cuda"),
     Implementation("cpu", small_tiles=saccade.Config(query_tile=8, kv_tile=8)),
+    Implementation("portable", (F32, BF16, F16), "cuda", KERNEL_TILES, slow=True),
 ]
+if INTERPRETED:  # conftest.py sees to it wherever there is no GPU
+    IMPLEMENTATIONS.append(Implementation("portable", (F32, F16), "cpu", KERNEL_TILES, slow=True))
 
 
 @pytest.fixture(
@@ -50,13 +74,13 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     return request.param
 
 
-def check(implementation: Implementation, **description: Any) -> None:
+def check(implementation: Implementation, number: int = 1, **description: Any) -> None:
     """Compare one case with float64, in memory that holds NaN; small tiles too where there are."""
     case = make_case(**{**description, "device": implementation.device})
     with poisoned():
-        assert_exact(case, implementation.name)
-        if implementation.small_tiles is not None:
-            assert_exact(case, implementation.name, config=implementation.small_tiles)
+        for config in implementation.configs_of(number):
+            given = {} if config is None else {"config": config}
+            assert_exact(case, implementation.name, **given)
 
 
 PACKED = ((24, 30), (5, 0), (0, 4), (7, 7), (7, 7))
@@ -72,9 +96,11 @@ class TestExactness:
         self, implementation: Implementation, mask: str, score: str, packed: bool
     ) -> None:
         number = list(MASKS).index(mask) * len(SCORES) + list(SCORES).index(score)
-        for dtype in implementation.dtypes:
+        case = 2 * number + packed
+        for dtype in implementation.dtypes_of(case):
             check(
                 implementation,
+                case,
                 mask=mask,
                 score=score,
                 dtype=dtype,
@@ -86,16 +112,21 @@ class TestExactness:
                 seed=number,
             )
 
-    @settings(
-        max_examples=60,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
-    @given(data=st.data())
-    def test_random_problems(self, implementation: Implementation, data: st.DataObject) -> None:
-        description = data.draw(descriptions(implementation.dtypes))
-        check(implementation, **description.__dict__)
+    @pytest.mark.parametrize("masks", [list(MASKS)[n::4] for n in range(4)], ids=",".join)
+    def test_random_problems(self, implementation: Implementation, masks: list[str]) -> None:
+        @settings(
+            max_examples=6 if implementation.slow else 15,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow],
+            # Descriptions are small as they are; to shrink one would compile hundreds of kernels.
+            phases=[Phase.explicit, Phase.generate],
+        )
+        @given(description=descriptions(implementation.dtypes, masks=masks))
+        def run(description: Description) -> None:
+            check(implementation, description.seed, **description.__dict__)
+
+        run()
 
     @pytest.mark.parametrize("mask", ["none", "causal", "blocks"])
     def test_large_scores(self, implementation: Implementation, mask: str) -> None:
@@ -285,15 +316,18 @@ class TestResults:
 
     def test_runs_are_bit_equal(self, implementation: Implementation) -> None:
         for mask, score in (("causal", "none"), ("window", "bias"), ("own", "softcap")):
+            length = 100 if implementation.interpreted else 300
             case = make_case(
-                mask=mask, score=score, lengths=((300, 300),), device=implementation.device
+                mask=mask, score=score, lengths=((length, length),), device=implementation.device
             )
             first = case.run(implementation.name, deterministic=True)
-            for _ in range(3):
+            for _ in range(1 if implementation.interpreted else 3):
                 again = case.run(implementation.name, deterministic=True)
                 assert all(torch.equal(first[name], again[name]) for name in first)
 
     def test_offsets_beyond_32_bits(self, implementation: Implementation) -> None:
+        if implementation.interpreted:
+            pytest.skip("the interpreter copies all of the memory, gigabytes, for every kernel")
         dtype = BF16 if BF16 in implementation.dtypes else implementation.dtypes[-1]
         step = 2**30 + 5  # three rows of keys further apart than 2^31 elements
         memory = torch.empty(2 * step + 64, dtype=dtype, device=implementation.device)

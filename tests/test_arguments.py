@@ -252,7 +252,10 @@ SCORES = [
     ),
 ]
 
-NAMES, A_CONFIG = "takes one of ('cpu', 'reference')", "a Config, or a mapping from (major, minor)"
+NAMES, A_CONFIG = (
+    "takes one of ('cpu', 'portable', 'reference')",
+    "a Config, or a mapping from (major, minor)",
+)
 CHOICES = [
     Refusal("unknown", "implementation", "flash", ValueError, "got 'flash'", NAMES),
     Refusal("upper case", "implementation", "CPU", ValueError, "got 'CPU'", NAMES),

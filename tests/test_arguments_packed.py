@@ -150,7 +150,11 @@ def test_longest_lengths_are_refused(name, longest):
         ({"deterministic": None}, TypeError, ("deterministic: ", "None", "True or False")),
         ({"mask": 5}, TypeError, ("mask: ", "got int", "a saccade Mask")),
         ({"score": 5}, TypeError, ("score: ", "got int", "a saccade Score")),
-        ({"implementation": "x"}, ValueError, ("implementation: ", "'x'", "'cpu', 'reference'")),
+        (
+            {"implementation": "x"},
+            ValueError,
+            ("implementation: ", "'cpu', 'portable'"),
+        ),
         ({"config": 1}, TypeError, ("config: ", "got int", "takes a Config")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

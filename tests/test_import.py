@@ -22,7 +22,8 @@ def imported() -> tuple[float, list[str]]:
 
 def test_import_brings_nothing_heavy() -> None:
     _, modules = imported()
-    assert "saccade.cpu.attention" in modules
+    assert "saccade.reference.attention" in modules
+    assert not {"saccade.cpu.attention", "saccade.portable.attention"} & set(modules)
     assert HEAVY.isdisjoint(modules)
 
 

@@ -240,9 +240,9 @@ def test_masks_do_not_combine_with_other_things_or_words():
     mask: Any = masks.causal()
     for other in (True, torch.tensor(True), saccade.scores.softcap(1.0)):
         with pytest.raises(TypeError):
-            mask & other
+            _ = mask & other
         with pytest.raises(TypeError):
-            mask | other
+            _ = mask | other
     for combine in (lambda: mask and mask, lambda: mask or mask, lambda: not mask):
         with pytest.raises(TypeError, match="combine masks with"):
             combine()

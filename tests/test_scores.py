@@ -196,7 +196,7 @@ def test_chains_do_not_mix_with_other_things():
     change: Any = scores.softcap(1.0)
     for other in (2.0, saccade.masks.causal(), gain):
         with pytest.raises(TypeError):
-            change >> other
+            _ = change >> other
 
 
 @st.composite

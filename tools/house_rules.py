@@ -40,12 +40,14 @@ FORBIDDEN_IMPORTS = {
 }
 # One merge kernel serves both: combining partial results has nothing of Hopper in it.
 ALLOWED_IMPORTS = {("hopper", "portable.merge")}
+# What looks at kernels from outside reaches for their insides, so nothing may come to rest on it.
+ONLY_IMPORTED_BY = {"offline": {"cli", "offline"}}
 # What is built on the library sees only its public names, and its own package.
 PUBLIC_NAME_USERS = {
     "integrations": {"integrations"},
     "bench": {"bench"},
     "demo": {"demo"},
-    "cli": {"bench", "demo"},
+    "cli": {"bench", "demo", "offline"},
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -132,6 +134,8 @@ def import_direction(source: Source) -> Iterator[Finding]:
         )
         if top in forbidden and not allowed:
             yield line, f"{source.layer} must not import saccade.{module}"
+        elif source.layer and source.layer not in ONLY_IMPORTED_BY.get(top, {source.layer}):
+            yield line, f"{source.layer} must not import saccade.{module}, which the cli alone does"
 
 
 def public_names_only(source: Source) -> Iterator[Finding]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypedDict, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from saccade import arguments, dispatch, doors
+from saccade import arguments, dispatch, doors, recall
 from saccade.masks import Mask
 from saccade.prepare import prepare, with_seed
-from saccade.problem import Config, Inputs, Problem, Variant
+from saccade.problem import Config, Inputs
+from saccade.recall import Recalled
 from saccade.reference import attention as reference
 from saccade.scores import Score
 
@@ -47,7 +49,7 @@ def attention(
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
-def attention(
+def attention(  # breaks function-length: most of it is the docstring
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -76,8 +78,8 @@ def attention(
         dropout_p: the share of weights that is dropped, in [0, 1); the rest grows to make up.
         return_lse: also return the log-sum-exp of each row's scores (sinks included).
         deterministic: gradients are bit-equal from run to run. Forward passes always are.
-        implementation: "cpu" or "reference"; None takes the first that fits. A named one never
-            falls back: it raises where it cannot serve.
+        implementation: "cpu", "portable" or "reference"; None takes the first that fits. A named
+            one never falls back: it raises where it cannot serve.
         config: tile sizes, or a mapping from (major, minor) GPU capabilities to them.
 
     Returns:
@@ -94,12 +96,24 @@ def attention(
 
     >>> output = saccade.attention(query, key, value, mask=saccade.masks.causal())
     """
-    inputs, variant, problem, config = prepare(
-        query, key, value, None, None, None, None,
-        mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
-        return_lse=return_lse, deterministic=deterministic, config=config,
-    )  # fmt: skip
-    output, lse = _run(inputs, variant, problem, config, deterministic, implementation)
+    arguments.check_flag("return_lse", return_lse)
+    plain = type(deterministic) is bool and type(dropout_p) is float and dropout_p == 0.0
+    recall_key = None
+    if plain and sinks is None:
+        options = (scale, implementation, config)
+        recall_key = recall.key_of(query, key, value, mask, score, options)
+    found = recall.recalled(recall_key)
+    if found is not None:
+        inputs = Inputs(query, key, value)
+    else:
+        inputs, variant, problem, checked = prepare(
+            query, key, value, None, None, None, None,
+            mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
+            return_lse=return_lse, deterministic=deterministic, config=config,
+        )  # fmt: skip
+        found = Recalled(variant, checked, dispatch.choose(problem, implementation))
+        recall.keep(recall_key, found)
+    output, lse = _run(inputs, found, deterministic)
     return (output, lse) if return_lse else output
 
 
@@ -176,21 +190,15 @@ def attention_packed(
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
         return_lse=return_lse, deterministic=deterministic, config=config,
     )  # fmt: skip
-    output, lse = _run(inputs, variant, problem, config, deterministic, implementation)
+    found = Recalled(variant, config, dispatch.choose(problem, implementation))
+    output, lse = _run(inputs, found, deterministic)
     return (output, lse) if return_lse else output
 
 
-def _run(
-    inputs: Inputs,
-    variant: Variant,
-    problem: Problem,
-    config: Config | None,
-    deterministic: bool,
-    implementation: str | None,
-) -> tuple[Tensor, Tensor]:
+def _run(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Tensor, Tensor]:
     """The reference is plain PyTorch, with PyTorch's gradients; all others are operators."""
-    chosen = dispatch.choose(problem, implementation)
-    inputs = with_seed(inputs, variant)
-    if chosen == "reference":
-        return reference.attention(inputs, variant)
-    return doors.attention(inputs, variant, config, deterministic, chosen)
+    inputs = with_seed(inputs, found.variant)
+    if found.chosen == "reference":
+        return reference.attention(inputs, found.variant)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return doors.attention(inputs, found, deterministic)

@@ -1,4 +1,4 @@
-"""The command line: `saccade demo`, `saccade bench`."""
+"""The command line: `saccade demo`, `bench`, `kernels` and `tune`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import typer
 
 from saccade.bench.command import bench
 from saccade.demo.command import demo
+from saccade.offline.kernels_command import kernels
+from saccade.offline.tune_command import tune
 
 app = typer.Typer(
     name="saccade",
@@ -16,6 +18,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command()(kernels)
+app.command()(tune)
 
 
 def main() -> None:

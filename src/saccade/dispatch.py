@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import NamedTuple
+
+import torch
 
 from saccade.problem import Problem
 
@@ -13,6 +18,50 @@ class Implementation(NamedTuple):
 
     name: str
     unsupported: Callable[[Problem], str | None]
+
+
+WIDEST = 256  # channels that portable kernels hold at once
+
+
+def _portable_unsupported(problem: Problem) -> str | None:
+    widest = max(problem.head_dim, problem.value_dim)
+    if widest > WIDEST:
+        return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
+    return _portable_misses(problem.device, problem.dtype, problem.mask, problem.score)
+
+
+@functools.cache
+def _portable_misses(device: str, dtype: torch.dtype, mask: str, score: str) -> str | None:
+    """What is missing for a portable kernel of any size; asked once, and not traced."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device != "cuda" and not (device == "cpu" and interpreted):
+        return f"tensors lie on {device}; it takes tensors on a GPU"
+    if dtype == torch.float64:
+        return "it takes float32, bfloat16 and float16, not float64"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if interpreted and dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    if device == "cuda" and not torch.cuda.is_available():
+        return "PyTorch sees no GPU"
+    if device == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability()
+        if capability < (7, 5):
+            return f"the GPU's capability is {capability}; it takes (7, 5) or newer"
+    from saccade.kernels.compose import mask_functions, score_functions
+    from saccade.kernels.source import CannotCompile
+
+    try:
+        if mask:
+            mask_functions(mask)
+        if score:
+            score_functions(score)
+    except CannotCompile as error:
+        return f"no kernel can be made: {error}"
+    return None
+
+
+_portable_misses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _cpu_unsupported(problem: Problem) -> str | None:
@@ -29,6 +78,7 @@ def _reference_unsupported(problem: Problem) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
+    Implementation("portable", _portable_unsupported),
     Implementation("reference", _reference_unsupported),
 )
 """In order of preference: the first that gives no reason against itself is taken."""

@@ -8,6 +8,7 @@ nobody listens to operators, eager calls go straight to the body.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from saccade.bodies import body_of
 from saccade.operators import (
-    BODIES,
     NUM_INPUTS,
     attention_backward_body,
     attention_backward_op,
@@ -30,25 +31,31 @@ from saccade.operators import (
     save_for_backward,
     split,
 )
-from saccade.problem import Config, Inputs, Variant
+from saccade.problem import Config, Inputs
+from saccade.recall import Recalled
 
 
-def attention(
-    inputs: Inputs,
-    variant: Variant,
-    config: Config | None,
-    deterministic: bool,
-    implementation: str,
-) -> tuple[Tensor, Tensor]:
-    """Output and lse by an implementation, through the door that fits."""
+def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Tensor, Tensor]:
+    """Output and lse by the chosen implementation, through the door that fits."""
     tracing = torch.compiler.is_compiling()
-    tensors = (*inputs, *variant.score_captured.tensors)
+    tensors = (*inputs, *found.variant.score_captured.tensors)
     if not tracing and _nobody_listens(tensors) and not _wants_gradients(tensors):
-        return BODIES[implementation].forward(inputs, variant, config or Config())
-    tables, plain = flatten(variant, config, deterministic, implementation)
+        return _straight(inputs, found)
+    if deterministic not in found.plain:
+        flat = flatten(found.variant, found.config, deterministic, found.chosen)
+        found.tables, found.plain[deterministic] = flat
+    plain = found.plain[deterministic]
     if tracing:
-        return attention_op(*inputs, tables, *plain)
-    return _enter(_Attention, plain, *inputs, *tables)
+        return attention_op(*inputs, found.tables, *plain)
+    return _enter(_Attention, (found, plain), *inputs, *found.tables)
+
+
+def _straight(inputs: Inputs, found: Recalled) -> tuple[Tensor, Tensor]:
+    """The body itself, by the forward pass that was prepared for such calls."""
+    if found.forward is None:
+        config = found.config or Config()
+        found.forward = body_of(found.chosen).prepared(inputs, found.variant, config)
+    return found.forward(inputs, found.variant)
 
 
 def _wants_gradients(tensors: Sequence[Tensor | None]) -> bool:
@@ -69,19 +76,22 @@ def _nobody_listens(tensors: Sequence[Tensor | None]) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """The operator with flat arguments: (plain values, *inputs, *tables)."""
+    """The operator with flat arguments: ((what is known, plain values), *inputs, *tables)."""
 
     @staticmethod
-    def forward(plain: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(call: tuple[Recalled, Any], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        found, plain = call
         tables = list(tensors[NUM_INPUTS:])
         if _nobody_listens(tensors):
-            return attention_body(*tensors[:NUM_INPUTS], tables, *plain)
+            if tables:  # under vmap they are not those of the variant
+                return attention_body(*tensors[:NUM_INPUTS], tables, *plain)
+            return _straight(Inputs(*tensors), found)  # type: ignore[arg-type]
         with torch._C._AutoDispatchBelowAutograd():  # gradients are this class's own
             return attention_op(*tensors[:NUM_INPUTS], tables, *plain)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        plain, *tensors = inputs
+        (_, plain), *tensors = inputs
         save_for_backward(ctx, (*tensors[:NUM_INPUTS], tensors[NUM_INPUTS:], *plain), output)
 
     @staticmethod
@@ -94,8 +104,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        plain, *tensors = arguments
-        return _mapped(info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply(plain, *t))
+        (found, plain), *tensors = arguments
+        one = dataclasses.replace(found, forward=None)  # of other shapes than what is known
+        return _mapped(
+            info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply((one, plain), *t)
+        )
 
 
 def _backward(

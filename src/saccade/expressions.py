@@ -123,7 +123,11 @@ def capture(data: Sequence[Any]) -> Captured:
     """Sort captured values by kind, keeping their order within a kind."""
     return Captured(
         tuple(value for value in data if kind_of(value) == "t"),
-        tuple(value for value in data if kind_of(value) == "i"),
+        tuple(
+            int(value) if isinstance(value, bool) else value
+            for value in data
+            if kind_of(value) == "i"
+        ),
         tuple(value for value in data if kind_of(value) == "f"),
     )
 

@@ -131,7 +131,7 @@ def _built_in(body: Callable[..., Any], check: Callable[..., str | None] | None 
 
 def _leaf(name: str, align: str, *captured: Any) -> Mask:
     check_align(align)
-    return MaskFunction(name, align)(*captured)
+    return Mask(expressions.leaf_key(name, align, captured), expressions.capture(captured))
 
 
 # ---- the functions, and what their captured tensors must look like ---------------------------

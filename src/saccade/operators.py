@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade import expressions
-from saccade.cpu import attention as cpu
+from saccade.bodies import body_of
 from saccade.expressions import Captured
 from saccade.problem import (
     Config,
@@ -50,9 +50,6 @@ torch.library.define(
 attention_op = torch.ops.saccade.attention.default
 attention_backward_op = torch.ops.saccade.attention_backward.default
 
-# The implementations that run inside the operators; the reference is plain PyTorch outside them.
-BODIES = {"cpu": cpu}
-
 
 # ---- plain values there and back --------------------------------------------------------------
 
@@ -69,7 +66,7 @@ def flatten(
         variant.score,
         variant.scale,
         variant.dropout_p,
-        [] if config is None else [config.query_tile, config.kv_tile],
+        [] if config is None else config.numbers(),
         deterministic,
         implementation,
     )
@@ -91,7 +88,7 @@ def _variant(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
 
 
 def _config(plain: Sequence[Any]) -> Config:
-    return Config(*plain[6])
+    return Config.of_numbers(plain[6])
 
 
 def _first_score_table(plain: Sequence[Any]) -> int:
@@ -105,7 +102,7 @@ def _first_score_table(plain: Sequence[Any]) -> int:
 def attention_body(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the named implementation; see `saccade.attention`."""
     inputs, tables, plain = split(arguments)
-    body = BODIES[plain[8]]
+    body = body_of(plain[8])
     return body.forward(inputs, _variant(tables, plain), _config(plain))
 
 
@@ -138,7 +135,7 @@ def attention_backward_body(
     inputs, tables, plain = split(arguments)
     if grad_output is None:
         grad_output = torch.zeros_like(output)
-    body, first = BODIES[plain[8]], _first_score_table(plain)
+    body, first = body_of(plain[8]), _first_score_table(plain)
     gradients = body.backward(
         inputs,
         _variant(tables, plain),
@@ -148,6 +145,7 @@ def attention_backward_body(
         grad_output,
         grad_lse,
         [place - first for place in wanted_tables],
+        plain[7],
     )
     return _listed(gradients, [place - first for place in wanted_tables])
 
@@ -188,7 +186,7 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*call, *output, *tables)
     ctx.plain = plain
-    first = _first_score_table(plain)
+    first = _first_score_table(plain) if tables else 0
     ctx.wanted = [
         place
         for place, table in enumerate(tables)

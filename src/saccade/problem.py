@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,22 +89,49 @@ def empty_gradients(inputs: Inputs) -> Gradients:
     return Gradients(like(inputs.query), like(inputs.key), like(inputs.value), sinks, {})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Config:
-    """Tile sizes of an implementation; 0 leaves the choice to it.
+    """Tile sizes of an implementation and how its kernels run; 0 leaves a choice to it.
 
     Attributes:
-        query_tile: query rows that are computed at once.
-        kv_tile: key rows that are judged at once (hidden, edge or wholly visible).
+        query_tile: query rows that are computed at once; on a GPU a power of two of at least 16.
+        kv_tile: key rows that are computed (on a CPU: judged) at once; as query_tile.
+        num_warps: warps of 32 threads that share a tile, a power of two; a CPU has none.
+        num_stages: tiles that are loaded ahead of use, this one included; a CPU loads none ahead.
+        backward: the config of the backward pass; None leaves all of it to the implementation.
     """
 
     query_tile: int = 0
     kv_tile: int = 0
+    num_warps: int = 0
+    num_stages: int = 0
+    backward: Config | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("query_tile", self.query_tile), ("kv_tile", self.kv_tile)):
+        for name in CONFIG_NUMBERS:
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}: got {value!r}, takes a whole number of at least 0")
+        if self.backward is not None and not isinstance(self.backward, Config):
+            raise ValueError(f"backward: got {self.backward!r}, takes a Config or None")
+
+    def __repr__(self) -> str:
+        given = {name: getattr(self, name) for name in (*CONFIG_NUMBERS, "backward")}
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in given.items() if value)})"
+
+    def numbers(self) -> list[int]:
+        """The numbers of this config, then those of its backward pass if it has one."""
+        own = [getattr(self, name) for name in CONFIG_NUMBERS]
+        return own if self.backward is None else own + self.backward.numbers()
+
+    @staticmethod
+    def of_numbers(numbers: Sequence[int]) -> Config:
+        """The inverse of `numbers`."""
+        own, rest = numbers[: len(CONFIG_NUMBERS)], numbers[len(CONFIG_NUMBERS) :]
+        return Config(*own, backward=Config.of_numbers(rest) if rest else None)
+
+
+CONFIG_NUMBERS = ("query_tile", "kv_tile", "num_warps", "num_stages")
 
 
 class Problem(NamedTuple):

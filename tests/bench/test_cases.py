@@ -12,21 +12,9 @@ from saccade.bench.selection import (
     passes_of,
     split,
 )
-from saccade.bench.visibility import CAUSAL, FULL, Visibility
+from saccade.bench.visibility import CAUSAL, Visibility
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    "visibility",
-    [FULL, CAUSAL, Visibility("window", 3), Visibility("window", 99), Visibility("documents", 4)],
-    ids=str,
-)
-@pytest.mark.parametrize("length", [1, 7, 12])
-def test_pairs_agree_with_the_mask_written_out(visibility, length):
-    mask = visibility.tensor(length, length, CPU)
-    assert mask.shape == (length, length)
-    assert visibility.pairs(length, length) == int(mask.sum())
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -50,6 +38,36 @@ def test_tensors_have_the_case_s_shapes_and_are_the_same_every_time():
 def test_a_mask_for_unequal_lengths_is_refused():
     with pytest.raises(ValueError, match="equal lengths"):
         Case("bad", 1, 1, 1, 1, 8, 8, 8, "float32", CAUSAL)
+
+
+def test_documents_must_add_up_and_packed_ones_are_there():
+    cut = Visibility("full", documents=(4, 3))
+    with pytest.raises(ValueError, match="do not add up to 8 rows"):
+        Case("bad", 1, 1, 1, 8, 8, 8, 8, "float32", cut)
+    with pytest.raises(ValueError, match="a batch of 1"):
+        Case("bad", 2, 1, 1, 7, 7, 8, 8, "float32", cut, packed=True)
+    with pytest.raises(ValueError, match="has documents"):
+        Case("bad", 1, 1, 1, 7, 7, 8, 8, "float32", packed=True)
+
+
+def test_packed_cases_have_the_work_of_what_they_are_compared_with():
+    for kind in ("", "causal-"):
+        packed = CASES[f"gpu-packed-{kind}bf16-d128-16x1024"]
+        dense = CASES[f"gpu-{kind or 'full-'}bf16-d128-1k"]
+        assert packed.flops("forward") == dense.flops("forward")
+        assert packed.packed and not dense.packed
+    stem = "gpu-packed-causal-bf16-d128-"
+    mix, *parts = (CASES[stem + end] for end in ("8192+64x128", "1x8192", "64x128"))
+    assert mix.flops("forward") == sum(part.flops("forward") for part in parts)
+    assert mix.tiles((128, 64)) == sum(part.tiles((128, 64)) for part in parts)
+
+
+def test_the_same_documents_packed_and_under_a_mask():
+    masked = CASES["gpu-documents-bf16-d128-16x1024"]
+    packed = CASES["gpu-packed-bf16-d128-16x1024"]
+    assert masked.visibility == packed.visibility
+    assert (masked.packed, packed.packed) == (False, True)
+    assert masked.mask == "documents 1024"
 
 
 def test_the_acceptance_set_is_there():
@@ -82,14 +100,17 @@ def test_unknown_names_are_answered_with_those_that_exist():
     with pytest.raises(ValueError, match=message):
         choose_cases(["cpu-ful-fp32-d64-1k"], [], "cpu")
     with pytest.raises(ValueError, match=r"no pass is named 'sideways'; there are forward"):
-        choose_passes("sideways")
+        choose_passes(["sideways"])
     with pytest.raises(ValueError, match=r"no peer is named 'spda'"):
         choose_peers(["spda"], [])
 
 
 def test_passes():
-    assert choose_passes("both") == ("forward", "forward+backward")
-    assert choose_passes("backward,forward") == ("backward", "forward")
+    assert choose_passes([]) == choose_passes(["both"]) == ("forward", "forward+backward")
+    assert choose_passes(["backward", "forward"]) == ("backward", "forward")
+    assert choose_passes(["both", "backward", "forward"]) == (
+        "forward", "forward+backward", "backward"
+    )  # fmt: skip
     decode = CASES["tiny-decode-fp32-d16-64"]
     assert passes_of(decode, ("forward", "forward+backward")) == ("decode",)
     assert passes_of(decode, ("backward",)) == ()

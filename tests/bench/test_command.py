@@ -25,7 +25,7 @@ def test_a_tiny_run_from_end_to_end(tmp_path):
     file, image = tmp_path / "results.jsonl", tmp_path / "image.png"
     done = run(
         "--cases", "tiny-causal-fp32-*,tiny-decode-*", "--who", "saccade/cpu", "--who", "sdpa*",
-        "--pass", "forward,backward,forward+backward", "--quick",
+        "--pass", "forward,backward", "--pass", "forward+backward", "--quick",
         "--json", str(file), "--plot", str(image),
     )  # fmt: skip
     assert done.exit_code == 0, done.output

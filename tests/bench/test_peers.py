@@ -1,13 +1,15 @@
 """Peers answer every case with a call or a reason, and a wrong one is caught before it is timed."""
 
+import itertools
 import subprocess
 
 import pytest
 import torch
 
-from saccade.bench.cases import CASES
+from saccade.bench.cases import CASES, Case
 from saccade.bench.check import exact, fault
-from saccade.bench.peers import Call, Peer, all_peers, flex, from_layout, to_layout
+from saccade.bench.peers import Call, Peer, all_peers, flex, from_layout, installed, ours, to_layout
+from saccade.bench.visibility import Visibility
 
 CPU = torch.device("cpu")
 TINY = [case for name, case in CASES.items() if name.startswith("tiny-")]
@@ -55,6 +57,76 @@ def test_flex_gives_the_reason_when_nothing_can_be_compiled(monkeypatch):
         monkeypatch.setattr(subprocess, "run", run)
         assert reason in str(PEERS["flex"].prepare(TINY[0], CPU))
     flex.why_not.cache_clear()
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_flex_s_mask_function_is_the_case_s_mask(case):
+    zero = torch.tensor(0)
+    rows = torch.arange(case.query_len)[:, None], torch.arange(case.kv_len)
+    visible = flex.mask_function(case, CPU)
+    true = case.visibility.tensor(case.query_len, case.kv_len, CPU)
+    if visible is None:
+        assert true.all()
+    else:
+        found = visible(zero, zero, *rows)
+        assert torch.equal(found.broadcast_to(true.shape), true)
+
+
+def test_sdpa_refuses_a_mask_that_would_fill_the_memory():
+    visibility = Visibility("prefix", 5)
+    case = Case("huge", 1, 1, 1, 2**16, 2**16, 8, 8, "float32", visibility)
+    assert "its mask alone would take 4.3 GB" in str(PEERS["sdpa"].prepare(case, CPU))
+
+
+class FlashStandIn:
+    """The two calls of FlashAttention, computed by plain PyTorch; layouts and masks as theirs."""
+
+    @staticmethod
+    def flash_attn_func(query, key, value, causal, window_size):
+        rows = torch.arange(query.shape[1])[:, None], torch.arange(key.shape[1])
+        past = rows[0] - rows[1]
+        seen = (past >= 0) if causal else torch.ones_like(past, dtype=torch.bool)
+        if window_size[0] >= 0:
+            seen &= past <= window_size[0]
+        heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *heads_first, attn_mask=seen, enable_gqa=True
+        )
+        return output.transpose(1, 2)
+
+    @staticmethod
+    def flash_attn_varlen_func(query, key, value, offsets, kv_offsets, longest, kv_longest, **how):
+        assert torch.equal(offsets, kv_offsets)
+        assert longest == kv_longest == int(offsets.diff().max())
+        parts = [
+            FlashStandIn.flash_attn_func(*(t[None, first:end] for t in (query, key, value)), **how)
+            for first, end in itertools.pairwise(offsets.tolist())
+        ]
+        return torch.cat(parts, 1)[0]
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_flash_attn_is_asked_for_the_case_s_mask(case):
+    call = installed.flash_attn(FlashStandIn, case, CPU)
+    told = case.visibility.kind in ("prefix", "blocks") or case.name.startswith("tiny-documents")
+    if told:
+        assert "mask" in str(call)
+    else:
+        assert isinstance(call, Call)
+        assert found_fault(case, call, gradients=False) is None
+
+
+def test_a_missing_dependency_is_not_taken_for_a_missing_package(monkeypatch):
+    def fails(name):
+        raise ModuleNotFoundError("No module named 'packaging'", name="packaging")
+
+    monkeypatch.setattr("importlib.import_module", fails)
+    assert "No module named 'packaging'" in str(PEERS["flash_attn"].prepare(TINY[0], CPU))
+
+
+def test_saccade_s_choice_is_a_peer():
+    for case in TINY:
+        assert ours.chosen(case, CPU) in PEERS
 
 
 def one_key_too_many(query, key, value):

@@ -1,18 +1,18 @@
-"""Results survive the way to a file and back; tables, targets and plots are made from them."""
+"""Results survive the way to a file and back; tables and plots are made from them."""
 
-import dataclasses
 import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
 from saccade.bench.cases import CASES
 from saccade.bench.measure import Absence
 from saccade.bench.plot import plot
-from saccade.bench.results import Result, append, case_fields, latest, read
+from saccade.bench.results import Result, append, case_fields, latest, read, record
 from saccade.bench.table import footnotes, results_table
-from saccade.bench.targets import TARGETS, judge, targets_table
+from saccade.bench.timing import Timing
 
 DESIGNED = {
     "date", "commit", "device", "versions", "case", "pass", "who", "median_ms", "min_ms",
@@ -68,6 +68,18 @@ def test_only_the_last_run_of_a_case_counts():
     assert {who: member.run for who, member in members.items()} == {"sdpa": "2", "saccade/cpu": "2"}
 
 
+def test_rates_are_given_where_they_mean_something():
+    case, timing = CASES["tiny-full-fp32-d16-48"], {"sdpa": Timing.of([0.001])}
+    (forward,) = record(case, "forward", timing, torch.device("cpu"), {"sdpa": 3.0})
+    assert forward.tflops == pytest.approx(case.flops("forward") / 1e9)
+    assert (forward.gbps, forward.peak_mb) == (None, 3.0)
+    (decode,) = record(case, "decode", timing, torch.device("cpu"))
+    assert decode.gbps == pytest.approx(case.bytes / 1e6)
+    assert decode.tflops is None
+    (host,) = record(case, "host forward+backward", timing, torch.device("cpu"))
+    assert (host.tflops, host.gbps) == (None, None)
+
+
 def test_the_table_shows_times_ratios_and_gaps():
     text = shown(
         results_table(
@@ -84,43 +96,15 @@ def test_the_table_shows_times_ratios_and_gaps():
     assert "–" in text
 
 
+def test_the_table_shows_short_times_in_microseconds():
+    text = shown(results_table([result(milliseconds=0.0123)], "µs"))
+    assert "12.3" in text
+    assert "median µs" in text
+
+
 def test_footnotes_gather_cases_of_one_reason():
     lines = footnotes([Absence("a", "flex", "why [not]"), Absence("b", "flex", "why [not]")])
     assert lines == [r"[bold]flex[/bold]: why \[not] [dim](a and 1 more)[/dim]"]
-
-
-def complete():
-    """Results in which every target is reached."""
-    found = []
-    for target in TARGETS:
-        for case, which_pass in target.expected():
-            pair = {"which_pass": which_pass, "run": f"{case} {which_pass}"}
-            found.append(result(case, "sdpa", 10.0, **pair, peak_mb=900.0))
-            found.append(result(case, "saccade/cpu", 2.0, **pair, peak_mb=90.0))
-    return found
-
-
-def test_targets_are_reached_only_if_all_of_them_is_measured():
-    everything = complete()
-    assert [verdict.answer for verdict in judge(everything)] == ["yes"] * len(TARGETS)
-    assert {verdict.answer for verdict in judge(everything[2:])} == {"yes", "not measured"}
-    assert {verdict.answer for verdict in judge([])} == {"not measured"}
-
-
-def test_a_missed_target_names_the_case():
-    found = complete()
-    found[1] = dataclasses.replace(found[1], median_ms=10.6)
-    verdict = judge(found)[0]
-    assert verdict.answer == "no"
-    assert verdict.misses == [(pytest.approx(1.06), found[1].case["name"], found[1].which_pass)]
-    text = shown(targets_table(judge(found)))
-    assert found[1].case["name"] in text
-    assert "1.06" in text
-
-
-def test_ratios_across_runs_do_not_count():
-    apart = [dataclasses.replace(item, run=item.run + item.who) for item in complete()]
-    assert judge(apart)[0].answer == "not measured"
 
 
 def test_a_plot_is_drawn(tmp_path):

@@ -162,6 +162,8 @@ def test_integrations_keep_the_arguments_of_their_peers(tmp_path):
         ("hopper", "from ..demo import main"),
         ("hopper", "from ..portable import merge, forward"),
         ("hopper", "from ..portable.merged import rows"),
+        ("portable", "from ..offline import catalogue"),
+        ("problem", "import saccade.offline.calls"),
     ],
 )
 def test_import_direction(tmp_path, layer, statement):
@@ -179,6 +181,7 @@ def test_import_direction(tmp_path, layer, statement):
         ("hopper", "from ..portable.merge import merge_kernel"),
         ("hopper", "from saccade.portable import merge"),
         ("dispatch", "from .reference import forward"),
+        ("offline", "from ..portable import configs\nfrom . import catalogue"),
         ("cpu", "import torch.utils, bench, attention"),
     ],
 )
@@ -210,6 +213,7 @@ def test_private_name(tmp_path, path, statement):
         ("demo/run.py", "from .. import masks"),
         ("bench/cases.py", "from .timing import measure\nfrom saccade.bench import report"),
         ("cli.py", "from .demo import run\nfrom saccade.bench import cases"),
+        ("cli.py", "from .offline.kernels_command import kernels"),
         ("dispatch.py", "from .problem import Problem"),
     ],
 )

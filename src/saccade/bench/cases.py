@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.bench.visibility import CAUSAL, FULL, Visibility
+from saccade.bench.visibility import CAUSAL, FULL, Visibility, lengths_text
 
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
@@ -30,7 +30,11 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A named problem; `make` draws its tensors, always the same ones."""
+    """A named problem; `make` draws its tensors, always the same ones.
+
+    Where it is `packed`, peers that can take its documents as packed sequences; the others get
+    them as a mask.
+    """
 
     name: str
     batch: int
@@ -43,10 +47,16 @@ class Case:
     dtype: str
     visibility: Visibility = FULL
     memory_matters: bool = False
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if self.visibility != FULL and self.query_len != self.kv_len:
             raise ValueError(f"{self.name}: a {self.visibility} case has equal lengths")
+        documents = self.visibility.documents
+        if documents and sum(documents) != self.query_len:
+            raise ValueError(f"{self.name}: its documents do not add up to {self.query_len} rows")
+        if self.packed and not (documents and self.batch == 1):
+            raise ValueError(f"{self.name}: a packed case has documents and a batch of 1")
 
     @property
     def mask(self) -> str:
@@ -67,6 +77,11 @@ class Case:
     def pairs(self) -> int:
         """Visible pairs over all batch entries and heads."""
         return self.batch * self.query_heads * self.visibility.pairs(self.query_len, self.kv_len)
+
+    def tiles(self, tile: tuple[int, int]) -> int:
+        """Tiles of (query rows, key rows) that hold a visible pair, over all entries and heads."""
+        one_head = self.visibility.tiles(self.query_len, self.kv_len, tile)
+        return self.batch * self.query_heads * one_head
 
     @property
     def score_bytes(self) -> int:
@@ -125,10 +140,28 @@ def _case(
     """A case named by what it is; `label` stands for the mask where the mask is not the point."""
     kind = label or f"{visibility.kind}{visibility.size or ''}"
     length = _short(lengths[1])
-    if visibility.kind == "documents":
-        length = f"{lengths[1] // visibility.size}x{visibility.size}"
     name = f"{machine}-{kind}-{SHORT_DTYPES[dtype]}-d{dim}-{length}"
     return Case(name, batch, *heads, *lengths, dim, dim, dtype, visibility, memory_matters)
+
+
+def _documents(
+    machine: str,
+    documents: tuple[int, ...],
+    dtype: str,
+    heads: int,
+    dim: int,
+    *,
+    packed: bool = True,
+    causal: bool = False,
+) -> Case:
+    """A sequence cut into documents, given as packed sequences or as one sequence with a mask."""
+    label = ("packed" if packed else "documents") + ("-causal" if causal else "")
+    name = f"{machine}-{label}-{SHORT_DTYPES[dtype]}-d{dim}-{lengths_text(documents)}"
+    visibility = Visibility("causal" if causal else "full", documents=documents)
+    tokens = sum(documents)
+    return Case(
+        name, 1, heads, heads, tokens, tokens, dim, dim, dtype, visibility, packed=packed
+    )  # fmt: skip
 
 
 def _cpu_cases() -> Iterator[Case]:
@@ -139,9 +172,8 @@ def _cpu_cases() -> Iterator[Case]:
                 for length in (512, 1024, 2048, 4096, 8192):
                     yield _case("cpu", visibility, dtype, (heads, heads), (length, length), dim)
     for dtype in ("float32", "bfloat16"):
-        documents = Visibility("documents", 512)
         yield _case("cpu", Visibility("window", 256), dtype, (8, 8), (4096, 4096), 64)
-        yield _case("cpu", documents, dtype, (8, 8), (4096, 4096), 64, label="packed")
+        yield _documents("cpu", (512,) * 8, dtype, 8, 64)
         yield _case("cpu", CAUSAL, dtype, (8, 2), (2048, 2048), 64, label="grouped")
         yield _case("cpu", FULL, dtype, (32, 8), (1, 16384), 128, label="decode")
     lengths = (32768, 32768)
@@ -160,23 +192,39 @@ def _gpu_cases() -> Iterator[Case]:
             for length in (512, *long):
                 batch, lengths = tokens // length, (length, length)
                 yield _case("gpu", visibility, dtype, (heads, heads), lengths, dim, batch=batch)
-    documents = Visibility("documents", 1024)
-    yield _case("gpu", Visibility("window", 256), dtype, (16, 16), (16384, 16384), 128)
-    yield _case("gpu", documents, dtype, (16, 16), (16384, 16384), 128, label="packed")
+    for visibility in (
+        Visibility("window", 256), Visibility("prefix", 4096), Visibility("blocks", 128)
+    ):  # fmt: skip
+        yield _case("gpu", visibility, dtype, (16, 16), (16384, 16384), 128)
+    yield _documents("gpu", (1024,) * 16, dtype, 16, 128, packed=False)
+    for causal in (False, True):  # as much work as the dense cases of 16 sequences of 1k
+        yield _documents("gpu", (1024,) * 16, dtype, 16, 128, causal=causal)
+    # A skewed mix and its two parts.
+    for documents in ((8192, *(128,) * 64), (8192,), (128,) * 64):
+        yield _documents("gpu", documents, dtype, 16, 128, causal=True)
     yield _case("gpu", CAUSAL, dtype, (32, 8), (4096, 4096), 128, batch=4, label="grouped")
     yield _case("gpu", FULL, dtype, (32, 8), (1, 16384), 128, batch=16, label="decode")
 
 
 def _tiny_cases() -> Iterator[Case]:
     """For the tests of the bench itself; their times mean nothing."""
-    for visibility in (FULL, CAUSAL, Visibility("window", 5)):
+    masked = (Visibility("window", 5), Visibility("prefix", 7), Visibility("blocks", 8))
+    for visibility in (FULL, CAUSAL, *masked):
         yield _case("tiny", visibility, "float32", (2, 2), (48, 48), 16)
     yield _case("tiny", CAUSAL, "bfloat16", (2, 2), (48, 48), 16)
-    documents = Visibility("documents", 16)
-    yield _case("tiny", documents, "float32", (2, 2), (48, 48), 16, label="packed")
+    yield _documents("tiny", (16,) * 3, "float32", 2, 16, packed=False)
+    yield _documents("tiny", (16,) * 3, "float32", 2, 16)
+    for documents in ((16,) * 3, (32, *(4,) * 4), (32,)):
+        yield _documents("tiny", documents, "float32", 2, 16, causal=True)
     yield _case("tiny", CAUSAL, "float32", (4, 2), (48, 48), 16, label="grouped")
     yield _case("tiny", FULL, "float32", (4, 2), (1, 64), 16, label="decode")
 
+
+HOST_CASES = {
+    "cpu": _case("cpu", FULL, "float32", (4, 4), (128, 128), 64, label="host"),
+    "gpu": _case("gpu", FULL, "bfloat16", (4, 4), (128, 128), 64, label="host"),
+}
+"""So little work that a GPU is done before the host is: for `saccade bench --host`."""
 
 CASES = {case.name: case for case in (*_cpu_cases(), *_gpu_cases(), *_tiny_cases())}
 

@@ -16,7 +16,7 @@ Names = list[str] | None
 
 CASES = typer.Option("--cases", "-c", help="Cases by name or glob; several times or with commas.")
 WHO = typer.Option("--who", "-w", help="Peers by name or glob, such as 'saccade/*,sdpa'.")
-PASS = typer.Option("--pass", help="forward, backward, forward+backward, or both (1st and 3rd).")
+PASS = typer.Option("--pass", help="forward, backward, forward+backward; or both: 1st and 3rd.")
 DTYPE = typer.Option("--dtype", help="Of the chosen cases only those: fp32, bf16, fp16, fp64.")
 ROUNDS = typer.Option("--rounds", min=1, help="How often each peer has its turn.")
 LIMIT = typer.Option("--limit", min=0, help="Seconds after which a rotation of 3 rounds may end.")
@@ -31,7 +31,9 @@ COLD = typer.Option("--cold", help="GPU: empty the L2 cache before every call.")
 JSON = typer.Option("--json", help="Append one JSON object a line for each result.")
 PLOT = typer.Option("--plot", help="Draw the results to this image (PNG, SVG or PDF).")
 READ = typer.Option("--read", help="Measure nothing: show the results in this file.")
-TARGETS = typer.Option("--targets", help="Measure nothing: judge this file by the CPU targets.")
+TARGETS = typer.Option("--targets", help="Measure nothing: judge this file by the targets.")
+HOST = typer.Option("--host", help="Measure how long a small call keeps the host instead.")
+FIRST_CALL = typer.Option("--first-call", help="Measure first calls in fresh processes instead.")
 LIST = typer.Option("--list", help="List the cases for this device and end.")
 LIST_PEERS = typer.Option("--list-peers", help="List the peers, with reasons, and end.")
 
@@ -39,7 +41,7 @@ LIST_PEERS = typer.Option("--list-peers", help="List the peers, with reasons, an
 def bench(
     cases: Annotated[Names, CASES] = None,
     who: Annotated[Names, WHO] = None,
-    which_pass: Annotated[str, PASS] = "both",
+    passes: Annotated[Names, PASS] = None,
     dtype: Annotated[Names, DTYPE] = None,
     rounds: Annotated[int, ROUNDS] = 9,
     limit: Annotated[float, LIMIT] = 60.0,
@@ -52,6 +54,8 @@ def bench(
     plot: Annotated[Path | None, PLOT] = None,
     read: Annotated[Path | None, READ] = None,
     targets: Annotated[Path | None, TARGETS] = None,
+    host: Annotated[bool, HOST] = False,
+    first_call: Annotated[bool, FIRST_CALL] = False,
     list_cases: Annotated[bool, LIST] = False,
     list_peers: Annotated[bool, LIST_PEERS] = False,
 ) -> None:
@@ -85,7 +89,10 @@ def bench(
         return _or_exit(lambda: session.show_targets(targets))
     if read is not None:
         return _or_exit(lambda: session.show_results(read, plot))
-    asked = session.Asked(cases or [], who or [], which_pass, dtype or [])
+    asked = session.Asked(cases or [], who or [], passes or [], dtype or [])
+    if host or first_call:
+        other = session.run_host if host else session.run_first_calls
+        return _or_exit(lambda: other(asked, where, json))
     settings = session.settings(where, rounds, limit, memory, quick=quick, graph=graph, cold=cold)
     return _or_exit(lambda: session.run(asked, settings, json, plot))
 

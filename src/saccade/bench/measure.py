@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from saccade.bench import environment, memory
+from saccade.bench import memory
 from saccade.bench.cases import Case, Tensors
 from saccade.bench.check import exact, fault
 from saccade.bench.gpu_clock import GpuClock
 from saccade.bench.passes import runnable
 from saccade.bench.peers import Call, Peer
-from saccade.bench.results import Result, case_fields
+from saccade.bench.results import Result, record
 from saccade.bench.selection import passes_of
 from saccade.bench.timing import Clock, Plan, Timing, WallClock, rotate
 
@@ -93,7 +91,7 @@ def measure(
         progress.now(f"{case.name}: check")
         tensors = case.make(settings.device)
         gradients = any("backward" in name for name in chosen)
-        calls, absences = _fit(case, peers, tensors, settings.device, gradients=gradients)
+        calls, absences = fit(case, peers, tensors, settings.device, gradients=gradients)
         results: list[Result] = []
         for which_pass in chosen if calls else ():
             progress.now(f"{case.name}: {which_pass}")
@@ -118,7 +116,7 @@ def measure(
                     for who, reason in measured.items()
                     if isinstance(reason, str)
                 ]
-            results += _results(case, which_pass, timings, peaks, settings.device)
+            results += record(case, which_pass, timings, settings.device, peaks)
         yield results, absences
 
 
@@ -129,7 +127,7 @@ def expected_seconds(case: Case, which_pass: str, settings: Settings) -> float:
     return plan.rounds * max(case.flops(which_pass) / rate, plan.sample_seconds)
 
 
-def _fit(
+def fit(
     case: Case, peers: Sequence[Peer], tensors: Tensors, device: torch.device, *, gradients: bool
 ) -> tuple[dict[str, Call], list[Absence]]:
     """The peers that serve a case and serve it right, and why the others do not."""
@@ -184,42 +182,6 @@ def _peaks(
     if settings.device.type == "cuda":
         return {who: memory.peak_on_gpu(runnable(calls[who], which_pass, tensors)) for who in names}
     return {who: memory.peak_on_cpu(case, who, which_pass) for who in names}
-
-
-def _results(
-    case: Case,
-    which_pass: str,
-    timings: dict[str, Timing],
-    peaks: dict[str, float],
-    device: torch.device,
-) -> list[Result]:
-    now = datetime.datetime.now(datetime.timezone.utc)
-    run = f"{now:%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
-    results = []
-    for who, timing in timings.items():
-        seconds = timing.median_ms / 1e3
-        operates = which_pass != "decode"  # decoding reads a cache and computes little
-        results.append(
-            Result(
-                date=f"{now:%Y-%m-%dT%H:%M:%SZ}",
-                commit=environment.commit(),
-                device=environment.device_name(device),
-                threads=torch.get_num_threads(),
-                versions=environment.versions(),
-                case=case_fields(case),
-                which_pass=which_pass,
-                who=who,
-                run=run,
-                peak_mb=peaks.get(who),
-                median_ms=timing.median_ms,
-                min_ms=timing.min_ms,
-                max_ms=timing.max_ms,
-                rounds=timing.rounds,
-                tflops=case.flops(which_pass) / seconds / 1e12 if operates else None,
-                gbps=None if operates else case.bytes / seconds / 1e9,
-            )
-        )
-    return results
 
 
 def first_line(error: Exception) -> str:

@@ -12,8 +12,6 @@ import contextlib
 import ctypes
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import torch
 from saccade.bench.cases import CASES, Case
 from saccade.bench.passes import Runnable, runnable
 from saccade.bench.peers import Peer, all_peers
+from saccade.bench.process import fresh
 
 PROCESS_LIMIT_SECONDS = 900
 WARM_LENGTH = 64
@@ -46,24 +45,9 @@ def peak_on_gpu(candidate: Runnable) -> float:
 
 def peak_on_cpu(case: Case, who: str, which_pass: str) -> float | str:
     """Megabytes that a call in a fresh process holds at most beyond its inputs, or why unknown."""
-    command = [sys.executable, "-m", "saccade.bench.memory", case.name, who, which_pass]
-    package = str(Path(__file__).parents[2])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    threads = str(torch.get_num_threads())
-    environment = {
-        **os.environ, **ALLOCATOR, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads
-    }  # fmt: skip
-    try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, env=environment,
-            timeout=PROCESS_LIMIT_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"memory: not finished within {PROCESS_LIMIT_SECONDS} s"
-    if process.returncode != 0:
-        lines = process.stderr.strip().splitlines()
-        return f"memory: {lines[-1][:160] if lines else f'exit {process.returncode}'}"
-    return float(json.loads(process.stdout.splitlines()[-1])["peak_mb"])
+    arguments = (case.name, who, which_pass)
+    found = fresh("saccade.bench.memory", arguments, ALLOCATOR, PROCESS_LIMIT_SECONDS)
+    return f"memory: {found}" if isinstance(found, str) else found["peak_mb"]
 
 
 def growth(case: Case, peer: Peer, which_pass: str) -> float:
@@ -94,9 +78,14 @@ def _run(candidate: Runnable) -> None:
 
 def _shortened(case: Case) -> Case:
     """The same kind of problem, too short to need memory."""
-    length = case.visibility.size if case.visibility.kind == "documents" else WARM_LENGTH
-    query_len = 1 if case.decodes else min(case.query_len, length)
-    return dataclasses.replace(case, query_len=query_len, kv_len=min(case.kv_len, length))
+    documents = case.visibility.documents[:1]
+    length = documents[0] if documents else WARM_LENGTH
+    return dataclasses.replace(
+        case,
+        query_len=1 if case.decodes else min(case.query_len, length),
+        kv_len=min(case.kv_len, length),
+        visibility=dataclasses.replace(case.visibility, documents=documents),
+    )
 
 
 def _give_back_free_memory() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Iterable, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from saccade.bench import environment
 from saccade.bench.cases import Case
+from saccade.bench.timing import Timing
+
+PASSES = ("forward", "backward", "forward+backward")
 
 CASE_FIELDS = (
     "name", "batch", "query_heads", "kv_heads", "query_len", "kv_len",
@@ -24,7 +32,8 @@ class Result:
         date: UTC, to the second.
         commit: of saccade's source; None outside of a checkout.
         case: the case's fields, by name.
-        which_pass: "forward", "backward", "forward+backward" or "decode"; "pass" in files.
+        which_pass: "forward", "backward", "forward+backward" or "decode", or what `host` and
+            `first_call` measure; "pass" in files.
         tflops, gbps: operations on visible pairs, or for decoding the least bytes, a second.
         run: the same for all that took turns; only within one run are times comparable.
         peak_mb: memory at the worst moment beyond the inputs, where it was measured.
@@ -74,6 +83,44 @@ def case_fields(case: Case) -> dict[str, Any]:
     return {name: getattr(case, name) for name in CASE_FIELDS}
 
 
+def record(
+    case: Case,
+    which_pass: str,
+    timings: Mapping[str, Timing],
+    device: torch.device,
+    peaks: Mapping[str, float] | None = None,
+) -> list[Result]:
+    """The results of one run: of all that took turns in one pass of a case."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    run = f"{now:%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
+    results = []
+    for who, timing in timings.items():
+        seconds = timing.median_ms / 1e3
+        operates = which_pass in PASSES
+        reads = which_pass == "decode"  # decoding reads a cache and computes little
+        results.append(
+            Result(
+                date=f"{now:%Y-%m-%dT%H:%M:%SZ}",
+                commit=environment.commit(),
+                device=environment.device_name(device),
+                threads=torch.get_num_threads(),
+                versions=environment.versions(),
+                case=case_fields(case),
+                which_pass=which_pass,
+                who=who,
+                run=run,
+                peak_mb=(peaks or {}).get(who),
+                median_ms=timing.median_ms,
+                min_ms=timing.min_ms,
+                max_ms=timing.max_ms,
+                rounds=timing.rounds,
+                tflops=case.flops(which_pass) / seconds / 1e12 if operates else None,
+                gbps=case.bytes / seconds / 1e9 if reads else None,
+            )
+        )
+    return results
+
+
 def append(path: Path, results: Iterable[Result]) -> None:
     """Add results to a file, which is made with its folders where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,13 +143,15 @@ def read(path: Path) -> list[Result]:
     return results
 
 
-def latest(results: Sequence[Result]) -> dict[tuple[str, str], dict[str, Result]]:
-    """For each case and pass, its last run: who took part, and with what result."""
-    runs: dict[tuple[str, str], dict[str, Result]] = {}
+def runs_of(results: Sequence[Result]) -> dict[tuple[str, str], list[dict[str, Result]]]:
+    """For each case and pass, its runs, the last one last: who took part, and with what result."""
+    runs: dict[tuple[str, str], dict[str, dict[str, Result]]] = {}
     for result in results:
         place = (result.case["name"], result.which_pass)
-        members = runs.get(place, {})
-        if any(member.run != result.run for member in members.values()):
-            members = {}
-        runs[place] = {**members, result.who: result}
-    return runs
+        runs.setdefault(place, {}).setdefault(result.run, {})[result.who] = result
+    return {place: list(members.values()) for place, members in runs.items()}
+
+
+def latest(results: Sequence[Result]) -> dict[tuple[str, str], dict[str, Result]]:
+    """For each case and pass, its last run: who took part, and with what result."""
+    return {place: runs[-1] for place, runs in runs_of(results).items()}

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 
 from saccade.bench.cases import CASES, DEFAULT_CASES, SHORT_DTYPES, Case
 from saccade.bench.peers import Peer
-
-PASSES = ("forward", "backward", "forward+backward")
+from saccade.bench.results import PASSES
 
 
 def split(values: Iterable[str]) -> list[str]:
@@ -72,19 +71,18 @@ def choose_peers(patterns: Sequence[str], peers: Sequence[Peer]) -> list[Peer]:
     return [peer for peer in peers if peer.who in chosen]
 
 
-def choose_passes(asked: str) -> tuple[str, ...]:
-    """The passes that ``--pass`` names: one of them, several with commas, or "both".
+def choose_passes(asked: Sequence[str]) -> tuple[str, ...]:
+    """The passes that names stand for; "both", as where none is named, is forward alone and all.
 
     Raises:
         ValueError: for a pass that does not exist.
     """
-    if asked == "both":
-        return ("forward", "forward+backward")
-    passes = split([asked])
-    for name in passes:
-        if name not in PASSES:
+    passes: list[str] = []
+    for name in asked or ("both",):
+        if name != "both" and name not in PASSES:
             raise ValueError(f"no pass is named {name!r}; there are {', '.join(PASSES)}, both")
-    return tuple(passes)
+        passes += ("forward", "forward+backward") if name == "both" else (name,)
+    return tuple(dict.fromkeys(passes))
 
 
 def passes_of(case: Case, passes: Sequence[str]) -> tuple[str, ...]:
@@ -114,10 +112,10 @@ def _unknown(kind: str, pattern: str, names: Sequence[str]) -> str:
     """One message for all: what is unknown, what looks like it, and everything that exists."""
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    return f"no {kind} is named {pattern!r}.{hint} There are: {', '.join(_folded(names))}"
+    return f"no {kind} is named {pattern!r}.{hint} There are: {', '.join(folded(names))}"
 
 
-def _folded(names: Sequence[str]) -> list[str]:
+def folded(names: Sequence[str]) -> list[str]:
     """Names with what follows their last hyphen gathered: a-b-1 and a-b-2 as a-b-{1,2}."""
     endings: dict[str, list[str]] = {}
     for name in names:

@@ -9,11 +9,19 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from saccade.bench import bar, measure, results, selection, table
+from saccade.bench import (
+    bar,
+    first_call,
+    host,
+    judgement,
+    measure,
+    results,
+    selection,
+    table,
+)
 from saccade.bench import plot as plotting
-from saccade.bench import targets as targeting
-from saccade.bench.cases import CASES, Case
-from saccade.bench.peers import Peer, all_peers
+from saccade.bench.cases import CASES, HOST_CASES, Case
+from saccade.bench.peers import Peer, all_peers, ours
 from saccade.bench.timing import Plan
 
 QUICK = Plan(rounds=3, sample_seconds=0.005, warm_seconds=0.0, limit_seconds=20.0)
@@ -27,7 +35,7 @@ class Asked(NamedTuple):
 
     cases: list[str]
     who: list[str]
-    which_pass: str
+    passes: list[str]
     dtypes: list[str]
 
 
@@ -97,8 +105,12 @@ def show_peers(where: torch.device) -> None:
 
 
 def show_targets(path: Path) -> None:
-    """Print how the targets stand in a file of results."""
-    console().print(targeting.targets_table(targeting.judge(results.read(path))))
+    """Print how the targets stand in a file of results, and what it lacks."""
+    terminal = console()
+    verdicts = judgement.judge(results.read(path))
+    terminal.print(judgement.targets_table(verdicts))
+    for line in judgement.missing_lines(verdicts):
+        terminal.print(line)
 
 
 def show_results(path: Path, image: Path | None) -> None:
@@ -109,6 +121,55 @@ def show_results(path: Path, image: Path | None) -> None:
         plotting.plot(found, image)
 
 
+def run_host(asked: Asked, where: torch.device, file: Path | None) -> None:
+    """Measure the host's time of a call, by default of saccade's choice and of SDPA."""
+    cases = _named_cases(asked, where) or [HOST_CASES[selection.machine(where.type)]]
+    found = []
+    for case in cases:
+        peers = _named_peers(asked) or _peers_of(ours.chosen(case, where), "sdpa")
+        found.append(host.measure_host(case, peers, where))
+    _show_calls(found, file, "µs")
+
+
+def run_first_calls(asked: Asked, where: torch.device, file: Path | None) -> None:
+    """Measure the first calls of fresh processes, by default of saccade's choice."""
+    default = CASES[first_call.DEFAULT_CASES[selection.machine(where.type)]]
+    found = []
+    for case in _named_cases(asked, where) or [default]:
+        peers = _named_peers(asked) or _peers_of(ours.chosen(case, where))
+        found.append(first_call.measure_first_calls(case, peers, where))
+    _show_calls(found, file, "ms")
+
+
+def _named_cases(asked: Asked, where: torch.device) -> list[Case]:
+    patterns, dtypes = selection.split(asked.cases), selection.split(asked.dtypes)
+    return selection.choose_cases(patterns, dtypes, where.type) if patterns else []
+
+
+def _named_peers(asked: Asked) -> list[Peer]:
+    patterns = selection.split(asked.who)
+    return selection.choose_peers(patterns, all_peers()) if patterns else []
+
+
+def _peers_of(*names: str) -> list[Peer]:
+    return [peer for peer in all_peers() if peer.who in names]
+
+
+def _show_calls(
+    found: list[tuple[list[results.Result], list[measure.Absence]]], file: Path | None, unit: str
+) -> None:
+    new = [result for part, _ in found for result in part]
+    if file is not None:
+        results.append(file, new)
+    terminal = console()
+    if new:
+        terminal.print(table.results_table(new, unit))
+    for line in table.footnotes(absence for _, part in found for absence in part):
+        terminal.print(line)
+    if not new:
+        raise ValueError("nothing was measured")
+
+
 def run(asked: Asked, how: measure.Settings, file: Path | None, image: Path | None) -> None:
     """Measure what was asked, show it, and keep it where a file is named."""
     where = how.device
@@ -116,7 +177,7 @@ def run(asked: Asked, how: measure.Settings, file: Path | None, image: Path | No
         selection.split(asked.cases), selection.split(asked.dtypes), where.type
     )
     peers = selection.choose_peers(selection.split(asked.who), all_peers())
-    passes = selection.choose_passes(asked.which_pass)
+    passes = selection.choose_passes(selection.split(asked.passes))
     if image is not None:
         plotting.require()
     terminal = console()

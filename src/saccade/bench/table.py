@@ -14,14 +14,15 @@ from saccade.bench.results import Result, latest
 
 SHORT_PASSES = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwd+bwd"}
 YARDSTICK = "sdpa"
+UNITS = {"ms": 1, "µs": 1000}  # of one millisecond
 
 
-def results_table(results: Sequence[Result]) -> Table:
-    """Milliseconds, and beside them the ratio to SDPA's time in the same run."""
+def results_table(results: Sequence[Result], unit: str = "ms") -> Table:
+    """Medians in ms, or µs, and beside them the ratio to SDPA's time in the same run."""
     runs = latest(results)
     names = list(dict.fromkeys(result.who for result in results))
     table = Table(
-        caption=f"median ms (× {YARDSTICK}'s time in the same run); the fastest in bold",
+        caption=f"median {unit} (× {YARDSTICK}'s time in the same run); the fastest in bold",
         caption_justify="left",
     )
     table.add_column("case", no_wrap=True, overflow="fold")
@@ -31,17 +32,17 @@ def results_table(results: Sequence[Result]) -> Table:
     before = ""
     for (case, which_pass), members in runs.items():
         label = "" if case == before else case
-        cells = [_cell(members, who) for who in names]
+        cells = [_cell(members, who, unit) for who in names]
         table.add_row(label, SHORT_PASSES.get(which_pass, which_pass), *cells)
         before = case
     return table
 
 
-def _cell(members: dict[str, Result], who: str) -> str:
+def _cell(members: dict[str, Result], who: str, unit: str) -> str:
     if who not in members:
         return "[dim]–[/dim]"
     result = members[who]
-    text = milliseconds(result.median_ms)
+    text = three_figures(result.median_ms * UNITS[unit])
     if result.median_ms == min(member.median_ms for member in members.values()):
         text = f"[bold green]{text}[/bold green]"
     if YARDSTICK in members and who != YARDSTICK:
@@ -50,7 +51,7 @@ def _cell(members: dict[str, Result], who: str) -> str:
     return text if result.peak_mb is None else f"{text}\n{result.peak_mb:.0f} MB"
 
 
-def milliseconds(value: float) -> str:
+def three_figures(value: float) -> str:
     """Three figures, so that 0.0123 and 1234 are equally legible."""
     if value >= 100:
         return f"{value:.0f}"

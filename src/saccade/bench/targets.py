@@ -1,22 +1,14 @@
-"""Targets: what saccade is meant to reach on a CPU, read off result files.
-
-Each is a ratio to SDPA's time within one interleaved run, or an amount of memory.
-"""
+"""Targets: what saccade is meant to reach, on a CPU and on one GPU of Hopper's size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
-
-from rich.table import Table
 
 from saccade.bench.cases import CASES
-from saccade.bench.results import Result, latest
+from saccade.bench.history import FASTEST
 from saccade.bench.selection import passes_of
-
-PASSES = ("forward", "forward+backward")
+from saccade.bench.yardsticks import Memory, Peer, Sum, Tiles, Yardstick
 
 
 @dataclass(frozen=True)
@@ -25,17 +17,24 @@ class Target:
 
     Attributes:
         what: the bound in words.
-        cases: globs of case names.
+        cases: globs of case names; they begin with the machine.
+        yardstick: what is compared with.
+        limit: the largest value that the yardstick may give.
         passes: which passes.
-        limit: the largest ratio to SDPA's time; of memory, megabytes.
-        of_memory: whether memory is meant.
+        subject: whose times are judged; by default the fastest of saccade's implementations.
     """
 
     what: str
     cases: tuple[str, ...]
+    yardstick: Yardstick
     limit: float
-    passes: tuple[str, ...] = PASSES
-    of_memory: bool = False
+    passes: tuple[str, ...]
+    subject: str = FASTEST
+
+    @property
+    def machine(self) -> str:
+        """The first word of its cases' names."""
+        return self.cases[0].split("-")[0]
 
     def expected(self) -> list[tuple[str, str]]:
         """Every case and pass that must be measured."""
@@ -43,94 +42,75 @@ class Target:
         return [(name, which) for name in names for which in passes_of(CASES[name], self.passes)]
 
 
-def _dense(dtype: str) -> tuple[str, ...]:
-    return f"cpu-full-{dtype}-*", f"cpu-causal-{dtype}-*"
+def _cpu(what: str, limit: float, *cases: str) -> Target:
+    return Target(what, cases, Peer("sdpa"), limit, ("forward", "forward+backward"))
 
 
-TARGETS = (
-    Target("dense fp32: at most 1.05 of SDPA's time", _dense("fp32"), 1.05),
-    Target("dense bf16: at most 1.05 of SDPA's time", _dense("bf16"), 1.05),
-    Target("window of 256 in 4k: at most 0.25 of SDPA with that mask", ("cpu-window256-*",), 0.25),
-    Target("packed 8 × 512: at most 0.25 of SDPA with the block mask", ("cpu-packed-*",), 0.25),
-    Target("decode 32/8 heads, 16k keys: at most 0.50 of SDPA's time", ("cpu-decode-*",), 0.5),
+def _gpu(
+    what: str,
+    limit: float,
+    yardstick: Yardstick,
+    *cases: str,
+    passes: tuple[str, ...] = ("forward", "backward"),
+) -> Target:
+    return Target(what, cases, yardstick, limit, passes, "saccade/portable")
+
+
+CPU_TARGETS = (
+    _cpu("dense fp32: at most 1.05 of SDPA's time", 1.05, "cpu-full-fp32-*", "cpu-causal-fp32-*"),
+    _cpu("dense bf16: at most 1.05 of SDPA's time", 1.05, "cpu-full-bf16-*", "cpu-causal-bf16-*"),
+    _cpu("window of 256 in 4k: at most 0.25 of SDPA with that mask", 0.25, "cpu-window256-*"),
+    _cpu("packed 8 × 512: at most 0.25 of SDPA with the block mask", 0.25, "cpu-packed-*"),
+    _cpu("decode 32/8 heads, 16k keys: at most 0.50 of SDPA's time", 0.5, "cpu-decode-*"),
     Target(
         "32k, one head: under 200 MB beyond the inputs",
-        ("cpu-memory-*",), 200.0, ("forward+backward",), of_memory=True,
+        ("cpu-memory-*",), Memory(), 200.0, ("forward+backward",),
     ),
 )  # fmt: skip
 
+# From 1k on: a length of 512 is not written with a k.
+CAUSAL = ("gpu-causal-bf16-d64-*k", "gpu-causal-bf16-d128-*k")
+DENSE = ("gpu-full-bf16-d64-*k", "gpu-full-bf16-d128-*k", *CAUSAL)
+WINDOW, DOCUMENTS = "gpu-window256-bf16-d128-16k", "gpu-documents-bf16-d128-16x1024"
+PREFIX, BLOCKS = "gpu-prefix4096-bf16-d128-16k", "gpu-blocks128-bf16-d128-16k"
+EQUAL = Sum(
+    {
+        "gpu-packed-bf16-d128-16x1024": ("gpu-full-bf16-d128-1k",),
+        "gpu-packed-causal-bf16-d128-16x1024": ("gpu-causal-bf16-d128-1k",),
+    }
+)
+MIX = Sum(
+    {
+        "gpu-packed-causal-bf16-d128-8192+64x128": (
+            "gpu-packed-causal-bf16-d128-1x8192", "gpu-packed-causal-bf16-d128-64x128",
+        ),
+    }
+)  # fmt: skip
 
-class Verdict(NamedTuple):
-    """How a target stands: what was measured of it, worst first, and what is missing."""
+GPU_TARGETS = (
+    _gpu(
+        "dense: forward at most 1/1.25 of SDPA's flash",
+        1 / 1.25, Peer("sdpa/flash"), *DENSE, passes=("forward",),
+    ),
+    _gpu(
+        "dense: backward at most 1/1.15 of SDPA's flash",
+        1 / 1.15, Peer("sdpa/flash"), *DENSE, passes=("backward",),
+    ),
+    _gpu("dense: never slower than FlexAttention", 1.0, Peer("flex"), *DENSE),
+    _gpu(
+        "window, documents, prefix, blocks: at most FlexAttention's time",
+        1.0, Peer("flex"), WINDOW, DOCUMENTS, PREFIX, BLOCKS,
+    ),
+    _gpu(
+        "window, documents, blocks: a visible tile takes at most 1.2 of what it does in full",
+        1.2, Tiles("gpu-full-bf16-d128-16k"), WINDOW, DOCUMENTS, BLOCKS,
+    ),
+    _gpu("packed 16 × 1k: at most 1.05 of the dense batch", 1.05, EQUAL, *EQUAL.others),
+    _gpu("packed 8k + 64 × 128: at most 1.15 of its parts' sum", 1.15, MIX, *MIX.others),
+    _gpu(
+        "causal: at most 1/4 of flash_attention_triton's time",
+        1 / 4, Peer("flash_attention_triton"), *CAUSAL,
+    ),
+)  # fmt: skip
 
-    target: Target
-    measured: list[tuple[float, str, str]]  # value, case, pass
-    missing: list[tuple[str, str]]
-
-    @property
-    def misses(self) -> list[tuple[float, str, str]]:
-        """What lies beyond the limit."""
-        return [item for item in self.measured if item[0] > self.target.limit]
-
-    @property
-    def answer(self) -> str:
-        """Yes only if all of it was measured and holds."""
-        if self.misses:
-            return "no"
-        return "not measured" if self.missing else "yes"
-
-
-def judge(results: Sequence[Result]) -> list[Verdict]:
-    """How every target stands in the last run of each case and pass."""
-    runs = latest(results)
-    verdicts = []
-    for target in TARGETS:
-        measured, missing = [], []
-        for place in target.expected():
-            value = _value(target, runs.get(place, {}))
-            if value is None:
-                missing.append(place)
-            else:
-                measured.append((value, *place))
-        verdicts.append(Verdict(target, sorted(measured, reverse=True), missing))
-    return verdicts
-
-
-def _value(target: Target, members: dict[str, Result]) -> float | None:
-    """What saccade's default (the fastest that is not the reference) reached in a run."""
-    ours = [
-        result
-        for who, result in members.items()
-        if who.startswith("saccade/") and who != "saccade/reference"
-    ]
-    if target.of_memory:
-        peaks = [result.peak_mb for result in ours if result.peak_mb is not None]
-        return min(peaks, default=None)
-    if not ours or "sdpa" not in members:
-        return None
-    return min(result.median_ms for result in ours) / members["sdpa"].median_ms
-
-
-def targets_table(verdicts: Sequence[Verdict]) -> Table:
-    """A row a target, and below it each case that misses it."""
-    table = Table(caption="a ratio counts only within one interleaved run", caption_justify="left")
-    table.add_column("target")
-    table.add_column("worst", justify="right", no_wrap=True)
-    table.add_column("limit", justify="right")
-    table.add_column("cases", justify="right", no_wrap=True)
-    table.add_column("reached", no_wrap=True)
-    colors = {"yes": "green", "no": "red", "not measured": "yellow"}
-    for verdict in verdicts:
-        limit, count = verdict.target.limit, len(verdict.measured)
-        worst = _number(verdict, verdict.measured[0][0]) if verdict.measured else "–"
-        good = count - len(verdict.misses)
-        cases = f"{good} of {count + len(verdict.missing)}"
-        answer = f"[{colors[verdict.answer]}]{verdict.answer}[/]"
-        table.add_row(verdict.target.what, worst, _number(verdict, limit), cases, answer)
-        for value, case, which_pass in verdict.misses:
-            table.add_row(f"[dim]  {case}, {which_pass}[/dim]", _number(verdict, value))
-    return table
-
-
-def _number(verdict: Verdict, value: float) -> str:
-    return f"{value:.0f} MB" if verdict.target.of_memory else f"{value:.2f}"
+TARGETS = (*CPU_TARGETS, *GPU_TARGETS)

@@ -11,7 +11,7 @@ show in the result (0 · NaN is NaN), so a result that is not finite is computed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +45,13 @@ def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, T
     return output, lse
 
 
+def prepared(
+    inputs: Inputs, variant: Variant, config: Config
+) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
+    """The forward pass for calls like this one; on a CPU nothing is worth preparing."""
+    return lambda inputs, variant: forward(inputs, variant, config)
+
+
 def backward(
     inputs: Inputs,
     variant: Variant,
@@ -54,8 +61,12 @@ def backward(
     grad_output: Tensor,
     grad_lse: Tensor | None,
     wanted_tables: Sequence[int],
+    deterministic: bool,
 ) -> Gradients:
-    """Gradients of the inputs, and of the wanted tensors that the score captured."""
+    """Gradients of the inputs, and of the wanted tensors that the score captured.
+
+    They are the same from run to run, asked for or not (`deterministic`).
+    """
     wide = _widen_half(inputs)
 
     def differentiate(part: Part) -> backwards.DenseGradients:

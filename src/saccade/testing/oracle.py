@@ -102,7 +102,7 @@ def _spread(case: Case) -> dict[str, Tensor]:
     of_inputs, of_sums, of_one = _units(case, query.shape[-1] + value.shape[-1], *scores.shape[-2:])
     # Products add up in at least 16 partial sums: that many numbers fill a vector register.
     steps = max(query.shape[-1] / 16, 1.0)
-    products = variant.scale * steps**0.5 * _root(query, key.mT)
+    products = abs(variant.scale) * steps**0.5 * _root(query, key.mT)
     of_scores = of_one * (products + scores.nan_to_num(0, 0, 0).abs() + lse.abs())
     # An error of a score, or of the lse, is a relative error of the pair's weight.
     of_pairs = of_inputs + of_sums + of_scores
@@ -113,8 +113,8 @@ def _spread(case: Case) -> dict[str, Tensor]:
     found = {
         "output": _root(terms, value),
         "lse": (weights * of_scores).sum(-1) + of_sums + of_one * lse.squeeze(-1).abs(),
-        "grad_query": variant.scale * _root(grad_terms, key),
-        "grad_key": variant.scale * _grouped(_root(grad_terms.mT, query), group),
+        "grad_query": abs(variant.scale) * _root(grad_terms, key),
+        "grad_key": abs(variant.scale) * _grouped(_root(grad_terms.mT, query), group),
         "grad_value": _grouped(_root(terms.mT, grad_output), group),
     }
     if inputs.sinks is not None:

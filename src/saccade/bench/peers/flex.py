@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +14,9 @@ from torch import Tensor
 
 from saccade.bench.cases import Case
 from saccade.bench.peers.peer import Call, Peer
+from saccade.bench.visibility import block_layout
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 COMPILE_LIMIT_SECONDS = 180
 
@@ -36,13 +41,16 @@ def _prepare(case: Case, device: torch.device) -> Call | str:
         return reason
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    # Else a backward pass frees what the next one needs, and each graph differentiates only once.
+    setattr(importlib.import_module("torch._functorch.config"), "donated_buffer", False)  # noqa: B010
     # Past a handful of shapes torch.compile would leave a function uncompiled and say nothing.
     torch._dynamo.reset()
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     block_mask = None
-    if case.visibility.kind != "full":
+    visible = mask_function(case, device)
+    if visible is not None:
         block_mask = create_block_mask(
-            _mask_function(case), None, None, case.query_len, case.kv_len, device=str(device)
+            visible, None, None, case.query_len, case.kv_len, device=str(device)
         )
     grouped = case.query_heads != case.kv_heads
 
@@ -52,16 +60,43 @@ def _prepare(case: Case, device: torch.device) -> Call | str:
     return Call(run)
 
 
-def _mask_function(case: Case) -> Any:
+def mask_function(case: Case, device: torch.device) -> MaskFunction | None:
+    """The case's mask as FlexAttention takes it; None where everything is visible."""
+    kind = _kind_function(case, device)
+    if len(case.visibility.documents) < 2:
+        return kind
+    ids = case.visibility.document_ids(device)
+
+    def same_document(batch: Tensor, head: Tensor, query_row: Tensor, kv_row: Tensor) -> Tensor:
+        return ids[query_row] == ids[kv_row]
+
+    if kind is None:
+        return same_document
+    from torch.nn.attention.flex_attention import and_masks
+
+    return and_masks(same_document, kind)
+
+
+def _kind_function(case: Case, device: torch.device) -> MaskFunction | None:
     kind, size = case.visibility.kind, case.visibility.size
 
-    def visible(batch: Tensor, head: Tensor, query_row: Tensor, kv_row: Tensor) -> Tensor:
-        if kind == "documents":
-            return query_row // size == kv_row // size
-        past = kv_row <= query_row
-        return past & (kv_row >= query_row - size) if kind == "window" else past
+    def causal(batch: Tensor, head: Tensor, query_row: Tensor, kv_row: Tensor) -> Tensor:
+        return kv_row <= query_row
 
-    return visible
+    def window(batch: Tensor, head: Tensor, query_row: Tensor, kv_row: Tensor) -> Tensor:
+        return (kv_row <= query_row) & (kv_row >= query_row - size)
+
+    def prefix(batch: Tensor, head: Tensor, query_row: Tensor, kv_row: Tensor) -> Tensor:
+        return (kv_row <= query_row) | (kv_row < size)
+
+    if kind == "blocks":
+        layout = block_layout(-(-case.query_len // size)).to(device)
+
+        def blocks(batch: Tensor, head: Tensor, query_row: Tensor, kv_row: Tensor) -> Tensor:
+            return layout[query_row // size, kv_row // size]
+
+        return blocks
+    return {"full": None, "causal": causal, "window": window, "prefix": prefix}[kind]
 
 
 @functools.cache

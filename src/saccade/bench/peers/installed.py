@@ -19,8 +19,8 @@ Maker = Callable[[Any, Case, torch.device], Call | str]
 def peers() -> list[Peer]:
     """Each package that is known here, whether it is installed or not."""
     return [
-        _peer("flash_attn", "flash_attn", "FlashAttention-2", _flash_attn),
-        _peer("flash_attn_3", "flash_attn_interface", "FlashAttention-3", _flash_attn),
+        _peer("flash_attn", "flash_attn", "FlashAttention-2", flash_attn),
+        _peer("flash_attn_3", "flash_attn_interface", "FlashAttention-3", flash_attn),
         _peer("xformers", "xformers.ops", "memory_efficient_attention", _xformers),
         _peer("flash_attention_triton", "flash_attention_triton", "FlashAttention-2", _triton),
     ]
@@ -31,7 +31,8 @@ def _peer(who: str, module_name: str, about: str, make: Maker) -> Peer:
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
-            missing = isinstance(error, ModuleNotFoundError)
+            package = module_name.split(".")[0]
+            missing = isinstance(error, ModuleNotFoundError) and error.name == package
             return "not installed" if missing else f"import fails: {error}"
         if device.type != "cuda":
             return "it takes tensors on a GPU"
@@ -44,26 +45,29 @@ def _peer(who: str, module_name: str, about: str, make: Maker) -> Peer:
     return Peer(who, f"{about}, by the package {package}", prepare, by_default=installed)
 
 
-def _flash_attn(module: Any, case: Case, device: torch.device) -> Call | str:
+def flash_attn(module: Any, case: Case, device: torch.device) -> Call | str:
     """FlashAttention-2 and -3, whose functions take the same arguments."""
-    causal = case.visibility.kind in ("causal", "window")
-    window = (case.visibility.size, 0) if case.visibility.kind == "window" else (-1, -1)
-    if case.visibility.kind == "documents":
-        length = case.visibility.size
-        tokens = case.batch * case.query_len
-        offsets = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
+    kind, documents = case.visibility.kind, case.visibility.documents
+    if kind not in ("full", "causal", "window") or (documents and not case.packed):
+        return f"it has no {case.mask} mask"
+    masked: dict[str, Any] = {
+        "causal": kind != "full",
+        "window_size": (case.visibility.size, 0) if kind == "window" else (-1, -1),
+    }
+    if case.packed:
+        offsets, longest = case.visibility.offsets(device), max(documents)
 
         def packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return _first(
                 module.flash_attn_varlen_func(
-                    query, key, value, offsets, offsets, length, length, causal=False
+                    query, key, value, offsets, offsets, longest, longest, **masked
                 )
             )
 
         return Call(packed, "packed")
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _first(module.flash_attn_func(query, key, value, causal=causal, window_size=window))
+        return _first(module.flash_attn_func(query, key, value, **masked))
 
     return Call(run, "rows first")
 
@@ -71,7 +75,7 @@ def _flash_attn(module: Any, case: Case, device: torch.device) -> Call | str:
 def _xformers(module: Any, case: Case, device: torch.device) -> Call | str:
     if case.query_heads != case.kv_heads:
         return "its 4-D call takes equal numbers of query and kv heads"
-    if case.visibility.kind not in ("full", "causal"):
+    if case.visibility.needs_table:
         return f"not set up here for a {case.mask} mask"
     bias = module.LowerTriangularMask() if case.visibility.kind == "causal" else None
 
@@ -82,10 +86,11 @@ def _xformers(module: Any, case: Case, device: torch.device) -> Call | str:
 
 
 def _triton(module: Any, case: Case, device: torch.device) -> Call | str:
-    if case.visibility.kind != "causal":
+    if case.visibility.kind != "causal" or case.visibility.needs_table:
         return f"its mask is always causal, not {case.mask}"
     if case.query_heads != case.kv_heads:
         return "it takes equal numbers of query and kv heads"
+    # [batch, heads, length, dim]; other dtypes than float16 it converts, there and back.
     return Call(module.flash_attention_v2)
 
 

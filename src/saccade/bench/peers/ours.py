@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +13,7 @@ import saccade
 from saccade import masks
 from saccade.bench.cases import Case
 from saccade.bench.peers.peer import Call, Peer, to_layout
+from saccade.bench.visibility import block_layout
 
 # The reference writes all scores out several times; beyond this it would only fill the memory.
 LARGEST_REFERENCE_SCORES = 2**28
@@ -32,47 +37,63 @@ def _peer(name: str) -> Peer:
 def _prepare(name: str, case: Case, device: torch.device) -> Call | str:
     if name == "reference" and case.score_bytes > LARGEST_REFERENCE_SCORES:
         return f"its scores alone would take {case.score_bytes / 1e9:.1f} GB"
-    if case.visibility.kind == "documents":
-        return _packed(name, case, device)
-    mask = mask_of(case)
-    query, key, value = _stand_ins(case, device)
-    reason = saccade.explain(query, key, value, mask=mask).reasons[name]
+    reason = explained(case, device).reasons[name]
     if reason is not None:
         return reason
+    mask = mask_of(case, device)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = saccade.attention(query, key, value, mask=mask, implementation=name)
         assert isinstance(output, Tensor)  # a pair only with return_lse
         return output
 
-    return Call(run)
+    if not case.packed:
+        return Call(run)
+    offsets, longest = case.visibility.offsets(device), max(case.visibility.documents)
 
-
-def _packed(name: str, case: Case, device: torch.device) -> Call | str:
-    length = case.visibility.size
-    tokens = case.batch * case.query_len
-    offsets = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
-    query, key, value = (to_layout(tensor, "packed") for tensor in _stand_ins(case, device))
-    reason = saccade.explain(query, key, value, offsets, max_seqlen_q=length).reasons[name]
-    if reason is not None:
-        return reason
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run_packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = saccade.attention_packed(
             query, key, value, offsets,
-            max_seqlen_q=length, max_seqlen_k=length, implementation=name,
+            max_seqlen_q=longest, max_seqlen_k=longest, mask=mask, implementation=name,
         )  # fmt: skip
         assert isinstance(output, Tensor)  # a pair only with return_lse
         return output
 
-    return Call(run, "packed")
+    return Call(run_packed, "packed")
 
 
-def mask_of(case: Case) -> masks.Mask | None:
-    """A case's mask in saccade's terms; documents are packed instead."""
-    if case.visibility.kind == "causal":
-        return masks.causal()
-    return masks.window(case.visibility.size) if case.visibility.kind == "window" else None
+def chosen(case: Case, device: torch.device) -> str:
+    """The peer that serves a case when no implementation is named."""
+    return f"saccade/{explained(case, device).chosen}"
+
+
+def explained(case: Case, device: torch.device) -> Any:
+    """What `saccade.explain` says of a case."""
+    (query, key, value), mask = _stand_ins(case, device), mask_of(case, device)
+    if not case.packed:
+        return saccade.explain(query, key, value, mask=mask)
+    query, key, value = (to_layout(tensor, "packed") for tensor in (query, key, value))
+    offsets, longest = case.visibility.offsets(device), max(case.visibility.documents)
+    return saccade.explain(query, key, value, offsets, max_seqlen_q=longest, mask=mask)
+
+
+def mask_of(case: Case, device: torch.device) -> masks.Mask | None:
+    """A case's mask in saccade's terms; packed documents need none."""
+    visibility = case.visibility
+    size = visibility.size
+    parts: list[masks.Mask] = []
+    if visibility.kind == "causal":
+        parts.append(masks.causal())
+    if visibility.kind == "window":
+        parts.append(masks.window(size))
+    if visibility.kind == "prefix":
+        parts.append(masks.prefix(torch.tensor([size], dtype=torch.int32, device=device)))
+    if visibility.kind == "blocks":
+        layout = block_layout(-(-case.query_len // size)).to(device)
+        parts.append(masks.blocks(layout[None, None], size))
+    if visibility.documents and not case.packed:
+        parts.append(masks.documents(visibility.document_ids(device)[None]))
+    return functools.reduce(operator.and_, parts) if parts else None
 
 
 def _stand_ins(case: Case, device: torch.device) -> list[Tensor]:

@@ -23,7 +23,7 @@ def _prepare(case: Case, device: torch.device) -> Call | str:
     if case.score_bytes > LARGEST_SCORES:
         return f"its scores alone would take {case.score_bytes / 1e9:.1f} GB"
     hidden = None
-    if case.visibility.kind != "full":
+    if case.visibility.kind != "full" or case.visibility.needs_table:
         hidden = ~case.visibility.tensor(case.query_len, case.kv_len, device)
     group = case.query_heads // case.kv_heads
     scale = 1 / math.sqrt(case.head_dim)

@@ -23,6 +23,8 @@ BACKENDS = {
 }
 # The math backend writes all scores out.
 LARGEST_SCORES = 2**30
+# A mask that is more than full or causal must be written out, a byte a pair.
+LARGEST_MASK = 2**30
 
 
 def peers() -> list[Peer]:
@@ -37,6 +39,9 @@ def _peer(who: str, backend: SDPBackend | None) -> Peer:
     def prepare(case: Case, device: torch.device) -> Call | str:
         if backend == SDPBackend.MATH and case.score_bytes > LARGEST_SCORES:
             return f"its scores alone would take {case.score_bytes / 1e9:.1f} GB"
+        table_bytes = case.query_len * case.kv_len
+        if case.visibility.needs_table and table_bytes > LARGEST_MASK:
+            return f"its mask alone would take {table_bytes / 1e9:.1f} GB"
         call = Call(_function(case, device), around=around)
         return call if backend is None else _try(call, case, device) or call
 
@@ -47,9 +52,10 @@ def _peer(who: str, backend: SDPBackend | None) -> Peer:
 
 
 def _function(case: Case, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    causal = case.visibility.kind == "causal"
+    needs_table = case.visibility.needs_table
+    causal = case.visibility.kind == "causal" and not needs_table
     mask = None
-    if case.visibility.kind in ("window", "documents"):
+    if needs_table:
         mask = case.visibility.tensor(case.query_len, case.kv_len, device)
     grouped = case.query_heads != case.kv_heads
 

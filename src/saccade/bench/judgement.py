@@ -1,0 +1,96 @@
+"""Judgement: how the targets stand in a file of results, and what is missing for an answer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+
+from saccade.bench.history import History, Unmeasured
+from saccade.bench.results import Result
+from saccade.bench.selection import folded
+from saccade.bench.targets import TARGETS, Target
+
+
+class Verdict(NamedTuple):
+    """How a target stands: what was measured of it, worst first, and what is missing."""
+
+    target: Target
+    measured: list[tuple[float, str, str]]  # value, case, pass
+    missing: list[tuple[str, str, str]]  # case, pass, what is missing of it
+
+    @property
+    def misses(self) -> list[tuple[float, str, str]]:
+        """What lies beyond the limit."""
+        return [item for item in self.measured if item[0] > self.target.limit]
+
+    @property
+    def answer(self) -> str:
+        """Yes only if all of it was measured and holds."""
+        if self.misses:
+            return "no"
+        return "not measured" if self.missing else "yes"
+
+
+def judge(results: Sequence[Result]) -> list[Verdict]:
+    """How the targets stand of the machines that the results' cases are meant for.
+
+    Results of no such machine leave all targets open.
+    """
+    history = History(results)
+    machines = {result.case["name"].split("-")[0] for result in results}
+    asked = [target for target in TARGETS if target.machine in machines]
+    return [_verdict(target, history) for target in asked or TARGETS]
+
+
+def _verdict(target: Target, history: History) -> Verdict:
+    verdict = Verdict(target, [], [])
+    for case, which_pass in target.expected():
+        try:
+            value = target.yardstick.value(history, target.subject, case, which_pass)
+            verdict.measured.append((value, case, which_pass))
+        except Unmeasured as error:
+            verdict.missing.append((case, which_pass, str(error)))
+    verdict.measured.sort(reverse=True)
+    return verdict
+
+
+def targets_table(verdicts: Sequence[Verdict]) -> Table:
+    """A row a target, and below it each case that misses it."""
+    caption = "a ratio to another's time counts only within one interleaved run"
+    table = Table(caption=caption, caption_justify="left")
+    table.add_column("target")
+    table.add_column("worst", justify="right", no_wrap=True)
+    table.add_column("limit", justify="right")
+    table.add_column("cases", justify="right", no_wrap=True)
+    table.add_column("reached", no_wrap=True)
+    colors = {"yes": "green", "no": "red", "not measured": "yellow"}
+    for verdict in verdicts:
+        limit, count = verdict.target.limit, len(verdict.measured)
+        worst = _number(verdict, verdict.measured[0][0]) if verdict.measured else "–"
+        good = count - len(verdict.misses)
+        cases = f"{good} of {count + len(verdict.missing)}"
+        answer = f"[{colors[verdict.answer]}]{verdict.answer}[/]"
+        table.add_row(verdict.target.what, worst, _number(verdict, limit), cases, answer)
+        for value, case, which_pass in verdict.misses:
+            table.add_row(f"[dim]  {case}, {which_pass}[/dim]", _number(verdict, value))
+    return table
+
+
+def missing_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """What must still be measured, each thing once, cases of one kind folded together."""
+    cases: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for verdict in verdicts:
+        for case, which_pass, reason in verdict.missing:
+            cases[reason, which_pass][case] = None
+    return [
+        f"[bold]missing[/bold] {reason}: {which_pass} of {', '.join(folded(list(names)))}"
+        for (reason, which_pass), names in cases.items()
+    ]
+
+
+def _number(verdict: Verdict, value: float) -> str:
+    unit = verdict.target.yardstick.unit
+    return f"{value:.0f}{unit}" if unit else f"{value:.2f}"

@@ -1,0 +1,97 @@
+"""Language: what mask and score functions may call, as device functions.
+
+Each one means exactly what its namesake in `saccade.language` means on torch tensors; operators
+whose meaning differs between Python and C (``//`` and ``%`` of negative numbers) stand here too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.tiles import wide
+
+
+@triton.jit
+def absolute(value):
+    """Magnitude."""
+    return tl.abs(value)
+
+
+@triton.jit
+def exp(value):
+    """e to the power of a number."""
+    return tl.exp(value.to(tl.float32))
+
+
+@triton.jit
+def log(value):
+    """Natural logarithm."""
+    return tl.log(value.to(tl.float32))
+
+
+@triton.jit
+def tanh(value):
+    """Near 0 an odd polynomial, which keeps the relative error small (Cephes, Moshier 1992)."""
+    value = value.to(tl.float32)
+    square = value * value
+    slope = -5.70498872745e-3
+    slope = slope * square + 2.06390887954e-2
+    slope = slope * square - 5.37397155531e-2
+    slope = slope * square + 1.33314422036e-1
+    slope = slope * square - 3.33332819422e-1
+    near = value + value * (square * slope)
+    magnitude = tl.abs(value)
+    far = 1.0 - 2.0 / (tl.exp(2.0 * magnitude) + 1.0)
+    far = tl.where(value < 0, -far, far)
+    return tl.where(magnitude < 0.625, near, far)
+
+
+@triton.jit
+def minimum(first, second):
+    """The smaller one; NaN if either is."""
+    return tl.minimum(first, second, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def maximum(first, second):
+    """The larger one; NaN if either is."""
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def where(condition, first, second):
+    """The first where the condition holds, else the second."""
+    return tl.where(condition, first, second)
+
+
+@triton.jit
+def floor_divide(dividend, divisor):
+    """Python's ``//`` of whole numbers: rounds down, where the machine rounds towards 0."""
+    quotient = dividend // divisor
+    rest = dividend - quotient * divisor
+    return quotient - ((rest != 0) & ((rest < 0) != (divisor < 0))).to(tl.int32)
+
+
+@triton.jit
+def floor_modulo(dividend, divisor):
+    """Python's ``%`` of whole numbers: has the divisor's sign, where the machine's has not."""
+    rest = dividend % divisor
+    return tl.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest)
+
+
+# ---- captured tensors: (pointer, sizes, strides) ---------------------------------------------
+
+
+@triton.jit
+def nearest(index, table, DIM: tl.constexpr):
+    """Where the entry nearest to an index lies along one dimension of a table, in elements."""
+    inside = tl.minimum(tl.maximum(index, 0), table[1][DIM] - 1)
+    return wide(inside) * table[2][DIM]
+
+
+@triton.jit
+def read(table, offset, DIMS: tl.constexpr):
+    """The entries of a table at offsets in elements."""
+    tl.static_assert(len(table[1]) == DIMS, "take: needs one index for each dimension of a table")
+    return tl.load(table[0] + offset)

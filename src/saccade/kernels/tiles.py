@@ -1,0 +1,210 @@
+"""Tiles: the only place where a kernel turns (batch, head, row) into addresses.
+
+A View is a tensor as a kernel sees it: its memory, and functions that know where a sequence and
+its rows live (`place`, `reach`) and which tile of which sequence a program works on (`find`).
+Channels have stride 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class View(NamedTuple):
+    """A tensor as a kernel argument: rows of channels, by batch entry (or sequence) and head."""
+
+    ptr: Any
+    strides: tuple[int, int, int]  # batch, head, row
+    place: Any  # dense or packed: where a sequence lives
+    reach: Any  # near or far: how far apart the rows of a tile lie
+    find: Any  # dense_program or packed_program: what a program works on
+    data: tuple[Any, ...]  # what the two functions need
+
+
+@triton.jit
+def wide(number):
+    """A whole number with 64 bits, which a product of a row and a stride may need."""
+    return tl.full((), 0, tl.int64) + number
+
+
+# Lengths and counts in a View come with this added. Triton (3.6 to 3.9) makes a constant of an
+# argument that is 1, and may lose it again inside nested tuples; none of these is ever 1.
+ADDED = tl.constexpr(1 << 20)
+
+
+# ---- dense: every sequence has the same length. data: length, heads ---------------------------
+
+
+@triton.jit
+def dense(batch, strides, data):
+    """The first row's place (in elements), and how many rows there are."""
+    return wide(batch) * strides[0], (data[0] - ADDED)
+
+
+@triton.jit
+def dense_program(program, data, TILE: tl.constexpr):
+    """Batch entry, head, tile and the slot for what was planned; the last tile comes first.
+
+    Under a causal mask the last tile of query rows is the longest work, so it starts early.
+    """
+    tiles = tl.cdiv((data[0] - ADDED), TILE)
+    tile = tiles - 1 - program % tiles
+    head = (program // tiles) % (data[1] - ADDED)
+    return program // tiles // (data[1] - ADDED), head, tile, tile
+
+
+# ---- packed: sequences back to back. data: offsets, sequences, heads, tokens ------------------
+
+
+@triton.jit
+def packed(batch, strides, data):
+    """The first row's place (in elements), and how many rows there are."""
+    first = tl.load(data[0] + batch)
+    return wide(first) * strides[2], tl.load(data[0] + batch + 1) - first
+
+
+@triton.jit
+def packed_program(program, data, TILE: tl.constexpr):
+    """Sequence, head, tile and slot. Sequence b owns the slots from offsets[b] // TILE + b on.
+
+    That is at least one slot for each of its tiles, and no length need be known on the host. A
+    slot past the end of its sequence gets a tile past its end, hence no rows.
+    """
+    slots = (data[3] - ADDED) // TILE + (data[1] - ADDED)
+    slot = slots - 1 - program % slots
+    low, high = slot * 0, slot * 0 + (data[1] - ADDED)  # the sequence lies in low … high - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        below = tl.load(data[0] + middle) // TILE + middle <= slot
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    return low, program // slots, slot - (tl.load(data[0] + low) // TILE + low), slot
+
+
+# ---- rows of a tile: offsets of 32 bits where those do, which takes fewer registers -------------
+
+
+@triton.jit
+def near(rows, stride):
+    """Where the rows of a tile lie, counted from its first one."""
+    return rows * stride
+
+
+@triton.jit
+def far(rows, stride):
+    """The same where a tile reaches past 2^31 elements."""
+    return wide(rows) * stride
+
+
+# ---- verbs ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def num_rows(view, batch):
+    """How many rows a batch entry (or sequence) has."""
+    _, length = view.place(batch, view.strides, view.data)
+    return length
+
+
+@triton.jit
+def row_pointers(view, batch, head, rows, channels):
+    """Addresses of rows × channels: [rows, channels] from a column of rows and a row of channels,
+    or the other way round."""
+    first, _ = view.place(batch, view.strides, view.data)
+    start = view.ptr + (first + wide(head) * view.strides[1])
+    return start + (wide(rows) * view.strides[2] + channels)
+
+
+@triton.jit
+def load_rows(
+    view, batch, head, rows, length,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Rows of DIM channels, widened to WIDTH by zeros. Unless WHOLE, rows past the end are 0."""
+    channels = tl.arange(0, WIDTH)[None, :]
+    pointers = row_pointers(view, batch, head, rows[:, None], channels)
+    if WHOLE:
+        if DIM == WIDTH:
+            return tl.load(pointers)
+        return tl.load(pointers, mask=channels < DIM, other=0.0)
+    exists = (rows < length)[:, None]
+    if DIM != WIDTH:
+        exists = exists & (channels < DIM)
+    return tl.load(pointers, mask=exists, other=0.0)
+
+
+@triton.jit
+def load_tile(
+    view, batch, head, start, length,
+    ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """`load_rows` of ROWS adjacent rows, for loops that have no register to spare."""
+    rows, channels = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    first, _ = view.place(batch, view.strides, view.data)
+    base = view.ptr + (first + wide(head) * view.strides[1] + wide(start) * view.strides[2])
+    pointers = base + (view.reach(rows, view.strides[2]) + channels)
+    if WHOLE:
+        if DIM == WIDTH:
+            return tl.load(pointers)
+        return tl.load(pointers, mask=channels < DIM, other=0.0)
+    exists = start + rows < length
+    if DIM != WIDTH:
+        exists = exists & (channels < DIM)
+    return tl.load(pointers, mask=exists, other=0.0)
+
+
+@triton.jit
+def store_rows(view, batch, head, rows, length, tile, DIM: tl.constexpr):
+    """Write rows of DIM channels; rows past the end are not written."""
+    channels = tl.arange(0, tile.shape[1])[None, :]
+    pointers = row_pointers(view, batch, head, rows[:, None], channels)
+    exists = (rows < length)[:, None]
+    if tile.shape[1] != DIM:
+        exists = exists & (channels < DIM)
+    tl.store(pointers, tile.to(view.ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def add_rows(view, batch, head, rows, length, tile, DIM: tl.constexpr):
+    """Add rows of DIM channels to memory, in whatever order programs come."""
+    channels = tl.arange(0, tile.shape[1])[None, :]
+    pointers = row_pointers(view, batch, head, rows[:, None], channels)
+    exists = (rows < length)[:, None]
+    if tile.shape[1] != DIM:
+        exists = exists & (channels < DIM)
+    tl.atomic_add(pointers, tile, mask=exists, sem="relaxed")
+
+
+@triton.jit
+def load_numbers(view, batch, head, rows, length, other):
+    """One number a row; `other` past the end."""
+    return tl.load(row_pointers(view, batch, head, rows, 0), mask=rows < length, other=other)
+
+
+@triton.jit
+def store_numbers(view, batch, head, rows, length, numbers):
+    """Write one number a row."""
+    pointers = row_pointers(view, batch, head, rows, 0)
+    tl.store(pointers, numbers.to(view.ptr.dtype.element_ty), mask=rows < length)
+
+
+@triton.jit
+def spoilt_rows(tile):
+    """True for each row that holds NaN or inf."""
+    return tl.max((tl.abs(tile.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1, 1) > 0
+
+
+@triton.jit
+def any_spoilt(tile):
+    """Whether a tile holds NaN or inf anywhere, as one truth for the whole program."""
+    # In one step: Triton 3.6 fails to compile a maximum of maxima on sm_100.
+    return tl.max((tl.abs(tile.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1) > 0
+
+
+@triton.jit
+def without(rows, tile):
+    """A tile whose spoilt rows are 0: a product would carry NaN further, as 0 · NaN is NaN."""
+    return tl.where(rows[:, None], tl.zeros_like(tile), tile)

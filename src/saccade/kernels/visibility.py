@@ -1,0 +1,259 @@
+"""Visibility: which tiles a program visits, and which of them need the mask.
+
+A program stands at one tile of query rows and walks along tiles of keys, or the other way round.
+Tiles that are hidden are not visited; tiles that are wholly visible ("clean") run without mask
+arithmetic; the others ("edges") select pair by pair. A walk is six whole numbers:
+
+    first, num_left, jump     edge number i is tile first + i, from num_left on tile jump + i
+    num_edges, clean_first, num_clean
+"""
+
+# Triton's own annotations make its functions look as if they never returned.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.tiles import wide
+
+WALK_SIZE = tl.constexpr(6)
+
+
+class Mask(NamedTuple):
+    """Which pairs are visible, and which tiles to visit."""
+
+    visible: Any  # bools for a tile of pairs, from (batch, head, rows, rows, shift, data), or None
+    judge: Any  # possible and certain for whole tiles, from their first and last rows, or None
+    walk: Any  # everything, found, planned or listed
+    tile: Any  # next_in_range or next_in_list
+    data: tuple[Any, ...] = ()  # what the mask captured
+    plan: tuple[Any, ...] = ()  # what was planned ahead, see portable/plan.py
+
+
+# ---- captured tensors over the rows of a tile -------------------------------------------------
+# Indices past the last one of a tile read the last one again, which changes no extreme.
+
+
+@triton.jit
+def bounds(entries):
+    """Entries as a lower and an upper bound: NaN is unordered, so anything is possible there."""
+    if entries.dtype == tl.int1:
+        numbers = entries.to(tl.int32)
+        low, high = numbers, numbers
+    elif entries.dtype.is_floating():
+        numbers = entries.to(tl.float32)
+        low = tl.where(numbers != numbers, float("-inf"), numbers)
+        high = tl.where(numbers != numbers, float("inf"), numbers)
+    else:
+        low, high = entries, entries
+    return low, high
+
+
+@triton.jit
+def along(table, index, DIM: tl.constexpr):
+    """Where the entry nearest to an index lies along one dimension, in elements."""
+    inside = tl.minimum(tl.maximum(index, 0), table[1][DIM] - 1)
+    return wide(inside) * table[2][DIM]
+
+
+@triton.jit
+def along_one(table, offset, DIM: tl.constexpr, low, high, TILE: tl.constexpr):
+    """Smallest and largest entry between two indices that lie less than TILE apart: [tiles]."""
+    index = tl.minimum(low[:, None] + tl.arange(0, TILE)[None, :], high[:, None])
+    lows, highs = bounds(tl.load(table[0] + (offset + along(table, index, DIM))))
+    return tl.min(lows, 1), tl.max(highs, 1)
+
+
+@triton.jit
+def along_two(
+    table, offset,
+    DIM_A: tl.constexpr, low_a, high_a, TILE_A: tl.constexpr,
+    DIM_B: tl.constexpr, low_b, high_b, TILE_B: tl.constexpr,
+):  # fmt: skip
+    """The same along two dimensions."""
+    index_a = tl.minimum(low_a[:, None] + tl.arange(0, TILE_A)[None, :], high_a[:, None])
+    index_b = tl.minimum(low_b[:, None] + tl.arange(0, TILE_B)[None, :], high_b[:, None])
+    places = along(table, index_a, DIM_A)[:, :, None] + along(table, index_b, DIM_B)[:, None, :]
+    lows, highs = bounds(tl.load(table[0] + (offset + places)))
+    return tl.min(tl.min(lows, 2), 1), tl.max(tl.max(highs, 2), 1)
+
+
+@triton.jit
+def along_two_blocks(
+    table, offset,
+    DIM_A: tl.constexpr, low_a, high_a, TILE_A: tl.constexpr,
+    DIM_B: tl.constexpr, low_b, high_b, TILE_B: tl.constexpr,
+):  # fmt: skip
+    """The same where whole blocks of rows share an index: there are few, so they come in turn."""
+    places = along(table, low_a, DIM_A) + along(table, low_b, DIM_B)
+    lows, highs = bounds(tl.load(table[0] + (offset + places)))
+    for a in range(0, tl.max(high_a - low_a, 0) + 1):
+        for b in range(0, tl.max(high_b - low_b, 0) + 1):
+            place_a = along(table, tl.minimum(low_a + a, high_a), DIM_A)
+            place_b = along(table, tl.minimum(low_b + b, high_b), DIM_B)
+            low, high = bounds(tl.load(table[0] + (offset + (place_a + place_b))))
+            lows, highs = tl.minimum(lows, low), tl.maximum(highs, high)
+    return lows, highs
+
+
+# ---- verdicts ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def judge_tiles(
+    mask, batch, head, start, lengths, tiles,
+    TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Which tiles of the other side can hold a visible pair, and which are clean: [tiles].
+
+    lengths: of the side that the program stands on, and of the other side.
+    """
+    length, other_length = lengths
+    low = start + tl.arange(0, 1)
+    high = tl.minimum(low + TILE, length) - 1
+    exists = tiles * OTHER < other_length
+    other_low = tl.where(exists, tiles * OTHER, 0)  # tiles past the end are judged as the first
+    other_high = tl.minimum(other_low + OTHER, other_length) - 1
+    if OVER_KEYS:
+        possible, certain = mask.judge(
+            batch, head, low, high, other_low, other_high, other_length - length, mask.data,
+            TILE, OTHER,
+        )  # fmt: skip
+        whole = exists & (other_low + OTHER <= other_length)
+    else:
+        possible, certain = mask.judge(
+            batch, head, other_low, other_high, low, high, length - other_length, mask.data,
+            OTHER, TILE,
+        )  # fmt: skip
+        whole = exists & (other_low + OTHER <= other_length) & (start + TILE <= length)
+    return possible & exists, certain & whole
+
+
+@triton.jit
+def find_walk(
+    mask, batch, head, start, lengths,
+    TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Judge all tiles, AT_ONCE together: visit from the first to the last that is possible, with
+    one stretch of clean tiles among them."""
+    num_tiles = tl.cdiv(lengths[1], OTHER)
+    first, end = num_tiles, 0
+    clean_first, clean_end = num_tiles, num_tiles
+    for base in range(0, num_tiles, AT_ONCE):
+        tiles = base + tl.arange(0, AT_ONCE)
+        possible, certain = judge_tiles(
+            mask, batch, head, start, lengths, tiles, TILE, OTHER, OVER_KEYS
+        )
+        first = tl.minimum(first, tl.min(tl.where(possible, tiles, num_tiles), 0))
+        end = tl.maximum(end, tl.max(tl.where(possible, tiles + 1, 0), 0))
+        clean_first = tl.minimum(clean_first, tl.min(tl.where(certain, tiles, num_tiles), 0))
+        after = (tiles > clean_first) & (certain == 0)
+        clean_end = tl.minimum(clean_end, tl.min(tl.where(after, tiles, num_tiles), 0))
+    end = tl.maximum(first, end)
+    clean_first = tl.minimum(clean_first, end)
+    clean_end = tl.maximum(tl.minimum(clean_end, end), clean_first)
+    num_left = clean_first - first
+    num_edges = num_left + end - clean_end
+    return first, num_left, clean_end - num_left, num_edges, clean_first, clean_end - clean_first
+
+
+# ---- a mask's walk: (mask, batch, head, slot, start, lengths) → six whole numbers ---------------
+
+
+@triton.jit
+def everything(
+    mask, batch, head, slot, start, lengths,
+    TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Nothing is hidden: only a tile that lengths cut short is an edge."""
+    num_clean = lengths[1] // OTHER
+    if not OVER_KEYS:  # key rows past the end must be hidden from every query
+        num_clean = tl.where(start + TILE <= lengths[0], num_clean, 0)
+    num_edges = tl.cdiv(lengths[1], OTHER) - num_clean
+    return num_clean, num_edges, 0, num_edges, 0, num_clean
+
+
+@triton.jit
+def found(
+    mask, batch, head, slot, start, lengths,
+    TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Found by the program itself: the mask reads no captured tensor along rows."""
+    return find_walk(mask, batch, head, start, lengths, TILE, OTHER, OVER_KEYS, 128)
+
+
+@triton.jit
+def planned(
+    mask, batch, head, slot, start, lengths,
+    TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Read from a plan: walks [batch or 1, heads or 1, slots, WALK_SIZE]."""
+    place = batch * mask.plan[1] + head * mask.plan[2] + slot * WALK_SIZE
+    entry = mask.plan[0] + wide(place)
+    return (
+        tl.load(entry), tl.load(entry + 1), tl.load(entry + 2),
+        tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5),
+    )  # fmt: skip
+
+
+@triton.jit
+def listed(
+    mask, batch, head, slot, start, lengths,
+    TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Read from lists [batch or 1, heads or 1, slots, capacity]: clean tiles, then edges."""
+    place = wide(batch * mask.plan[2] + head * mask.plan[3] + slot * 2)
+    num_clean, num_edges = tl.load(mask.plan[1] + place), tl.load(mask.plan[1] + place + 1)
+    return place // 2 * tl.cdiv(lengths[1], OTHER), 0, 0, num_edges, 0, num_clean
+
+
+@triton.jit
+def next_in_range(mask, walk, index, CLEAN: tl.constexpr):
+    """The tile that clean tile (or edge) number `index` of a walk is."""
+    if CLEAN:
+        return walk[4] + index
+    return index + tl.where(index < walk[1], walk[0], walk[2])
+
+
+@triton.jit
+def next_in_list(mask, walk, index, CLEAN: tl.constexpr):
+    """The same, where tiles are listed."""
+    if CLEAN:
+        return tl.load(mask.plan[0] + (walk[0] + index))
+    return tl.load(mask.plan[0] + (walk[0] + walk[5] + index))
+
+
+@triton.jit
+def if_present(walk, present):
+    """A walk, or none at all for a program that has no rows.
+
+    No kernel returns early: Triton (3.6 to 3.9) forgets constants inside nested arguments there.
+    """
+    return (
+        walk[0], walk[1], walk[2],
+        tl.where(present, walk[3], 0), walk[4], tl.where(present, walk[5], 0),
+    )  # fmt: skip
+
+
+# With care, tiles are visited in parts of so many rows: fewer registers for the rare case.
+CAREFUL_ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def careful_start(mask, walk, index, TILE: tl.constexpr):
+    """The first row of part number `index` of all tiles of a walk."""
+    number = index // (TILE // CAREFUL_ROWS)
+    part = index - number * (TILE // CAREFUL_ROWS)
+    clean = mask.tile(mask, walk, number, True)
+    tile = tl.where(number < walk[5], clean, mask.tile(mask, walk, number - walk[5], False))
+    return tile * TILE + part * CAREFUL_ROWS
+
+
+@triton.jit
+def careful_parts(walk, TILE: tl.constexpr):
+    """How many parts there are."""
+    return (walk[5] + walk[3]) * (TILE // CAREFUL_ROWS)

@@ -1,0 +1,149 @@
+"""Calls: descriptions of calls of attention, which kernels are compiled and timed for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import masks, scores
+from saccade.masks import Mask
+from saccade.prepare import prepare, with_seed
+from saccade.problem import Config, Inputs, Variant, empty_results
+from saccade.scores import Score
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MASKS = ("none", "causal", "window", "documents", "blocks")
+SCORES = ("none", "softcap", "bias")
+MASK_BLOCK = 128  # rows that share an entry of a block-sparse mask
+
+# The kernels, by the pass in which the library starts them.
+PASSES = {
+    "forward": ("forward", "plan_walks", "judge_pairs", "list_tiles"),
+    "ordered": ("backward_keys", "backward_keys, careful", "backward_queries", "row_dot"),
+    "shared": ("backward_shared", "backward_shared, careful"),
+    "bias": ("backward_bias",),
+}
+KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
+
+
+class Call(NamedTuple):
+    """A call of attention. Plain numbers and words, so that it can be handed to a process."""
+
+    head_dim: int
+    dtype: str = "bf16"
+    mask: str = "none"
+    score: str = "none"
+    dropout_p: float = 0.0
+    packed: bool = False
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    length: int = 1024
+
+    @property
+    def name(self) -> str:
+        """What tells the call from others of the same sizes."""
+        extras = [self.score] if self.score != "none" else []
+        extras += ["dropout"] if self.dropout_p else []
+        extras += ["packed"] if self.packed else []
+        return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
+
+
+def make(call: Call, device: torch.device) -> tuple[Inputs, Variant]:
+    """The tensors of a call, and what it asks for; packed rows are two sequences a batch entry."""
+    query, key, value = (
+        torch.randn(_shape(call, heads), device=device).to(DTYPES[call.dtype]).requires_grad_()
+        if device.type == "cuda"
+        else torch.zeros(_shape(call, heads), dtype=DTYPES[call.dtype], requires_grad=True)
+        for heads in (call.heads, call.kv_heads, call.kv_heads)
+    )
+    offsets = None
+    if call.packed:
+        tokens = call.batch * call.length
+        offsets = torch.arange(0, tokens + 1, call.length // 2, dtype=torch.int32, device=device)
+    mask, score = make_mask(call, device), make_score(call, device)
+    inputs, variant, _, _ = prepare(
+        query, key, value, offsets, None, None, None,
+        mask=mask, score=score, scale=None, sinks=None, dropout_p=call.dropout_p,
+        return_lse=False, deterministic=False, config=None,
+    )  # fmt: skip
+    return with_seed(inputs, variant), variant
+
+
+def _shape(call: Call, heads: int) -> tuple[int, ...]:
+    if call.packed:
+        return call.batch * call.length, heads, call.head_dim
+    return call.batch, heads, call.length, call.head_dim
+
+
+def make_mask(call: Call, device: torch.device) -> Mask | None:
+    """The mask of a call."""
+    makers: dict[str, Callable[[], Mask | None]] = {
+        "none": lambda: None,
+        "causal": masks.causal,
+        "window": lambda: masks.causal() & masks.window(max(call.length // 8, 1)),
+        "documents": lambda: masks.documents(_document_ids(call, device)),
+        "blocks": lambda: masks.blocks(_blocks(call, device), MASK_BLOCK),
+    }
+    return makers[call.mask]()
+
+
+def _document_ids(call: Call, device: torch.device) -> Tensor:
+    row = torch.arange(call.length, device=device) * 4 // call.length  # four documents
+    return row.expand(call.batch * (2 if call.packed else 1), -1).contiguous()
+
+
+def _blocks(call: Call, device: torch.device) -> Tensor:
+    sides = -(-call.length // MASK_BLOCK)
+    rows = torch.arange(sides, device=device)
+    return ((rows[:, None] - rows).abs() % 4 == 0).expand(call.heads, -1, -1).contiguous()
+
+
+def make_score(call: Call, device: torch.device) -> Score | None:
+    """The change of the scores of a call."""
+    makers: dict[str, Callable[[], Score | None]] = {
+        "none": lambda: None,
+        "softcap": lambda: scores.softcap(30.0),
+        "bias": lambda: scores.bias(_bias(call, device)),
+    }
+    return makers[call.score]()
+
+
+def _bias(call: Call, device: torch.device) -> Tensor:
+    shape = (1, call.heads, call.length, call.length)
+    return torch.zeros(shape, device=device, requires_grad=True)
+
+
+def results_of(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Something finite in place of what a forward pass would have given."""
+    output, lse = empty_results(inputs)
+    return output.zero_(), lse.zero_()
+
+
+def start(
+    inputs: Inputs, variant: Variant, which: str, config: Config | None, results: Any
+) -> None:
+    """Have the library start one of PASSES, as it would in a call.
+
+    results: (output, lse) of the forward pass.
+    """
+    from saccade.portable import attention, gradients
+
+    given = config or Config()
+    if which == "forward":
+        attention.forward(inputs, variant, given)
+        return
+    output, lse = results
+    wanted = [0] if which == "bias" else []
+    choose = gradients.ordered_is_faster
+    gradients.ordered_is_faster = lambda kind: False  # the pass says which form, not the sizes
+    try:
+        attention.backward(
+            inputs, variant, given, output, lse, torch.zeros_like(output), None, wanted,
+            which != "shared",
+        )  # fmt: skip
+    finally:
+        gradients.ordered_is_faster = choose

@@ -1,0 +1,65 @@
+"""Catalogue: which calls the kernels are compiled for, so that each default config is seen once.
+
+All widths meet the plain and the causal case; what else can be combined does so at width 128.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from saccade.offline.calls import KERNELS, PASSES, Call
+from saccade.offline.pool import Job
+
+CAREFUL = ("backward_keys, careful", "backward_shared, careful")
+ORDERED = ("forward", "backward_keys", "backward_queries")
+ALL = (*ORDERED, "backward_shared")
+
+
+class Entry(NamedTuple):
+    """A call, and the kernels of it that are compiled."""
+
+    call: Call
+    kernels: tuple[str, ...]
+
+
+def entries(architecture: str) -> list[Entry]:
+    """The calls for an architecture. Turing has no products of bf16."""
+    half = "fp16" if architecture == "sm_75" else "bf16"
+    return [
+        Entry(Call(64, half), ALL),
+        Entry(Call(64, half, "causal"), (*ALL, *CAREFUL)),
+        Entry(Call(128, half), (*ALL, "row_dot")),
+        Entry(Call(128, half, "causal"), (*ALL, *CAREFUL)),
+        Entry(Call(128, half, "documents"), (*ALL, *CAREFUL, "plan_walks")),
+        Entry(Call(128, half, "blocks"), (*ORDERED, "judge_pairs", "list_tiles")),
+        Entry(Call(128, half, packed=True), (*ORDERED, "row_dot")),
+        Entry(Call(128, half, "causal", packed=True), ORDERED),
+        Entry(Call(128, half, "documents", packed=True), ("forward", "plan_walks")),
+        Entry(Call(128, half, score="softcap"), ORDERED),
+        Entry(Call(128, half, score="bias"), ("backward_bias",)),
+        Entry(Call(128, half, dropout_p=0.1), ALL),
+        Entry(Call(256, half), ALL),
+        Entry(Call(256, half, "causal"), (*ALL, *CAREFUL)),
+        Entry(Call(64, "fp32"), ("forward", "backward_keys", "backward_queries")),
+        Entry(Call(128, "fp32", "causal"), (*ORDERED, CAREFUL[0])),
+    ]
+
+
+def jobs(architectures: tuple[str, ...], kernels: str = "*") -> list[Job]:
+    """What to compile for some architectures: kernels whose names a glob fits.
+
+    Raises:
+        ValueError: for a glob that no kernel's name fits.
+    """
+    if not any(fnmatchcase(kernel, kernels) for kernel in KERNELS):
+        raise ValueError(f"no kernel is named {kernels!r}; there are {', '.join(KERNELS)}")
+    found = []
+    for architecture in architectures:
+        for entry in entries(architecture):
+            for which, of_pass in PASSES.items():
+                wanted = [kernel for kernel in entry.kernels if kernel in of_pass]
+                chosen = tuple(kernel for kernel in wanted if fnmatchcase(kernel, kernels))
+                if chosen:
+                    found.append(Job(architecture, entry.call, which, chosen))
+    return found

@@ -1,0 +1,92 @@
+"""Compiler: Triton's compiler without a GPU, and what it says about a kernel.
+
+What differs between versions of Triton in compiling and reading binaries stays in this file.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from saccade.offline.pool import Usage
+
+
+def target(architecture: str) -> GPUTarget:
+    """The architecture as Triton names it."""
+    if architecture.startswith("gfx"):
+        return GPUTarget("hip", architecture, 64)
+    return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+
+
+class PretendDriver:
+    """A driver for a GPU that is not there: enough to compile for it, nothing to run with."""
+
+    def __init__(self, architecture: str) -> None:
+        self.architecture = architecture
+
+    def get_current_target(self) -> GPUTarget:
+        """What to compile for."""
+        return target(self.architecture)
+
+    def get_current_device(self) -> int:
+        """A device number, which Triton keeps compiled kernels by."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """A stream on which nothing will run."""
+        return 0
+
+
+def pretend(architecture: str) -> None:
+    """From now on this process compiles for an architecture, whatever GPU there is."""
+    driver: Any = PretendDriver(architecture)  # less than Triton's own base class asks for
+    triton.runtime.driver.set_active(driver)
+
+
+def usage(compiled: Any) -> Usage:
+    """What a compiled kernel takes; read from its binary, as no driver can be asked."""
+    columns = getattr(compiled.metadata, "tmem_size", None) or 0
+    shared = compiled.metadata.shared
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
+        # Scalar registers spill into lanes of vector registers, not to memory: not counted.
+        spills = _amd_number("vgpr_spill_count", text)
+        return Usage(_amd_number("vgpr_count", text), spills, shared, columns)
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(compiled.asm["cubin"])
+        resources = _run("cuobjdump", "-res-usage", str(binary))
+        registers, stack = (int(_first(rf"\b{name}:(\d+)", resources)) for name in ("REG", "STACK"))
+        spills = 0
+        if stack:
+            listing = _run("nvdisasm", "-c", str(binary))
+            spills = max(len(re.findall(r"\b(?:LDL|STL)\b", listing)), 1)
+    return Usage(registers, spills, shared, columns)
+
+
+def _amd_number(name: str, text: str) -> int:
+    return int(_first(rf"\.{name}:\s+(\d+)", text))
+
+
+def _first(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"Triton {triton.__version__}: found no {pattern!r} in what it compiled")
+    return found[1]
+
+
+def _run(tool: str, *arguments: str) -> str:
+    """One of NVIDIA's binary tools: Triton's own, or one that is installed."""
+    own = Path(triton.__path__[0]) / "backends/nvidia/bin" / tool
+    path = str(own) if own.exists() else shutil.which(tool)
+    if path is None:
+        raise FileNotFoundError(f"{tool} is neither in Triton's package nor on PATH")
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout

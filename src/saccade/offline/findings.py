@@ -1,0 +1,139 @@
+"""Findings: what is wrong with what was compiled, and tables of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from saccade.offline.calls import Call
+from saccade.offline.pool import Compiled, Usage
+from saccade.portable import configs
+from saccade.portable.configs import KernelProblem
+
+TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
+CAPTION = (
+    "config: query tile × kv tile, warps, stages. spills: instructions that move registers to"
+    " memory or back (gfx942: registers). s: seconds"
+)
+
+
+def fault(compiled: Compiled) -> str:
+    """What speaks against a kernel as a default; "" if nothing does."""
+    usage, architecture = compiled.usage, compiled.job.architecture
+    if usage is None:
+        return compiled.error.splitlines()[0]
+    faults = [f"spills ({usage.spills})"] if usage.spills else []
+    return "; ".join([*faults, *_excesses(usage, architecture)])
+
+
+def _excesses(usage: Usage, architecture: str) -> list[str]:
+    found = []
+    limit = configs.SHARED_MEMORY[architecture]
+    if usage.shared > limit:
+        found.append(f"{usage.shared} bytes of shared memory, more than {limit}")
+    if usage.columns > TENSOR_MEMORY_COLUMNS:
+        found.append(f"{usage.columns} columns of tensor memory, more than {TENSOR_MEMORY_COLUMNS}")
+    return found
+
+
+def excuse(compiled: Compiled) -> str:
+    """Why a default is allowed to spill; "" where it does not, or is not."""
+    usage, which = compiled.usage, compiled.kernel.split(",")[0]
+    if which not in configs.PASSES or usage is None or not usage.spills:
+        return ""
+    if _excesses(usage, compiled.job.architecture):
+        return ""
+    if compiled.kernel.endswith(", careful"):
+        return "it repeats only the programs that met NaN or inf"
+    return configs.may_spill(problem_of(compiled.job.architecture, which, compiled.job.call))
+
+
+def problem_of(architecture: str, which: str, call: Call) -> KernelProblem:
+    """The entry of the tables that a kernel of a call looks up."""
+    problem = KernelProblem(
+        architecture, which, call.head_dim, call.dtype == "fp32", call.mask != "none",
+        call.dropout_p > 0,
+    )  # fmt: skip
+    return configs.entry_of(problem)
+
+
+def config_text(config: Sequence[int]) -> str:
+    """Tiles, warps and stages, as short as they are legible: 64×128 w4 s2."""
+    query_tile, kv_tile, warps, stages = config
+    tiles = f"{query_tile}×{kv_tile}" if kv_tile else str(query_tile or "–")
+    return f"{tiles} w{warps} s{stages}"
+
+
+def kilobytes(count: int) -> str:
+    """A size as people compare it with a limit."""
+    return f"{count / 1024:.0f} KB" if count >= 1024 or not count else f"{count} B"
+
+
+def usage_tables(results: Sequence[Compiled]) -> list[Table]:
+    """All that was compiled, by architecture; faults in red, those that are allowed in yellow."""
+    tables: dict[str, Table] = {}
+    for compiled in results:
+        architecture = compiled.job.architecture
+        if architecture not in tables:
+            tables[architecture] = _empty_table(architecture)
+        style = "yellow" if excuse(compiled) else "red" if fault(compiled) else None
+        cells = compiled.kernel, compiled.job.call.name, *_cells(compiled)
+        tables[architecture].add_row(*cells, style=style)
+    return list(tables.values())
+
+
+def _empty_table(architecture: str) -> Table:
+    limit = kilobytes(configs.SHARED_MEMORY[architecture])
+    table = Table(
+        title=f"{architecture} (shared memory: {limit})", title_justify="left",
+        caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("call", min_width=14)
+    for name in ("config", "regs", "spills", "shared", "s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _cells(compiled: Compiled) -> list[str]:
+    usage, config = compiled.usage, config_text(compiled.config)
+    if usage is None:
+        return [config, "failed", "", "", f"{compiled.seconds:.1f}"]
+    shared = kilobytes(usage.shared)
+    return [config, str(usage.registers), str(usage.spills), shared, f"{compiled.seconds:.1f}"]
+
+
+def offenders(results: Iterable[Compiled]) -> list[str]:
+    """A line for each kernel that must not be a default."""
+    return [_line(result) for result in results if fault(result) and not excuse(result)]
+
+
+def excused(results: Iterable[Compiled]) -> list[str]:
+    """A line for each default that is known to spill, with the reason why it is one."""
+    return [f"{_line(result)}, allowed: {excuse(result)}" for result in results if excuse(result)]
+
+
+def _line(compiled: Compiled) -> str:
+    of = f"{compiled.job.call.name}, {config_text(compiled.config)}"
+    return f"{compiled.job.architecture}: {compiled.kernel} ({of}): {fault(compiled)}"
+
+
+def to_json(results: Iterable[Compiled], triton: str) -> str:
+    """Everything that is known of what was compiled."""
+    rows: list[dict[str, Any]] = []
+    for compiled in results:
+        usage = compiled.usage
+        rows.append(
+            {
+                "architecture": compiled.job.architecture, "kernel": compiled.kernel,
+                "call": compiled.job.call._asdict(), "config": list(compiled.config),
+                "usage": None if usage is None else usage._asdict(),
+                "seconds": round(compiled.seconds, 3), "fault": fault(compiled),
+                "allowed": excuse(compiled),
+            }
+        )  # fmt: skip
+    return json.dumps({"triton": triton, "kernels": rows}, indent=1) + "\n"

@@ -1,0 +1,48 @@
+"""The command `saccade kernels`: options, checked and handed to what compiles.
+
+Nothing heavy is imported until something is compiled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ARCH = typer.Option("--arch", "-a", help="sm_90, gfx942, ...; several times or with commas; all.")
+KERNEL = typer.Option("--kernel", "-k", help="Kernels by name or glob, such as 'backward_*'.")
+CHECK = typer.Option("--check", help="Exit with 1 if a kernel spills or takes too much memory.")
+MARKDOWN = typer.Option("--markdown", help="Write the tables between the marks of this file.")
+JSON = typer.Option("--json", help="Write all that was found to this file.")
+JOBS = typer.Option("--jobs", "-j", min=1, help="Compilers at a time; by default one a core.")
+
+
+def kernels(
+    arch: Annotated[list[str] | None, ARCH] = None,
+    kernel: Annotated[str, KERNEL] = "*",
+    check: Annotated[bool, CHECK] = False,
+    markdown: Annotated[Path | None, MARKDOWN] = None,
+    json: Annotated[Path | None, JSON] = None,
+    jobs: Annotated[int | None, JOBS] = None,
+) -> None:
+    """Compile the GPU kernels, with or without a GPU, and show what they take.
+
+    Every kernel is compiled with its default config for each architecture: this machine's GPU,
+    or all of them where there is none. Shown are registers, spills and shared memory.
+
+    [bold]Examples[/bold]
+
+      saccade kernels                       [dim]this machine's GPU, or all architectures[/dim]
+
+      saccade kernels --arch sm_75          [dim]as it will be on a T4[/dim]
+
+      saccade kernels -a sm_80,sm_90 -k 'backward_*'
+
+      saccade kernels --arch all --check    [dim]for CI: exit 1 if a default config spills[/dim]
+
+      saccade kernels --arch all --markdown docs/kernels.md
+    """
+    from saccade.offline import session
+
+    session.or_exit("kernels", lambda: session.kernels(arch, kernel, check, markdown, json, jobs))

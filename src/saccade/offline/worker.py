@@ -1,0 +1,109 @@
+"""Worker: a process of its own that compiles for one architecture: python -m saccade.offline.worker
+
+Reads {"architecture": …, "jobs": [[call, pass, kernels, config], …]} from its input, and answers
+with a line of JSON for each kernel. A process knows one pretend driver, remembers what it prepared
+for it, and never interprets kernels; hence one for each architecture.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from saccade.kernels import launch
+from saccade.kernels.launch import Launch
+from saccade.offline import calls, compiler
+from saccade.offline.calls import Call
+from saccade.portable import kind
+from saccade.problem import Config
+
+
+class Answer(NamedTuple):
+    """One kernel that was compiled, or that could not be; see pool.Compiled."""
+
+    job: int
+    kernel: str
+    config: tuple[int, int, int, int]  # tiles (0: it has none), warps, stages
+    seconds: float
+    usage: tuple[int, ...] | None  # a pool.Usage
+    error: str = ""
+    identity: str = ""  # equal for equal binaries
+
+
+class Recorder:
+    """Stands in for starting kernels: compiles those that are wanted, and tells of them."""
+
+    def __init__(self, tell: Callable[[Answer], None]) -> None:
+        self.tell = tell
+        self.job, self.which, self.wanted = 0, "", frozenset[str]()
+
+    def __call__(
+        self, started: Launch, programs: int, device: int | None, aligned: bool, arguments: Any
+    ) -> None:
+        """What `Launch.__call__` is given, once the recorder has taken its place."""
+        name = kernel_name(started, self.which)
+        if name not in self.wanted:
+            return
+        begin = time.perf_counter()
+        used, error, identity = None, "", ""
+        try:
+            compiled = started.compile(arguments(launch.itself))
+            used, identity = tuple(compiler.usage(compiled)), compiled.hash
+        except Exception as failure:  # whatever the compiler raises is what is to be told
+            error = f"{type(failure).__name__}: {failure}"[:400]
+        seconds = time.perf_counter() - begin
+        config = config_of(started)
+        self.tell(Answer(self.job, name, config, seconds, used, error, identity))
+
+
+def kernel_name(started: Launch, which: str) -> str:
+    """The name in `calls.KERNELS` of a kernel that a pass starts."""
+    name = started.kernel.__name__.removeprefix("attention_")
+    if which == "shared":
+        name = name.replace("backward_keys", "backward_shared")
+    return f"{name}, careful" if started.constants.get("CAREFUL") else name
+
+
+def config_of(started: Launch) -> tuple[int, int, int, int]:
+    """Tiles (0 where a kernel has none), warps and stages of a kernel."""
+    constants, options = started.constants, started.options
+    query_tile = constants.get("QUERY_TILE", constants.get("TILE", 0))
+    kv_tile = constants.get("KV_TILE", constants.get("OTHER", 0))
+    return query_tile, kv_tile, options["num_warps"], options["num_stages"]
+
+
+def run_job(recorder: Recorder, number: int, job: list[Any]) -> None:
+    """Compile the wanted kernels that a pass of a call starts."""
+    call, which, kernels, numbers = job
+    recorder.job, recorder.which, recorder.wanted = number, which, frozenset(kernels)
+    inputs, variant = calls.make(Call(*call), torch.device("cpu"))
+    with torch.no_grad():
+        config = None if numbers is None else Config.of_numbers(numbers)
+        calls.start(inputs, variant, which, config, calls.results_of(inputs))
+
+
+def main() -> None:
+    """Compile what the input asks for."""
+    request = json.load(sys.stdin)
+    architecture = request["architecture"]
+
+    def tell(answer: Answer) -> None:
+        print(json.dumps(answer), flush=True)
+
+    recorder = Recorder(tell)
+    compiler.pretend(architecture)
+    # The library's own code makes the arguments; only its last step, and the question which GPU
+    # the tensors lie on, are answered differently.
+    Launch.__call__ = lambda started, *call: recorder(started, *call)  # type: ignore[method-assign]
+    kind.architecture = lambda tensor: architecture
+    for number, job in enumerate(request["jobs"]):
+        run_job(recorder, number, job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Arguments: a call's tensors as kernels take them: Views, Mask, Score and Dropout.
+
+All that stays the same between calls of one kind is worked out once; what is left for each call
+is a tuple around each address.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import dropout, expressions
+from saccade.expressions import Captured
+from saccade.kernels import scores, tiles, visibility
+from saccade.kernels.compose import mask_functions, score_functions
+from saccade.kernels.dropout import Dropout
+from saccade.kernels.launch import Pointer
+from saccade.kernels.rules import Rules
+from saccade.kernels.scores import Score
+from saccade.kernels.tiles import View
+from saccade.kernels.visibility import Mask
+from saccade.problem import Inputs, Variant
+
+NEAR_STRIDE = 2**31 // 256  # with 256 rows in a tile at most, offsets within one fit 32 bits
+
+
+class Extent(NamedTuple):
+    """One side of a call: its sequences, rows (of each dense one, or all packed ones), heads."""
+
+    batch: int
+    length: int
+    heads: int
+    packed: bool
+
+    def slots(self, tile: int) -> int:
+        """Programs along the rows of one head: of one dense sequence, or of all packed ones."""
+        if self.length == 0:
+            return 0
+        return self.length // tile + self.batch if self.packed else -(-self.length // tile)
+
+    def programs(self, tile: int) -> int:
+        """Programs in all."""
+        return self.slots(tile) * self.heads * (1 if self.packed else self.batch)
+
+    @property
+    def sequences(self) -> int:
+        """Batch entries that slots do not tell apart."""
+        return 1 if self.packed else self.batch
+
+
+class Geometry(NamedTuple):
+    """Both sides of a call."""
+
+    queries: Extent
+    keys: Extent
+
+    @staticmethod
+    def of(inputs: Inputs) -> Geometry:
+        """The geometry of a dense or packed call."""
+        query, key, offsets = inputs.query, inputs.key, inputs.cu_seqlens_q
+        if offsets is None:
+            batch, query_heads, query_len = query.shape[:3]
+            return Geometry(
+                Extent(batch, query_len, query_heads, False),
+                Extent(batch, key.shape[2], key.shape[1], False),
+            )
+        batch = offsets.shape[0] - 1
+        return Geometry(
+            Extent(batch, query.shape[0], query.shape[1], True),
+            Extent(batch, key.shape[0], key.shape[1], True),
+        )
+
+
+def view(
+    pointer: Pointer, tensor: Tensor | None, strides: tuple[int, ...], extent: Extent,
+    offsets: Tensor | None,
+) -> View:  # fmt: skip
+    """A View of a tensor (None: of rows without memory); strides are batch, head and row."""
+    address: Any = None if tensor is None else pointer(tensor)
+    reach = tiles.near if strides[2] < NEAR_STRIDE else tiles.far
+    added = tiles.ADDED.value
+    if offsets is None:
+        data: tuple[Any, ...] = (extent.length + added, extent.heads + added)
+        return View(address, strides, tiles.dense, reach, tiles.dense_program, data)  # type: ignore[arg-type]
+    numbers = extent.batch + added, extent.heads + added, extent.length + added
+    data = (pointer(offsets), *numbers)
+    return View(address, strides, tiles.packed, reach, tiles.packed_program, data)  # type: ignore[arg-type]
+
+
+def row_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
+    """Strides of batch, head and row of [batch, heads, length, dim] or [tokens, heads, dim]."""
+    strides = tensor.stride()
+    return (0, strides[1], strides[0]) if packed else (strides[0], strides[1], strides[2])
+
+
+def number_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
+    """The same of one number a row: [batch, heads, length] or [heads, tokens]."""
+    strides = tensor.stride()
+    return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])
+
+
+def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, ...]:
+    """What an expression captured, in its leaves' order; a tensor as (address, sizes, strides)."""
+    lists = {"t": captured.tensors, "i": captured.ints, "f": captured.floats}
+    data: list[Any] = []
+    for leaf in expressions.leaves(expressions.parse(key)):
+        for kind, position in leaf.slots:
+            value = lists[kind][position]
+            if isinstance(value, Tensor):
+                if value.numel() == 0:  # nothing meets, but programs without rows still look
+                    value = value.new_zeros((1,) * value.dim())
+                data.append((pointer(value), tuple(value.shape), value.stride()))
+            elif isinstance(value, int):  # a bool too, which would be one bit wide in a kernel
+                data.append(int(value) + tiles.ADDED.value)
+            else:
+                data.append(value)
+    return tuple(data)
+
+
+NOTHING_HIDDEN = Mask(None, None, visibility.everything, visibility.next_in_range)
+
+
+def mask_argument(variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = ()) -> Mask:
+    """The mask as kernels take it; `plan` holds addresses of what was planned ahead."""
+    if not variant.mask:
+        return NOTHING_HIDDEN
+    functions = mask_functions(variant.mask)
+    data = captured_data(variant.mask, variant.mask_captured, pointer)
+    if not plan:
+        walk, tile = visibility.found, visibility.next_in_range
+    elif len(plan) == 3:
+        walk, tile = visibility.planned, visibility.next_in_range
+    else:
+        walk, tile = visibility.listed, visibility.next_in_list
+    return Mask(functions.visible, functions.judge, walk, tile, data, plan)
+
+
+def score_argument(variant: Variant, pointer: Pointer, after: int = 0) -> Score | None:
+    """The score as kernels take it, with the derivative of its functions from `after` on."""
+    if variant.score:
+        functions = score_functions(variant.score)
+        data = captured_data(variant.score, variant.score_captured, pointer)
+        return Score(functions.change, functions.derivatives[after], data)
+    if variant.scale <= 0:  # softmax_step folds positive scales only
+        return Score(scores.unchanged, scores.one, ())
+    return None
+
+
+def dropout_argument(inputs: Inputs, variant: Variant, pointer: Pointer) -> Dropout | None:
+    """Dropout as kernels take it."""
+    if inputs.seed is None:
+        return None
+    growth = 1.0 / (1.0 - variant.dropout_p)
+    return Dropout(pointer(inputs.seed), dropout.threshold(variant.dropout_p), growth)
+
+
+def rules(
+    inputs: Inputs, variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = (), after: int = 0
+) -> Rules:
+    """What a kernel does to pairs; `after` as in `score_argument`."""
+    return Rules(
+        mask_argument(variant, pointer, plan),
+        score_argument(variant, pointer, after),
+        dropout_argument(inputs, variant, pointer),
+        variant.scale,
+    )
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 is multiplied: IEEE unless PyTorch was told that less will do."""
+    if dtype != torch.float32:
+        return "ieee"
+    return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[
+        torch.get_float32_matmul_precision()
+    ]
+
+
+def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
+    """What tells one kind of call from another: everything but addresses and captured numbers."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    sinks, offsets = inputs.sinks, inputs.cu_seqlens_q
+    captured = ()
+    if variant.mask or variant.score:
+        captured = tuple(map(_kind_of_captured, (variant.mask_captured, variant.score_captured)))
+    return (
+        query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
+        query.dtype, query.device, variant.mask, variant.score, variant.scale > 0, captured,
+        None if inputs.seed is None else _kind_of_number(dropout.threshold(variant.dropout_p)),
+        None if sinks is None else sinks.dtype, None if offsets is None else offsets.shape,
+        torch.get_float32_matmul_precision() if query.dtype == torch.float32 else None,
+    )  # fmt: skip
+
+
+def _kind_of_captured(captured: Captured) -> tuple[Any, ...]:
+    tensors = tuple((table.shape, table.stride(), table.dtype) for table in captured.tensors)
+    return tensors, tuple(map(_kind_of_number, captured.ints))
+
+
+def _kind_of_number(number: int) -> tuple[bool, bool, bool]:
+    """What Triton compiles for: 1 becomes a constant, multiples of 16 and long numbers differ."""
+    return number == 1, number % 16 == 0, (number + tiles.ADDED.value).bit_length() > 31
+
+
+def all_aligned(inputs: Inputs, variant: Variant, *more: Tensor) -> bool:
+    """Whether every address is a multiple of 16 bytes, as prepared kernels expect."""
+    together = 0
+    captured = (*variant.mask_captured.tensors, *variant.score_captured.tensors)
+    for tensor in (*inputs, *captured, *more):
+        if tensor is not None:
+            together |= tensor.data_ptr()
+    return together & 15 == 0

@@ -1,0 +1,176 @@
+"""Attention backward: gradients of keys and values in one kernel, of queries in it or in another.
+
+`attention_backward_keys` stands at a tile of keys and walks along the queries that see it. It can
+add the gradients of queries to memory on its way (atomic additions, in any order); or
+backward_queries.py computes them in a pass of its own, which does two of the products again and
+gives equal bits every time.
+
+Source: FlashAttention-2 (Dao 2023), algorithm 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.tiles import (
+    add_rows,
+    any_spoilt,
+    load_rows,
+    load_tile,
+    num_rows,
+    spoilt_rows,
+    store_rows,
+    without,
+)
+from saccade.kernels.visibility import CAREFUL_ROWS, careful_parts, careful_start, if_present
+from saccade.portable.pairs import differentiate, drop, load_statistics, weigh
+
+AS_IT_IS, AGAIN, AGAIN_WITH_QUERIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["rules"])
+def attention_backward_keys(
+    forward, grad_key, grad_value, grad_query, rules, verdicts,  # grad_query: float32, or None
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """One program: KV_TILE rows of one kv head, and every query row of its heads that sees them.
+
+    Where pairs are hidden, NaN or inf may go where it must not (0 · NaN is NaN). A program that
+    finds some writes a verdict, and its work is done again by the same program of a second launch,
+    which is CAREFUL and takes longer.
+    """
+    batch, kv_head, tile, slot = forward.key.find(tl.program_id(0), forward.key.data, KV_TILE)
+    kv_start = tile * KV_TILE
+    query_len, kv_len = num_rows(forward.query, batch), num_rows(forward.key, batch)
+    present, added_len = kv_start < kv_len, query_len
+    if CAREFUL:
+        verdict = tl.load(verdicts + tl.program_id(0))
+        present = present & (verdict != AS_IT_IS)
+        added_len = tl.where(verdict == AGAIN_WITH_QUERIES, query_len, 0)
+    kv_rows = kv_start + tl.arange(0, KV_TILE)
+    key_tile = load_rows(forward.key, batch, kv_head, kv_rows, kv_len, HEAD_DIM, HEAD_WIDTH, False)
+    value_tile = load_rows(
+        forward.value, batch, kv_head, kv_rows, kv_len, VALUE_DIM, VALUE_WIDTH, False
+    )
+    spoilt = False  # these keys would spoil gradients of queries that do not see them
+    if rules.mask.visible is not None and not CAREFUL:
+        spoilt = any_spoilt(key_tile) | any_spoilt(value_tile)
+        present = present & (spoilt == 0)
+    grads = (
+        tl.zeros([KV_TILE, HEAD_WIDTH], tl.float32), tl.zeros([KV_TILE, VALUE_WIDTH], tl.float32),
+    )  # fmt: skip
+    grads = sum_over_queries(
+        forward, grad_query, rules, (batch, kv_head, slot, kv_start, query_len, kv_len),
+        (key_tile, value_tile), grads, present, added_len,
+        HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, QUERY_TILE, KV_TILE, PRECISION, CAREFUL,
+    )  # fmt: skip
+    if rules.mask.visible is not None and not CAREFUL:
+        again = tl.where(any_spoilt(grads[0]) | any_spoilt(grads[1]), AGAIN, AS_IT_IS)
+        tl.store(verdicts + tl.program_id(0), tl.where(spoilt, AGAIN_WITH_QUERIES, again))
+    of_key, written_len = grads[0] * rules.scale, kv_len
+    if CAREFUL:
+        written_len = tl.where(present, kv_len, 0)
+    store_rows(grad_key, batch, kv_head, kv_rows, written_len, of_key, HEAD_DIM)
+    store_rows(grad_value, batch, kv_head, kv_rows, written_len, grads[1], VALUE_DIM)
+
+
+@triton.jit
+def sum_over_queries(
+    forward, grad_query, rules, at, tiles, grads, present, added_len,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Add what every visited tile of every query head gives; none if not `present`."""
+    batch, kv_head, slot, kv_start, query_len, kv_len = at
+    for group_head in range(0, HEADS_PER_KV_HEAD):
+        query_head = kv_head * HEADS_PER_KV_HEAD + group_head
+        walk = rules.mask.walk(
+            rules.mask, batch, query_head, slot, kv_start, (kv_len, query_len),
+            KV_TILE, QUERY_TILE, False,
+        )  # fmt: skip
+        walk = if_present(walk, present)
+        here = (batch, query_head, kv_start, query_len, kv_len, added_len)
+        if CAREFUL:
+            for index in tl.range(0, careful_parts(walk, QUERY_TILE), num_stages=1):
+                query_start = careful_start(rules.mask, walk, index, QUERY_TILE)
+                grads = add_tile(
+                    forward, grad_query, rules, here, query_start, tiles, grads,
+                    HEAD_DIM, VALUE_DIM, CAREFUL_ROWS, PRECISION, True, True,
+                )  # fmt: skip
+        else:
+            for index in range(0, walk[5]):
+                query_start = rules.mask.tile(rules.mask, walk, index, True) * QUERY_TILE
+                grads = add_tile(
+                    forward, grad_query, rules, here, query_start, tiles, grads,
+                    HEAD_DIM, VALUE_DIM, QUERY_TILE, PRECISION, False, False,
+                )  # fmt: skip
+            for index in range(0, walk[3]):
+                query_start = rules.mask.tile(rules.mask, walk, index, False) * QUERY_TILE
+                grads = add_tile(
+                    forward, grad_query, rules, here, query_start, tiles, grads,
+                    HEAD_DIM, VALUE_DIM, QUERY_TILE, PRECISION, True, False,
+                )  # fmt: skip
+    return grads
+
+
+@triton.jit
+def add_tile(
+    forward, grad_query, rules, at, query_start, tiles, grads,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, QUERY_TILE: tl.constexpr,
+    PRECISION: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Add what one tile of queries gives to the gradients of a tile of keys and values.
+
+    Pairs lie as [keys, queries]: then weights and grad_scores, as they stand in registers, are
+    left operands of the products that give the gradients of values and keys.
+    """
+    batch, query_head, kv_start, query_len, kv_len, added_len = at
+    key_tile, value_tile = tiles
+    of_key, of_value = grads
+    query_rows = query_start + tl.arange(0, QUERY_TILE)
+    kv_rows = kv_start + tl.arange(0, key_tile.shape[0])
+    query_tile = load_tile(
+        forward.query, batch, query_head, query_start, query_len, QUERY_TILE, HEAD_DIM,
+        key_tile.shape[1], not EDGE,
+    )  # fmt: skip
+    grad_tile = load_tile(
+        forward.grad_output, batch, query_head, query_start, query_len, QUERY_TILE, VALUE_DIM,
+        value_tile.shape[1], not EDGE,
+    )  # fmt: skip
+    lse_log2, row_dot = load_statistics(forward, batch, query_head, query_rows, query_len)
+    spoilt, inside = None, None
+    if CAREFUL:
+        of_keys = spoilt_rows(key_tile) | spoilt_rows(value_tile)
+        of_queries = spoilt_rows(query_tile) | spoilt_rows(grad_tile)
+        spoilt = of_keys[:, None] | of_queries[None, :]
+        query_tile, grad_tile = without(of_queries, query_tile), without(of_queries, grad_tile)
+        key_tile, value_tile = without(of_keys, key_tile), without(of_keys, value_tile)
+    if EDGE:
+        inside = (kv_rows < kv_len)[:, None] & (query_rows < query_len)[None, :]
+
+    scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
+    pairs = (batch, query_head, query_rows[None, :], kv_rows[:, None], kv_len - query_len)
+    weights, derivative, visible = weigh(scores, lse_log2[None, :], spoilt, inside, rules, pairs)
+    grad_weights = tl.dot(value_tile, tl.trans(grad_tile), input_precision=PRECISION)
+    kept_weights = weights
+    if rules.dropout is not None:
+        factors = tl.trans(
+            drop(rules.dropout, batch, query_head, query_rows, kv_start, key_tile.shape[0])
+        )
+        kept_weights = weights * factors
+        grad_weights = grad_weights * factors
+    of_value = tl.dot(
+        kept_weights.to(grad_tile.dtype), grad_tile, of_value, input_precision=PRECISION
+    )
+    grad_scores = differentiate(weights, grad_weights, row_dot[None, :], derivative, visible)
+    grad_scores = grad_scores.to(query_tile.dtype)
+    of_key = tl.dot(grad_scores, query_tile, of_key, input_precision=PRECISION)
+    if grad_query is not None:
+        share = tl.dot(tl.trans(grad_scores), key_tile, input_precision=PRECISION) * rules.scale
+        add_rows(grad_query, batch, query_head, query_rows, added_len, share, HEAD_DIM)
+    return of_key, of_value

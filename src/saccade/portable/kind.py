@@ -1,0 +1,124 @@
+"""Kind: what calls of one kind share; it is worked out once and remembered."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.kernels.launch import Launch, Pointer, current_device, next_width
+from saccade.portable import configs, tuned
+from saccade.portable.arguments import Geometry, precision, row_strides, view
+from saccade.portable.configs import KernelProblem
+from saccade.problem import Config, Inputs, Variant
+
+MOST_KINDS = 4096  # kinds of calls that are kept prepared
+
+
+class Kind(NamedTuple):
+    """What the kernels of one kind of call share."""
+
+    geometry: Geometry
+    packed: bool
+    device: int | None
+    architecture: str
+    multiprocessors: int
+    constants: dict[str, Any]  # of every kernel
+    strides: tuple[tuple[int, int, int], ...]  # of query, key and value
+
+    @staticmethod
+    def of(inputs: Inputs) -> Kind:
+        """The kind of a call, from its tensors."""
+        geometry = Geometry.of(inputs)
+        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+        packed = inputs.cu_seqlens_q is not None
+        constants = {
+            "HEADS_PER_KV_HEAD": geometry.queries.heads // max(geometry.keys.heads, 1),
+            "HEAD_DIM": head_dim,
+            "VALUE_DIM": value_dim,
+            "HEAD_WIDTH": next_width(head_dim),
+            "VALUE_WIDTH": next_width(value_dim),
+            "PRECISION": precision(inputs.query.dtype),
+        }
+        device = current_device(inputs.query)
+        strides = tuple(row_strides(tensor, packed) for tensor in inputs[:3])
+        arch, count = architecture(inputs.query), multiprocessors(inputs.query)
+        return Kind(geometry, packed, device, arch, count, constants, strides)
+
+    def launch(
+        self,
+        kernel: Any,
+        which: str,
+        call: tuple[Inputs, Variant],
+        given: Config | None,
+        **more: Any,
+    ) -> Launch:
+        """A kernel with its config, and with more constants than all kernels have."""
+        width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
+        inputs, variant = call
+        wide, masked = inputs.query.dtype == torch.float32, variant.mask != ""
+        dropout = inputs.seed is not None
+        problem = KernelProblem(self.architecture, which, width, wide, masked, dropout)
+        config = configs.choose(problem, given, tuned.load())
+        sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        return Launch(kernel, {**self.constants, **sizes, **more}, options)
+
+    def inputs(self, pointer: Pointer, inputs: Inputs) -> tuple[Any, Any, Any]:
+        """Views of query, key and value."""
+        of_query, of_key, of_value = self.strides
+        queries, keys = self.geometry
+        return (
+            view(pointer, inputs.query, of_query, queries, inputs.cu_seqlens_q),
+            view(pointer, inputs.key, of_key, keys, inputs.cu_seqlens_k),
+            view(pointer, inputs.value, of_value, keys, inputs.cu_seqlens_k),
+        )
+
+
+def architecture(tensor: Tensor) -> str:
+    """The architecture in `configs.ARCHITECTURES` that a tensor's device counts as."""
+    if tensor.device.type == "cpu":  # the interpreter has no device
+        return "sm_75"
+    if torch.version.hip is not None:
+        return "gfx942"
+    return configs.architecture_of(torch.cuda.get_device_capability(tensor.device))
+
+
+def multiprocessors(tensor: Tensor) -> int:
+    """How many programs a tensor's device runs side by side, about."""
+    if tensor.device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def remembered(memory: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What a memory holds under a key; made now if it holds nothing there."""
+    found = memory.get(key)
+    if found is None:
+        if len(memory) >= MOST_KINDS:
+            memory.clear()
+        found = memory[key] = make()
+    return found
+
+
+def with_unit_channels(inputs: Inputs) -> Inputs:
+    """The inputs with channels side by side in memory; copied where they are not."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    if query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        return inputs
+    return inputs._replace(
+        **{
+            name: tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+            for name, tensor in (("query", query), ("key", key), ("value", value))
+        }
+    )
+
+
+def on_device(device: int | None) -> contextlib.AbstractContextManager[object]:
+    """Make a GPU the current one, where it is not."""
+    if device is None or torch.cuda.current_device() == device:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

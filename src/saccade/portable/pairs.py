@@ -1,0 +1,92 @@
+"""Pairs: weights and gradients of a tile of pairs, the same for every backward kernel.
+
+A tile lies either way: query rows as a column and key rows as a row, or the other way round. All
+that depends on rows comes in already shaped, so nothing here knows which way it lies.
+
+    weights      = exp(scores - lse)
+    grad_scores  = weights · (grad_weights - row_dot)
+
+Source: FlashAttention-2 (Dao 2023), algorithm 2, lines 11 to 14.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.dropout import kept
+from saccade.kernels.softmax import LOG2_E
+from saccade.kernels.tiles import load_numbers
+
+
+class Forward(NamedTuple):
+    """What a backward kernel reads, as Views."""
+
+    query: Any
+    key: Any
+    value: Any
+    grad_output: Any
+    logsumexp: Any
+    row_dot: Any
+
+
+@triton.jit
+def load_statistics(forward, batch, head, query_rows, query_len):
+    """The lse of each row in base 2, and its row_dot.
+
+    A row that saw nothing, or lies past the end, gets +inf, which makes all its weights 0.
+    """
+    lse = load_numbers(forward.logsumexp, batch, head, query_rows, query_len, float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    return lse * LOG2_E, load_numbers(forward.row_dot, batch, head, query_rows, query_len, 0.0)
+
+
+@triton.jit
+def weigh(scores, lse_log2, spoilt, inside, rules, at):
+    """The weights of a tile, the derivative of its scores, and which pairs are visible.
+
+    Where nothing changes scores the derivative is a plain 1, and where nothing is hidden visible
+    is a plain True; the compiler removes both.
+
+    at: (batch, head, query rows, key rows, shift). spoilt: pairs that hold NaN or inf, or None.
+    inside: pairs inside the sequences on an edge tile, or None where all pairs are visible.
+    """
+    batch, head, query_rows, kv_rows, shift = at
+    derivative, visible = 1.0, True
+    if rules.score is None:
+        weights = tl.exp2(scores * (rules.scale * LOG2_E) - lse_log2)
+    else:
+        scaled = scores * rules.scale
+        changed = rules.score.change(
+            scaled, batch, head, query_rows, kv_rows, shift, rules.score.data
+        )
+        derivative = rules.score.derivative(
+            scaled, batch, head, query_rows, kv_rows, shift, rules.score.data
+        )
+        weights = tl.exp2(changed * LOG2_E - lse_log2)
+    if spoilt is not None:
+        weights = tl.where(spoilt, float("nan"), weights)
+    if inside is not None:
+        visible = inside
+        if rules.mask.visible is not None:
+            visible = inside & rules.mask.visible(
+                batch, head, query_rows, kv_rows, shift, rules.mask.data
+            )
+        weights = tl.where(visible, weights, 0.0)
+    return weights, derivative, visible
+
+
+@triton.jit
+def differentiate(weights, grad_weights, row_dot, derivative, visible):
+    """The gradients of the scores; 0 where a pair is hidden."""
+    grad_scores = weights * (grad_weights - row_dot) * derivative
+    return tl.where(visible, grad_scores, 0.0)
+
+
+@triton.jit
+def drop(dropout, batch, head, query_rows, kv_start, KV_TILE: tl.constexpr):
+    """What each weight is multiplied by, [queries, keys]: growth, or 0 where a pair is dropped."""
+    keep = kept(dropout, batch, head, query_rows, kv_start, KV_TILE)
+    return tl.where(keep, dropout.growth, 0.0)

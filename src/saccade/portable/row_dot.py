@@ -1,0 +1,30 @@
+"""Row dot: Σ grad_output · output of each row, which both halves of the backward pass need.
+
+The gradient of the lse enters here and nowhere else. Source: FlashAttention-2 (Dao 2023),
+algorithm 2, line 4 (D there).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.tiles import load_numbers, load_rows, num_rows, store_numbers
+
+
+@triton.jit
+def attention_row_dot(
+    output, grad_output, logsumexp, grad_lse, row_dot,  # Views; grad_lse may be None
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program: QUERY_TILE rows of one head. A row that saw nothing gets 0."""
+    batch, head, tile, _ = output.find(tl.program_id(0), output.data, QUERY_TILE)
+    query_len = num_rows(output, batch)
+    rows = tile * QUERY_TILE + tl.arange(0, QUERY_TILE)
+    attended = load_rows(output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
+    grad = load_rows(grad_output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
+    dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1)
+    if grad_lse is not None:
+        dot -= load_numbers(grad_lse, batch, head, rows, query_len, 0.0)
+    saw_nothing = load_numbers(logsumexp, batch, head, rows, query_len, 0.0) == float("-inf")
+    store_numbers(row_dot, batch, head, rows, query_len, tl.where(saw_nothing, 0.0, dot))

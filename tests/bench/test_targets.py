@@ -1,0 +1,173 @@
+"""Targets are judged on all that belongs to them, in runs that may be compared."""
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from saccade.bench.cases import CASES
+from saccade.bench.history import History, Unmeasured
+from saccade.bench.judgement import judge, missing_lines, targets_table
+from saccade.bench.results import Result, case_fields
+from saccade.bench.targets import CPU_TARGETS, GPU_TARGETS, TARGETS
+from saccade.bench.yardsticks import Peer, Sum, Tiles
+
+FULL_1K, PACKED = "gpu-full-bf16-d128-1k", "gpu-packed-bf16-d128-16x1024"
+
+
+def result(case, who, milliseconds, which_pass="forward", **changes):
+    fields = {
+        "date": "2026-01-02T03:04:05Z", "commit": "abc", "device": "a device", "threads": 2,
+        "versions": {}, "case": case_fields(CASES[case]), "which_pass": which_pass, "who": who,
+        "median_ms": milliseconds, "min_ms": milliseconds, "max_ms": milliseconds, "rounds": 9,
+        "run": f"{case} {which_pass}", "peak_mb": 90.0,
+    }  # fmt: skip
+    return Result(**{**fields, **changes})
+
+
+def complete(targets=TARGETS):
+    """Results in which every target is reached: our times follow the tiles, the others' do not."""
+    found = {}
+    for target in targets:
+        subject = "saccade/cpu" if target.machine == "cpu" else target.subject
+        for case, which_pass in target.expected():
+            times = {subject: CASES[case].tiles((128, 64)) / 1000}
+            if isinstance(target.yardstick, Peer):
+                times[target.yardstick.who] = times[subject] * 5
+            others = ()
+            if isinstance(target.yardstick, Sum):
+                others = target.yardstick.others[case]
+            if isinstance(target.yardstick, Tiles):
+                others = (target.yardstick.other,)
+            times |= {(subject, other): CASES[other].tiles((128, 64)) / 1000 for other in others}
+            for key, milliseconds in times.items():
+                who, where = key if isinstance(key, tuple) else (key, case)
+                found[who, where, which_pass] = result(where, who, milliseconds, which_pass)
+    return found
+
+
+def answers(found):
+    return [verdict.answer for verdict in judge(list(found))]
+
+
+def shown(verdicts):
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(targets_table(verdicts))
+    for line in missing_lines(verdicts):
+        console.print(line)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("targets", [CPU_TARGETS, GPU_TARGETS, TARGETS], ids=["cpu", "gpu", "all"])
+def test_targets_are_reached_only_if_all_of_them_is_measured(targets):
+    everything = list(complete(targets).values())
+    assert answers(everything) == ["yes"] * len(targets)
+    assert set(answers(everything[2:])) == {"yes", "not measured"}
+
+
+def test_without_results_all_targets_are_open():
+    assert answers([]) == ["not measured"] * len(TARGETS)
+    tiny = result("tiny-full-fp32-d16-48", "sdpa", 1.0)
+    assert answers([tiny]) == ["not measured"] * len(TARGETS)
+
+
+def test_every_target_names_cases_of_one_machine():
+    for target in TARGETS:
+        assert target.expected()
+        assert {case.split("-")[0] for case, _ in target.expected()} == {target.machine}
+    lengths = {case.rsplit("-")[-1] for case, _ in GPU_TARGETS[0].expected()}
+    assert lengths == {"1k", "2k", "4k", "8k", "16k", "1.5k", "3k", "6k", "15k"}
+
+
+def test_a_missed_target_names_the_case():
+    found = complete(CPU_TARGETS)
+    place = ("saccade/cpu", "cpu-full-fp32-d64-1k", "forward")
+    sdpa = found["sdpa", place[1], place[2]].median_ms
+    found[place] = dataclasses.replace(found[place], median_ms=sdpa * 1.06)
+    verdict = judge(list(found.values()))[0]
+    assert verdict.answer == "no"
+    assert verdict.misses == [(pytest.approx(1.06), place[1], place[2])]
+    text = shown([verdict])
+    assert place[1] in text
+    assert "1.06" in text
+
+
+def test_the_gpu_s_subject_is_the_portable_kernel_alone():
+    found = complete(GPU_TARGETS)
+    faster = [dataclasses.replace(item, who="saccade/other") for item in found.values()]
+    others = [item for item in found.values() if item.who != "saccade/portable"]
+    assert set(answers([*faster, *others])) == {"not measured"}
+
+
+def test_what_is_missing_is_said():
+    found = complete(GPU_TARGETS)
+    del found["sdpa/flash", "gpu-full-bf16-d128-1k", "forward"]
+    del found["saccade/portable", "gpu-packed-causal-bf16-d128-64x128", "backward"]
+    text = shown(judge(list(found.values())))
+    assert "missing without sdpa/flash: forward of gpu-full-bf16-d128-1k" in text
+    assert "gpu-packed-causal-bf16-d128-64x128: not measured: backward of gpu-packed" in text
+    nothing = shown(judge([result(FULL_1K, "flex", 1.0)]))
+    assert "missing not measured: forward of" in nothing
+    assert "gpu-causal-bf16-d128-{1k,2k,4k,8k,16k}" in nothing
+
+
+def test_ratios_across_runs_do_not_count():
+    found = complete(CPU_TARGETS).values()
+    apart = [dataclasses.replace(item, run=item.run + item.who) for item in found]
+    verdict = judge(apart)[0]
+    assert verdict.answer == "not measured"
+    assert "never took turns" in verdict.missing[0][2]
+
+
+def test_the_last_run_in_which_both_took_part_counts():
+    ours = [result(FULL_1K, "saccade/portable", ms, run=run) for ms, run in ((4, "1"), (9, "2"))]
+    theirs = [result(FULL_1K, "flex", 2.0, run="1"), result(FULL_1K, "sdpa", 3.0, run="2")]
+    history = History([ours[0], theirs[0], ours[1], theirs[1]])
+
+    def ratio(who):
+        return Peer(who).value(history, "saccade/portable", FULL_1K, "forward")
+
+    assert ratio("flex") == 2.0
+    assert ratio("sdpa") == 3.0
+    with pytest.raises(Unmeasured, match="without sdpa/flash"):
+        ratio("sdpa/flash")
+
+
+def test_the_fastest_of_ours_is_judged_and_never_the_reference():
+    times = {"saccade/a": 3.0, "saccade/b": 2.0, "saccade/reference": 1.0, "sdpa": 4.0}
+    history = History([result(FULL_1K, who, ms) for who, ms in times.items()])
+    assert Peer("sdpa").value(history, "saccade", FULL_1K, "forward") == 0.5
+
+
+def test_a_mix_is_judged_by_the_sum_of_its_parts():
+    found = [
+        result(PACKED, "saccade/portable", 6.0),
+        result(FULL_1K, "saccade/portable", 3.0),
+        result("gpu-full-bf16-d128-2k", "saccade/portable", 1.0),
+    ]
+    parts = Sum({PACKED: (FULL_1K, "gpu-full-bf16-d128-2k")})
+    assert parts.value(History(found), "saccade", PACKED, "forward") == 1.5
+    elsewhere = [*found[:2], dataclasses.replace(found[2], device="another")]
+    with pytest.raises(Unmeasured, match="2k: measured on another device"):
+        parts.value(History(elsewhere), "saccade", PACKED, "forward")
+
+
+def test_a_tile_s_time_is_judged():
+    full, window = "gpu-full-bf16-d128-16k", "gpu-window256-bf16-d128-16k"
+    tiles = {name: CASES[name].tiles((128, 64)) for name in (full, window)}
+    assert tiles[full] == 16 * 128 * 256
+    found = [
+        result(full, "saccade/portable", tiles[full] * 2.0),
+        result(window, "saccade/portable", tiles[window] * 3.0),
+    ]
+    value = Tiles(full).value(History(found), "saccade/portable", window, "forward")
+    assert value == pytest.approx(1.5)
+
+
+def test_memory_that_was_not_measured_is_missing():
+    found = complete(CPU_TARGETS)
+    bare = [dataclasses.replace(item, peak_mb=None) for item in found.values()]
+    verdict = judge(bare)[-1]
+    assert verdict.missing[0][2] == "memory not measured"
+    assert "200 MB" in shown([verdict])

@@ -1,0 +1,72 @@
+"""The commands compile without a GPU, tell, and answer mistakes with what there is."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from saccade.cli import app
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def test_help_teaches_and_imports_nothing_heavy():
+    program = (
+        "import sys; from saccade.cli import app; from typer.testing import CliRunner;"
+        "print(CliRunner().invoke(app, ['kernels', '--help']).output);"
+        "print(CliRunner().invoke(app, ['tune', '--help']).output);"
+        "print('heavy:', sorted({'triton', 'saccade.portable.attention'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "saccade kernels --arch sm_75" in done.stdout
+    assert "saccade tune -d 64 --mask causal --save" in done.stdout
+    assert "heavy: []" in done.stdout, done.stdout + done.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "sm_70"], "--arch: got 'sm_70', takes sm_75, sm_80"),
+        (["--arch", "sm_90", "--kernel", "foward"], "no kernel is named 'foward'"),
+    ],
+)
+def test_mistakes_are_answered_with_what_there_is(arguments, message):
+    done = run("kernels", *arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune for")
+def test_tune_needs_a_gpu_and_says_so():
+    done = run("tune")
+    assert done.exit_code == 2
+    assert "there is no GPU here" in done.output
+
+
+@needs_triton
+def test_a_kernel_is_compiled_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("SACCADE_CONFIGS", str(tmp_path / "configs.json"))
+    file = tmp_path / "kernels.json"
+    done = run(
+        "kernels", "-a", "sm_90", "-k", "row_dot", "--check", "--jobs", "1", "--json", str(file)
+    )
+    assert done.exit_code == 0, done.output
+    assert "row_dot" in done.output
+    assert "No default config spills" in done.output
+    assert str(tmp_path / "configs.json") in done.output.replace("\n", "")
+    rows = json.loads(file.read_text())["kernels"]
+    assert [row["kernel"] for row in rows] == ["row_dot", "row_dot"]  # dense and packed
+    assert all(0 < row["usage"]["registers"] <= 255 for row in rows)
+    assert all(row["usage"]["spills"] == 0 for row in rows)

@@ -1,0 +1,86 @@
+"""Faults are found, excused only where configs.py says so, and shown."""
+
+import io
+import json
+
+from rich.console import Console
+
+from saccade.offline import findings, markdown
+from saccade.offline.calls import Call
+from saccade.offline.pool import Compiled, Job, Usage
+from saccade.portable import configs
+
+FORWARD = Job("sm_90", Call(128), "forward", ("forward",))
+
+
+def compiled(*usage, job=FORWARD, kernel="forward", error=""):
+    used = Usage(*usage) if usage else None
+    return Compiled(job, kernel, (64, 64, 4, 3), 1.25, used, error, "")
+
+
+def test_a_kernel_without_faults():
+    good = compiled(255, 0, configs.SHARED_MEMORY["sm_90"])
+    assert findings.fault(good) == ""
+    assert findings.offenders([good]) == findings.excused([good]) == []
+
+
+def test_faults_name_what_was_taken_and_what_there_is():
+    spilling, large = compiled(255, 4, 1024), compiled(100, 0, 240_000)
+    failed = compiled(error="RuntimeError: no\nmore")
+    crowded = compiled(100, 0, 0, 513)
+    assert findings.offenders([spilling]) == [
+        "sm_90: forward (bf16 d128 none, 64×64 w4 s3): spills (4)"
+    ]
+    assert findings.fault(large) == "240000 bytes of shared memory, more than 232448"
+    assert findings.fault(failed) == "RuntimeError: no"
+    assert "513 columns of tensor memory" in findings.fault(crowded)
+
+
+def test_spills_are_excused_where_the_table_says_so_but_nothing_else_is():
+    timed = Job("sm_90", Call(64, mask="causal"), "forward", ("forward",))
+    spilling = compiled(255, 17, 1024, job=timed)
+    assert findings.offenders([spilling]) == []
+    assert "allowed: chosen by its time" in findings.excused([spilling])[0]
+    assert findings.offenders([compiled(255, 17, 240_000, job=timed)])
+    assert findings.offenders([compiled(255, 17, 0, job=timed, kernel="plan_walks")])
+    turing = Job("sm_75", Call(256, "fp16"), "ordered", ("backward_keys, careful",))
+    assert findings.excused([compiled(255, 9, 0, job=turing, kernel="backward_keys, careful")])
+
+
+def test_tables_show_every_kernel():
+    ampere = FORWARD._replace(architecture="sm_80")
+    console = Console(width=120, record=True, file=io.StringIO())
+    tables = findings.usage_tables([compiled(255, 0, 2048), compiled(64, 9, 0, job=ampere)])
+    console.print(*tables)
+    text = console.export_text()
+    for part in ("sm_90", "sm_80", "64×64 w4 s3", "255", "2 KB", "bf16 d128 none"):
+        assert part in text
+    rows = json.loads(findings.to_json([compiled(255, 3, 2048)], "3.6.0"))["kernels"]
+    assert rows[0]["usage"] == {"registers": 255, "spills": 3, "shared": 2048, "columns": 0}
+    assert rows[0]["call"]["head_dim"] == 128
+    assert rows[0]["fault"] == "spills (3)"
+
+
+def test_markdown_replaces_what_stands_between_its_marks(tmp_path):
+    file = tmp_path / "kernels.md"
+    file.write_text(f"before\n\n{markdown.BEGIN}stale\n{markdown.END}\n\nafter\n")
+    markdown.write(file, [compiled(255, 3, 2048)], "3.6.0")
+    text = file.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert "stale" not in text
+    assert "| forward | half d128 none | **255 / 2** |" in text
+    assert "| kernel | width | sm_75 |" in text
+    markdown.write(file, [compiled(255, 3, 2048)], "3.6.0")
+    assert file.read_text() == text
+
+
+def test_markdown_refuses_a_file_without_marks(tmp_path):
+    file = tmp_path / "kernels.md"
+    file.write_text("nothing\n")
+    try:
+        markdown.write(file, [], "3.6.0")
+    except ValueError as error:
+        assert "kernels: begin" in str(error)
+    else:
+        raise AssertionError("took a file without marks")
+    assert file.read_text() == "nothing\n"
