@@ -15,8 +15,8 @@ from torch import Tensor
 
 import saccade
 from saccade.testing import Case, assert_exact, make_case, oracle, poisoned
-from saccade.testing.kinds import MASKS, SCORES
-from saccade.testing.strategies import LAYOUTS, Description, descriptions
+from saccade.testing.kinds import MASKS, SCORES, Description
+from saccade.testing.strategies import LAYOUTS, descriptions
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 

@@ -4,7 +4,7 @@ Source: FlashAttention-2 (Dao 2023), algorithm 1. docs/forward.md walks through 
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
-# pyright: reportPossiblyUnbound=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
