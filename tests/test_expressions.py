@@ -9,36 +9,6 @@ from saccade import expressions, masks
 from saccade.expressions import Branch, Captured, Coordinates, Leaf
 from saccade.language import index_range, take
 
-
-def make_named(name: str) -> expressions.Function:
-    return expressions.register(expressions.Function(name, lambda b, h, i, j: i == j))
-
-
-# ---- names ------------------------------------------------------------------------------------
-
-
-def test_a_taken_name_gets_a_number():
-    first, second, third = (make_named("tests.taken") for _ in range(3))
-    assert [first.name, second.name, third.name] == [
-        "tests.taken",
-        "tests.taken-2",
-        "tests.taken-3",
-    ]
-    for function in (first, second, third):
-        assert expressions.lookup(function.name) is function
-
-
-def test_an_unknown_name_says_what_to_do():
-    with pytest.raises(KeyError, match=r"'tests\.nowhere'.*import the module that defines it"):
-        expressions.lookup("tests.nowhere")
-
-
-def test_names_hold_nothing_that_keys_are_made_of():
-    name = expressions.readable_name(lambda: None)
-    assert not set(name) & set("(): #<>&|~")
-    assert name.startswith(f"{__name__}.") or "test_expressions" in name
-
-
 # ---- keys -------------------------------------------------------------------------------------
 
 

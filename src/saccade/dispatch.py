@@ -27,11 +27,14 @@ def _portable_unsupported(problem: Problem) -> str | None:
     widest = max(problem.head_dim, problem.value_dim)
     if widest > WIDEST:
         return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
-    return _portable_misses(problem.device, problem.dtype, problem.mask, problem.score)
+    device = problem.device, problem.device_index
+    return _portable_misses(*device, problem.dtype, problem.mask, problem.score)
 
 
 @functools.cache
-def _portable_misses(device: str, dtype: torch.dtype, mask: str, score: str) -> str | None:
+def _portable_misses(
+    device: str, index: int | None, dtype: torch.dtype, mask: str, score: str
+) -> str | None:
     """What is missing for a portable kernel of any size; asked once, and not traced."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device != "cuda" and not (device == "cpu" and interpreted):
@@ -45,7 +48,7 @@ def _portable_misses(device: str, dtype: torch.dtype, mask: str, score: str) -> 
     if device == "cuda" and not torch.cuda.is_available():
         return "PyTorch sees no GPU"
     if device == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability()
+        capability = torch.cuda.get_device_capability(index)
         if capability < (7, 5):
             return f"the GPU's capability is {capability}; it takes (7, 5) or newer"
     from saccade.kernels.compose import mask_functions, score_functions

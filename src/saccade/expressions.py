@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.functions import Function, lookup
+
 ALIGNMENTS = ("bottom_right", "top_left")
 COMBINERS = {"&": 2, "|": 2, "~": 1, ">>": 2}
 
@@ -52,55 +54,6 @@ class Captured(NamedTuple):
             (*self.ints, *other.ints),
             (*self.floats, *other.floats),
         )
-
-
-@dataclass(frozen=True)
-class Function:
-    """A registered function of (batch, head, query_row, kv_row, *captured).
-
-    Scores take the score as their first argument and have a derivative of the same form.
-    ``check(captured, extents)`` returns a complaint about captured data that cannot serve
-    a problem of these extents, or None.
-    """
-
-    name: str
-    body: Callable[..., Any]
-    derivative: Callable[..., Any] | None = None
-    differentiable: bool = False  # d score / d captured tensor is 1 where the function takes it
-    check: Callable[..., str | None] | None = None
-
-
-_FUNCTIONS: dict[str, Function] = {}
-
-
-def register(function: Function) -> Function:
-    """Make a function known under its name; a name that is taken gets a number behind it."""
-    name, count = function.name, 1
-    while name in _FUNCTIONS:
-        count += 1
-        name = f"{function.name}-{count}"
-    function = Function(
-        name, function.body, function.derivative, function.differentiable, function.check
-    )
-    _FUNCTIONS[name] = function
-    return function
-
-
-def lookup(name: str) -> Function:
-    """The registered function of that name."""
-    try:
-        return _FUNCTIONS[name]
-    except KeyError:
-        raise KeyError(
-            f"no mask or score function {name!r} is registered in this process; "
-            "import the module that defines it before the call"
-        ) from None
-
-
-def readable_name(body: Callable[..., Any]) -> str:
-    """A function's module and name, without the characters that the key's grammar uses."""
-    text = f"{body.__module__}.{body.__qualname__}"
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in text)
 
 
 def kind_of(value: object) -> str:
@@ -237,7 +190,7 @@ def visible(key: str, captured: Captured, at: Coordinates) -> Any:
         return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=at.batch.device)
 
     def answer(leaf: Leaf) -> Tensor:
-        answer = leaf.function.body(*leaf.place(at), *leaf.data(captured))
+        answer = leaf.function(*leaf.place(at), *leaf.data(captured))
         seen = torch.as_tensor(answer, device=at.batch.device)
         if seen.dtype != torch.bool:
             raise TypeError(f"mask: function {leaf.name!r} gave {seen.dtype}, takes a bool result")

@@ -32,7 +32,8 @@ from saccade.captures import (
     integers,
     misfit,
 )
-from saccade.expressions import Captured, Function
+from saccade.expressions import Captured
+from saccade.functions import Function, named, register
 from saccade.language import take
 
 __all__ = [
@@ -106,6 +107,7 @@ def function(body: Callable[..., Any] | None = None, *, align: str = "top_left")
         A callable: give it the captured values and it gives the `Mask`.
 
     Raises:
+        TypeError: if `body` is no plain function.
         ValueError: if `align` is neither of the two.
 
     >>> @saccade.masks.function
@@ -120,13 +122,11 @@ def function(body: Callable[..., Any] | None = None, *, align: str = "top_left")
 
 
 def _registered(body: Callable[..., Any], align: str) -> MaskFunction:
-    registered = expressions.register(Function(expressions.readable_name(body), body))
-    return MaskFunction(registered.name, align)
+    return MaskFunction(register(Function(named(body), body)).name, align)
 
 
 def _built_in(body: Callable[..., Any], check: Callable[..., str | None] | None = None) -> str:
-    name = body.__name__.strip("_")
-    return expressions.register(Function(name, body, check=check)).name
+    return register(Function(body.__name__.strip("_"), body, check=check)).name
 
 
 def _leaf(name: str, align: str, *captured: Any) -> Mask:

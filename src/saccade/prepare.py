@@ -121,6 +121,7 @@ def problem_of(inputs: Inputs, variant: Variant, config: Config | None) -> Probl
         value_dim=value.shape[-1],
         dtype=query.dtype,
         device=query.device.type,
+        device_index=query.device.index,
         packed=packed,
         mask=variant.mask,
         score=variant.score,

@@ -148,7 +148,8 @@ class Problem(NamedTuple):
     head_dim: int
     value_dim: int
     dtype: torch.dtype
-    device: str
+    device: str  # its type: "cpu", "cuda"
+    device_index: int | None = None
     packed: bool = False
     mask: str = ""
     score: str = ""

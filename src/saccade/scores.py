@@ -21,7 +21,8 @@ from torch import Tensor
 
 from saccade import expressions
 from saccade.captures import Extents, check_align, floats, misfit
-from saccade.expressions import Captured, Coordinates, Function, Leaf
+from saccade.expressions import Captured, Coordinates, Leaf
+from saccade.functions import Function, named, register
 from saccade.language import absolute, exp, log, maximum, minimum, take, tanh, where
 
 __all__ = [
@@ -96,6 +97,7 @@ def function(
         A callable: give it the captured values and it gives the `Score`.
 
     Raises:
+        TypeError: if `body` or `derivative` is no plain function.
         ValueError: if `align` is neither of the two.
 
     >>> def slope(score, batch, head, query_row, kv_row, gain):
@@ -108,8 +110,9 @@ def function(
     check_align(align)
     if body is None:
         return lambda actual: function(actual, derivative=derivative, align=align)
-    name = expressions.readable_name(body)
-    registered = expressions.register(Function(name, body, derivative))
+    if derivative is not None:
+        named(derivative, "derivative")
+    registered = register(Function(named(body), body, derivative))
     return ScoreFunction(registered.name, align)
 
 
@@ -145,11 +148,9 @@ def _check_bias(data: list[Any], extents: Extents) -> str | None:
     return misfit("tensor", data[0], ("batch", "query_heads", "query_len", "kv_len"), extents)
 
 
-SOFTCAP = expressions.register(Function("softcap", _softcap, _softcap_derivative)).name
-ALIBI = expressions.register(Function("alibi", _alibi, _one, check=_check_slopes)).name
-BIAS = expressions.register(
-    Function("bias", _bias, _one, differentiable=True, check=_check_bias)
-).name
+SOFTCAP = register(Function("softcap", _softcap, _softcap_derivative)).name
+ALIBI = register(Function("alibi", _alibi, _one, check=_check_slopes)).name
+BIAS = register(Function("bias", _bias, _one, differentiable=True, check=_check_bias)).name
 
 
 # ---- the public constructors ----------------------------------------------------------------
@@ -234,7 +235,7 @@ def change(key: str, captured: Captured, score: Tensor, at: Coordinates) -> Tens
 def _changed(leaf: Leaf, arguments: tuple[Any, ...]) -> Tensor:
     """What one function makes of the scores, in their dtype and shape."""
     score = arguments[0]
-    changed = torch.as_tensor(leaf.function.body(*arguments), device=score.device)
+    changed = torch.as_tensor(leaf.function(*arguments), device=score.device)
     return changed.to(score.dtype).expand(torch.broadcast_shapes(changed.shape, score.shape))
 
 
@@ -257,10 +258,5 @@ def change_backward(
         function = leaf.function
         if function.differentiable:
             taken += [(position, grad) for kind, position in leaf.slots if kind == "t"]
-        if function.derivative is None:
-            raise NotImplementedError(
-                f"score: function {function.name!r} has no derivative; give one with "
-                "saccade.scores.function(derivative=…) to train through it"
-            )
-        grad = (grad * function.derivative(*arguments)).to(grad.dtype)
+        grad = (grad * function.differentiate(*arguments)).to(grad.dtype)
     return grad, taken
