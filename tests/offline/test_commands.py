@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from saccade.cli import app
+from saccade.offline import markdown
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -59,14 +60,28 @@ def test_tune_needs_a_gpu_and_says_so():
 def test_a_kernel_is_compiled_without_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("SACCADE_CONFIGS", str(tmp_path / "configs.json"))
     file = tmp_path / "kernels.json"
-    done = run(
-        "kernels", "-a", "sm_90", "-k", "row_dot", "--check", "--jobs", "1", "--json", str(file)
-    )
+    done = run("kernels", "-a", "sm_90", "-k", "row_dot", "--jobs", "1", "--json", str(file))
     assert done.exit_code == 0, done.output
     assert "row_dot" in done.output
-    assert "No default config spills" in done.output
     assert str(tmp_path / "configs.json") in done.output.replace("\n", "")
     rows = json.loads(file.read_text())["kernels"]
     assert [row["kernel"] for row in rows] == ["row_dot", "row_dot"]  # dense and packed
     assert all(0 < row["usage"]["registers"] <= 255 for row in rows)
     assert all(row["usage"]["spills"] == 0 for row in rows)
+
+
+@needs_triton
+def test_check_is_short_and_compares_a_table(tmp_path):
+    file = tmp_path / "kernels.md"
+    file.write_text(f"{markdown.BEGIN}{markdown.END}\n")
+    arguments = "kernels", "-a", "sm_80", "-k", "list_tiles", "--markdown", str(file)
+    assert run(*arguments).exit_code == 0
+    done = run(*arguments, "--check")
+    assert done.exit_code == 0, done.output
+    assert "No default config spills" in done.output
+    assert "list_tiles" not in done.output
+    file.write_text(file.read_text().replace("list_tiles", "list_tales"))
+    done = run(*arguments, "--check")
+    assert done.exit_code == 2
+    assert "list_tales" in done.output
+    assert "saccade kernels --arch all --markdown" in done.output.replace("\n", " ")

@@ -12,8 +12,12 @@ import typer
 
 ARCH = typer.Option("--arch", "-a", help="sm_90, gfx942, ...; several times or with commas; all.")
 KERNEL = typer.Option("--kernel", "-k", help="Kernels by name or glob, such as 'backward_*'.")
-CHECK = typer.Option("--check", help="Exit with 1 if a kernel spills or takes too much memory.")
-MARKDOWN = typer.Option("--markdown", help="Write the tables between the marks of this file.")
+CHECK = typer.Option(
+    "--check", help="Show only what spills or takes too much memory; exit with 1 if it must not."
+)
+MARKDOWN = typer.Option(
+    "--markdown", help="Write tables between the marks of this file; with --check, compare them."
+)
 JSON = typer.Option("--json", help="Write all that was found to this file.")
 JOBS = typer.Option("--jobs", "-j", min=1, help="Compilers at a time; by default one a core.")
 

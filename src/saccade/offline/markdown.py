@@ -22,12 +22,34 @@ def write(file: Path, results: Sequence[Compiled], triton: str) -> None:
     Raises:
         ValueError: for a file without both marks.
     """
+    file.write_text(_renewed(file, results, triton), encoding="utf-8")
+
+
+def compare(file: Path, results: Sequence[Compiled], triton: str) -> None:
+    """Refuse a file whose tables are not those of what was compiled.
+
+    Raises:
+        ValueError: for such a file, with the first line that differs; for one without both marks.
+    """
+    there = file.read_text(encoding="utf-8").splitlines()
+    wanted = _renewed(file, results, triton).splitlines()
+    if there == wanted:
+        return
+    line = next(n for n in range(len(there) + 1) if there[n : n + 1] != wanted[n : n + 1])
+    found = "".join(there[line : line + 1]) or "nothing"
+    raise ValueError(
+        f"{file}: line {line + 1} holds {found!r}, takes {''.join(wanted[line : line + 1])!r}; "
+        f"write it anew with saccade kernels --arch all --markdown {file}"
+    )
+
+
+def _renewed(file: Path, results: Sequence[Compiled], triton: str) -> str:
     text = file.read_text(encoding="utf-8")
     body = f"{configs_tables()}\n{usage_tables(results, triton)}\n"
     fresh, count = REGION.subn(lambda found: f"{found[1]}\n{body}\n{found[2]}", text)
     if count != 1:
         raise ValueError(f"{file}: takes one {BEGIN.strip()!r} and after it one {END!r}")
-    file.write_text(fresh, encoding="utf-8")
+    return fresh
 
 
 def configs_tables() -> str:

@@ -105,15 +105,18 @@ def kernels(
     jobs = catalogue.jobs(architectures(arch), glob)
     results = compile_with_progress(jobs, processes or cores(), console)
     seconds = time.perf_counter() - begin
-    console.print(*findings.usage_tables(results), findings.CAPTION, "", sep="\n")
+    if not check:
+        console.print(*findings.usage_tables(results), findings.CAPTION, "", sep="\n")
     console.print(f"Triton {version}: {len(results)} kernels in {seconds:.0f} s.", highlight=False)
     console.print(own_table(), highlight=False, markup=False, soft_wrap=True)
     if json_file is not None:
         json_file.write_text(findings.to_json(results, version), encoding="utf-8")
-    if markdown_file is not None:
-        markdown.write(markdown_file, results, version)
     if check:
         judge(results, console)
+    if markdown_file is not None and check:
+        markdown.compare(markdown_file, results, version)
+    elif markdown_file is not None:
+        markdown.write(markdown_file, results, version)
 
 
 def judge(results: Sequence[Compiled], console: Console) -> None:
