@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # torch.compile (2.11) makes no frozen one inside a graph
 class Mask:
     """Which pairs are visible: the key of an expression and what its functions captured."""
 
@@ -76,7 +76,7 @@ def _combine(combiner: str, left: Mask, right: Mask) -> Mask:
     return Mask(f"({combiner} {left.key} {right.key})", left.captured.joined(right.captured))
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class MaskFunction:
     """A registered mask function; calling it with the captured values gives a `Mask`."""
 
@@ -212,8 +212,8 @@ def window(left: int, right: int = 0, align: str = "bottom_right") -> Mask:
     Raises:
         TypeError, ValueError: if `left` or `right` is not a whole number of at least 0.
     """
-    for name, value in (("left", left), ("right", right)):
-        check_whole_number(name, value, least=0)
+    check_whole_number("left", left, least=0)
+    check_whole_number("right", right, least=0)
     return _leaf(WINDOW, align, left, right)
 
 
@@ -260,8 +260,8 @@ def blocks(layout: Tensor, block_size: int | tuple[int, int]) -> Mask:
     sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     if len(sizes) != 2:
         raise ValueError(f"block_size: got {block_size!r}, takes one number or two")
-    for size in sizes:
-        check_whole_number("block_size", size, least=1)
+    check_whole_number("block_size", sizes[0], least=1)
+    check_whole_number("block_size", sizes[1], least=1)
     return _leaf(BLOCKS, "top_left", bools("layout", layout), *sizes)
 
 

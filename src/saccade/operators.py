@@ -32,6 +32,7 @@ PLAIN_VALUES = (
     "SymInt[] ints, float[] floats, str mask, str score, float scale, float dropout_p, "
     "int[] config, bool deterministic, str implementation"
 )
+NOTHING = Captured()
 NUM_INPUTS = len(Inputs._fields)
 
 # The layout of results follows that of inputs, so Inductor must not change the latter.
@@ -76,6 +77,8 @@ def flatten(
 def _variant(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
     """The inverse of `flatten`, as far as the variant goes."""
     ints, floats, mask, score, scale, dropout_p = plain[:6]
+    if not (tables or ints or floats):
+        return Variant(mask, score, NOTHING, NOTHING, scale, dropout_p)
     t, i, f = (expressions.kinds(mask).count(kind) for kind in "tif")
     return Variant(
         mask,

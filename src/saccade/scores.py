@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # torch.compile (2.11) makes no frozen one inside a graph
 class Score:
     """A change of the scaled score: the key of an expression and what its functions captured."""
 
@@ -55,7 +55,7 @@ class Score:
         return Score(f"(>> {self.key} {later.key})", self.captured.joined(later.captured))
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class ScoreFunction:
     """A registered score function; calling it with the captured values gives a `Score`."""
 

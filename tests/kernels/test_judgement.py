@@ -246,7 +246,7 @@ def walked(
     inputs: Inputs, variant: Variant, geometry: Geometry, tiles: tuple[int, int], over_keys: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `visit_all` finds."""
-    plan = Planner(inputs, variant, geometry, tiles, over_keys)(inputs, variant, False)
+    plan = Planner(inputs, variant, geometry, tiles, over_keys)(inputs, variant)
     mask = mask_argument(variant, itself, plan.argument(itself))
     offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     sides: list[tuple[Extent, int, Any]] = list(zip(geometry, tiles, offsets, strict=True))

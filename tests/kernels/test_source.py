@@ -194,15 +194,13 @@ def test_a_function_without_source_is_refused() -> None:
     assert_refused(saccade.masks.function(scope["typed"])(), "'typed' is not in a file")
 
 
-def test_what_is_no_function_is_refused() -> None:
-    class Near:
-        def __init__(self) -> None:
-            self.__qualname__ = "Near"
+class Near:
+    def visible(self, batch: Any, head: Any, query_row: Any, kv_row: Any) -> Any:
+        return kv_row <= query_row
 
-        def __call__(self, batch: Any, head: Any, query_row: Any, kv_row: Any) -> Any:
-            return kv_row <= query_row
 
-    assert_refused(saccade.masks.function(Near())(), "is no plain function")
+def test_a_method_is_refused() -> None:
+    assert_refused(saccade.masks.function(Near().visible)(), "is no plain function")
 
 
 def squared(score, batch, head, query_row, kv_row):

@@ -1,8 +1,9 @@
 """Visibility: which tiles a program visits, and which of them need the mask.
 
 A program stands at one tile of query rows and walks along tiles of keys, or the other way round.
-Tiles that are hidden are not visited; tiles that are wholly visible ("clean") run without mask
-arithmetic; the others ("edges") select pair by pair. A walk is six whole numbers:
+Tiles that are wholly visible ("clean") run without mask arithmetic; others ("edges") select pair by
+pair; tiles that are hidden are not visited, but for those in holes between others of a walk that
+no list guides. A walk is six whole numbers:
 
     first, num_left, jump     edge number i is tile first + i, from num_left on tile jump + i
     num_edges, clean_first, num_clean
@@ -205,10 +206,12 @@ def listed(
     mask, batch, head, slot, start, lengths,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Read from lists [batch or 1, heads or 1, slots, capacity]: clean tiles, then edges."""
+    """Read from lists [batch or 1, heads or 1, slots, tiles]: clean tiles from the front of a row,
+    edges from its end on. `num_left` is where the last place of a row is."""
     place = wide(batch * mask.plan[2] + head * mask.plan[3] + slot * 2)
     num_clean, num_edges = tl.load(mask.plan[1] + place), tl.load(mask.plan[1] + place + 1)
-    return place // 2 * tl.cdiv(lengths[1], OTHER), 0, 0, num_edges, 0, num_clean
+    num_tiles = tl.cdiv(lengths[1], OTHER)
+    return place // 2 * num_tiles, num_tiles - 1, 0, num_edges, 0, num_clean
 
 
 @triton.jit
@@ -224,7 +227,7 @@ def next_in_list(mask, walk, index, CLEAN: tl.constexpr):
     """The same, where tiles are listed."""
     if CLEAN:
         return tl.load(mask.plan[0] + (walk[0] + index))
-    return tl.load(mask.plan[0] + (walk[0] + walk[5] + index))
+    return tl.load(mask.plan[0] + (walk[0] + (walk[1] - index)))
 
 
 @triton.jit

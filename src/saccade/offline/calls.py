@@ -15,13 +15,13 @@ from saccade.problem import Config, Inputs, Variant, empty_results
 from saccade.scores import Score
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MASKS = ("none", "causal", "window", "documents", "blocks")
+MASKS = ("none", "causal", "window", "documents", "blocks", "dense")
 SCORES = ("none", "softcap", "bias")
 MASK_BLOCK = 128  # rows that share an entry of a block-sparse mask
 
 # The kernels, by the pass in which the library starts them.
 PASSES = {
-    "forward": ("forward", "plan_walks", "judge_pairs", "list_tiles"),
+    "forward": ("forward", "plan_walks", "judge_pairs", "list_tiles", "list_blocks"),
     "ordered": ("backward_keys", "backward_keys, careful", "backward_queries", "row_dot"),
     "shared": ("backward_shared", "backward_shared, careful"),
     "bias": ("backward_bias",),
@@ -87,6 +87,7 @@ def make_mask(call: Call, device: torch.device) -> Mask | None:
         "window": lambda: masks.causal() & masks.window(max(call.length // 8, 1)),
         "documents": lambda: masks.documents(_document_ids(call, device)),
         "blocks": lambda: masks.blocks(_blocks(call, device), MASK_BLOCK),
+        "dense": lambda: masks.dense(_table(call, device)),
     }
     return makers[call.mask]()
 
@@ -100,6 +101,11 @@ def _blocks(call: Call, device: torch.device) -> Tensor:
     sides = -(-call.length // MASK_BLOCK)
     rows = torch.arange(sides, device=device)
     return ((rows[:, None] - rows).abs() % 4 == 0).expand(call.heads, -1, -1).contiguous()
+
+
+def _table(call: Call, device: torch.device) -> Tensor:
+    rows = torch.arange(call.length, device=device)
+    return rows[:, None] >= rows  # causal, written out
 
 
 def make_score(call: Call, device: torch.device) -> Score | None:

@@ -43,7 +43,7 @@ class Recorder:
         self.job, self.which, self.wanted = 0, "", frozenset[str]()
 
     def __call__(
-        self, started: Launch, programs: int, device: int | None, aligned: bool, arguments: Any
+        self, started: Launch, programs: int, device: int | None, tensors: Any, arguments: Any
     ) -> None:
         """What `Launch.__call__` is given, once the recorder has taken its place."""
         name = kernel_name(started, self.which)

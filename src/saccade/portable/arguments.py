@@ -6,6 +6,7 @@ is a tuple around each address.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -178,7 +179,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
-    """What tells one kind of call from another: everything but addresses and captured numbers."""
+    """What tells one kind of call from another: everything but addresses."""
     query, key, value = inputs.query, inputs.key, inputs.value
     sinks, offsets = inputs.sinks, inputs.cu_seqlens_q
     captured = ()
@@ -186,8 +187,8 @@ def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
         captured = tuple(map(_kind_of_captured, (variant.mask_captured, variant.score_captured)))
     return (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
-        query.dtype, query.device, variant.mask, variant.score, variant.scale > 0, captured,
-        None if inputs.seed is None else _kind_of_number(dropout.threshold(variant.dropout_p)),
+        query.dtype, query.device, variant.mask, variant.score, variant.scale, captured,
+        None if inputs.seed is None else variant.dropout_p,
         None if sinks is None else sinks.dtype, None if offsets is None else offsets.shape,
         torch.get_float32_matmul_precision() if query.dtype == torch.float32 else None,
     )  # fmt: skip
@@ -195,19 +196,20 @@ def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
 
 def _kind_of_captured(captured: Captured) -> tuple[Any, ...]:
     tensors = tuple((table.shape, table.stride(), table.dtype) for table in captured.tensors)
-    return tensors, tuple(map(_kind_of_number, captured.ints))
+    return tensors, tuple(captured.ints), tuple(captured.floats)
 
 
-def _kind_of_number(number: int) -> tuple[bool, bool, bool]:
-    """What Triton compiles for: 1 becomes a constant, multiples of 16 and long numbers differ."""
-    return number == 1, number % 16 == 0, (number + tiles.ADDED.value).bit_length() > 31
+NO_OTHERS = (None,) * len(Inputs._fields[3:])
 
 
-def all_aligned(inputs: Inputs, variant: Variant, *more: Tensor) -> bool:
-    """Whether every address is a multiple of 16 bytes, as prepared kernels expect."""
-    together = 0
-    captured = (*variant.mask_captured.tensors, *variant.score_captured.tensors)
-    for tensor in (*inputs, *captured, *more):
-        if tensor is not None:
-            together |= tensor.data_ptr()
-    return together & 15 == 0
+def there_are(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Tensors without those that are None."""
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def tensors_of(inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
+    """All tensors that a call brings with it, those that its mask and score captured too."""
+    captured = *variant.mask_captured.tensors, *variant.score_captured.tensors
+    if inputs[3:] == NO_OTHERS:
+        return (*inputs[:3], *captured)
+    return (*there_are(inputs), *captured)

@@ -150,7 +150,7 @@ _AMPERE = {  # sm_80: 163 KB
     "backward_shared, dropout": _row(
         (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)
     ),
-    "backward_bias": _row((64, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (16, 16, 4, 1)),
+    "backward_bias": _row((64, 64, 4, 1), (64, 64, 4, 1), (32, 64, 4, 1), (16, 16, 4, 1)),
 }
 _ADA = {  # sm_86, sm_89, sm_120: 99 KB
     **_AMPERE,
@@ -159,23 +159,24 @@ _ADA = {  # sm_86, sm_89, sm_120: 99 KB
     "backward_keys": _row((32, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 2), (16, 64, 8, 2)),
     "backward_queries": _row((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
     "backward_shared": _row((32, 32, 4, 2), (32, 32, 4, 2), (64, 64, 8, 2), (16, 64, 8, 2)),
+    "backward_bias": _row((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
 }
 # At widths 64 and 128 all but backward_shared was timed on an H200.
 _HOPPER = {  # sm_90: 227 KB
-    "forward": _row((128, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+    "forward": _row((128, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 32, 8, 3)),
     "forward, masked": _row((64, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 8, 1)),
     "forward, dropout": _row((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 2)),
     "backward_keys": _row((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 8, 1)),
     "backward_keys, masked": _row((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 8, 1)),
     "backward_keys, dropout": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
-    "backward_queries": _row((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
+    "backward_queries": _row((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 8, 2)),
     "backward_queries, masked": _row(
         (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (32, 32, 8, 1)
     ),
     "backward_queries, dropout": _row(
         (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 1)
     ),
-    "backward_shared": _row((64, 128, 8, 3), (64, 128, 8, 3), (32, 128, 8, 2), (32, 32, 8, 1)),
+    "backward_shared": _row((64, 128, 8, 3), (64, 128, 8, 3), (32, 64, 8, 2), (32, 32, 8, 1)),
     "backward_shared, dropout": _row(
         (32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)
     ),
@@ -190,7 +191,7 @@ _BLACKWELL = {  # sm_100: 227 KB, and tensor memory for sums
     "backward_keys, dropout": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
     "backward_queries": _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
     "backward_queries, masked": _row(
-        (128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)
+        (128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 3), (32, 32, 8, 2)
     ),
     "backward_queries, dropout": _row(
         (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)
@@ -210,6 +211,7 @@ _CDNA = {  # gfx942: 64 KB, and 512 registers
     "backward_keys": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1), (16, 32, 8, 1)),
     "backward_queries": _row((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 16, 8, 1)),
     "backward_shared": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1), (16, 32, 4, 1)),
+    "backward_shared, masked": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1)),
     "backward_bias": _row((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
 }
 # Without tensor cores a thread holds whole rows of both operands of a product, so tiles are small.
@@ -246,7 +248,9 @@ _HALF = {
 }
 # Defaults that spill and stay, as they were timed: (architecture, row, width).
 _TIMED = {
+    ("sm_90", "forward", 128): "chosen by its time on an H200",
     ("sm_90", "forward, masked", 64): "chosen by its time on an H200",
+    ("sm_90", "forward, masked", 128): "chosen by its time on an H200",
     ("sm_90", "backward_keys", 128): "chosen by its time on an H200",
     ("sm_90", "backward_keys, masked", 128): "chosen by its time on an H200",
     ("sm_90", "backward_queries, masked", 128): "chosen by its time on an H200",

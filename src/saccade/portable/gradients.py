@@ -1,8 +1,10 @@
 """Gradients by portable kernels: which kernels a backward pass starts, and in which order.
 
-row_dot → keys (with queries, atomically)         the fast form
-row_dot → keys, queries                           the ordered form: equal bits every time
+row_dot → keys (with queries, atomically) → careful keys        the fast form
+row_dot → keys → careful keys → queries                         the ordered form: equal bits
 … → one pass for each bias that wants a gradient
+
+Careful keys repeat, under a mask, what met NaN or inf.
 """
 
 from __future__ import annotations
@@ -13,20 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade import expressions
 from saccade.kernels.compose import score_functions
 from saccade.kernels.launch import Launch, Pointer
-from saccade.portable.arguments import (
-    all_aligned,
-    number_strides,
-    row_strides,
-    rules,
-    signature,
-    view,
-)
+from saccade.portable.arguments import rules, signature, tensors_of, there_are, view
 from saccade.portable.backward import attention_backward_keys
 from saccade.portable.backward_bias import attention_backward_bias
 from saccade.portable.backward_queries import attention_backward_queries
-from saccade.portable.kind import Kind, on_device, remembered, with_unit_channels
+from saccade.portable.kind import Kind, Layout, remembered, with_unit_channels
 from saccade.portable.pairs import Forward
 from saccade.portable.planning import Plan, Planner
 from saccade.portable.row_dot import attention_row_dot
@@ -45,6 +41,8 @@ class Launches(NamedTuple):
     queries: Launch | None  # None in the fast form
     over_queries: Planner  # for keys and careful
     over_keys: Planner  # for queries
+    tables: dict[int, Launch]  # by place among the score's captured tensors
+    gradients: tuple[Layout, ...]  # of query, key and value
 
 
 class Results(NamedTuple):
@@ -72,7 +70,8 @@ def backward(
     deterministic: bool,
 ) -> Gradients:
     """Gradients of the inputs, and of the wanted tensors that the score captured."""
-    refuse_missing_derivative(variant)
+    if variant.score:
+        refuse_missing_derivative(variant.score)
     inputs = with_unit_channels(inputs)
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()
@@ -81,14 +80,12 @@ def backward(
     kept_strides += (None if grad_lse is None else grad_lse.stride(),)
     key = (signature(inputs, variant), config, kept_strides, deterministic)
     launches = remembered(_launches, key, lambda: _prepare(inputs, variant, config, deterministic))
-    call = _Call(inputs, variant, launches.kind, results)
-    with on_device(launches.kind.device):
-        return call.run(launches, wanted_tables, config)
+    return _Call(inputs, variant, launches, results).run(wanted_tables, config)
 
 
-def refuse_missing_derivative(variant: Variant) -> None:
+def refuse_missing_derivative(score: str) -> None:
     """Refuse a score that says nothing of its derivative."""
-    if variant.score and score_functions(variant.score).derivatives[0] is None:
+    if score_functions(score).derivatives[0] is None:
         raise NotImplementedError(
             "score: one of its functions has no derivative; give one with "
             "saccade.scores.function(derivative=…) to train through it"
@@ -118,7 +115,10 @@ def _prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bo
     ]
     over_queries = Planner(inputs, variant, kind.geometry, sizes[0], over_keys=False)
     over_keys = Planner(inputs, variant, kind.geometry, sizes[1], over_keys=True)
-    return Launches(kind, row_dot, keys, careful, queries, over_queries, over_keys)
+    layouts = tuple(map(Layout.of, empty_gradients(inputs)[:3]))
+    return Launches(
+        kind, row_dot, keys, careful, queries, over_queries, over_keys, tables={}, gradients=layouts
+    )
 
 
 FEW_QUERIES = 64  # rows of queries that one program of the ordered form takes, about
@@ -139,29 +139,27 @@ class _Call(NamedTuple):
 
     inputs: Inputs
     variant: Variant
-    kind: Kind
+    launches: Launches
     results: Results
 
-    def run(self, launches: Launches, wanted: Sequence[int], config: Config) -> Gradients:
-        gradients = empty_gradients(self.inputs)
-        queries = self.kind.geometry.queries
-        launches.row_dot(
-            queries.programs(ROW_DOT_TILE),
-            self.kind.device,
-            self._aligned(),
-            self._row_dot_arguments,
-        )
+    def run(self, wanted: Sequence[int], config: Config) -> Gradients:
+        """Start every kernel of the pass."""
+        launches, kind = self.launches, self.launches.kind
+        device = self.inputs.query.device
+        of_query, of_key, of_value = (layout.empty(device) for layout in launches.gradients)
+        known = [*tensors_of(self.inputs, self.variant), *there_are(self.results)]
+        programs = kind.geometry.queries.programs(ROW_DOT_TILE)
+        launches.row_dot(programs, kind.device, known, self._row_dot_arguments)
         if launches.queries is None:
-            gradients = self._shared(launches, gradients)
+            self._shared(known, of_query, of_key, of_value)
         else:
-            self._keys(launches, gradients, None)
-            self._queries(launches.queries, launches.over_keys, gradients)
-        tables = {place: self._table(place, config) for place in wanted}
-        return gradients._replace(sinks=self._sinks(), tables=tables)
+            self._keys(known, of_key, of_value, None)
+            self._queries(launches.queries, known, of_query)
+        tables = {place: self._table(place, known, config) for place in wanted}
+        return Gradients(of_query, of_key, of_value, self._sinks(), tables)
 
     def _row_dot_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
-        results = self.results
-        grad_lse = results.grad_lse
+        results, grad_lse = self.results, self.results.grad_lse
         return (
             self._rows(pointer, results.output),
             self._rows(pointer, results.grad_output),
@@ -170,63 +168,72 @@ class _Call(NamedTuple):
             self._numbers(pointer, results.row_dot),
         )
 
-    def _shared(self, launches: Launches, gradients: Gradients) -> Gradients:
+    def _shared(
+        self, known: Sequence[Tensor], of_query: Tensor, of_key: Tensor, of_value: Tensor
+    ) -> None:
         """The fast form: gradients of queries add up in float32, in whatever order."""
-        like = gradients.query
-        total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        self._keys(launches, gradients, total)
-        return gradients._replace(query=like.copy_(total))
+        total = torch.zeros(of_query.shape, dtype=torch.float32, device=of_query.device)
+        self._keys(known, of_key, of_value, total)
+        of_query.copy_(total)
 
-    def _keys(self, launches: Launches, gradients: Gradients, total: Tensor | None) -> None:
-        plan = launches.over_queries(self.inputs, self.variant, self._aligned())
-        keys, offsets = self.kind.geometry.keys, self.inputs.cu_seqlens_k
+    def _keys(
+        self, known: Sequence[Tensor], of_key: Tensor, of_value: Tensor, total: Tensor | None
+    ) -> None:
+        launches, kind = self.launches, self.launches.kind
+        plan = launches.over_queries(self.inputs, self.variant)
+        keys, offsets = kind.geometry.keys, self.inputs.cu_seqlens_k
         programs = keys.programs(launches.keys.constants["KV_TILE"])
         verdicts = None
         if self.variant.mask:
-            verdicts = torch.empty(programs, dtype=torch.int32, device=gradients.key.device)
+            verdicts = torch.empty(programs, dtype=torch.int32, device=of_key.device)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
-            of_queries = None if total is None else self._rows(pointer, total)
-            of_keys, of_values = (
-                view(pointer, rows, self._strides(rows), keys, offsets)
-                for rows in (gradients.key, gradients.value)
+            return (
+                self._forward(pointer),
+                view(pointer, of_key, kind.steps(of_key), keys, offsets),
+                view(pointer, of_value, kind.steps(of_value), keys, offsets),
+                None if total is None else self._rows(pointer, total),
+                self._rules(pointer, plan),
+                None if verdicts is None else pointer(verdicts),
             )
-            of_programs = None if verdicts is None else pointer(verdicts)
-            given = self._forward(pointer)
-            return given, of_keys, of_values, of_queries, self._rules(pointer, plan), of_programs
 
-        aligned = self._aligned()
-        launches.keys(programs, self.kind.device, aligned, arguments)
+        more = there_are((of_key, of_value, total, verdicts, *plan.tensors))
+        tensors = (*known, *more)
+        launches.keys(programs, kind.device, tensors, arguments)
         if self.variant.mask:
-            launches.careful(programs, self.kind.device, aligned, arguments)
+            launches.careful(programs, kind.device, tensors, arguments)
 
-    def _queries(self, launch: Launch, planner: Planner, gradients: Gradients) -> None:
-        plan = planner(self.inputs, self.variant, self._aligned())
+    def _queries(self, launch: Launch, known: Sequence[Tensor], of_query: Tensor) -> None:
+        kind = self.launches.kind
+        plan = self.launches.over_keys(self.inputs, self.variant)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
-            of_queries = self._rows(pointer, gradients.query)
+            of_queries = self._rows(pointer, of_query)
             return self._forward(pointer), of_queries, self._rules(pointer, plan)
 
-        programs = self.kind.geometry.queries.programs(launch.constants["QUERY_TILE"])
-        launch(programs, self.kind.device, self._aligned(), arguments)
+        programs = kind.geometry.queries.programs(launch.constants["QUERY_TILE"])
+        launch(programs, kind.device, (*known, of_query, *plan.tensors), arguments)
 
     def _sinks(self) -> Tensor | None:
         """A sink's weight times minus row_dot, over all rows that it joins."""
         sinks = self.inputs.sinks
         if sinks is None:
             return None
-        lse, row_dot = self.results.lse, self.results.row_dot
-        of_head = sinks.float().view(-1, 1) if self.kind.packed else sinks.float().view(1, -1, 1)
+        packed, lse, row_dot = self.launches.kind.packed, self.results.lse, self.results.row_dot
+        of_head = sinks.float().view(-1, 1) if packed else sinks.float().view(1, -1, 1)
         rows = -(of_head - lse).exp() * row_dot
-        return rows.sum(1 if self.kind.packed else (0, 2)).to(sinks.dtype)
+        return rows.sum(1 if packed else (0, 2)).to(sinks.dtype)
 
-    def _table(self, place: int, config: Config) -> Tensor:
+    def _table(self, place: int, known: Sequence[Tensor], config: Config) -> Tensor:
+        kind, queries = self.launches.kind, self.launches.kind.geometry.queries
         table = self.variant.score_captured.tensors[place]
         total = torch.empty(table.shape, dtype=torch.float32, device=table.device)
-        call = self.inputs, self.variant
-        launch = self.kind.launch(attention_backward_bias, "backward_bias", call, config.backward)
+        launch = self.launches.tables.get(place)
+        if launch is None:
+            call = self.inputs, self.variant
+            launch = kind.launch(attention_backward_bias, "backward_bias", call, config.backward)
+            self.launches.tables[place] = launch
         number = bias_number(self.variant.score, place)
-        queries = self.kind.geometry.queries
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             return (
@@ -240,46 +247,31 @@ class _Call(NamedTuple):
         batches, heads, rows, keys = table.shape
         query_tile, kv_tile = (launch.constants[name] for name in ("QUERY_TILE", "KV_TILE"))
         programs = batches * heads * -(-rows // query_tile) * -(-keys // kv_tile)
-        launch(programs, self.kind.device, False, arguments)
+        launch(programs, kind.device, (*known, total), arguments)
         return total.to(table.dtype)
 
     # ---- arguments that several kernels take ---------------------------------------------------
 
-    def _strides(self, rows: Tensor) -> tuple[int, int, int]:
-        return row_strides(rows, self.kind.packed)
-
     def _rows(self, pointer: Pointer, rows: Tensor) -> Any:
-        queries, offsets = self.kind.geometry.queries, self.inputs.cu_seqlens_q
-        return view(pointer, rows, self._strides(rows), queries, offsets)
+        return self.launches.kind.rows(pointer, rows, self.inputs)
 
     def _numbers(self, pointer: Pointer, numbers: Tensor) -> Any:
-        queries, offsets = self.kind.geometry.queries, self.inputs.cu_seqlens_q
-        strides = number_strides(numbers, self.kind.packed)
-        return view(pointer, numbers, strides, queries, offsets)
+        return self.launches.kind.numbers(pointer, numbers, self.inputs)
 
     def _forward(self, pointer: Pointer) -> Forward:
-        results = self.results
         return Forward(
-            *self.kind.inputs(pointer, self.inputs),
-            self._rows(pointer, results.grad_output),
-            self._numbers(pointer, results.lse),
-            self._numbers(pointer, results.row_dot),
+            *self.launches.kind.inputs(pointer, self.inputs),
+            self._rows(pointer, self.results.grad_output),
+            self._numbers(pointer, self.results.lse),
+            self._numbers(pointer, self.results.row_dot),
         )
 
     def _rules(self, pointer: Pointer, plan: Plan) -> Any:
         return rules(self.inputs, self.variant, pointer, plan.argument(pointer))
 
-    def _aligned(self) -> bool:
-        results = self.results
-        more = () if results.grad_lse is None else (results.grad_lse,)
-        of_forward = results.output, results.lse, results.grad_output
-        return all_aligned(self.inputs, self.variant, *of_forward, *more)
-
 
 def bias_number(score: str, place: int) -> int:
     """Which function of a score captured the tensor at a place."""
-    from saccade import expressions
-
     for number, leaf in enumerate(expressions.leaves(expressions.parse(score))):
         if ("t", place) in leaf.slots:
             return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from saccade.kernels.launch import Launch, Pointer, current_device, next_width
 from saccade.portable import configs, tuned
-from saccade.portable.arguments import Geometry, precision, row_strides, view
+from saccade.portable.arguments import Geometry, number_strides, precision, row_strides, view
 from saccade.portable.configs import KernelProblem
 from saccade.problem import Config, Inputs, Variant
 
@@ -77,6 +76,37 @@ class Kind(NamedTuple):
             view(pointer, inputs.value, of_value, keys, inputs.cu_seqlens_k),
         )
 
+    def rows(self, pointer: Pointer, rows: Tensor, inputs: Inputs) -> Any:
+        """A View of something that has rows of channels as the queries have."""
+        queries, offsets = self.geometry.queries, inputs.cu_seqlens_q
+        return view(pointer, rows, self.steps(rows), queries, offsets)
+
+    def steps(self, rows: Tensor) -> tuple[int, int, int]:
+        """Strides of batch entry, head and row."""
+        return row_strides(rows, self.packed)
+
+    def numbers(self, pointer: Pointer, numbers: Tensor, inputs: Inputs) -> Any:
+        """A View of something that has one number for each row of the queries."""
+        strides = number_strides(numbers, self.packed)
+        return view(pointer, numbers, strides, self.geometry.queries, inputs.cu_seqlens_q)
+
+
+class Layout(NamedTuple):
+    """Shape, strides and dtype of a result, to allocate it without working them out again."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> Layout:
+        """The layout of a tensor."""
+        return Layout(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory of this layout."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
 
 def architecture(tensor: Tensor) -> str:
     """The architecture in `configs.ARCHITECTURES` that a tensor's device counts as."""
@@ -115,10 +145,3 @@ def with_unit_channels(inputs: Inputs) -> Inputs:
             for name, tensor in (("query", query), ("key", key), ("value", value))
         }
     )
-
-
-def on_device(device: int | None) -> contextlib.AbstractContextManager[object]:
-    """Make a GPU the current one, where it is not."""
-    if device is None or torch.cuda.current_device() == device:
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

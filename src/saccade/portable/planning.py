@@ -11,10 +11,11 @@ from saccade.kernels.compose import MaskFunctions, captured_order, mask_function
 from saccade.kernels.launch import Launch, Pointer, current_device, next_width
 from saccade.kernels.visibility import WALK_SIZE
 from saccade.portable import plan
-from saccade.portable.arguments import Geometry, mask_argument, view
+from saccade.portable.arguments import Geometry, mask_argument, tensors_of, view
 from saccade.problem import Inputs, Variant
 
-LISTED_AT_ONCE = 256
+LISTED_AT_ONCE = 256  # tiles that a program judges or lists together
+JUDGED_IN_TURN = 32  # tiles of single pairs that a program judges
 
 
 class Plan(NamedTuple):
@@ -56,60 +57,77 @@ class Planner:
         self.rows = self.here.programs(self.tile)
         self.num_tiles = -(-self.other.length // self.other_tile)
         constants = {"TILE": self.tile, "OTHER": self.other_tile, "OVER_KEYS": over_keys}
-        self.at_once, self.chunk = (32, 256) if functions.in_blocks else (1, 32)
+        self.in_blocks = functions.in_blocks
         options = {"num_warps": 4, "num_stages": 1}
         self.walk = Launch(
             plan.plan_walks, {**constants, "AT_ONCE": 1 if self.in_pairs else 32}, options
         )
         self.judge = Launch(
-            plan.judge_pairs,
-            {**constants, "AT_ONCE": self.at_once, "CHUNK": self.chunk},
-            options,
+            plan.judge_pairs, {**constants, "AT_ONCE": 1, "CHUNK": JUDGED_IN_TURN}, options
         )
-        listed_at_once = min(LISTED_AT_ONCE, next_width(self.num_tiles))
-        self.list = Launch(plan.list_tiles, {"AT_ONCE": listed_at_once}, options)
+        at_once = {"AT_ONCE": min(LISTED_AT_ONCE, next_width(self.num_tiles))}
+        # One warp: its threads add up without waiting for each other.
+        alone = {"num_warps": 1, "num_stages": 1}
+        self.list = Launch(plan.list_tiles, at_once, alone)
+        self.list_blocks = Launch(plan.list_blocks, {**constants, **at_once}, alone)
 
-    def __call__(self, inputs: Inputs, variant: Variant, aligned: bool) -> Plan:
+    def __call__(self, inputs: Inputs, variant: Variant) -> Plan:
         """What the mask lets the programs visit; nothing where they find it themselves."""
         if not self.needed:
             return NO_PLAN
         if self.in_pairs and not self.here.packed:
-            return self._lists(inputs, variant, aligned)
-        return self._walks(inputs, variant, aligned)
+            return self._lists(inputs, variant)
+        return self._walks(inputs, variant)
 
-    def _walks(self, inputs: Inputs, variant: Variant, aligned: bool) -> Plan:
+    def _walks(self, inputs: Inputs, variant: Variant) -> Plan:
         device, steps = inputs.query.device, self._steps(WALK_SIZE.value)
         walks = torch.empty(self.rows, WALK_SIZE.value, dtype=torch.int32, device=device)
         self.walk(
             self.rows,
             current_device(walks),
-            aligned,
+            (*tensors_of(inputs, variant), walks),
             lambda p: (*self._sides(p, inputs), mask_argument(variant, p), p(walks), *steps),
         )
         return Plan((walks,), steps)
 
-    def _lists(self, inputs: Inputs, variant: Variant, aligned: bool) -> Plan:
+    def _lists(self, inputs: Inputs, variant: Variant) -> Plan:
         device, num_tiles = inputs.query.device, self.num_tiles
-        num_chunks = -(-num_tiles // self.chunk)
-        verdicts = torch.empty(self.rows, num_tiles, dtype=torch.int8, device=device)
         lists = torch.empty(self.rows, num_tiles, dtype=torch.int32, device=device)
         counts = torch.empty(self.rows, 2, dtype=torch.int32, device=device)
+        if self.in_blocks:
+            self.list_blocks(
+                self.rows,
+                current_device(lists),
+                (*tensors_of(inputs, variant), lists, counts),
+                lambda p: (
+                    *self._sides(p, inputs), mask_argument(variant, p), p(lists), p(counts),
+                    num_tiles,
+                ),
+            )  # fmt: skip
+        else:
+            verdicts = self._verdicts(inputs, variant)
+            self.list(
+                self.rows,
+                current_device(lists),
+                (verdicts, lists, counts),
+                lambda p: (p(verdicts), p(lists), p(counts), num_tiles),
+            )
+        return Plan((lists, counts), self._steps(2))
+
+    def _verdicts(self, inputs: Inputs, variant: Variant) -> Tensor:
+        device, num_tiles = inputs.query.device, self.num_tiles
+        num_chunks = -(-num_tiles // JUDGED_IN_TURN)
+        verdicts = torch.empty(self.rows, num_tiles, dtype=torch.int8, device=device)
         self.judge(
             self.rows * num_chunks,
-            current_device(lists),
-            aligned,
+            current_device(verdicts),
+            (*tensors_of(inputs, variant), verdicts),
             lambda p: (
                 *self._sides(p, inputs), mask_argument(variant, p), p(verdicts),
                 num_tiles, num_chunks,
             ),
         )  # fmt: skip
-        self.list(
-            self.rows,
-            current_device(lists),
-            True,
-            lambda p: (p(verdicts), p(lists), p(counts), num_tiles),
-        )
-        return Plan((lists, counts), self._steps(2))
+        return verdicts
 
     def _steps(self, entries: int) -> tuple[int, int]:
         """How far apart batch entries, and heads, are in a table of so many entries a slot."""
