@@ -5,7 +5,7 @@ import json
 
 from rich.console import Console
 
-from saccade.offline import findings, markdown
+from saccade.offline import compiler, findings, markdown
 from saccade.offline.calls import Call
 from saccade.offline.pool import Compiled, Job, Usage
 from saccade.portable import configs
@@ -14,7 +14,7 @@ FORWARD = Job("sm_80", Call(128), "forward", ("forward",))
 
 
 def compiled(*usage, job=FORWARD, kernel="forward", error=""):
-    used = Usage(*usage) if usage else None
+    used = Usage(*usage)._replace(looped=usage[1]) if usage else None
     return Compiled(job, kernel, (64, 64, 4, 3), 1.25, used, error, "")
 
 
@@ -56,9 +56,46 @@ def test_tables_show_every_kernel():
     for part in ("sm_90", "sm_80", "64×64 w4 s3", "255", "2 KB", "bf16 d128 none"):
         assert part in text
     rows = json.loads(findings.to_json([compiled(255, 3, 2048)], "3.6.0"))["kernels"]
-    assert rows[0]["usage"] == {"registers": 255, "spills": 3, "shared": 2048, "columns": 0}
+    assert rows[0]["usage"] == {
+        "registers": 255,
+        "spills": 3,
+        "shared": 2048,
+        "columns": 0,
+        "looped": 3,
+    }
     assert rows[0]["call"]["head_dim"] == 128
     assert rows[0]["fault"] == "spills (3)"
+
+
+def test_spills_outside_of_loops_cost_nothing_that_counts():
+    once = compiled(255, 4, 1024)
+    assert once.usage is not None
+    once = once._replace(usage=once.usage._replace(looped=0))
+    assert findings.offenders([once]) == []
+    assert "once a program" in findings.excused([once])[0]
+
+
+def test_spills_are_found_inside_of_loops():
+    listing = """
+        STL [R1], R2 ;
+    .L_x_1:
+        LDL R2, [R1] ;
+        @P0 BRA `(.L_x_3) ;
+    .L_x_2:
+        @P1 BRA `(.L_x_1) ;
+        LDL R3, [R1] ;
+        EXIT ;
+    .L_x_3:
+        STL [R1], R4 ;
+        BRA `(.L_x_2) ;
+    """.splitlines()
+    assert [listing[n].split()[0] for n in compiler.spilling(listing)] == [
+        "STL",
+        "LDL",
+        "LDL",
+        "STL",
+    ]
+    assert [listing[n].split()[1] for n in compiler.in_loops(listing)] == ["R2,", "[R1],"]
 
 
 def test_a_loop_over_edges_may_spill_where_pairs_read_a_tensor():

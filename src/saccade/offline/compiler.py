@@ -9,9 +9,11 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import networkx as nx  # comes with torch
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -58,17 +60,42 @@ def usage(compiled: Any) -> Usage:
         text = compiled.asm["amdgcn"]
         # Scalar registers spill into lanes of vector registers, not to memory: not counted.
         spills = _amd_number("vgpr_spill_count", text)
-        return Usage(_amd_number("vgpr_count", text), spills, shared, columns)
+        return Usage(_amd_number("vgpr_count", text), spills, shared, columns, spills)
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
         binary.write_bytes(compiled.asm["cubin"])
         resources = _run("cuobjdump", "-res-usage", str(binary))
         registers, stack = (int(_first(rf"\b{name}:(\d+)", resources)) for name in ("REG", "STACK"))
-        spills = 0
+        spills, looped = 0, 0
         if stack:
-            listing = _run("nvdisasm", "-c", str(binary))
-            spills = max(len(re.findall(r"\b(?:LDL|STL)\b", listing)), 1)
-    return Usage(registers, spills, shared, columns)
+            listing = _run("nvdisasm", "-c", str(binary)).splitlines()
+            spills, looped = max(len(spilling(listing)), 1), len(in_loops(listing))
+    return Usage(registers, spills, shared, columns, looped)
+
+
+def spilling(listing: Sequence[str]) -> list[int]:
+    """The lines of machine code that move a register to memory or back."""
+    return [number for number, line in enumerate(listing) if re.search(r"\b(?:LDL|STL)\b", line)]
+
+
+def in_loops(listing: Sequence[str]) -> list[int]:
+    """Those of them that may run again and again: that lie on a way back to themselves."""
+    labels = {
+        found[1]: number
+        for number, line in enumerate(listing)
+        if (found := re.match(r"\s*(\.L_x_\d+):", line))
+    }
+    ways = nx.DiGraph()
+    for number, line in enumerate(listing):
+        to = re.search(r"\bBRA\b.*(\.L_x_\d+)", line)
+        if to and to[1] in labels:
+            ways.add_edge(number, labels[to[1]])
+        leaves = re.search(r"\b(?:BRA|EXIT|RET)\b", line)
+        if not leaves or re.search(r"@!?U?P", line):  # unless on a condition, it goes no further
+            ways.add_edge(number, number + 1)
+    loops = [part for part in nx.strongly_connected_components(ways) if len(part) > 1]
+    repeated = set().union(*loops)
+    return [number for number in spilling(listing) if number in repeated]
 
 
 def _amd_number(name: str, text: str) -> int:

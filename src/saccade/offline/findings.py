@@ -45,12 +45,16 @@ def _excesses(usage: Usage, architecture: str) -> list[str]:
 def excuse(compiled: Compiled) -> str:
     """Why a default is allowed to spill; "" where it does not, or is not allowed to."""
     usage, which = compiled.usage, compiled.kernel.split(",")[0]
-    if which not in configs.PASSES or usage is None or not usage.spills:
+    if usage is None or not usage.spills:
         return ""
     if _excesses(usage, compiled.job.architecture):
         return ""
+    if not usage.looped:
+        return "outside of its loops, so once a program"
     if compiled.kernel.endswith(", careful"):
         return "it repeats only the programs that met NaN or inf"
+    if which not in configs.PASSES:
+        return ""
     if compiled.job.call.mask in READ_BY_PAIR:
         return "its loop over edges spills, in which every pair reads a captured tensor"
     return configs.may_spill(problem_of(compiled.job.architecture, which, compiled.job.call))

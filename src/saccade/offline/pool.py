@@ -34,6 +34,7 @@ class Usage(NamedTuple):
     spills: int  # instructions that move registers to memory or back (AMD: registers moved)
     shared: int  # bytes of shared memory
     columns: int = 0  # of tensor memory
+    looped: int = 0  # spills inside of loops (AMD: all of them, as nothing says which)
 
 
 class Compiled(NamedTuple):
