@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from saccade.problem import Inputs
+
+class Sequences(Protocol):
+    """What says how a call's sequences lie: `Inputs` and `LinearInputs` do."""
+
+    @property
+    def query(self) -> Tensor:
+        """[batch, heads, rows, dim], or [tokens, heads, dim]."""
+        ...
+
+    @property
+    def cu_seqlens_q(self) -> Tensor | None:
+        """Offsets of packed queries."""
+        ...
+
+    @property
+    def cu_seqlens_k(self) -> Tensor | None:
+        """Offsets of packed keys."""
+        ...
 
 
 class Part(NamedTuple):
@@ -39,7 +56,7 @@ class Part(NamedTuple):
         return rows.unflatten(0, (self.batch, rows.shape[0] // self.batch)).transpose(1, 2)
 
 
-def parts_of(inputs: Inputs) -> list[Part]:
+def parts_of(inputs: Sequences) -> list[Part]:
     """The dense problems that make up a call, in order."""
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         return [Part(0, inputs.query.shape[0], None, None)]

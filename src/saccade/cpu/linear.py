@@ -1,0 +1,161 @@
+"""Linear attention on the CPU: chunked matrix products, memory linear in the length.
+
+Packed sequences are dense problems on views (`parts.py`); a problem of many heads is computed a
+few heads at a time, so that a chunk of all of them stays in the processor's cache. Products are
+float32 (float64 for float64) whatever the inputs are: only a chunk at a time is widened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.cpu import linear_backward as backwards
+from saccade.cpu import linear_forward as forwards
+from saccade.cpu.linear_chunk import Dense
+from saccade.cpu.linear_steps import Step, steps_of
+from saccade.cpu.parts import Part, parts_of
+from saccade.linear.problem import (
+    LinearGradients,
+    LinearInputs,
+    LinearResults,
+    LinearVariant,
+    empty_linear_gradients,
+    empty_linear_results,
+)
+from saccade.problem import Config
+
+CHUNK = 128
+HEADS_AT_ONCE = 8
+
+
+def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
+    """Output, normaliser and last state; see `saccade.linear_attention`."""
+    results = empty_linear_results(inputs, variant)
+    for share in _shares(inputs):
+        normaliser = None if variant.normalize == "none" else share.per_row(results.normaliser)
+        dense, output = share.dense(inputs, variant), share.queries(results.output)
+        state = forwards.attend(dense, _steps(dense, config), output, normaliser)
+        for into, found in ((results.kv, state.kv), (results.key_sum, state.key_sum)):
+            into = share.states(into)
+            into.copy_(found.view(into.shape))
+    return results
+
+
+def backward(
+    inputs: LinearInputs,
+    variant: LinearVariant,
+    config: Config,
+    output: Tensor,
+    normaliser: Tensor,
+    grad_output: Tensor,
+    grad_kv: Tensor | None,
+    grad_key_sum: Tensor | None,
+) -> LinearGradients:
+    """Gradients of the inputs, the same bits in every run."""
+    gradients = empty_linear_gradients(inputs)
+    decay = None
+    if inputs.decay is not None:
+        shape = (*inputs.key.shape[:1], inputs.state_heads)  # packed: [kv_tokens, state_heads]
+        shape = shape if inputs.packed else (*shape, inputs.key.shape[2])
+        decay = torch.zeros(shape, dtype=torch.float64)
+    for share in _shares(inputs):
+        come = backwards.Arriving(
+            share.queries(output),
+            None if variant.normalize == "none" else share.per_row(normaliser),
+            share.queries(grad_output),
+            None if grad_kv is None else share.states(grad_kv),
+            None if grad_key_sum is None else share.states(grad_key_sum),
+        )
+        leave = backwards.Leaving(
+            share.queries(gradients.query),
+            share.keys(gradients.key),
+            share.keys(gradients.value),
+            None if decay is None else share.per_key(decay),
+        )
+        dense = share.dense(inputs, variant)
+        state = backwards.differentiate(dense, _steps(dense, config), come, leave)
+        for into, found in (
+            (gradients.initial_kv, state.kv),
+            (gradients.initial_key_sum, state.key_sum),
+        ):
+            if into is not None:
+                part = share.states(into)
+                part.copy_(found.view(part.shape))
+    if decay is None or inputs.decay is None:
+        return gradients
+    return gradients._replace(decay=_decay_gradient(inputs, decay).to(inputs.decay.dtype))
+
+
+def _decay_gradient(inputs: LinearInputs, decay: Tensor) -> Tensor:
+    """The gradient for each key row, or, of a constant decay, for each head; 0 where hidden."""
+    if inputs.key_lengths is not None:
+        row = torch.arange(inputs.key.shape[2])
+        decay = decay.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
+    if inputs.decay is None or inputs.decay.dim() > 1:
+        return decay
+    return decay.sum(0) if inputs.packed else decay.sum((0, 2))
+
+
+class _Share(NamedTuple):
+    """What is computed at once: a part of the call, some of its heads."""
+
+    part: Part
+    heads: slice  # of every tensor, if all have equally many; else all of them
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        """The share's rows of queries, output, or their gradients."""
+        return self.part.queries(tensor)[:, self.heads]
+
+    def keys(self, tensor: Tensor) -> Tensor:
+        """The share's rows of keys, values, or their gradients."""
+        return self.part.keys(tensor)[:, self.heads]
+
+    def per_row(self, tensor: Tensor) -> Tensor:
+        """The share's numbers of each query row, [batch, heads, rows]."""
+        return self.part.lse(tensor)[:, self.heads]
+
+    def per_key(self, tensor: Tensor) -> Tensor:
+        """The share's numbers of each key row, [batch, state_heads, keys]."""
+        if self.part.kv_tokens is None:
+            return tensor[:, self.heads]
+        return self.part.keys(tensor.unsqueeze(-1)).squeeze(-1)[:, self.heads]
+
+    def states(self, tensor: Tensor) -> Tensor:
+        """The share's states, [batch, state_heads, …]."""
+        first = self.part.first_batch
+        return tensor[first : first + self.part.batch, self.heads]
+
+    def dense(self, inputs: LinearInputs, variant: LinearVariant) -> Dense:
+        """The share as a dense problem, on views."""
+        key = self.keys(inputs.key)
+        decay = inputs.decay
+        if decay is not None and decay.dim() == 1:
+            decay = decay[self.heads].view(1, -1, 1).expand(key.shape[0], -1, key.shape[2])
+        elif decay is not None:
+            decay = self.per_key(decay)
+        initial = None
+        if inputs.initial_kv is not None and inputs.initial_key_sum is not None:
+            initial = (self.states(inputs.initial_kv), self.states(inputs.initial_key_sum))
+        query, value = self.queries(inputs.query), self.keys(inputs.value)
+        return Dense(query, key, value, decay, inputs.key_lengths, initial, variant)
+
+
+def _shares(inputs: LinearInputs) -> Iterator[_Share]:
+    """The shares of a call, none of them without batch entries or heads."""
+    heads = inputs.heads
+    for part in parts_of(inputs):
+        if part.batch == 0 or heads == 0:
+            continue
+        alike = all(rows.shape[1] == heads for rows in inputs[:3])
+        at_once = max(HEADS_AT_ONCE // part.batch, 1) if alike else heads
+        for start in range(0, heads, at_once):
+            yield _Share(part, slice(start, start + at_once) if alike else slice(None))
+
+
+def _steps(dense: Dense, config: Config) -> list[Step]:
+    sizes = (dense.query.shape[2], dense.key.shape[2])
+    return steps_of(*sizes, dense.variant, config.kv_tile or CHUNK)

@@ -1,0 +1,245 @@
+"""Backward pass of linear attention on the CPU: two sweeps, and no state is stored for any token.
+
+With ĝ = grad_output / divisor and δ = grad_output · output / divisor · ∂divisor/∂total, for one row
+i and one key j (fading left out):
+
+    grad_query_i = state_i ĝ_i − key_sum_i δ_i                         a sweep forwards
+    grad_key_j   = later_j value_j − later_sum_j                       a sweep backwards
+    grad_value_j = later_jᵀ key_j
+    later_j      = Σ query_i ĝ_iᵀ,  later_sum_j = Σ δ_i query_i        over rows i that see key j
+
+These equal the gradients of plain products with values [value, 1] and gradients [ĝ, −δ]. The
+gradient of decay needs neither state: what flows over the boundary after key t is
+Σ query · grad_query over the rows that see more than t keys, less Σ key · grad_key over the keys
+after t, so it is a sum from the end. Source: Katharopoulos et al. 2020, equations 13 to 15; decay
+as in Yang et al. 2024 (Gated Linear Attention), section C.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.cpu.linear_chunk import (
+    Dense,
+    Fade,
+    State,
+    lower_,
+    shared,
+    spoilt_rows,
+    through_map,
+)
+from saccade.cpu.linear_forward import divide_by, divided
+from saccade.cpu.linear_steps import Step
+
+
+class Arriving(NamedTuple):
+    """What the forward pass gave, and the gradients that come back."""
+
+    output: Tensor
+    normaliser: Tensor | None
+    grad_output: Tensor
+    grad_kv: Tensor | None
+    grad_key_sum: Tensor | None
+
+
+class Leaving(NamedTuple):
+    """Gradients to be written; `decay` [batch, state_heads, kv_len] is float64."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor | None
+
+
+class _RowGradients(NamedTuple):
+    """Of some query rows: ĝ and −δ (None without a normaliser), by head of the state."""
+
+    weighted: Tensor  # [batch · state_heads, group · rows, value_dim]
+    total: Tensor | None  # [batch · state_heads, group · rows, 1]
+
+
+def differentiate(dense: Dense, steps: list[Step], come: Arriving, leave: Leaving) -> State:
+    """Write all gradients of rows; give those of the initial state."""
+    last, flow = _forwards(dense, steps, come, leave)
+    later = State.start(dense, (come.grad_kv, come.grad_key_sum))
+    if leave.decay is not None:  # what reaches the last state crosses every boundary
+        flow += (later.kv * last.kv).double().sum((1, 2))
+        flow += (later.key_sum * last.key_sum).double().sum(1)
+    _backwards(dense, steps, come, leave, later)
+    if leave.decay is not None:
+        summed = leave.decay.flip(-1).cumsum(-1).flip(-1)
+        leave.decay.copy_(summed + flow.view(dense.batch, dense.state_heads, 1))
+    return later
+
+
+def _forwards(
+    dense: Dense, steps: list[Step], come: Arriving, leave: Leaving
+) -> tuple[State, Tensor]:
+    """Gradients of queries; the last state, and Σ query · grad_query of rows that see all keys."""
+    state = State.start(dense, dense.initial or (None, None))
+    flow = torch.zeros(dense.batch * dense.state_heads, dtype=torch.float64)
+    num_keys = 0
+    for step in steps:
+        key = value = fade = None
+        if step.keys is not None:
+            key, value = dense.keys(step.keys), dense.values(step.keys)
+            fade = dense.fade(step.keys)
+            num_keys = step.keys.stop
+        if step.queries is not None:
+            query, rows = dense.queries(step.queries), _arriving(dense, come, step.queries)
+            gradient = _grad_query(dense, state, rows, key, value, fade)
+            if leave.decay is not None:
+                dots = (query * gradient).double().sum(-1)
+                if step.keys is not None:
+                    into = leave.decay[:, :, step.keys]
+                    into += dots.view(*into.shape[:2], dense.group, -1).sum(2)
+                elif num_keys > 0:  # rows before the first key read no faded state
+                    flow += dots.sum(-1)
+            _write_query(dense, leave.query, step.queries, query, gradient)
+        if key is not None and value is not None:
+            state.add(key, value, fade)
+    return state, flow
+
+
+def _arriving(dense: Dense, come: Arriving, rows: slice) -> _RowGradients:
+    """ĝ and −δ of query rows; 0 for rows that have nothing to see, whatever arrives."""
+    grad, blind = come.grad_output[:, :, rows].to(dense.wide), dense.blind()
+    if blind is not None:
+        grad = grad.masked_fill(blind, 0)
+    grad = dense.by_query(grad)
+    if come.normaliser is None:
+        return _RowGradients(grad, None)
+    total = come.normaliser[:, :, rows].reshape(grad.shape[:2])
+    divisor, slope = divide_by(dense.variant, total)
+    grad = divided(grad, divisor.unsqueeze(-1))
+    output = dense.by_query(come.output[:, :, rows].to(dense.wide))
+    dots = (grad * output).sum(-1).mul_(slope).neg_()
+    return _RowGradients(grad, dots.unsqueeze(-1))
+
+
+def _grad_query(
+    dense: Dense,
+    state: State,
+    rows: _RowGradients,
+    key: Tensor | None,
+    value: Tensor | None,
+    fade: Fade | None,
+) -> Tensor:
+    """The gradient of scaled query features."""
+    gradient = rows.weighted @ state.kv.mT
+    if rows.total is not None:
+        gradient.addcmul_(rows.total, state.key_sum.unsqueeze(1))
+    if key is None or value is None:
+        return gradient
+    if fade is not None:
+        gradient.mul_(fade.until_row())
+    pairs = _grad_scores(dense, rows, value, fade)
+    found = gradient.baddbmm(pairs, key)
+    if bool(found.sum().isfinite()):
+        return found
+    spoilt = spoilt_rows(key, value)
+    key, value = (tensor.masked_fill(spoilt.unsqueeze(-1), 0) for tensor in (key, value))
+    found = gradient + _grad_scores(dense, rows, value, fade) @ key
+    sees = (spoilt.cumsum(-1) > 0).repeat(1, dense.group)
+    return found.masked_fill(sees.unsqueeze(-1), torch.nan)
+
+
+def _grad_scores(dense: Dense, rows: _RowGradients, value: Tensor, fade: Fade | None) -> Tensor:
+    """ĝ · value − δ of all pairs within a chunk, faded, 0 where the key comes after the row."""
+    pairs = rows.weighted @ value.mT
+    if rows.total is not None:
+        pairs.add_(rows.total)
+    if fade is not None:
+        pairs.mul_(fade.pairs())
+    return lower_(pairs, dense.group)
+
+
+def _write_query(dense: Dense, into: Tensor, rows: slice, query: Tensor, gradient: Tensor) -> None:
+    """From scaled features back to what the map was given."""
+    scale, name = dense.variant.scale, dense.variant.feature_map
+    mapped = query if scale == 1.0 or scale == 0.0 else query / scale
+    gradient = through_map(name, gradient * scale if scale != 1.0 else gradient, mapped)
+    into[:, :, rows].copy_(shared(dense.from_query(gradient), into.shape[1]))
+
+
+def _backwards(
+    dense: Dense, steps: list[Step], come: Arriving, leave: Leaving, later: State
+) -> None:
+    """Gradients of keys and values; `later` becomes the gradient of the initial state."""
+    for step in reversed(steps):
+        query = rows = None
+        if step.queries is not None:
+            query, rows = dense.queries(step.queries), _arriving(dense, come, step.queries)
+        fade = None
+        if step.keys is not None:
+            key, value = dense.keys(step.keys), dense.values(step.keys)
+            fade = dense.fade(step.keys)
+            grad_key = value @ later.kv.mT
+            grad_key += later.key_sum.unsqueeze(1)
+            grad_value = key @ later.kv
+            if fade is not None:
+                grad_key.mul_(fade.from_key())
+                grad_value.mul_(fade.from_key())
+            if query is not None and rows is not None:
+                _add_beside(dense, query, rows, key, value, fade, grad_key, grad_value)
+            _write_keys(dense, leave, step.keys, key, grad_key, grad_value)
+        if fade is not None:
+            whole = fade.whole()
+            later.kv.mul_(whole)
+            later.key_sum.mul_(whole.squeeze(-1))
+        if query is not None and rows is not None:
+            old = query if fade is None else query * fade.until_row()
+            later.kv.baddbmm_(old.mT, rows.weighted)
+            if rows.total is not None:
+                later.key_sum.add_((old.mT @ rows.total).squeeze(-1))
+
+
+def _add_beside(
+    dense: Dense,
+    query: Tensor,
+    rows: _RowGradients,
+    key: Tensor,
+    value: Tensor,
+    fade: Fade | None,
+    grad_key: Tensor,
+    grad_value: Tensor,
+) -> None:
+    """Add, in place, what the rows of the same chunk give to keys and values."""
+
+    def shares(query: Tensor, rows: _RowGradients) -> tuple[Tensor, Tensor]:
+        scores = query @ key.mT
+        if fade is not None:
+            scores.mul_(fade.pairs())
+        lower_(scores, dense.group)
+        return _grad_scores(dense, rows, value, fade).mT @ query, scores.mT @ rows.weighted
+
+    of_key, of_value = shares(query, rows)
+    if not bool((of_key.sum() + of_value.sum()).isfinite()):
+        parts = [query, rows.weighted] + ([] if rows.total is None else [rows.total])
+        spoilt = spoilt_rows(*parts)
+        clean = [part.masked_fill(spoilt.unsqueeze(-1), 0) for part in parts]
+        total = None if rows.total is None else clean[2]
+        of_key, of_value = shares(clean[0], _RowGradients(clean[1], total))
+        beside = spoilt.unflatten(1, (dense.group, -1)).any(1)
+        seen = (beside.flip(-1).cumsum(-1).flip(-1) > 0).unsqueeze(-1)  # by such a row
+        of_key, of_value = (share.masked_fill(seen, torch.nan) for share in (of_key, of_value))
+    grad_key += of_key
+    grad_value += of_value
+
+
+def _write_keys(
+    dense: Dense, leave: Leaving, rows: slice, key: Tensor, grad_key: Tensor, grad_value: Tensor
+) -> None:
+    if leave.decay is not None:
+        into = leave.decay[:, :, rows]
+        into -= (key * grad_key).double().sum(-1).view(into.shape)
+    gradients = (through_map(dense.variant.feature_map, grad_key, key), grad_value)
+    hidden = dense.hidden(rows)
+    for into, gradient in zip((leave.key, leave.value), gradients, strict=True):
+        gradient = gradient.view(dense.batch, dense.state_heads, -1, gradient.shape[-1])
+        if hidden is not None:
+            gradient = gradient.masked_fill(hidden.unsqueeze(-1), 0)
+        into[:, :, rows].copy_(shared(gradient, into.shape[1]))

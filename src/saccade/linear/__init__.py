@@ -1,0 +1,1 @@
+"""Linear attention between the public calls and the implementations: values, checks, operators."""
