@@ -1,20 +1,32 @@
 """Saccade: exact attention for PyTorch, for training and serving, in Python."""
 
+from saccade import feature_maps as feature_maps
 from saccade import masks as masks
 from saccade import scores as scores
 from saccade import testing as testing
 from saccade.attention import attention as attention
 from saccade.attention import attention_packed as attention_packed
 from saccade.explain import explain as explain
+from saccade.linear.explain import explain_linear as explain_linear
+from saccade.linear.problem import LinearState as LinearState
+from saccade.linear_attention import linear_attention as linear_attention
+from saccade.linear_attention import linear_attention_packed as linear_attention_packed
+from saccade.linear_step import linear_attention_step as linear_attention_step
 from saccade.merge import merge as merge
 from saccade.problem import Config as Config
 
 __version__ = "0.1.0"
 __all__ = [
     "Config",
+    "LinearState",
     "attention",
     "attention_packed",
     "explain",
+    "explain_linear",
+    "feature_maps",
+    "linear_attention",
+    "linear_attention_packed",
+    "linear_attention_step",
     "masks",
     "merge",
     "scores",

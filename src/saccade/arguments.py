@@ -55,6 +55,12 @@ PACKED_SHAPES = {
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, str]) -> None:
     """Refuse queries, keys and values that do not fit together."""
+    check_kinds(query, key, value, shapes)
+    _check_sizes(query, key, value, packed=shapes is PACKED_SHAPES)
+
+
+def check_kinds(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, str]) -> None:
+    """Refuse what is no tensor of so many dimensions, or of another dtype or device."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -70,7 +76,6 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, s
             raise TypeError(f"{name}: got {tensors[name].dtype}, takes query's {query.dtype}")
         if tensors[name].device != query.device:
             raise ValueError(f"{name}: got {tensors[name].device}, takes query's {query.device}")
-    _check_sizes(query, key, value, packed=shapes is PACKED_SHAPES)
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor, *, packed: bool) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from saccade.linear.problem import LinearProblem
 from saccade.problem import Problem
 
 
@@ -17,7 +18,7 @@ class Implementation(NamedTuple):
     """A name, and a function that gives the reason why a problem cannot be served, or None."""
 
     name: str
-    unsupported: Callable[[Problem], str | None]
+    unsupported: Callable[[Any], str | None]
 
 
 WIDEST = 256  # channels that portable kernels hold at once
@@ -67,13 +68,13 @@ def _portable_misses(
 _portable_misses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _cpu_unsupported(problem: Problem) -> str | None:
+def _cpu_unsupported(problem: Problem | LinearProblem) -> str | None:
     if problem.device != "cpu":
         return f"tensors lie on {problem.device}; it takes CPU tensors"
     return None
 
 
-def _reference_unsupported(problem: Problem) -> str | None:
+def _reference_unsupported(problem: Problem | LinearProblem) -> str | None:
     if problem.configured:
         return "it has no tiles, so it takes no config"
     return None
@@ -86,22 +87,42 @@ IMPLEMENTATIONS = (
 )
 """In order of preference: the first that gives no reason against itself is taken."""
 
+LINEAR_IMPLEMENTATIONS = (
+    Implementation("cpu", _cpu_unsupported),
+    Implementation("reference", _reference_unsupported),
+)
+"""The same for linear attention."""
+
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
+LINEAR_BY_NAME = {implementation.name: implementation for implementation in LINEAR_IMPLEMENTATIONS}
 NAMES = tuple(BY_NAME)
 
+ByName = Mapping[str, Implementation]
 
-def choose(problem: Problem, name: str | None = None) -> str:
-    """The implementation that serves a problem.
+
+def reasons_of(
+    problem: Problem | LinearProblem, among: ByName | None = None
+) -> dict[str, str | None]:
+    """For each implementation, in order of preference, why it cannot serve (None: it can)."""
+    among = BY_NAME if among is None else among
+    return {name: entry.unsupported(problem) for name, entry in among.items()}
+
+
+def choose(
+    problem: Problem | LinearProblem, name: str | None = None, among: ByName | None = None
+) -> str:
+    """The implementation that serves a problem: of softmax attention, or `among` others.
 
     Raises:
         ValueError: for a name that is not in the list.
         NotImplementedError: if the named one (or, without a name, every one) cannot serve it.
     """
-    if name is not None and name not in NAMES:
-        raise ValueError(f"implementation: got {name!r}, takes one of {NAMES} or None")
+    among = BY_NAME if among is None else among
+    if name is not None and name not in tuple(among):
+        raise ValueError(f"implementation: got {name!r}, takes one of {tuple(among)} or None")
     reasons = []
-    for candidate in NAMES if name is None else (name,):
-        reason = BY_NAME[candidate].unsupported(problem)
+    for candidate in among if name is None else (name,):
+        reason = among[candidate].unsupported(problem)
         if reason is None:
             return candidate
         reasons.append(f"{candidate}: {reason}")

@@ -41,7 +41,7 @@ def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Ten
     """Output and lse by the chosen implementation, through the door that fits."""
     tracing = torch.compiler.is_compiling()
     tensors = (*inputs, *found.variant.score_captured.tensors)
-    if not tracing and _nobody_listens(tensors) and not _wants_gradients(tensors):
+    if not tracing and nobody_listens(tensors) and not wants_gradients(tensors):
         return _straight(inputs, found)
     if deterministic not in found.plain:
         flat = flatten(found.variant, found.config, deterministic, found.chosen)
@@ -49,7 +49,7 @@ def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Ten
     plain = found.plain[deterministic]
     if tracing:
         return attention_op(*inputs, found.tables, *plain)
-    return _enter(_Attention, (found, plain), *inputs, *found.tables)
+    return enter(_Attention, (found, plain), *inputs, *found.tables)
 
 
 def _straight(inputs: Inputs, found: Recalled) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def _straight(inputs: Inputs, found: Recalled) -> tuple[Tensor, Tensor]:
     return found.forward(inputs, found.variant)
 
 
-def _wants_gradients(tensors: Sequence[Tensor | None]) -> bool:
+def wants_gradients(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a gradient or a forward-mode derivative may be asked for."""
     if forward_ad._current_level >= 0:
         return True
@@ -69,7 +69,7 @@ def _wants_gradients(tensors: Sequence[Tensor | None]) -> bool:
     return any([tensor.requires_grad for tensor in tensors if tensor is not None])  # faster listed
 
 
-def _nobody_listens(tensors: Sequence[Tensor | None]) -> bool:
+def nobody_listens(tensors: Sequence[Tensor | None]) -> bool:
     """Whether no transform, mode or tensor subclass wants to see the operator: then the body may
     be called past PyTorch's dispatcher, which takes as long as a small problem does.
     """
@@ -85,7 +85,7 @@ class _Attention(torch.autograd.Function):
     def forward(call: tuple[Recalled, Any], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         found, plain = call
         tables = list(tensors[NUM_INPUTS:])
-        if _nobody_listens(tensors):
+        if nobody_listens(tensors):
             if tables:  # under vmap they are not those of the variant
                 return attention_body(*tensors[:NUM_INPUTS], tables, *plain)
             return _straight(Inputs(*tensors), found)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ class _Attention(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         (found, plain), *tensors = arguments
         one = dataclasses.replace(found, forward=None)  # of other shapes than what is known
-        return _mapped(
+        return mapped(
             info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply((one, plain), *t)
         )
 
@@ -118,9 +118,9 @@ def _backward(
     wanted: list[int], plain: tuple[Any, ...], *tensors: Tensor | None
 ) -> Sequence[Tensor]:
     """The backward pass, straight to the body unless somebody listens or will differentiate it."""
-    if not torch.is_grad_enabled() and _nobody_listens(tensors):
+    if not torch.is_grad_enabled() and nobody_listens(tensors):
         return call_backward(wanted, plain, *tensors, through=attention_backward_body)
-    return _enter(_AttentionBackward, wanted, plain, *tensors)
+    return enter(_AttentionBackward, wanted, plain, *tensors)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -152,10 +152,10 @@ class _AttentionBackward(torch.autograd.Function):
         def call(parts: Sequence[Any]) -> Any:
             return _AttentionBackward.apply(wanted, plain, *parts)
 
-        return _mapped(info.batch_size, in_dims[2:], tensors, call)
+        return mapped(info.batch_size, in_dims[2:], tensors, call)
 
 
-def _enter(door: type[torch.autograd.Function], *arguments: Any) -> Any:
+def enter(door: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`door.apply`, without its look at the signature where no transform needs it."""
     if torch._C._are_functorch_transforms_active():
         return door.apply(*arguments)
@@ -163,7 +163,7 @@ def _enter(door: type[torch.autograd.Function], *arguments: Any) -> Any:
     return past_the_look.apply(*arguments)
 
 
-def _mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any) -> Any:
+def mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any) -> Any:
     """vmap by a loop over the mapped dimension: exact whatever a mask makes of its batch index."""
     results = []
     for index in range(size):
@@ -182,7 +182,7 @@ def _mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any
 def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
     inputs, tables, plain = split(arguments)
     dims = (*in_dims[:NUM_INPUTS], *_table_dims(in_dims[NUM_INPUTS], tables))
-    return _mapped(
+    return mapped(
         info.batch_size,
         dims,
         (*inputs, *tables),
@@ -194,7 +194,7 @@ def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: An
     wanted, (inputs, tables, plain) = arguments[4], split(arguments[5:])
     dims = (*in_dims[:4], *in_dims[5 : 5 + NUM_INPUTS])
     dims += tuple(_table_dims(in_dims[5 + NUM_INPUTS], tables))
-    stacked, out_dims = _mapped(
+    stacked, out_dims = mapped(
         info.batch_size,
         dims,
         (*arguments[:4], *inputs, *tables),

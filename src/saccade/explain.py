@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +56,20 @@ class Explanation:
             f"  {self.visible_pairs:,} of {p.pairs:,} pairs visible: "
             f"{self.flops / 1e9:.3f} GFLOP forward, at least {self.bytes / 2**20:.2f} MiB moved",
         ]
-        for name, reason in self.reasons.items():
-            if reason is not None:
-                lines.append(f"  {name}: no, {reason}")
-            else:
-                taken = "yes, taken" if name == self.chosen else "yes, not asked for"
-                config = f", {self.config}" if name == self.chosen and self.config else ""
-                lines.append(f"  {name}: {taken}{config}")
+        lines += answers(self.reasons, self.chosen, self.config)
         return "\n".join(lines)
+
+
+def answers(
+    reasons: dict[str, str | None], chosen: str | None, config: Config | None
+) -> Iterator[str]:
+    """A line for each implementation: whether it can serve, or why not, and which one is taken."""
+    for name, reason in reasons.items():
+        if reason is not None:
+            yield f"  {name}: no, {reason}"
+            continue
+        taken = "yes, taken" if name == chosen else "yes, not asked for"
+        yield f"  {name}: {taken}" + (f", {config}" if name == chosen and config else "")
 
 
 def explain(
@@ -102,7 +109,7 @@ def explain(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         **{**given, **arguments},
     )  # fmt: skip
-    reasons = {name: entry.unsupported(problem) for name, entry in dispatch.BY_NAME.items()}
+    reasons = dispatch.reasons_of(problem)
     try:
         chosen = dispatch.choose(problem, implementation)
     except NotImplementedError:

@@ -34,7 +34,7 @@ def prepare(
     """Check every argument and turn them into what implementations take."""
     packed = cu_seqlens_q is not None
     shapes = arguments.PACKED_SHAPES if packed else arguments.DENSE_SHAPES
-    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+    query, key, value = (autocast(tensor) for tensor in (query, key, value))
     arguments.check_tensors(query, key, value, shapes)
     arguments.check_sinks(sinks, query)
     arguments.check_flag("return_lse", return_lse)
@@ -45,7 +45,7 @@ def prepare(
     longest = None
     if cu_seqlens_q is not None:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        longest = _check_packing(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        longest = check_packing(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     inputs = Inputs(query, key, value, sinks, None, cu_seqlens_q, cu_seqlens_k)
 
     mask, score = as_mask(mask), as_score(score)
@@ -58,7 +58,7 @@ def prepare(
     return inputs, variant, problem_of(inputs, variant, config), config
 
 
-def _check_packing(
+def check_packing(
     query: Tensor,
     key: Tensor,
     cu_seqlens_q: Tensor,
@@ -80,7 +80,7 @@ def _check_packing(
     )
 
 
-def _autocast(tensor: Tensor) -> Tensor:
+def autocast(tensor: Tensor) -> Tensor:
     """Under autocast, inputs take its dtype; float64 stays, as in PyTorch's own operators."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tensor  # for the checks to refuse

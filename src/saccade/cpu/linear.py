@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.cpu import linear_backward as backwards
 from saccade.cpu import linear_forward as forwards
-from saccade.cpu.linear_chunk import Dense
+from saccade.cpu.linear_chunk import Dense, State
 from saccade.cpu.linear_steps import Step, steps_of
 from saccade.cpu.parts import Part, parts_of
 from saccade.linear.problem import (
@@ -29,7 +29,7 @@ from saccade.linear.problem import (
 from saccade.problem import Config
 
 CHUNK = 128
-HEADS_AT_ONCE = 8
+HEADS_AT_ONCE = 16
 
 
 def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
@@ -38,7 +38,8 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Lin
     for share in _shares(inputs):
         normaliser = None if variant.normalize == "none" else share.per_row(results.normaliser)
         dense, output = share.dense(inputs, variant), share.queries(results.output)
-        state = forwards.attend(dense, _steps(dense, config), output, normaliser)
+        state = State.start(dense, dense.initial or (None, None))
+        forwards.attend(dense, _steps(dense, config), state, output, normaliser)
         for into, found in ((results.kv, state.kv), (results.key_sum, state.key_sum)):
             into = share.states(into)
             into.copy_(found.view(into.shape))
@@ -88,6 +89,36 @@ def backward(
     if decay is None or inputs.decay is None:
         return gradients
     return gradients._replace(decay=_decay_gradient(inputs, decay).to(inputs.decay.dtype))
+
+
+def step(
+    kv: Tensor,
+    key_sum: Tensor,
+    state_index: Tensor | None,
+    inputs: LinearInputs,
+    variant: LinearVariant,
+) -> Tensor:
+    """Output of a few new rows; see `saccade.linear_attention_step`.
+
+    A state in the accumulation dtype, one for each batch entry in order, is changed where it lies;
+    others are copied, changed and copied back.
+    """
+    output = empty_linear_results(inputs, variant).output
+    if inputs.heads == 0 or inputs.num_sequences == 0:
+        return output
+    (part,) = parts_of(inputs)
+    dense = _Share(part, slice(None)).dense(inputs, variant)
+    sums = [kv, key_sum] if state_index is None else [kv[state_index], key_sum[state_index]]
+    own = [rows.to(dense.wide).contiguous() for rows in sums]
+    count = dense.batch * dense.state_heads
+    state = State(own[0].view(count, *kv.shape[2:]), own[1].view(count, key_sum.shape[-1]))
+    forwards.attend(dense, _steps(dense, Config()), state, output, None)
+    for pool, found, given in zip((kv, key_sum), own, sums, strict=True):
+        if state_index is not None:
+            pool[state_index] = found.to(pool.dtype)
+        elif found is not given:
+            pool.copy_(found)
+    return output
 
 
 def _decay_gradient(inputs: LinearInputs, decay: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from saccade.cpu.linear_steps import Step
 from saccade.linear.problem import LinearVariant
 
 
-def attend(dense: Dense, steps: list[Step], output: Tensor, normaliser: Tensor | None) -> State:
-    """Write output [batch, heads, rows, value_dim] and normaliser; give the last state."""
-    state = State.start(dense, dense.initial or (None, None))
+def attend(
+    dense: Dense, steps: list[Step], state: State, output: Tensor, normaliser: Tensor | None
+) -> None:
+    """Write output [batch, heads, rows, value_dim] and, if wanted, normaliser; change the state."""
     for step in steps:
         key = value = fade = None
         if step.keys is not None:
@@ -20,16 +21,16 @@ def attend(dense: Dense, steps: list[Step], output: Tensor, normaliser: Tensor |
             fade = dense.fade(step.keys)
         if step.queries is not None:
             query = dense.queries(step.queries)
-            weighted, total = _read(dense, state, query, key, value, fade, normaliser is not None)
-            if total is not None and normaliser is not None:
-                into = normaliser[:, :, step.queries]
-                into.copy_(total.view(into.shape))
+            weighted, total = _read(dense, state, query, key, value, fade)
+            if total is not None:
+                if normaliser is not None:
+                    into = normaliser[:, :, step.queries]
+                    into.copy_(total.view(into.shape))
                 divisor, _ = divide_by(dense.variant, total)
                 weighted = divided(weighted, divisor.unsqueeze(-1))
             output[:, :, step.queries].copy_(dense.from_query(weighted))
         if key is not None and value is not None:
             state.add(key, value, fade)
-    return state
 
 
 def _read(
@@ -39,12 +40,10 @@ def _read(
     key: Tensor | None,
     value: Tensor | None,
     fade: Fade | None,
-    normalised: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Weighted sums of values and of ones: from the state, and from the keys beside the rows."""
-    old = query
-    if fade is not None:
-        old = query * fade.until_row()
+    normalised = dense.variant.normalize != "none"
+    old = query if fade is None else query * fade.until_row()
     if key is None or value is None:
         weighted = old @ state.kv
         total = (old @ state.key_sum.unsqueeze(-1)).squeeze(-1) if normalised else None
@@ -59,7 +58,7 @@ def _read(
         total = scores.sum(-1)
         total.add_((old @ state.key_sum.unsqueeze(-1)).squeeze(-1))
     if not bool(weighted.sum().isfinite()):
-        return _with_care(dense, state, query, key, value, fade, normalised)
+        return _with_care(dense, state, query, key, value, fade)
     return weighted, total
 
 
@@ -70,7 +69,6 @@ def _with_care(
     key: Tensor,
     value: Tensor,
     fade: Fade | None,
-    normalised: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The same where some number is not finite: it must not reach rows that do not see it.
 
@@ -85,7 +83,7 @@ def _with_care(
     old = query if fade is None else query * fade.until_row()
     sees = (spoilt.cumsum(-1) > 0).repeat(1, dense.group)
     weighted = (scores @ value + old @ state.kv).masked_fill(sees.unsqueeze(-1), torch.nan)
-    if not normalised:
+    if dense.variant.normalize == "none":
         return weighted, None
     total = scores.sum(-1) + (old @ state.key_sum.unsqueeze(-1)).squeeze(-1)
     return weighted, total.masked_fill(sees, torch.nan)

@@ -183,7 +183,9 @@ class LinearProblem(NamedTuple):
         """Bytes that must move at least once: inputs and output, each read or written once."""
         rows = 1 if self.packed else self.batch
         heads = max(self.query_heads, self.key_heads, self.value_heads)
-        queries = rows * self.query_len * (self.query_heads * self.head_dim + heads * self.value_dim)
+        queries = (
+            rows * self.query_len * (self.query_heads * self.head_dim + heads * self.value_dim)
+        )
         keys = rows * self.kv_len
         keys *= self.key_heads * self.head_dim + self.value_heads * self.value_dim
         return (queries + keys) * self.dtype.itemsize

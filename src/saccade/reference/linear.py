@@ -161,9 +161,9 @@ def _sequences(inputs: LinearInputs) -> list[LinearInputs]:
         decay = inputs.decay
         if decay is not None and decay.dim() == 2:
             decay = heads_first(decay[k])
-        states = (None if s is None else s[b : b + 1] for s in inputs[5:7])
-        rows = (heads_first(rows) for rows in (inputs.query[q], inputs.key[k], inputs.value[k]))
-        found.append(LinearInputs(*rows, decay, None, *states))
+        query, key, value = map(heads_first, (inputs.query[q], inputs.key[k], inputs.value[k]))
+        kv, key_sum = (None if sums is None else sums[b : b + 1] for sums in inputs[5:7])
+        found.append(LinearInputs(query, key, value, decay, None, kv, key_sum))
     return found
 
 

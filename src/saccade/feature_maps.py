@@ -1,0 +1,226 @@
+"""Feature maps: what linear attention applies to queries and keys in the softmax's place.
+
+A name ("elu+1", "relu", "exp", "identity") is applied inside the operator, chunk by chunk.
+"softmax" (over the features) and everything else is a function of [..., head_dim] that gives
+[..., feature_dim], and PyTorch differentiates it. A pair of maps is one for queries and one for
+keys. The random maps here are modules; their projections are buffers, drawn once, and drawn anew
+only when `redraw()` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+Map = Callable[[Tensor], Tensor]
+
+
+def softmax(rows: Tensor) -> Tensor:
+    """The softmax over each row's channels. Source: Shen et al. 2021, section 3.2."""
+    return rows.softmax(-1)
+
+
+class ScaledMap(Module):
+    """A feature map whose features may be too large or small for any dtype.
+
+    Called, it gives the features; `with_log_scale` gives them divided by a factor of each row, and
+    that factor's logarithm.
+    """
+
+    def with_log_scale(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [..., feature_dim], each row's largest 1, and log-factors [...]."""
+        raise NotImplementedError
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """The features themselves, [..., feature_dim]."""
+        scaled, log_scale = self.with_log_scale(rows)
+        return scaled * log_scale.unsqueeze(-1).exp()
+
+
+class RandomProjection(Module):
+    """Random directions [head_dim, num_directions] that a random feature map projects rows on.
+
+    Args:
+        orthogonal: directions are orthogonal in groups of head_dim, as long as normal ones are.
+    """
+
+    projection: Tensor
+
+    def __init__(self, head_dim: int, num_directions: int, orthogonal: bool):
+        super().__init__()
+        for name, size in (("head_dim", head_dim), ("num_features", num_directions)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: got {size!r}, takes a whole number that is large enough")
+        self.orthogonal = orthogonal
+        self.register_buffer("projection", torch.empty(head_dim, num_directions))
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw new directions, from PyTorch's generator, in place."""
+        head_dim, num_directions = self.projection.shape
+        if not self.orthogonal:
+            self.projection.normal_()
+            return
+        with torch.no_grad():
+            for start in range(0, num_directions, head_dim):
+                block = torch.randn(head_dim, head_dim, device=self.projection.device)
+                lengths = block.square().sum(0).sqrt()  # those of normal directions
+                directions = torch.linalg.qr(block).Q * lengths
+                part = self.projection[:, start : start + head_dim]
+                part.copy_(directions[:, : part.shape[1]])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Rows on directions, [..., num_directions]."""
+        return rows @ self.projection.to(rows.dtype)
+
+
+class RandomFourierFeatures(Module):
+    """Features whose products estimate the Gaussian kernel exp(-temperature · ‖x - y‖² / 2).
+
+    φ(x) = sqrt(2 / num_features) · [cos u, sin u] with u = sqrt(temperature) · x · projection. They
+    may be negative, so a normaliser of their sums may be near 0.
+
+    Args:
+        head_dim: channels of queries and keys.
+        num_features: features, an even number; head_dim where None.
+        temperature: 1/sqrt(head_dim) where None.
+        orthogonal: see `RandomProjection`.
+
+    Source: Rahimi and Recht 2007, algorithm 1; Peng et al. 2021 (Random Feature Attention).
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        temperature: float | None = None,
+        orthogonal: bool = False,
+    ):
+        super().__init__()
+        num_features = head_dim if num_features is None else num_features
+        if num_features % 2:
+            raise ValueError(f"num_features: got {num_features}, takes an even number")
+        self.project = RandomProjection(head_dim, num_features // 2, orthogonal)
+        self.root = math.sqrt(_temperature(head_dim, temperature))
+
+    def redraw(self) -> None:
+        """Draw a new projection."""
+        self.project.redraw()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """The features, [..., num_features]."""
+        angles = self.project(rows * self.root)
+        return torch.cat([angles.cos(), angles.sin()], -1) / math.sqrt(angles.shape[-1])
+
+
+class SmoothedRandomFourierFeatures(RandomFourierFeatures):
+    """Random Fourier features and one that is constant, so that the kernel is larger by a number.
+
+    The constant feature is `smoothing`, hence the kernel grows by its square. There are
+    num_features in all, an odd number.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        temperature: float | None = None,
+        orthogonal: bool = False,
+        smoothing: float = 1.0,
+    ):
+        num_features = head_dim + 1 - head_dim % 2 if num_features is None else num_features
+        if num_features % 2 == 0:
+            raise ValueError(f"num_features: got {num_features}, takes an odd number")
+        super().__init__(head_dim, num_features - 1, temperature, orthogonal)
+        self.smoothing = smoothing
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """The features, [..., num_features]."""
+        return torch.nn.functional.pad(super().forward(rows), (0, 1), value=self.smoothing)
+
+
+class Favor(ScaledMap):
+    """Positive features whose products estimate the softmax kernel exp(temperature · x·y).
+
+    φ(x) = exp([u, -u] - temperature · ‖x‖² / 2) / sqrt(num_features), with
+    u = sqrt(temperature) · x · projection. No dtype holds them for rows of any length, so linear
+    attention takes them divided by each row's largest one: a query's factor cancels in the
+    normaliser, and the keys' largest factor travels with the state as `log_scale`. Nothing
+    underflows, and `eps` is then measured in those units.
+
+    Args: as `RandomFourierFeatures`; orthogonal by default.
+
+    Source: Choromanski et al. 2021 (Performers), lemma 1 and section 2.4.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        temperature: float | None = None,
+        orthogonal: bool = True,
+    ):
+        super().__init__()
+        num_features = head_dim if num_features is None else num_features
+        if num_features % 2:
+            raise ValueError(f"num_features: got {num_features}, takes an even number")
+        self.project = RandomProjection(head_dim, num_features // 2, orthogonal)
+        self.root = math.sqrt(_temperature(head_dim, temperature))
+
+    def redraw(self) -> None:
+        """Draw a new projection."""
+        self.project.redraw()
+
+    def with_log_scale(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [..., num_features], each row's largest 1, and log-factors [...]."""
+        rows = rows * self.root
+        along = self.project(rows)
+        exponents = torch.cat([along, -along], -1)
+        largest = exponents.amax(-1)
+        length = rows.square().sum(-1) / 2 + math.log(exponents.shape[-1]) / 2
+        return (exponents - largest.unsqueeze(-1)).exp(), largest - length
+
+
+class GeneralizedRandomFeatures(Module):
+    """A function of random projections: φ(x) = function(sqrt(temperature) · x · projection).
+
+    Args: as `RandomFourierFeatures`, any number of features; `function` is the ReLU where None.
+
+    Source: Choromanski et al. 2021 (Performers), equation 2.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int | None = None,
+        temperature: float = 1.0,
+        orthogonal: bool = True,
+        function: Map | None = None,
+    ):
+        super().__init__()
+        num_features = head_dim if num_features is None else num_features
+        self.project = RandomProjection(head_dim, num_features, orthogonal)
+        self.root = math.sqrt(_temperature(head_dim, temperature))
+        self.function = torch.relu if function is None else function
+
+    def redraw(self) -> None:
+        """Draw a new projection."""
+        self.project.redraw()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """The features, [..., num_features]."""
+        return self.function(self.project(rows * self.root))
+
+
+def _temperature(head_dim: int, temperature: float | None) -> float:
+    if temperature is None:
+        return 1 / math.sqrt(head_dim)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature: got {temperature!r}, takes a positive number or None")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature: got {temperature}, takes a positive number or None")
+    return float(temperature)

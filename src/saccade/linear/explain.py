@@ -1,0 +1,85 @@
+"""Explain: which implementation serves a call of linear attention, why not the others, its cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from saccade import dispatch
+from saccade.explain import answers
+from saccade.linear.prepare import prepare
+from saccade.linear.problem import LinearProblem
+from saccade.problem import Config
+
+
+@dataclass(frozen=True)
+class LinearExplanation:
+    """What `explain_linear` found; print it, or read its fields.
+
+    Attributes:
+        problem: the call's shape.
+        chosen: the implementation that serves the call, or None.
+        reasons: for each implementation, in order of preference, why it cannot serve (None: can).
+        config: the config that the call gives, if any.
+        flops: operations of a forward pass, in chunks of 64 rows.
+        bytes: bytes that a forward pass moves at least.
+    """
+
+    problem: LinearProblem
+    chosen: str | None
+    reasons: dict[str, str | None]
+    config: Config | None
+    flops: int
+    bytes: int
+
+    def __str__(self) -> str:
+        p = self.problem
+        batch = f"{p.batch} sequences" if p.packed else f"batch {p.batch}"
+        heads = f"{p.query_heads}/{p.key_heads}/{p.value_heads}"
+        lines = [
+            f"linear attention: {batch}, {p.query_len} x {p.kv_len} tokens, heads {heads}, "
+            f"dim {p.head_dim}/{p.value_dim}, {str(p.dtype).removeprefix('torch.')} on {p.device}",
+            f"  {'causal' if p.causal else 'not causal'}, feature map {p.feature_map}, "
+            f"normaliser {p.normalize}, decay {'yes' if p.decay else 'no'}, "
+            f"initial state {'yes' if p.state else 'no'}",
+            f"  {self.flops / 1e9:.3f} GFLOP forward, at least {self.bytes / 2**20:.2f} MiB moved",
+        ]
+        return "\n".join([*lines, *answers(self.reasons, self.chosen, self.config)])
+
+
+def explain_linear(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    implementation: str | None = None,
+    **arguments: Any,
+) -> LinearExplanation:
+    """Say which implementation would serve a call of linear attention, without running it.
+
+    Args:
+        query, key, value, and all others: as for `saccade.linear_attention`, or, with
+            cu_seqlens_q, for `saccade.linear_attention_packed`.
+
+    Returns:
+        A `LinearExplanation`: printable, with every implementation's reason, FLOPs and bytes. A
+        feature map that is a function runs, and shows as "identity".
+
+    Raises:
+        TypeError, ValueError: as the call itself would.
+
+    >>> print(saccade.explain_linear(query, key, value, normalize=False))
+    """
+    prepared = prepare(query, key, value, cu_seqlens_q, cu_seqlens_k, **arguments)
+    problem = prepared.problem
+    reasons = dispatch.reasons_of(problem, dispatch.LINEAR_BY_NAME)
+    try:
+        chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
+    except NotImplementedError:
+        chosen = None
+    config = prepared.config
+    return LinearExplanation(problem, chosen, reasons, config, problem.flops, problem.bytes)

@@ -1,0 +1,158 @@
+"""Prepare: check every argument of linear attention and turn them into what implementations take.
+
+Feature maps that implementations do not apply themselves are applied here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.arguments import check_flag, check_offsets, resolve_config
+from saccade.captures import check_align
+from saccade.linear import arguments
+from saccade.linear.problem import LinearInputs, LinearProblem, LinearState, LinearVariant
+from saccade.linear.scaling import Scaling, scale_features
+from saccade.prepare import autocast
+from saccade.problem import Config
+from saccade.reference.linear import features
+
+
+class Prepared(NamedTuple):
+    """A checked call; `scaling` says by what its features were divided, if they were."""
+
+    inputs: LinearInputs
+    variant: LinearVariant
+    problem: LinearProblem
+    config: Config | None
+    scaling: Scaling | None
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    causal: bool = True,
+    align: str = "bottom_right",
+    feature_map: Any = "elu+1",
+    normalize: bool | str = True,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    decay: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    initial_state: LinearState | None = None,
+    return_state: bool = False,
+    config: Config | Mapping[tuple[int, int], Config] | None = None,
+    state_name: str = "initial_state",
+) -> Prepared:
+    """Check every argument, apply the feature map unless the implementation does."""
+    query, key, value = (autocast(tensor) for tensor in (query, key, value))
+    packed = cu_seqlens_q is not None
+    arguments.check_rows(query, key, value, packed=packed)
+    check_flag("causal", causal)
+    check_flag("return_state", return_state)
+    check_align(align)
+    maps = arguments.resolve_map(feature_map)
+    form = arguments.resolve_normalize(normalize)
+    eps = arguments.check_number("eps", eps, least=0.0)
+    scale = arguments.check_number("scale", scale)
+    config = resolve_config(config, query.device)
+    if cu_seqlens_q is not None:
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], query.device)
+        check_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], query.device)
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            raise ValueError(
+                f"cu_seqlens_k: got shape {tuple(cu_seqlens_k.shape)}, takes cu_seqlens_q's "
+                f"{tuple(cu_seqlens_q.shape)}"
+            )
+    arguments.check_key_lengths(key_lengths, key)
+    inputs = LinearInputs(query, key, value, decay, key_lengths)
+    inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    arguments.check_decay(inputs)
+    _warn_of_signs(maps, form)
+    inputs, fused, scaling = _mapped(inputs, maps, initial_state)
+    sizes = (inputs.num_sequences, inputs.state_heads, inputs.query.shape[-1], value.shape[-1])
+    arguments.check_state(state_name, initial_state, sizes, query)
+    if initial_state is not None:
+        if initial_state.log_scale is not None and scaling is None:
+            raise ValueError(f"{state_name}.log_scale: got a tensor, takes None for this map")
+        kv, key_sum = initial_state.kv, initial_state.key_sum
+        if scaling is not None:
+            kv, key_sum = scaling.of_initial(kv, key_sum)
+        inputs = inputs._replace(initial_kv=kv, initial_key_sum=key_sum)
+    variant = LinearVariant(causal, align, fused, form, eps, scale)
+    return Prepared(inputs, variant, problem_of(inputs, variant, config), config, scaling)
+
+
+def _mapped(
+    inputs: LinearInputs, maps: tuple[Any, Any], state: LinearState | None
+) -> tuple[LinearInputs, str, Scaling | None]:
+    """The inputs, the map that is left to the implementation, and how features were scaled."""
+    if isinstance(maps[0], str) and maps[0] == maps[1]:
+        return inputs, maps[0], None
+    if inputs.key_lengths is not None:  # a hidden key must not be seen by the map either
+        row = torch.arange(inputs.key.shape[2], device=inputs.key.device)
+        hidden = row >= inputs.key_lengths.view(-1, 1, 1)
+        inputs = inputs._replace(key=inputs.key.masked_fill(hidden.unsqueeze(-1), 0))
+    if hasattr(maps[0], "with_log_scale"):
+        inputs, scaling = scale_features(inputs, maps, state)
+        return inputs, "identity", scaling
+    mapped = []
+    for name, one, rows in zip(("query", "key"), maps, inputs[:2], strict=True):
+        found = features(one, rows) if isinstance(one, str) else one(rows)
+        mapped.append(arguments.check_features(name, found, rows).to(rows.dtype))
+    if mapped[0].shape[-1] != mapped[1].shape[-1]:
+        raise ValueError(
+            f"feature_map: got {mapped[1].shape[-1]} features for keys, takes as many as for "
+            f"queries, {mapped[0].shape[-1]}"
+        )
+    return inputs._replace(query=mapped[0], key=mapped[1]), "identity", None
+
+
+def _warn_of_signs(maps: tuple[Any, Any], form: str) -> None:
+    """A sum of features of both signs may be near 0, and then it is no divisor."""
+    if form != "sum" or torch.compiler.is_compiling():
+        return
+    signed = [one for one in maps if one in arguments.SIGNED_MAPS]
+    if signed:
+        warnings.warn(
+            f"normalize: got 'sum' with the feature map {signed[0]!r}, whose features may be "
+            "negative, so that their sum may be near 0; takes 'abs' or 'clamp' with a large eps, "
+            "or False",
+            stacklevel=4,
+        )
+
+
+def problem_of(
+    inputs: LinearInputs, variant: LinearVariant, config: Config | None
+) -> LinearProblem:
+    """The call's shape, by which implementations are chosen."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    rows = 0 if inputs.packed else 2
+    return LinearProblem(
+        batch=inputs.num_sequences,
+        query_heads=query.shape[1],
+        key_heads=key.shape[1],
+        value_heads=value.shape[1],
+        query_len=query.shape[rows],
+        kv_len=key.shape[rows],
+        head_dim=query.shape[-1],
+        value_dim=value.shape[-1],
+        dtype=query.dtype,
+        device=query.device.type,
+        causal=variant.causal,
+        feature_map=variant.feature_map,
+        normalize=variant.normalize,
+        packed=inputs.packed,
+        decay=inputs.decay is not None,
+        state=inputs.initial_kv is not None,
+        configured=config is not None,
+    )

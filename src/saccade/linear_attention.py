@@ -1,0 +1,209 @@
+"""The linear attention calls: check the arguments, choose an implementation, give the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict, overload
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from saccade import dispatch
+from saccade.arguments import OFFSETS
+from saccade.linear import doors
+from saccade.linear.operators import flatten
+from saccade.linear.prepare import Prepared, prepare
+from saccade.linear.problem import LinearResults, LinearState
+from saccade.problem import Config
+from saccade.reference import linear as reference
+
+FeatureMap = Callable[[Tensor], Tensor] | str  # a function or a name
+
+
+class Options(TypedDict, total=False):
+    """The options that all calls share, for type checkers."""
+
+    causal: bool
+    align: str
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap]
+    normalize: bool | str
+    eps: float
+    scale: float
+    decay: Tensor | None
+    initial_state: LinearState | None
+    implementation: str | None
+    config: Config | Mapping[tuple[int, int], Config] | None
+
+
+@overload
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_lengths: Tensor | None = ...,
+    return_state: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_lengths: Tensor | None = ...,
+    return_state: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, LinearState]: ...
+def linear_attention(  # breaks function-length: most of it is the docstring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    align: str = "bottom_right",
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu+1",
+    normalize: bool | str = True,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    decay: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    initial_state: LinearState | None = None,
+    return_state: bool = False,
+    implementation: str | None = None,
+    config: Config | Mapping[tuple[int, int], Config] | None = None,
+) -> Tensor | tuple[Tensor, LinearState]:
+    """Each query row becomes the average of the values, weighted by products of features.
+
+    The work grows with the length, not with its square, and the past fits into a `LinearState`.
+
+    Args:
+        query: [batch, query_heads, query_len, head_dim], any strides.
+        key: [batch, key_heads, kv_len, head_dim].
+        value: [batch, value_heads, kv_len, value_dim]. The output has as many heads as the one of
+            the three that has most; the others' numbers divide that. The state has as many as
+            key or value, whichever has more (state_heads).
+        causal: query rows see keys up to their own place only; else all keys.
+        align: where rows and keys of unequal number meet: "bottom_right" (the last row sees the
+            last key) or "top_left" (the first row sees the first key; rows beyond the last key
+            see all keys).
+        feature_map: "elu+1", "relu", "exp", "identity", "softmax" (over each row's channels), a
+            function of [..., head_dim] such as those of `saccade.feature_maps`, or a pair
+            (for queries, for keys).
+        normalize: what weighted sums are divided by, given t, the sum of a row's scores:
+            True or "sum": t + eps; "clamp": max(t, eps); "abs": max(|t|, eps); False or "none": 1.
+        eps: see normalize; not negative. In the units of the features, which are relative ones
+            for `feature_maps.Favor`.
+        scale: the factor of the scores.
+        decay: logarithms, at most 0, of the factor by which the state fades as a key comes:
+            [state_heads] constant ones, or [batch, state_heads, kv_len] one for each key row.
+        key_lengths: [batch] int32 or int64: only the first so many keys are there; the rest is
+            neither read nor counted, and fades nothing.
+        initial_state: what came before the first key; every row sees it.
+        return_state: also return the state after the last key.
+        implementation: "cpu" or "reference"; None takes the first that fits. A named one never
+            falls back: it raises where it cannot serve.
+        config: `kv_tile` is the number of rows in a chunk; or a mapping from (major, minor) GPU
+            capabilities to such.
+
+    Returns:
+        output [batch, heads, query_len, value_dim] in query's dtype and memory order, with
+        `return_state` also a `LinearState`, float32 (float64 for float64). Both are
+        differentiable, by decay and initial_state too. A row whose divisor is 0, such as one
+        that sees nothing while eps is 0, gives 0.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes.
+        NotImplementedError: where the named implementation cannot serve the call.
+
+    Source: Katharopoulos et al. 2020, section 3.2 to 3.4; decay: Sun et al. 2023 (RetNet),
+    section 2.1, and for each row Yang et al. 2024 (Gated Linear Attention), section 4.
+
+    >>> output, state = saccade.linear_attention(query, key, value, return_state=True)
+    """
+    prepared = prepare(
+        query, key, value,
+        causal=causal, align=align, feature_map=feature_map, normalize=normalize, eps=eps,
+        scale=scale, decay=decay, key_lengths=key_lengths, initial_state=initial_state,
+        return_state=return_state, config=config,
+    )  # fmt: skip
+    output, state = _run(prepared, implementation)
+    return (output, state) if return_state else output
+
+
+@overload
+def linear_attention_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    return_state: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def linear_attention_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    return_state: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, LinearState]: ...
+def linear_attention_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_state: bool = False,
+    implementation: str | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, LinearState]:
+    """Linear attention for sequences of unequal length laid end to end, with no padding.
+
+    Args:
+        query: [tokens, query_heads, head_dim], the sequences one after the other.
+        key: [kv_tokens, key_heads, head_dim].
+        value: [kv_tokens, value_heads, value_dim].
+        cu_seqlens_q, cu_seqlens_k: as in `attention_packed`.
+        return_state, implementation, and all others but key_lengths: as in `linear_attention`;
+            decay is [state_heads] or [kv_tokens, state_heads], and a state has one entry for each
+            sequence.
+
+    Returns:
+        output [tokens, heads, value_dim]; with `return_state` also a `LinearState`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `linear_attention`.
+    """
+    if cu_seqlens_q is None:
+        raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
+    unknown = set(options) - set(Options.__annotations__)
+    if unknown:
+        raise TypeError(f"linear_attention_packed: got the unknown arguments {sorted(unknown)}")
+    prepared = prepare(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, return_state=return_state, **options
+    )
+    output, state = _run(prepared, implementation)
+    return (output, state) if return_state else output
+
+
+def _run(prepared: Prepared, implementation: str | None) -> tuple[Tensor, LinearState]:
+    """The reference is plain PyTorch, with PyTorch's gradients; all others are operators."""
+    inputs, variant, problem, config, scaling = prepared
+    chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
+    if chosen == "reference":
+        found: LinearResults = reference.attention(inputs, variant)
+    else:
+        found = doors.attention(inputs, flatten(variant, config, chosen))
+    if scaling is None:
+        return found.output, LinearState(found.kv, found.key_sum)
+    output = found.output
+    if variant.normalize == "none":
+        output = scaling.undone(output, inputs)
+    return output, LinearState(found.kv, found.key_sum, scaling.state)

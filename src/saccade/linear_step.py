@@ -1,0 +1,134 @@
+"""The step of linear attention: a few tokens of decoding, which change states where they lie."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade import dispatch
+from saccade.arguments import values_readable
+from saccade.captures import integers
+from saccade.linear.operators import flatten, linear_step_op
+from saccade.linear.prepare import prepare
+from saccade.linear.problem import LinearInputs, LinearState
+from saccade.linear.scaling import Scaling
+from saccade.linear_attention import FeatureMap
+
+
+def linear_attention_step(  # breaks function-length: most of it is the docstring
+    state: LinearState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    state_index: Tensor | None = None,
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu+1",
+    normalize: bool | str = True,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    decay: Tensor | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """One token (or a few) of decoding: the state takes the new keys in, in place.
+
+    Args:
+        state: the states so far, as `return_state` gives them, changed in place: one for each
+            batch entry, or a pool of them. The sums may be in any floating-point dtype; float32
+            keeps them exact over long sequences.
+        query: [batch, query_heads, tokens, head_dim], with as many tokens as keys.
+        key, value: [batch, heads, tokens, dim].
+        state_index: [batch] int32 or int64: which entry of the pool belongs to which batch entry,
+            all of them different; None: they are the same, in order.
+        feature_map, normalize, eps, scale: as in the `linear_attention` call before.
+        decay: [state_heads] or [batch, state_heads, tokens].
+        implementation: as in `linear_attention`; the reference has no step.
+
+    Returns:
+        output [batch, heads, tokens, value_dim].
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `linear_attention`; also where gradients
+            are wanted, which a step in place cannot give.
+
+    >>> output = saccade.linear_attention_step(state, query, key, value)
+    """
+    _check_wishes(state, query, key, value, decay)
+    index = _check_index(state, query, state_index)
+    here = state if index is None else _picked(state, index)
+    prepared = prepare(
+        query, key, value,
+        feature_map=feature_map, normalize=normalize, eps=eps, scale=scale, decay=decay,
+        initial_state=here, state_name="state",
+    )  # fmt: skip
+    inputs, variant, problem, _, scaling = prepared
+    chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
+    if chosen == "reference":
+        raise NotImplementedError(
+            "implementation: reference: it changes nothing in place; call linear_attention with "
+            "initial_state and return_state"
+        )
+    inputs = inputs._replace(initial_kv=None, initial_key_sum=None)
+    if scaling is not None:
+        inputs = _in_new_units(inputs, scaling)
+    plain = flatten(variant, None, chosen)
+    output = linear_step_op(state.kv, state.key_sum, index, *inputs, *plain)
+    if scaling is None:
+        return output
+    if state.log_scale is not None:
+        into = slice(None) if index is None else index
+        state.log_scale[into] = scaling.state.to(state.log_scale.dtype)
+    return scaling.undone(output, inputs) if variant.normalize == "none" else output
+
+
+def _picked(state: LinearState, index: Tensor) -> LinearState:
+    """The batch's entries of a pool, as far as they are looked at before the step: no sums."""
+    kv, key_sum = (rows.new_empty(()).expand(index.shape[0], *rows.shape[1:]) for rows in state[:2])
+    return LinearState(kv, key_sum, None if state.log_scale is None else state.log_scale[index])
+
+
+def _in_new_units(inputs: LinearInputs, scaling: Scaling) -> LinearInputs:
+    """The inputs with one more factor by which the old state fades: that of its new units."""
+    if scaling.initial is None or inputs.key.shape[2] == 0:
+        return inputs
+    fade = scaling.initial.new_zeros(*scaling.initial.shape, inputs.key.shape[2])
+    if inputs.decay is not None:
+        constant = inputs.decay.dim() == 1
+        fade = fade + (inputs.decay.unsqueeze(-1) if constant else inputs.decay)
+    fade[..., 0] += scaling.initial
+    return inputs._replace(decay=fade)
+
+
+def _check_wishes(
+    state: LinearState, query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None
+) -> None:
+    """Refuse what a step in place cannot do."""
+    if not isinstance(state, LinearState):
+        raise TypeError(f"state: got {type(state).__name__}, takes a LinearState")
+    tensors = [t for t in (*state, query, key, value, decay) if isinstance(t, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "linear_attention_step: got tensors that require gradients, takes none: call it under "
+            "torch.no_grad(), or linear_attention with initial_state and return_state"
+        )
+    rows = [t.shape[2] for t in (query, key) if isinstance(t, Tensor) and t.dim() == 4]
+    if len(rows) == 2 and rows[0] != rows[1]:
+        raise ValueError(f"query: got {rows[0]} tokens, takes key's {rows[1]}")
+
+
+def _check_index(state: LinearState, query: Tensor, state_index: Tensor | None) -> Tensor | None:
+    """Refuse an index that is not one different entry of the pool for each batch entry."""
+    if state_index is None:
+        return None
+    integers("state_index", state_index, 1)
+    if isinstance(query, Tensor) and query.dim() and state_index.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"state_index: got shape {tuple(state_index.shape)}, takes ({query.shape[0]},)"
+        )
+    if values_readable(state_index) and state_index.numel():
+        low, high = int(state_index.min()), int(state_index.max())
+        if low < 0 or high >= state.kv.shape[0]:
+            takes = f"0 to {state.kv.shape[0] - 1}"
+            raise ValueError(f"state_index: got {low} to {high}, takes {takes}")
+        if state_index.unique().numel() != state_index.numel():
+            raise ValueError("state_index: got an entry twice, takes different entries")
+    return state_index.long()
