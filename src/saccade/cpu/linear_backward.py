@@ -106,7 +106,7 @@ def _forwards(
 
 def _arriving(dense: Dense, come: Arriving, rows: slice) -> _RowGradients:
     """ĝ and −δ of query rows; 0 for rows that have nothing to see, whatever arrives."""
-    grad, blind = come.grad_output[:, :, rows].to(dense.wide), dense.blind()
+    grad, blind = come.grad_output[:, :, rows].to(dense.wide), dense.blind(rows)
     if blind is not None:
         grad = grad.masked_fill(blind, 0)
     grad = dense.by_query(grad)
@@ -239,7 +239,7 @@ def _write_keys(
     gradients = (through_map(dense.variant.feature_map, grad_key, key), grad_value)
     hidden = dense.hidden(rows)
     for into, gradient in zip((leave.key, leave.value), gradients, strict=True):
-        gradient = gradient.view(dense.batch, dense.state_heads, -1, gradient.shape[-1])
+        gradient = gradient.view(dense.batch, dense.state_heads, *gradient.shape[1:])
         if hidden is not None:
             gradient = gradient.masked_fill(hidden.unsqueeze(-1), 0)
         into[:, :, rows].copy_(shared(gradient, into.shape[1]))

@@ -34,6 +34,10 @@ class Dense:
         self.group = self.heads // self.state_heads
         self.wide = accumulate_dtype(self.query.dtype)
         self.shortest = None if self.lengths is None else int(self.lengths.min())
+        query_len, kv_len = self.query.shape[2], self.key.shape[2]
+        self.num_blind = query_len if kv_len == 0 else 0  # rows that come before the first key
+        if self.variant.causal and self.variant.align == "bottom_right":
+            self.num_blind = max(query_len - kv_len, 0)
 
     # ---- rows there and back ---------------------------------------------------------------
 
@@ -42,16 +46,21 @@ class Dense:
         mapped = features(self.variant.feature_map, self.query[:, :, rows].to(self.wide))
         if self.variant.scale != 1.0:
             mapped = mapped * self.variant.scale
+        blind = self.blind(rows)
+        if blind is not None:
+            mapped = mapped.masked_fill(blind, 0)
         return self.by_query(mapped)
 
     def by_query(self, rows: Tensor) -> Tensor:
         """Rows of any number of heads [batch, heads, rows, dim], by head of the state."""
         rows = repeated(rows, self.heads)
-        return rows.reshape(self.batch * self.state_heads, -1, rows.shape[-1])
+        num_rows = self.group * rows.shape[2]
+        return rows.reshape(self.batch * self.state_heads, num_rows, rows.shape[-1])
 
     def from_query(self, rows: Tensor) -> Tensor:
         """Rows by head of the state again as [batch, heads, rows, dim]."""
-        return rows.view(self.batch, self.heads, -1, rows.shape[-1])
+        num_rows = rows.shape[1] // self.group
+        return rows.view(self.batch, self.heads, num_rows, rows.shape[-1])
 
     def keys(self, rows: slice) -> Tensor:
         """Features of key rows, 0 where hidden: [batch · state_heads, rows, features]."""
@@ -67,7 +76,7 @@ class Dense:
         if hidden is not None:
             mapped = mapped.masked_fill(hidden.unsqueeze(-1), 0)
         mapped = repeated(mapped, self.state_heads)
-        return mapped.reshape(self.batch * self.state_heads, -1, mapped.shape[-1])
+        return mapped.reshape(self.batch * self.state_heads, *mapped.shape[2:])
 
     def hidden(self, rows: slice) -> Tensor | None:
         """Which of the key rows lie past the end, [batch, 1, rows]; None: none."""
@@ -76,11 +85,14 @@ class Dense:
         row = torch.arange(rows.start, rows.stop)
         return row >= self.lengths.view(-1, 1, 1)
 
-    def blind(self) -> Tensor | None:
-        """Which batch entries have nothing to see at all, [batch, 1, 1, 1]; None: none."""
-        if self.lengths is None or self.shortest != 0 or self.initial is not None:
+    def blind(self, rows: slice) -> Tensor | None:
+        """Which query rows have nothing to see at all, [batch, 1, rows, 1]; None: none."""
+        if self.initial is not None or (rows.start >= self.num_blind and self.shortest != 0):
             return None
-        return (self.lengths == 0).view(-1, 1, 1, 1)
+        row = torch.arange(rows.start, rows.stop).view(-1, 1) < self.num_blind
+        if self.lengths is None:
+            return row.expand(self.batch, 1, *row.shape)
+        return row | (self.lengths == 0).view(-1, 1, 1, 1)
 
     # ---- decay -----------------------------------------------------------------------------
 
@@ -92,7 +104,7 @@ class Dense:
         hidden = self.hidden(rows)
         if hidden is not None:
             decay = decay.masked_fill(hidden, 0)
-        total = decay.reshape(self.batch * self.state_heads, -1).cumsum(-1)
+        total = decay.reshape(self.batch * self.state_heads, decay.shape[2]).cumsum(-1)
         return Fade(total, self.wide, self.group)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 
+@runtime_checkable
 class Sequences(Protocol):
     """What says how a call's sequences lie: `Inputs` and `LinearInputs` do."""
 

@@ -52,26 +52,49 @@ class Sums(NamedTuple):
 # ---- the three forms ---------------------------------------------------------------------------
 
 
-def quadratic(rows: Rows) -> Sums:
-    """By pairs: all scores in memory."""
+class Pairs(NamedTuple):
+    """All pairs of a row and a key; visible ones that touch NaN or inf hold NaN."""
+
+    scores: Float[Tensor, "batch heads rows keys"]  # 0 where hidden
+    visible: Bool[Tensor, "rows keys"]
+    old: Float[Tensor, "batch heads rows features"]  # queries as the initial state meets them
+    value: Float[Tensor, "batch heads keys value_dim"]
+    total: Float[Tensor, "batch heads rows"]  # the sum of all scores of a row
+
+
+def pairs_of(rows: Rows) -> Pairs:
+    """The scores, and their sums."""
+    query, query_spoilt = _without_spoilt_rows(rows.query)
     key, key_spoilt = _without_spoilt_rows(rows.key)
     value, value_spoilt = _without_spoilt_rows(rows.value)
-    spoilt = (key_spoilt | value_spoilt).transpose(-1, -2)
+    spoilt = query_spoilt | (key_spoilt | value_spoilt).transpose(-1, -2)
     faded = torch.nn.functional.pad(rows.fade.cumsum(-1), (1, 0))  # after 0, 1, … keys
     at_row = faded[..., rows.seen].unsqueeze(-1)
     visible = torch.arange(key.shape[2], device=key.device) < rows.seen.unsqueeze(-1)
     gap = (at_row - faded[..., 1:].unsqueeze(-2)).masked_fill(~visible, 0)
-    poison = torch.zeros_like(gap).masked_fill(spoilt, torch.nan)
-    scores = rows.query @ key.transpose(-1, -2) * gap.exp() + poison
+    scores = query @ key.transpose(-1, -2) * gap.exp()
+    scores = scores + torch.zeros_like(gap).masked_fill(spoilt, torch.nan)
     scores = scores.masked_fill(~visible, 0)
-    old = rows.query * at_row.exp()  # the state before the first key fades as keys come
-    weighted = scores @ value + old @ rows.kv
+    old = query * at_row.exp()  # the state before the first key fades as keys come
+    old = old + torch.zeros_like(old).masked_fill(query_spoilt, torch.nan)
     total = scores.sum(-1) + (old @ rows.key_sum.unsqueeze(-1)).squeeze(-1)
-    last = faded[..., -1:].unsqueeze(-1)
-    left = rows.key * (last - faded[..., 1:].unsqueeze(-1)).exp()
-    kv = left.transpose(-1, -2) @ rows.value + last.exp() * rows.kv
-    key_sum = left.sum(-2) + last.squeeze(-1).exp() * rows.key_sum
-    return Sums(weighted, total, kv, key_sum)
+    return Pairs(scores, visible, old, value, total)
+
+
+def last_state(rows: Rows) -> tuple[Tensor, Tensor]:
+    """The two sums after the last key."""
+    after = rows.fade.flip(-1).cumsum(-1).flip(-1)  # from before each key to the end
+    key = rows.key * (after - rows.fade).exp().unsqueeze(-1)
+    whole = rows.fade.sum(-1, keepdim=True).exp()
+    kv = key.transpose(-1, -2) @ rows.value + whole.unsqueeze(-1) * rows.kv
+    return kv, key.sum(-2) + whole * rows.key_sum
+
+
+def quadratic(rows: Rows) -> Sums:
+    """By pairs: all scores in memory."""
+    pairs = pairs_of(rows)
+    weighted = pairs.scores @ pairs.value + pairs.old @ rows.kv
+    return Sums(weighted, pairs.total, *last_state(rows))
 
 
 def recurrent(rows: Rows) -> Sums:
@@ -134,20 +157,20 @@ def attention(
     sums = sums or accumulate_dtype(inputs.query.dtype)
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         return _dense(inputs, variant, sums)
-    sequences = [_dense(one, variant, sums) for one in _sequences(inputs)]
-    if not sequences:
-        sequences = [_dense(_empty_sequence(inputs), variant, sums)]
-        states = tuple(state[:0] for state in sequences[0][2:])
+    found = [_dense(one, variant, sums) for one in sequences(inputs)]
+    if not found:
+        found = [_dense(_empty_sequence(inputs), variant, sums)]
+        states = tuple(state[:0] for state in found[0][2:])
     else:
-        states = tuple(torch.cat(parts) for parts in list(zip(*sequences, strict=True))[2:])
-    output = torch.cat([part.output.squeeze(0).transpose(0, 1) for part in sequences])
+        states = tuple(torch.cat(parts) for parts in list(zip(*found, strict=True))[2:])
+    output = torch.cat([part.output.squeeze(0).transpose(0, 1) for part in found])
     if variant.normalize == "none":
-        return LinearResults(output, sequences[0].normaliser, *states)
-    normaliser = torch.cat([part.normaliser.squeeze(0) for part in sequences], 1)
+        return LinearResults(output, found[0].normaliser, *states)
+    normaliser = torch.cat([part.normaliser.squeeze(0) for part in found], 1)
     return LinearResults(output, normaliser, *states)
 
 
-def _sequences(inputs: LinearInputs) -> list[LinearInputs]:
+def sequences(inputs: LinearInputs) -> list[LinearInputs]:
     """The packed sequences as dense calls of one batch entry."""
     assert inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None
     ends_q, ends_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
@@ -155,7 +178,7 @@ def _sequences(inputs: LinearInputs) -> list[LinearInputs]:
     def heads_first(rows: Tensor) -> Tensor:
         return rows.transpose(0, 1).unsqueeze(0)
 
-    found = []
+    found: list[LinearInputs] = []
     for b in range(len(ends_q) - 1):
         q, k = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
         decay = inputs.decay
@@ -176,13 +199,22 @@ def _empty_sequence(inputs: LinearInputs) -> LinearInputs:
 
 
 def _dense(inputs: LinearInputs, variant: LinearVariant, sums: torch.dtype) -> LinearResults:
+    """By pairs, whose scores are normalised before they meet values."""
     rows = lay_out(inputs, variant, sums)
-    found = quadratic(rows)
-    output = normalised(found, variant).to(inputs.query.dtype)
+    pairs = pairs_of(rows)
+    factor = one_over_divisor(pairs.total, variant).unsqueeze(-1)
+    weights = (pairs.scores * factor).masked_fill(~pairs.visible, 0)
+    output = weights @ pairs.value + (pairs.old * factor) @ rows.kv
+    if inputs.initial_kv is None:
+        num_keys = rows.seen.expand(rows.query.shape[0], 1, -1)
+        if inputs.key_lengths is not None:
+            num_keys = torch.minimum(num_keys, inputs.key_lengths.view(-1, 1, 1))
+        output = output.masked_fill((num_keys == 0).unsqueeze(-1), 0)
+    kv, key_sum = last_state(rows)
     group = inputs.heads // max(inputs.state_heads, 1)
-    kv, key_sum = found.kv[:, :: max(group, 1)], found.key_sum[:, :: max(group, 1)]
-    total = found.total if variant.normalize != "none" else found.total.new_empty(0)
-    return LinearResults(output, total, kv, key_sum)
+    kv, key_sum = kv[:, :: max(group, 1)], key_sum[:, :: max(group, 1)]
+    total = pairs.total if variant.normalize != "none" else pairs.total.new_empty(0)
+    return LinearResults(output.to(inputs.query.dtype), total, kv, key_sum)
 
 
 def lay_out(inputs: LinearInputs, variant: LinearVariant, sums: torch.dtype) -> Rows:
@@ -232,19 +264,20 @@ def features(name: str, rows: Tensor) -> Tensor:
     return rows.exp() if name == "exp" else rows
 
 
-def normalised(sums: Sums, variant: LinearVariant) -> Float[Tensor, "batch heads rows value_dim"]:
-    """The weighted sums over the normaliser; 0 where that is 0, as it is for rows without keys."""
+def one_over_divisor(
+    total: Float[Tensor, "batch heads rows"], variant: LinearVariant
+) -> Float[Tensor, "batch heads rows"]:
+    """What scores are multiplied by so that they become weights; 0 where the divisor is 0."""
     if variant.normalize == "none":
-        return sums.weighted
-    total = sums.total.unsqueeze(-1)
+        return torch.ones_like(total)
     if variant.normalize == "sum":
         divisor = total + variant.eps
     elif variant.normalize == "clamp":
         divisor = total.clamp(min=variant.eps)
     else:
         divisor = total.abs().clamp(min=variant.eps)
-    nothing: Bool[Tensor, "batch heads rows 1"] = divisor == 0
-    return (sums.weighted / divisor.masked_fill(nothing, 1)).masked_fill(nothing, 0)
+    nothing = divisor == 0
+    return (1 / divisor.masked_fill(nothing, 1)).masked_fill(nothing, 0)
 
 
 def _repeated(rows: Tensor, heads: int) -> Tensor:

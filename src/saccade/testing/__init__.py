@@ -6,6 +6,10 @@ from saccade.arguments import checked as checked
 from saccade.testing.cases import Case as Case
 from saccade.testing.cases import make_case as make_case
 from saccade.testing.kinds import Description as Description
+from saccade.testing.linear_cases import LinearCase as LinearCase
+from saccade.testing.linear_cases import make_linear_case as make_linear_case
+from saccade.testing.linear_oracle import assert_linear_exact as assert_linear_exact
+from saccade.testing.linear_oracle import linear_oracle as linear_oracle
 from saccade.testing.memory import poisoned as poisoned
 from saccade.testing.oracle import assert_exact as assert_exact
 from saccade.testing.oracle import oracle as oracle
@@ -13,9 +17,13 @@ from saccade.testing.oracle import tolerances as tolerances
 
 __all__ = [
     "Case",
+    "LinearCase",
     "assert_exact",
+    "assert_linear_exact",
     "checked",
+    "linear_oracle",
     "make_case",
+    "make_linear_case",
     "oracle",
     "poisoned",
     "problems",

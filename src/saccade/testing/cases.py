@@ -31,7 +31,7 @@ class Case:
     def leaves(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Fresh copies that record gradients, with the same strides, in another dtype if given."""
         return {
-            name: _like_strided(tensor, dtype or tensor.dtype).requires_grad_()
+            name: like_strided(tensor, dtype or tensor.dtype).requires_grad_()
             for name, tensor in self.tensors.items()
         }
 
@@ -91,7 +91,7 @@ def padded(positional: list[Tensor]) -> list[Any]:
     return [*positional, *[None] * (7 - len(positional))]
 
 
-def _like_strided(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def like_strided(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A detached copy with the same strides (expanded dimensions stay expanded)."""
     if tensor.numel() == 0:
         return tensor.detach().to(dtype).clone()
@@ -121,7 +121,7 @@ def make_case(description: Description | None = None, **changes: Any) -> Case:
     }
     batches = () if d.packed else (d.batch,)
     tensors = {
-        name: _laid_out(normal, (*batches, *shape), d.layout, d.packed)
+        name: laid_out(normal, (*batches, *shape), d.layout, d.packed)
         for name, shape in shapes.items()
     }
     if d.sinks:
@@ -145,7 +145,7 @@ def make_case(description: Description | None = None, **changes: Any) -> Case:
     return case
 
 
-def _laid_out(
+def laid_out(
     normal: Callable[..., Tensor], shape: tuple[int, ...], layout: str, packed: bool
 ) -> Tensor:
     """A random tensor [batch, heads, rows, dim] ([rows, heads, dim] if packed) with odd strides."""

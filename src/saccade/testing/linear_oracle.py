@@ -1,0 +1,287 @@
+"""Linear oracle: the float64 answer of a linear case, and how far from it one may be.
+
+The bound is that of `oracle.py`: 1.1 · (the worst error of plain PyTorch in the same dtype) plus
+six standard deviations of rounding in each number's own sum of terms.
+
+For the second part a call is seen as one plain product. The initial state is as many keys as
+there are features: key m has a 1 in channel m and nothing else, and the state's row m as its
+value. The last state is as many queries, read likewise. The normaliser is one more channel of the
+values, which holds 1. Then, with `fade` the factor between a row and a key (0 where hidden),
+
+    weights = scale · (query · keyᵀ) ∘ fade
+    sums = weights · [value, 1]
+    grad_weights = [ĝ, −δ] · [value, 1]ᵀ
+    grad_query = scale · (grad_weights ∘ fade) · key
+
+and so on; rounding errors of each product's terms travel on to the next product.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.linear.problem import LinearVariant
+from saccade.problem import accumulate_dtype
+from saccade.reference import linear as reference
+from saccade.reference.linear import Rows
+from saccade.testing.linear_cases import LinearCase
+from saccade.testing.oracle import AGAINST_PLAIN, CONFIDENCE
+
+
+def linear_oracle(case: LinearCase) -> dict[str, Tensor]:
+    """Output, last state and gradients of a case by the reference in float64."""
+    return case.run("reference", torch.float64)
+
+
+def linear_tolerances(case: LinearCase, exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For each result, the error that is allowed to each of its numbers."""
+    plain, spread = case.run_plain(), _spread(case)
+    unit = torch.finfo(case.description.dtype).eps / 2
+    allowed = {}
+    for name, truth in exact.items():
+        error = (plain[name].double() - truth)[truth.isfinite()].abs()
+        error = error[error.isfinite()]  # plain PyTorch overflows where float64 does not
+        worst = error.max() if error.numel() else torch.tensor(0.0, dtype=torch.float64)
+        allowed[name] = AGAINST_PLAIN * worst + CONFIDENCE * spread[name] + unit * truth.abs()
+    return allowed
+
+
+def assert_linear_exact(case: LinearCase, implementation: str, **more: Any) -> None:
+    """Compare an implementation with the oracle on every result of a linear case.
+
+    Raises:
+        AssertionError: naming the result, the worst error and what was allowed.
+    """
+    exact, got = linear_oracle(case), case.run(implementation, **more)
+    allowed = linear_tolerances(case, exact)
+    for name, truth in exact.items():
+        result = got[name].double()
+        if result.shape != truth.shape:
+            raise AssertionError(f"{name}: shape {tuple(result.shape)}, not {tuple(truth.shape)}")
+        excess = (result - truth).abs() - allowed[name]
+        if excess.numel() and not bool((excess <= 0).all()):  # NaN fails too
+            worst = int(excess.nan_to_num(nan=torch.inf).argmax())
+            off = float((result - truth).flatten()[worst].abs())
+            may = float(allowed[name].flatten()[worst])
+            raise AssertionError(
+                f"{name}: off by {off:.3e} where {may:.3e} is allowed\n{case.description}"
+            )
+
+
+class _Units(NamedTuple):
+    """Unit roundoff of the inputs' dtype, and of a sum in the accumulation dtype."""
+
+    inputs: float
+    sums: float
+
+
+def _spread(case: LinearCase) -> dict[str, Tensor]:
+    """For each result, the standard deviation (at most) of its rounding errors."""
+    leaves = {name: leaf.detach() for name, leaf in case.leaves(torch.float64).items()}
+    prepared = case.prepared(leaves)
+    inputs, variant = prepared.inputs, prepared.variant
+    if inputs.cu_seqlens_q is None:
+        return _spread_dense(case, inputs, variant, case.grads)
+    found: list[dict[str, Tensor]] = []
+    ends = inputs.cu_seqlens_q.tolist()
+    for b, one in enumerate(reference.sequences(inputs)):
+        grads = {name: case.grads[name][b : b + 1] for name in ("kv", "key_sum")}
+        rows = case.grads["output"][ends[b] : ends[b + 1]]
+        found.append(
+            _spread_dense(case, one, variant, {**grads, "output": rows.transpose(0, 1)[None]})
+        )
+    joined = {}
+    for name in found[0]:
+        parts = [part[name] for part in found]
+        if name in ("kv", "key_sum", "grad_kv", "grad_key_sum"):
+            joined[name] = torch.cat(parts)
+        elif name == "grad_decay" and case.description.decay == "heads":
+            joined[name] = torch.stack(parts).square().sum(0).sqrt()
+        else:
+            joined[name] = torch.cat([part.squeeze(0).transpose(0, 1) for part in parts])
+    return joined
+
+
+def _spread_dense(
+    case: LinearCase, inputs: Any, variant: LinearVariant, grads: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The same for dense inputs in float64, by a plain product with virtual keys and queries."""
+    rows = reference.lay_out(inputs, variant, torch.float64)
+    query, key, value, fade = _as_product(rows)
+    length = query.shape[-1] + value.shape[-1] + query.shape[2] + key.shape[2]
+    one = torch.finfo(accumulate_dtype(case.description.dtype)).eps / 2
+    unit = _Units(torch.finfo(case.description.dtype).eps / 2, one * length**0.5)
+
+    # query already holds the scale
+    weights = query @ key.mT * fade
+    exponents = fade.clamp(min=1e-300).log().abs().masked_fill(fade == 0, 0)
+    of_weights = (unit.inputs + one * (2 + exponents)) * weights.abs()
+    of_weights = of_weights + unit.sums * _root(query, key.mT) * fade
+    sums = weights @ value
+    of_sums = _root(of_weights, value) + (unit.inputs + unit.sums) * _root(weights, value)
+    real = rows.query.shape[2]
+    found = {
+        "kv": of_sums[:, :, real:, :-1],
+        "key_sum": of_sums[:, :, real:, -1],
+    }
+    arriving, of_arriving = _arriving(
+        variant, unit, sums[:, :, :real], of_sums[:, :, :real], grads["output"], found
+    )
+    last = torch.cat([grads["kv"], grads["key_sum"].unsqueeze(-1)], -1)
+    last = _first_of_group(last, rows.query.shape[1])
+    arriving = torch.cat([arriving, last], 2)
+    of_arriving = torch.cat([of_arriving, unit.sums * last.abs()], 2)
+    _gradients(
+        (query, key, value, fade, weights), of_weights, arriving, of_arriving, unit, found, real
+    )
+    return _narrowed(case, inputs, variant, found)
+
+
+def _as_product(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, [value, 1] and fades of all pairs, with the states as rows of them."""
+    batch, heads, _, channels = rows.query.shape
+    one_each = torch.eye(channels, dtype=torch.float64, device=rows.query.device)
+    one_each = one_each.expand(batch, heads, channels, channels)
+    query = torch.cat([rows.query, one_each], 2)
+    key = torch.cat([one_each, rows.key], 2)
+    ones = rows.value.new_ones(*rows.value.shape[:-1], 1)
+    value = torch.cat([rows.value, ones], -1)
+    value = torch.cat([torch.cat([rows.kv, rows.key_sum.unsqueeze(-1)], -1), value], 2)
+    kv_len = rows.key.shape[2]
+    last = rows.seen.new_full((channels,), kv_len)
+    seen = torch.cat([rows.seen, last])
+    faded = torch.nn.functional.pad(rows.fade.cumsum(-1), (1, 0))
+    comes = torch.arange(1, kv_len + 1, device=seen.device)
+    comes = torch.cat([comes.new_zeros(channels), comes])  # the initial state is there at once
+    gap = faded[..., seen].unsqueeze(-1) - faded[..., comes].unsqueeze(-2)
+    visible = comes <= seen.unsqueeze(-1)
+    return query, key, value, gap.masked_fill(~visible, -torch.inf).exp()
+
+
+def _arriving(
+    variant: LinearVariant,
+    unit: _Units,
+    sums: Tensor,
+    of_sums: Tensor,
+    grad_output: Tensor,
+    found: dict[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """[ĝ, −δ] and their errors; adds those of the output to `found`."""
+    weighted, total = sums[..., :-1], sums[..., -1:]
+    of_weighted, of_total = of_sums[..., :-1], of_sums[..., -1:]
+    if variant.normalize == "none":
+        found["output"] = of_weighted
+        nothing = torch.zeros_like(total)
+        both = torch.cat([grad_output, nothing], -1)
+        return both, unit.sums * both.abs()
+    divisor = {
+        "sum": total + variant.eps,
+        "clamp": total.clamp(min=variant.eps),
+        "abs": total.abs().clamp(min=variant.eps),
+    }[variant.normalize]
+    divisor = divisor.masked_fill(divisor == 0, torch.inf)
+    output = weighted / divisor
+    found["output"] = of_weighted / divisor + output.abs() * of_total / divisor
+    grad = grad_output / divisor
+    of_grad = grad.abs() * (of_total / divisor + unit.sums)
+    dot = (grad * output).sum(-1, keepdim=True)
+    of_dot = _root_sum(grad * found["output"]) + _root_sum(of_grad * output)
+    of_dot = of_dot + (unit.inputs + unit.sums) * _root_sum(grad * output)
+    active = torch.ones_like(total)
+    if variant.normalize != "sum":
+        size = total.abs() if variant.normalize == "abs" else total
+        active = (size >= variant.eps).to(total.dtype)
+    return torch.cat([grad, -dot * active], -1), torch.cat([of_grad, of_dot * active], -1)
+
+
+def _gradients(
+    product: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    of_weights: Tensor,
+    arriving: Tensor,
+    of_arriving: Tensor,
+    unit: _Units,
+    found: dict[str, Tensor],
+    real: int,
+) -> None:
+    """Errors of the gradients of features, values, states and decay, added to `found`."""
+    query, key, value, fade, weights = product
+    channels = key.shape[-1]
+    pairs = arriving @ value.mT
+    of_pairs = _root(of_arriving, value.mT) + (unit.inputs + unit.sums) * _root(arriving, value.mT)
+    pairs, of_pairs = pairs * fade, of_pairs * fade
+    products = unit.inputs + unit.sums
+    of_query = _root(of_pairs, key) + products * _root(pairs, key)
+    of_key = _root(of_pairs.mT, query) + products * _root(pairs.mT, query)
+    of_value = _root(of_weights.mT, arriving) + _root(weights.mT, of_arriving)
+    of_value = of_value + products * _root(weights.mT, arriving)
+    found["grad_query"], found["grad_key"] = of_query[:, :, :real], of_key[:, :, channels:]
+    found["grad_value"] = of_value[:, :, channels:, :-1]
+    found["grad_kv"] = of_value[:, :, :channels, :-1]
+    found["grad_key_sum"] = of_value[:, :, :channels, -1]
+    # A sum from the end over Σ query · grad_query and Σ key · grad_key: all their errors may show.
+    terms = [of_query * query, of_key * key]
+    terms += [unit.sums * query * (pairs @ key), unit.sums * key * (pairs.mT @ query)]
+    total = torch.stack([term.square().sum((-1, -2)) for term in terms]).sum(0).sqrt()
+    found["grad_decay"] = total.unsqueeze(-1).expand(*total.shape, key.shape[2] - channels)
+
+
+def _narrowed(
+    case: LinearCase, inputs: Any, variant: LinearVariant, found: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """From features and heads of the output back to what the call was given."""
+    unit = torch.finfo(case.description.dtype).eps / 2
+    heads = {
+        "query": inputs.query.shape[1],
+        "key": inputs.key.shape[1],
+        "value": inputs.value.shape[1],
+    }
+    for name, of_heads in heads.items():
+        spread = found[f"grad_{name}"]
+        if name != "value":
+            with torch.enable_grad():
+                rows = getattr(inputs, name).nan_to_num().detach().requires_grad_()
+                mapped = reference.features(variant.feature_map, rows)
+                (slope,) = torch.autograd.grad(mapped.sum(), rows)
+            slope = slope.abs().repeat_interleave(spread.shape[1] // max(of_heads, 1), 1)
+            factor = abs(variant.scale) if name == "query" else 1.0
+            spread = spread * slope * factor * (1 + unit)
+        found[f"grad_{name}"] = _grouped(spread, of_heads)
+    state_heads = inputs.state_heads
+    for name in ("grad_kv", "grad_key_sum", "grad_decay"):
+        found[name] = _grouped(found[name], state_heads)
+    for name in ("kv", "key_sum"):
+        group = found[name].shape[1] // max(state_heads, 1)
+        found[name] = found[name][:, :: max(group, 1)]
+    if case.description.decay == "heads":
+        found["grad_decay"] = _root_sum(found["grad_decay"].transpose(0, 1).flatten(1)).squeeze(-1)
+        # every row's own error is one of the same sums, so they may add up in step
+        found["grad_decay"] = found["grad_decay"] * max(inputs.key.shape[2], 1) ** 0.5
+    return found
+
+
+def _first_of_group(states: Tensor, heads: int) -> Tensor:
+    """Gradients of states by head of the output: each state is read once, by the first head."""
+    group = heads // max(states.shape[1], 1)
+    spread = states.new_zeros(states.shape[0], heads, *states.shape[2:])
+    spread[:, :: max(group, 1)] = states
+    return spread
+
+
+def _root(weights: Tensor, rows: Tensor) -> Tensor:
+    """Root of the sum of squared terms of weights · rows."""
+    return (weights.square() @ rows.square()).sqrt()
+
+
+def _root_sum(terms: Tensor) -> Tensor:
+    """Root of the sum of squares over the last dimension, which stays."""
+    return terms.square().sum(-1, keepdim=True).sqrt()
+
+
+def _grouped(per_head: Tensor, heads: int) -> Tensor:
+    """Root-sum-square over the heads that share one."""
+    if heads == 0:
+        return per_head
+    return per_head.square().unflatten(1, (heads, -1)).sum(2).sqrt()

@@ -1,0 +1,345 @@
+"""The one suite of linear attention. A new implementation is a line in IMPLEMENTATIONS."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import saccade
+from saccade.linear.problem import FUSED_MAPS, NORMALIZERS
+from saccade.testing import (
+    LinearCase,
+    assert_linear_exact,
+    linear_oracle,
+    make_linear_case,
+    poisoned,
+)
+from saccade.testing.linear_cases import DECAYS, LinearDescription
+from saccade.testing.strategies import LAYOUTS
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+HEADS = [(2, 2, 2), (4, 2, 2), (2, 2, 4), (4, 1, 2), (1, 1, 3)]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An implementation under test: what it takes, and a small chunk that makes edges common."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...] = (F32, F64, BF16, F16)
+    device: str = "cpu"  # "cuda" runs under make test-gpu
+    small_chunks: saccade.Config | None = None
+
+    @property
+    def configs(self) -> Sequence[saccade.Config | None]:
+        """The configs that it is tested with."""
+        return [None] if self.small_chunks is None else [None, self.small_chunks]
+
+
+IMPLEMENTATIONS = [
+    Implementation("reference"),
+    Implementation("reference", device="cuda"),
+    Implementation("cpu", small_chunks=saccade.Config(kv_tile=5)),
+]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(
+            implementation,
+            id=f"{implementation.name}-{implementation.device}",
+            marks=[pytest.mark.gpu] if implementation.device == "cuda" else [],
+        )
+        for implementation in IMPLEMENTATIONS
+    ]
+)
+def linear_implementation(request: pytest.FixtureRequest) -> Implementation:
+    return request.param
+
+
+def check(implementation: Implementation, **description: Any) -> None:
+    """Compare one case with float64, in memory that holds NaN; small chunks too where there are."""
+    case = make_linear_case(**{**description, "device": implementation.device})
+    with poisoned():
+        for config in implementation.configs:
+            given_config = {} if config is None else {"config": config}
+            assert_linear_exact(case, implementation.name, **given_config)
+
+
+PACKED = ((24, 30), (5, 0), (0, 4), (7, 7), (7, 7))
+
+
+class TestExactness:
+    @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+    @pytest.mark.parametrize("normalize", NORMALIZERS)
+    @pytest.mark.parametrize("feature_map", FUSED_MAPS)
+    def test_every_map_with_every_normaliser(
+        self, linear_implementation: Implementation, feature_map: str, normalize: str, packed: bool
+    ) -> None:
+        number = FUSED_MAPS.index(feature_map) * len(NORMALIZERS) + NORMALIZERS.index(normalize)
+        if feature_map == "identity" and normalize == "sum":
+            return  # no divisor where features have signs; TestWarnings sees to it
+        for dtype, causal in itertools.product(linear_implementation.dtypes, [True, False]):
+            check(
+                linear_implementation,
+                feature_map=feature_map,
+                normalize=normalize,
+                eps=1.0 if feature_map == "identity" else 1e-3,
+                dtype=dtype,
+                causal=causal,
+                packed=packed,
+                lengths=PACKED if packed else ((24, 30),),
+                decay=DECAYS[number % 3],
+                state=number % 2 == 0,
+                padded=number % 3 == 0,
+                scale=0.3,
+                seed=number,
+            )
+
+    @pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+    @pytest.mark.parametrize("lengths", [(13, 29), (29, 13), (1, 17), (17, 1)], ids=str)
+    @pytest.mark.parametrize("decay", DECAYS)
+    def test_unequal_lengths_in_both_alignments(
+        self,
+        linear_implementation: Implementation,
+        decay: str,
+        lengths: tuple[int, int],
+        align: str,
+    ) -> None:
+        for state in (False, True):
+            check(linear_implementation, lengths=(lengths,), align=align, decay=decay, state=state)
+
+    @pytest.mark.parametrize("heads", HEADS, ids=str)
+    @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+    def test_shared_heads(
+        self, linear_implementation: Implementation, packed: bool, heads: tuple[int, int, int]
+    ) -> None:
+        lengths = PACKED if packed else ((17, 17),)
+        for dtype in linear_implementation.dtypes:
+            check(
+                linear_implementation,
+                heads=heads,
+                packed=packed,
+                lengths=lengths,
+                decay="rows",
+                state=True,
+                dtype=dtype,
+            )
+
+    @settings(
+        max_examples=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    @given(data=st.data())
+    def test_random_problems(self, linear_implementation: Implementation, data: Any) -> None:
+        check(
+            linear_implementation, **data.draw(descriptions(linear_implementation.dtypes)).__dict__
+        )
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_any_strides(self, linear_implementation: Implementation, layout: str) -> None:
+        for dtype in linear_implementation.dtypes:
+            check(linear_implementation, layout=layout, dtype=dtype, lengths=((17, 29),))
+
+    @pytest.mark.parametrize("sizes", [(64, 128), (128, 16), (1, 1), (3, 40)])
+    def test_head_dims(self, linear_implementation: Implementation, sizes: tuple[int, int]) -> None:
+        for dtype in linear_implementation.dtypes:
+            check(linear_implementation, head_dim=sizes[0], value_dim=sizes[1], dtype=dtype)
+
+    @pytest.mark.parametrize("decay", DECAYS)
+    def test_lengths_of_many_chunks(
+        self, linear_implementation: Implementation, decay: str
+    ) -> None:
+        check(linear_implementation, lengths=((700, 700),), batch=1, decay=decay, state=True)
+
+
+@st.composite
+def descriptions(draw: Any, dtypes: Sequence[torch.dtype]) -> LinearDescription:
+    """Descriptions of linear cases: anything goes with anything, zero lengths included."""
+    packed = draw(st.booleans())
+    length = st.integers(0, 24)
+    pairs = st.lists(st.tuples(length, length), min_size=1, max_size=4 if packed else 1)
+    return LinearDescription(
+        batch=draw(st.integers(0, 3)),
+        heads=draw(st.sampled_from(HEADS)),
+        lengths=tuple(draw(pairs)),
+        head_dim=draw(st.sampled_from([16, 8, 1, 5])),
+        value_dim=draw(st.sampled_from([16, 8, 1, 5])),
+        dtype=draw(st.sampled_from(list(dtypes))),
+        packed=packed,
+        causal=draw(st.booleans()),
+        align=draw(st.sampled_from(["bottom_right", "top_left"])),
+        feature_map=draw(st.sampled_from(["elu+1", "relu", "exp"])),
+        normalize=draw(st.sampled_from(NORMALIZERS)),
+        eps=draw(st.sampled_from([0.5, 1e-2])),
+        scale=draw(st.sampled_from([1.0, 0.3])),
+        decay=draw(st.sampled_from(DECAYS)),
+        state=draw(st.booleans()),
+        padded=draw(st.booleans()),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+class TestEmpty:
+    @pytest.mark.parametrize(
+        "empty",
+        [
+            {"batch": 0},
+            {"heads": (0, 0, 0)},
+            {"lengths": ((0, 9),)},
+            {"lengths": ((9, 0),)},
+            {"lengths": ((0, 0),)},
+            {"head_dim": 0},
+            {"value_dim": 0},
+            {"packed": True, "lengths": ((0, 0), (0, 0))},
+        ],
+        ids=str,
+    )
+    def test_zero_sized_dimensions(
+        self, linear_implementation: Implementation, empty: dict[str, Any]
+    ) -> None:
+        for dtype in linear_implementation.dtypes:
+            check(linear_implementation, dtype=dtype, **empty)
+            check(linear_implementation, dtype=dtype, decay="rows", state=True, **empty)
+
+    @pytest.mark.parametrize("eps", [0.0, 1e-6])
+    @pytest.mark.parametrize("normalize", NORMALIZERS)
+    def test_rows_that_see_nothing(
+        self, linear_implementation: Implementation, normalize: str, eps: float
+    ) -> None:
+        case = make_linear_case(
+            lengths=((9, 4),), normalize=normalize, eps=eps, device=linear_implementation.device
+        )
+        case.grads["output"][:, :, :5] = torch.nan  # nobody may listen to these rows
+        results = case.run(linear_implementation.name)
+        assert not bool(results["output"][:, :, :5].any())
+        assert not bool(results["grad_query"][:, :, :5].any())
+        assert all(bool(result.isfinite().all()) for result in results.values())
+
+    def test_keys_that_are_all_padding(self, linear_implementation: Implementation) -> None:
+        case = make_linear_case(lengths=((9, 9),), eps=0.0, device=linear_implementation.device)
+        case.key_lengths = torch.tensor([0, 9], device=linear_implementation.device)
+        case.tensors["key"][0], case.tensors["value"][0] = torch.nan, torch.inf
+        case.grads["output"][0] = torch.nan
+        results = case.run(linear_implementation.name)
+        for name, result in results.items():
+            assert bool(result.isfinite().all()), name
+        for name in ("output", "grad_query", "grad_key", "grad_value"):
+            assert not bool(results[name][0].any()), name
+            assert bool(results[name][1].any()), name
+
+
+class TestHidden:
+    @pytest.mark.parametrize("trash", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("spoilt", ["key", "value"])
+    @pytest.mark.parametrize("decay", ["none", "rows"])
+    def test_rows_before_a_spoilt_key_stay_clean(
+        self, linear_implementation: Implementation, decay: str, spoilt: str, trash: float
+    ) -> None:
+        for config, dtype in itertools.product(
+            linear_implementation.configs, linear_implementation.dtypes
+        ):
+            case = make_linear_case(
+                heads=(4, 2, 2), dtype=dtype, decay=decay, device=linear_implementation.device
+            )
+            exact = linear_oracle(case)
+            place = 20
+            case.tensors[spoilt][:, :, place] = trash
+            more = {} if config is None else {"config": config}
+            results = case.run(linear_implementation.name, **more)
+            clean = results["output"][:, :, :place].double()
+            torch.testing.assert_close(clean, exact["output"][:, :, :place], atol=0.05, rtol=0.05)
+            assert not bool(results["output"][:, :, place:].isfinite().all(-1).any())
+            assert bool(results["grad_query"][:, :, :place].isfinite().all())
+            assert not bool(results["kv"].isfinite().all())
+
+    def test_spoilt_queries_do_not_reach_what_they_do_not_see(
+        self, linear_implementation: Implementation
+    ) -> None:
+        for config in linear_implementation.configs:
+            case = make_linear_case(heads=(4, 2, 2), device=linear_implementation.device)
+            case.tensors["query"][:, :, 7] = torch.nan
+            more = {} if config is None else {"config": config}
+            results = case.run(linear_implementation.name, **more)
+            assert bool(results["output"][:, :, 7].isnan().all())
+            assert bool(results["output"][:, :, 8:].isfinite().all())
+            for name in ("grad_key", "grad_value"):
+                assert bool(results[name][:, :, :8].isnan().any()), name
+                assert bool(results[name][:, :, 8:].isfinite().all()), name
+
+    def test_nan_behind_the_end_of_keys_values_and_decay(
+        self, linear_implementation: Implementation
+    ) -> None:
+        check(linear_implementation, padded=True, decay="rows", state=True, seed=3)
+
+
+class TestResults:
+    def test_gradients_come_in_any_layout(self, linear_implementation: Implementation) -> None:
+        case = make_linear_case(decay="rows", device=linear_implementation.device)
+        results = []
+        for shape in ("expanded", "permuted", "contiguous"):
+            leaves = case.leaves()
+            output = case.call(leaves, implementation=linear_implementation.name)["output"]
+            grad = torch.full((), 0.5, device=output.device).expand(output.shape)
+            if shape == "permuted":
+                grad = grad.transpose(1, 3).contiguous().transpose(1, 3)
+            elif shape == "contiguous":
+                grad = grad.contiguous()
+            results.append(torch.autograd.grad(output, list(leaves.values()), grad))
+        for other in results[1:]:
+            for first, second in zip(results[0], other, strict=True):
+                torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-5)
+
+    @pytest.mark.parametrize("of", ["output", "kv", "key_sum"])
+    def test_gradient_of_one_result_alone(
+        self, linear_implementation: Implementation, of: str
+    ) -> None:
+        case = make_linear_case(decay="rows", state=True, device=linear_implementation.device)
+        leaves, exact = case.leaves(), case.leaves(F64)
+        ours = case.call(leaves, implementation=linear_implementation.name)[of]
+        theirs = case.call(exact, implementation="reference")[of]
+        grad = case.grads[of]
+        found = torch.autograd.grad(ours, list(leaves.values()), grad.float(), allow_unused=True)
+        truth = torch.autograd.grad(theirs, list(exact.values()), grad, allow_unused=True)
+        for name, mine, wanted in zip(leaves, found, truth, strict=True):
+            mine = torch.zeros_like(leaves[name]) if mine is None else mine
+            wanted = torch.zeros_like(exact[name]) if wanted is None else wanted
+            torch.testing.assert_close(mine.double(), wanted, atol=1e-4, rtol=1e-4, msg=name)
+
+    def test_a_call_in_two_halves_is_the_whole_call(
+        self, linear_implementation: Implementation
+    ) -> None:
+        case = make_linear_case(decay="rows", device=linear_implementation.device)
+        query, key, value, decay = (t.detach() for t in case.leaves().values())
+        arguments: dict[str, Any] = {
+            "implementation": linear_implementation.name, "return_state": True
+        }  # fmt: skip
+        whole, last = saccade.linear_attention(query, key, value, decay=decay, **arguments)
+        state, outputs = None, []
+        for rows in (slice(0, 11), slice(11, 24)):
+            parts: list[Tensor] = [rows_of[:, :, rows] for rows_of in (query, key, value)]
+            output, state = saccade.linear_attention(
+                *parts, decay=decay[:, :, rows], initial_state=state, **arguments
+            )
+            outputs.append(output)
+        assert state is not None
+        torch.testing.assert_close(torch.cat(outputs, 2), whole, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(state.kv, last.kv, atol=1e-5, rtol=1e-4)
+
+    def test_runs_are_bit_equal(self, linear_implementation: Implementation) -> None:
+        case: LinearCase = make_linear_case(
+            lengths=((300, 300),), decay="rows", device=linear_implementation.device
+        )
+        first, again = (case.run(linear_implementation.name) for _ in range(2))
+        assert all(torch.equal(first[name], again[name]) for name in first)

@@ -1,0 +1,11 @@
+"""The numerical contract of linear attention, on every implementation: see linear_suite.py."""
+
+from linear_suite import (
+    TestEmpty,
+    TestExactness,
+    TestHidden,
+    TestResults,
+    linear_implementation,
+)
+
+__all__ = ["TestEmpty", "TestExactness", "TestHidden", "TestResults", "linear_implementation"]
