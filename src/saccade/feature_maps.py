@@ -149,8 +149,8 @@ class Favor(ScaledMap):
     φ(x) = exp([u, -u] - temperature · ‖x‖² / 2) / sqrt(num_features), with
     u = sqrt(temperature) · x · projection. No dtype holds them for rows of any length, so linear
     attention takes them divided by each row's largest one: a query's factor cancels in the
-    normaliser, and the keys' largest factor travels with the state as `log_scale`. Nothing
-    underflows, and `eps` is then measured in those units.
+    normaliser, and the keys' largest factor travels with the state as `log_scale`. So nothing
+    overflows, and no row of features is 0.
 
     Args: as `RandomFourierFeatures`; orthogonal by default.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -92,8 +93,8 @@ def linear_attention(  # breaks function-length: most of it is the docstring
             (for queries, for keys).
         normalize: what weighted sums are divided by, given t, the sum of a row's scores:
             True or "sum": t + eps; "clamp": max(t, eps); "abs": max(|t|, eps); False or "none": 1.
-        eps: see normalize; not negative. In the units of the features, which are relative ones
-            for `feature_maps.Favor`.
+        eps: see normalize; not negative. Taken as 0 with maps that scale their features
+            (`feature_maps.Favor`): these are positive, and have no unit in common.
         scale: the factor of the scores.
         decay: logarithms, at most 0, of the factor by which the state fades as a key comes:
             [state_heads] constant ones, or [batch, state_heads, kv_len] one for each key row.
@@ -198,7 +199,8 @@ def _run(prepared: Prepared, implementation: str | None) -> tuple[Tensor, Linear
     inputs, variant, problem, config, scaling = prepared
     chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
     if chosen == "reference":
-        found: LinearResults = reference.attention(inputs, variant)
+        with torch.autocast(problem.device, enabled=False):  # inputs have been cast already
+            found: LinearResults = reference.attention(inputs, variant)
     else:
         found = doors.attention(inputs, flatten(variant, config, chosen))
     if scaling is None:

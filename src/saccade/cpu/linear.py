@@ -31,7 +31,11 @@ from saccade.problem import Config
 CHUNK = 128
 HEADS_AT_ONCE = 16
 
+# Inputs have been cast already; products of what was widened must stay wide.
+WITHOUT_AUTOCAST = torch.autocast("cpu", enabled=False)
 
+
+@WITHOUT_AUTOCAST
 def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
     results = empty_linear_results(inputs, variant)
@@ -46,6 +50,7 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Lin
     return results
 
 
+@WITHOUT_AUTOCAST
 def backward(
     inputs: LinearInputs,
     variant: LinearVariant,
@@ -91,6 +96,7 @@ def backward(
     return gradients._replace(decay=_decay_gradient(inputs, decay).to(inputs.decay.dtype))
 
 
+@WITHOUT_AUTOCAST
 def step(
     kv: Tensor,
     key_sum: Tensor,

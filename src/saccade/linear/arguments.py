@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def check_number(name: str, value: object, *, least: float = -math.inf) -> float
     takes = "a finite number" + (f" of at least {least:g}" if least > -math.inf else "")
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
         raise TypeError(f"{name}: got {value!r}, takes {takes}")
-    if not math.isfinite(value) or value < least:
+    if not (max(least, -sys.float_info.max) <= value <= sys.float_info.max):
         raise ValueError(f"{name}: got {value}, takes {takes}")
     return float(value)
 

@@ -188,10 +188,7 @@ def gradients_of(ctx: Any, call: Callable[..., Sequence[Tensor]], *grads: Any) -
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    gradients = gradients_of(ctx, linear_backward_op, *grads)
-    # The registered form wants an empty list, not None, for every list argument that was empty.
-    of_plain = [[] if value == [] else None for value in ctx.plain]
-    return (*gradients, *of_plain)
+    return (*gradients_of(ctx, linear_backward_op, *grads), *[None] * len(ctx.plain))
 
 
 torch.library.register_autograd(

@@ -88,6 +88,8 @@ def prepare(
         if scaling is not None:
             kv, key_sum = scaling.of_initial(kv, key_sum)
         inputs = inputs._replace(initial_kv=kv, initial_key_sum=key_sum)
+    if scaling is not None:
+        eps = 0.0  # in units that differ from row to row it would mean nothing
     variant = LinearVariant(causal, align, fused, form, eps, scale)
     return Prepared(inputs, variant, problem_of(inputs, variant, config), config, scaling)
 

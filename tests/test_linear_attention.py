@@ -1,0 +1,308 @@
+"""The public calls of linear attention: maps, steps, states, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from torch import Tensor
+
+import saccade
+from saccade import LinearState, feature_maps
+
+
+@pytest.fixture
+def unchecked_shapes() -> Iterator[None]:
+    """Dynamo does not trace through jaxtyping's checks."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    torch._dynamo.reset()
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def qkv(length: int = 12, heads: int = 2, dim: int = 8, dtype: Any = None) -> list[Tensor]:
+    torch.manual_seed(length)
+    return [torch.randn(2, heads, length, dim, dtype=dtype) for _ in range(3)]
+
+
+MAPS: dict[str, Any] = {
+    "elu+1": "elu+1",
+    "softmax": "softmax",
+    "pair": ("relu", "exp"),
+    "own": torch.nn.functional.softplus,
+    "fourier": lambda: feature_maps.RandomFourierFeatures(8),
+    "smoothed": lambda: feature_maps.SmoothedRandomFourierFeatures(8, smoothing=2.0),
+    "generalized": lambda: feature_maps.GeneralizedRandomFeatures(8, 20),
+    "favor": lambda: feature_maps.Favor(8, 12),
+}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(1)
+    found = MAPS[name]
+    return found() if name in ("fourier", "smoothed", "generalized", "favor") else found
+
+
+def in_pairs(features: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Normalised linear attention by its definition, from features in float64."""
+    of_query, of_key = features
+    scores = (of_query(query) @ of_key(key).mT).tril()
+    return scores @ value / scores.sum(-1, keepdim=True)
+
+
+def as_functions(one: Any) -> tuple[Any, Any]:
+    named = {
+        "elu+1": lambda x: torch.nn.functional.elu(x) + 1,
+        "relu": torch.relu,
+        "exp": torch.exp,
+        "softmax": lambda x: x.softmax(-1),
+    }
+    pair = one if isinstance(one, tuple) else (one, one)
+    return tuple(named.get(part, part) if isinstance(part, str) else part for part in pair)  # type: ignore[return-value]
+
+
+class TestFeatureMaps:
+    @pytest.mark.parametrize("name", list(MAPS))
+    def test_against_the_definition(self, name: str) -> None:
+        feature_map, tensors = made(name), qkv(dtype=torch.float64)
+        found = saccade.linear_attention(*tensors, feature_map=feature_map, eps=0.0)
+        torch.testing.assert_close(found, in_pairs(as_functions(feature_map), *tensors))
+
+    @pytest.mark.parametrize("name", list(MAPS))
+    def test_gradcheck(self, name: str) -> None:
+        feature_map = made(name)
+        tensors = [rows[:1, :1, :4] for rows in qkv(dtype=torch.float64)]
+
+        def function(*rows: Tensor) -> Tensor:
+            return saccade.linear_attention(*rows, feature_map=feature_map, eps=0.1)
+
+        assert torch.autograd.gradcheck(function, [rows.requires_grad_() for rows in tensors])
+
+    @pytest.mark.parametrize("normalize", [True, False])
+    @pytest.mark.parametrize("name", list(MAPS))
+    def test_steps_go_on_where_a_call_ended(self, name: str, normalize: bool) -> None:
+        feature_map, (query, key, value) = made(name), qkv(dtype=torch.float64)
+        options: dict[str, Any] = {"feature_map": feature_map, "normalize": normalize, "eps": 0.0}
+        whole = saccade.linear_attention(query, key, value, **options)
+        parts = [rows[:, :, :5] for rows in (query, key, value)]
+        output, state = saccade.linear_attention(*parts, return_state=True, **options)
+        outputs = [output]
+        for rows in (slice(5, 6), slice(6, 7), slice(7, 12)):
+            parts = [tensor[:, :, rows] for tensor in (query, key, value)]
+            outputs.append(saccade.linear_attention_step(state, *parts, **options))
+        torch.testing.assert_close(torch.cat(outputs, 2), whole)
+
+    def test_packed_sequences_have_scales_of_their_own(self) -> None:
+        feature_map = made("favor")
+        query, key, value = (rows[0].transpose(0, 1) for rows in qkv(dtype=torch.float64))
+        key = key * torch.linspace(0.1, 4, 12).double().view(-1, 1, 1)
+        offsets = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+        for normalize in (True, False):
+            options: dict[str, Any] = {"feature_map": feature_map, "normalize": normalize}
+            found, state = saccade.linear_attention_packed(
+                query, key, value, offsets, eps=0.0, return_state=True, **options
+            )
+            for b, rows in enumerate((slice(0, 5), slice(5, 5), slice(5, 12))):
+                dense = [t[rows].transpose(0, 1)[None] for t in (query, key, value)]
+                alone, last = saccade.linear_attention(
+                    *dense, eps=0.0, return_state=True, **options
+                )
+                torch.testing.assert_close(found[rows], alone[0].transpose(0, 1))
+                torch.testing.assert_close(state.kv[b], last.kv[0])
+                assert state.log_scale is not None and last.log_scale is not None
+                torch.testing.assert_close(state.log_scale[b], last.log_scale[0])
+
+    def test_random_features_estimate_their_kernels(self) -> None:
+        torch.manual_seed(0)
+        x, y = torch.randn(2, 40, 4, dtype=torch.float64) / 2
+        fourier = feature_maps.RandomFourierFeatures(4, 20000, temperature=0.5)
+        kernel = torch.exp(-0.25 * torch.cdist(x, y).square())
+        assert float((fourier(x) @ fourier(y).T - kernel).abs().max()) < 0.05
+        smoothed = feature_maps.SmoothedRandomFourierFeatures(4, 20001, 0.5, smoothing=2.0)
+        assert float((smoothed(x) @ smoothed(y).T - kernel - 4).abs().max()) < 0.05
+        for orthogonal in (False, True):
+            favor = feature_maps.Favor(4, 20000, temperature=0.5, orthogonal=orthogonal)
+            kernel = torch.exp(0.5 * x @ y.T)
+            assert float((favor(x) @ favor(y).T / kernel - 1).abs().max()) < 0.1
+
+    def test_orthogonal_directions(self) -> None:
+        project = feature_maps.RandomProjection(8, 20, orthogonal=True)
+        for start in (0, 8, 16):
+            block = project.projection[:, start : start + 8]
+            products = block.T @ block
+            torch.testing.assert_close(products, products.diag().diag(), atol=1e-4, rtol=0)
+        before = project.projection.clone()
+        project(torch.randn(3, 8))
+        assert torch.equal(before, project.projection)
+        project.redraw()
+        assert not torch.equal(before, project.projection)
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_favor_does_not_underflow(self, causal: bool) -> None:
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(1, 2, 256, 64) * std for std in (3.0, 3.0, 1.0))
+        feature_map = feature_maps.Favor(64)
+        options: dict[str, Any] = {"feature_map": feature_map, "causal": causal}
+        output = saccade.linear_attention(query, key, value, **options)
+        wide = (rows.double() for rows in (query, key, value))
+        exact = saccade.linear_attention(*wide, **options)
+        assert float((output - exact).norm() / exact.norm()) < 1e-4
+
+    def test_padded_keys_do_not_reach_a_map_or_its_scale(self) -> None:
+        feature_map, (query, key, value) = made("favor"), qkv(dtype=torch.float64)
+        lengths = torch.tensor([5, 12])
+        spoilt = key.clone()
+        spoilt[0, :, 5:] = torch.nan
+        options: dict[str, Any] = {"feature_map": feature_map, "causal": False}
+        spoilt.requires_grad_()
+        found = saccade.linear_attention(query, spoilt, value, key_lengths=lengths, **options)
+        short = saccade.linear_attention(query[:1], key[:1, :, :5], value[:1, :, :5], **options)
+        torch.testing.assert_close(found[:1], short)
+        (grad,) = torch.autograd.grad(found.sum(), spoilt)
+        assert bool(grad.isfinite().all()) and not bool(grad[0, :, 5:].any())
+
+
+class TestStep:
+    def test_a_step_is_the_call_bit_for_bit(self) -> None:
+        query, key, value = qkv()
+        before = [rows[:, :, :11] for rows in (query, key, value)]
+        _, state = saccade.linear_attention(*before, return_state=True)
+        now = [rows[:, :, 11:] for rows in (query, key, value)]
+        output, last = saccade.linear_attention(*now, initial_state=state, return_state=True)
+        stepped = saccade.linear_attention_step(state, *now)
+        assert torch.equal(stepped, output)
+        assert torch.equal(state.kv, last.kv) and torch.equal(state.key_sum, last.key_sum)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", ["elu+1", "favor"])
+    def test_states_in_a_pool(self, name: str, dtype: torch.dtype) -> None:
+        feature_map, (query, key, value) = made(name), qkv(3)
+        decay = torch.tensor([-0.1, -0.2])
+        features = 12 if name == "favor" else 8
+        pool = LinearState(
+            torch.rand(5, 2, features, 8).to(dtype), torch.rand(5, 2, features).to(dtype),
+            torch.rand(5, 2) if name == "favor" else None,
+        )  # fmt: skip
+        picked = LinearState(*(None if rows is None else rows[[3, 1]] for rows in pool))  # type: ignore[arg-type]
+        untouched = pool.clone()
+        index = torch.tensor([3, 1], dtype=torch.int32)
+        options: dict[str, Any] = {"feature_map": feature_map, "decay": decay}
+        found = saccade.linear_attention_step(pool, query, key, value, state_index=index, **options)
+        wanted, last = saccade.linear_attention(
+            query, key, value, initial_state=picked, return_state=True, **options
+        )
+        torch.testing.assert_close(found, wanted)
+        for rows, new, old in zip(pool, last, untouched, strict=True):
+            if rows is not None and new is not None and old is not None:
+                torch.testing.assert_close(rows[[3, 1]], new.to(rows.dtype), atol=1e-5, rtol=1e-2)
+                assert torch.equal(rows[[0, 2, 4]], old[[0, 2, 4]])
+
+    def test_compiles(self, unchecked_shapes: None) -> None:
+        def function(kv: Tensor, key_sum: Tensor, *rows: Tensor) -> Tensor:
+            return saccade.linear_attention_step(LinearState(kv, key_sum), *rows)
+
+        sums = torch.rand(2, 2, 8, 8), torch.rand(2, 2, 8)
+        theirs = [part.clone() for part in sums]
+        compiled: Any = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*theirs, *qkv(1)), function(*sums, *qkv(1)))
+        torch.testing.assert_close(theirs, list(sums))
+
+    def test_gradients_are_refused(self) -> None:
+        state = LinearState(torch.rand(2, 2, 8, 8), torch.rand(2, 2, 8))
+        rows = [tensor.requires_grad_() for tensor in qkv(1)]
+        with pytest.raises(ValueError, match="initial_state and return_state"):
+            saccade.linear_attention_step(state, *rows)
+        with torch.no_grad():
+            saccade.linear_attention_step(state, *rows)
+
+
+STATE = LinearState(torch.rand(2, 2, 8, 8), torch.rand(2, 2, 8))
+REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"feature_map": "elu"}, ValueError, "feature_map: got 'elu'"),
+    ({"feature_map": 3}, TypeError, "feature_map: got int"),
+    ({"feature_map": ("elu+1",)}, ValueError, "feature_map: got 1 maps"),
+    ({"feature_map": lambda rows: rows.sum(2)}, ValueError, "feature_map: got"),
+    ({"feature_map": (torch.relu, lambda rows: rows[..., :3])}, ValueError, "feature_map: got 3"),
+    ({"feature_map": ("elu+1", feature_maps.Favor(8))}, ValueError, "ScaledMap"),
+    ({"normalize": "mean"}, ValueError, "normalize: got 'mean'"),
+    ({"normalize": 1}, TypeError, "normalize: got 1"),
+    ({"eps": -1.0}, ValueError, "eps: got -1.0"),
+    ({"eps": "small"}, TypeError, "eps: got 'small'"),
+    ({"scale": float("inf")}, ValueError, "scale: got inf"),
+    ({"causal": 1}, TypeError, "causal: got 1"),
+    ({"align": "start"}, ValueError, "align: got 'start'"),
+    ({"decay": 0.9}, TypeError, "decay: got float"),
+    ({"decay": torch.tensor([0.9, 0.9])}, ValueError, "decay: got 0.8999"),
+    ({"decay": torch.full((2,), -torch.inf)}, ValueError, "decay: got -inf"),
+    ({"decay": -torch.ones(3)}, ValueError, "decay: got shape (3,)"),
+    ({"decay": -torch.ones(2, dtype=torch.int32)}, TypeError, "decay: got torch.int32"),
+    ({"key_lengths": torch.tensor([1, 13])}, ValueError, "key_lengths: got 1 to 13"),
+    ({"key_lengths": torch.tensor([1])}, ValueError, "key_lengths: got shape (1,)"),
+    ({"key_lengths": torch.tensor([1.0, 2.0])}, TypeError, "key_lengths: got torch.float32"),
+    ({"initial_state": (1, 2)}, TypeError, "initial_state: got tuple"),
+    ({"initial_state": LinearState(STATE.kv[:1], STATE.key_sum)}, ValueError, "initial_state.kv"),
+    ({"initial_state": LinearState(STATE.kv, STATE.key_sum.int())}, TypeError, "key_sum"),
+    ({"initial_state": LinearState(*STATE[:2], torch.zeros(2, 2))}, ValueError, "log_scale"),
+    ({"return_state": 1}, TypeError, "return_state: got 1"),
+    ({"implementation": "hopper"}, ValueError, "implementation: got 'hopper'"),
+    ({"implementation": "reference", "config": saccade.Config(kv_tile=8)}, NotImplementedError,
+     "reference: it has no tiles"),
+    ({"config": 128}, TypeError, "config: got int"),
+]  # fmt: skip
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(("wrong", "error", "message"), REFUSALS, ids=range(len(REFUSALS)))
+    def test_says_what_it_got(
+        self, wrong: dict[str, Any], error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error) as caught:
+            saccade.linear_attention(*qkv(), **wrong)
+        assert message in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("shapes", "message"),
+        [
+            (((2, 3, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8)), "got 2 heads, takes a divisor of 3"),
+            (((2, 2, 4, 8), (2, 2, 4, 8), (2, 3, 4, 8)), "key: got 2 heads"),
+            (((2, 2, 4, 8), (1, 2, 4, 8), (2, 2, 4, 8)), "key: got batch 1"),
+            (((2, 2, 4, 8), (2, 2, 4, 7), (2, 2, 4, 8)), "key: got head_dim 7"),
+            (((2, 2, 4, 8), (2, 2, 4, 8), (2, 2, 5, 8)), "value: got 5 rows"),
+            (((2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8)), "query: got shape"),
+        ],
+    )
+    def test_shapes_that_do_not_fit(
+        self, shapes: tuple[tuple[int, ...], ...], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            saccade.linear_attention(*(torch.zeros(shape) for shape in shapes))
+
+    def test_steps(self) -> None:
+        rows = qkv(1)
+        with pytest.raises(ValueError, match="state_index: got an entry twice"):
+            saccade.linear_attention_step(STATE, *rows, state_index=torch.tensor([1, 1]))
+        with pytest.raises(ValueError, match="state_index: got 0 to 2"):
+            saccade.linear_attention_step(STATE, *rows, state_index=torch.tensor([0, 2]))
+        with pytest.raises(NotImplementedError, match="in place"):
+            saccade.linear_attention_step(STATE, *rows, implementation="reference")
+        with pytest.raises(ValueError, match="tokens"):
+            saccade.linear_attention_step(STATE, rows[0], *qkv(2)[1:])
+        with pytest.raises(TypeError, match="cu_seqlens_q: got None"):
+            saccade.linear_attention_packed(*rows, None)  # type: ignore[arg-type]
+
+    def test_signed_features_without_a_divisor_are_warned_of(self) -> None:
+        with pytest.warns(UserWarning, match="normalize: got 'sum'"):
+            saccade.linear_attention(*qkv(), feature_map="identity")
+        saccade.linear_attention(*qkv(), feature_map="identity", normalize="abs", eps=1.0)
+
+
+def test_explain() -> None:
+    found = saccade.explain_linear(*qkv(), normalize="abs")
+    assert found.chosen == "cpu"
+    assert found.reasons == {"cpu": None, "reference": None}
+    assert found.flops == 2 * 2 * 12 * (2 * 2 * 8 * 8 + 2 * 64 * 16)
+    assert found.bytes == 4 * 2 * 2 * 12 * 8 * 4
+    assert "normaliser abs" in str(found) and "cpu: yes, taken" in str(found)
