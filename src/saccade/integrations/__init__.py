@@ -1,0 +1,1 @@
+"""Integrations: the calls of other libraries, answered by saccade."""

@@ -1,0 +1,130 @@
+"""Layers: `LinearAttention` and `CausalLinearAttention`, and the product below the second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+import saccade
+from saccade.integrations.fast_transformers.features import FeatureMap, elu_feature_map
+from saccade.integrations.fast_transformers.masks import BaseMask, FullMask, LengthMask
+
+
+def causal_dot_product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+    """Σ over j ≤ i of (Q_i · K_j) V_j: neither scaled nor normalised.
+
+    Args:
+        Q: (N, H, L, E), any strides and dtype.
+        K: (N, H, S, E). V: (N, H, S, M).
+
+    Returns:
+        (N, H, L, M).
+
+    Source: Katharopoulos et al. 2020, algorithm 1.
+    """
+    return saccade.linear_attention(
+        Q, K, V, feature_map="identity", normalize=False, align="top_left"
+    )
+
+
+class _LinearAttention(Module):
+    causal: bool
+
+    def __init__(
+        self,
+        query_dimensions: int,
+        feature_map: Callable[[int], FeatureMap] | None = None,
+        eps: float = 1e-6,
+        event_dispatcher: str = "",
+    ):
+        super().__init__()
+        self.feature_map = (feature_map or elu_feature_map)(query_dimensions)
+        self.eps = eps
+        self.event_dispatcher = event_dispatcher  # there are no events here
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attn_mask: Any,
+        query_lengths: Any,
+        key_lengths: Any,
+    ) -> Tensor:
+        """Attention.
+
+        Args:
+            queries: (N, L, H, E). keys: (N, S, H, E). values: (N, S, H, M).
+            attn_mask: all ones (lower triangular for the causal layer); else RuntimeError.
+            query_lengths: not read.
+            key_lengths: a mask (N, S): hidden keys and values count for nothing.
+
+        Returns:
+            (N, L, H, M), contiguous.
+        """
+        self._check(attn_mask)
+        self.feature_map.new_feature_map(queries.device)
+        arguments: dict[str, Any] = {"feature_map": self.feature_map.saccade_map}
+        query, key, value = (rows.transpose(1, 2) for rows in (queries, keys, values))
+        if isinstance(key_lengths, LengthMask):
+            arguments["key_lengths"] = key_lengths.lengths.clamp(0, keys.shape[1])
+        elif not _keeps_all(key_lengths):  # any keys may be hidden: select them away after the map
+            hidden = ~key_lengths.bool_matrix[:, None, :, None]
+            query = self.feature_map.forward_queries(query)
+            key = self.feature_map.forward_keys(key.masked_fill(hidden, 0)).masked_fill(hidden, 0)
+            value = value.masked_fill(hidden, 0)
+            arguments["feature_map"] = as_given
+        output = saccade.linear_attention(
+            query, key, value, causal=self.causal, align="top_left", eps=self.eps, **arguments
+        )
+        return output.transpose(1, 2).contiguous()
+
+    def _check(self, attn_mask: Any) -> None:
+        raise NotImplementedError
+
+
+class LinearAttention(_LinearAttention):
+    """Linear attention of all queries to all keys.
+
+    Args:
+        query_dimensions: channels of queries and keys.
+        feature_map: a factory of one from query_dimensions; elu + 1 where None.
+        eps: added to each row's sum of scores.
+        event_dispatcher: not used.
+
+    Source: Katharopoulos et al. 2020, section 3.2.
+    """
+
+    causal = False
+
+    def _check(self, attn_mask: Any) -> None:
+        if not attn_mask.all_ones:
+            raise RuntimeError("attn_mask: got one that hides pairs, takes one of all ones")
+
+
+class CausalLinearAttention(_LinearAttention):
+    """Linear attention of each query to the keys up to its own place.
+
+    With more keys than queries the last keys are not seen; with more queries than keys the last
+    queries see all keys.
+
+    Args: as `LinearAttention`. Source: Katharopoulos et al. 2020, section 3.3.
+    """
+
+    causal = True
+
+    def _check(self, attn_mask: Any) -> None:
+        if not attn_mask.lower_triangular:
+            raise RuntimeError("attn_mask: got one that is not causal, takes a lower triangular")
+
+
+def as_given(rows: Tensor) -> Tensor:
+    """The map of what are features already."""
+    return rows
+
+
+def _keeps_all(mask: BaseMask | None) -> bool:
+    return mask is None or (isinstance(mask, FullMask) and mask.all_ones)

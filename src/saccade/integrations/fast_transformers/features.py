@@ -1,0 +1,228 @@
+"""Feature maps as fast-transformers has them: made by factories from `query_dims`.
+
+`new_feature_map(device)` is called before every forward pass, and random maps draw their `omega`
+anew every `redraw` calls, also in evaluation unless `deterministic_eval`: both as in the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from saccade import feature_maps
+
+
+class FeatureMap(Module):
+    """A feature map of vectors of `query_dims` channels; `saccade_map` is it in saccade's terms."""
+
+    def __init__(self, query_dims: int):
+        super().__init__()
+        self.query_dims = query_dims
+
+    def new_feature_map(self, device: torch.device) -> None:
+        """Draw what is random; nothing here."""
+
+    def forward_queries(self, x: Tensor) -> Tensor:
+        """Features of queries."""
+        return self(x)
+
+    def forward_keys(self, x: Tensor) -> Tensor:
+        """Features of keys."""
+        return self(x)
+
+    @property
+    def saccade_map(self) -> Any:
+        """What `saccade.linear_attention` takes as its feature_map."""
+        return (self.forward_queries, self.forward_keys)
+
+    @classmethod
+    def factory(cls, *args: Any, **kwargs: Any) -> Callable[[int], FeatureMap]:
+        """A function of query_dims that makes this map with these arguments."""
+
+        def make(query_dims: int) -> FeatureMap:
+            return cls(query_dims, *args, **kwargs)
+
+        return make
+
+
+class ActivationFunctionFeatureMap(FeatureMap):
+    """A function applied channel by channel; a name of saccade's is applied in its operator."""
+
+    def __init__(
+        self, query_dims: int, activation_function: Callable[[Tensor], Tensor], name: str = ""
+    ):
+        super().__init__(query_dims)
+        self.activation_function, self.name = activation_function, name
+
+    @property
+    def saccade_map(self) -> Any:
+        """The name, or the function."""
+        return self.name or self.activation_function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features."""
+        return self.activation_function(x)
+
+
+activation_function_feature_map = ActivationFunctionFeatureMap.factory
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    return torch.nn.functional.elu(x) + 1
+
+
+elu_feature_map = activation_function_feature_map(_elu_plus_one, name="elu+1")
+
+
+class _Random(FeatureMap):
+    """What random maps share: `omega` [query_dims, columns], and when it is drawn."""
+
+    omega: Tensor
+
+    def __init__(
+        self,
+        query_dims: int,
+        columns: int,
+        softmax_temp: float | None,
+        orthogonal: bool,
+        redraw: int,
+        deterministic_eval: bool,
+    ):
+        super().__init__(query_dims)
+        temperature = 1 / math.sqrt(query_dims) if softmax_temp is None else softmax_temp
+        self.softmax_temp, self.root = temperature, math.sqrt(temperature)
+        self.orthogonal, self.redraw = orthogonal, redraw
+        self.deterministic_eval = deterministic_eval
+        self.register_buffer("omega", torch.zeros(query_dims, columns))
+        self._calls = -1
+
+    def new_feature_map(self, device: torch.device) -> None:
+        """Count the call; draw omega anew if it is time."""
+        if self.deterministic_eval and not self.training:
+            return
+        self._calls += 1
+        if self._calls % self.redraw == 0 or self.omega.device != device:
+            drawn = feature_maps.RandomProjection(*self.omega.shape, orthogonal=self.orthogonal)
+            self.omega = drawn.projection.to(device, self.omega.dtype)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Rows, scaled, on the columns of omega."""
+        return (x * self.root) @ self.omega.to(x.dtype)
+
+
+class RandomFourierFeatures(_Random):
+    """√(2 / n_dims) [cos u, sin u], u = √softmax_temp · x · omega."""
+
+    def __init__(
+        self,
+        query_dimensions: int,
+        n_dims: int | None = None,
+        softmax_temp: float | None = None,
+        orthogonal: bool = False,
+        redraw: int = 1,
+        deterministic_eval: bool = False,
+    ):
+        self.n_dims = query_dimensions if n_dims is None else n_dims
+        columns = self.n_dims // 2
+        super().__init__(
+            query_dimensions, columns, softmax_temp, orthogonal, redraw, deterministic_eval
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features."""
+        u = self.project(x)
+        return torch.cat([u.cos(), u.sin()], -1) * math.sqrt(2 / self.n_dims)
+
+
+class SmoothedRandomFourierFeatures(RandomFourierFeatures):
+    """Random Fourier features beside a constant one, `smoothing`."""
+
+    def __init__(
+        self,
+        query_dimensions: int,
+        n_dims: int | None = None,
+        softmax_temp: float | None = None,
+        orthogonal: bool = False,
+        smoothing: float = 1.0,
+        redraw: int = 1,
+        deterministic_eval: bool = False,
+    ):
+        n_dims = query_dimensions if n_dims is None else n_dims
+        even = n_dims - 1 - (n_dims - 1) % 2
+        super().__init__(
+            query_dimensions, even, softmax_temp, orthogonal, redraw, deterministic_eval
+        )
+        self.smoothing = smoothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features."""
+        return torch.nn.functional.pad(super().forward(x), (0, 1), value=self.smoothing)
+
+
+class Favor(_Random):
+    """exp([u, -u] - softmax_temp · ‖x‖² / 2) / √n_dims, positive features of the softmax kernel.
+
+    `stabilize` is there for the library's sake: attention never takes the features themselves,
+    but divided by factors that cancel (`saccade.feature_maps.Favor`).
+    """
+
+    def __init__(
+        self,
+        query_dimensions: int,
+        n_dims: int | None = None,
+        softmax_temp: float | None = None,
+        orthogonal: bool = True,
+        stabilize: bool = False,
+        redraw: int = 1,
+        deterministic_eval: bool = False,
+    ):
+        self.n_dims = query_dimensions if n_dims is None else n_dims
+        columns = self.n_dims // 2
+        super().__init__(
+            query_dimensions, columns, softmax_temp, orthogonal, redraw, deterministic_eval
+        )
+        self.stabilize = stabilize
+
+    @functools.cached_property
+    def _scaled(self) -> feature_maps.Favor:
+        return feature_maps.Favor(self.query_dims, self.n_dims, self.softmax_temp)
+
+    @property
+    def saccade_map(self) -> Any:
+        """The same map, with the same omega, with factors beside the features."""
+        self._scaled.project.projection = self.omega
+        return self._scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features."""
+        return self.saccade_map(x)
+
+
+class GeneralizedRandomFeatures(_Random):
+    """kernel_fn(√softmax_temp · x · omega)."""
+
+    def __init__(
+        self,
+        query_dimensions: int,
+        n_dims: int | None = None,
+        softmax_temp: float = 1.0,
+        orthogonal: bool = True,
+        kernel_fn: Callable[[Tensor], Tensor] = torch.relu,
+        redraw: int = 1,
+        deterministic_eval: bool = False,
+    ):
+        columns = query_dimensions if n_dims is None else n_dims
+        super().__init__(
+            query_dimensions, columns, softmax_temp, orthogonal, redraw, deterministic_eval
+        )
+        self.kernel_fn = kernel_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features."""
+        return self.kernel_fn(self.project(x))

@@ -1,0 +1,161 @@
+"""fla: the calls of flash-linear-attention that saccade answers, with its layouts and defaults.
+
+Tensors are (B, T, H, K) and (B, T, H, V); with cu_seqlens, B is 1 and states are (N, H, K, V).
+Queries and keys are features already. The normaliser's sum gets fla's eps of 1e-10. Differences:
+the state is returned only when asked for, in both forms; any dtype, on a CPU too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import saccade
+
+EPS = 1e-10
+
+State = Tensor | tuple[Tensor, Tensor] | None
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State]:
+    """Causal linear attention.
+
+    Args:
+        q, k: (B, T, H, K). v: (B, T, H, V).
+        scale: of the scores; K ** -0.5 where None.
+        initial_state: (N, H, K, V), or with `normalize` a pair of it and (N, 1, H, K).
+        output_final_state: whether to return the last state, in the same form.
+        normalize: whether to divide by the sum of scores.
+        cu_seqlens: [N + 1] offsets of packed sequences.
+
+    Returns:
+        (B, T, H, V), and the last state or None.
+    """
+    return _call(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens, None)
+
+
+fused_chunk_linear_attn = chunk_linear_attn
+
+
+def fused_recurrent_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State]:
+    """The same as `chunk_linear_attn`, with other defaults; `reverse` walks from the end."""
+    if reverse:
+        q, k, v = (rows.flip(1) for rows in (q, k, v))
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens[-1] - cu_seqlens.flip(0)
+        if cu_seqlens is not None and initial_state is not None:
+            initial_state = _flipped(initial_state)
+    output, state = _call(
+        q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens, None
+    )
+    if not reverse:
+        return output, state
+    if cu_seqlens is not None and state is not None:
+        state = _flipped(state)
+    return output.flip(1), state
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State]:
+    """Linear attention without a normaliser whose state fades.
+
+    Args:
+        g: (B, T, H) logarithms of the factor at each token.
+        g_gamma: (H,) logarithms of constant factors; at most one of the two.
+        others: as in `chunk_linear_attn`.
+    """
+    if g is not None and g_gamma is not None:
+        raise ValueError("g_gamma: got a tensor beside g, takes one of the two")
+    decay = g_gamma
+    if g is not None:
+        decay = g.squeeze(0) if cu_seqlens is not None else g.transpose(1, 2)
+    return _call(q, k, v, scale, initial_state, output_final_state, False, cu_seqlens, decay)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    initial_state: State,
+    output_final_state: bool,
+    normalize: bool,
+    cu_seqlens: Tensor | None,
+    decay: Tensor | None,
+) -> tuple[Tensor, State]:
+    arguments: dict[str, Any] = {
+        "feature_map": _as_given,
+        "normalize": normalize,
+        "eps": EPS,
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "decay": decay,
+        "initial_state": _sums(initial_state, normalize),
+        "return_state": True,
+    }
+    if cu_seqlens is not None:
+        if q.shape[0] != 1:
+            raise ValueError(f"q: got batch {q.shape[0]}, takes 1 with cu_seqlens")
+        rows = (tensor.squeeze(0) for tensor in (q, k, v))
+        output, state = saccade.linear_attention_packed(
+            *rows, cu_seqlens.to(torch.int32), **arguments
+        )
+        output = output.unsqueeze(0)
+    else:
+        rows = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        output, state = saccade.linear_attention(*rows, **arguments)
+        output = output.transpose(1, 2)
+    if not output_final_state:
+        return output, None
+    return output, (state.kv, state.key_sum.unsqueeze(1)) if normalize else state.kv
+
+
+def _sums(state: State, normalize: bool) -> saccade.LinearState | None:
+    """fla's state as saccade's."""
+    if state is None:
+        return None
+    if isinstance(state, tuple):
+        return saccade.LinearState(state[0], state[1].squeeze(1))
+    if normalize:
+        raise ValueError("initial_state: got a tensor, takes a pair (kv, z) with normalize=True")
+    return saccade.LinearState(state, state.new_zeros(state.shape[:3]))
+
+
+def _flipped(state: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    """States of sequences that were walked in the other order."""
+    if isinstance(state, tuple):
+        return state[0].flip(0), state[1].flip(0)
+    return state.flip(0)
+
+
+def _as_given(rows: Tensor) -> Tensor:
+    """The map of what are features already."""
+    return rows

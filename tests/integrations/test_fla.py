@@ -1,0 +1,103 @@
+"""Parity with flash-linear-attention's definitions, written out here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.integrations import fla
+
+
+def qkv(T: int = 9) -> list[Tensor]:
+    torch.manual_seed(T)
+    q, k = (torch.randn(2, T, 3, 8, dtype=torch.float64).abs() + 0.01 for _ in range(2))
+    return [q, k, torch.randn(2, T, 3, 6, dtype=torch.float64)]
+
+
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Any, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The recurrence: S_t = e^{g_t} S_{t-1} + k_t v_tᵀ, o_t = S_tᵀ q_t / sqrt(K)."""
+    B, T, H, K = q.shape
+    S, z = state or (q.new_zeros(B, H, K, v.shape[-1]), q.new_zeros(B, 1, H, K))
+    z, outputs = z[:, 0], []
+    for t in range(T):
+        left = decay[:, t].exp()
+        S = left[..., None, None] * S + k[:, t, :, :, None] * v[:, t, :, None]
+        z = left[..., None] * z + k[:, t]
+        o = torch.einsum("bhk,bhkv->bhv", q[:, t] * K**-0.5, S)
+        if normalize:
+            o = o / ((q[:, t] * K**-0.5 * z).sum(-1, keepdim=True) + 1e-10)
+        outputs.append(o)
+    return torch.stack(outputs, 1), S, z[:, None]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_linear_attn(normalize: bool) -> None:
+    tensors = qkv()
+    zero = torch.zeros(2, 9, 3)
+    wanted, kv, z = naive(*tensors, zero, None, normalize)
+    for call in (
+        fla.chunk_linear_attn, fla.fused_chunk_linear_attn, fla.fused_recurrent_linear_attn
+    ):  # fmt: skip
+        output, state = call(*tensors, normalize=normalize, output_final_state=True)
+        torch.testing.assert_close(output, wanted)
+        torch.testing.assert_close(state, (kv, z) if normalize else kv)
+        assert call(*tensors, normalize=normalize)[1] is None
+        more, _ = call(*tensors, normalize=normalize, initial_state=state)
+        again, _, _ = naive(*tensors, zero, (kv, z), normalize)
+        torch.testing.assert_close(more, again)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_reverse(normalize: bool) -> None:
+    tensors = qkv()
+    flipped = [rows.flip(1) for rows in tensors]
+    wanted, kv, z = naive(*flipped, torch.zeros(2, 9, 3), None, normalize)
+    output, state = fla.fused_recurrent_linear_attn(
+        *tensors, reverse=True, normalize=normalize, output_final_state=True
+    )
+    torch.testing.assert_close(output, wanted.flip(1))
+    torch.testing.assert_close(state, (kv, z) if normalize else kv)
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+def test_packed(reverse: bool) -> None:
+    tensors = [rows[:1] for rows in qkv()]
+    offsets = torch.tensor([0, 4, 9])
+    arguments: dict[str, Any] = {"normalize": True, "output_final_state": True, "reverse": reverse}
+    start = (torch.rand(2, 3, 8, 6).double(), torch.rand(2, 1, 3, 8).double())
+    output, state = fla.fused_recurrent_linear_attn(
+        *tensors, cu_seqlens=offsets, initial_state=start, **arguments
+    )
+    for b, rows in enumerate((slice(0, 4), slice(4, 9))):
+        alone, last = fla.fused_recurrent_linear_attn(
+            *(tensor[:, rows] for tensor in tensors),
+            initial_state=(start[0][b : b + 1], start[1][b : b + 1]), **arguments,
+        )  # fmt: skip
+        torch.testing.assert_close(output[:, rows], alone)
+        assert isinstance(state, tuple) and isinstance(last, tuple)
+        for one, two in zip(state, last, strict=True):
+            torch.testing.assert_close(one[b], two[0])
+    with pytest.raises(ValueError, match="q: got batch 2"):
+        fla.chunk_linear_attn(*qkv(), cu_seqlens=offsets)
+
+
+def test_simple_gla() -> None:
+    tensors = qkv()
+    g = -torch.rand(2, 9, 3, dtype=torch.float64)
+    wanted, kv, _ = naive(*tensors, g, None, False)
+    output, state = fla.chunk_simple_gla(*tensors, g=g, output_final_state=True)
+    torch.testing.assert_close(output, wanted)
+    torch.testing.assert_close(state, kv)
+    constant = -torch.rand(3, dtype=torch.float64)
+    wanted, _, _ = naive(*tensors, constant.expand(2, 9, 3), None, False)
+    torch.testing.assert_close(fla.chunk_simple_gla(*tensors, g_gamma=constant)[0], wanted)
+    one = [rows[:1] for rows in tensors]
+    packed, _ = fla.chunk_simple_gla(*one, g=g[:1], cu_seqlens=torch.tensor([0, 9]))
+    torch.testing.assert_close(packed, output[:1])
+    with pytest.raises(ValueError, match="g_gamma"):
+        fla.chunk_simple_gla(*tensors, g=g, g_gamma=constant)
