@@ -5,14 +5,18 @@ import subprocess
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from saccade.bench.cases import CASES, Case
 from saccade.bench.check import exact, fault
+from saccade.bench.measure import fit
 from saccade.bench.peers import Call, Peer, all_peers, flex, from_layout, installed, ours, to_layout
 from saccade.bench.visibility import Visibility
 
 CPU = torch.device("cpu")
-TINY = [case for name, case in CASES.items() if name.startswith("tiny-")]
+EVERY_TINY = [case for name, case in CASES.items() if name.startswith("tiny-")]
+TINY = [case for case in EVERY_TINY if case.attention == "softmax"]
+LINEAR = [case for case in EVERY_TINY if case.attention == "linear"]
 PEERS = {peer.who: peer for peer in all_peers()}
 CHECKED = ("saccade/cpu", "saccade/reference", "plain", "sdpa", "sdpa/math")
 
@@ -28,6 +32,38 @@ def test_peers_agree_with_float64(who, case):
     call = PEERS[who].prepare(case, CPU)
     assert isinstance(call, Call)
     assert found_fault(case, call, gradients=not case.decodes) is None
+
+
+@pytest.mark.parametrize("who", ["saccade/cpu", "saccade/reference"])
+def test_linear_attention_agrees_with_float64(who):
+    for case in LINEAR:
+        assert found_fault(case, PEERS[who].prepare(case, CPU)) is None
+        wrong = Call(
+            lambda query, key, value: PEERS["plain"].prepare(TINY[1], CPU).run(query, key, value)
+        )
+        assert "wrong" in str(found_fault(case, wrong))
+
+
+def test_who_has_no_linear_attention_says_so():
+    (case,) = LINEAR
+    calls, absences = fit(case, all_peers(), case.make(CPU), CPU, gradients=True)
+    assert set(calls) == {"saccade/cpu", "saccade/reference", "bmm"}
+    reasons = {absence.who: absence.reason for absence in absences}
+    assert reasons["sdpa"] == reasons["saccade/portable"] == "it has no linear attention"
+
+
+def test_bmm_does_as_many_operations_as_the_case():
+    (case,) = LINEAR
+    call = PEERS["bmm"].prepare(case, CPU)
+    leaves = [rows.requires_grad_() for rows in case.make(CPU)[:3]]
+    for which_pass in ("forward", "backward"):
+        with FlopCounterMode(display=False) as counter:
+            if which_pass == "forward":
+                output = call.run(*leaves)
+                assert output.shape == (1, 2, 48, 16)
+            else:
+                torch.autograd.grad(output, leaves, torch.ones_like(output))
+        assert counter.get_total_flops() == case.flops(which_pass)
 
 
 @pytest.mark.parametrize("who", ["sdpa/cudnn", "sdpa/efficient"])

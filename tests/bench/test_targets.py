@@ -11,7 +11,7 @@ from saccade.bench.history import History, Unmeasured
 from saccade.bench.judgement import judge, missing_lines, targets_table
 from saccade.bench.results import Result, case_fields
 from saccade.bench.targets import CPU_TARGETS, GPU_TARGETS, TARGETS
-from saccade.bench.yardsticks import Peer, Sum, Tiles
+from saccade.bench.yardsticks import Memory, Peer, Sum, Tiles, Tokens
 
 FULL_1K, PACKED = "gpu-full-bf16-d128-1k", "gpu-packed-bf16-d128-16x1024"
 
@@ -26,21 +26,27 @@ def result(case, who, milliseconds, which_pass="forward", **changes):
     return Result(**{**fields, **changes})
 
 
+def tiles_of(case):
+    return CASES[case].tiles((128, 64)) / 1000
+
+
 def complete(targets=TARGETS):
     """Results in which every target is reached: our times follow the tiles, the others' do not."""
     found = {}
     for target in targets:
         subject = "saccade/cpu" if target.machine == "cpu" else target.subject
         for case, which_pass in target.expected():
-            times = {subject: CASES[case].tiles((128, 64)) / 1000}
+            linear = CASES[case].attention == "linear"
+            times = {subject: CASES[case].query_len if linear else tiles_of(case)}
             if isinstance(target.yardstick, Peer):
                 times[target.yardstick.who] = times[subject] * 5
             others = ()
             if isinstance(target.yardstick, Sum):
                 others = target.yardstick.others[case]
-            if isinstance(target.yardstick, Tiles):
+            if isinstance(target.yardstick, (Tiles, Tokens)):
                 others = (target.yardstick.other,)
-            times |= {(subject, other): CASES[other].tiles((128, 64)) / 1000 for other in others}
+            for other in others:
+                times[subject, other] = CASES[other].query_len if linear else tiles_of(other)
             for key, milliseconds in times.items():
                 who, where = key if isinstance(key, tuple) else (key, case)
                 found[who, where, which_pass] = result(where, who, milliseconds, which_pass)
@@ -168,6 +174,6 @@ def test_a_tile_s_time_is_judged():
 def test_memory_that_was_not_measured_is_missing():
     found = complete(CPU_TARGETS)
     bare = [dataclasses.replace(item, peak_mb=None) for item in found.values()]
-    verdict = judge(bare)[-1]
+    (verdict,) = [found for found in judge(bare) if isinstance(found.target.yardstick, Memory)]
     assert verdict.missing[0][2] == "memory not measured"
     assert "200 MB" in shown([verdict])

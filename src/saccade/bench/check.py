@@ -73,6 +73,8 @@ def _exact_head(case: Case, tensors: Tensors, batch: int, head: int, rows: Tenso
     query = tensors.query[batch, head, rows].double()
     key, value = (tensor[batch, kv_head].double() for tensor in (tensors.key, tensors.value))
     grad_output = tensors.grad_output[batch, head, rows].double()
+    if case.attention == "linear":
+        return Exact(batch, head, *_linear_head(query, key, value, grad_output, rows))
     scale = 1 / math.sqrt(case.head_dim)
     kv_rows = torch.arange(case.kv_len, device=rows.device)
     scores = (query @ key.T * scale).masked_fill(~case.visibility.sees(rows, kv_rows), -torch.inf)
@@ -83,6 +85,19 @@ def _exact_head(case: Case, tensors: Tensors, batch: int, head: int, rows: Tenso
     return Exact(
         batch, head, output, grad_scores @ key, grad_scores.T @ query, weights.T @ grad_output
     )
+
+
+def _linear_head(
+    query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, rows: Tensor
+) -> tuple[Tensor, ...]:
+    """Output and gradients of causal linear attention with elu + 1, by all pairs of some rows."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    with torch.enable_grad():
+        of_query, of_key = (torch.nn.functional.elu(leaf) + 1 for leaf in leaves[:2])
+        seen = torch.arange(key.shape[0], device=rows.device) <= rows.unsqueeze(-1)
+        scores = (of_query @ of_key.T).masked_fill(~seen, 0)
+        output = scores @ leaves[2] / (scores.sum(-1, keepdim=True) + 1e-6)
+        return (output.detach(), *torch.autograd.grad(output, leaves, grad_output))
 
 
 def fault(call: Call, truth: Truth, tensors: Tensors, *, gradients: bool) -> str | None:

@@ -135,13 +135,17 @@ def fit(
     absences = []
     truth = exact(case, tensors)
     for peer in peers:
+        if case.attention not in peer.attention:
+            absences.append(Absence(case.name, peer.who, f"it has no {case.attention} attention"))
+            continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a peer's own affair; what matters fails the check
             try:
                 call = peer.prepare(case, device)
                 reason = call if isinstance(call, str) else None
                 if isinstance(call, Call):
-                    reason = fault(call, truth, tensors, gradients=gradients)
+                    if peer.computes_attention:
+                        reason = fault(call, truth, tensors, gradients=gradients)
                     calls[peer.who] = call
             except Exception as error:  # whatever a peer raises, the others are to be measured
                 reason = f"fails: {type(error).__name__}: {first_line(error)}"

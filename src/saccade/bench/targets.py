@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from saccade.bench.cases import CASES
 from saccade.bench.history import FASTEST
 from saccade.bench.selection import passes_of
-from saccade.bench.yardsticks import Memory, Peer, Sum, Tiles, Yardstick
+from saccade.bench.yardsticks import Memory, Peer, Sum, Tiles, Tokens, Yardstick
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,19 @@ CPU_TARGETS = (
     Target(
         "32k, one head: under 200 MB beyond the inputs",
         ("cpu-memory-*",), Memory(), 200.0, ("forward+backward",),
+    ),
+    Target(
+        "linear attention, forward: at least 0.35 of torch.bmm's rate",
+        ("cpu-linear-fp32-d128-4k",), Peer("bmm"), 1 / 0.35, ("forward",),
+    ),
+    Target(
+        "linear attention, forward+backward: at least 0.30 of torch.bmm's rate",
+        ("cpu-linear-fp32-d128-4k",), Peer("bmm"), 1 / 0.30, ("forward+backward",),
+    ),
+    Target(
+        "linear attention: a token takes at most 1.2 of its time at 4k, up to 256k",
+        ("cpu-linear-length-*-16k", "cpu-linear-length-*-64k", "cpu-linear-length-*-256k"),
+        Tokens("cpu-linear-length-fp32-d64-4k"), 1.2, ("forward", "forward+backward"),
     ),
 )  # fmt: skip
 

@@ -70,6 +70,21 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """The subject's own time in another case for as many tokens."""
+
+    unit: ClassVar[str] = ""
+    other: str
+
+    def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
+        """The ratio of the two times a token."""
+        (result,) = history.together(case, which_pass, subject)
+        other = _alike(history, result, self.other, which_pass)
+        share = CASES[case].query_len / CASES[self.other].query_len
+        return result.median_ms / (other.median_ms * share)
+
+
+@dataclass(frozen=True)
 class Memory:
     """Nothing but the least memory of any implementation, in megabytes."""
 

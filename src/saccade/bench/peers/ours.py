@@ -12,6 +12,7 @@ from torch import Tensor
 import saccade
 from saccade import masks
 from saccade.bench.cases import Case
+from saccade.bench.peers import linear
 from saccade.bench.peers.peer import Call, Peer, to_layout
 from saccade.bench.visibility import block_layout
 
@@ -31,10 +32,13 @@ def _peer(name: str) -> Peer:
         return _prepare(name, case, device)
 
     about = f'saccade.attention(..., implementation="{name}")'
-    return Peer(f"saccade/{name}", about, prepare, by_default=name != "reference")
+    by_default = name != "reference"
+    return Peer(f"saccade/{name}", about, prepare, by_default, attention=("softmax", "linear"))
 
 
 def _prepare(name: str, case: Case, device: torch.device) -> Call | str:
+    if case.attention == "linear":
+        return linear.ours(name, case, device)
     if name == "reference" and case.score_bytes > LARGEST_REFERENCE_SCORES:
         return f"its scores alone would take {case.score_bytes / 1e9:.1f} GB"
     reason = explained(case, device).reasons[name]

@@ -40,6 +40,8 @@ class Peer:
         prepare: a `Call` for a case on a device, or the reason why there is none.
         by_default: whether it takes part when nobody is named.
         compiles: whether a first call compiles for its shapes.
+        attention: the kinds of cases that it serves, "softmax" or "linear".
+        computes_attention: whether its results are checked; a mere yardstick has none.
     """
 
     who: str
@@ -47,6 +49,8 @@ class Peer:
     prepare: Callable[[Case, torch.device], Call | str]
     by_default: bool = True
     compiles: bool = False
+    attention: tuple[str, ...] = ("softmax",)
+    computes_attention: bool = True
 
 
 def to_layout(tensor: Tensor, layout: Layout) -> Tensor:

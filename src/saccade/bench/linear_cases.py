@@ -1,0 +1,53 @@
+"""Linear cases: the named problems of linear attention, beside those of softmax attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from saccade.bench.case import SHORT_DTYPES, Case, short
+from saccade.bench.visibility import CAUSAL
+
+CHUNK = 64  # rows of a chunk where operations are counted, as `saccade.explain_linear` counts
+
+
+@dataclass(frozen=True)
+class LinearCase(Case):
+    """A named problem of causal linear attention, normalised, with elu + 1 as its feature map."""
+
+    attention = "linear"
+
+    @property
+    def mask(self) -> str:
+        """What result files say in a mask's place."""
+        return "linear causal"
+
+    def flops(self, which_pass: str) -> int:
+        """Operations in chunks of 64 rows; a backward pass is two sweeps that share nothing.
+
+        Forward: each row meets the state twice (4 · head_dim · value_dim) and its chunk twice.
+        Backward: the state five times, and the chunk as often as gradients of it need products.
+        """
+        product, inside = self.head_dim * self.value_dim, 2 * CHUNK
+        forward = 4 * product + inside * (self.head_dim + self.value_dim)
+        backward = 10 * product + inside * (3 * self.head_dim + 2 * self.value_dim)
+        rows = self.batch * self.query_heads * self.query_len
+        parts = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
+        return rows * parts[which_pass]
+
+
+def _case(dtype: str, heads: int, length: int, dim: int, *, label: str = "linear") -> LinearCase:
+    name = f"cpu-{label}-{SHORT_DTYPES[dtype]}-d{dim}-{short(length)}"
+    return LinearCase(name, 1, heads, heads, length, length, dim, dim, dtype, CAUSAL)
+
+
+def linear_cases() -> Iterator[LinearCase]:
+    """Cases for two cores: the sizes of the targets, and one problem at many lengths."""
+    for dtype in ("float32", "bfloat16"):
+        for heads, dim in ((8, 128), (8, 64)):
+            yield _case(dtype, heads, 4096, dim)
+    for length in (1024, 4096, 16384, 65536, 262144):
+        yield _case("float32", 2, length, 64, label="linear-length")
+    yield LinearCase(
+        "tiny-linear-fp32-d16-48", 1, 2, 2, 48, 48, 16, 16, "float32", CAUSAL
+    )  # fmt: skip
