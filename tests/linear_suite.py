@@ -256,7 +256,7 @@ class TestHidden:
             exact = linear_oracle(case)
             place = 20
             case.tensors[spoilt][:, :, place] = trash
-            more = {} if config is None else {"config": config}
+            more: dict[str, Any] = {} if config is None else {"config": config}
             results = case.run(linear_implementation.name, **more)
             clean = results["output"][:, :, :place].double()
             torch.testing.assert_close(clean, exact["output"][:, :, :place], atol=0.05, rtol=0.05)
@@ -270,7 +270,7 @@ class TestHidden:
         for config in linear_implementation.configs:
             case = make_linear_case(heads=(4, 2, 2), device=linear_implementation.device)
             case.tensors["query"][:, :, 7] = torch.nan
-            more = {} if config is None else {"config": config}
+            more: dict[str, Any] = {} if config is None else {"config": config}
             results = case.run(linear_implementation.name, **more)
             assert bool(results["output"][:, :, 7].isnan().all())
             assert bool(results["output"][:, :, 8:].isfinite().all())
@@ -325,13 +325,12 @@ class TestResults:
         arguments: dict[str, Any] = {
             "implementation": linear_implementation.name, "return_state": True
         }  # fmt: skip
-        whole, last = saccade.linear_attention(query, key, value, decay=decay, **arguments)
+        call: Any = saccade.linear_attention
+        whole, last = call(query, key, value, decay=decay, **arguments)
         state, outputs = None, []
         for rows in (slice(0, 11), slice(11, 24)):
             parts: list[Tensor] = [rows_of[:, :, rows] for rows_of in (query, key, value)]
-            output, state = saccade.linear_attention(
-                *parts, decay=decay[:, :, rows], initial_state=state, **arguments
-            )
+            output, state = call(*parts, decay=decay[:, :, rows], initial_state=state, **arguments)
             outputs.append(output)
         assert state is not None
         torch.testing.assert_close(torch.cat(outputs, 2), whole, atol=1e-5, rtol=1e-4)

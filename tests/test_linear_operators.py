@@ -91,8 +91,8 @@ class TestTransforms:
         offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
         rows = [tensor[0].transpose(0, 1) for tensor in qkv()]
 
-        def function(*tensors: Tensor) -> Tensor:
-            return saccade.linear_attention_packed(*tensors, offsets)
+        def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return saccade.linear_attention_packed(query, key, value, offsets)
 
         compiled: Any = torch.compile(function, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(*rows), function(*rows))
@@ -130,9 +130,10 @@ class TestTransforms:
     def test_autocast_casts_inputs_and_nothing_else(self, implementation: str) -> None:
         leaves = [rows.requires_grad_() for rows in qkv()]
         arguments: dict[str, Any] = {"return_state": True, "implementation": implementation}
+        call: Any = saccade.linear_attention
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            output, state = saccade.linear_attention(*leaves, **arguments)
+            output, state = call(*leaves, **arguments)
         cast = (rows.bfloat16() for rows in leaves)
-        wanted, last = saccade.linear_attention(*cast, **arguments)
+        wanted, last = call(*cast, **arguments)
         assert torch.equal(output, wanted) and torch.equal(state.kv, last.kv)
         assert output.dtype == torch.bfloat16 and state.kv.dtype == torch.float32

@@ -38,10 +38,8 @@ def test_peers_agree_with_float64(who, case):
 def test_linear_attention_agrees_with_float64(who):
     for case in LINEAR:
         assert found_fault(case, PEERS[who].prepare(case, CPU)) is None
-        wrong = Call(
-            lambda query, key, value: PEERS["plain"].prepare(TINY[1], CPU).run(query, key, value)
-        )
-        assert "wrong" in str(found_fault(case, wrong))
+        softmax = PEERS["plain"].prepare(TINY[1], CPU)
+        assert "wrong" in str(found_fault(case, softmax))
 
 
 def test_who_has_no_linear_attention_says_so():
@@ -55,15 +53,15 @@ def test_who_has_no_linear_attention_says_so():
 def test_bmm_does_as_many_operations_as_the_case():
     (case,) = LINEAR
     call = PEERS["bmm"].prepare(case, CPU)
+    assert isinstance(call, Call)
     leaves = [rows.requires_grad_() for rows in case.make(CPU)[:3]]
-    for which_pass in ("forward", "backward"):
-        with FlopCounterMode(display=False) as counter:
-            if which_pass == "forward":
-                output = call.run(*leaves)
-                assert output.shape == (1, 2, 48, 16)
-            else:
-                torch.autograd.grad(output, leaves, torch.ones_like(output))
-        assert counter.get_total_flops() == case.flops(which_pass)
+    with FlopCounterMode(display=False) as forward:
+        output = call.run(*leaves)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(output, leaves, torch.ones_like(output))
+    assert output.shape == (1, 2, 48, 16)
+    counted = [counter.get_total_flops() for counter in (forward, backward)]
+    assert counted == [case.flops("forward"), case.flops("backward")]
 
 
 @pytest.mark.parametrize("who", ["sdpa/cudnn", "sdpa/efficient"])

@@ -17,10 +17,9 @@ def rows(L: int = 7, S: int = 7, E: int = 8, M: int = 6, dtype: Any = None) -> l
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
-def theirs(
-    queries: Tensor, keys: Tensor, values: Tensor, kept: Tensor, feature_map: Any, causal: bool
-) -> Tensor:
+def theirs(tensors: list[Tensor], kept: Tensor, feature_map: Any, causal: bool) -> Tensor:
     """`LinearAttention.forward` and `CausalLinearAttention.forward`, by their einsums."""
+    queries, keys, values = tensors
     Q = feature_map.forward_queries(queries)
     K = feature_map.forward_keys(keys) * kept[:, :, None, None]
     if not causal:
@@ -75,7 +74,7 @@ def test_layers_and_their_gradients(causal: bool, name: str, mask: str) -> None:
         attn_mask = ft.TriangularCausalMask(L) if causal else ft.FullMask(L, S)
         found = layer(*tensors, attn_mask, ft.FullMask(2, L), key_lengths)
         assert found.is_contiguous()
-        wanted = theirs(*tensors, kept.double(), layer.feature_map, causal)
+        wanted = theirs(tensors, kept.double(), layer.feature_map, causal)
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
         grad = torch.randn_like(wanted)
         torch.testing.assert_close(
@@ -118,10 +117,8 @@ def test_causal_dot_product_takes_any_strides_and_lengths() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_recurrent_twin(training: bool, name: str) -> None:
     torch.manual_seed(3)
-    causal, twin = (
-        layer(8, FEATURES[name])
-        for layer in (ft.CausalLinearAttention, ft.RecurrentLinearAttention)
-    )
+    causal: Any = ft.CausalLinearAttention(8, FEATURES[name])
+    twin: Any = ft.RecurrentLinearAttention(8, FEATURES[name])
     for layer in (causal, twin):
         layer.eval()
         layer.feature_map.deterministic_eval = True

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.integrations import fla
+import saccade.integrations.fla
+
+fla: Any = saccade.integrations.fla  # called with unpacked lists
 
 
 def qkv(T: int = 9) -> list[Tensor]:
@@ -18,9 +20,10 @@ def qkv(T: int = 9) -> list[Tensor]:
 
 
 def naive(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Any, normalize: bool
+    tensors: list[Tensor], decay: Tensor, state: Any, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The recurrence: S_t = e^{g_t} S_{t-1} + k_t v_tᵀ, o_t = S_tᵀ q_t / sqrt(K)."""
+    q, k, v = tensors
     B, T, H, K = q.shape
     S, z = state or (q.new_zeros(B, H, K, v.shape[-1]), q.new_zeros(B, 1, H, K))
     z, outputs = z[:, 0], []
@@ -39,7 +42,7 @@ def naive(
 def test_linear_attn(normalize: bool) -> None:
     tensors = qkv()
     zero = torch.zeros(2, 9, 3)
-    wanted, kv, z = naive(*tensors, zero, None, normalize)
+    wanted, kv, z = naive(tensors, zero, None, normalize)
     for call in (
         fla.chunk_linear_attn, fla.fused_chunk_linear_attn, fla.fused_recurrent_linear_attn
     ):  # fmt: skip
@@ -48,7 +51,7 @@ def test_linear_attn(normalize: bool) -> None:
         torch.testing.assert_close(state, (kv, z) if normalize else kv)
         assert call(*tensors, normalize=normalize)[1] is None
         more, _ = call(*tensors, normalize=normalize, initial_state=state)
-        again, _, _ = naive(*tensors, zero, (kv, z), normalize)
+        again, _, _ = naive(tensors, zero, (kv, z), normalize)
         torch.testing.assert_close(more, again)
 
 
@@ -56,7 +59,7 @@ def test_linear_attn(normalize: bool) -> None:
 def test_reverse(normalize: bool) -> None:
     tensors = qkv()
     flipped = [rows.flip(1) for rows in tensors]
-    wanted, kv, z = naive(*flipped, torch.zeros(2, 9, 3), None, normalize)
+    wanted, kv, z = naive(flipped, torch.zeros(2, 9, 3), None, normalize)
     output, state = fla.fused_recurrent_linear_attn(
         *tensors, reverse=True, normalize=normalize, output_final_state=True
     )
@@ -89,12 +92,12 @@ def test_packed(reverse: bool) -> None:
 def test_simple_gla() -> None:
     tensors = qkv()
     g = -torch.rand(2, 9, 3, dtype=torch.float64)
-    wanted, kv, _ = naive(*tensors, g, None, False)
+    wanted, kv, _ = naive(tensors, g, None, False)
     output, state = fla.chunk_simple_gla(*tensors, g=g, output_final_state=True)
     torch.testing.assert_close(output, wanted)
     torch.testing.assert_close(state, kv)
     constant = -torch.rand(3, dtype=torch.float64)
-    wanted, _, _ = naive(*tensors, constant.expand(2, 9, 3), None, False)
+    wanted, _, _ = naive(tensors, constant.expand(2, 9, 3), None, False)
     torch.testing.assert_close(fla.chunk_simple_gla(*tensors, g_gamma=constant)[0], wanted)
     one = [rows[:1] for rows in tensors]
     packed, _ = fla.chunk_simple_gla(*one, g=g[:1], cu_seqlens=torch.tensor([0, 9]))

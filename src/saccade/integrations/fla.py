@@ -119,23 +119,25 @@ def _call(
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "decay": decay,
         "initial_state": _sums(initial_state, normalize),
-        "return_state": True,
     }
     if cu_seqlens is not None:
         if q.shape[0] != 1:
             raise ValueError(f"q: got batch {q.shape[0]}, takes 1 with cu_seqlens")
-        rows = (tensor.squeeze(0) for tensor in (q, k, v))
-        output, state = saccade.linear_attention_packed(
-            *rows, cu_seqlens.to(torch.int32), **arguments
-        )
+        packed = [tensor.squeeze(0) for tensor in (q, k, v)]
+        offsets = cu_seqlens.to(torch.int32)
+        output, state = _with_state(saccade.linear_attention_packed, *packed, offsets, **arguments)
         output = output.unsqueeze(0)
     else:
-        rows = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        output, state = saccade.linear_attention(*rows, **arguments)
+        rows = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        output, state = _with_state(saccade.linear_attention, *rows, **arguments)
         output = output.transpose(1, 2)
     if not output_final_state:
         return output, None
     return output, (state.kv, state.key_sum.unsqueeze(1)) if normalize else state.kv
+
+
+def _with_state(call: Any, *tensors: Tensor, **arguments: Any) -> tuple[Tensor, Any]:
+    return call(*tensors, return_state=True, **arguments)
 
 
 def _sums(state: State, normalize: bool) -> saccade.LinearState | None:
