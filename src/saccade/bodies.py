@@ -81,7 +81,7 @@ class LinearBody(Protocol):
 
 MODULES = {"cpu": "saccade.cpu.attention", "portable": "saccade.portable.attention"}
 
-LINEAR_MODULES = {"cpu": "saccade.cpu.linear"}
+LINEAR_MODULES = {"cpu": "saccade.cpu.linear", "portable": "saccade.portable.linear"}
 
 _imported: dict[str, Body] = {}
 _linear_imported: dict[str, LinearBody] = {}

@@ -32,6 +32,13 @@ def _portable_unsupported(problem: Problem) -> str | None:
     return _portable_misses(*device, problem.dtype, problem.mask, problem.score)
 
 
+def _linear_portable_unsupported(problem: LinearProblem) -> str | None:
+    widest = max(problem.head_dim, problem.value_dim)
+    if widest > WIDEST:
+        return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
+    return _portable_misses(problem.device, None, problem.dtype, "", "")
+
+
 @functools.cache
 def _portable_misses(
     device: str, index: int | None, dtype: torch.dtype, mask: str, score: str
@@ -90,8 +97,9 @@ IMPLEMENTATIONS = (
 LINEAR_IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
     Implementation("reference", _reference_unsupported),
+    Implementation("portable", _linear_portable_unsupported),
 )
-"""The same for linear attention."""
+"""The same for linear attention; its kernels come last, to be named, until they ran on a GPU."""
 
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
 LINEAR_BY_NAME = {implementation.name: implementation for implementation in LINEAR_IMPLEMENTATIONS}

@@ -1,0 +1,50 @@
+"""Configs of linear attention: channels that a program computes, rows of a chunk, warps, stages.
+
+Nothing here was timed yet: these are tiles whose state (width × tile numbers, float32) fits into
+the registers of a program beside a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from saccade.portable.configs import WIDTHS, check
+from saccade.problem import Config
+
+
+class LinearConfig(NamedTuple):
+    """How a sweep runs."""
+
+    tile: int  # channels of the result that a program computes
+    chunk: int  # rows that are multiplied out pair by pair
+    num_warps: int
+    num_stages: int
+
+
+# Columns: configs.WIDTHS.
+_HALF = {
+    "sm_75": ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    "gfx942": ((32, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
+}
+_TENSOR_CORES = ((32, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1))
+_FLOAT32 = ((32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 8, 1), (16, 16, 8, 1))
+
+
+def choose(architecture: str, width: int, wide: bool, given: Config | None) -> LinearConfig:
+    """The config of a call: `kv_tile` of what the caller gave is the chunk.
+
+    Raises:
+        ValueError: for a given number that no kernel can have.
+    """
+    column = next(column for column, widest in enumerate(WIDTHS) if width <= widest)
+    row = _FLOAT32 if wide else _HALF.get(architecture, _TENSOR_CORES)
+    config = LinearConfig(*row[column])
+    if given is None:
+        return config
+    check(given)
+    return LinearConfig(
+        given.query_tile or config.tile,
+        given.kv_tile or config.chunk,
+        given.num_warps or config.num_warps,
+        given.num_stages or config.num_stages,
+    )

@@ -1,0 +1,130 @@
+"""Decay: sums of its logarithms before the kernels run, and its gradient after them.
+
+With R the gradient of a state and S the state, that of decay_n is ⟨R_n, e^{decay_n} S_{n−1}⟩. All
+that flows over the boundary before key n is what rows at n and after it take from the state, less
+what keys at n and after it give, plus what reaches the last state. So it is a sum from the end of
+query · grad_query − key · grad_key, with the normaliser too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.linear.problem import LinearInputs, LinearVariant
+from saccade.portable.linear_kind import LinearKind
+
+
+def faded_of(inputs: LinearInputs) -> Tensor | None:
+    """Σ decay over all keys before each key row, and over all: float64, with one entry more.
+
+    [batch, state_heads, kv_len + 1], without batch where it is the same; [state_heads, tokens + 1]
+    if packed. Differences are what counts, so sequences need not start at 0.
+    """
+    decay, kv_len = inputs.decay, inputs.key.shape[0 if inputs.packed else 2]
+    if decay is None or kv_len == 0:
+        return None
+    if decay.dim() == 1:
+        rows = decay.double().unsqueeze(-1).expand(-1, kv_len)
+    else:
+        rows = decay.double().transpose(0, 1) if inputs.packed else decay.double()
+    if inputs.key_lengths is not None:
+        row = torch.arange(kv_len, device=decay.device)
+        rows = rows.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
+    faded = rows.new_zeros(*rows.shape[:-1], kv_len + 1)
+    torch.cumsum(rows, -1, out=faded[..., 1:])
+    return faded
+
+
+def whole_fades(
+    faded: Tensor | None, inputs: LinearInputs, kind: LinearKind, segments: int
+) -> Tensor | None:
+    """How much each segment leaves of the state before it: [sequences, state_heads, segments]."""
+    if faded is None:
+        return None
+    if inputs.cu_seqlens_k is not None:  # one segment
+        at_edges = faded[:, inputs.cu_seqlens_k.long()]
+        return (at_edges[:, 1:] - at_edges[:, :-1]).exp().float().transpose(0, 1).unsqueeze(-1)
+    shift = kind.kv_len - kind.query_len if kind.bottom_right else 0
+    chunks = -(-kind.places // kind.config.chunk)
+    length = -(-chunks // segments) * kind.config.chunk
+    edges = torch.arange(segments + 1, device=faded.device) * length + min(shift, 0)
+    at_edges = faded[..., edges.clamp(0, kind.kv_len)]
+    whole = (at_edges[..., 1:] - at_edges[..., :-1]).exp().float()
+    return whole.expand(kind.sequences, kind.state_heads, segments)
+
+
+def decay_gradient(
+    inputs: LinearInputs,
+    variant: LinearVariant,
+    of_queries: Tensor,
+    of_keys: Tensor,
+    flow: Tensor | None,
+) -> Tensor:
+    """The gradient of decay, in its shape and dtype.
+
+    of_queries, of_keys: [batch, heads · tiles, rows] ([heads · tiles, tokens] if packed).
+    flow: [sequences, state_heads]: what reaches the last state.
+    """
+    assert inputs.decay is not None
+    heads = inputs.state_heads
+    queries, keys = (_by_state_head(dots.double(), heads) for dots in (of_queries, of_keys))
+    places, seeing = _places(inputs, variant)
+    at_keys = torch.zeros_like(keys)
+    if keys.shape[-1] and queries.shape[-1]:
+        at_keys.index_add_(-1, places, queries.masked_fill(~seeing, 0))
+    summed = (at_keys - keys).flip(-1).cumsum(-1).flip(-1)
+    if inputs.cu_seqlens_k is not None:
+        return _packed(inputs, summed, flow)
+    if flow is not None:
+        summed = summed + flow.unsqueeze(-1)
+    if inputs.key_lengths is not None:
+        row = torch.arange(summed.shape[-1], device=summed.device)
+        summed = summed.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
+    if inputs.decay.dim() == 1:
+        summed = summed.sum((0, 2))
+    return summed.to(inputs.decay.dtype)
+
+
+def _by_state_head(dots: Tensor, heads: int) -> Tensor:
+    """Sums over tiles of channels, and over output heads that share a state."""
+    if heads == 0:
+        return dots
+    return dots.unflatten(-2, (heads, -1)).sum(-2)
+
+
+def _packed(inputs: LinearInputs, summed: Tensor, flow: Tensor | None) -> Tensor:
+    """Sums from the end of all tokens, as sums from the end of each sequence."""
+    assert inputs.cu_seqlens_k is not None and inputs.decay is not None
+    ends = inputs.cu_seqlens_k.long()
+    tokens = torch.arange(summed.shape[-1], device=summed.device)
+    sequence = torch.searchsorted(ends[1:], tokens, right=True)
+    behind = torch.nn.functional.pad(summed, (0, 1))[:, ends[1:]]
+    summed = summed - behind[:, sequence]
+    if flow is not None:
+        summed = summed + flow.transpose(0, 1)[:, sequence]
+    if inputs.decay.dim() == 1:
+        return summed.sum(1).to(inputs.decay.dtype)
+    return summed.transpose(0, 1).to(inputs.decay.dtype)
+
+
+def _places(inputs: LinearInputs, variant: LinearVariant) -> tuple[Tensor, Tensor]:
+    """For each query row the last key row that it sees, and whether there is one."""
+    query, key = inputs.query, inputs.key
+    if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
+        query_len, kv_len = query.shape[2], key.shape[2]
+        row = torch.arange(query_len, device=query.device)
+        shift = kv_len - query_len if variant.align == "bottom_right" else 0
+        place = row + shift if variant.causal else row * 0 + kv_len - 1
+        return place.clamp(0, max(kv_len - 1, 0)), place >= 0
+    ends_q, ends_k = inputs.cu_seqlens_q.long(), inputs.cu_seqlens_k.long()
+    token = torch.arange(query.shape[0], device=query.device)
+    sequence = torch.searchsorted(ends_q[1:], token, right=True)
+    row = token - ends_q[sequence]
+    query_len = (ends_q[1:] - ends_q[:-1])[sequence]
+    kv_len = (ends_k[1:] - ends_k[:-1])[sequence]
+    shift = kv_len - query_len if variant.align == "bottom_right" else 0 * row
+    place = row + shift if variant.causal else kv_len - 1
+    seeing = (place >= 0) & (kv_len > 0)
+    place = torch.minimum(place, kv_len - 1).clamp(min=0) + ends_k[sequence]
+    return place.clamp(max=max(key.shape[0] - 1, 0)), seeing

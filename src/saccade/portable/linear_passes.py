@@ -1,0 +1,277 @@
+"""Passes: the sweeps of linear attention, started with the rows that each of them reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.kernels.launch import Launch, Pointer, next_width
+from saccade.linear.problem import LinearInputs
+from saccade.portable.arguments import there_are
+from saccade.portable.kind import remembered
+from saccade.portable.linear_collect import linear_collect
+from saccade.portable.linear_kind import LinearKind, plain
+from saccade.portable.linear_places import Sequence, Sums
+from saccade.portable.linear_sweep import linear_sweep
+
+State = tuple[Tensor, Tensor]  # matrices and vectors, float32
+
+
+class Given(NamedTuple):
+    """What a backward pass adds to the inputs."""
+
+    grad_output: Tensor
+    factors: Tensor | None  # 1 / divisor; None without a normaliser
+    minus_delta: Tensor
+
+
+class Passes(NamedTuple):
+    """One call under way."""
+
+    kind: LinearKind
+    inputs: LinearInputs
+    faded: Tensor | None
+    slots: Tensor | None = None
+
+    # ---- what kernels read --------------------------------------------------------------------
+
+    def _known(self) -> list[Tensor]:
+        return there_are((*self.inputs, self.faded, self.slots))
+
+    def _sequence(self, pointer: Pointer) -> Sequence:
+        kind, inputs, faded = self.kind, self.inputs, None
+        if self.faded is not None:
+            head_step = self.faded.shape[-1]
+            batch_step = kind.state_heads * head_step if self.faded.dim() == 3 else 0
+            faded = (pointer(self.faded), batch_step, head_step)
+        in_faded = kind.packed and self.faded is not None
+        return Sequence(
+            kind.side(pointer, None, inputs.cu_seqlens_q, keys=False),
+            kind.side(pointer, None, inputs.cu_seqlens_k, keys=True),
+            None if inputs.key_lengths is None else pointer(inputs.key_lengths),
+            faded,
+            pointer(inputs.cu_seqlens_k) if in_faded and inputs.cu_seqlens_k is not None else None,
+            None if self.slots is None else pointer(self.slots),
+        )
+
+    def _query(self, pointer: Pointer) -> Any:
+        view = self._query_side(pointer, self.inputs.query)
+        return self.kind.features(view, True)
+
+    def _key(self, pointer: Pointer) -> Any:
+        return self.kind.features(self._key_side(pointer, self.inputs.key), False)
+
+    def _value(self, pointer: Pointer) -> Any:
+        return plain(self._key_side(pointer, self.inputs.value))
+
+    def _grad(self, pointer: Pointer, given: Given) -> Any:
+        return plain(self._query_side(pointer, given.grad_output))
+
+    def _factors(self, pointer: Pointer, given: Given) -> Any:
+        return None if given.factors is None else self._per_row(pointer, given.factors)
+
+    def _query_side(self, pointer: Pointer, rows: Tensor) -> Any:
+        return self.kind.side(pointer, rows, self.inputs.cu_seqlens_q, keys=False)
+
+    def _key_side(self, pointer: Pointer, rows: Tensor) -> Any:
+        return self.kind.side(pointer, rows, self.inputs.cu_seqlens_k, keys=True)
+
+    def _per_row(self, pointer: Pointer, numbers: Tensor) -> Any:
+        return self.kind.numbers(pointer, numbers, self.inputs.cu_seqlens_q, keys=False)
+
+    # ---- sums over one side -------------------------------------------------------------------
+
+    def collect(self, given: Given | None, segments: int) -> State:
+        """The states of each segment alone: of keys, or of queries where gradients are given."""
+        kind = self.kind
+        counts = kind.sequences, kind.state_heads, segments
+        matrix = torch.empty(
+            *counts, kind.head_dim, kind.value_dim, dtype=torch.float32, device=self._device()
+        )
+        vector = torch.empty(*counts, kind.head_dim, dtype=torch.float32, device=self._device())
+        tiles = self.tiles(kind.value_dim)
+        shares = (kind.key_heads, kind.value_heads)
+        if given is not None:
+            shares = (kind.query_heads, kind.heads)
+        launch = self._launch(
+            linear_collect,
+            ("collect", given is not None, segments),
+            ROWS_SHARE=self._share(shares[0]),
+            OTHERS_SHARE=self._share(shares[1]),
+            INNER=kind.head_dim,
+            INNER_WIDTH=next_width(kind.head_dim),
+            OUTER=kind.value_dim,
+            OUTER_TILE=self._tile(kind.value_dim),
+            TILES=tiles,
+            SEGMENTS=segments,
+            QUERIES=given is not None,
+            NORMALIZE=kind.variant.normalize,
+        )
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            if given is None:
+                read = self._key(pointer), self._value(pointer), None, None
+            else:
+                weights = self._per_row(pointer, given.minus_delta)
+                of_queries = self._query(pointer), self._grad(pointer, given)
+                read = (*of_queries, self._factors(pointer, given), weights)
+            return (*read, self._sequence(pointer), Sums(pointer(matrix), pointer(vector)))
+
+        tensors = (*self._known(), *there_are(given or ()), matrix, vector)
+        launch(
+            kind.sequences * kind.state_heads * segments * tiles, kind.device, tensors, arguments
+        )
+        return matrix, vector
+
+    # ---- sweeps -------------------------------------------------------------------------------
+
+    def output(
+        self, output: Tensor, totals: Tensor | None, before: State | None, after: State | None,
+        segments: int,
+    ) -> None:  # fmt: skip
+        """Write the output and, where wanted, each row's sum of scores and the last states."""
+        kind = self.kind
+
+        def operands(pointer: Pointer) -> tuple[Any, ...]:
+            numbers = None if totals is None else self._per_row(pointer, totals)
+            rows = self._query(pointer), self._key(pointer), self._value(pointer)
+            written = self._query_side(pointer, output), numbers
+            return (*rows, None, None, *written, None, kind.variant.eps)
+
+        heads = kind.query_heads, kind.key_heads, kind.value_heads, 1
+        more = there_are((output, totals))
+        self._sweep("output", operands, more, heads, before, after, segments, totals is not None)
+
+    def grad_query(
+        self, given: Given, result: Tensor, dots: Tensor | None, before: State | None, segments: int
+    ) -> None:
+        """Write the gradients of queries, one for each output head."""
+
+        def operands(pointer: Pointer) -> tuple[Any, ...]:
+            numbers = None if dots is None else self._per_row(pointer, dots)
+            rows = self._grad(pointer, given), self._value(pointer), self._key(pointer)
+            more = self._factors(pointer, given), self._per_row(pointer, given.minus_delta)
+            written = self._query_side(pointer, result), numbers
+            return (*rows, *more, *written, self._query(pointer), 0.0)
+
+        kind = self.kind
+        heads = kind.heads, kind.value_heads, kind.key_heads, kind.query_heads
+        more = there_are((*given, result, dots))
+        self._sweep("grad_query", operands, more, heads, before, None, segments, dots is not None)
+
+    def grad_key(
+        self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
+        after: State | None, segments: int,
+    ) -> None:  # fmt: skip
+        """Write the gradients of keys, one for each head of the state, and of the first states."""
+        kind = self.kind
+
+        def operands(pointer: Pointer) -> tuple[Any, ...]:
+            numbers = None
+            if dots is not None:
+                numbers = kind.numbers(pointer, dots, self.inputs.cu_seqlens_k, keys=True)
+            rows = self._value(pointer), self._grad(pointer, given), self._query(pointer)
+            more = self._factors(pointer, given), self._per_row(pointer, given.minus_delta)
+            written = self._key_side(pointer, result), numbers
+            return (*rows, *more, *written, self._key(pointer), 0.0)
+
+        heads = kind.value_heads, kind.heads, kind.query_heads, kind.key_heads
+        more = there_are((*given, result, dots))
+        self._sweep("grad_key", operands, more, heads, before, after, segments, dots is not None)
+
+    def grad_value(self, given: Given, result: Tensor, before: State | None, segments: int) -> None:
+        """Write the gradients of values, one for each head of the state."""
+        kind = self.kind
+
+        def operands(pointer: Pointer) -> tuple[Any, ...]:
+            rows = self._key(pointer), self._query(pointer), self._grad(pointer, given)
+            more = self._factors(pointer, given), None, self._key_side(pointer, result)
+            return (*rows, *more, None, None, 0.0)
+
+        heads = kind.key_heads, kind.query_heads, kind.heads, 1
+        more = there_are((*given, result))
+        self._sweep("grad_value", operands, more, heads, before, None, segments, False)
+
+    def _sweep(
+        self, which: str, operands: Any, more: Several[Tensor], heads: tuple[int, ...],
+        before: State | None, after: State | None, segments: int, numbered: bool,
+    ) -> None:  # fmt: skip
+        kind = self.kind
+        inner, outer = kind.head_dim, kind.value_dim
+        if which in ("grad_query", "grad_key"):
+            inner, outer = outer, inner
+        tiles = self.tiles(outer)
+        shares = zip(("A", "B", "C", "THROUGH"), heads, strict=True)
+        launch = self._launch(
+            linear_sweep,
+            (which, segments, before is None, after is None, numbered),
+            **{f"{name}_SHARE": self._share(count) for name, count in shares},
+            INNER=inner,
+            INNER_WIDTH=next_width(inner),
+            OUTER=outer,
+            OUTER_TILE=self._tile(outer),
+            TILES=tiles,
+            SEGMENTS=segments,
+            PASS=which,
+            NORMALIZE=kind.variant.normalize,
+            BEFORE=before is not None,
+            AFTER=after is not None,
+            NUMBERS=numbered,
+        )
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            ends = sums(pointer, before), sums(pointer, after)
+            return (*operands(pointer), self._sequence(pointer), *ends)
+
+        tensors = (*self._known(), *more, *there_are((*(before or ()), *(after or ()))))
+        count = kind.state_heads if which in ("grad_key", "grad_value") else kind.heads
+        launch(kind.sequences * count * segments * tiles, kind.device, tensors, arguments)
+
+    # ---- launches -----------------------------------------------------------------------------
+
+    def _launch(self, kernel: Any, key: Any, **more: Any) -> Launch:
+        kind = self.kind
+
+        def make() -> Launch:
+            constants = {
+                "GROUP": kind.group,
+                "STATE_HEADS": kind.state_heads,
+                "CHUNK": kind.config.chunk,
+                "CAUSAL": kind.variant.causal,
+                "BOTTOM_RIGHT": kind.bottom_right,
+                "STARTED": kind.started,
+                "PRECISION": kind.precision,
+            }
+            options = {"num_warps": kind.config.num_warps, "num_stages": kind.config.num_stages}
+            return Launch(kernel, {**constants, **more}, options)
+
+        return remembered(kind.launches, key, make)
+
+    def tiles(self, outer: int) -> int:
+        """Programs along so many channels of a result."""
+        return max(-(-outer // self._tile(outer)), 1)
+
+    def segments(self, heads: int, outer: int) -> int:
+        """Into how many parts sequences are cut for a pass of so many heads and channels."""
+        return self.kind.segments(self.kind.sequences * heads * self.tiles(outer))
+
+    def _share(self, heads: int) -> int:
+        """How many output heads share one of so many heads."""
+        return self.kind.heads // max(heads, 1)
+
+    def _tile(self, outer: int) -> int:
+        return min(self.kind.config.tile, next_width(max(outer, 1)))
+
+    def _device(self) -> torch.device:
+        return self.inputs.query.device
+
+
+def sums(pointer: Pointer, state: State | None) -> Sums | None:
+    """States as kernels take them."""
+    if state is None:
+        return None
+    matrix, vector = state
+    return Sums(pointer(matrix), pointer(vector))

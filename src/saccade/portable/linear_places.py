@@ -1,0 +1,114 @@
+"""Places: where the rows of a call of linear attention meet, and where its states lie in memory.
+
+Key row n has place n, a query row has the place of the last key that it sees. A query before the
+first key has a negative place, one behind the last key (aligned at the top left) a larger one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.tiles import num_rows, wide
+
+
+class Sequence(NamedTuple):
+    """Where rows meet: both sides as Views, and how far keys go."""
+
+    queries: Any
+    keys: Any
+    lengths: Any  # int64 [batch] in memory, or None
+    faded: (
+        Any  # float64 sums of decay before each key row: (address, batch step, head step), or None
+    )
+    offsets: Any  # where packed sequences start in `faded`, or None
+    slots: Any  # int64 [batch]: where each sequence's state lies; None: in order
+
+
+class Sums(NamedTuple):
+    """States in memory: [sequences, heads, segments, head_dim, value_dim] and a vector of each."""
+
+    matrix: Any
+    vector: Any
+
+
+# ---- places ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def bounds_of(sequence, batch, BOTTOM_RIGHT: tl.constexpr):
+    """A sequence in places: that of the first query row; how many query rows, key rows, and keys
+    that are there; the first place, and how many there are."""
+    query_len, kv_len = num_rows(sequence.queries, batch), num_rows(sequence.keys, batch)
+    shift = kv_len - query_len if BOTTOM_RIGHT else 0 * kv_len
+    num_keys = kv_len
+    if sequence.lengths is not None:
+        num_keys = tl.minimum(kv_len, tl.load(sequence.lengths + batch).to(tl.int32))
+    first = tl.minimum(shift, 0)
+    return shift, query_len, kv_len, num_keys, first, tl.maximum(query_len + shift, kv_len) - first
+
+
+@triton.jit
+def queries_at(bounds, places, STARTED: tl.constexpr, CAUSAL: tl.constexpr):
+    """Query rows at places, which of them exist, and which of those have something to see."""
+    rows = places - bounds[0]
+    exist = (rows >= 0) & (rows < bounds[1])
+    see = exist
+    if not STARTED:  # nothing before the first key, unless a state came before it
+        see = see & (bounds[3] > 0)
+        if CAUSAL:
+            see = see & (places >= 0)
+    return rows, exist, see
+
+
+@triton.jit
+def keys_at(bounds, places):
+    """Key rows at places, which of them exist, and which of those are there to be seen."""
+    return places, (places >= 0) & (places < bounds[2]), (places >= 0) & (places < bounds[3])
+
+
+@triton.jit
+def faded_until(sequence, batch, head, places):
+    """The sum of decay over all keys up to these places, them included, in float64."""
+    inside = tl.minimum(tl.maximum(places + 1, 0), num_rows(sequence.keys, batch))
+    if sequence.offsets is not None:
+        inside = inside + tl.load(sequence.offsets + batch)
+    base = sequence.faded[0] + (wide(batch) * sequence.faded[1] + wide(head) * sequence.faded[2])
+    return tl.load(base + inside)
+
+
+# ---- states in memory --------------------------------------------------------------------------
+
+
+@triton.jit
+def sums_at(
+    sums, number, inner, outer, INNER: tl.constexpr, OUTER: tl.constexpr, TRANSPOSED: tl.constexpr,
+    VECTOR_INNER: tl.constexpr,
+):  # fmt: skip
+    """Pointers to a state [inner, outer] and to its vector, and what of the two exists."""
+    if TRANSPOSED:
+        place = outer[None, :] * INNER + inner[:, None]
+    else:
+        place = inner[:, None] * OUTER + outer[None, :]
+    matrix = sums.matrix + (wide(number) * (INNER * OUTER) + place)
+    exists = (inner < INNER)[:, None] & (outer < OUTER)[None, :]
+    if VECTOR_INNER:
+        vector, vector_exists = sums.vector + (wide(number) * INNER + inner), inner < INNER
+    else:
+        vector, vector_exists = sums.vector + (wide(number) * OUTER + outer), outer < OUTER
+    return matrix, exists, vector, vector_exists
+
+
+# ---- fading ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def fades_of(sequence, batch, head, start, CHUNK: tl.constexpr):
+    """Within a chunk: the logarithm of how far the state has faded at each place, and over all."""
+    places = start + tl.arange(0, CHUNK)
+    before = faded_until(sequence, batch, head, start - 1)
+    until = (faded_until(sequence, batch, head, places) - before).to(tl.float32)
+    whole = (faded_until(sequence, batch, head, start + CHUNK - 1) - before).to(tl.float32)
+    return until, whole

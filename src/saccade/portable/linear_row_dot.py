@@ -1,0 +1,41 @@
+"""Linear attention, row dot: what both halves of a backward pass need of each query row.
+
+    factor = 1 / divisor                          ĝ = grad_output · factor
+    minus_delta = −(ĝ · output) · ∂divisor/∂total
+
+Source: the derivative of a quotient; see linear_sweep.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.tiles import load_numbers, load_rows, num_rows, store_numbers
+from saccade.portable.linear_finish import divisor_of
+
+
+@triton.jit
+def linear_row_dot(
+    output, grad_output, totals, factors, minus_delta, eps,  # Views, and a number
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """One program: QUERY_TILE rows of one head."""
+    batch, head, tile, _ = output.find(tl.program_id(0), output.data, QUERY_TILE)
+    length = num_rows(output, batch)
+    rows = tile * QUERY_TILE + tl.arange(0, QUERY_TILE)
+    attended = load_rows(output, batch, head, rows, length, VALUE_DIM, VALUE_WIDTH, False)
+    grad = load_rows(grad_output, batch, head, rows, length, VALUE_DIM, VALUE_WIDTH, False)
+    total = load_numbers(totals, batch, head, rows, length, 0.0)
+    divisor = divisor_of(total, eps, NORMALIZE)
+    factor = tl.where(divisor == 0, 0.0, 1.0 / divisor)
+    slope = total * 0.0 + 1.0
+    if NORMALIZE == "clamp":
+        slope = tl.where(total >= eps, 1.0, 0.0)
+    elif NORMALIZE == "abs":
+        slope = tl.where(tl.abs(total) >= eps, tl.where(total < 0, -1.0, 1.0), 0.0)
+        slope = tl.where(total == 0, 0.0, slope)
+    dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1) * factor * slope
+    store_numbers(factors, batch, head, rows, length, factor)
+    store_numbers(minus_delta, batch, head, rows, length, -dot)

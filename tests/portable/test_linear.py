@@ -1,0 +1,84 @@
+"""Linear attention by portable kernels: segments side by side, steps in place, configs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import saccade
+from saccade.kernels import launch
+from saccade.linear.problem import LinearState
+from saccade.portable import linear_configs, linear_kind
+from saccade.portable.configs import ARCHITECTURES
+from saccade.testing import assert_linear_exact, make_linear_case
+
+interpreted = pytest.mark.skipif(
+    not launch.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
+)
+ONE_HEAD = {"batch": 1, "heads": (2, 1, 1)}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"lengths": ((70, 70),)},
+        {"lengths": ((50, 70),), "decay": "rows", "state": True},
+        {"lengths": ((70, 50),), "decay": "heads", "align": "top_left", "padded": True},
+        {"lengths": ((70, 60),), "decay": "rows", "state": True, "causal": False},
+    ],
+    ids=str,
+)
+def test_segments_side_by_side_are_one_sequence(
+    monkeypatch: pytest.MonkeyPatch, description: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(linear_kind, "SHORTEST_SEGMENT", 20)
+    monkeypatch.setattr(linear_kind, "multiprocessors", lambda tensor: 64)
+    case = make_linear_case(**ONE_HEAD, **description)
+    kind = linear_kind.LinearKind.of(*case.prepared(case.leaves())[:2], saccade.Config())
+    assert kind.segments(2) > 1
+    assert_linear_exact(case, "portable")
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [2, 4], ids=["own states", "shared states"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_step_changes_states_as_the_cpu_does(dtype: torch.dtype, heads: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    pool = LinearState(normal(5, 2, 16, 24), normal(5, 2, 16).abs())
+    query, key, value = normal(3, heads, 2, 16), normal(3, 2, 2, 16), normal(3, 2, 2, 24)
+    results = []
+    for implementation in ("cpu", "portable"):
+        state = LinearState(*(sums.to(dtype, copy=True) for sums in pool[:2]))
+        output = saccade.linear_attention_step(
+            state,
+            query,
+            key,
+            value,
+            state_index=torch.tensor([4, 0, 2]),
+            implementation=implementation,
+        )
+        results.append((output, state.kv.float(), state.key_sum.float()))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("wide", [False, True], ids=["half", "float32"])
+def test_every_architecture_has_configs(architecture: str, wide: bool) -> None:
+    for width in (16, 32, 64, 128, 256):
+        config = linear_configs.choose(architecture, width, wide, None)
+        for size in (config.tile, config.chunk):
+            assert size >= 16 and size & (size - 1) == 0
+
+
+def test_a_given_chunk_is_taken() -> None:
+    given = saccade.Config(kv_tile=32)
+    assert linear_configs.choose("sm_90", 64, False, given).chunk == 32
+    with pytest.raises(ValueError, match="kv_tile: got 24, takes a power of two"):
+        linear_configs.choose("sm_90", 64, False, saccade.Config(kv_tile=24))
