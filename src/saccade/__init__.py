@@ -5,6 +5,7 @@ from saccade import scores as scores
 from saccade import testing as testing
 from saccade.attention import attention as attention
 from saccade.attention import attention_packed as attention_packed
+from saccade.attention_paged import attention_paged as attention_paged
 from saccade.explain import explain as explain
 from saccade.merge import merge as merge
 from saccade.problem import Config as Config
@@ -14,6 +15,7 @@ __all__ = [
     "Config",
     "attention",
     "attention_packed",
+    "attention_paged",
     "explain",
     "masks",
     "merge",
