@@ -69,10 +69,11 @@ def test_complaint(changes: dict[str, Any], error: type[Exception], message: str
 def test_a_page_outside_the_pool():
     case = make_paged_case(lengths=((1, 20),))
     for wrong in (-1, 6):
-        table = case.table["page_table"].clone()
-        table[0, 2] = wrong
+        given: dict[str, Any] = case.arguments()
+        given["page_table"] = given["page_table"].clone()
+        given["page_table"][0, 2] = wrong
         with pytest.raises(ValueError, match=rf"page_table: got page {wrong}, takes 0 to 5"):
-            saccade.attention_paged(**(case.arguments() | {"page_table": table}))
+            saccade.attention_paged(**given)
 
 
 def test_entries_behind_the_last_page_are_not_looked_at():

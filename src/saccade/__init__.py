@@ -6,6 +6,8 @@ from saccade import testing as testing
 from saccade.attention import attention as attention
 from saccade.attention import attention_packed as attention_packed
 from saccade.attention_paged import attention_paged as attention_paged
+from saccade.cache.move import move_pages as move_pages
+from saccade.cache.write import cache_write as cache_write
 from saccade.explain import explain as explain
 from saccade.merge import merge as merge
 from saccade.problem import Config as Config
@@ -16,9 +18,11 @@ __all__ = [
     "attention",
     "attention_packed",
     "attention_paged",
+    "cache_write",
     "explain",
     "masks",
     "merge",
+    "move_pages",
     "scores",
     "testing",
 ]
