@@ -55,9 +55,17 @@ def move_pages(
 
 
 def _move(pools: list[Tensor], source: Tensor, target: Tensor) -> None:
-    for pool in pools:
-        bits = _bits(pool)
-        bits.index_copy_(0, target.to(pool.device), bits.index_select(0, source.to(pool.device)))
+    numbers = [(source.to(pool.device), target.to(pool.device)) for pool in pools]
+    # What can fail for want of memory does so before the first page is written.
+    kinds = {(pool.dtype, pool.device, pool.shape[1:]) for pool in pools}
+    read = {
+        (dtype, device, shape): torch.empty((len(source), *shape), dtype=dtype, device=device)
+        for dtype, device, shape in kinds
+    }
+    for pool, (old, new) in zip(pools, numbers, strict=True):
+        bits, memory = _bits(pool), _bits(read[pool.dtype, pool.device, pool.shape[1:]])
+        torch.index_select(bits, 0, old, out=memory)
+        bits.index_copy_(0, new, memory)
 
 
 torch.library.impl("saccade::move_pages", "CompositeExplicitAutograd", _move)
