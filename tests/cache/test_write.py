@@ -1,5 +1,7 @@
 """Writing by slot mapping against the reference, and against attention on what was written."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -98,16 +100,16 @@ def test_rotated_scores_depend_on_distance_alone():
 @pytest.mark.parametrize("page_dtype", [torch.float32, F8, I8])
 def test_attention_reads_what_was_written(page_dtype):
     key, value, query = normal(11, 2, 16), normal(11, 2, 16), normal(1, 4, 2, 16)
-    pages = [torch.zeros(4, 2, 4, 16).to(page_dtype) for _ in range(2)]
-    scales = {}
+    key_pages, value_pages = (torch.zeros(4, 2, 4, 16).to(page_dtype) for _ in range(2))
+    scales: dict[str, Any] = {}
     if page_dtype != torch.float32:
         scales = {name: torch.zeros(4, 2, 4) for name in ("key_scales", "value_scales")}
     table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
     row = torch.arange(11)
     slots = table[0].long()[row // 4] * 4 + row % 4
-    saccade.cache_write(key, value, *pages, slots, **scales)
+    saccade.cache_write(key, value, key_pages, value_pages, slots, **scales)
     lens = torch.tensor([11], dtype=torch.int32)
-    output = saccade.attention_paged(query, *pages, table, lens, **scales)
+    output = saccade.attention_paged(query, key_pages, value_pages, table, lens, **scales)
     wanted = saccade.attention(query, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
     # int8 moves each number by half a step of 1/127, fp8 by 1/16 of itself
     allowed = {torch.float32: 1e-5, F8: 0.25, I8: 0.03}[page_dtype]
@@ -146,9 +148,9 @@ def test_compiles():
         saccade.cache_write(key * 2, value, key_pages, value_pages, slots)
         return key_pages.sum()
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
     key, value, slots = normal(3, 2, 6), normal(3, 2, 3), torch.tensor([1, -1, 8])
-    found, wanted = ([pool(torch.float32, dim) for dim in (6, 3)] for _ in range(2))
+    found, wanted = ((pool(torch.float32, 6), pool(torch.float32, 3)) for _ in range(2))
     assert torch.equal(compiled(key, value, *found, slots), step(key, value, *wanted, slots))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
 

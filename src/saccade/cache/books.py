@@ -106,6 +106,19 @@ class Books:
                 self.counts["released"] += 1
 
 
+def begin(books: Books, tokens: list[int], salt: bytes) -> Held:
+    """A sequence with the pages that hold the beginning of its tokens, if any."""
+    root = PrefixIndex.root(salt)
+    found = books.index.match(tokens, root) if books.prefix_caching else []
+    length = len(found) * books.page_size
+    books.pool.hold(page for page, _ in found)
+    books.counts["asked"] += len(tokens)
+    books.counts["matched"] += length
+    digests = [digest for _, digest in found]
+    pages: list[int | None] = [page for page, _ in found]
+    return Held(root, pages, tokens[:length], length, length, digests, cached=length)
+
+
 def append(books: Books, tokens: Mapping[int, int | Sequence[int]]) -> list[int]:
     """Give new tokens their slots; see `PagedCache.append`."""
     size = books.page_size

@@ -126,17 +126,7 @@ class PagedCache:
         Returns:
             The sequence's number.
         """
-        books, root = self._books, PrefixIndex.root(salt)
-        tokens = _token_list(tokens)
-        found = books.index.match(tokens, root) if books.prefix_caching else []
-        length = len(found) * self.page_size
-        pages = [page for page, _ in found]
-        books.pool.hold(pages)
-        digests = [digest for _, digest in found]
-        held = Held(root, [*pages], tokens[:length], length, length, digests, cached=length)
-        books.counts["asked"] += len(tokens)
-        books.counts["matched"] += length
-        return self._enter(held)
+        return self._enter(bookkeeping.begin(self._books, _token_list(tokens), salt))
 
     @_locked
     def append(self, tokens: Mapping[int, int | Sequence[int]]) -> Tensor:
