@@ -1,6 +1,6 @@
 """Peers: everybody who can be timed, each with a reason where it cannot."""
 
-from saccade.bench.peers import flex, installed, ours, plain, sdpa
+from saccade.bench.peers import flex, installed, ours, paged, plain, sdpa
 from saccade.bench.peers.peer import Call as Call
 from saccade.bench.peers.peer import Peer as Peer
 from saccade.bench.peers.peer import from_layout as from_layout
@@ -9,4 +9,6 @@ from saccade.bench.peers.peer import to_layout as to_layout
 
 def all_peers() -> list[Peer]:
     """Everybody, in the order of the tables' columns."""
-    return [peer for module in (ours, plain, sdpa, flex, installed) for peer in module.peers()]
+    return [
+        peer for module in (ours, plain, sdpa, flex, installed, paged) for peer in module.peers()
+    ]
