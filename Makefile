@@ -62,7 +62,7 @@ bench: $(DEMO_STAMP) ## run the benchmarks
 # Whose shape annotations the tests check at run time. No module that holds kernels: the check wraps
 # every annotated function, and Triton cannot compile a wrapped one ("tl is not defined"). Nor the
 # public edge, which refuses wrong arguments with errors of its own.
-CHECKED := reference cpu dropout cache parallel
+CHECKED := reference cpu dropout parallel
 comma := ,
 CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
 

@@ -10,6 +10,7 @@ import saccade
 from saccade import Config, dispatch, expressions, masks, scores
 from saccade.expressions import Coordinates
 from saccade.language import index_range
+from saccade.testing import make_paged_case
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KV_LEN, HEAD_DIM, VALUE_DIM = 2, 4, 2, 6, 9, 8, 3
 PAIRS = BATCH * HEADS * QUERY_LEN * KV_LEN
@@ -231,3 +232,21 @@ def test_refuses_unknown_arguments():
         saccade.explain(*dense(), window_size=3)
     with pytest.raises(TypeError, match="window_size"):
         saccade.attention(*dense(), window_size=3)  # pyright: ignore[reportCallIssue]
+
+
+def test_pages():
+    case = make_paged_case(
+        lengths=((3, 20), (1, 9)), packed=True, mask="causal", page_dtype=torch.int8, sinks=True
+    )
+    given = case.arguments()
+    query, key, value = (given.pop(name) for name in ("query", "key_pages", "value_pages"))
+    explanation = saccade.explain(query, key, value, **given)
+    assert explanation.chosen == "cpu"
+    assert explanation.reasons["portable"] == "it has no kernels for pages yet"
+    assert explanation.visible_pairs == 4 * (18 + 19 + 20 + 9)
+    # rows of 16 + 16 channels: queries and outputs of 4 bytes, keys and values of 1
+    assert explanation.bytes == 32 * (4 * 4 * 4 + 2 * 29 * 1)
+    assert "2 sequences, 4 x 29 tokens in pages of 8 (int8)" in str(explanation)
+    assert saccade.explain(query, key, value, **given, batch_invariant=True).reasons["reference"]
+    with pytest.raises(TypeError, match=r"explain: got \['dropout_p'\]"):
+        saccade.explain(query, key, value, **given, dropout_p=0.5)

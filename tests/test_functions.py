@@ -47,7 +47,9 @@ def near(width, batch, head, query_row, kv_row):
     return query_row - kv_row < width
 
 
-@pytest.mark.parametrize("wrong", [Shift(), functools.partial(near, 3), "causal"], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [Shift(), functools.partial(near, 3), "causal"], ids=["object", "partial", "text"]
+)
 def test_what_is_no_plain_function_is_refused(wrong):
     with pytest.raises(TypeError, match=r"body: got \w+, takes a plain function"):
         masks.function(wrong)

@@ -6,6 +6,11 @@ from saccade import scores as scores
 from saccade import testing as testing
 from saccade.attention import attention as attention
 from saccade.attention import attention_packed as attention_packed
+from saccade.attention_paged import attention_paged as attention_paged
+from saccade.cache.move import move_pages as move_pages
+from saccade.cache.paged_cache import PagedCache as PagedCache
+from saccade.cache.pool import OutOfPages as OutOfPages
+from saccade.cache.write import cache_write as cache_write
 from saccade.explain import explain as explain
 from saccade.linear.explain import explain_linear as explain_linear
 from saccade.linear.problem import LinearState as LinearState
@@ -19,8 +24,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "LinearState",
+    "OutOfPages",
+    "PagedCache",
     "attention",
     "attention_packed",
+    "attention_paged",
+    "cache_write",
     "explain",
     "explain_linear",
     "feature_maps",
@@ -29,6 +38,7 @@ __all__ = [
     "linear_attention_step",
     "masks",
     "merge",
+    "move_pages",
     "scores",
     "testing",
 ]

@@ -90,10 +90,7 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, *, packed: bool) -> 
                 )
     if value.shape[heads_dim] != kv_heads:
         raise ValueError(f"value: got {value.shape[heads_dim]} heads, takes key's {kv_heads}")
-    if query_heads != kv_heads and (kv_heads == 0 or query_heads % kv_heads != 0):
-        raise ValueError(
-            f"key: got {kv_heads} heads, takes a number that divides query's {query_heads}"
-        )
+    check_heads("key", query_heads, kv_heads)
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(
             f"key: got head_dim {key.shape[-1]}, takes query's head_dim {query.shape[-1]}"
@@ -101,6 +98,14 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, *, packed: bool) -> 
     if value.shape[rows_dim] != key.shape[rows_dim]:
         raise ValueError(
             f"value: got {value.shape[rows_dim]} rows, takes key's {key.shape[rows_dim]}"
+        )
+
+
+def check_heads(name: str, query_heads: int, kv_heads: int) -> None:
+    """Refuse a number of kv heads that does not divide that of query heads."""
+    if query_heads != kv_heads and (kv_heads == 0 or query_heads % kv_heads != 0):
+        raise ValueError(
+            f"{name}: got {kv_heads} heads, takes a number that divides query's {query_heads}"
         )
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from saccade.linear.problem import LinearGradients, LinearInputs, LinearResults, LinearVariant
-from saccade.problem import Config, Gradients, Inputs, Variant
+from saccade.problem import Config, Gradients, Inputs, PagedInputs, Variant
 
 
 class Body(Protocol):
@@ -79,27 +79,40 @@ class LinearBody(Protocol):
         ...
 
 
-MODULES = {"cpu": "saccade.cpu.attention", "portable": "saccade.portable.attention"}
+class PagedBody(Protocol):
+    """What an implementation of attention over pages is, as a module."""
 
+    def forward(
+        self, inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Output and lse."""
+        ...
+
+
+MODULES = {"cpu": "saccade.cpu.attention", "portable": "saccade.portable.attention"}
+PAGED_MODULES = {"cpu": "saccade.cpu.paged"}
 LINEAR_MODULES = {"cpu": "saccade.cpu.linear", "portable": "saccade.portable.linear"}
 
-_imported: dict[str, Body] = {}
-_linear_imported: dict[str, LinearBody] = {}
+_imported: dict[str, Any] = {}
 
 
 def body_of(implementation: str) -> Body:
     """The module that does an implementation's work."""
-    body = _imported.get(implementation)
-    if body is None:
-        body = cast(Body, importlib.import_module(MODULES[implementation]))
-        _imported[implementation] = body
-    return body
+    return _module(MODULES[implementation])
+
+
+def paged_body_of(implementation: str) -> PagedBody:
+    """The module that does an implementation's work over pages."""
+    return _module(PAGED_MODULES[implementation])
 
 
 def linear_body_of(implementation: str) -> LinearBody:
     """The module that does an implementation's work in linear attention."""
-    body = _linear_imported.get(implementation)
-    if body is None:
-        body = cast(LinearBody, importlib.import_module(LINEAR_MODULES[implementation]))
-        _linear_imported[implementation] = body
-    return body
+    return _module(LINEAR_MODULES[implementation])
+
+
+def _module(name: str) -> Any:
+    module = _imported.get(name)
+    if module is None:
+        module = _imported[name] = importlib.import_module(name)
+    return module

@@ -25,6 +25,8 @@ WIDEST = 256  # channels that portable kernels hold at once
 
 
 def _portable_unsupported(problem: Problem) -> str | None:
+    if problem.page_size:
+        return "it has no kernels for pages yet"
     widest = max(problem.head_dim, problem.value_dim)
     if widest > WIDEST:
         return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
@@ -84,6 +86,8 @@ def _cpu_unsupported(problem: Problem | LinearProblem) -> str | None:
 def _reference_unsupported(problem: Problem | LinearProblem) -> str | None:
     if problem.configured:
         return "it has no tiles, so it takes no config"
+    if isinstance(problem, Problem) and problem.batch_invariant:
+        return "its sums run over the batch's longest sequence, so they are not batch-invariant"
     return None
 
 

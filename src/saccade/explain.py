@@ -12,8 +12,8 @@ from torch import Tensor
 from saccade import dispatch, expressions, language
 from saccade.arguments import values_readable
 from saccade.expressions import Coordinates
-from saccade.prepare import prepare
-from saccade.problem import Config, Inputs, Problem, Variant
+from saccade.prepare import prepare, prepare_paged
+from saccade.problem import Config, Inputs, PagedInputs, Problem, Variant
 
 # Pairs that `explain` is ready to count one by one; larger problems are counted by sampling rows.
 COUNTED_PAIRS = 2**26
@@ -43,11 +43,12 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
-        shape = (
-            f"{p.batch} sequences, {p.query_len} x {p.kv_len} tokens"
-            if p.packed
-            else f"batch {p.batch}, {p.query_len} x {p.kv_len}"
-        )
+        shape = f"batch {p.batch}, {p.query_len} x {p.kv_len}"
+        if p.packed:
+            shape = f"{p.batch} sequences, {p.query_len} x {p.kv_len} tokens"
+        if p.page_size:
+            dtype = str(p.page_dtype).removeprefix("torch.")
+            shape += f" in pages of {p.page_size} ({dtype})"
         lines = [
             f"attention: {shape}, heads {p.query_heads}/{p.kv_heads}, "
             f"dim {p.head_dim}/{p.value_dim}, {str(p.dtype).removeprefix('torch.')} on {p.device}",
@@ -81,6 +82,8 @@ def explain(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_lens: Tensor | None = None,
     implementation: str | None = None,
     **arguments: Any,
 ) -> Explanation:
@@ -88,7 +91,8 @@ def explain(
 
     Args:
         query, key, value, and all others: as for `saccade.attention`, or, with cu_seqlens_q, for
-            `saccade.attention_packed`.
+            `saccade.attention_packed`, or, with page_table and kv_lens, for
+            `saccade.attention_paged` (key and value are then its pages).
 
     Returns:
         An `Explanation`: printable, with every implementation's reason, FLOPs and bytes.
@@ -98,17 +102,14 @@ def explain(
 
     >>> print(saccade.explain(query, key, value, mask=saccade.masks.window(256)))
     """
-    given: dict[str, Any] = {
-        "mask": None, "score": None, "scale": None, "sinks": None, "dropout_p": 0.0,
-        "return_lse": False, "deterministic": False, "config": None,
-    }  # fmt: skip
-    unknown = set(arguments) - set(given)
-    if unknown:
-        raise TypeError(f"explain: got {sorted(unknown)}, takes the arguments of saccade.attention")
-    inputs, variant, problem, config = prepare(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        **{**given, **arguments},
-    )  # fmt: skip
+    if page_table is not None and kv_lens is not None:
+        paged = PagedInputs(query, key, value, page_table, kv_lens, cu_seqlens_q)
+        inputs, variant, problem, config = _prepare_paged(paged, arguments)
+    else:
+        given = _complete(arguments, DENSE_OPTIONS)
+        inputs, variant, problem, config = prepare(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **given
+        )
     reasons = dispatch.reasons_of(problem)
     try:
         chosen = dispatch.choose(problem, implementation)
@@ -118,30 +119,70 @@ def explain(
     return Explanation(problem, chosen, reasons, config, pairs, problem.flops(pairs), problem.bytes)
 
 
-def _visible_pairs(inputs: Inputs, variant: Variant, problem: Problem) -> int:
+DENSE_OPTIONS: dict[str, Any] = {
+    "mask": None, "score": None, "scale": None, "sinks": None, "dropout_p": 0.0,
+    "return_lse": False, "deterministic": False, "config": None,
+}  # fmt: skip
+PAGED_TENSORS: dict[str, Any] = {"sinks": None, "key_scales": None, "value_scales": None}
+PAGED_OPTIONS: dict[str, Any] = {
+    "mask": None, "score": None, "scale": None, "batch_invariant": False, "return_lse": False,
+    "config": None, **PAGED_TENSORS,
+}  # fmt: skip
+
+
+def _complete(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call, those that were not given as they are by default."""
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise TypeError(f"explain: got {unknown}, takes the arguments of saccade.attention")
+    return {**known, **given}
+
+
+def _prepare_paged(
+    inputs: PagedInputs, arguments: dict[str, Any]
+) -> tuple[PagedInputs, Variant, Problem, Config | None]:
+    options = _complete(arguments, PAGED_OPTIONS)
+    inputs = inputs._replace(**{name: options.pop(name) for name in PAGED_TENSORS})
+    return prepare_paged(inputs, **options)
+
+
+def _visible_pairs(inputs: Inputs | PagedInputs, variant: Variant, problem: Problem) -> int:
     """Pairs that can be seen: counted, or, where there are very many, from evenly spaced rows."""
-    offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    if offsets[0] is None or offsets[1] is None:
-        lengths = [(problem.query_len, problem.kv_len)]
-    elif values_readable(offsets[0]) and values_readable(offsets[1]):
-        lengths = list(zip(offsets[0].diff().tolist(), offsets[1].diff().tolist(), strict=True))
-    else:
+    lengths = _lengths(inputs, problem)
+    if lengths is None:
         return problem.pairs
     batches = 1 if problem.packed else problem.batch
     return sum(
-        _visible_in_sequences((first, first + batches), length, inputs, variant)
+        _visible_in_sequences((first, first + batches), length, inputs.query, variant)
         for first, length in enumerate(lengths)
     )
 
 
+def _lengths(inputs: Inputs | PagedInputs, problem: Problem) -> list[tuple[int, int]] | None:
+    """Query and key lengths of each sequence (of all, if dense); None if they cannot be read."""
+    offsets = inputs.cu_seqlens_q
+    if isinstance(inputs, PagedInputs):
+        if not values_readable(inputs.kv_lens):
+            return None
+        dense = [inputs.query.shape[-2]] * inputs.batch
+        query_lens = dense if offsets is None else offsets.diff().tolist()
+        return list(zip(query_lens, inputs.kv_lens.tolist(), strict=True))
+    offsets_k = inputs.cu_seqlens_k
+    if offsets is None or offsets_k is None:
+        return [(problem.query_len, problem.kv_len)]
+    if not (values_readable(offsets) and values_readable(offsets_k)):
+        return None
+    return list(zip(offsets.diff().tolist(), offsets_k.diff().tolist(), strict=True))
+
+
 def _visible_in_sequences(
-    batch: tuple[int, int], lengths: tuple[int, int], inputs: Inputs, variant: Variant
+    batch: tuple[int, int], lengths: tuple[int, int], query: Tensor, variant: Variant
 ) -> int:
-    heads, (query_len, kv_len) = inputs.query.shape[1], lengths
+    heads, (query_len, kv_len) = query.shape[1], lengths
     pairs = (batch[1] - batch[0]) * heads * query_len * kv_len
     if pairs == 0 or not variant.mask:
         return pairs
-    device = inputs.query.device
+    device = query.device
     rows = torch.arange(0, query_len, max(1, pairs // COUNTED_PAIRS), device=device)
     at = Coordinates(
         batch=language.index_range(*batch, 0, device),

@@ -24,17 +24,20 @@ import torch
 from torch import Tensor
 
 from saccade import expressions
-from saccade.captures import (
-    Extents,
-    bools,
-    check_align,
-    check_whole_number,
-    integers,
-    misfit,
-)
+from saccade.captures import bools, check_align, check_whole_number, integers
 from saccade.expressions import Captured
 from saccade.functions import Function, named, register
 from saccade.language import take
+from saccade.mask_functions import (
+    BLOCKS,
+    CAUSAL,
+    DENSE,
+    DOCUMENTS,
+    DRAFTED,
+    KEY_LENGTHS,
+    WINDOW,
+    WORD,
+)
 
 __all__ = [
     "Mask",
@@ -46,6 +49,8 @@ __all__ = [
     "key_lengths",
     "prefix",
     "take",
+    "tree",
+    "tree_bits",
     "window",
 ]
 
@@ -125,68 +130,9 @@ def _registered(body: Callable[..., Any], align: str) -> MaskFunction:
     return MaskFunction(register(Function(named(body), body)).name, align)
 
 
-def _built_in(body: Callable[..., Any], check: Callable[..., str | None] | None = None) -> str:
-    return register(Function(body.__name__.strip("_"), body, check=check)).name
-
-
 def _leaf(name: str, align: str, *captured: Any) -> Mask:
     check_align(align)
     return Mask(expressions.leaf_key(name, align, captured), expressions.capture(captured))
-
-
-# ---- the functions, and what their captured tensors must look like ---------------------------
-
-
-def _causal(batch, head, query_row, kv_row):
-    return kv_row <= query_row
-
-
-def _window(batch, head, query_row, kv_row, left, right):
-    return (kv_row >= query_row - left) & (kv_row <= query_row + right)
-
-
-def _key_lengths(batch, head, query_row, kv_row, lengths):
-    return kv_row < take(lengths, batch)
-
-
-def _documents(batch, head, query_row, kv_row, query_ids, kv_ids):
-    return take(query_ids, batch, query_row) == take(kv_ids, batch, kv_row)
-
-
-def _blocks(batch, head, query_row, kv_row, layout, query_block, kv_block):
-    return take(layout, batch, head, query_row // query_block, kv_row // kv_block)
-
-
-def _dense(batch, head, query_row, kv_row, table):
-    return take(table, batch, head, query_row, kv_row)
-
-
-def _check_lengths(data: list[Any], extents: Extents) -> str | None:
-    return misfit("lengths", data[0], ("batch",), extents)
-
-
-def _check_documents(data: list[Any], extents: Extents) -> str | None:
-    complaint = misfit("query_ids", data[0], ("batch", "query_len"), extents)
-    named = "kv_ids (query_ids, since none were given)" if data[0] is data[1] else "kv_ids"
-    return complaint or misfit(named, data[1], ("batch", "kv_len"), extents)
-
-
-def _check_blocks(data: list[Any], extents: Extents) -> str | None:
-    layout, query_block, kv_block = data
-    in_blocks = extents.in_blocks(query_block, kv_block)
-    return misfit("layout", layout, ("batch", "query_heads", "query_len", "kv_len"), in_blocks)
-
-
-def _check_dense(data: list[Any], extents: Extents) -> str | None:
-    return misfit("tensor", data[0], ("batch", "query_heads", "query_len", "kv_len"), extents)
-
-
-CAUSAL = _built_in(_causal)
-WINDOW = _built_in(_window)
-KEY_LENGTHS = _built_in(_key_lengths, _check_lengths)
-DOCUMENTS = _built_in(_documents, _check_documents)
-BLOCKS = _built_in(_blocks, _check_blocks)
-DENSE = _built_in(_dense, _check_dense)
 
 
 # ---- the public constructors ----------------------------------------------------------------
@@ -271,6 +217,57 @@ def dense(tensor: Tensor) -> Mask:
     True means visible. Saccade reads it tile by tile and skips the tiles that are all False.
     """
     return _leaf(DENSE, "top_left", bools("tensor", tensor))
+
+
+def tree(bits: Tensor, context_lens: Tensor) -> Mask:
+    """Drafted tokens see their own branch of a tree and everything before the tree.
+
+    Verifies several drafts at once: the last keys of each sequence are the drafted tokens, in the
+    order of the query rows.
+
+    Args:
+        bits: int64 [batch, query_len], or [batch, query_len, words] for trees of more than 64
+            tokens: bit j % 64 of word j // 64 says whether a query row sees drafted token j. Make
+            it with `tree_bits`.
+        context_lens: [batch] or [1], integers: how many keys come before the drafted tokens.
+
+    Source: SpecInfer (Miao et al. 2024), section 4.2, tree attention.
+    """
+    if isinstance(bits, Tensor) and bits.dim() == 2:
+        bits = bits.unsqueeze(2)
+    bits = integers("bits", bits, 3)
+    if bits.dtype != torch.int64:
+        raise TypeError(f"bits: got {bits.dtype}, takes int64: 64 drafted tokens a number")
+    context_lens = integers("context_lens", context_lens, 1)
+    return key_lengths(context_lens) | _leaf(DRAFTED, "top_left", bits, context_lens)
+
+
+def tree_bits(parents: Tensor) -> Tensor:
+    """The bits that `tree` takes, from each drafted token's parent.
+
+    Args:
+        parents: [batch, query_len], integers: the number of the drafted token that a token
+            continues, smaller than its own; -1 for one that continues the text before the tree.
+
+    Returns:
+        int64 [batch, query_len, words]: a token sees itself and what it descends from.
+
+    Raises:
+        TypeError, ValueError: if `parents` is of another form, or a parent comes after its child.
+    """
+    parents = integers("parents", parents, 2)
+    batch, length = parents.shape
+    ranks = torch.arange(length, device=parents.device)
+    if bool(((parents >= ranks) | (parents < -1)).any()):
+        raise ValueError("parents: got a token at or after its child, takes -1 or earlier tokens")
+    sees = torch.zeros(batch, length + 1, length, dtype=torch.bool, device=parents.device)
+    for token in range(length):  # the last row, which -1 means, sees nothing
+        sees[:, token] = sees[torch.arange(batch), parents[:, token]]
+        sees[:, token, token] = True
+    words = -(-length // WORD)
+    padded = torch.nn.functional.pad(sees[:, :length].long(), (0, words * WORD - length))
+    shifts = torch.arange(WORD, device=parents.device)
+    return (padded.unflatten(2, (words, WORD)) << shifts).sum(3)
 
 
 NOTHING_HIDDEN = Mask("")

@@ -74,7 +74,7 @@ def flatten(
     return list(captured.tensors), plain
 
 
-def _variant(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
+def variant_of(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
     """The inverse of `flatten`, as far as the variant goes."""
     ints, floats, mask, score, scale, dropout_p = plain[:6]
     if not (tables or ints or floats):
@@ -90,7 +90,8 @@ def _variant(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
     )
 
 
-def _config(plain: Sequence[Any]) -> Config:
+def config_of(plain: Sequence[Any]) -> Config:
+    """The inverse of `flatten`, as far as the config goes."""
     return Config.of_numbers(plain[6])
 
 
@@ -106,7 +107,7 @@ def attention_body(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the named implementation; see `saccade.attention`."""
     inputs, tables, plain = split(arguments)
     body = body_of(plain[8])
-    return body.forward(inputs, _variant(tables, plain), _config(plain))
+    return body.forward(inputs, variant_of(tables, plain), config_of(plain))
 
 
 torch.library.impl("saccade::attention", "CompositeExplicitAutograd", attention_body)
@@ -141,8 +142,8 @@ def attention_backward_body(
     body, first = body_of(plain[8]), _first_score_table(plain)
     gradients = body.backward(
         inputs,
-        _variant(tables, plain),
-        _config(plain),
+        variant_of(tables, plain),
+        config_of(plain),
         output,
         lse,
         grad_output,

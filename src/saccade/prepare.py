@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from saccade import arguments
+from saccade.captures import Extents
 from saccade.masks import Mask, as_mask
-from saccade.problem import Config, Inputs, Problem, Variant
+from saccade.paged_arguments import check_paged
+from saccade.problem import Config, Inputs, PagedInputs, Problem, Variant
 from saccade.scores import Score, as_score
 
 
@@ -48,14 +50,79 @@ def prepare(
         longest = check_packing(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     inputs = Inputs(query, key, value, sinks, None, cu_seqlens_q, cu_seqlens_k)
 
-    mask, score = as_mask(mask), as_score(score)
     extents = arguments.extents_of(inputs, longest)
-    if mask.key:
-        arguments.check_captured("mask", mask.key, mask.captured, extents, query.device)
-    if score.key:
-        arguments.check_captured("score", score.key, score.captured, extents, query.device)
-    variant = Variant(mask.key, score.key, mask.captured, score.captured, scale, dropout_p)
+    variant = _variant(mask, score, scale, dropout_p, extents, query.device)
     return inputs, variant, problem_of(inputs, variant, config), config
+
+
+def _variant(
+    mask: Mask | Tensor | None,
+    score: Score | None,
+    scale: float,
+    dropout_p: float,
+    extents: Extents,
+    device: torch.device,
+) -> Variant:
+    """Mask and score by key, once what they captured is known to fit."""
+    mask, score = as_mask(mask), as_score(score)
+    if mask.key:
+        arguments.check_captured("mask", mask.key, mask.captured, extents, device)
+    if score.key:
+        arguments.check_captured("score", score.key, score.captured, extents, device)
+    return Variant(mask.key, score.key, mask.captured, score.captured, scale, dropout_p)
+
+
+def prepare_paged(
+    inputs: PagedInputs,
+    *,
+    mask: Mask | Tensor | None,
+    score: Score | None,
+    scale: float | None,
+    batch_invariant: bool,
+    return_lse: bool,
+    config: Config | Mapping[tuple[int, int], Config] | None,
+) -> tuple[PagedInputs, Variant, Problem, Config | None]:
+    """The same for a call over pages."""
+    inputs = inputs._replace(query=autocast(inputs.query))
+    longest_q, offsets = None, inputs.cu_seqlens_q
+    if offsets is not None and isinstance(inputs.query, Tensor) and inputs.query.dim() == 3:
+        tokens, device = inputs.query.shape[0], inputs.query.device
+        arguments.check_offsets("cu_seqlens_q", offsets, tokens, device)
+        longest_q = arguments.check_max_length("max_seqlen_q", None, offsets)
+    check_paged(inputs)
+    query = inputs.query
+    arguments.check_sinks(inputs.sinks, query)
+    arguments.check_flag("return_lse", return_lse)
+    arguments.check_flag("batch_invariant", batch_invariant)
+    scale = arguments.resolve_scale(scale, query.shape[-1])
+    config = arguments.resolve_config(config, query.device)
+    readable = arguments.values_readable(inputs.kv_lens)
+    longest_k = int(inputs.kv_lens.max()) if readable and inputs.batch else None
+    longest_q = query.shape[2] if offsets is None else longest_q
+    extents = Extents(inputs.batch, query.shape[1], longest_q, longest_k, packed=True)
+    variant = _variant(mask, score, scale, 0.0, extents, query.device)
+    slots = inputs.page_table.numel() * inputs.page_size
+    problem = Problem(
+        batch=inputs.batch,
+        query_heads=query.shape[1],
+        kv_heads=inputs.key_pages.shape[1],
+        query_len=query.shape[0] if offsets is not None else query.shape[0] * query.shape[2],
+        kv_len=int(inputs.kv_lens.sum()) if readable else slots,
+        head_dim=query.shape[-1],
+        value_dim=inputs.value_pages.shape[-1],
+        dtype=query.dtype,
+        device=query.device.type,
+        device_index=query.device.index,
+        packed=True,
+        mask=variant.mask,
+        score=variant.score,
+        sinks=inputs.sinks is not None,
+        configured=config is not None,
+        page_size=inputs.page_size,
+        page_dtype=inputs.key_pages.dtype,
+        batch_invariant=batch_invariant,
+    )
+    return inputs, variant, problem, config
 
 
 def check_packing(

@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade.expressions import Captured
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+QUANTISED = (torch.float8_e4m3fn, torch.int8)  # dtypes of pages beside the query's own
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,6 +43,35 @@ class Inputs(NamedTuple):
     cu_seqlens_k: Tensor | None = None
 
 
+class PagedInputs(NamedTuple):
+    """The tensors of one call over pages. Packed queries have offsets; dense ones None there."""
+
+    query: Tensor
+    key_pages: Tensor  # [num_pages, kv_heads, page_size, head_dim], any strides
+    value_pages: Tensor
+    page_table: Tensor  # int32 [batch, max_pages]; entries behind a sequence's end are not read
+    kv_lens: Tensor  # int32 [batch], the new tokens included
+    cu_seqlens_q: Tensor | None = None
+    sinks: Tensor | None = None
+    key_scales: Tensor | None = None  # [num_pages, kv_heads, page_size]
+    value_scales: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.page_table.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.key_pages.shape[2]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether pages hold numbers of eight bits."""
+        return self.key_pages.dtype in QUANTISED
+
+
 class Gradients(NamedTuple):
     """What a backward pass gives: one gradient for each input that can have one."""
 
@@ -63,9 +93,13 @@ def empty_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
     A dense output takes query's memory order: heads beside channels (as a projection leaves
     them, so that flattening the heads copies nothing), else contiguous.
     """
-    query, value_dim = inputs.query, inputs.value.shape[-1]
+    return empty_rows(inputs.query, inputs.value.shape[-1], inputs.cu_seqlens_q is not None)
+
+
+def empty_rows(query: Tensor, value_dim: int, packed: bool) -> tuple[Tensor, Tensor]:
+    """Memory for output and lse of a query; see `empty_results`."""
     wide = accumulate_dtype(query.dtype)
-    if inputs.cu_seqlens_q is not None:
+    if packed:
         tokens, heads = query.shape[:2]
         lse = query.new_empty(heads, tokens, dtype=wide)
         return query.new_empty(tokens, heads, value_dim), lse
@@ -137,7 +171,9 @@ CONFIG_NUMBERS = ("query_tile", "kv_tile", "num_warps", "num_stages")
 class Problem(NamedTuple):
     """The shape of a call: what implementations are chosen by. Holds no tensors.
 
-    For packed sequences `batch` counts sequences, and `query_len` and `kv_len` count all tokens.
+    For packed sequences `batch` counts sequences, and `query_len` and `kv_len` count all tokens;
+    over pages (`page_size` > 0) too, where `kv_len` counts all slots that tables name if the
+    lengths cannot be read.
     """
 
     batch: int
@@ -156,6 +192,9 @@ class Problem(NamedTuple):
     sinks: bool = False
     dropout: bool = False
     configured: bool = False
+    page_size: int = 0  # 0: no pages
+    page_dtype: torch.dtype | None = None
+    batch_invariant: bool = False
 
     @property
     def pairs(self) -> int:
@@ -169,8 +208,9 @@ class Problem(NamedTuple):
         batches = 1 if self.packed else self.batch
         query_rows = batches * self.query_heads * self.query_len
         kv_rows = batches * self.kv_heads * self.kv_len
-        channels = (query_rows + kv_rows) * (self.head_dim + self.value_dim)
-        return channels * self.dtype.itemsize
+        kv_itemsize = (self.page_dtype or self.dtype).itemsize
+        row_bytes = query_rows * self.dtype.itemsize + kv_rows * kv_itemsize
+        return row_bytes * (self.head_dim + self.value_dim)
 
     def flops(self, visible_pairs: int | None = None) -> int:
         """Floating-point operations of a forward pass over the visible pairs (all, if not given).

@@ -223,3 +223,15 @@ def test_only_the_reference_and_the_narrow_peers_wait_to_be_named():
     assert {"saccade/cpu", "plain", "sdpa"} <= by_default
     assert "saccade/reference" not in by_default
     assert all(isinstance(peer, Peer) and peer.about for peer in PEERS.values())
+
+
+@pytest.mark.parametrize("who", [name for name in PEERS if "paged" in name or "-16" in name])
+def test_pages_hold_the_case(who):
+    case = CASES["tiny-decode-fp32-d16-64"]
+    call = PEERS[who].prepare(case, CPU)
+    if who.endswith("256"):
+        assert call == "it decodes one sequence of whole pages of 256"
+        return
+    assert isinstance(call, Call)
+    assert found_fault(case, call, gradients=False) is None
+    assert isinstance(PEERS[who].prepare(CASES["tiny-full-fp32-d16-48"], CPU), str)

@@ -15,16 +15,17 @@ from saccade.problem import accumulate_dtype
 def attend(dense: Dense) -> tuple[Tensor, Tensor]:
     """Output [batch, heads, rows, value_dim] and lse of a dense problem."""
     if dense.sees_nothing:
-        output, lse = _memory(dense)
+        output, lse = memory(dense)
         output, lse = output.zero_(), lse.fill_(-torch.inf)
     else:
         output, lse, masked = _visit(dense, careful=False)
         if masked and not bool(output.sum().isfinite()):
             output, lse, _ = _visit(dense, careful=True)
-    return _add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
+    return add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
 
 
-def _memory(dense: Dense) -> tuple[Tensor, Tensor]:
+def memory(dense: Dense) -> tuple[Tensor, Tensor]:
+    """Memory for the output and lse of a dense problem."""
     batch, heads, rows = dense.query.shape[:3]
     wide = accumulate_dtype(dense.query.dtype)
     output = dense.query.new_empty(batch, rows, heads, dense.value.shape[-1], dtype=wide)
@@ -42,7 +43,7 @@ def _visit(dense: Dense, careful: bool) -> tuple[Tensor, Tensor, bool]:
     if len(tiles) == 1 and len(tiles[0][1]) == 1:
         place, runs = tiles[0]
         return *_row_tile(dense, place, runs, careful), runs[0].masked
-    output, lse = _memory(dense)
+    output, lse = memory(dense)
     for place, runs in tiles:
         at = walk.slices_of(dense, place).queries
         output[at], lse[at] = _row_tile(dense, place, runs, careful)
@@ -55,13 +56,17 @@ def _row_tile(
     """One tile of query rows against all that it sees."""
     partials = []
     for run in runs:
-        partial = _run(dense, place._replace(kv_rows=(run.start, run.stop)), run.masked, careful)
+        partial = rectangle(
+            dense, place._replace(kv_rows=(run.start, run.stop)), run.masked, careful
+        )
         if partial is not None:
             partials.append(partial)
-    return _merged(dense, place, partials)
+    return merged(dense, place, partials)
 
 
-def _run(dense: Dense, place: Place, masked: bool, careful: bool) -> tuple[Tensor, Tensor] | None:
+def rectangle(
+    dense: Dense, place: Place, masked: bool, careful: bool
+) -> tuple[Tensor, Tensor] | None:
     """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
     if not dense.fits_flash or careful:
         return _plain(dense, place, masked, careful)
@@ -86,7 +91,7 @@ def _plain(dense: Dense, place: Place, masked: bool, careful: bool) -> tuple[Ten
             tile.forward(*_rows(dense, part), dense.variant, dense.seed, part, masked, careful)
             for part in walk.key_pieces(rows)
         ]
-        return _merged(dense, rows, partials)
+        return merged(dense, rows, partials)
 
     batches = []
     for batch in walk.row_pieces(place):
@@ -96,7 +101,7 @@ def _plain(dense: Dense, place: Place, masked: bool, careful: bool) -> tuple[Ten
     return torch.cat(outputs), torch.cat(lses)
 
 
-def _merged(
+def merged(
     dense: Dense, place: Place, partials: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """The sum of partial results over disjoint keys; zeros and -inf where there are none."""
@@ -116,7 +121,7 @@ def _merged(
     return output, lse
 
 
-def _add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Let each head's sink join the denominators."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
     shift = total.masked_fill(total == -torch.inf, 0)

@@ -22,7 +22,10 @@ TILE_KEYS = 512
 
 
 class Dense(NamedTuple):
-    """One dense problem: a whole batch, or neighbouring sequences of a packed call."""
+    """One dense problem: a whole batch, or neighbouring sequences of a packed call.
+
+    Where keys come in pieces, `key` and `value` hold the rows from `first_kv` on.
+    """
 
     query: Tensor
     key: Tensor
@@ -31,6 +34,7 @@ class Dense(NamedTuple):
     seed: Tensor | None
     variant: Variant
     sizes: Sizes
+    first_kv: int = 0
 
     @staticmethod
     def of(part: Part, inputs: Inputs, variant: Variant, config: Config) -> Dense:
@@ -91,7 +95,7 @@ def slices_of(dense: Dense, place: Place) -> Slices:
     kv_heads = slice(place.heads[0] // group, -(-place.heads[1] // group))
     return Slices(
         (batch, slice(*place.heads), slice(*place.query_rows)),
-        (batch, kv_heads, slice(*place.kv_rows)),
+        (batch, kv_heads, slice(*(row - dense.first_kv for row in place.kv_rows))),
     )
 
 

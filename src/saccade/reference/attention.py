@@ -62,8 +62,8 @@ def _lay_out_packed(
 ) -> tuple[Inputs, Coordinates, Tensor | None]:
     """One long dense problem whose tokens see only their own sequence."""
     query, key, value = inputs.query, inputs.key, inputs.value
-    sequence_q, row_q = _sequence_and_row(query.shape[0], cu_seqlens_q)
-    sequence_k, row_k = _sequence_and_row(key.shape[0], cu_seqlens_k)
+    sequence_q, row_q = sequence_and_row(query.shape[0], cu_seqlens_q)
+    sequence_k, row_k = sequence_and_row(key.shape[0], cu_seqlens_k)
     shifts = cu_seqlens_k.diff().long() - cu_seqlens_q.diff().long()
     at = Coordinates(
         batch=sequence_q.view(1, 1, -1, 1),
@@ -77,7 +77,7 @@ def _lay_out_packed(
     return inputs._replace(query=query, key=key, value=value), at, same_sequence
 
 
-def _sequence_and_row(num_tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def sequence_and_row(num_tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """For each token, the sequence that it belongs to and its row there."""
     cu_seqlens = cu_seqlens.long()
     token = torch.arange(num_tokens, device=cu_seqlens.device)

@@ -14,16 +14,22 @@ from saccade.testing.memory import poisoned as poisoned
 from saccade.testing.oracle import assert_exact as assert_exact
 from saccade.testing.oracle import oracle as oracle
 from saccade.testing.oracle import tolerances as tolerances
+from saccade.testing.paged import PagedCase as PagedCase
+from saccade.testing.paged import PagedDescription as PagedDescription
+from saccade.testing.paged import make_paged_case as make_paged_case
 
 __all__ = [
     "Case",
     "LinearCase",
+    "PagedCase",
+    "PagedDescription",
     "assert_exact",
     "assert_linear_exact",
     "checked",
     "linear_oracle",
     "make_case",
     "make_linear_case",
+    "make_paged_case",
     "oracle",
     "poisoned",
     "problems",

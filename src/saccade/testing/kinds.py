@@ -96,6 +96,16 @@ def _block_mask(d: Description, generator: torch.Generator) -> Mask:
     return masks.blocks(_random(d, generator, 0, 2, *shape).bool(), (5, 7))
 
 
+def _tree_mask(d: Description, generator: torch.Generator) -> Mask:
+    query_len = d.longest[0]
+    ranks = torch.arange(query_len)
+    parents = (torch.rand(d.batch_size, query_len, generator=generator) * (ranks + 1)).long() - 1
+    lengths = d.lengths if d.packed else d.lengths * d.batch_size
+    context_lens = [max(keys - rows, 0) for rows, keys in lengths[: d.batch_size]]
+    bits = masks.tree_bits(parents).to(d.device)
+    return masks.tree(bits, torch.tensor(context_lens, dtype=torch.int64).to(d.device))
+
+
 def _dense_mask(d: Description, generator: torch.Generator) -> Tensor:
     return _random(d, generator, 0, 3, d.batch_size, 1, *d.longest).bool()
 
@@ -126,6 +136,7 @@ MASKS: dict[str, Callable[[Description, torch.Generator], Mask | Tensor | None]]
     "documents": _document_mask,
     "blocks": _block_mask,
     "tensor": _dense_mask,
+    "tree": _tree_mask,
     "nothing": lambda d, g: ~(masks.causal() | ~masks.causal()),
     "own": lambda d, g: _every_nth(3),
     "own_table": lambda d, g: _not_my_twin(_random(d, g, 0, 9, d.query_heads)),

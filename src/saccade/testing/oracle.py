@@ -15,7 +15,7 @@ which the exponential turns into a relative one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,22 +23,25 @@ from torch import Tensor
 from saccade.expressions import Coordinates
 from saccade.language import take
 from saccade.prepare import prepare, with_seed
-from saccade.problem import accumulate_dtype
+from saccade.problem import Inputs, Variant, accumulate_dtype
 from saccade.reference import attention as reference
+from saccade.reference import paged
 from saccade.testing.cases import Case, padded
+from saccade.testing.paged import PagedCase
 
 CONFIDENCE = 6.0  # standard deviations
 AGAINST_PLAIN = 1.1
 
 
-def oracle(case: Case) -> dict[str, Tensor]:
+def oracle(case: Case | PagedCase) -> dict[str, Tensor]:
     """Output, lse and gradients of a case by the reference in float64."""
     return case.run("reference", torch.float64)
 
 
-def tolerances(case: Case, exact: dict[str, Tensor]) -> dict[str, Tensor]:
+def tolerances(case: Case | PagedCase, exact: dict[str, Tensor]) -> dict[str, Tensor]:
     """For each result, the error that is allowed to each of its numbers."""
-    plain, spread = case.run_plain(), _spread(case)
+    plain = case.run_plain()
+    spread = _paged_spread(case) if isinstance(case, PagedCase) else _spread(case)
     allowed = {}
     for name, truth in exact.items():
         error = (plain[name].double() - truth)[truth.isfinite()].abs()
@@ -49,7 +52,7 @@ def tolerances(case: Case, exact: dict[str, Tensor]) -> dict[str, Tensor]:
     return allowed
 
 
-def assert_exact(case: Case, implementation: str, **more: Any) -> None:
+def assert_exact(case: Case | PagedCase, implementation: str, **more: Any) -> None:
     """Compare an implementation with the oracle on every result of a case.
 
     Raises:
@@ -90,29 +93,22 @@ def _spread(case: Case) -> dict[str, Tensor]:
     grad_output, grad_lse = case.grads["output"], case.grads["lse"]
     if packed:
         grad_output, grad_lse = grad_output.transpose(0, 1)[None], grad_lse[None]
+    units = _units(case, _channels(dense), *scores.shape[-2:])
+    forward = _forward(dense, variant, (scores, visible, value), lse, units)
+    (of_inputs, of_sums, of_one), terms, weights = units, forward.terms, forward.weights
     lse = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
-    weights = (scores - lse).exp().masked_fill(~visible, 0) / (1 - variant.dropout_p)
     group = dense.query.shape[1] // max(dense.key.shape[1], 1)
     key = dense.key.nan_to_num(0, 0, 0).repeat_interleave(group, 1)
     query = dense.query.nan_to_num(0, 0, 0)
     dots = grad_output * output
     row_dot = dots.sum(-1, keepdim=True).abs() + grad_lse.abs().unsqueeze(-1)
     grad_weights = (grad_output @ value.mT).abs()
-
-    of_inputs, of_sums, of_one = _units(case, query.shape[-1] + value.shape[-1], *scores.shape[-2:])
-    # Products add up in at least 16 partial sums: that many numbers fill a vector register.
-    steps = max(query.shape[-1] / 16, 1.0)
-    products = abs(variant.scale) * steps**0.5 * _root(query, key.mT)
-    of_scores = of_one * (products + scores.nan_to_num(0, 0, 0).abs() + lse.abs())
-    # An error of a score, or of the lse, is a relative error of the pair's weight.
-    of_pairs = of_inputs + of_sums + of_scores
-    terms = weights * of_pairs
     of_row_dot = (of_inputs + of_sums) * dots.square().sum(-1, keepdim=True).sqrt()
     of_grad_weights = of_sums * _root(grad_output, value.mT)
     grad_terms = (grad_weights + row_dot) * terms + weights * (of_row_dot + of_grad_weights)
     found = {
-        "output": _root(terms, value),
-        "lse": (weights * of_scores).sum(-1) + of_sums + of_one * lse.squeeze(-1).abs(),
+        "output": forward.output,
+        "lse": forward.lse,
         "grad_query": abs(variant.scale) * _root(grad_terms, key),
         "grad_key": abs(variant.scale) * _grouped(_root(grad_terms.mT, query), group),
         "grad_value": _grouped(_root(terms.mT, grad_output), group),
@@ -130,6 +126,62 @@ def _spread(case: Case) -> dict[str, Tensor]:
     return found
 
 
+class _Forward(NamedTuple):
+    """Standard deviations of the forward pass's rounding errors, and what they come from."""
+
+    weights: Tensor
+    terms: Tensor  # of each pair's weight
+    output: Tensor
+    lse: Tensor
+
+
+def _forward(
+    dense: Inputs,
+    variant: Variant,
+    scored: tuple[Tensor, Tensor, Tensor],
+    lse: Tensor,
+    units: tuple[float, float, float],
+) -> _Forward:
+    """The forward pass of a problem whose pairs, and lse, are known in float64."""
+    scores, visible, value = scored
+    of_inputs, of_sums, of_one = units
+    lse = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+    weights = (scores - lse).exp().masked_fill(~visible, 0) / (1 - variant.dropout_p)
+    group = dense.query.shape[1] // max(dense.key.shape[1], 1)
+    key = dense.key.nan_to_num(0, 0, 0).repeat_interleave(group, 1)
+    query = dense.query.nan_to_num(0, 0, 0)
+    # Products add up in at least 16 partial sums: that many numbers fill a vector register.
+    steps = max(query.shape[-1] / 16, 1.0)
+    products = abs(variant.scale) * steps**0.5 * _root(query, key.mT)
+    of_scores = of_one * (products + scores.nan_to_num(0, 0, 0).abs() + lse.abs())
+    # An error of a score, or of the lse, is a relative error of the pair's weight.
+    terms = weights * (of_inputs + of_sums + of_scores)
+    of_lse = (weights * of_scores).sum(-1) + of_sums + of_one * lse.squeeze(-1).abs()
+    return _Forward(weights, terms, _root(terms, value), of_lse)
+
+
+def _paged_spread(case: PagedCase) -> dict[str, Tensor]:
+    """The same for a call over pages, which has no gradients."""
+    inputs, variant = case.prepared(torch.float64)
+    dense, at, reachable = paged.lay_out(inputs, torch.float64)
+    scored = reference.score_pairs(dense, variant, at, reachable)
+    _, lse = reference.attend(dense, variant, at, reachable)
+    units = _units(case, _channels(dense), *scored[0].shape[-2:])
+    forward = _forward(dense, variant, scored, lse, units)
+    if inputs.cu_seqlens_q is None:
+        return {"output": forward.output, "lse": forward.lse}
+    sequence, row = reference.sequence_and_row(inputs.query.shape[0], inputs.cu_seqlens_q)
+    return {
+        "output": forward.output[sequence, :, row],
+        "lse": forward.lse[sequence, :, row].transpose(0, 1),
+    }
+
+
+def _channels(dense: Inputs) -> int:
+    """Channels of a pair: those of its score and those of its value."""
+    return dense.query.shape[-1] + dense.value.shape[-1]
+
+
 def _taken(table: Tensor, terms: Tensor, at: Coordinates) -> Tensor:
     """Root-sum-square of the terms of all pairs that take each entry of a table."""
     table = table.clone().requires_grad_()
@@ -138,7 +190,9 @@ def _taken(table: Tensor, terms: Tensor, at: Coordinates) -> Tensor:
     return squares.sqrt()
 
 
-def _units(case: Case, channels: int, rows: int, keys: int) -> tuple[float, float, float]:
+def _units(
+    case: Case | PagedCase, channels: int, rows: int, keys: int
+) -> tuple[float, float, float]:
     """Unit roundoff of the inputs' dtype, of a sum in the accumulation dtype, of one operation."""
     dtype = case.tensors["query"].dtype
     of_one = torch.finfo(accumulate_dtype(dtype)).eps / 2

@@ -1,0 +1,128 @@
+"""The attention call over pages: check the arguments, choose an implementation, give the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypedDict, overload
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from saccade import dispatch
+from saccade.masks import Mask
+from saccade.operators_paged import attention_paged_through, no_gradients
+from saccade.prepare import prepare_paged
+from saccade.problem import Config, PagedInputs
+from saccade.reference import paged as reference
+from saccade.scores import Score
+
+
+class PagedOptions(TypedDict, total=False):
+    """The options of `attention_paged`, for type checkers."""
+
+    cu_seqlens_q: Tensor | None
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+    mask: Mask | Tensor | None
+    score: Score | None
+    scale: float | None
+    sinks: Tensor | None
+    batch_invariant: bool
+    implementation: str | None
+    config: Config | Mapping[tuple[int, int], Config] | None
+
+
+@overload
+def attention_paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[PagedOptions],
+) -> Tensor: ...
+@overload
+def attention_paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Tensor]: ...
+def attention_paged(  # breaks function-length: most of it is the docstring
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    mask: Mask | Tensor | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    config: Config | Mapping[tuple[int, int], Config] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new tokens to sequences whose keys and values lie in pages.
+
+    Row j of sequence b lies in page page_table[b, j // page_size], slot j % page_size. Decoding,
+    chunks of a prompt and drafted tokens are the same call, and may be mixed in one. Forward only.
+
+    Args:
+        query: [batch, query_heads, query_len, head_dim], or with cu_seqlens_q packed:
+            [tokens, query_heads, head_dim]. The last query row stands at the sequence's end.
+        key_pages: [num_pages, kv_heads, page_size, head_dim], any strides, 1 to 1024 slots a page;
+            of query's dtype, or float8_e4m3fn or int8.
+        value_pages: [num_pages, kv_heads, page_size, value_dim], of key_pages' dtype.
+        page_table: int32 [batch, max_pages]; entries behind a sequence's last page are not read.
+        kv_lens: int32 [batch]: tokens of each sequence in its pages, the new ones included.
+        cu_seqlens_q: int32 [batch + 1], as in `attention_packed`; None for a dense query.
+        key_scales, value_scales: [num_pages, kv_heads, page_size]: what numbers of eight bits are
+            multiplied by; int8 needs them, float8_e4m3fn may go without.
+        mask: a `saccade.masks` Mask or a bool tensor (True = visible); None shows every key. A
+            prompt wants `masks.causal()`, drafted tokens `masks.tree(...)`.
+        score, scale, sinks, return_lse, implementation, config: as in `attention`.
+        batch_invariant: cut the keys at fixed positions, so that a sequence's result has the same
+            bits alone and in any batch, wherever its pages lie.
+
+    Returns:
+        output of query's shape with value_dim channels; with `return_lse` also the lse
+        [batch, query_heads, query_len] ([query_heads, tokens] if packed).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes.
+        NotImplementedError: if a gradient may be asked for (the reference has one), or no
+            implementation can serve the call.
+
+    Source: PagedAttention (Kwon et al. 2023), section 4.1.
+
+    >>> output = saccade.attention_paged(query, key_pages, value_pages, page_table, kv_lens)
+    """
+    inputs = PagedInputs(
+        query, key_pages, value_pages, page_table, kv_lens,
+        cu_seqlens_q, sinks, key_scales, value_scales,
+    )  # fmt: skip
+    inputs, variant, problem, resolved = prepare_paged(
+        inputs, mask=mask, score=score, scale=scale, batch_invariant=batch_invariant,
+        return_lse=return_lse, config=config,
+    )  # fmt: skip
+    chosen = dispatch.choose(problem, implementation)
+    if chosen == "reference":
+        output, lse = reference.attention_paged(inputs, variant)
+    else:
+        tensors = (*inputs, *variant.score_captured.tensors)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            raise no_gradients(chosen)
+        output, lse = attention_paged_through(chosen, inputs, variant, resolved, batch_invariant)
+    return (output, lse) if return_lse else output

@@ -1,0 +1,120 @@
+"""Attention over pages on the CPU: one sequence after the other, tile by tile, piece by piece.
+
+Each sequence is a dense problem whose keys come in pieces (`pages.py`). What a tile of query rows
+visits is planned as in a dense call, each rectangle is computed by the same inner tiles, and
+partial results merge by their lse in the order of the keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.cpu import forward as forwards
+from saccade.cpu import plan, walk
+from saccade.cpu.pages import Pages, Scratch
+from saccade.cpu.plan import Run, Sizes
+from saccade.cpu.tile import Place
+from saccade.cpu.walk import Dense
+from saccade.problem import Config, PagedInputs, Variant, empty_rows
+
+
+def forward(
+    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and lse; see `saccade.attention_paged`."""
+    offsets = inputs.cu_seqlens_q
+    output, lse = empty_rows(inputs.query, inputs.value_pages.shape[3], offsets is not None)
+    ends = None if offsets is None else offsets.tolist()
+    dtype, scratch = _product_dtype(inputs), Scratch()
+    for sequence, kv_len in enumerate(inputs.kv_lens.tolist()):
+        if ends is None:
+            at, query = sequence, inputs.query[sequence]
+            of_output, of_lse = output[at], lse[at]
+        else:
+            at = slice(ends[sequence], ends[sequence + 1])
+            query = inputs.query[at].transpose(0, 1)
+            of_output, of_lse = output[at].transpose(0, 1), lse[:, at]
+        if query.shape[:2].numel() == 0:
+            continue
+        query = query.unsqueeze(0).to(dtype)
+        if batch_invariant:
+            query = query.contiguous()
+        dense = _dense(query, inputs, variant, config, sequence, kv_len)
+        pages = Pages.of(inputs, sequence, kv_len, dtype, batch_invariant, scratch)
+        found = _attend(dense, pages)
+        of_output.copy_(found[0].squeeze(0))
+        of_lse.copy_(found[1].squeeze(0))
+    return output, lse
+
+
+def _product_dtype(inputs: PagedInputs) -> torch.dtype:
+    """What products are computed in: half precision and eight bits are widened.
+
+    Half-precision products are slow on a CPU, and eight bits with a scale do not fit into sixteen.
+    """
+    if inputs.query.dtype == torch.float16 or (
+        inputs.quantised and inputs.query.dtype != torch.float64
+    ):
+        return torch.float32
+    return inputs.query.dtype
+
+
+def _dense(
+    query: Tensor, inputs: PagedInputs, variant: Variant, config: Config, sequence: int, kv_len: int
+) -> Dense:
+    """One sequence as a dense problem; its keys are put in piece by piece."""
+    sizes = Sizes(
+        batch=1,
+        heads=query.shape[1],
+        query_len=query.shape[2],
+        kv_len=kv_len,
+        first_batch=sequence,
+        query_tile=config.query_tile or plan.QUERY_TILE,
+        kv_tile=config.kv_tile or plan.KV_TILE,
+    )
+    return Dense(
+        query, inputs.key_pages[:1], inputs.value_pages[:1], inputs.sinks, None, variant, sizes
+    )
+
+
+def _attend(dense: Dense, pages: Pages) -> tuple[Tensor, Tensor]:
+    """Output and lse of one sequence, [1, heads, rows, …]."""
+    if dense.sizes.kv_len == 0:
+        output, lse = forwards.merged(dense, walk.whole(dense), [])
+    else:
+        output, lse, masked = _visit(dense, pages, careful=False)
+        if masked and not bool(output.sum().isfinite()):
+            output, lse, _ = _visit(dense, pages, careful=True)
+    return (
+        forwards.add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
+    )
+
+
+def _visit(dense: Dense, pages: Pages, careful: bool) -> tuple[Tensor, Tensor, bool]:
+    """Compute every row tile; also say whether any of them needed the mask."""
+    tiles = list(walk.row_tiles(dense))
+    masked = any(run.masked for _, runs in tiles for run in runs)
+    if len(tiles) == 1:
+        return *_row_tile(dense, pages, *tiles[0], careful), masked
+    output, lse = forwards.memory(dense)
+    for place, runs in tiles:
+        at = walk.slices_of(dense, place).queries
+        output[at], lse[at] = _row_tile(dense, pages, place, runs, careful)
+    return output, lse, masked
+
+
+def _row_tile(
+    dense: Dense, pages: Pages, place: Place, runs: tuple[Run, ...], careful: bool
+) -> tuple[Tensor, Tensor]:
+    """One tile of query rows against all that it sees."""
+    partials = []
+    for run in runs:
+        for piece in pages.pieces(run.start, run.stop):
+            key, value = pages.rows(piece)
+            there = dense._replace(key=key, value=value, first_kv=piece.start)
+            rectangle = place._replace(kv_rows=(piece.start, piece.stop))
+            partial = forwards.rectangle(there, rectangle, run.masked, careful)
+            if partial is not None:
+                partials.append(partial)
+    return forwards.merged(dense, place, partials)
