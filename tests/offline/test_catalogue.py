@@ -41,6 +41,13 @@ def test_kernels_are_chosen_by_glob():
         catalogue.jobs(("sm_90",), "foward")
 
 
+def test_one_width_can_be_asked_for():
+    jobs = catalogue.jobs(("sm_90",), head_dim=64)
+    assert {job.call.head_dim for job in jobs} == {64}
+    with pytest.raises(ValueError, match="--head-dim: got 96, takes 64, 128, 256"):
+        catalogue.jobs(("sm_90",), head_dim=96)
+
+
 def test_every_worker_has_one_architecture_and_something_to_do():
     jobs = [Job(name, Call(64), "forward", ("forward",)) for name in ("sm_80",) * 5 + ("sm_90",)]
     for processes in (1, 2, 3, 8):

@@ -47,17 +47,24 @@ def entries(architecture: str) -> list[Entry]:
     ]
 
 
-def jobs(architectures: tuple[str, ...], kernels: str = "*") -> list[Job]:
-    """What to compile for some architectures: kernels whose names a glob fits.
+def jobs(
+    architectures: tuple[str, ...], kernels: str = "*", head_dim: int | None = None
+) -> list[Job]:
+    """What to compile for some architectures: kernels whose names a glob fits, of one head_dim.
 
     Raises:
-        ValueError: for a glob that no kernel's name fits.
+        ValueError: for a glob that no kernel's name fits, or a head_dim that no call has.
     """
+    dims = sorted({entry.call.head_dim for entry in entries("sm_80")})
+    if head_dim is not None and head_dim not in dims:
+        raise ValueError(f"--head-dim: got {head_dim}, takes {', '.join(map(str, dims))}")
     if not any(fnmatchcase(kernel, kernels) for kernel in KERNELS):
         raise ValueError(f"no kernel is named {kernels!r}; there are {', '.join(KERNELS)}")
     found = []
     for architecture in architectures:
         for entry in entries(architecture):
+            if head_dim not in (None, entry.call.head_dim):
+                continue
             for which, of_pass in PASSES.items():
                 wanted = [kernel for kernel in entry.kernels if kernel in of_pass]
                 chosen = tuple(kernel for kernel in wanted if fnmatchcase(kernel, kernels))

@@ -12,6 +12,7 @@ import typer
 
 ARCH = typer.Option("--arch", "-a", help="sm_90, gfx942, ...; several times or with commas; all.")
 KERNEL = typer.Option("--kernel", "-k", help="Kernels by name or glob, such as 'backward_*'.")
+HEAD_DIM = typer.Option("--head-dim", "-d", min=1, help="Only calls of this head_dim.")
 CHECK = typer.Option(
     "--check", help="Show only what spills or takes too much memory; exit with 1 if it must not."
 )
@@ -25,6 +26,7 @@ JOBS = typer.Option("--jobs", "-j", min=1, help="Compilers at a time; by default
 def kernels(
     arch: Annotated[list[str] | None, ARCH] = None,
     kernel: Annotated[str, KERNEL] = "*",
+    head_dim: Annotated[int | None, HEAD_DIM] = None,
     check: Annotated[bool, CHECK] = False,
     markdown: Annotated[Path | None, MARKDOWN] = None,
     json: Annotated[Path | None, JSON] = None,
@@ -49,4 +51,5 @@ def kernels(
     """
     from saccade.offline import session
 
-    session.or_exit("kernels", lambda: session.kernels(arch, kernel, check, markdown, json, jobs))
+    which = session.Selection(arch, kernel, head_dim)
+    session.or_exit("kernels", lambda: session.kernels(which, check, markdown, json, jobs))

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import typer
@@ -91,9 +91,16 @@ def compile_with_progress(jobs: Sequence[Job], processes: int, console: Console)
         return pool.compile_all(jobs, processes, show)
 
 
+class Selection(NamedTuple):
+    """What a user asks to have compiled."""
+
+    architectures: Sequence[str] | None  # None: this machine's, or all
+    kernels: str = "*"  # a glob
+    head_dim: int | None = None  # None: all
+
+
 def kernels(
-    arch: Sequence[str] | None,
-    glob: str,
+    selection: Selection,
     check: bool,
     markdown_file: Path | None,
     json_file: Path | None,
@@ -102,7 +109,9 @@ def kernels(
     """Compile, show, write, and judge."""
     console, version = Console(), triton_version()
     begin = time.perf_counter()
-    jobs = catalogue.jobs(architectures(arch), glob)
+    jobs = catalogue.jobs(
+        architectures(selection.architectures), selection.kernels, selection.head_dim
+    )
     results = compile_with_progress(jobs, processes or cores(), console)
     seconds = time.perf_counter() - begin
     if not check:
