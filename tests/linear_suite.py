@@ -95,9 +95,10 @@ class TestExactness:
         self, linear_implementation: Implementation, feature_map: str, normalize: str, packed: bool
     ) -> None:
         number = FUSED_MAPS.index(feature_map) * len(NORMALIZERS) + NORMALIZERS.index(normalize)
-        for dtype, causal in itertools.product(
-            linear_implementation.dtypes_of(number), [True, False]
-        ):
+        both = [True, False]
+        if linear_implementation.slow and linear_implementation.device == "cpu":
+            both = [(number + packed) % 2 == 0]  # interpreted, each of the two every other time
+        for dtype, causal in itertools.product(linear_implementation.dtypes_of(number), both):
             check(
                 linear_implementation,
                 feature_map=feature_map,

@@ -97,6 +97,8 @@ class TestExactness:
     ) -> None:
         number = list(MASKS).index(mask) * len(SCORES) + list(SCORES).index(score)
         case = 2 * number + packed
+        if implementation.interpreted and packed == (number % 2 == 0):
+            return  # interpreted, each pair is taken once; on a GPU both ways
         for dtype in implementation.dtypes_of(case):
             check(
                 implementation,
