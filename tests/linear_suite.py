@@ -147,7 +147,7 @@ class TestExactness:
 
     def test_random_problems(self, linear_implementation: Implementation) -> None:
         @settings(
-            max_examples=10 if linear_implementation.slow else 40,
+            max_examples=6 if linear_implementation.slow else 40,
             deadline=None,
             derandomize=True,
             suppress_health_check=[HealthCheck.too_slow],

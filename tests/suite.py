@@ -117,7 +117,7 @@ class TestExactness:
     @pytest.mark.parametrize("masks", [list(MASKS)[n::4] for n in range(4)], ids=",".join)
     def test_random_problems(self, implementation: Implementation, masks: list[str]) -> None:
         @settings(
-            max_examples=6 if implementation.slow else 15,
+            max_examples=4 if implementation.slow else 15,
             deadline=None,
             derandomize=True,
             suppress_health_check=[HealthCheck.too_slow],

@@ -45,9 +45,10 @@ def test_linear_attention_agrees_with_float64(who):
 def test_who_has_no_linear_attention_says_so():
     (case,) = LINEAR
     calls, absences = fit(case, all_peers(), case.make(CPU), CPU, gradients=True)
-    assert set(calls) == {"saccade/cpu", "saccade/reference", "bmm"}
+    # Whether kernels serve CPU tensors depends on Triton's interpreter.
+    assert set(calls) - {"saccade/portable"} == {"saccade/cpu", "saccade/reference", "bmm"}
     reasons = {absence.who: absence.reason for absence in absences}
-    assert reasons["sdpa"] == reasons["saccade/portable"] == "it has no linear attention"
+    assert reasons["sdpa"] == reasons["flex"] == "it has no linear attention"
 
 
 def test_bmm_does_as_many_operations_as_the_case():
