@@ -1,7 +1,7 @@
 """Tiles: the only place where a kernel turns (batch, head, row) into addresses.
 
 A View is a tensor as a kernel sees it: its memory, and functions that know where a sequence and
-its rows live (`place`, `reach`) and which tile of which sequence a program works on (`find`).
+its rows live (`place`) and which tile of which sequence a program works on (`find`).
 Channels have stride 1.
 """
 
@@ -17,9 +17,9 @@ class View(NamedTuple):
     """A tensor as a kernel argument: rows of channels, by batch entry (or sequence) and head."""
 
     ptr: Any
-    strides: tuple[int, int, int]  # batch, head, row
+    strides: tuple[int, int]  # batch, head
+    step: Any  # tl.constexpr, from row to row: addresses within a tile then cost next to nothing
     place: Any  # dense or packed: where a sequence lives
-    reach: Any  # near or far: how far apart the rows of a tile lie
     find: Any  # dense_program or packed_program: what a program works on
     data: tuple[Any, ...]  # what the two functions need
 
@@ -39,7 +39,7 @@ ADDED = tl.constexpr(1 << 20)
 
 
 @triton.jit
-def dense(batch, strides, data):
+def dense(batch, strides, STEP: tl.constexpr, data):
     """The first row's place (in elements), and how many rows there are."""
     return wide(batch) * strides[0], (data[0] - ADDED)
 
@@ -60,10 +60,10 @@ def dense_program(program, data, TILE: tl.constexpr):
 
 
 @triton.jit
-def packed(batch, strides, data):
+def packed(batch, strides, STEP: tl.constexpr, data):
     """The first row's place (in elements), and how many rows there are."""
     first = tl.load(data[0] + batch)
-    return wide(first) * strides[2], tl.load(data[0] + batch + 1) - first
+    return wide(first) * STEP, tl.load(data[0] + batch + 1) - first
 
 
 @triton.jit
@@ -84,28 +84,13 @@ def packed_program(program, data, TILE: tl.constexpr):
     return low, program // slots, slot - (tl.load(data[0] + low) // TILE + low), slot
 
 
-# ---- rows of a tile: offsets of 32 bits where those do, which takes fewer registers -------------
-
-
-@triton.jit
-def near(rows, stride):
-    """Where the rows of a tile lie, counted from its first one."""
-    return rows * stride
-
-
-@triton.jit
-def far(rows, stride):
-    """The same where a tile reaches past 2^31 elements."""
-    return wide(rows) * stride
-
-
 # ---- verbs ------------------------------------------------------------------------------------
 
 
 @triton.jit
 def num_rows(view, batch):
     """How many rows a batch entry (or sequence) has."""
-    _, length = view.place(batch, view.strides, view.data)
+    _, length = view.place(batch, view.strides, view.step, view.data)
     return length
 
 
@@ -113,9 +98,9 @@ def num_rows(view, batch):
 def row_pointers(view, batch, head, rows, channels):
     """Addresses of rows × channels: [rows, channels] from a column of rows and a row of channels,
     or the other way round."""
-    first, _ = view.place(batch, view.strides, view.data)
+    first, _ = view.place(batch, view.strides, view.step, view.data)
     start = view.ptr + (first + wide(head) * view.strides[1])
-    return start + (wide(rows) * view.strides[2] + channels)
+    return start + (wide(rows) * view.step + channels)
 
 
 @triton.jit
@@ -143,9 +128,9 @@ def load_tile(
 ):  # fmt: skip
     """`load_rows` of ROWS adjacent rows, for loops that have no register to spare."""
     rows, channels = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    first, _ = view.place(batch, view.strides, view.data)
-    base = view.ptr + (first + wide(head) * view.strides[1] + wide(start) * view.strides[2])
-    pointers = base + (view.reach(rows, view.strides[2]) + channels)
+    first, _ = view.place(batch, view.strides, view.step, view.data)
+    base = view.ptr + (first + wide(head) * view.strides[1] + wide(start) * view.step)
+    pointers = base + (wide(rows) * view.step + channels)
     if WHOLE:
         if DIM == WIDTH:
             return tl.load(pointers)

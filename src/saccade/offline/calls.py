@@ -22,7 +22,7 @@ MASK_BLOCK = 128  # rows that share an entry of a block-sparse mask
 # The kernels, by the pass in which the library starts them.
 PASSES = {
     "forward": ("forward", "plan_walks", "judge_pairs", "list_tiles", "list_blocks"),
-    "ordered": ("backward_keys", "backward_keys, careful", "backward_queries", "row_dot"),
+    "ordered": ("backward_keys", "backward_keys, careful", "backward_queries", "row_statistics"),
     "shared": ("backward_shared", "backward_shared, careful"),
     "bias": ("backward_bias",),
 }

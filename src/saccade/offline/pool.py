@@ -74,7 +74,7 @@ def compile_all(
 
 
 def _once(results: Sequence[Compiled]) -> list[Compiled]:
-    """Several calls start the same kernel (row_dot, say): it counts for the first."""
+    """Several calls start the same kernel (row_statistics, say): it counts for the first."""
     kept: dict[object, Compiled] = {}
     for number, compiled in enumerate(results):
         identity = (compiled.job.architecture, compiled.kernel, compiled.identity)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from saccade import dropout, expressions
@@ -23,8 +24,6 @@ from saccade.kernels.scores import Score
 from saccade.kernels.tiles import View
 from saccade.kernels.visibility import Mask
 from saccade.problem import Inputs, Variant
-
-NEAR_STRIDE = 2**31 // 256  # with 256 rows in a tile at most, offsets within one fit 32 bits
 
 
 class Extent(NamedTuple):
@@ -80,14 +79,14 @@ def view(
 ) -> View:  # fmt: skip
     """A View of a tensor (None: of rows without memory); strides are batch, head and row."""
     address: Any = None if tensor is None else pointer(tensor)
-    reach = tiles.near if strides[2] < NEAR_STRIDE else tiles.far
     added = tiles.ADDED.value
+    steps, step = strides[:2], tl.constexpr(strides[2])
     if offsets is None:
         data: tuple[Any, ...] = (extent.length + added, extent.heads + added)
-        return View(address, strides, tiles.dense, reach, tiles.dense_program, data)  # type: ignore[arg-type]
+        return View(address, steps, step, tiles.dense, tiles.dense_program, data)
     numbers = extent.batch + added, extent.heads + added, extent.length + added
     data = (pointer(offsets), *numbers)
-    return View(address, strides, tiles.packed, reach, tiles.packed_program, data)  # type: ignore[arg-type]
+    return View(address, steps, step, tiles.packed, tiles.packed_program, data)
 
 
 def row_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:

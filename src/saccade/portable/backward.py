@@ -43,13 +43,38 @@ def attention_backward_keys(
     finds some writes a verdict, and its work is done again by the same program of a second launch,
     which is CAREFUL and takes longer.
     """
-    batch, kv_head, tile, slot = forward.key.find(tl.program_id(0), forward.key.data, KV_TILE)
+    program, verdict = tl.program_id(0), AS_IT_IS
+    if CAREFUL:
+        verdict = tl.load(verdicts + program)
+        if verdict != AS_IT_IS:
+            differentiate_keys(
+                forward, grad_key, grad_value, grad_query, rules, verdicts, verdict,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+                QUERY_TILE, KV_TILE, PRECISION, True,
+            )  # fmt: skip
+    else:
+        differentiate_keys(
+            forward, grad_key, grad_value, grad_query, rules, verdicts, verdict,
+            HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+            QUERY_TILE, KV_TILE, PRECISION, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def differentiate_keys(
+    forward, grad_key, grad_value, grad_query, rules, verdicts, verdict,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """What one program does. verdict: that of the first launch, if this is the second."""
+    program = tl.program_id(0)
+    batch, kv_head, tile, slot = forward.key.find(program, forward.key.data, KV_TILE)
     kv_start = tile * KV_TILE
     query_len, kv_len = num_rows(forward.query, batch), num_rows(forward.key, batch)
     present, added_len = kv_start < kv_len, query_len
     if CAREFUL:
-        verdict = tl.load(verdicts + tl.program_id(0))
-        present = present & (verdict != AS_IT_IS)
         added_len = tl.where(verdict == AGAIN_WITH_QUERIES, query_len, 0)
     kv_rows = kv_start + tl.arange(0, KV_TILE)
     key_tile = load_rows(forward.key, batch, kv_head, kv_rows, kv_len, HEAD_DIM, HEAD_WIDTH, False)
@@ -70,12 +95,10 @@ def attention_backward_keys(
     )  # fmt: skip
     if rules.mask.visible is not None and not CAREFUL:
         again = tl.where(any_spoilt(grads[0]) | any_spoilt(grads[1]), AGAIN, AS_IT_IS)
-        tl.store(verdicts + tl.program_id(0), tl.where(spoilt, AGAIN_WITH_QUERIES, again))
-    of_key, written_len = grads[0] * rules.scale, kv_len
-    if CAREFUL:
-        written_len = tl.where(present, kv_len, 0)
-    store_rows(grad_key, batch, kv_head, kv_rows, written_len, of_key, HEAD_DIM)
-    store_rows(grad_value, batch, kv_head, kv_rows, written_len, grads[1], VALUE_DIM)
+        tl.store(verdicts + program, tl.where(spoilt, AGAIN_WITH_QUERIES, again))
+    of_key = grads[0] * rules.scale
+    store_rows(grad_key, batch, kv_head, kv_rows, kv_len, of_key, HEAD_DIM)
+    store_rows(grad_value, batch, kv_head, kv_rows, kv_len, grads[1], VALUE_DIM)
 
 
 @triton.jit
@@ -142,7 +165,7 @@ def add_tile(
         forward.grad_output, batch, query_head, query_start, query_len, QUERY_TILE, VALUE_DIM,
         value_tile.shape[1], not EDGE,
     )  # fmt: skip
-    lse_log2, row_dot = load_statistics(forward, batch, query_head, query_rows, query_len)
+    lse_log2, row_dot = load_statistics(forward, batch, query_head, query_rows, query_len, not EDGE)
     spoilt, inside = None, None
     if CAREFUL:
         of_keys = spoilt_rows(key_tile) | spoilt_rows(value_tile)
@@ -167,6 +190,8 @@ def add_tile(
     of_value = tl.dot(
         kept_weights.to(grad_tile.dtype), grad_tile, of_value, input_precision=PRECISION
     )
+    if not CAREFUL and grad_query is None:
+        visible = True  # 0 · NaN is NaN, which is seen in the end
     grad_scores = differentiate(weights, grad_weights, row_dot[None, :], derivative, visible)
     grad_scores = grad_scores.to(query_tile.dtype)
     of_key = tl.dot(grad_scores, query_tile, of_key, input_precision=PRECISION)

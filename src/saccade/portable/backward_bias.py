@@ -101,7 +101,7 @@ def add_pairs(
         value_tile = load_rows(
             forward.value, batch, kv_head, kv_rows, kv_len, VALUE_DIM, VALUE_WIDTH, False
         )
-        lse_log2, row_dot = load_statistics(forward, batch, head, query_rows, query_len)
+        lse_log2, row_dot = load_statistics(forward, batch, head, query_rows, query_len, False)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         pairs = (batch, head, query_rows[:, None], kv_rows[None, :], kv_len - query_len)
         inside = (kv_rows < kv_len)[None, :] & (query_rows < query_len)[:, None]

@@ -11,6 +11,7 @@ import triton.language as tl
 from saccade.kernels.tiles import (
     any_spoilt,
     load_rows,
+    load_tile,
     num_rows,
     spoilt_rows,
     store_rows,
@@ -40,7 +41,7 @@ def attention_backward_queries(
     grad_tile = load_rows(
         forward.grad_output, batch, query_head, query_rows, query_len, VALUE_DIM, VALUE_WIDTH, False
     )
-    lse_log2, row_dot = load_statistics(forward, batch, query_head, query_rows, query_len)
+    lse_log2, row_dot = load_statistics(forward, batch, query_head, query_rows, query_len, False)
     rows = (query_tile, grad_tile, lse_log2, row_dot)
     at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_start, query_len, kv_len)
     walk = rules.mask.walk(
@@ -85,12 +86,14 @@ def add_tile(
     query_tile, grad_tile, lse_log2, row_dot = rows
     query_rows = query_start + tl.arange(0, query_tile.shape[0])
     kv_rows = kv_start + tl.arange(0, KV_TILE)
-    key_tile = load_rows(
-        forward.key, batch, kv_head, kv_rows, kv_len, HEAD_DIM, query_tile.shape[1], not EDGE
-    )
-    value_tile = load_rows(
-        forward.value, batch, kv_head, kv_rows, kv_len, VALUE_DIM, grad_tile.shape[1], not EDGE
-    )
+    key_tile = load_tile(
+        forward.key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1],
+        not EDGE,
+    )  # fmt: skip
+    value_tile = load_tile(
+        forward.value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, grad_tile.shape[1],
+        not EDGE,
+    )  # fmt: skip
     spoilt, inside = None, None
     if CAREFUL:
         of_keys = spoilt_rows(key_tile) | spoilt_rows(value_tile)
@@ -107,5 +110,7 @@ def add_tile(
     grad_weights = tl.dot(grad_tile, tl.trans(value_tile), input_precision=PRECISION)
     if rules.dropout is not None:
         grad_weights *= drop(rules.dropout, batch, query_head, query_rows, kv_start, KV_TILE)
+    if not CAREFUL:
+        visible = True  # 0 · NaN is NaN, which is seen in the end
     grad_scores = differentiate(weights, grad_weights, row_dot[:, None], derivative, visible)
     return tl.dot(grad_scores.to(key_tile.dtype), key_tile, of_query, input_precision=PRECISION)

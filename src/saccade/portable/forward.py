@@ -16,6 +16,7 @@ from saccade.kernels.softmax import LOG2_E, finish_softmax, softmax_step, start_
 from saccade.kernels.tiles import (
     any_spoilt,
     load_rows,
+    load_tile,
     num_rows,
     spoilt_rows,
     store_numbers,
@@ -104,12 +105,13 @@ def fold_tile(
     batch, query_head, kv_head, query_rows, query_len, kv_len = at
     row_max, row_sum, weighted_sum = state
     kv_rows = kv_start + tl.arange(0, KV_TILE)
-    key_tile = load_rows(
-        key, batch, kv_head, kv_rows, kv_len, HEAD_DIM, query_tile.shape[1], not EDGE
+    key_tile = load_tile(
+        key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not EDGE
     )
-    value_tile = load_rows(
-        value, batch, kv_head, kv_rows, kv_len, VALUE_DIM, weighted_sum.shape[1], not EDGE
-    )
+    value_tile = load_tile(
+        value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, weighted_sum.shape[1],
+        not EDGE,
+    )  # fmt: skip
     if CAREFUL:
         spoilt_query, spoilt_value = spoilt_rows(query_tile), spoilt_rows(value_tile)
         spoilt = spoilt_query[:, None] | (spoilt_value | spoilt_rows(key_tile))[None, :]

@@ -1,7 +1,7 @@
 """Gradients by portable kernels: which kernels a backward pass starts, and in which order.
 
-row_dot → keys (with queries, atomically) → careful keys        the fast form
-row_dot → keys → careful keys → queries                         the ordered form: equal bits
+row statistics → keys (with queries, atomically) → careful keys        the fast form
+row statistics → keys → careful keys → queries                  the ordered form: equal bits
 … → one pass for each bias that wants a gradient
 
 Careful keys repeat, under a mask, what met NaN or inf.
@@ -25,17 +25,17 @@ from saccade.portable.backward_queries import attention_backward_queries
 from saccade.portable.kind import Kind, Layout, remembered, with_unit_channels
 from saccade.portable.pairs import Forward
 from saccade.portable.planning import Plan, Planner
-from saccade.portable.row_dot import attention_row_dot
+from saccade.portable.row_statistics import attention_row_statistics
 from saccade.problem import Config, Gradients, Inputs, Variant, empty_gradients
 
-ROW_DOT_TILE = 64
+STATISTICS_TILE = 64
 
 
 class Launches(NamedTuple):
     """The kernels of a backward pass of one kind."""
 
     kind: Kind
-    row_dot: Launch
+    statistics: Launch
     keys: Launch  # in the fast form: queries too
     careful: Launch  # the same, for programs whose first attempt met NaN or inf
     queries: Launch | None  # None in the fast form
@@ -52,6 +52,7 @@ class Results(NamedTuple):
     lse: Tensor
     grad_output: Tensor
     grad_lse: Tensor | None
+    lse_log2: Tensor
     row_dot: Tensor
 
 
@@ -75,7 +76,8 @@ def backward(
     inputs = with_unit_channels(inputs)
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()
-    results = Results(output, lse, grad_output, grad_lse, torch.empty_like(lse))
+    statistics = torch.empty_like(lse), torch.empty_like(lse)
+    results = Results(output, lse, grad_output, grad_lse, *statistics)
     kept_strides = (output.stride(), grad_output.stride(), lse.stride())
     kept_strides += (None if grad_lse is None else grad_lse.stride(),)
     key = (signature(inputs, variant), config, kept_strides, deterministic)
@@ -95,9 +97,9 @@ def refuse_missing_derivative(score: str) -> None:
 def _prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bool) -> Launches:
     kind, call = Kind.of(inputs), (inputs, variant)
     constants = {name: kind.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
-    row_dot = Launch(
-        attention_row_dot,
-        {**constants, "QUERY_TILE": ROW_DOT_TILE},
+    statistics = Launch(
+        attention_row_statistics,
+        {**constants, "QUERY_TILE": STATISTICS_TILE},
         {"num_warps": 4, "num_stages": 1},
     )
     ordered = deterministic or ordered_is_faster(kind)
@@ -117,7 +119,15 @@ def _prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bo
     over_keys = Planner(inputs, variant, kind.geometry, sizes[1], over_keys=True)
     layouts = tuple(map(Layout.of, empty_gradients(inputs)[:3]))
     return Launches(
-        kind, row_dot, keys, careful, queries, over_queries, over_keys, tables={}, gradients=layouts
+        kind,
+        statistics,
+        keys,
+        careful,
+        queries,
+        over_queries,
+        over_keys,
+        tables={},
+        gradients=layouts,
     )
 
 
@@ -148,8 +158,8 @@ class _Call(NamedTuple):
         device = self.inputs.query.device
         of_query, of_key, of_value = (layout.empty(device) for layout in launches.gradients)
         known = [*tensors_of(self.inputs, self.variant), *there_are(self.results)]
-        programs = kind.geometry.queries.programs(ROW_DOT_TILE)
-        launches.row_dot(programs, kind.device, known, self._row_dot_arguments)
+        programs = kind.geometry.queries.programs(STATISTICS_TILE)
+        launches.statistics(programs, kind.device, known, self._statistics_arguments)
         if launches.queries is None:
             self._shared(known, of_query, of_key, of_value)
         else:
@@ -158,13 +168,14 @@ class _Call(NamedTuple):
         tables = {place: self._table(place, known, config) for place in wanted}
         return Gradients(of_query, of_key, of_value, self._sinks(), tables)
 
-    def _row_dot_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
+    def _statistics_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
         results, grad_lse = self.results, self.results.grad_lse
         return (
             self._rows(pointer, results.output),
             self._rows(pointer, results.grad_output),
             self._numbers(pointer, results.lse),
             None if grad_lse is None else self._numbers(pointer, grad_lse),
+            self._numbers(pointer, results.lse_log2),
             self._numbers(pointer, results.row_dot),
         )
 
@@ -262,7 +273,7 @@ class _Call(NamedTuple):
         return Forward(
             *self.launches.kind.inputs(pointer, self.inputs),
             self._rows(pointer, self.results.grad_output),
-            self._numbers(pointer, self.results.lse),
+            self._numbers(pointer, self.results.lse_log2),
             self._numbers(pointer, self.results.row_dot),
         )
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from saccade.kernels.dropout import kept
 from saccade.kernels.softmax import LOG2_E
-from saccade.kernels.tiles import load_numbers
+from saccade.kernels.tiles import load_numbers, row_pointers
 
 
 class Forward(NamedTuple):
@@ -28,19 +28,20 @@ class Forward(NamedTuple):
     key: Any
     value: Any
     grad_output: Any
-    logsumexp: Any
+    lse_log2: Any
     row_dot: Any
 
 
 @triton.jit
-def load_statistics(forward, batch, head, query_rows, query_len):
-    """The lse of each row in base 2, and its row_dot.
-
-    A row that saw nothing, or lies past the end, gets +inf, which makes all its weights 0.
-    """
-    lse = load_numbers(forward.logsumexp, batch, head, query_rows, query_len, float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return lse * LOG2_E, load_numbers(forward.row_dot, batch, head, query_rows, query_len, 0.0)
+def load_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.constexpr):
+    """lse_log2 and row_dot of each row. Unless WHOLE, rows past the end get +inf and 0."""
+    if WHOLE:
+        lse_log2 = tl.load(row_pointers(forward.lse_log2, batch, head, query_rows, 0))
+        row_dot = tl.load(row_pointers(forward.row_dot, batch, head, query_rows, 0))
+    else:
+        lse_log2 = load_numbers(forward.lse_log2, batch, head, query_rows, query_len, float("inf"))
+        row_dot = load_numbers(forward.row_dot, batch, head, query_rows, query_len, 0.0)
+    return lse_log2, row_dot
 
 
 @triton.jit

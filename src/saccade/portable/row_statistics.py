@@ -1,7 +1,8 @@
-"""Row dot: Σ grad_output · output of each row, which both halves of the backward pass need.
+"""Row statistics: two numbers of each query row that every kernel of the backward pass reads.
 
-The gradient of the lse enters here and nowhere else. Source: FlashAttention-2 (Dao 2023),
-algorithm 2, line 4 (D there).
+row_dot is Σ grad_output · output; the gradient of the lse enters there and nowhere else. lse_log2
+is the lse in base 2, made here once and not again for every tile. Source: FlashAttention-2 (Dao
+2023), algorithm 2, line 4 (D there).
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.kernels.softmax import LOG2_E
 from saccade.kernels.tiles import load_numbers, load_rows, num_rows, store_numbers
 
 
 @triton.jit
-def attention_row_dot(
-    output, grad_output, logsumexp, grad_lse, row_dot,  # Views; grad_lse may be None
+def attention_row_statistics(
+    output, grad_output, logsumexp, grad_lse, lse_log2, row_dot,  # Views; grad_lse may be None
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: QUERY_TILE rows of one head. A row that saw nothing gets 0."""
+    """One program: QUERY_TILE rows of one head.
+
+    A row that saw nothing gets row_dot 0 and lse_log2 +inf, which makes all its weights 0.
+    """
     batch, head, tile, _ = output.find(tl.program_id(0), output.data, QUERY_TILE)
     query_len = num_rows(output, batch)
     rows = tile * QUERY_TILE + tl.arange(0, QUERY_TILE)
@@ -26,5 +31,8 @@ def attention_row_dot(
     dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1)
     if grad_lse is not None:
         dot -= load_numbers(grad_lse, batch, head, rows, query_len, 0.0)
-    saw_nothing = load_numbers(logsumexp, batch, head, rows, query_len, 0.0) == float("-inf")
+    lse = load_numbers(logsumexp, batch, head, rows, query_len, 0.0)
+    saw_nothing = lse == float("-inf")
+    base_2 = tl.where(saw_nothing, float("inf"), lse * LOG2_E)
+    store_numbers(lse_log2, batch, head, rows, query_len, base_2)
     store_numbers(row_dot, batch, head, rows, query_len, tl.where(saw_nothing, 0.0, dot))
