@@ -41,11 +41,20 @@ def _linear_portable_unsupported(problem: LinearProblem) -> str | None:
     return _portable_misses(problem.device, None, problem.dtype, "", "")
 
 
+def _portable_misses(*problem: Any) -> str | None:
+    """What is missing for a portable kernel of any size. To a trace the answer is a constant."""
+    return _asked_once(*problem)
+
+
+# Set by hand, as importing what sets it takes seconds; and on a plain function, as PyTorch 2.11
+# warns of a cached one.
+_portable_misses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @functools.cache
-def _portable_misses(
+def _asked_once(
     device: str, index: int | None, dtype: torch.dtype, mask: str, score: str
 ) -> str | None:
-    """What is missing for a portable kernel of any size; asked once, and not traced."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device != "cuda" and not (device == "cpu" and interpreted):
         return f"tensors lie on {device}; it takes tensors on a GPU"
@@ -72,9 +81,6 @@ def _portable_misses(
     except CannotCompile as error:
         return f"no kernel can be made: {error}"
     return None
-
-
-_portable_misses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _cpu_unsupported(problem: Problem | LinearProblem) -> str | None:

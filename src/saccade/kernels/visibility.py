@@ -184,7 +184,7 @@ def found(
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Found by the program itself: the mask reads no captured tensor along rows."""
-    return find_walk(mask, batch, head, start, lengths, TILE, OTHER, OVER_KEYS, 128)
+    return find_walk(mask, batch, head, start, lengths, TILE, OTHER, OVER_KEYS, 32)
 
 
 @triton.jit

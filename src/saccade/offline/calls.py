@@ -17,7 +17,9 @@ from saccade.scores import Score
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MASKS = ("none", "causal", "window", "documents", "blocks", "dense")
 SCORES = ("none", "softcap", "bias")
+WINDOW = 256
 MASK_BLOCK = 128  # rows that share an entry of a block-sparse mask
+VISIBLE_BLOCKS = 10  # one in so many
 
 # The kernels, by the pass in which the library starts them.
 PASSES = {
@@ -84,7 +86,7 @@ def make_mask(call: Call, device: torch.device) -> Mask | None:
     makers: dict[str, Callable[[], Mask | None]] = {
         "none": lambda: None,
         "causal": masks.causal,
-        "window": lambda: masks.causal() & masks.window(max(call.length // 8, 1)),
+        "window": lambda: masks.causal() & masks.window(WINDOW),
         "documents": lambda: masks.documents(_document_ids(call, device)),
         "blocks": lambda: masks.blocks(_blocks(call, device), MASK_BLOCK),
         "dense": lambda: masks.dense(_table(call, device)),
@@ -100,7 +102,7 @@ def _document_ids(call: Call, device: torch.device) -> Tensor:
 def _blocks(call: Call, device: torch.device) -> Tensor:
     sides = -(-call.length // MASK_BLOCK)
     rows = torch.arange(sides, device=device)
-    return ((rows[:, None] - rows).abs() % 4 == 0).expand(call.heads, -1, -1).contiguous()
+    return ((rows[:, None] - rows) % VISIBLE_BLOCKS == 0).expand(call.heads, -1, -1).contiguous()
 
 
 def _table(call: Call, device: torch.device) -> Tensor:

@@ -64,6 +64,15 @@ def attention_backward_queries(
         )  # fmt: skip
     if rules.mask.visible is not None:  # noqa: SIM102 (known when compiling; the next is not)
         if any_spoilt(of_query):  # as in forward.py
+            query_tile = load_rows(
+                forward.query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH,
+                False,
+            )  # fmt: skip
+            grad_tile = load_rows(
+                forward.grad_output, batch, query_head, query_rows, query_len, VALUE_DIM,
+                VALUE_WIDTH, False,
+            )  # fmt: skip
+            rows = (query_tile, grad_tile, lse_log2, row_dot)
             of_query = tl.zeros([QUERY_TILE, HEAD_WIDTH], tl.float32)
             for index in tl.range(0, careful_parts(walk, KV_TILE), num_stages=1):
                 kv_start = careful_start(rules.mask, walk, index, KV_TILE)

@@ -72,7 +72,11 @@ def attention_forward(
             HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
         )  # fmt: skip
     if rules.mask.visible is not None and any_spoilt(state[2]):
-        # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care.
+        # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care. The
+        # queries are read again, or they would take registers all the time.
+        query_tile = load_rows(
+            query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
+        )
         row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)
         state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
         for index in tl.range(0, careful_parts(walk, KV_TILE), num_stages=1):
