@@ -37,11 +37,11 @@ def test_faults_name_what_was_taken_and_what_there_is():
 
 
 def test_spills_are_excused_where_the_table_says_so_but_nothing_else_is():
-    timed = Job("sm_90", Call(64, mask="causal"), "forward", ("forward",))
-    spilling = compiled(255, 17, 1024, job=timed)
+    timed = Job("sm_90", Call(128), "ordered", ("backward_keys",))
+    spilling = compiled(255, 17, 1024, job=timed, kernel="backward_keys")
     assert findings.offenders([spilling]) == []
     assert "allowed: chosen by its time" in findings.excused([spilling])[0]
-    assert findings.offenders([compiled(255, 17, 240_000, job=timed)])
+    assert findings.offenders([compiled(255, 17, 240_000, job=timed, kernel="backward_keys")])
     assert findings.offenders([compiled(255, 17, 0, job=timed, kernel="plan_walks")])
     turing = Job("sm_75", Call(256, "fp16"), "ordered", ("backward_keys, careful",))
     assert findings.excused([compiled(255, 9, 0, job=turing, kernel="backward_keys, careful")])

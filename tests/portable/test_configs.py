@@ -28,15 +28,20 @@ def test_every_default_is_one_that_a_kernel_can_have(architecture):
 
 
 def test_tiles_that_were_timed_stay():
-    timed = {("forward", False): (128, 128, 8, 3), ("forward", True): (64, 64, 4, 3)}
-    for (which, masked), numbers in timed.items():
-        problem = KernelProblem("sm_90", which, 128, wide=False, masked=masked)
+    timed = {
+        ("forward", ""): (64, 64, 4, 3), ("forward", "listed"): (128, 64, 8, 3),
+        ("backward_queries", ""): (128, 32, 8, 3), ("backward_queries", "masked"): (128, 64, 8, 3),
+    }  # fmt: skip
+    for (which, flag), numbers in timed.items():
+        problem = KernelProblem("sm_90", which, 128, wide=False)
+        problem = problem._replace(**{flag: True}) if flag else problem
         assert configs.choose(problem) == Config(*numbers)
 
 
 def test_a_masked_row_serves_masks_only_where_there_is_one():
     assert configs.row_of(HOPPER)[0] == "forward"
     assert configs.row_of(HOPPER._replace(masked=True))[0] == "forward, masked"
+    assert configs.row_of(HOPPER._replace(masked=True, listed=True))[0] == "forward, listed"
     assert configs.row_of(HOPPER._replace(masked=True, dropout=True))[0] == "forward, dropout"
     assert configs.row_of(HOPPER._replace(wide=True, masked=True))[0] == "forward"
 
@@ -87,7 +92,7 @@ def test_a_config_that_no_kernel_can_have_is_refused(config, message):
 
 def test_only_what_cannot_do_better_may_spill():
     assert configs.may_spill(HOPPER._replace(width=64)) == ""
-    assert "H200" in configs.may_spill(HOPPER._replace(width=64, masked=True))
+    assert "H200" in configs.may_spill(HOPPER._replace(which="backward_keys"))
     assert "tensor cores" in configs.may_spill(HOPPER._replace(wide=True))
     assert configs.may_spill(HOPPER._replace(wide=True, width=64)) == ""
     assert "tensor cores" in configs.may_spill(HOPPER._replace(architecture="sm_75"))

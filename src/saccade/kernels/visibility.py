@@ -7,6 +7,8 @@ no list guides. A walk is six whole numbers:
 
     first, num_left, jump     edge number i is tile first + i, from num_left on tile jump + i
     num_edges, clean_first, num_clean
+
+Loops ask for the tile after the one at hand, so that a list is read well ahead of what it leads to.
 """
 
 # Triton's own annotations make its functions look as if they never returned.
@@ -224,10 +226,13 @@ def next_in_range(mask, walk, index, CLEAN: tl.constexpr):
 
 @triton.jit
 def next_in_list(mask, walk, index, CLEAN: tl.constexpr):
-    """The same, where tiles are listed."""
+    """The same, where tiles are listed; 0 where the list has no such number."""
     if CLEAN:
-        return tl.load(mask.plan[0] + (walk[0] + index))
-    return tl.load(mask.plan[0] + (walk[0] + (walk[1] - index)))
+        count, place = walk[5], index
+    else:
+        count, place = walk[3], walk[1] - index
+    listed = (index >= 0) & (index < count)
+    return tl.load(mask.plan[0] + (walk[0] + place), mask=listed, other=0)
 
 
 @triton.jit

@@ -74,7 +74,7 @@ class Geometry(NamedTuple):
 
 
 def view(
-    pointer: Pointer, tensor: Tensor | None, strides: tuple[int, ...], extent: Extent,
+    pointer: Pointer, tensor: Tensor | None, strides: tuple[int, int, int], extent: Extent,
     offsets: Tensor | None,
 ) -> View:  # fmt: skip
     """A View of a tensor (None: of rows without memory); strides are batch, head and row."""

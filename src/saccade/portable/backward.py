@@ -126,18 +126,22 @@ def sum_over_queries(
                     HEAD_DIM, VALUE_DIM, CAREFUL_ROWS, PRECISION, True, True,
                 )  # fmt: skip
         else:
+            tile = rules.mask.tile(rules.mask, walk, 0, True)
             for index in range(0, walk[5]):
-                query_start = rules.mask.tile(rules.mask, walk, index, True) * QUERY_TILE
+                following = rules.mask.tile(rules.mask, walk, index + 1, True)
                 grads = add_tile(
-                    forward, grad_query, rules, here, query_start, tiles, grads,
+                    forward, grad_query, rules, here, tile * QUERY_TILE, tiles, grads,
                     HEAD_DIM, VALUE_DIM, QUERY_TILE, PRECISION, False, False,
                 )  # fmt: skip
+                tile = following
+            tile = rules.mask.tile(rules.mask, walk, 0, False)
             for index in range(0, walk[3]):
-                query_start = rules.mask.tile(rules.mask, walk, index, False) * QUERY_TILE
+                following = rules.mask.tile(rules.mask, walk, index + 1, False)
                 grads = add_tile(
-                    forward, grad_query, rules, here, query_start, tiles, grads,
+                    forward, grad_query, rules, here, tile * QUERY_TILE, tiles, grads,
                     HEAD_DIM, VALUE_DIM, QUERY_TILE, PRECISION, True, False,
                 )  # fmt: skip
+                tile = following
     return grads
 
 

@@ -50,18 +50,22 @@ def attention_backward_queries(
     )  # fmt: skip
     walk = if_present(walk, query_start < query_len)
     of_query = tl.zeros([QUERY_TILE, HEAD_WIDTH], tl.float32)
+    tile = rules.mask.tile(rules.mask, walk, 0, True)
     for index in range(0, walk[5]):
-        kv_start = rules.mask.tile(rules.mask, walk, index, True) * KV_TILE
+        following = rules.mask.tile(rules.mask, walk, index + 1, True)
         of_query = add_tile(
-            forward, rules, at, kv_start, rows, of_query,
+            forward, rules, at, tile * KV_TILE, rows, of_query,
             HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
         )  # fmt: skip
+        tile = following
+    tile = rules.mask.tile(rules.mask, walk, 0, False)
     for index in range(0, walk[3]):
-        kv_start = rules.mask.tile(rules.mask, walk, index, False) * KV_TILE
+        following = rules.mask.tile(rules.mask, walk, index + 1, False)
         of_query = add_tile(
-            forward, rules, at, kv_start, rows, of_query,
+            forward, rules, at, tile * KV_TILE, rows, of_query,
             HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
         )  # fmt: skip
+        tile = following
     if rules.mask.visible is not None:  # noqa: SIM102 (known when compiling; the next is not)
         if any_spoilt(of_query):  # as in forward.py
             query_tile = load_rows(

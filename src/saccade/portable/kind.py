@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.kernels.compose import mask_functions
 from saccade.kernels.launch import Launch, Pointer, current_device, next_width
 from saccade.portable import configs, tuned
 from saccade.portable.arguments import Geometry, number_strides, precision, row_strides, view
@@ -59,8 +60,9 @@ class Kind(NamedTuple):
         width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
         inputs, variant = call
         wide, masked = inputs.query.dtype == torch.float32, variant.mask != ""
+        listed = masked and not self.packed and mask_functions(variant.mask).spans_read == 2
         dropout = inputs.seed is not None
-        problem = KernelProblem(self.architecture, which, width, wide, masked, dropout)
+        problem = KernelProblem(self.architecture, which, width, wide, masked, dropout, listed)
         config = configs.choose(problem, given, tuned.load())
         sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
