@@ -46,6 +46,11 @@ class Implementation:
         layouts = [False, True]
         return [_one_of(layouts, case, 3**0.5)] if self.interpreted else layouts
 
+    def sizes_of(self, case: int) -> dict[str, int]:
+        """Two batch entries and two kv heads; where it is interpreted, one of either."""
+        fewer = [{"batch": 1}, {"kv_heads": 1}]
+        return _one_of(fewer, case, 7**0.5) if self.interpreted else {}
+
 
 def _one_of(choices: Sequence[Choice], case: int, step: float) -> Choice:
     """A choice for each case. Irrational steps are even, and in step with nothing else."""

@@ -54,6 +54,7 @@ class TestExactness:
                     dropout_p=0.3 if number % 5 == 0 else 0.0,
                     spoil_hidden=number % 3 == 0,
                     seed=number,
+                    **implementation.sizes_of(case),
                 )
 
     @pytest.mark.parametrize("masks", [list(MASKS)[n::4] for n in range(4)], ids=",".join)
