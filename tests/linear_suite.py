@@ -1,17 +1,16 @@
-"""The one suite of linear attention. A new implementation is a line in IMPLEMENTATIONS."""
+"""The one suite of linear attention. See implementations.py for a new implementation."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from implementations import F64, LINEAR_IMPLEMENTATIONS, Implementation, fixture_of
 from torch import Tensor
 
 import saccade
@@ -26,61 +25,19 @@ from saccade.testing import (
 from saccade.testing.linear_cases import DECAYS, LinearDescription
 from saccade.testing.strategies import LAYOUTS
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 HEADS = [(2, 2, 2), (4, 2, 2), (2, 2, 4), (4, 1, 2), (1, 1, 3)]
 # A sum of features that have signs is no divisor.
 FORMS = [form for form in itertools.product(FUSED_MAPS, NORMALIZERS) if form != ("identity", "sum")]
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """An implementation under test: what it takes, and a small chunk that makes edges common."""
-
-    name: str
-    dtypes: tuple[torch.dtype, ...] = (F32, F64, BF16, F16)
-    device: str = "cpu"  # "cuda" runs under make test-gpu
-    small_chunks: saccade.Config | None = None
-    slow: bool = False  # Triton's interpreter, or compiled kernels: fewer cases
-
-    def dtypes_of(self, case: int) -> Sequence[torch.dtype]:
-        """The dtypes that one of many cases is tested in."""
-        return [self.dtypes[case % len(self.dtypes)]] if self.slow else self.dtypes
-
-    @property
-    def configs(self) -> Sequence[saccade.Config | None]:
-        """The configs that it is tested with."""
-        return [None] if self.small_chunks is None else [None, self.small_chunks]
-
-
-IMPLEMENTATIONS = [
-    Implementation("reference"),
-    Implementation("reference", device="cuda"),
-    Implementation("cpu", small_chunks=saccade.Config(kv_tile=5)),
-    Implementation("portable", (F32, BF16, F16), "cuda", slow=True),
-]
-if os.environ.get("TRITON_INTERPRET") == "1":  # conftest.py sees to it wherever there is no GPU
-    IMPLEMENTATIONS.append(Implementation("portable", (F32, F16), slow=True))
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(
-            implementation,
-            id=f"{implementation.name}-{implementation.device}",
-            marks=[pytest.mark.gpu] if implementation.device == "cuda" else [],
-        )
-        for implementation in IMPLEMENTATIONS
-    ]
-)
-def linear_implementation(request: pytest.FixtureRequest) -> Implementation:
-    return request.param
+implementation = fixture_of(LINEAR_IMPLEMENTATIONS)
 
 
 def check(implementation: Implementation, **description: Any) -> None:
     """Compare one case with float64, in memory that holds NaN; small chunks too where there are."""
     case = make_linear_case(**{**description, "device": implementation.device})
     with poisoned():
-        for config in implementation.configs:
+        for config in implementation.configs_of(0):
             given_config = {} if config is None else {"config": config}
             assert_linear_exact(case, implementation.name, **given_config)
 
@@ -92,15 +49,15 @@ class TestExactness:
     @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
     @pytest.mark.parametrize(("feature_map", "normalize"), FORMS)
     def test_every_map_with_every_normaliser(
-        self, linear_implementation: Implementation, feature_map: str, normalize: str, packed: bool
+        self, implementation: Implementation, feature_map: str, normalize: str, packed: bool
     ) -> None:
         number = FUSED_MAPS.index(feature_map) * len(NORMALIZERS) + NORMALIZERS.index(normalize)
         both = [True, False]
-        if linear_implementation.slow and linear_implementation.device == "cpu":
+        if implementation.slow and implementation.device == "cpu":
             both = [(number + packed) % 2 == 0]  # interpreted, each of the two every other time
-        for dtype, causal in itertools.product(linear_implementation.dtypes_of(number), both):
+        for dtype, causal in itertools.product(implementation.dtypes_of(number), both):
             check(
-                linear_implementation,
+                implementation,
                 feature_map=feature_map,
                 normalize=normalize,
                 eps=1.0 if feature_map == "identity" else 1e-3,
@@ -120,23 +77,23 @@ class TestExactness:
     @pytest.mark.parametrize("decay", DECAYS)
     def test_unequal_lengths_in_both_alignments(
         self,
-        linear_implementation: Implementation,
+        implementation: Implementation,
         decay: str,
         lengths: tuple[int, int],
         align: str,
     ) -> None:
         for state in (False, True):
-            check(linear_implementation, lengths=(lengths,), align=align, decay=decay, state=state)
+            check(implementation, lengths=(lengths,), align=align, decay=decay, state=state)
 
     @pytest.mark.parametrize("heads", HEADS, ids=str)
     @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
     def test_shared_heads(
-        self, linear_implementation: Implementation, packed: bool, heads: tuple[int, int, int]
+        self, implementation: Implementation, packed: bool, heads: tuple[int, int, int]
     ) -> None:
         lengths = PACKED if packed else ((17, 17),)
-        for dtype in linear_implementation.dtypes_of(HEADS.index(heads)):
+        for dtype in implementation.dtypes_of(HEADS.index(heads)):
             check(
-                linear_implementation,
+                implementation,
                 heads=heads,
                 packed=packed,
                 lengths=lengths,
@@ -145,35 +102,33 @@ class TestExactness:
                 dtype=dtype,
             )
 
-    def test_random_problems(self, linear_implementation: Implementation) -> None:
+    def test_random_problems(self, implementation: Implementation) -> None:
         @settings(
-            max_examples=6 if linear_implementation.slow else 40,
+            max_examples=6 if implementation.slow else 40,
             deadline=None,
             derandomize=True,
             suppress_health_check=[HealthCheck.too_slow],
         )
-        @given(description=descriptions(linear_implementation.dtypes))
+        @given(description=descriptions(implementation.dtypes))
         def run(description: LinearDescription) -> None:
-            check(linear_implementation, **description.__dict__)
+            check(implementation, **description.__dict__)
 
         run()
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_any_strides(self, linear_implementation: Implementation, layout: str) -> None:
-        for dtype in linear_implementation.dtypes_of(LAYOUTS.index(layout)):
-            check(linear_implementation, layout=layout, dtype=dtype, lengths=((17, 29),))
+    def test_any_strides(self, implementation: Implementation, layout: str) -> None:
+        for dtype in implementation.dtypes_of(LAYOUTS.index(layout)):
+            check(implementation, layout=layout, dtype=dtype, lengths=((17, 29),))
 
     @pytest.mark.parametrize("sizes", [(64, 128), (128, 16), (1, 1), (3, 40)])
-    def test_head_dims(self, linear_implementation: Implementation, sizes: tuple[int, int]) -> None:
-        for dtype in linear_implementation.dtypes_of(sizes[0]):
-            check(linear_implementation, head_dim=sizes[0], value_dim=sizes[1], dtype=dtype)
+    def test_head_dims(self, implementation: Implementation, sizes: tuple[int, int]) -> None:
+        for dtype in implementation.dtypes_of(sizes[0]):
+            check(implementation, head_dim=sizes[0], value_dim=sizes[1], dtype=dtype)
 
     @pytest.mark.parametrize("decay", DECAYS)
-    def test_lengths_of_many_chunks(
-        self, linear_implementation: Implementation, decay: str
-    ) -> None:
-        length = 100 if linear_implementation.slow else 700
-        check(linear_implementation, lengths=((length, length),), batch=1, decay=decay, state=True)
+    def test_lengths_of_many_chunks(self, implementation: Implementation, decay: str) -> None:
+        length = 100 if implementation.slow else 700
+        check(implementation, lengths=((length, length),), batch=1, decay=decay, state=True)
 
 
 @st.composite
@@ -220,32 +175,32 @@ class TestEmpty:
         ids=str,
     )
     def test_zero_sized_dimensions(
-        self, linear_implementation: Implementation, empty: dict[str, Any]
+        self, implementation: Implementation, empty: dict[str, Any]
     ) -> None:
-        for dtype in linear_implementation.dtypes_of(0):
-            check(linear_implementation, dtype=dtype, **empty)
-            check(linear_implementation, dtype=dtype, decay="rows", state=True, **empty)
+        for dtype in implementation.dtypes_of(0):
+            check(implementation, dtype=dtype, **empty)
+            check(implementation, dtype=dtype, decay="rows", state=True, **empty)
 
     @pytest.mark.parametrize("eps", [0.0, 1e-6])
     @pytest.mark.parametrize("normalize", NORMALIZERS)
     def test_rows_that_see_nothing(
-        self, linear_implementation: Implementation, normalize: str, eps: float
+        self, implementation: Implementation, normalize: str, eps: float
     ) -> None:
         case = make_linear_case(
-            lengths=((9, 4),), normalize=normalize, eps=eps, device=linear_implementation.device
+            lengths=((9, 4),), normalize=normalize, eps=eps, device=implementation.device
         )
         case.grads["output"][:, :, :5] = torch.nan  # nobody may listen to these rows
-        results = case.run(linear_implementation.name)
+        results = case.run(implementation.name)
         assert not bool(results["output"][:, :, :5].any())
         assert not bool(results["grad_query"][:, :, :5].any())
         assert all(bool(result.isfinite().all()) for result in results.values())
 
-    def test_keys_that_are_all_padding(self, linear_implementation: Implementation) -> None:
-        case = make_linear_case(lengths=((9, 9),), eps=0.0, device=linear_implementation.device)
-        case.key_lengths = torch.tensor([0, 9], device=linear_implementation.device)
+    def test_keys_that_are_all_padding(self, implementation: Implementation) -> None:
+        case = make_linear_case(lengths=((9, 9),), eps=0.0, device=implementation.device)
+        case.key_lengths = torch.tensor([0, 9], device=implementation.device)
         case.tensors["key"][0], case.tensors["value"][0] = torch.nan, torch.inf
         case.grads["output"][0] = torch.nan
-        results = case.run(linear_implementation.name)
+        results = case.run(implementation.name)
         for name, result in results.items():
             assert bool(result.isfinite().all()), name
         for name in ("output", "grad_query", "grad_key", "grad_value"):
@@ -258,19 +213,19 @@ class TestHidden:
     @pytest.mark.parametrize("spoilt", ["key", "value"])
     @pytest.mark.parametrize("decay", ["none", "rows"])
     def test_rows_before_a_spoilt_key_stay_clean(
-        self, linear_implementation: Implementation, decay: str, spoilt: str, trash: float
+        self, implementation: Implementation, decay: str, spoilt: str, trash: float
     ) -> None:
         for config, dtype in itertools.product(
-            linear_implementation.configs, linear_implementation.dtypes_of(len(spoilt))
+            implementation.configs_of(0), implementation.dtypes_of(len(spoilt))
         ):
             case = make_linear_case(
-                heads=(4, 2, 2), dtype=dtype, decay=decay, device=linear_implementation.device
+                heads=(4, 2, 2), dtype=dtype, decay=decay, device=implementation.device
             )
             exact = linear_oracle(case)
             place = 20
             case.tensors[spoilt][:, :, place] = trash
             more: dict[str, Any] = {} if config is None else {"config": config}
-            results = case.run(linear_implementation.name, **more)
+            results = case.run(implementation.name, **more)
             clean = results["output"][:, :, :place].double()
             torch.testing.assert_close(clean, exact["output"][:, :, :place], atol=0.05, rtol=0.05)
             assert not bool(results["output"][:, :, place:].isfinite().all(-1).any())
@@ -278,13 +233,13 @@ class TestHidden:
             assert not bool(results["kv"].isfinite().all())
 
     def test_spoilt_queries_do_not_reach_what_they_do_not_see(
-        self, linear_implementation: Implementation
+        self, implementation: Implementation
     ) -> None:
-        for config in linear_implementation.configs:
-            case = make_linear_case(heads=(4, 2, 2), device=linear_implementation.device)
+        for config in implementation.configs_of(0):
+            case = make_linear_case(heads=(4, 2, 2), device=implementation.device)
             case.tensors["query"][:, :, 7] = torch.nan
             more: dict[str, Any] = {} if config is None else {"config": config}
-            results = case.run(linear_implementation.name, **more)
+            results = case.run(implementation.name, **more)
             assert bool(results["output"][:, :, 7].isnan().all())
             assert bool(results["output"][:, :, 8:].isfinite().all())
             for name in ("grad_key", "grad_value"):
@@ -292,18 +247,18 @@ class TestHidden:
                 assert bool(results[name][:, :, 8:].isfinite().all()), name
 
     def test_nan_behind_the_end_of_keys_values_and_decay(
-        self, linear_implementation: Implementation
+        self, implementation: Implementation
     ) -> None:
-        check(linear_implementation, padded=True, decay="rows", state=True, seed=3)
+        check(implementation, padded=True, decay="rows", state=True, seed=3)
 
 
 class TestResults:
-    def test_gradients_come_in_any_layout(self, linear_implementation: Implementation) -> None:
-        case = make_linear_case(decay="rows", device=linear_implementation.device)
+    def test_gradients_come_in_any_layout(self, implementation: Implementation) -> None:
+        case = make_linear_case(decay="rows", device=implementation.device)
         results = []
         for shape in ("expanded", "permuted", "contiguous"):
             leaves = case.leaves()
-            output = case.call(leaves, implementation=linear_implementation.name)["output"]
+            output = case.call(leaves, implementation=implementation.name)["output"]
             grad = torch.full((), 0.5, device=output.device).expand(output.shape)
             if shape == "permuted":
                 grad = grad.transpose(1, 3).contiguous().transpose(1, 3)
@@ -315,12 +270,10 @@ class TestResults:
                 torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-5)
 
     @pytest.mark.parametrize("of", ["output", "kv", "key_sum"])
-    def test_gradient_of_one_result_alone(
-        self, linear_implementation: Implementation, of: str
-    ) -> None:
-        case = make_linear_case(decay="rows", state=True, device=linear_implementation.device)
+    def test_gradient_of_one_result_alone(self, implementation: Implementation, of: str) -> None:
+        case = make_linear_case(decay="rows", state=True, device=implementation.device)
         leaves, exact = case.leaves(), case.leaves(F64)
-        ours = case.call(leaves, implementation=linear_implementation.name)[of]
+        ours = case.call(leaves, implementation=implementation.name)[of]
         theirs = case.call(exact, implementation="reference")[of]
         grad = case.grads[of]
         found = torch.autograd.grad(ours, list(leaves.values()), grad.float(), allow_unused=True)
@@ -330,13 +283,11 @@ class TestResults:
             wanted = torch.zeros_like(exact[name]) if wanted is None else wanted
             torch.testing.assert_close(mine.double(), wanted, atol=1e-4, rtol=1e-4, msg=name)
 
-    def test_a_call_in_two_halves_is_the_whole_call(
-        self, linear_implementation: Implementation
-    ) -> None:
-        case = make_linear_case(decay="rows", device=linear_implementation.device)
+    def test_a_call_in_two_halves_is_the_whole_call(self, implementation: Implementation) -> None:
+        case = make_linear_case(decay="rows", device=implementation.device)
         query, key, value, decay = (t.detach() for t in case.leaves().values())
         arguments: dict[str, Any] = {
-            "implementation": linear_implementation.name, "return_state": True
+            "implementation": implementation.name, "return_state": True
         }  # fmt: skip
         call: Any = saccade.linear_attention
         whole, last = call(query, key, value, decay=decay, **arguments)
@@ -349,9 +300,9 @@ class TestResults:
         torch.testing.assert_close(torch.cat(outputs, 2), whole, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(state.kv, last.kv, atol=1e-5, rtol=1e-4)
 
-    def test_runs_are_bit_equal(self, linear_implementation: Implementation) -> None:
+    def test_runs_are_bit_equal(self, implementation: Implementation) -> None:
         case: LinearCase = make_linear_case(
-            lengths=((100, 100),), decay="rows", device=linear_implementation.device
+            lengths=((100, 100),), decay="rows", device=implementation.device
         )
-        first, again = (case.run(linear_implementation.name) for _ in range(2))
+        first, again = (case.run(implementation.name) for _ in range(2))
         assert all(torch.equal(first[name], again[name]) for name in first)

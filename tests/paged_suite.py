@@ -2,65 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from implementations import BF16, F32, F64, PAGED_IMPLEMENTATIONS, Implementation, fixture_of
 
 import saccade
 from saccade.testing import PagedDescription, assert_exact, make_paged_case, oracle, poisoned
 from saccade.testing.kinds import MASKS, SCORES
 from saccade.testing.paged import MEMORIES
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 F8, I8 = torch.float8_e4m3fn, torch.int8
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """An implementation under test: what it takes, and small tiles that make edges common."""
-
-    name: str
-    dtypes: tuple[torch.dtype, ...] = (F32, F64, BF16, F16)
-    device: str = "cpu"
-    small_tiles: saccade.Config | None = None
-    batch_invariant: bool = True
-
-    @property
-    def configs(self) -> list[saccade.Config | None]:
-        """The configs that it is tested with."""
-        return [None] if self.small_tiles is None else [None, self.small_tiles]
-
-
-IMPLEMENTATIONS = [
-    Implementation("reference", batch_invariant=False),
-    Implementation("reference", device="cuda", batch_invariant=False),
-    Implementation("cpu", small_tiles=saccade.Config(query_tile=8, kv_tile=8)),
-]
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(
-            implementation,
-            id=f"{implementation.name}-{implementation.device}",
-            marks=[pytest.mark.gpu] if implementation.device == "cuda" else [],
-        )
-        for implementation in IMPLEMENTATIONS
-    ]
-)
-def implementation(request: pytest.FixtureRequest) -> Implementation:
-    return request.param
+implementation = fixture_of(PAGED_IMPLEMENTATIONS)
 
 
 def check(implementation: Implementation, **description: Any) -> None:
     """Compare one case with float64, in memory that holds NaN, both ways of cutting the keys."""
     case = make_paged_case(**{**description, "device": implementation.device})
     with poisoned():
-        for config in implementation.configs:
+        for config in implementation.configs_of(0):
             given = {} if config is None else {"config": config}
             assert_exact(case, implementation.name, **given)
         if implementation.batch_invariant:

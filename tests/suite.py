@@ -1,16 +1,13 @@
-"""The one suite: what every implementation must do. A new one is a line in IMPLEMENTATIONS."""
+"""The one suite: what every implementation must do. See implementations.py for a new one."""
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from implementations import BF16, F32, F64, IMPLEMENTATIONS, Implementation, fixture_of
 from torch import Tensor
 
 import saccade
@@ -18,60 +15,7 @@ from saccade.testing import Case, assert_exact, make_case, oracle, poisoned
 from saccade.testing.kinds import MASKS, SCORES, Description
 from saccade.testing.strategies import LAYOUTS, descriptions
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """An implementation under test: what it takes, and small tiles that make edges common."""
-
-    name: str
-    dtypes: tuple[torch.dtype, ...] = (F32, F64, BF16, F16)
-    device: str = "cpu"  # "cuda" runs under make test-gpu
-    small_tiles: saccade.Config | None = None
-    slow: bool = False  # it compiles or interprets kernels: one dtype and one config a case
-
-    @property
-    def interpreted(self) -> bool:
-        """Whether Triton's interpreter runs it: a thousand times slower than a GPU."""
-        return self.slow and self.device == "cpu"
-
-    def dtypes_of(self, case: int) -> Sequence[torch.dtype]:
-        """The dtypes that one of many cases is tested in."""
-        return [random.Random(case).choice(self.dtypes)] if self.slow else self.dtypes
-
-    def configs_of(self, case: int) -> Sequence[saccade.Config | None]:
-        """The configs that it is tested with."""
-        configs = [None] if self.small_tiles is None else [None, self.small_tiles]
-        return [random.Random(-case).choice(configs)] if self.slow else configs
-
-
-SMALLEST = saccade.Config(query_tile=16, kv_tile=16)
-KERNEL_TILES = replace(SMALLEST, backward=SMALLEST)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-IMPLEMENTATIONS = [
-    Implementation("reference"),
-    Implementation("reference", device="cuda"),
-    Implementation("cpu", small_tiles=saccade.Config(query_tile=8, kv_tile=8)),
-    Implementation("portable", (F32, BF16, F16), "cuda", KERNEL_TILES, slow=True),
-]
-if INTERPRETED:  # conftest.py sees to it wherever there is no GPU
-    IMPLEMENTATIONS.append(Implementation("portable", (F32, F16), "cpu", KERNEL_TILES, slow=True))
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(
-            implementation,
-            id=f"{implementation.name}-{implementation.device}",
-            marks=[pytest.mark.gpu] if implementation.device == "cuda" else [],
-        )
-        for implementation in IMPLEMENTATIONS
-    ]
-)
-def implementation(request: pytest.FixtureRequest) -> Implementation:
-    return request.param
+implementation = fixture_of(IMPLEMENTATIONS)
 
 
 def check(implementation: Implementation, number: int = 1, **description: Any) -> None:
@@ -89,30 +33,29 @@ PACKED = ((24, 30), (5, 0), (0, 4), (7, 7), (7, 7))
 class TestExactness:
     """Contract item 5: no further from float64 than the derived bound."""
 
-    @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
     @pytest.mark.parametrize("score", list(SCORES))
     @pytest.mark.parametrize("mask", list(MASKS))
     def test_every_mask_with_every_score(
-        self, implementation: Implementation, mask: str, score: str, packed: bool
+        self, implementation: Implementation, mask: str, score: str
     ) -> None:
         number = list(MASKS).index(mask) * len(SCORES) + list(SCORES).index(score)
-        case = 2 * number + packed
-        if implementation.interpreted and packed == (number % 2 == 0):
-            return  # interpreted, each pair is taken once; on a GPU both ways
-        for dtype in implementation.dtypes_of(case):
-            check(
-                implementation,
-                case,
-                mask=mask,
-                score=score,
-                dtype=dtype,
-                packed=packed,
-                lengths=PACKED if packed else ((24, 30),),
-                sinks=number % 2 == 0,
-                dropout_p=0.3 if number % 5 == 0 else 0.0,
-                spoil_hidden=number % 3 == 0,
-                seed=number,
-            )
+        for packed in implementation.layouts_of(number):
+            case = 2 * number + packed
+            for dtype in implementation.dtypes_of(case):
+                check(
+                    implementation,
+                    case,
+                    mask=mask,
+                    score=score,
+                    dtype=dtype,
+                    packed=packed,
+                    lengths=PACKED if packed else ((24, 30),),
+                    sinks=number % 2 == 0,
+                    dropout_p=0.3 if number % 5 == 0 else 0.0,
+                    spoil_hidden=number % 3 == 0,
+                    seed=number,
+                    **implementation.sizes_of(case),
+                )
 
     @pytest.mark.parametrize("masks", [list(MASKS)[n::4] for n in range(4)], ids=",".join)
     def test_random_problems(self, implementation: Implementation, masks: list[str]) -> None:

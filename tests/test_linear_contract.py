@@ -5,7 +5,7 @@ from linear_suite import (
     TestExactness,
     TestHidden,
     TestResults,
-    linear_implementation,
+    implementation,
 )
 
-__all__ = ["TestEmpty", "TestExactness", "TestHidden", "TestResults", "linear_implementation"]
+__all__ = ["TestEmpty", "TestExactness", "TestHidden", "TestResults", "implementation"]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from saccade.bodies import body_of
 from saccade.operators import (
@@ -32,9 +31,9 @@ from saccade.operators import (
     split,
 )
 from saccade.problem import Config, Inputs
-from saccade.recall import Recalled
+from saccade.recall import PLAIN, Recalled
 
-PLAIN = {Tensor, Parameter, type(None)}
+PLAIN_OR_ABSENT = PLAIN | {type(None)}
 
 
 def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Tensor, Tensor]:
@@ -75,7 +74,7 @@ def nobody_listens(tensors: Sequence[Tensor | None]) -> bool:
     """
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return PLAIN.issuperset(map(type, tensors))
+    return PLAIN_OR_ABSENT.issuperset(map(type, tensors))
 
 
 class _Attention(torch.autograd.Function):

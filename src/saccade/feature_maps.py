@@ -78,7 +78,22 @@ class RandomProjection(Module):
         return rows @ self.projection.to(rows.dtype)
 
 
-class RandomFourierFeatures(Module):
+class _Projected(Module):
+    """What random maps share: rows times sqrt(temperature) on random directions."""
+
+    def __init__(
+        self, head_dim: int, num_directions: int, temperature: float | None, orthogonal: bool
+    ):
+        super().__init__()
+        self.project = RandomProjection(head_dim, num_directions, orthogonal)
+        self.root = math.sqrt(_temperature(head_dim, temperature))
+
+    def redraw(self) -> None:
+        """Draw a new projection."""
+        self.project.redraw()
+
+
+class RandomFourierFeatures(_Projected):
     """Features whose products estimate the Gaussian kernel exp(-temperature · ‖x - y‖² / 2).
 
     φ(x) = sqrt(2 / num_features) · [cos u, sin u] with u = sqrt(temperature) · x · projection. They
@@ -100,16 +115,7 @@ class RandomFourierFeatures(Module):
         temperature: float | None = None,
         orthogonal: bool = False,
     ):
-        super().__init__()
-        num_features = head_dim if num_features is None else num_features
-        if num_features % 2:
-            raise ValueError(f"num_features: got {num_features}, takes an even number")
-        self.project = RandomProjection(head_dim, num_features // 2, orthogonal)
-        self.root = math.sqrt(_temperature(head_dim, temperature))
-
-    def redraw(self) -> None:
-        """Draw a new projection."""
-        self.project.redraw()
+        super().__init__(head_dim, _half(head_dim, num_features), temperature, orthogonal)
 
     def forward(self, rows: Tensor) -> Tensor:
         """The features, [..., num_features]."""
@@ -143,7 +149,7 @@ class SmoothedRandomFourierFeatures(RandomFourierFeatures):
         return torch.nn.functional.pad(super().forward(rows), (0, 1), value=self.smoothing)
 
 
-class Favor(ScaledMap):
+class Favor(_Projected, ScaledMap):
     """Positive features whose products estimate the softmax kernel exp(temperature · x·y).
 
     φ(x) = exp([u, -u] - temperature · ‖x‖² / 2) / sqrt(num_features), with
@@ -164,16 +170,7 @@ class Favor(ScaledMap):
         temperature: float | None = None,
         orthogonal: bool = True,
     ):
-        super().__init__()
-        num_features = head_dim if num_features is None else num_features
-        if num_features % 2:
-            raise ValueError(f"num_features: got {num_features}, takes an even number")
-        self.project = RandomProjection(head_dim, num_features // 2, orthogonal)
-        self.root = math.sqrt(_temperature(head_dim, temperature))
-
-    def redraw(self) -> None:
-        """Draw a new projection."""
-        self.project.redraw()
+        super().__init__(head_dim, _half(head_dim, num_features), temperature, orthogonal)
 
     def with_log_scale(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Features [..., num_features], each row's largest 1, and log-factors [...]."""
@@ -185,7 +182,7 @@ class Favor(ScaledMap):
         return (exponents - largest.unsqueeze(-1)).exp(), largest - length
 
 
-class GeneralizedRandomFeatures(Module):
+class GeneralizedRandomFeatures(_Projected):
     """A function of random projections: φ(x) = function(sqrt(temperature) · x · projection).
 
     Args: as `RandomFourierFeatures`, any number of features; `function` is the ReLU where None.
@@ -201,19 +198,21 @@ class GeneralizedRandomFeatures(Module):
         orthogonal: bool = True,
         function: Map | None = None,
     ):
-        super().__init__()
         num_features = head_dim if num_features is None else num_features
-        self.project = RandomProjection(head_dim, num_features, orthogonal)
-        self.root = math.sqrt(_temperature(head_dim, temperature))
+        super().__init__(head_dim, num_features, temperature, orthogonal)
         self.function = torch.relu if function is None else function
-
-    def redraw(self) -> None:
-        """Draw a new projection."""
-        self.project.redraw()
 
     def forward(self, rows: Tensor) -> Tensor:
         """The features, [..., num_features]."""
         return self.function(self.project(rows * self.root))
+
+
+def _half(head_dim: int, num_features: int | None) -> int:
+    """Directions of a map that has two features for each."""
+    num_features = head_dim if num_features is None else num_features
+    if num_features % 2:
+        raise ValueError(f"num_features: got {num_features}, takes an even number")
+    return num_features // 2
 
 
 def _temperature(head_dim: int, temperature: float | None) -> float:

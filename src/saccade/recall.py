@@ -21,6 +21,7 @@ from saccade.problem import Config, Inputs, Variant
 from saccade.scores import Score
 
 MOST_CALLS = 4096  # kinds of calls that are kept
+PLAIN = frozenset({Tensor, Parameter})  # types that nothing but PyTorch itself looks into
 
 
 @dataclass
@@ -68,9 +69,6 @@ def key_of(
         mask, score, options,
         torch.get_float32_matmul_precision() if query.dtype == torch.float32 else None,
     )  # fmt: skip
-
-
-PLAIN = (Tensor, Parameter)
 
 
 def recalled(key: tuple[Any, ...] | None) -> Recalled | None:

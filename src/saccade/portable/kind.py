@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from saccade.kernels.compose import mask_functions
 from saccade.kernels.launch import Launch, Pointer, current_device, next_width
+from saccade.linear.problem import LinearInputs
 from saccade.portable import configs, tuned
 from saccade.portable.arguments import Geometry, number_strides, precision, row_strides, view
 from saccade.portable.configs import KernelProblem
@@ -136,7 +137,10 @@ def remembered(memory: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any
     return found
 
 
-def with_unit_channels(inputs: Inputs) -> Inputs:
+AnyInputs = TypeVar("AnyInputs", Inputs, LinearInputs)
+
+
+def with_unit_channels(inputs: AnyInputs) -> AnyInputs:
     """The inputs with channels side by side in memory; copied where they are not."""
     query, key, value = inputs.query, inputs.key, inputs.value
     if query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:

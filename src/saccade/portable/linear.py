@@ -24,9 +24,9 @@ from saccade.linear.problem import (
     empty_linear_gradients,
     empty_linear_results,
 )
-from saccade.portable.kind import remembered
+from saccade.portable.kind import remembered, with_unit_channels
 from saccade.portable.linear_decay import decay_gradient, faded_of, whole_fades
-from saccade.portable.linear_kind import LinearKind, signature, with_unit_channels
+from saccade.portable.linear_kind import LinearKind, signature
 from saccade.portable.linear_passes import Given, Passes, State
 from saccade.portable.linear_row_dot import linear_row_dot
 from saccade.problem import Config

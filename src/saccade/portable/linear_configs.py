@@ -1,7 +1,8 @@
 """Configs of linear attention: channels that a program computes, rows of a chunk, warps, stages.
 
-Nothing here was timed yet: these are tiles whose state (width × tile numbers, float32) fits into
-the registers of a program beside a chunk.
+Nothing here was timed yet. Tiles were chosen by counting their state (width × tile numbers of
+float32) against a program's registers; a chunk, decay and wide products need registers as well, so
+a kernel may spill. `saccade kernels` does not compile these kernels yet.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.linear.problem import LinearInputs, LinearVariant
+from saccade.linear.scaling import sequence_of
 from saccade.portable.linear_kind import LinearKind
 
 
@@ -97,8 +98,7 @@ def _packed(inputs: LinearInputs, summed: Tensor, flow: Tensor | None) -> Tensor
     """Sums from the end of all tokens, as sums from the end of each sequence."""
     assert inputs.cu_seqlens_k is not None and inputs.decay is not None
     ends = inputs.cu_seqlens_k.long()
-    tokens = torch.arange(summed.shape[-1], device=summed.device)
-    sequence = torch.searchsorted(ends[1:], tokens, right=True)
+    sequence = sequence_of(summed.shape[-1], ends)
     behind = torch.nn.functional.pad(summed, (0, 1))[:, ends[1:]]
     summed = summed - behind[:, sequence]
     if flow is not None:
@@ -118,9 +118,8 @@ def _places(inputs: LinearInputs, variant: LinearVariant) -> tuple[Tensor, Tenso
         place = row + shift if variant.causal else row * 0 + kv_len - 1
         return place.clamp(0, max(kv_len - 1, 0)), place >= 0
     ends_q, ends_k = inputs.cu_seqlens_q.long(), inputs.cu_seqlens_k.long()
-    token = torch.arange(query.shape[0], device=query.device)
-    sequence = torch.searchsorted(ends_q[1:], token, right=True)
-    row = token - ends_q[sequence]
+    sequence = sequence_of(query.shape[0], ends_q)
+    row = torch.arange(query.shape[0], device=query.device) - ends_q[sequence]
     query_len = (ends_q[1:] - ends_q[:-1])[sequence]
     kv_len = (ends_k[1:] - ends_k[:-1])[sequence]
     shift = kv_len - query_len if variant.align == "bottom_right" else 0 * row

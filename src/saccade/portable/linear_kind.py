@@ -126,13 +126,6 @@ def plain(rows: Any) -> Operand:
     return Operand(rows, None, None, None)
 
 
-def with_unit_channels(inputs: LinearInputs) -> LinearInputs:
-    """The inputs with channels side by side in memory; copied where they are not."""
-    rows = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in inputs[:3])
-    query, key, value = rows
-    return inputs._replace(query=query, key=key, value=value)
-
-
 def signature(inputs: LinearInputs, variant: LinearVariant, config: Config) -> tuple[Any, ...]:
     """What tells one kind of call from another: everything but addresses."""
     return (

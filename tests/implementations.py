@@ -1,0 +1,107 @@
+"""Implementations under test: what each one takes, and which of many cases it is tested in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+import saccade
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An implementation under test."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...] = (F32, F64, BF16, F16)
+    device: str = "cpu"  # "cuda" runs under make test-gpu
+    small: saccade.Config | None = None  # small tiles or chunks, which make edges common
+    slow: bool = False  # it compiles or interprets kernels: one dtype and one config a case
+    batch_invariant: bool = True
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs it: a thousand times slower than a GPU."""
+        return self.slow and self.device == "cpu"
+
+    def dtypes_of(self, case: int) -> Sequence[torch.dtype]:
+        """The dtypes that one of many cases is tested in."""
+        return [_one_of(self.dtypes, case, 5**0.5)] if self.slow else self.dtypes
+
+    def configs_of(self, case: int) -> Sequence[saccade.Config | None]:
+        """The configs that it is tested with."""
+        configs = [None] if self.small is None else [None, self.small]
+        return [_one_of(configs, case, 2**0.5)] if self.slow else configs
+
+    def layouts_of(self, case: int) -> Sequence[bool]:
+        """Whether rows are packed: both ways, or where it is interpreted one of them."""
+        layouts = [False, True]
+        return [_one_of(layouts, case, 3**0.5)] if self.interpreted else layouts
+
+    def sizes_of(self, case: int) -> dict[str, int]:
+        """Two batch entries and two kv heads; where it is interpreted, one of either."""
+        fewer = [{"batch": 1}, {"kv_heads": 1}]
+        return _one_of(fewer, case, 7**0.5) if self.interpreted else {}
+
+
+def _one_of(choices: Sequence[Choice], case: int, step: float) -> Choice:
+    """A choice for each case. Irrational steps are even, and in step with nothing else."""
+    return choices[int(case * step % 1 * len(choices))]
+
+
+_CPU_TILES = saccade.Config(query_tile=8, kv_tile=8)
+_CPU_CHUNKS = saccade.Config(kv_tile=5)
+_SMALLEST = saccade.Config(query_tile=16, kv_tile=16)
+_KERNEL_TILES = replace(_SMALLEST, backward=_SMALLEST)
+_COMPILED = (F32, BF16, F16)
+_INTERPRETED = (F32, F16)  # the interpreter multiplies bfloat16 wrongly
+
+IMPLEMENTATIONS = [
+    Implementation("reference"),
+    Implementation("reference", device="cuda"),
+    Implementation("cpu", small=_CPU_TILES),
+    Implementation("portable", _COMPILED, "cuda", _KERNEL_TILES, slow=True),
+]
+LINEAR_IMPLEMENTATIONS = [
+    Implementation("reference"),
+    Implementation("reference", device="cuda"),
+    Implementation("cpu", small=_CPU_CHUNKS),
+    Implementation("portable", _COMPILED, "cuda", slow=True),
+]
+PAGED_IMPLEMENTATIONS = [
+    Implementation("reference", batch_invariant=False),
+    Implementation("reference", device="cuda", batch_invariant=False),
+    Implementation("cpu", small=_CPU_TILES),
+]
+if os.environ.get("TRITON_INTERPRET") == "1":  # conftest.py sees to it wherever there is no GPU
+    IMPLEMENTATIONS.append(
+        Implementation("portable", _INTERPRETED, "cpu", _KERNEL_TILES, slow=True)
+    )
+    LINEAR_IMPLEMENTATIONS.append(Implementation("portable", _INTERPRETED, slow=True))
+
+
+def fixture_of(implementations: Sequence[Implementation]) -> Any:
+    """The fixture that hands each of them to a test; those on a GPU to `make test-gpu`."""
+
+    @pytest.fixture(
+        params=[
+            pytest.param(
+                implementation,
+                id=f"{implementation.name}-{implementation.device}",
+                marks=[pytest.mark.gpu] if implementation.device == "cuda" else [],
+            )
+            for implementation in implementations
+        ]
+    )
+    def implementation(request: pytest.FixtureRequest) -> Implementation:
+        return request.param
+
+    return implementation
