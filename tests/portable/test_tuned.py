@@ -63,7 +63,7 @@ def test_where_the_file_is(monkeypatch, tmp_path):
 def entry(**changes):
     plain = {
         "which": "forward", "width": 128, "wide": False, "masked": True, "dropout": False,
-        "listed": False, "config": [64, 64, 4, 3],
+        "listed": False, "short": False, "config": [64, 64, 4, 3],
     }  # fmt: skip
     return {**plain, **changes}
 

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from saccade import masks, scores
 from saccade.masks import Mask
+from saccade.portable.reach import is_short
 from saccade.prepare import prepare, with_seed
 from saccade.problem import Config, Inputs, Variant, empty_results
 from saccade.scores import Score
 
+CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MASKS = ("none", "causal", "window", "documents", "blocks", "dense")
+TABLES = ("documents", "blocks", "dense")  # masks that capture tensors
 SCORES = ("none", "softcap", "bias")
 WINDOW = 256
 MASK_BLOCK = 128  # rows that share an entry of a block-sparse mask
@@ -52,6 +55,14 @@ class Call(NamedTuple):
         extras += ["dropout"] if self.dropout_p else []
         extras += ["packed"] if self.packed else []
         return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
+
+    def is_short(self) -> bool:
+        """Whether its rows see few keys, as the library will find."""
+        if self.mask == "none":
+            return False
+        mask = make_mask(self._replace(length=1) if self.mask in TABLES else self, CPU)
+        length = self.length // 2 if self.packed else self.length
+        return mask is not None and is_short(mask.key, mask.captured, length, length)
 
 
 def make(call: Call, device: torch.device) -> tuple[Inputs, Variant]:

@@ -64,7 +64,7 @@ def problem_of(architecture: str, which: str, call: Call) -> KernelProblem:
     """The entry of the tables that a kernel of a call looks up."""
     problem = KernelProblem(
         architecture, which, call.head_dim, call.dtype == "fp32", call.mask != "none",
-        call.dropout_p > 0, call.mask in READ_BY_PAIR and not call.packed,
+        call.dropout_p > 0, call.mask in READ_BY_PAIR and not call.packed, call.is_short(),
     )  # fmt: skip
     return configs.entry_of(problem)
 

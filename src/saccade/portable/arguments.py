@@ -72,6 +72,13 @@ class Geometry(NamedTuple):
             Extent(batch, key.shape[0], key.shape[1], True),
         )
 
+    def lengths(self) -> tuple[int, int]:
+        """Rows of a sequence on both sides; of packed ones, on average."""
+        queries, keys = self
+        if not queries.packed:
+            return queries.length, keys.length
+        return queries.length // max(queries.batch, 1), keys.length // max(keys.batch, 1)
+
 
 def view(
     pointer: Pointer, tensor: Tensor | None, strides: tuple[int, int, int], extent: Extent,

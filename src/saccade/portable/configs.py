@@ -44,6 +44,7 @@ class KernelProblem(NamedTuple):
     masked: bool = False  # whether there is a mask: smaller tiles waste less at its edges
     dropout: bool = False  # whether weights are dropped: random numbers take registers
     listed: bool = False  # whether tiles are listed: then few are edges, and those are slow
+    short: bool = False  # whether rows see few keys of many: beginnings and ends count
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
@@ -116,7 +117,7 @@ def may_spill(problem: KernelProblem) -> str:
 def row_of(problem: KernelProblem) -> tuple[str, tuple[Config, ...]]:
     """The row of the tables that serves a problem, by its name there."""
     rows = _FLOAT32 if problem.wide else _HALF[problem.architecture]
-    kinds = [kind for kind in ("dropout", "listed", "masked") if getattr(problem, kind)]
+    kinds = [kind for kind in ("dropout", "listed", "short", "masked") if getattr(problem, kind)]
     names = [f"{problem.which}, {kind}" for kind in kinds]
     name = next(filter(rows.__contains__, names), problem.which)
     return name, rows[name]
@@ -174,6 +175,9 @@ _HOPPER = {  # sm_90: 227 KB
     "backward_queries": _row((64, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
     "backward_queries, masked": _row(
         (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (32, 32, 8, 1)
+    ),
+    "backward_queries, short": _row(
+        (128, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 2), (32, 32, 8, 1)
     ),
     "backward_queries, dropout": _row(
         (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 1)

@@ -94,7 +94,7 @@ def attention_forward(
     divisor, natural_lse = finish_softmax(row_max, row_sum)
     if rules.dropout is not None:
         divisor = divisor / rules.dropout.growth
-    attended = weighted_sum / divisor[:, None]
+    attended = weighted_sum * (1.0 / divisor)[:, None]  # one division a row
     store_rows(output, batch, query_head, query_rows, query_len, attended, VALUE_DIM)
     store_numbers(logsumexp, batch, query_head, query_rows, query_len, natural_lse)
 

@@ -14,6 +14,7 @@ from saccade.linear.problem import LinearInputs
 from saccade.portable import configs, tuned
 from saccade.portable.arguments import Geometry, number_strides, precision, row_strides, view
 from saccade.portable.configs import KernelProblem
+from saccade.portable.reach import is_short
 from saccade.problem import Config, Inputs, Variant
 
 MOST_KINDS = 4096  # kinds of calls that are kept prepared
@@ -62,8 +63,10 @@ class Kind(NamedTuple):
         inputs, variant = call
         wide, masked = inputs.query.dtype == torch.float32, variant.mask != ""
         listed = masked and not self.packed and mask_functions(variant.mask).spans_read == 2
-        dropout = inputs.seed is not None
-        problem = KernelProblem(self.architecture, which, width, wide, masked, dropout, listed)
+        short = is_short(variant.mask, variant.mask_captured, *self.geometry.lengths())
+        problem = KernelProblem(
+            self.architecture, which, width, wide, masked, inputs.seed is not None, listed, short
+        )
         config = configs.choose(problem, given, tuned.load())
         sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

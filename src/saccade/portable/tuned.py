@@ -4,7 +4,7 @@ It is a JSON file and holds one table for each architecture that was tuned:
 
     {"version": 1, "tables": [{"architecture": "sm_90", "device": "NVIDIA H200", "triton": "3.6.0",
       "entries": [{"which": "forward", "width": 128, "wide": false, "masked": true,
-                   "dropout": false, "listed": false, "config": [64, 64, 4, 3]}]}]}
+                   "dropout": false, "listed": false, "short": false, "config": [64, 64, 4, 3]}]}]}
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from saccade.portable.configs import KernelProblem
 from saccade.problem import Config
 
 VERSION = 1
-FLAGS = ("wide", "masked", "dropout", "listed")
+FLAGS = ("wide", "masked", "dropout", "listed", "short")
 
 
 class Table(NamedTuple):
