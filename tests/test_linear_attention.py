@@ -302,7 +302,7 @@ class TestRefusals:
 def test_explain() -> None:
     found = saccade.explain_linear(*qkv(), normalize="abs")
     assert found.chosen == "cpu"
-    assert list(found.reasons) == ["cpu", "reference", "portable"]
+    assert list(found.reasons) == ["cpu", "portable", "reference"]
     assert found.reasons["cpu"] is None and found.reasons["reference"] is None
     assert found.flops == 2 * 2 * 12 * (2 * 2 * 8 * 8 + 2 * 64 * 16)
     assert found.bytes == 4 * 2 * 2 * 12 * 8 * 4

@@ -106,10 +106,10 @@ IMPLEMENTATIONS = (
 
 LINEAR_IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
-    Implementation("reference", _reference_unsupported),
     Implementation("portable", _linear_portable_unsupported),
+    Implementation("reference", _reference_unsupported),
 )
-"""The same for linear attention; its kernels come last, to be named, until they ran on a GPU."""
+"""The same for linear attention."""
 
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
 LINEAR_BY_NAME = {implementation.name: implementation for implementation in LINEAR_IMPLEMENTATIONS}
