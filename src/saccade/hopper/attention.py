@@ -52,10 +52,12 @@ class Forward:
             attention_forward,
             {
                 "HEADS_PER_KV_HEAD": kind.constants["HEADS_PER_KV_HEAD"],
+                "HEAD_DIM": head_dim,
                 "VALUE_DIM": value_dim,
                 "CONSUMERS": chosen.consumers,
                 "STAGES": chosen.stages,
                 "OWN_OUTPUT": chosen.own_output,
+                "CAREFUL": variant.mask != "" or kind.packed,
                 "CONSUMER_REGISTERS": chosen.consumer_registers,
                 "PRODUCER_REGISTERS": chosen.producer_registers,
             },
@@ -87,7 +89,7 @@ class Forward:
         plan = self.planner(inputs, variant)
         counters: tuple[Tensor, ...] = ()
         if self.schedule.grid == "dynamic":
-            counters = (torch.zeros((), dtype=torch.int32, device=device),)
+            counters = (counter_of(device),)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             moved = (inputs.query, inputs.key, inputs.value, output)
@@ -108,6 +110,25 @@ class Forward:
         tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, *counters)
         self.launch(self.programs, self.kind.device, tensors, arguments)
         return output, lse
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counter_of(device: torch.device) -> Tensor:
+    """Where programs take numbers: 0 before and after each call.
+
+    Calls on one stream follow each other, so they share one. A graph that is captured gets its own,
+    as it may run beside anything.
+    """
+    index = torch._C._cuda_getDevice() if device.index is None else device.index
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros((), dtype=torch.int32, device=device)
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros((), dtype=torch.int32, device=device)
+    return found
 
 
 def with_own_walk(changes: Rules) -> Rules:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.hopper.careful import attend_with_care, holds_spoilt
 from saccade.hopper.pipeline import (
     make_rings,
     store,
@@ -21,7 +22,6 @@ from saccade.hopper.pipeline import (
     warpgroup_mma_wait,
 )
 from saccade.hopper.schedule import (
-    is_edge,
     next_number,
     num_tiles,
     program_of,
@@ -29,10 +29,16 @@ from saccade.hopper.schedule import (
     tile_of,
     write_ticket,
 )
-from saccade.kernels.softmax import LN_2, LOG2_E
+from saccade.hopper.weighing import (
+    ROWS,
+    along_rows,
+    change_and_hide,
+    places_of,
+    settle,
+    sum_by_thread,
+    weigh,
+)
 from saccade.kernels.tiles import num_rows, row_pointers, store_numbers
-
-ROWS = gl.constexpr(64)  # query rows of one consumer, as many as one WGMMA takes
 
 
 @gluon.jit(do_not_specialize=["rules"])
@@ -40,9 +46,9 @@ def attention_forward(
     query_desc, key_desc, value_desc, output_desc,
     query, key, value, output, logsumexp,  # Views
     rules, sinks, schedule,
-    HEADS_PER_KV_HEAD: gl.constexpr, VALUE_DIM: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    OWN_OUTPUT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+    CAREFUL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of CONSUMERS · 64 rows of one head, one after the other."""
     rings = make_rings(query_desc, key_desc, value_desc, output_desc, CONSUMERS, STAGES, OWN_OUTPUT)
@@ -52,11 +58,11 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, VALUE_DIM, OWN_OUTPUT, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, VALUE_DIM, OWN_OUTPUT, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 1,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
@@ -72,15 +78,15 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, VALUE_DIM, OWN_OUTPUT, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, VALUE_DIM, OWN_OUTPUT, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 1,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, VALUE_DIM, OWN_OUTPUT, 2,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 2,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
@@ -151,7 +157,8 @@ def produce(
 @gluon.jit
 def consume(
     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
-    VALUE_DIM: gl.constexpr, OWN_OUTPUT: gl.constexpr, WHICH: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    OWN_OUTPUT: gl.constexpr, CAREFUL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of each tile of query rows that the producer announces."""
     tile_turn, kv_turn = 0, 0
@@ -165,10 +172,20 @@ def consume(
             OWN_OUTPUT,
         )  # fmt: skip
         kv_turn += gl.maximum(walk[3] + walk[5], 1)
-        finish(
-            state, output_desc, output, logsumexp, sinks, schedule, at,
-            rings.queries[WHICH], rings.outputs[WHICH], tile_turn, VALUE_DIM, OWN_OUTPUT,
-        )  # fmt: skip
+        if CAREFUL and holds_spoilt(state[2]):
+            # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care.
+            attend_with_care(
+                query, key, value, output, logsumexp, rules, sinks, at, walk,
+                rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM,
+            )  # fmt: skip
+        else:
+            finish(
+                state, output_desc, output, logsumexp, sinks, schedule, at, rings.outputs[WHICH],
+                VALUE_DIM,
+            )  # fmt: skip
+        if not OWN_OUTPUT:
+            wait_for_stores()
+            rings.queries[WHICH].release(tile_turn)
         tile_turn += 1
         place, query_len, kv_len, walk = next_ticket(rings, tile_turn)
     wait_for_stores()
@@ -211,7 +228,7 @@ def attend(
         sum_by_thread(weights),
         weighted_sum,
         as_operand(weights, query_tile.dtype, SUMS),
-        row_max * 0.0 + 1.0,
+        gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, SCORES)),
     )
     for index in range(1, walk[3] + walk[5]):
         state = fold_tile(query_tile, keys, values, rules, at, walk, index, kv_turn, state)
@@ -264,80 +281,14 @@ def multiply_keys(query_tile, key_tile, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def change_and_hide(scores, rules, at, walk, index):
-    """The scores of tile number `index` of a walk, ready to be weighed."""
-    if rules.score is not None:
-        scores = change(scores, rules, at, tile_of(rules, walk, index) * scores.shape[1])
-    if is_edge(walk, index):  # all others run without mask arithmetic
-        scores = hide(scores, rules, at, tile_of(rules, walk, index) * scores.shape[1])
-    return scores
-
-
-@gluon.jit
-def change(scores, rules, at, kv_start):
-    """The scores as the caller changes them."""
-    batch, query_head, first_row, query_len, kv_len = at
-    query_rows, kv_rows = places_of(scores, first_row, kv_start)
-    return rules.score.change(
-        scores * rules.scale, batch, query_head, query_rows, kv_rows, kv_len - query_len,
-        rules.score.data,
-    )  # fmt: skip
-
-
-@gluon.jit
-def hide(scores, rules, at, kv_start):
-    """The scores with -inf where a pair is hidden, or a key row past the end."""
-    batch, query_head, first_row, query_len, kv_len = at
-    query_rows, kv_rows = places_of(scores, first_row, kv_start)
-    visible = kv_rows < kv_len
-    if rules.mask.visible is not None:
-        visible = visible & rules.mask.visible(
-            batch, query_head, query_rows, kv_rows, kv_len - query_len, rules.mask.data
-        )
-    return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
-def weigh(scores, rules, row_max):
-    """Weights of a tile, what shrinks everything summed before it, and the new row_max.
-
-    As `softmax.softmax_step`, but no thread waits for another one, except for the maximum; that is
-    taken in two steps, as four short chains of instructions take less time than two long ones.
-    """
-    factor = LOG2_E if rules.score is not None else rules.scale * LOG2_E
-    in_parts = gl.reshape(scores, [scores.shape[0], scores.shape[1] // 8, 8])
-    tile_max = gl.max(gl.max(in_parts, 1), 1)
-    new_max = gl.maximum(row_max, gl.convert_layout(tile_max, row_max.type.layout) * factor)
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - shift)
-    return gl.exp2(scores * factor - shift[:, None]), rescale, new_max
-
-
-@gluon.jit
-def sum_by_thread(weights):
-    """Sums of each row, of what one thread holds of it: [rows, 8]."""
-    return gl.sum(gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 8]), 1)
-
-
-@gluon.jit
 def finish(
-    state, output_desc, output, logsumexp, sinks, schedule, at, queries, memory, tile_turn,
-    VALUE_DIM: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+    state, output_desc, output, logsumexp, sinks, schedule, at, memory, VALUE_DIM: gl.constexpr
 ):  # fmt: skip
     """Divide by the sums of the weights; write output and lse."""
     row_max, row_sum, weighted_sum = state
     batch, query_head, first_row, query_len, _ = at
-    shrink = row_max * 0.0 + 1.0
-    if sinks is not None:  # it joins the sum of the weights, and has no value
-        sink = gl.load(sinks + query_head).to(gl.float32) * LOG2_E
-        new_max = gl.maximum(row_max, sink)
-        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-        shrink = gl.exp2(row_max - shift)
-        row_sum = row_sum * shrink + gl.exp2(sink - shift)
-        row_max = new_max
-    divisor = gl.where(row_sum == 0, 1.0, row_sum)
-    natural_lse = (row_max + gl.log2(divisor)) * LN_2
-    attended = (weighted_sum * along_rows(shrink / divisor, weighted_sum)).to(output_desc.dtype)
+    factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
+    attended = (weighted_sum * along_rows(factor, weighted_sum)).to(output_desc.dtype)
     rows = first_row + gl.arange(0, ROWS, row_max.type.layout)
     store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
     wait_for_stores()
@@ -349,9 +300,6 @@ def finish(
         row, channel = places_of(attended, first_row, 0)
         pointers = row_pointers(output, batch, query_head, row, channel)
         gl.store(pointers, attended, mask=(row < query_len) & (channel < VALUE_DIM))
-    if not OWN_OUTPUT:
-        wait_for_stores()
-        queries.release(tile_turn)
 
 
 # ---- layouts --------------------------------------------------------------------------------
@@ -375,18 +323,3 @@ def as_matrix(memory):
 def as_operand(weights, dtype: gl.constexpr, SUMS: gl.constexpr):
     """Weights as a product takes them from registers."""
     return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
-
-
-@gluon.jit
-def along_rows(numbers, tile):
-    """One number a row, as a column beside a tile."""
-    return gl.convert_layout(numbers, gl.SliceLayout(1, tile.type.layout))[:, None]
-
-
-@gluon.jit
-def places_of(tile, first_row, first_column):
-    """The places of a tile's numbers: a column of rows, and a row of columns."""
-    LAYOUT: gl.constexpr = tile.type.layout
-    rows = first_row + gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
-    columns = first_column + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
-    return rows[:, None], columns[None, :]

@@ -19,6 +19,7 @@ from triton.language.core import _aggregate as aggregate
 fence_async_shared = hopper.fence_async_shared
 warpgroup_mma = hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
+mma_v2 = hopper.mma_v2
 
 
 @aggregate
