@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from saccade.hopper.careful import attend_with_care, holds_spoilt
 from saccade.hopper.pipeline import (
     make_rings,
+    pinned,
     store,
     wait_for_stores,
     warpgroup_mma,
@@ -228,7 +229,7 @@ def attend(
         sum_by_thread(weights),
         weighted_sum,
         as_operand(weights, query_tile.dtype, SUMS),
-        gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, SCORES)),
+        rescale,  # 0, unknown to the compiler: else it moves the product with it elsewhere
     )
     for index in range(1, walk[3] + walk[5]):
         state = fold_tile(query_tile, keys, values, rules, at, walk, index, kv_turn, state)
@@ -253,8 +254,8 @@ def fold_tile(query_tile, keys, values, rules, at, walk, index, kv_turn, state):
     row_max, row_sum, weighted_sum, weights, rescale = state
     keys.wait(kv_turn + 1)
     scores_token = multiply_keys(query_tile, as_matrix(keys.at(kv_turn + 1)), SCORES)
-    values.wait(kv_turn)  # it is full already, but nothing below may move above this loop
-    weighted_sum = weighted_sum * along_rows(rescale, weighted_sum)
+    values.wait(kv_turn)  # it is full already, but what is pinned stays below this loop
+    weighted_sum = weighted_sum * along_rows(pinned(rescale), weighted_sum)
     sum_token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores_token])
     keys.release(kv_turn + 1)

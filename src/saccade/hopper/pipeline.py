@@ -96,6 +96,15 @@ def make_ring(dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, US
 
 
 @gluon.jit
+def pinned(numbers):
+    """The same numbers, which no compiler takes to be known further up; one product may run on.
+
+    Without this, LLVM and ptxas mix the use of them into the instructions that start a product.
+    """
+    return warpgroup_mma_wait(1, deps=[numbers])
+
+
+@gluon.jit
 def store(desc, coordinates, memory):
     """Start to write shared memory, just written by this partition, to global memory."""
     fence_async_shared()
