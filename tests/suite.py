@@ -30,6 +30,7 @@ class Implementation:
     device: str = "cpu"  # "cuda" runs under make test-gpu
     small_tiles: saccade.Config | None = None
     slow: bool = False  # it compiles or interprets kernels: one dtype and one config a case
+    partial: bool = False  # what it does not serve it refuses, and dispatch takes another one
 
     @property
     def interpreted(self) -> bool:
@@ -55,7 +56,9 @@ IMPLEMENTATIONS = [
     Implementation("reference", device="cuda"),
     Implementation("cpu", small_tiles=saccade.Config(query_tile=8, kv_tile=8)),
     Implementation("portable", (F32, BF16, F16), "cuda", KERNEL_TILES, slow=True),
+    Implementation("hopper", (BF16, F16), "cuda", slow=True, partial=True),
 ]
+REFUSED = pytest.mark.xfail(raises=NotImplementedError, strict=False, reason="refused by dispatch")
 if INTERPRETED:  # conftest.py sees to it wherever there is no GPU
     IMPLEMENTATIONS.append(Implementation("portable", (F32, F16), "cpu", KERNEL_TILES, slow=True))
 
@@ -65,7 +68,10 @@ if INTERPRETED:  # conftest.py sees to it wherever there is no GPU
         pytest.param(
             implementation,
             id=f"{implementation.name}-{implementation.device}",
-            marks=[pytest.mark.gpu] if implementation.device == "cuda" else [],
+            marks=[
+                *([pytest.mark.gpu] if implementation.device == "cuda" else []),
+                *([REFUSED] if implementation.partial else []),
+            ],
         )
         for implementation in IMPLEMENTATIONS
     ]

@@ -61,7 +61,7 @@ class Forward:
                 "CONSUMER_REGISTERS": chosen.consumer_registers,
                 "PRODUCER_REGISTERS": chosen.producer_registers,
             },
-            {"num_warps": 4},
+            {"num_warps": 4, "num_stages": chosen.stages},
         )
         self.order = self._order(widths)
         total = kind.geometry.queries.programs(chosen.query_tile)

@@ -4,8 +4,11 @@ It happens seldom, so the consumer does it alone, with plain loads and products 
 keys at a time. The producer has long gone on.
 """
 
-# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

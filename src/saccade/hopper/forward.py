@@ -5,8 +5,11 @@ that of `saccade.kernels.softmax`. What is fed to it, and in which order, is in 
 algorithm is in `consume` and `fold_tile`.
 """
 
-# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

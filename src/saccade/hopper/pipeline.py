@@ -7,8 +7,10 @@ who waits for turn t to be full, or for its stage to be empty, need know nothing
 What differs between versions of Triton's Gluon (3.6 to 3.9) stays in this file.
 """
 
-# Triton's own annotations make its functions look as if they never returned.
-# pyright: reportGeneralTypeIssues=false
+# Triton's language has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -5,8 +5,10 @@ Numbers are given to programs in order of cost, dearest first, so that the last 
 little to do (longest processing time first, Graham 1969).
 """
 
-# Triton's own annotations make its functions look as if they never returned.
-# pyright: reportGeneralTypeIssues=false
+# Triton's language has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

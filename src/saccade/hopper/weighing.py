@@ -1,7 +1,10 @@
 """Weighing: from scores to weights, on tiles in any layout of registers."""
 
-# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
