@@ -71,9 +71,9 @@ class Forward:
         """Tiles in all, tiles of one head, and heads that are taken in turn; for the kernel."""
         queries, keys = self.kind.geometry
         at_once, tile = 1, self.schedule.query_tile
-        if self.schedule.heads_by_l2:
+        if self.schedule.at_once_mb:
             of_kv_head = 2 * sum(widths) * (keys.length // max(keys.sequences, 1))
-            kv_heads = max(1, configs.L2_BYTES // max(of_kv_head, 1))
+            kv_heads = max(1, (self.schedule.at_once_mb << 20) // max(of_kv_head, 1))
             at_once = kv_heads * self.kind.constants["HEADS_PER_KV_HEAD"]
             at_once = max(1, min(at_once, queries.heads * queries.sequences))
         total, slots, at_once = map(

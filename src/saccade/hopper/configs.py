@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 ROWS = 64  # query rows of a consumer, as in forward.py
 SHARED_MEMORY = 227 << 10  # bytes of one program
-L2_BYTES = 16 << 20  # keys and values that are kept in the L2: a third of it
+L2_MEGABYTES = 16  # keys and values that are kept in the L2: a third of it
 ADDED_BYTES = 1 << 10  # for barriers and tickets
 
 
@@ -33,7 +33,7 @@ class Schedule(NamedTuple):
     consumer_registers: int
     producer_registers: int
     grid: str  # "dynamic", "static" (both persistent) or "plain"
-    heads_by_l2: bool  # heads in groups whose keys and values fit the L2
+    at_once_mb: int  # MB of keys and values whose heads take turns; 0: one head after the other
 
     @property
     def query_tile(self) -> int:
@@ -55,10 +55,10 @@ def choose(problem: KernelProblem) -> Schedule:
     if OVERRIDE is not None:
         return OVERRIDE
     width = max(problem.head_width, problem.value_width)
-    grid, by_l2 = "dynamic", problem.masked
+    grid, at_once = "dynamic", L2_MEGABYTES if problem.masked else 0
     if width <= 64 and not problem.planned:
-        return Schedule(3, 128, 2, True, 160, 32, grid, by_l2)
+        return Schedule(3, 128, 2, True, 160, 32, grid, at_once)
     if width <= 128:
-        return Schedule(2, 128, 2, True, 240, 24, grid, by_l2)
+        return Schedule(2, 128, 2, True, 240, 24, grid, at_once)
     own = problem.head_width + problem.value_width <= 384
-    return Schedule(2, 64, 2, own, 240, 24, grid, by_l2)
+    return Schedule(2, 64, 2, own, 240, 24, grid, at_once)

@@ -40,7 +40,7 @@ class Box(NamedTuple):
             for side, stride in zip(shape[:3], strides[:3], strict=True)
         )
         sides = (1, 1, rows, channels)
-        layout = NVMMASharedLayout.get_default_for(list(sides), DTYPES[tensor.dtype])
+        layout: Any = NVMMASharedLayout.get_default_for(list(sides), DTYPES[tensor.dtype])
         return Box(shape, (*strides, 1), sides, layout)
 
 
@@ -54,8 +54,8 @@ def aligned(inputs: Inputs) -> Inputs:
     query, key, value = inputs[:3]
     if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT == 0:
         return inputs
-    copies = (
+    query, key, value = (
         tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
         for tensor in (query, key, value)
     )
-    return Inputs(*copies, *inputs[3:])
+    return inputs._replace(query=query, key=key, value=value)
