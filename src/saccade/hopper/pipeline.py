@@ -22,6 +22,9 @@ fence_async_shared = hopper.fence_async_shared
 warpgroup_mma = hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
 mma_v2 = hopper.mma_v2
+# 3.9 has other names for these two.
+start_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+start_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @aggregate
@@ -49,7 +52,7 @@ class Ring:
         stage = self.stage(turn)
         ready = self.full.index(stage)
         mbarrier.expect(ready, desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc, coordinates, ready, self.memory.index(stage))
+        start_load(desc, coordinates, ready, self.memory.index(stage))
 
     @gluon.jit
     def put(self, turn, numbers):
@@ -110,7 +113,7 @@ def pinned(numbers):
 def store(desc, coordinates, memory):
     """Start to write shared memory, just written by this partition, to global memory."""
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, coordinates, memory)
+    start_store(desc, coordinates, memory)
 
 
 @gluon.jit

@@ -45,16 +45,14 @@ class Described(NamedTuple):
 
         return TensorDescriptor(self.base, *map(list, self[1:4]), self.layout)  # type: ignore[arg-type]
 
-    def maker(self) -> Callable[[Any], Any]:
-        """What makes the same of another tensor, without checking it again."""
-        empty = torch.empty(0) if isinstance(self.base, Place) else self.base
-        known = vars(self._replace(base=empty).opened())
-        kind = type(self._replace(base=empty).opened())
+    def maker(self) -> Callable[[Tensor], Any]:
+        """What makes the same of a tensor that is known to fit, without checking it again."""
+        checked = self._replace(base=torch.empty(0, dtype=torch.bfloat16)).opened()
+        kind, known = type(checked), vars(checked)
 
         def make(tensor: Tensor) -> Any:
             made = object.__new__(kind)
-            vars(made).update(known)
-            made.base = tensor
+            vars(made).update(known, base=tensor)
             return made
 
         return make
