@@ -26,6 +26,7 @@ class Implementation:
     small: saccade.Config | None = None  # small tiles or chunks, which make edges common
     slow: bool = False  # it compiles or interprets kernels: one dtype and one config a case
     batch_invariant: bool = True
+    partial: bool = False  # what it does not serve it refuses, and dispatch takes another one
 
     @property
     def interpreted(self) -> bool:
@@ -69,6 +70,7 @@ IMPLEMENTATIONS = [
     Implementation("reference", device="cuda"),
     Implementation("cpu", small=_CPU_TILES),
     Implementation("portable", _COMPILED, "cuda", _KERNEL_TILES, slow=True),
+    Implementation("hopper", (BF16, F16), "cuda", slow=True, partial=True),
 ]
 LINEAR_IMPLEMENTATIONS = [
     Implementation("reference"),
@@ -88,6 +90,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # conftest.py sees to it wherever
     LINEAR_IMPLEMENTATIONS.append(Implementation("portable", _INTERPRETED, slow=True))
 
 
+_REFUSED = pytest.mark.xfail(raises=NotImplementedError, strict=False, reason="refused by dispatch")
+
+
 def fixture_of(implementations: Sequence[Implementation]) -> Any:
     """The fixture that hands each of them to a test; those on a GPU to `make test-gpu`."""
 
@@ -96,7 +101,10 @@ def fixture_of(implementations: Sequence[Implementation]) -> Any:
             pytest.param(
                 implementation,
                 id=f"{implementation.name}-{implementation.device}",
-                marks=[pytest.mark.gpu] if implementation.device == "cuda" else [],
+                marks=[
+                    *([pytest.mark.gpu] if implementation.device == "cuda" else []),
+                    *([_REFUSED] if implementation.partial else []),
+                ],
             )
             for implementation in implementations
         ]

@@ -253,7 +253,7 @@ SCORES = [
 ]
 
 NAMES, A_CONFIG = (
-    "takes one of ('cpu', 'portable', 'reference')",
+    "takes one of ('cpu', 'portable', 'reference', 'hopper')",
     "a Config, or a mapping from (major, minor)",
 )
 CHOICES = [

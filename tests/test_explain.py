@@ -67,6 +67,7 @@ def lines_of(text: str) -> dict[str, str]:
 
 # Triton's interpreter takes CPU tensors in these tests (conftest.py).
 INTERPRETED = {"portable": "yes, not asked for"}
+HOPPER = {"hopper": "no, it takes bfloat16 and float16, not float32"}
 
 
 def test_text_names_every_implementation_with_its_reason():
@@ -75,9 +76,10 @@ def test_text_names_every_implementation_with_its_reason():
         "cpu": "yes, taken, Config(query_tile=32, kv_tile=64)",
         **INTERPRETED,
         "reference": "no, it has no tiles, so it takes no config",
+        **HOPPER,
     }
     named = saccade.explain(*dense(), implementation="reference")
-    expected = {"cpu": "yes, not asked for", **INTERPRETED, "reference": "yes, taken"}
+    expected = {"cpu": "yes, not asked for", **INTERPRETED, "reference": "yes, taken", **HOPPER}
     assert lines_of(str(named)) == expected
     assert list(found.reasons) == list(dispatch.NAMES)
 

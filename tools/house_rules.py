@@ -41,8 +41,12 @@ FORBIDDEN_IMPORTS = {
     "hopper": PUBLIC_EDGE | {"reference", "cpu", "portable"},
     "kernels": PUBLIC_EDGE | {"reference", "cpu", "portable", "hopper"},
 }
-# One merge kernel serves both: combining partial results has nothing of Hopper in it.
-ALLOWED_IMPORTS = {("hopper", "portable.merge")}
+# One merge kernel serves both: combining partial results has nothing of Hopper in it. Nor have
+# preparing a kind of call and planning tiles; and the backward pass is the portable one so far.
+ALLOWED_IMPORTS = {
+    ("hopper", f"portable.{module}")
+    for module in ("merge", "arguments", "gradients", "kind", "planning")
+}
 # What looks at kernels from outside reaches for their insides, so nothing may come to rest on it.
 ONLY_IMPORTED_BY = {"offline": {"cli", "offline"}}
 # What is built on the library sees only its public names, and its own package.

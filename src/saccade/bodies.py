@@ -89,7 +89,11 @@ class PagedBody(Protocol):
         ...
 
 
-MODULES = {"cpu": "saccade.cpu.attention", "portable": "saccade.portable.attention"}
+MODULES = {
+    "cpu": "saccade.cpu.attention",
+    "portable": "saccade.portable.attention",
+    "hopper": "saccade.hopper.attention",
+}
 PAGED_MODULES = {"cpu": "saccade.cpu.paged"}
 LINEAR_MODULES = {"cpu": "saccade.cpu.linear", "portable": "saccade.portable.linear"}
 

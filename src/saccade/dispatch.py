@@ -34,6 +34,41 @@ def _portable_unsupported(problem: Problem) -> str | None:
     return _portable_misses(*device, problem.dtype, problem.mask, problem.score)
 
 
+def _hopper_unsupported(problem: Problem) -> str | None:
+    """What keeps a call from TMA and WGMMA, and then what keeps it from portable kernels."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.head_dim % 8 or problem.value_dim % 8:
+        return (
+            "head_dim and value_dim must be multiples of 8, "
+            f"not {problem.head_dim} and {problem.value_dim}"
+        )
+    if 0 in (problem.head_dim, problem.value_dim, problem.kv_len, problem.kv_heads):
+        return "there is nothing to load"
+    if not problem.tma:
+        return "strides must be multiples of 8, and that of channels 1"
+    if problem.dropout:
+        return "it does not drop weights"
+    if problem.configured:
+        return "it has schedules of its own and takes no config"
+    misses = _portable_unsupported(problem)
+    return misses or _hopper_misses(problem.device, problem.device_index)
+
+
+@functools.cache
+def _hopper_misses(device: str, index: int | None) -> str | None:
+    """What is missing on a device; asked once, and not traced."""
+    if device != "cuda" or torch.version.hip is not None:
+        return "it takes tensors on an NVIDIA GPU"
+    capability = torch.cuda.get_device_capability(index)
+    if capability[0] != 9:
+        return f"the GPU's capability is {capability}; it takes (9, 0)"
+    return None
+
+
+_hopper_misses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _linear_portable_unsupported(problem: LinearProblem) -> str | None:
     widest = max(problem.head_dim, problem.value_dim)
     if widest > WIDEST:
@@ -101,6 +136,8 @@ IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
     Implementation("portable", _portable_unsupported),
     Implementation("reference", _reference_unsupported),
+    # Last, so that it must be named; it goes before "portable" once it is faster everywhere.
+    Implementation("hopper", _hopper_unsupported),
 )
 """In order of preference: the first that gives no reason against itself is taken."""
 

@@ -195,4 +195,14 @@ def problem_of(inputs: Inputs, variant: Variant, config: Config | None) -> Probl
         sinks=inputs.sinks is not None,
         dropout=variant.dropout_p > 0,
         configured=config is not None,
+        tma=all(map(strides_fit_tma, (query, key, value))),
+    )
+
+
+def strides_fit_tma(tensor: Tensor) -> bool:
+    """Whether TMA can read rows of channels as they lie: it wants steps of whole 16 bytes."""
+    step = 16 // tensor.element_size() if tensor.element_size() else 1
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return tensor.stride(-1) == 1 and all(
+        side <= 1 or (stride > 0 and stride % step == 0) for side, stride in outer
     )

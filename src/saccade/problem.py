@@ -195,6 +195,7 @@ class Problem(NamedTuple):
     page_size: int = 0  # 0: no pages
     page_dtype: torch.dtype | None = None
     batch_invariant: bool = False
+    tma: bool = False  # whether the strides are such that TMA can read the tensors as they lie
 
     @property
     def pairs(self) -> int:

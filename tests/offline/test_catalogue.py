@@ -11,7 +11,8 @@ from saccade.portable import configs
 @pytest.mark.parametrize("architecture", configs.ARCHITECTURES)
 def test_every_kernel_and_every_row_of_the_tables_is_compiled(architecture):
     jobs = catalogue.jobs((architecture,))
-    assert {kernel for job in jobs for kernel in job.kernels} == set(KERNELS)
+    kernels = set(KERNELS) - ({"hopper_forward"} if architecture != "sm_90" else set())
+    assert {kernel for job in jobs for kernel in job.kernels} == kernels
     problems = {
         findings.problem_of(architecture, kernel.split(",")[0], job.call)
         for job in jobs
@@ -24,7 +25,7 @@ def test_every_kernel_and_every_row_of_the_tables_is_compiled(architecture):
             assert {(which, width, False), (which, width, True)} <= half
     assert any(problem.dropout for problem in problems)
     assert any(problem.wide for problem in problems)
-    assert sum(len(job.kernels) for job in jobs) <= 70
+    assert sum(len(job.kernels) for job in jobs) <= (84 if architecture == "sm_90" else 70)
 
 
 def test_a_job_asks_for_kernels_of_its_own_pass():
@@ -45,7 +46,10 @@ def test_one_width_can_be_asked_for():
     jobs = catalogue.jobs(("sm_90",), head_dim=64)
     assert {job.call.head_dim for job in jobs} == {64}
     with pytest.raises(ValueError, match="--head-dim: got 96, takes 64, 128, 256"):
-        catalogue.jobs(("sm_90",), head_dim=96)
+        catalogue.jobs(("sm_80",), head_dim=96)
+    assert {
+        kernel for job in catalogue.jobs(("sm_90",), head_dim=96) for kernel in job.kernels
+    } == {"hopper_forward"}
 
 
 def test_every_worker_has_one_architecture_and_something_to_do():

@@ -62,6 +62,8 @@ def test_tables_show_every_kernel():
         "shared": 2048,
         "columns": 0,
         "looped": 3,
+        "products": 0,
+        "covered": 0,
     }
     assert rows[0]["call"]["head_dim"] == 128
     assert rows[0]["fault"] == "spills (3)"
@@ -128,3 +130,33 @@ def test_markdown_refuses_a_file_without_marks(tmp_path):
     else:
         raise AssertionError("took a file without marks")
     assert file.read_text() == "nothing\n"
+
+
+def test_kernels_with_roles_must_multiply_and_must_cover_their_exponents():
+    job = Job("sm_90", Call(128), "hopper", ("hopper_forward",))
+    good = compiled(168, 0, 200_000, 0, 0, 64, 66, job=job, kernel="hopper_forward")
+    assert good.usage is not None
+    assert findings.fault(good._replace(usage=good.usage._replace(looped=0))) == ""
+    slow = good._replace(usage=good.usage._replace(covered=0))
+    assert findings.fault(slow) == "its exponents wait for the product of values"
+    assert findings.offenders([good._replace(usage=good.usage._replace(products=0, covered=0))])
+
+
+def test_only_innermost_loops_that_multiply_count_for_kernels_with_roles():
+    listing = """
+    .L_x_1:
+        LDL R2, [R1] ;
+    .L_x_2:
+        HGMMA.64x128x16 R24 ;
+        WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        MUFU.EX2 R3, R3 ;
+        MUFU.EX2 R4, R4 ;
+        WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        @P1 BRA `(.L_x_2) ;
+        STL [R1], R2 ;
+        @P0 BRA `(.L_x_1) ;
+    """.splitlines()
+    ((start, end),) = compiler.multiplying(listing)
+    assert compiler.spilling(listing[start:end]) == []
+    assert len(compiler.spilling(listing)) == 2
+    assert compiler.covered(listing) == 2

@@ -30,6 +30,34 @@ def itself(tensor: Tensor) -> Any:
     return tensor
 
 
+class Described(NamedTuple):
+    """A tensor that a kernel reads or writes by TMA (`hopper.descriptors`): a kernel argument."""
+
+    base: Any  # what a Pointer gives
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    sides: tuple[int, ...]  # of what moves at once
+    layout: Any  # of that in shared memory
+
+    def opened(self) -> Any:
+        """As Triton's front door takes it."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(self.base, *map(list, self[1:4]), self.layout)  # type: ignore[arg-type]
+
+    def maker(self) -> Callable[[Tensor], Any]:
+        """What makes the same of a tensor that is known to fit, without checking it again."""
+        checked = self._replace(base=torch.empty(0, dtype=torch.bfloat16)).opened()
+        kind, known = type(checked), vars(checked)
+
+        def make(tensor: Tensor) -> Any:
+            made = object.__new__(kind)
+            vars(made).update(known, base=tensor)
+            return made
+
+        return make
+
+
 class Launch:
     """One kernel for one kind of call on one device.
 
@@ -72,7 +100,7 @@ class Launch:
         self.run(programs, 1, 1, stream, *self.rest, *filled)
 
     def _through_the_front_door(self, programs: int, arguments: Arguments) -> None:
-        self.kernel[(programs,)](*arguments(itself), **self.constants, **self.options)
+        self.kernel[(programs,)](*opened(arguments(itself)), **self.constants, **self.options)
 
     def _prepare(self, tensors: Sequence[Tensor], arguments: Arguments) -> Fill:
         """Compile and load, once; what gives the arguments of this call and of those like it."""
@@ -92,7 +120,14 @@ class Launch:
 
     def compile(self, arguments: tuple[Any, ...]) -> Any:
         """The kernel compiled for such arguments, for the active device; nothing is started."""
-        return self.kernel.warmup(*arguments, grid=(1,), **self.constants, **self.options)
+        return self.kernel.warmup(*opened(arguments), grid=(1,), **self.constants, **self.options)
+
+
+def opened(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as Triton's front door takes them."""
+    return tuple(
+        argument.opened() if isinstance(argument, Described) else argument for argument in arguments
+    )
 
 
 def nothing_fits(*tensors: Tensor) -> None:
@@ -130,6 +165,9 @@ class Places:
         def text(value: Any) -> str:
             if isinstance(value, Place):
                 return f"a{value.number}"
+            if isinstance(value, Described):
+                values[name := f"d{len(values)}"] = value.maker()
+                return f"{name}(t{value.base.number})"
             if isinstance(value, tuple) and _holds_place(value):
                 return f"({''.join(text(part) + ',' for part in value)})"
             name = f"c{len(values)}"

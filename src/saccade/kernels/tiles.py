@@ -27,7 +27,7 @@ class View(NamedTuple):
 @triton.jit
 def wide(number):
     """A whole number with 64 bits, which a product of a row and a stride may need."""
-    return tl.full((), 0, tl.int64) + number
+    return tl.cast(number, tl.int64)
 
 
 # Lengths and counts in a View come with this added. Triton (3.6 to 3.9) makes a constant of an
@@ -56,6 +56,12 @@ def dense_program(program, data, TILE: tl.constexpr):
     return program // tiles // (data[1] - ADDED), head, tile, tile
 
 
+@triton.jit
+def dense_origin(batch, data):
+    """The coordinates of the first row for TMA: batch entry and row."""
+    return batch, batch * 0
+
+
 # ---- packed: sequences back to back. data: offsets, sequences, heads, tokens ------------------
 
 
@@ -64,6 +70,12 @@ def packed(batch, strides, STEP: tl.constexpr, data):
     """The first row's place (in elements), and how many rows there are."""
     first = tl.load(data[0] + batch)
     return wide(first) * STEP, tl.load(data[0] + batch + 1) - first
+
+
+@triton.jit
+def packed_origin(batch, data):
+    """As `dense_origin`; all sequences together are one batch entry."""
+    return batch * 0, tl.load(data[0] + batch)
 
 
 @triton.jit

@@ -219,9 +219,11 @@ def listed(
 @triton.jit
 def next_in_range(mask, walk, index, CLEAN: tl.constexpr):
     """The tile that clean tile (or edge) number `index` of a walk is."""
-    if CLEAN:
-        return walk[4] + index
-    return index + tl.where(index < walk[1], walk[0], walk[2])
+    if CLEAN:  # noqa: SIM108
+        tile = walk[4] + index
+    else:
+        tile = index + tl.where(index < walk[1], walk[0], walk[2])
+    return tile
 
 
 @triton.jit

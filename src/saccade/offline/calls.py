@@ -30,6 +30,7 @@ PASSES = {
     "ordered": ("backward_keys", "backward_keys, careful", "backward_queries", "row_statistics"),
     "shared": ("backward_shared", "backward_shared, careful"),
     "bias": ("backward_bias",),
+    "hopper": ("hopper_forward",),  # the forward pass by the kernel for sm_90 alone
 }
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 
@@ -47,6 +48,7 @@ class Call(NamedTuple):
     heads: int = 4
     kv_heads: int = 4
     length: int = 1024
+    value_dim: int = 0  # 0: as head_dim
 
     @property
     def name(self) -> str:
@@ -54,6 +56,7 @@ class Call(NamedTuple):
         extras = [self.score] if self.score != "none" else []
         extras += ["dropout"] if self.dropout_p else []
         extras += ["packed"] if self.packed else []
+        extras += [f"values of {self.value_dim}"] if self.value_dim else []
         return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
 
     def is_short(self) -> bool:
@@ -68,10 +71,14 @@ class Call(NamedTuple):
 def make(call: Call, device: torch.device) -> tuple[Inputs, Variant]:
     """The tensors of a call, and what it asks for; packed rows are two sequences a batch entry."""
     query, key, value = (
-        torch.randn(_shape(call, heads), device=device).to(DTYPES[call.dtype]).requires_grad_()
+        torch.randn(shape, device=device).to(DTYPES[call.dtype]).requires_grad_()
         if device.type == "cuda"
-        else torch.zeros(_shape(call, heads), dtype=DTYPES[call.dtype], requires_grad=True)
-        for heads in (call.heads, call.kv_heads, call.kv_heads)
+        else torch.zeros(shape, dtype=DTYPES[call.dtype], requires_grad=True)
+        for shape in (
+            _shape(call, call.heads, call.head_dim),
+            _shape(call, call.kv_heads, call.head_dim),
+            _shape(call, call.kv_heads, call.value_dim or call.head_dim),
+        )
     )
     offsets = None
     if call.packed:
@@ -86,10 +93,10 @@ def make(call: Call, device: torch.device) -> tuple[Inputs, Variant]:
     return with_seed(inputs, variant), variant
 
 
-def _shape(call: Call, heads: int) -> tuple[int, ...]:
+def _shape(call: Call, heads: int, dim: int) -> tuple[int, ...]:
     if call.packed:
-        return call.batch * call.length, heads, call.head_dim
-    return call.batch, heads, call.length, call.head_dim
+        return call.batch * call.length, heads, dim
+    return call.batch, heads, call.length, dim
 
 
 def make_mask(call: Call, device: torch.device) -> Mask | None:
@@ -152,6 +159,11 @@ def start(
     from saccade.portable import attention, gradients
 
     given = config or Config()
+    if which == "hopper":
+        from saccade.hopper import attention as hopper
+
+        hopper.forward(inputs, variant, given)
+        return
     if which == "forward":
         attention.forward(inputs, variant, given)
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from saccade.offline.calls import KERNELS, PASSES, Call
+from saccade.offline.calls import KERNELS, MASKS, PASSES, Call
 from saccade.offline.pool import Job
 
 CAREFUL = ("backward_keys, careful", "backward_shared, careful")
@@ -23,10 +23,25 @@ class Entry(NamedTuple):
     kernels: tuple[str, ...]
 
 
+OF_HOPPER = ("hopper_forward",)
+HOPPER = (
+    *(Entry(Call(dim, mask=mask), OF_HOPPER) for dim in (64, 128, 256) for mask in MASKS[:2]),
+    Entry(Call(96), OF_HOPPER),
+    Entry(Call(192, mask="causal"), OF_HOPPER),
+    Entry(Call(192, mask="causal", value_dim=128), OF_HOPPER),
+    Entry(Call(128, "fp16", "window"), OF_HOPPER),
+    Entry(Call(128, mask="documents"), OF_HOPPER),
+    Entry(Call(128, mask="blocks"), OF_HOPPER),
+    Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER),
+    Entry(Call(128, mask="causal", packed=True), OF_HOPPER),
+)
+
+
 def entries(architecture: str) -> list[Entry]:
     """The calls for an architecture. Turing has no products of bf16."""
     half = "fp16" if architecture == "sm_75" else "bf16"
     return [
+        *(HOPPER if architecture == "sm_90" else ()),
         Entry(Call(64, half), ALL),
         Entry(Call(64, half, "causal"), (*ALL, *CAREFUL)),
         Entry(Call(128, half), (*ALL, "row_statistics")),
@@ -55,7 +70,7 @@ def jobs(
     Raises:
         ValueError: for a glob that no kernel's name fits, or a head_dim that no call has.
     """
-    dims = sorted({entry.call.head_dim for entry in entries("sm_80")})
+    dims = sorted({entry.call.head_dim for name in architectures for entry in entries(name)})
     if head_dim is not None and head_dim not in dims:
         raise ValueError(f"--head-dim: got {head_dim}, takes {', '.join(map(str, dims))}")
     if not any(fnmatchcase(kernel, kernels) for kernel in KERNELS):

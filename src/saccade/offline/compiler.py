@@ -66,11 +66,16 @@ def usage(compiled: Any) -> Usage:
         binary.write_bytes(compiled.asm["cubin"])
         resources = _run("cuobjdump", "-res-usage", str(binary))
         registers, stack = (int(_first(rf"\b{name}:(\d+)", resources)) for name in ("REG", "STACK"))
-        spills, looped = 0, 0
-        if stack:
-            listing = _run("nvdisasm", "-c", str(binary)).splitlines()
-            spills, looped = max(len(spilling(listing)), 1), len(in_loops(listing))
-    return Usage(registers, spills, shared, columns, looped)
+        has_roles = "setmaxnreg" in compiled.asm["ptx"]
+        if not (stack or has_roles):
+            return Usage(registers, 0, shared, columns)
+        listing = _run("nvdisasm", "-c", str(binary)).splitlines()
+    spills = max(len(spilling(listing)), 1) if stack else 0
+    if not has_roles:
+        return Usage(registers, spills, shared, columns, len(in_loops(listing)))
+    looped = sum(len(spilling(listing[start:end])) for start, end in multiplying(listing))
+    products = sum("HGMMA" in line for line in listing)
+    return Usage(registers, spills, shared, columns, looped, products, covered(listing))
 
 
 def spilling(listing: Sequence[str]) -> list[int]:
@@ -80,11 +85,7 @@ def spilling(listing: Sequence[str]) -> list[int]:
 
 def in_loops(listing: Sequence[str]) -> list[int]:
     """Those of them that may run again and again: that lie on a way back to themselves."""
-    labels = {
-        found[1]: number
-        for number, line in enumerate(listing)
-        if (found := re.match(r"\s*(\.L_x_\d+):", line))
-    }
+    labels = _labels(listing)
     ways = nx.DiGraph()
     for number, line in enumerate(listing):
         to = re.search(r"\bBRA\b.*(\.L_x_\d+)", line)
@@ -96,6 +97,49 @@ def in_loops(listing: Sequence[str]) -> list[int]:
     loops = [part for part in nx.strongly_connected_components(ways) if len(part) > 1]
     repeated = set().union(*loops)
     return [number for number in spilling(listing) if number in repeated]
+
+
+def multiplying(listing: Sequence[str]) -> list[tuple[int, int]]:
+    """The innermost loops that hold WGMMA, as lines from the first to before the end.
+
+    A program with roles is one large loop around all of them, which says nothing.
+    """
+    labels = _labels(listing)
+    loops = []
+    for number, line in enumerate(listing):
+        to = re.search(r"@!?U?P\d.*\bBRA\b.*(\.L_x_\d+)", line)  # others return from waiting
+        if to and labels.get(to[1], number) < number:
+            loops.append((labels[to[1]], number + 1))
+    loops = [loop for loop in loops if any("HGMMA" in line for line in listing[slice(*loop)])]
+    return [
+        (start, end)
+        for start, end in loops
+        if not any(start <= a and b <= end and (a, b) != (start, end) for a, b in loops)
+    ]
+
+
+def covered(listing: Sequence[str]) -> int:
+    """How many exponents stand between two waits for WGMMA, at the least: the first lets one
+    product run on, the second waits for that."""
+    counts: list[int] = []
+    inside = False
+    for line in listing:
+        if "DEPBAR.LE gsb0, 0x1" in line:
+            inside = True
+            counts.append(0)
+        elif "DEPBAR.LE gsb0, 0x0" in line:
+            inside = False
+        elif inside and "MUFU.EX2" in line:
+            counts[-1] += 1
+    return min(filter(None, counts), default=0)
+
+
+def _labels(listing: Sequence[str]) -> dict[str, int]:
+    return {
+        found[1]: number
+        for number, line in enumerate(listing)
+        if (found := re.match(r"\s*(\.L_x_\d+):", line))
+    }
 
 
 def _amd_number(name: str, text: str) -> int:

@@ -29,7 +29,7 @@ def fault(compiled: Compiled) -> str:
     if usage is None:
         return compiled.error.splitlines()[0]
     faults = [f"spills ({usage.spills})"] if usage.spills else []
-    return "; ".join([*faults, *_excesses(usage, architecture)])
+    return "; ".join([*faults, *_excesses(usage, architecture), *_lacks(compiled)])
 
 
 def _excesses(usage: Usage, architecture: str) -> list[str]:
@@ -42,13 +42,24 @@ def _excesses(usage: Usage, architecture: str) -> list[str]:
     return found
 
 
+def _lacks(compiled: Compiled) -> list[str]:
+    """What the machine code of a kernel whose warps have roles must hold."""
+    usage = compiled.usage
+    if usage is None or not compiled.kernel.startswith("hopper_"):
+        return []
+    lacks = [] if usage.products else ["no WGMMA"]
+    return lacks if usage.covered else [*lacks, "its exponents wait for the product of values"]
+
+
 def excuse(compiled: Compiled) -> str:
     """Why a default is allowed to spill; "" where it does not, or is not allowed to."""
     usage, which = compiled.usage, compiled.kernel.split(",")[0]
     if usage is None or not usage.spills:
         return ""
-    if _excesses(usage, compiled.job.architecture):
+    if _excesses(usage, compiled.job.architecture) or _lacks(compiled):
         return ""
+    if not usage.looped and usage.products:
+        return "outside of the loops that multiply"
     if not usage.looped:
         return "outside of its loops, so once a program"
     if compiled.kernel.endswith(", careful"):

@@ -35,6 +35,10 @@ class Usage(NamedTuple):
     shared: int  # bytes of shared memory
     columns: int = 0  # of tensor memory
     looped: int = 0  # spills inside of loops (AMD: all of them, as nothing says which)
+    # Of kernels whose warps have roles: WGMMA instructions, and the exponents that stand between
+    # the wait for a product of keys and the wait for the product of values that began before it.
+    products: int = 0
+    covered: int = 0
 
 
 class Compiled(NamedTuple):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from saccade.hopper import attention as hopper
+from saccade.hopper import configs as hopper_configs
 from saccade.kernels import launch
 from saccade.kernels.launch import Launch
 from saccade.offline import calls, compiler
@@ -64,6 +66,8 @@ class Recorder:
 def kernel_name(started: Launch, which: str) -> str:
     """The name in `calls.KERNELS` of a kernel that a pass starts."""
     name = started.kernel.__name__.removeprefix("attention_")
+    if which == "hopper":
+        return f"hopper_{name}"
     if which == "shared":
         name = name.replace("backward_keys", "backward_shared")
     return f"{name}, careful" if started.constants.get("CAREFUL") else name
@@ -72,6 +76,9 @@ def kernel_name(started: Launch, which: str) -> str:
 def config_of(started: Launch) -> tuple[int, int, int, int]:
     """Tiles (0 where a kernel has none), warps and stages of a kernel."""
     constants, options = started.constants, started.options
+    if "CONSUMERS" in constants:  # its tile of keys is a side of a descriptor
+        rows, warps = hopper_configs.ROWS * constants["CONSUMERS"], 4 * constants["CONSUMERS"] + 1
+        return rows, 0, warps, constants["STAGES"]
     query_tile = constants.get("QUERY_TILE", constants.get("TILE", 0))
     kv_tile = constants.get("KV_TILE", constants.get("OTHER", 0))
     return query_tile, kv_tile, options["num_warps"], options["num_stages"]
@@ -101,6 +108,7 @@ def main() -> None:
     # the tensors lie on, are answered differently.
     Launch.__call__ = lambda started, *call: recorder(started, *call)  # type: ignore[method-assign]
     kind.architecture = lambda tensor: architecture
+    hopper.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
     for number, job in enumerate(request["jobs"]):
         run_job(recorder, number, job)
 

@@ -1,0 +1,153 @@
+"""Attention by Hopper kernels: the body that the operators run on GPUs of capability 9.0.
+
+The forward pass is prepared once for a kind of call, as in `saccade.portable.attention`; the
+backward pass is the portable one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.hopper import configs, schedule
+from saccade.hopper.configs import KernelProblem
+from saccade.hopper.descriptors import Box, aligned, descriptor
+from saccade.hopper.forward import attention_forward
+from saccade.kernels import tiles, visibility
+from saccade.kernels.compose import mask_functions
+from saccade.kernels.launch import Launch, Pointer, next_width
+from saccade.kernels.rules import Rules
+from saccade.portable.arguments import rules, signature, tensors_of
+from saccade.portable.gradients import backward as backward
+from saccade.portable.kind import Kind, Layout, remembered
+from saccade.portable.planning import Planner
+from saccade.problem import Config, Inputs, Variant, empty_results
+
+SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
+
+
+class Forward:
+    """The forward pass of one kind of call, prepared."""
+
+    def __init__(self, inputs: Inputs, variant: Variant):
+        self.kind = kind = Kind.of(inputs)
+        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+        widths = [max(SMALLEST_WIDTH, next_width(dim)) for dim in (head_dim, value_dim)]
+        planned = variant.mask != "" and mask_functions(variant.mask).spans_read > 0
+        problem = KernelProblem(widths[0], widths[1], variant.mask != "", planned)
+        self.schedule = chosen = configs.choose(problem)
+        sizes = chosen.query_tile, chosen.kv_tile
+        self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
+        output, lse = empty_results(inputs)
+        self.output, self.lse = Layout.of(output), Layout.of(lse)
+        self.boxes = (
+            Box.of(inputs.query, kind.packed, configs.ROWS, widths[0]),
+            Box.of(inputs.key, kind.packed, chosen.kv_tile, widths[0]),
+            Box.of(inputs.value, kind.packed, chosen.kv_tile, widths[1]),
+            Box.of(output, kind.packed, configs.ROWS, widths[1]),
+        )
+        self.launch = Launch(
+            attention_forward,
+            {
+                "HEADS_PER_KV_HEAD": kind.constants["HEADS_PER_KV_HEAD"],
+                "HEAD_DIM": head_dim,
+                "VALUE_DIM": value_dim,
+                "CONSUMERS": chosen.consumers,
+                "STAGES": chosen.stages,
+                "OWN_OUTPUT": chosen.own_output,
+                "CAREFUL": variant.mask != "" or kind.packed,
+                "CONSUMER_REGISTERS": chosen.consumer_registers,
+                "PRODUCER_REGISTERS": chosen.producer_registers,
+            },
+            {"num_warps": 4, "num_stages": chosen.stages},
+        )
+        self.order = self._order(widths)
+        total = kind.geometry.queries.programs(chosen.query_tile)
+        self.programs = total if chosen.grid == "plain" else min(total, kind.multiprocessors)
+
+    def _order(self, widths: list[int]) -> tuple[int, int, int]:
+        """Tiles in all, tiles of one head, and heads that are taken in turn; for the kernel."""
+        queries, keys = self.kind.geometry
+        at_once, tile = 1, self.schedule.query_tile
+        if self.schedule.at_once_mb:
+            of_kv_head = 2 * sum(widths) * (keys.length // max(keys.sequences, 1))
+            kv_heads = max(1, (self.schedule.at_once_mb << 20) // max(of_kv_head, 1))
+            at_once = kv_heads * self.kind.constants["HEADS_PER_KV_HEAD"]
+            at_once = max(1, min(at_once, queries.heads * queries.sequences))
+        total, slots, at_once = map(
+            schedule.as_odd, (queries.programs(tile), queries.slots(tile), at_once)
+        )
+        return total, slots, at_once
+
+    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
+        """Output and lse of a call of this kind."""
+        inputs = aligned(inputs)
+        device = inputs.query.device
+        output, lse = self.output.empty(device), self.lse.empty(device)
+        plan = self.planner(inputs, variant)
+        counters: tuple[Tensor, ...] = ()
+        if self.schedule.grid == "dynamic":
+            counters = (counter_of(device),)
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            moved = (inputs.query, inputs.key, inputs.value, output)
+            return (
+                *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
+                *self.kind.inputs(pointer, inputs),
+                self.kind.rows(pointer, output, inputs),
+                self.kind.numbers(pointer, lse, inputs),
+                with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
+                None if inputs.sinks is None else pointer(inputs.sinks),
+                schedule.Schedule(
+                    tiles.packed_origin if self.kind.packed else tiles.dense_origin,
+                    pointer(counters[0]) if counters else None,
+                    *self.order,
+                ),
+            )
+
+        tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, *counters)
+        self.launch(self.programs, self.kind.device, tensors, arguments)
+        return output, lse
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counter_of(device: torch.device) -> Tensor:
+    """Where programs take numbers: 0 before and after each call.
+
+    Calls on one stream follow each other, so they share one. A graph that is captured gets its own,
+    as it may run beside anything.
+    """
+    index = torch._C._cuda_getDevice() if device.index is None else device.index
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros((), dtype=torch.int32, device=device)
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros((), dtype=torch.int32, device=device)
+    return found
+
+
+def with_own_walk(changes: Rules) -> Rules:
+    """The rules, with the walk that a program finds by itself as Gluon can compile it."""
+    mask = changes.mask
+    if mask.walk is not visibility.found:
+        return changes
+    return changes._replace(mask=mask._replace(walk=schedule.found))
+
+
+_forwards: dict[Any, Forward] = {}
+
+
+def prepared(inputs: Inputs, variant: Variant, config: Config) -> Forward:
+    """The forward pass of the call's kind; call it with inputs of that kind."""
+    key = signature(inputs, variant), configs.OVERRIDE
+    return remembered(_forwards, key, lambda: Forward(inputs, variant))
+
+
+def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, Tensor]:
+    """Output and lse; see `saccade.attention`."""
+    return prepared(inputs, variant, config)(inputs, variant)

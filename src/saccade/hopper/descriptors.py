@@ -1,0 +1,61 @@
+"""Descriptors: tensors as TMA reads and writes them, four axes: batch entry, head, row, channel.
+
+Packed sequences are one batch entry. TMA fills what lies outside a tensor with zeros, and writes
+nothing there, so rows past the end and channels past the last one need no care.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.experimental.gluon.language as gl
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from saccade.kernels.launch import ALIGNMENT, Described, Pointer
+from saccade.problem import Inputs
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+class Box(NamedTuple):
+    """Which part of a tensor moves at once, and how it lies in shared memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    sides: tuple[int, ...]
+    layout: NVMMASharedLayout
+
+    @staticmethod
+    def of(tensor: Tensor, packed: bool, rows: int, channels: int) -> Box:
+        """Tiles of so many rows and channels of a dense or packed tensor."""
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if packed:
+            tokens, heads, dim = shape
+            shape, strides = (1, heads, tokens, dim), (0, strides[1], strides[0], strides[2])
+        # A side of one has any stride; TMA wants one that it could use.
+        strides = tuple(
+            ALIGNMENT if side == 1 else stride
+            for side, stride in zip(shape[:3], strides[:3], strict=True)
+        )
+        sides = (1, 1, rows, channels)
+        layout: Any = NVMMASharedLayout.get_default_for(list(sides), DTYPES[tensor.dtype])
+        return Box(shape, (*strides, 1), sides, layout)
+
+
+def descriptor(pointer: Pointer, tensor: Tensor, box: Box) -> Any:
+    """A descriptor as a kernel argument."""
+    return Described(pointer(tensor), *box)
+
+
+def aligned(inputs: Inputs) -> Inputs:
+    """The inputs at addresses that TMA takes; copied where they are not."""
+    query, key, value = inputs[:3]
+    if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT == 0:
+        return inputs
+    query, key, value = (
+        tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+        for tensor in (query, key, value)
+    )
+    return inputs._replace(query=query, key=key, value=value)

@@ -1,0 +1,329 @@
+"""Attention forward on Hopper: one warp loads tiles by TMA, groups of four warps compute.
+
+Source: FlashAttention-3 (Shah et al. 2024), algorithm 2 without its turns; the online softmax is
+that of `saccade.kernels.softmax`. What is fed to it, and in which order, is in `produce`; the
+algorithm is in `consume` and `fold_tile`.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.hopper.careful import attend_with_care, holds_spoilt
+from saccade.hopper.pipeline import (
+    make_rings,
+    pinned,
+    store,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from saccade.hopper.schedule import (
+    next_number,
+    num_tiles,
+    program_of,
+    read_ticket,
+    tile_of,
+    write_ticket,
+)
+from saccade.hopper.weighing import (
+    ROWS,
+    along_rows,
+    change_and_hide,
+    places_of,
+    settle,
+    sum_by_thread,
+    weigh,
+)
+from saccade.kernels.tiles import num_rows, row_pointers, store_numbers
+
+
+@gluon.jit(do_not_specialize=["rules"])
+def attention_forward(
+    query_desc, key_desc, value_desc, output_desc,
+    query, key, value, output, logsumexp,  # Views
+    rules, sinks, schedule,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+    CAREFUL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: tiles of CONSUMERS · 64 rows of one head, one after the other."""
+    rings = make_rings(query_desc, key_desc, value_desc, output_desc, CONSUMERS, STAGES, OWN_OUTPUT)
+    # A tuple that holds functions cannot be given a name, so arguments are written out each time.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 0,
+                )),
+                (consume, (
+                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 1,
+                )),
+                (produce, (
+                    query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
+                    HEADS_PER_KV_HEAD,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.static_assert(CONSUMERS == 3)
+        gl.warp_specialize(
+            [
+                (consume, (
+                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 0,
+                )),
+                (consume, (
+                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 1,
+                )),
+                (consume, (
+                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 2,
+                )),
+                (produce, (
+                    query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
+                    HEADS_PER_KV_HEAD,
+                )),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@gluon.jit
+def produce(
+    query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
+    HEADS_PER_KV_HEAD: gl.constexpr,
+):  # fmt: skip
+    """Load what consumers will need, as soon as there is room for it."""
+    QUERY_TILE: gl.constexpr = len(rings.queries) * ROWS
+    KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
+    tile_turn, kv_turn = 0, 0
+    number = gl.program_id(0)
+    following = number
+    while number < num_tiles(schedule):
+        batch, query_head, tile, slot = query.find(
+            program_of(schedule, number), query.data, QUERY_TILE
+        )
+        query_start = tile * QUERY_TILE
+        query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
+        if query_start < query_len:  # packed sequences have slots without rows
+            walk = rules.mask.walk(
+                rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
+                QUERY_TILE, KV_TILE, True,
+            )  # fmt: skip
+            rings.tickets.acquire(tile_turn)
+            place = (batch, query_head, query_start)
+            rings.tickets.put(tile_turn, write_ticket(place, query_len, kv_len, walk))
+            query_batch, query_row = schedule.origin(batch, query.data)
+            kv_batch, kv_row = schedule.origin(batch, key.data)
+            kv_head = query_head // HEADS_PER_KV_HEAD
+            for index in range(0, gl.maximum(walk[3] + walk[5], 1)):
+                kv_start = tile_of(rules, walk, index) * KV_TILE
+                coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
+                rings.keys.acquire(kv_turn)
+                rings.keys.load(kv_turn, key_desc, coordinates)
+                if index == 0:
+                    for which in gl.static_range(len(rings.queries)):
+                        first_row = query_row + query_start + which * ROWS
+                        rings.queries[which].acquire(tile_turn)
+                        rings.queries[which].load(
+                            tile_turn, query_desc, [query_batch, query_head, first_row, 0]
+                        )
+                rings.values.acquire(kv_turn)
+                rings.values.load(kv_turn, value_desc, coordinates)
+                if index == 0:
+                    following = next_number(schedule, number)
+                kv_turn += 1
+            tile_turn += 1
+        else:
+            following = next_number(schedule, number)
+        number = following
+    # A ticket for no rows: there is nothing left.
+    rings.tickets.acquire(tile_turn)
+    none = tile_turn * 0
+    nothing = (none, none, none, none, none, none)
+    rings.tickets.put(tile_turn, write_ticket((none, none, none), none, none, nothing))
+
+
+@gluon.jit
+def consume(
+    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    OWN_OUTPUT: gl.constexpr, CAREFUL: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Compute 64 rows of each tile of query rows that the producer announces."""
+    tile_turn, kv_turn = 0, 0
+    place, query_len, kv_len, walk = next_ticket(rings, tile_turn)
+    while query_len > 0:
+        batch, query_head, query_start = place
+        first_row = query_start + WHICH * ROWS
+        at = (batch, query_head, first_row, query_len, kv_len)
+        state = attend(
+            rings.queries[WHICH], rings.keys, rings.values, rules, at, walk, tile_turn, kv_turn,
+            OWN_OUTPUT,
+        )  # fmt: skip
+        kv_turn += gl.maximum(walk[3] + walk[5], 1)
+        if CAREFUL and holds_spoilt(state[2]):
+            # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care.
+            attend_with_care(
+                query, key, value, output, logsumexp, rules, sinks, at, walk,
+                rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM,
+            )  # fmt: skip
+        else:
+            finish(
+                state, output_desc, output, logsumexp, sinks, schedule, at, rings.outputs[WHICH],
+                VALUE_DIM,
+            )  # fmt: skip
+        if not OWN_OUTPUT:
+            wait_for_stores()
+            rings.queries[WHICH].release(tile_turn)
+        tile_turn += 1
+        place, query_len, kv_len, walk = next_ticket(rings, tile_turn)
+    wait_for_stores()
+
+
+@gluon.jit
+def next_ticket(rings, turn):
+    """What to do next, as the producer says."""
+    rings.tickets.wait(turn)
+    numbers = rings.tickets.at(turn).load(gl.BlockedLayout([16], [32], [4], [0]))
+    rings.tickets.release(turn)
+    return read_ticket(numbers)
+
+
+@gluon.jit
+def attend(
+    queries, keys, values, rules, at, walk, tile_turn, kv_turn, OWN_OUTPUT: gl.constexpr
+):  # fmt: skip
+    """Visit the tiles of keys of a walk: row_max, row_sum and weighted_sum of 64 query rows.
+
+    The product of weights and values runs under the softmax of the next tile, so it is always one
+    tile late: what a step leaves behind is the weights of its own tile.
+    """
+    KV_TILE: gl.constexpr = keys.memory.shape[3]
+    VALUE_WIDTH: gl.constexpr = values.memory.shape[4]
+    SCORES: gl.constexpr = mma_layout(KV_TILE)
+    SUMS: gl.constexpr = mma_layout(VALUE_WIDTH)
+    query_tile = as_matrix(queries.at(tile_turn))
+    queries.wait(tile_turn)
+    keys.wait(kv_turn)
+    token = multiply_keys(query_tile, as_matrix(keys.at(kv_turn)), SCORES)
+    scores = warpgroup_mma_wait(0, deps=[token])
+    keys.release(kv_turn)
+    scores = change_and_hide(scores, rules, at, walk, 0)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    weights, rescale, row_max = weigh(scores, rules, row_max)
+    weighted_sum = gl.zeros([ROWS, VALUE_WIDTH], gl.float32, SUMS)
+    state = (
+        row_max,
+        sum_by_thread(weights),
+        weighted_sum,
+        as_operand(weights, query_tile.dtype, SUMS),
+        rescale,  # 0, unknown to the compiler: else it moves the product with it elsewhere
+    )
+    for index in range(1, walk[3] + walk[5]):
+        state = fold_tile(query_tile, keys, values, rules, at, walk, index, kv_turn, state)
+        kv_turn += 1
+    if OWN_OUTPUT:  # else its memory is needed for the output
+        queries.release(tile_turn)
+    row_max, row_sum, weighted_sum, weights, rescale = state
+    values.wait(kv_turn)
+    weighted_sum = weighted_sum * along_rows(rescale, weighted_sum)
+    token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, SCORES))
+    weighted_sum, row_sum = warpgroup_mma_wait(0, deps=[token, row_sum])
+    values.release(kv_turn)
+    return row_max, row_sum, weighted_sum
+
+
+@gluon.jit
+def fold_tile(query_tile, keys, values, rules, at, walk, index, kv_turn, state):
+    """Weigh the tile of keys after turn kv_turn, while the values of kv_turn are summed up."""
+    SCORES: gl.constexpr = mma_layout(keys.memory.shape[3])
+    SUMS: gl.constexpr = mma_layout(values.memory.shape[4])
+    row_max, row_sum, weighted_sum, weights, rescale = state
+    keys.wait(kv_turn + 1)
+    scores_token = multiply_keys(query_tile, as_matrix(keys.at(kv_turn + 1)), SCORES)
+    values.wait(kv_turn)  # it is full already, but what is pinned stays below this loop
+    weighted_sum = weighted_sum * along_rows(pinned(rescale), weighted_sum)
+    sum_token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores_token])
+    keys.release(kv_turn + 1)
+    scores = change_and_hide(scores, rules, at, walk, index)
+    new_weights, rescale, row_max = weigh(scores, rules, row_max)
+    row_sum = row_sum * along_rows(rescale, row_sum) + sum_by_thread(new_weights)
+    # Without this loop in between, ptxas waits for the sum above the exponents, not under them.
+    values.wait(kv_turn + 1)
+    weighted_sum, new_weights, row_sum, rescale = warpgroup_mma_wait(
+        0, deps=[sum_token, new_weights, row_sum, rescale]
+    )
+    values.release(kv_turn)
+    return row_max, row_sum, weighted_sum, as_operand(new_weights, query_tile.dtype, SUMS), rescale
+
+
+@gluon.jit
+def multiply_keys(query_tile, key_tile, LAYOUT: gl.constexpr):
+    """Start query · keyᵀ."""
+    KV_TILE: gl.constexpr = key_tile.shape[0]
+    nothing = gl.zeros([ROWS, KV_TILE], gl.float32, LAYOUT)
+    return warpgroup_mma(
+        query_tile, key_tile.permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def finish(
+    state, output_desc, output, logsumexp, sinks, schedule, at, memory, VALUE_DIM: gl.constexpr
+):  # fmt: skip
+    """Divide by the sums of the weights; write output and lse."""
+    row_max, row_sum, weighted_sum = state
+    batch, query_head, first_row, query_len, _ = at
+    factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
+    attended = (weighted_sum * along_rows(factor, weighted_sum)).to(output_desc.dtype)
+    rows = first_row + gl.arange(0, ROWS, row_max.type.layout)
+    store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
+    wait_for_stores()
+    if first_row + ROWS <= query_len:
+        as_matrix(memory).store(attended)
+        output_batch, output_row = schedule.origin(batch, output.data)
+        store(output_desc, [output_batch, query_head, output_row + first_row, 0], memory)
+    else:  # rows past the end are another sequence's, or nobody's
+        row, channel = places_of(attended, first_row, 0)
+        pointers = row_pointers(output, batch, query_head, row, channel)
+        gl.store(pointers, attended, mask=(row < query_len) & (channel < VALUE_DIM))
+
+
+# ---- layouts --------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def mma_layout(width):
+    """How the four warps of a consumer hold 64 rows of a result."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16]
+    )
+
+
+@gluon.jit
+def as_matrix(memory):
+    """Shared memory of one tile without its batch and head: [rows, channels]."""
+    return memory.reshape([memory.shape[-2], memory.shape[-1]])
+
+
+@gluon.jit
+def as_operand(weights, dtype: gl.constexpr, SUMS: gl.constexpr):
+    """Weights as a product takes them from registers."""
+    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, SUMS, 2))

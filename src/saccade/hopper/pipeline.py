@@ -1,0 +1,189 @@
+"""Pipeline: how a producer hands tiles to consumers; the only file that knows barriers and phases.
+
+A ring is shared memory in stages, a power of two of them. Its users count *turns*, from 0 on and
+never back: turn t is in stage t % stages, for the (t // stages)-th time. A stage is full or empty;
+who waits for turn t to be full, or for its stage to be empty, need know nothing else.
+
+What differs between versions of Triton's Gluon (3.6 to 3.9) stays in this file.
+"""
+
+# Triton's language has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+fence_async_shared = hopper.fence_async_shared
+warpgroup_mma = hopper.warpgroup_mma
+warpgroup_mma_wait = hopper.warpgroup_mma_wait
+mma_v2 = hopper.mma_v2
+# 3.9 has other names for these two.
+start_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+start_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@aggregate
+class Ring:
+    """Stages of shared memory, each with a barrier that says full and one that says empty."""
+
+    memory: gl.shared_memory_descriptor  # [stages, ...]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, memory, full, empty):
+        self.memory = memory
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def acquire(self, turn):
+        """Wait until the stage of a turn is empty."""
+        mbarrier.wait(self.empty.index(self.stage(turn)), (self.round(turn) & 1) ^ 1)
+
+    @gluon.jit
+    def load(self, turn, desc, coordinates):
+        """Start to fill the stage of a turn from global memory; full when all has arrived."""
+        stage = self.stage(turn)
+        ready = self.full.index(stage)
+        mbarrier.expect(ready, desc.block_type.nbytes)
+        start_load(desc, coordinates, ready, self.memory.index(stage))
+
+    @gluon.jit
+    def put(self, turn, numbers):
+        """Fill the stage of a turn from registers."""
+        stage = self.stage(turn)
+        self.memory.index(stage).store(numbers)
+        mbarrier.arrive(self.full.index(stage), count=1)
+
+    @gluon.jit
+    def wait(self, turn):
+        """Wait until the stage of a turn is full."""
+        mbarrier.wait(self.full.index(self.stage(turn)), self.round(turn) & 1)
+
+    @gluon.jit
+    def at(self, turn):
+        """The shared memory of a turn."""
+        return self.memory.index(self.stage(turn))
+
+    @gluon.jit
+    def release(self, turn):
+        """One consumer is done with the stage of a turn."""
+        mbarrier.arrive(self.empty.index(self.stage(turn)), count=1)
+
+    @gluon.jit
+    def stage(self, turn):
+        """Where a turn is."""
+        return turn & (self.full.shape[0] - 1)
+
+    @gluon.jit
+    def round(self, turn):
+        """How often its stage was used before."""
+        return turn >> exponent_of(self.full.shape[0])
+
+
+@gluon.jit
+def make_ring(dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, USERS: gl.constexpr):
+    """A ring of shape[0] stages, each of which so many consumers empty."""
+    STAGES: gl.constexpr = shape[0]
+    memory = gl.allocate_shared_memory(dtype, shape, layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=USERS)
+    return Ring(memory, full, empty)
+
+
+@gluon.jit
+def pinned(numbers):
+    """The same numbers, which no compiler takes to be known further up; one product may run on.
+
+    Without this, LLVM and ptxas mix the use of them into the instructions that start a product.
+    """
+    return warpgroup_mma_wait(1, deps=[numbers])
+
+
+@gluon.jit
+def store(desc, coordinates, memory):
+    """Start to write shared memory, just written by this partition, to global memory."""
+    fence_async_shared()
+    start_store(desc, coordinates, memory)
+
+
+@gluon.jit
+def wait_for_stores():
+    """Wait until this partition's stores have read their shared memory."""
+    tma.store_wait(0)
+
+
+@aggregate
+class Rings:
+    """All that producer and consumers share."""
+
+    tickets: Ring
+    queries: gl.tuple  # a ring for each consumer
+    keys: Ring
+    values: Ring
+    outputs: gl.tuple  # memory for each consumer
+
+    @gluon.constexpr_function
+    def __init__(self, tickets, queries, keys, values, outputs):
+        self.tickets = tickets
+        self.queries = queries
+        self.keys = keys
+        self.values = values
+        self.outputs = outputs
+
+
+@gluon.jit
+def make_rings(
+    query_desc, key_desc, value_desc, output_desc,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+):  # fmt: skip
+    """Shared memory of a program. Unless OWN_OUTPUT, output lies where its queries lay."""
+    TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tickets = make_ring(gl.int32, [2, 16], TICKETS, CONSUMERS)
+    keys = make_ring_for(key_desc, STAGES, CONSUMERS)
+    values = make_ring_for(value_desc, STAGES, CONSUMERS)
+    queries, outputs = (), ()
+    for _ in gl.static_range(CONSUMERS):
+        ring = make_ring_for(query_desc, 1, 1)
+        queries = queries + (ring,)  # noqa: RUF005
+        if OWN_OUTPUT:
+            outputs = outputs + (make_memory_for(output_desc),)  # noqa: RUF005
+        else:
+            outputs = outputs + (ring.memory.index(0),)  # noqa: RUF005
+    return Rings(tickets, queries, keys, values, outputs)
+
+
+@gluon.jit
+def make_ring_for(desc, STAGES: gl.constexpr, USERS: gl.constexpr):
+    """A ring of tiles as a descriptor loads them."""
+    SHAPE: gl.constexpr = in_stages(STAGES, desc.block_type.shape)
+    LAYOUT: gl.constexpr = desc.layout
+    return make_ring(desc.dtype, SHAPE, LAYOUT, USERS)
+
+
+@gluon.jit
+def make_memory_for(desc):
+    """Shared memory of one tile as a descriptor stores it."""
+    LAYOUT: gl.constexpr = desc.layout
+    return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, LAYOUT)
+
+
+@gluon.constexpr_function
+def exponent_of(power_of_two):
+    """The base-2 logarithm of a power of two."""
+    return power_of_two.bit_length() - 1
+
+
+@gluon.constexpr_function
+def in_stages(stages, shape):
+    """The shape of so many stages."""
+    return [stages, *shape]

@@ -1,0 +1,166 @@
+"""Schedule: in which order programs take tiles of query rows, and what they are told about them.
+
+A ticket is what the producer tells the consumers about the tile of query rows that comes next.
+Numbers are given to programs in order of cost, dearest first, so that the last ones to finish have
+little to do (longest processing time first, Graham 1969).
+"""
+
+# Triton's language has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.kernels.tiles import wide
+
+TICKET_SIZE = gl.constexpr(16)
+
+
+class Schedule(NamedTuple):
+    """How many tiles there are, and in which order they are taken; numbers are made by `as_odd`."""
+
+    origin: Any  # dense_origin or packed_origin (tiles.py): coordinates of a sequence's first row
+    counter: Any  # int32 in memory, 0 between calls; None: every program knows its tiles ahead
+    total: int  # tiles of query rows, of all heads and sequences
+    slots: int  # of one head (and sequence)
+    heads_at_once: int  # heads whose tiles are taken in turn, so that their keys stay in the L2
+
+
+def as_odd(number: int) -> int:
+    """A number as a Schedule holds it. Triton compiles anew for 1 and for multiples of 16."""
+    return 2 * number + 1
+
+
+@gluon.jit
+def num_tiles(schedule):
+    """How many tiles of query rows there are in all."""
+    return schedule.total >> 1
+
+
+@gluon.jit
+def next_number(schedule, number):
+    """The number that a program takes after another one: the next that nobody has, or its own."""
+    if schedule.counter is None:
+        following = number + gl.num_programs(0)
+    else:
+        # Each program takes one number too many; who takes the very last resets the counter.
+        taken = gl.atomic_add(schedule.counter, 1, sem="relaxed")
+        if taken == num_tiles(schedule) - 1:
+            gl.store(schedule.counter, 0)
+        following = taken + gl.num_programs(0)
+    return following
+
+
+@gluon.jit
+def program_of(schedule, number):
+    """The program, as Views count them, behind a number.
+
+    Tiles of `heads_at_once` heads take turns: all last tiles of these heads, then all last but one.
+    """
+    slots, at_once = schedule.slots >> 1, schedule.heads_at_once >> 1
+    group = number // (slots * at_once)
+    rest = number - group * (slots * at_once)
+    heads = gl.minimum(num_tiles(schedule) // slots - group * at_once, at_once)
+    return (group * at_once + rest % heads) * slots + rest // heads
+
+
+@gluon.jit
+def tile_of(rules, walk, index):
+    """The tile of keys that is visited as number `index`: edges come first.
+
+    A walk of no tiles is taken as one of a single edge, so that nobody need tell it apart: all of
+    its pairs are hidden.
+    """
+    edge_index = gl.maximum(gl.minimum(index, walk[3] - 1), 0)  # lists have no other places
+    edge = rules.mask.tile(rules.mask, walk, edge_index, False)
+    clean = rules.mask.tile(rules.mask, walk, gl.maximum(index - walk[3], 0), True)
+    tile = gl.where(index < walk[3], edge, clean).to(gl.int32)
+    return gl.where(walk[3] + walk[5] == 0, 0, tile)
+
+
+@gluon.jit
+def is_edge(walk, index):
+    """Whether pairs of that tile may be hidden."""
+    return index < gl.maximum(walk[3], 1 - walk[5])
+
+
+@gluon.jit
+def write_ticket(place, query_len, kv_len, walk):
+    """A ticket as numbers, to hand through shared memory. place: batch, head, first row."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    index = gl.arange(0, TICKET_SIZE, LAYOUT)
+    numbers = gl.where(index == 0, place[0], 0)
+    numbers = gl.where(index == 1, place[1], numbers)
+    numbers = gl.where(index == 2, place[2], numbers)
+    numbers = gl.where(index == 3, query_len, numbers)
+    numbers = gl.where(index == 4, kv_len, numbers)
+    first = wide(walk[0])
+    numbers = gl.where(index == 5, first.to(gl.int32), numbers)
+    numbers = gl.where(index == 6, (first >> 32).to(gl.int32), numbers)
+    for place_in_walk in gl.static_range(1, 6):
+        numbers = gl.where(index == 6 + place_in_walk, walk[place_in_walk], numbers)
+    return numbers
+
+
+@gluon.jit
+def read_ticket(numbers):
+    """What was written, by every thread for itself."""
+    first = entry(numbers, 6).to(gl.int64) << 32 | (entry(numbers, 5).to(gl.int64) & 0xFFFFFFFF)
+    walk = (
+        first, entry(numbers, 7), entry(numbers, 8), entry(numbers, 9), entry(numbers, 10),
+        entry(numbers, 11),
+    )  # fmt: skip
+    place = entry(numbers, 0), entry(numbers, 1), entry(numbers, 2)
+    return place, entry(numbers, 3), entry(numbers, 4), walk
+
+
+@gluon.jit
+def entry(numbers, PLACE: gl.constexpr):
+    """One number of a ticket that every thread holds whole."""
+    index = gl.arange(0, TICKET_SIZE, numbers.type.layout)
+    return gl.sum(gl.where(index == PLACE, numbers, 0), 0)
+
+
+# ---- a mask's walk, by one warp: Gluon wants the layout of `visibility.found` to be named -------
+
+
+@gluon.jit
+def found(
+    mask, batch, head, slot, start, lengths,
+    TILE: gl.constexpr, OTHER: gl.constexpr, OVER_KEYS: gl.constexpr,
+):  # fmt: skip
+    """Judge all tiles of keys, 32 together; see `visibility.find_walk`."""
+    tiles_of_warp = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    query_len, kv_len = lengths
+    low = start + tiles_of_warp * 0
+    high = gl.minimum(low + TILE, query_len) - 1
+    count = (kv_len + OTHER - 1) // OTHER
+    first, end = count, 0
+    clean_first, clean_end = count, count
+    for base in range(0, count, 32):
+        tiles = base + tiles_of_warp
+        exists = tiles < count
+        kv_low = gl.where(exists, tiles * OTHER, 0)
+        kv_high = gl.minimum(kv_low + OTHER, kv_len) - 1
+        possible, certain = mask.judge(
+            batch, head, low, high, kv_low, kv_high, kv_len - query_len, mask.data, TILE, OTHER
+        )
+        possible = possible & exists
+        certain = certain & exists & (kv_low + OTHER <= kv_len)
+        first = gl.minimum(first, gl.min(gl.where(possible, tiles, count), 0))
+        end = gl.maximum(end, gl.max(gl.where(possible, tiles + 1, 0), 0))
+        clean_first = gl.minimum(clean_first, gl.min(gl.where(certain, tiles, count), 0))
+        after = (tiles > clean_first) & (certain == 0)
+        clean_end = gl.minimum(clean_end, gl.min(gl.where(after, tiles, count), 0))
+    end = gl.maximum(first, end)
+    clean_first = gl.minimum(clean_first, end)
+    clean_end = gl.maximum(gl.minimum(clean_end, end), clean_first)
+    num_left = clean_first - first
+    num_edges = num_left + end - clean_end
+    return first, num_left, clean_end - num_left, num_edges, clean_first, clean_end - clean_first

@@ -1,0 +1,61 @@
+"""Hopper kernels are named, and say what they do not serve."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import saccade
+from saccade import dispatch, masks
+from saccade.prepare import prepare
+
+BF16 = torch.bfloat16
+
+
+def problem(query: Tensor, key: Tensor | None = None, **more: Any) -> Any:
+    options: dict[str, Any] = {
+        "mask": None, "score": None, "scale": None, "sinks": None, "dropout_p": 0.0,
+        "return_lse": False, "deterministic": False, "config": None, **more,
+    }  # fmt: skip
+    key = query if key is None else key
+    return prepare(query, key, key, None, None, None, None, **options)[2]
+
+
+def reason(*tensors: Tensor, **more: Any) -> str:
+    return dispatch.BY_NAME["hopper"].unsupported(problem(*tensors, **more)) or ""
+
+
+def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def test_it_is_last_and_so_must_be_named():
+    assert dispatch.NAMES[-1] == "hopper"
+    with pytest.raises(NotImplementedError, match="hopper: "):
+        query = rows(1, 2, 8, 64)
+        saccade.attention(query, query, query, implementation="hopper")
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("float32", lambda: reason(rows(1, 2, 8, 64, dtype=torch.float32))),
+        ("multiples of 8", lambda: reason(rows(1, 2, 8, 60))),
+        ("nothing to load", lambda: reason(rows(1, 2, 8, 64), rows(1, 2, 0, 64))),
+        ("does not drop", lambda: reason(rows(1, 2, 8, 64), dropout_p=0.5)),
+        ("takes no config", lambda: reason(rows(1, 2, 8, 64), config=saccade.Config(kv_tile=64))),
+        ("strides", lambda: reason(rows(1, 2, 8, 65)[..., :64])),
+        ("strides", lambda: reason(rows(1, 1, 8, 64).expand(1, 2, 8, 64))),
+        ("strides", lambda: reason(rows(1, 2, 8, 128)[..., ::2])),
+        ("GPU", lambda: reason(rows(1, 2, 8, 64, dtype=torch.float16), mask=masks.causal())),
+    ],
+)
+def test_reasons(what, found):
+    assert what in found()
+
+
+def test_projections_and_single_rows_are_taken_as_they_lie():
+    assert problem(rows(2, 9, 4, 64).transpose(1, 2)).tma
+    assert problem(rows(2, 9, 4, 192).transpose(1, 2)[..., 64:128]).tma
+    assert problem(rows(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 5, 7, 1))).tma

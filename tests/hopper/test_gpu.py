@@ -1,0 +1,100 @@
+"""Hopper kernels on a GPU: lengths around every edge, schedules, graphs, streams, addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import saccade
+from saccade import masks
+from saccade.testing import assert_exact, make_case
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16 = torch.bfloat16, torch.float16
+LENGTHS = [(1, 1), (63, 129), (64, 128), (65, 127), (192, 193), (129, 1000), (700, 64)]
+
+
+@pytest.fixture(autouse=True)
+def _needs_hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("this GPU is no Hopper")
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+
+def attend(*tensors: Tensor, **options: Any) -> Tensor:
+    return saccade.attention(*tensors, implementation="hopper", **options)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "documents", "blocks"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_lengths_around_tiles(head_dim: int, mask: str, lengths: tuple[int, int]) -> None:
+    case = make_case(
+        mask=mask, lengths=(lengths,), head_dim=head_dim, value_dim=head_dim, dtype=BF16,
+        group=2, device="cuda", spoil_hidden=lengths[0] == 129,
+    )  # fmt: skip
+    assert_exact(case, "hopper")
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "documents"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_packed(mask: str, dtype: torch.dtype) -> None:
+    case = make_case(
+        packed=True, lengths=((200, 300), (0, 40), (65, 0), (130, 130), (1, 700)), mask=mask,
+        head_dim=128, value_dim=128, group=3, dtype=dtype, sinks=True, device="cuda",
+    )  # fmt: skip
+    assert_exact(case, "hopper")
+
+
+def test_a_graph_replays_beside_calls_on_its_stream() -> None:
+    static = [normal(4, 8, 1000, 128, seed=n) for n in range(3)]
+    wanted = attend(*static, mask=masks.causal())
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        captured = attend(*static, mask=masks.causal())
+    for _ in range(5):
+        graph.replay()
+        with torch.cuda.stream(stream):
+            beside = attend(*static, mask=masks.causal())
+        torch.cuda.synchronize()
+        assert torch.equal(captured, wanted)
+        assert torch.equal(beside, wanted)
+
+
+def test_calls_on_two_streams_do_not_share_a_counter() -> None:
+    tensors = [normal(2, 8, 2000, 64, seed=n) for n in range(3)]
+    wanted = attend(*tensors, mask=masks.causal())
+    streams, found = [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(attend(*tensors, mask=masks.causal()))
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, wanted) for output in found)
+
+
+def test_unaligned_equals_aligned() -> None:
+    tensors = [normal(1, 2, 300, 64, seed=n) for n in range(3)]
+    moved = []
+    for tensor in tensors:
+        memory = torch.empty(tensor.numel() + 1, dtype=BF16, device="cuda")
+        moved.append(memory[1:].view(tensor.shape).copy_(tensor))
+    assert torch.equal(attend(*moved), attend(*tensors))
+
+
+def test_grouped_queries_of_a_projection_are_read_as_they_lie() -> None:
+    joint = normal(2, 500, 8 + 2 + 2, 128)
+    query, key, value = (part.transpose(1, 2) for part in joint.split([8, 2, 2], 2))
+    found = attend(query, key, value, mask=masks.causal())
+    wanted = attend(*(t.contiguous() for t in (query, key, value)), mask=masks.causal())
+    assert torch.equal(found, wanted)

@@ -1,0 +1,29 @@
+"""The machine code is the wanted one: WGMMA, no spills in its loops, exponents under a product."""
+
+import importlib.util
+
+import pytest
+
+from saccade.offline import findings, pool
+from saccade.offline.calls import Call
+from saccade.offline.pool import Job
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+EXPONENTS = {64: 66, 128: 66, 256: 34}  # of a thread: half a tile of keys, and two to rescale by
+
+
+def compiled(*calls):
+    jobs = [Job("sm_90", call, "hopper", ("hopper_forward",)) for call in calls]
+    return pool.compile_all(jobs, 1)
+
+
+def test_all_widths_multiply_and_cover_their_exponents():
+    calls = [Call(128, mask="causal"), Call(64), Call(256)]
+    for result in compiled(*calls):
+        assert not findings.fault(result) or findings.excuse(result), findings.fault(result)
+        assert result.usage is not None
+        assert result.usage.looped == 0
+        assert result.usage.products >= 64
+        assert result.usage.covered == EXPONENTS[result.job.call.head_dim]
