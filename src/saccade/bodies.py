@@ -90,7 +90,7 @@ class PagedBody(Protocol):
 
 
 MODULES = {"cpu": "saccade.cpu.attention", "portable": "saccade.portable.attention"}
-PAGED_MODULES = {"cpu": "saccade.cpu.paged"}
+PAGED_MODULES = {"cpu": "saccade.cpu.paged", "portable": "saccade.portable.paged"}
 LINEAR_MODULES = {"cpu": "saccade.cpu.linear", "portable": "saccade.portable.linear"}
 
 _imported: dict[str, Any] = {}

@@ -25,8 +25,6 @@ WIDEST = 256  # channels that portable kernels hold at once
 
 
 def _portable_unsupported(problem: Problem) -> str | None:
-    if problem.page_size:
-        return "it has no kernels for pages yet"
     widest = max(problem.head_dim, problem.value_dim)
     if widest > WIDEST:
         return f"head_dim and value_dim go up to {WIDEST}, not {widest}"

@@ -1,0 +1,98 @@
+"""Configs of attention over pages: a pure function of the problem and the device's capability.
+
+Sequences of few query rows (decoding, drafts) have tiles of 16 rows; what matters there is how
+many bytes are on their way, that is tiles, stages and programs on each multiprocessor. Chunks of
+prompts have tiles like the forward kernel of dense calls. Nothing here was timed yet.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from saccade.portable.configs import WIDTHS, check
+from saccade.problem import Config
+
+
+class PagedConfig(NamedTuple):
+    """How attention over pages runs."""
+
+    query_tile: int  # rows of a tile: query rows × query heads of one key head
+    kv_tile: int
+    num_warps: int
+    num_stages: int
+    programs: int  # on each multiprocessor
+
+
+class PagedProblem(NamedTuple):
+    """What a config depends on."""
+
+    architecture: str  # one of configs.ARCHITECTURES
+    chunks: bool  # sequences of many query rows
+    width: int  # the larger of head_dim and value_dim, as the kernel widens them
+    wide: bool  # float32: no tensor cores, twice the memory
+    group: int  # query heads of a key head
+
+
+LEAST_SHARE = 2  # units of work that are worth a program
+# With batch_invariant=True items are cut every so many units, or into MOST_CUTS parts; chunks are
+# not cut at all, as partial results of all their tiles would take too much memory.
+FIXED_SHARE = 33
+MOST_CUTS = 16
+LARGEST_GROUP = 64  # query heads that share a tile; a larger group reads its keys more than once
+
+Row = tuple[tuple[int, int, int, int, int], ...]
+
+# Columns: configs.WIDTHS.
+_FEW: dict[str, Row] = {
+    "sm_75": ((16, 32, 4, 1, 2), (16, 32, 4, 1, 2), (16, 16, 4, 1, 2), (16, 16, 8, 1, 1)),
+    "sm_80": ((16, 128, 4, 3, 2), (16, 128, 4, 3, 2), (16, 64, 4, 3, 2), (16, 32, 4, 3, 2)),
+    "sm_90": ((16, 128, 4, 3, 3), (16, 128, 4, 3, 3), (16, 64, 4, 4, 2), (16, 32, 4, 4, 2)),
+    "gfx942": ((16, 64, 4, 2, 2), (16, 64, 4, 2, 2), (16, 64, 4, 1, 2), (16, 32, 4, 1, 2)),
+}
+_FEW["sm_100"] = _FEW["sm_90"]
+_FEW["sm_86"] = _FEW["sm_89"] = _FEW["sm_120"] = (
+    (16, 128, 4, 2, 2), (16, 64, 4, 3, 2), (16, 32, 4, 3, 2), (16, 32, 4, 2, 1),
+)  # fmt: skip
+_CHUNKS: dict[str, Row] = {
+    "sm_75": ((32, 32, 8, 1, 2), (32, 32, 8, 1, 2), (16, 16, 8, 1, 2), (16, 16, 8, 1, 1)),
+    "sm_80": ((64, 64, 4, 2, 2), (64, 64, 4, 2, 2), (128, 32, 8, 3, 1), (64, 32, 8, 2, 1)),
+    "sm_90": ((64, 64, 4, 3, 2), (128, 64, 4, 3, 2), (128, 64, 8, 3, 1), (64, 32, 8, 2, 1)),
+    "gfx942": ((64, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 32, 4, 1, 1), (32, 32, 4, 1, 1)),
+}
+_CHUNKS["sm_100"] = _CHUNKS["sm_90"]
+_CHUNKS["sm_86"] = _CHUNKS["sm_89"] = _CHUNKS["sm_120"] = (
+    (64, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1),
+)  # fmt: skip
+_FLOAT32: dict[bool, Row] = {
+    False: ((16, 32, 4, 1, 2), (16, 32, 4, 1, 2), (16, 16, 4, 1, 2), (16, 16, 8, 1, 1)),
+    True: ((32, 32, 4, 1, 2), (32, 32, 4, 1, 2), (16, 16, 8, 1, 2), (16, 16, 8, 1, 1)),
+}
+
+
+def default(problem: PagedProblem) -> PagedConfig:
+    """The config in the tables above; tiles of few rows hold a whole group, if they can."""
+    column = next(column for column, widest in enumerate(WIDTHS) if problem.width <= widest)
+    of_half = _CHUNKS if problem.chunks else _FEW
+    row = _FLOAT32[problem.chunks] if problem.wide else of_half[problem.architecture]
+    config = PagedConfig(*row[column])
+    group = 1 << (min(problem.group, LARGEST_GROUP) - 1).bit_length() if problem.group else 1
+    if problem.wide or problem.architecture == "sm_75":
+        return config
+    return config._replace(query_tile=max(config.query_tile, group))
+
+
+def choose(problem: PagedProblem, given: Config) -> PagedConfig:
+    """The config of a launch: what the caller gave, and the default for the rest.
+
+    Raises:
+        ValueError: for a given number that no kernel can have.
+    """
+    config = default(problem)
+    check(given)
+    return PagedConfig(
+        given.query_tile or config.query_tile,
+        given.kv_tile or config.kv_tile,
+        given.num_warps or config.num_warps,
+        given.num_stages or config.num_stages,
+        config.programs,
+    )
