@@ -176,12 +176,19 @@ class PagedKind(NamedTuple):
 
 
 def made_regular(inputs: PagedInputs) -> PagedInputs:
-    """The inputs with channels, and entries of tables, side by side; copied where they are not."""
+    """The inputs with channels, and entries of tables, side by side; copied where they are not.
+
+    Pages of float8_e4m3fn are bytes on GPUs that do not convert it.
+    """
     changes = {}
     for name in ("query", "key_pages", "value_pages", "page_table", "kv_lens", "cu_seqlens_q"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             changes[name] = tensor.contiguous()
+    if inputs.key_pages.dtype == torch.float8_e4m3fn:
+        if kind.architecture(inputs.query) not in paged_configs.CONVERTS_FP8:
+            for name in ("key_pages", "value_pages"):
+                changes[name] = changes.get(name, getattr(inputs, name)).view(torch.uint8)
     return inputs._replace(**changes) if changes else inputs
 
 
