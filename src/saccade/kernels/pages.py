@@ -78,10 +78,10 @@ def load_slots(
     if WHOLE:
         if DIM == WIDTH:
             return tl.load(pointers)
-        return tl.load(pointers, mask=channels < DIM, other=0)
+        return tl.load(pointers, mask=channels < DIM, other=0.0)
     if DIM != WIDTH:
         exists = exists & (channels < DIM)
-    return tl.load(pointers, mask=exists, other=0)
+    return tl.load(pointers, mask=exists, other=0.0)
 
 
 @triton.jit

@@ -184,14 +184,6 @@ def part_of_walk(walk, offset, end):
 
 
 @triton.jit
-def tile_of_walk(walk, number):
-    """The tile of keys that is visited as number so-and-so: clean ones first, then edges."""
-    edge = number - walk[5]
-    of_edge = edge + tl.where(edge < walk[1], walk[0], walk[2])
-    return tl.where(number < walk[5], walk[4] + number, of_edge)
-
-
-@triton.jit
 def write_note(schedule, notes, program, group, index, offset, budget, share, units):
     """Tell the merging kernel that an item was cut, once: by the program that goes on with it
     first. notes [programs, NOTE_SIZE]."""

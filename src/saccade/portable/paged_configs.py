@@ -30,7 +30,10 @@ class PagedProblem(NamedTuple):
     chunks: bool  # sequences of many query rows
     width: int  # the larger of head_dim and value_dim, as the kernel widens them
     wide: bool  # float32: no tensor cores, twice the memory
-    group: int  # query heads of a key head
+    group: int = 1  # query heads of a key head
+    rows: int = 0  # query rows × query heads of a key head, if they are known to be few
+    converted: bool = False  # pages of eight bits, which take registers to convert
+    by_pair: bool = False  # mask or score reads a captured tensor for each pair
 
 
 CONVERTS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")  # float8_e4m3fn, that is
@@ -43,43 +46,52 @@ LARGEST_GROUP = 64  # query heads that share a tile; a larger group reads its ke
 
 Row = tuple[tuple[int, int, int, int, int], ...]
 
-# Columns: configs.WIDTHS.
+# Columns: configs.WIDTHS. Chunks have smaller tiles where more is done for each pair.
 _FEW: dict[str, Row] = {
     "sm_75": ((16, 32, 4, 1, 2), (16, 32, 4, 1, 2), (16, 16, 4, 1, 2), (16, 16, 8, 1, 1)),
     "sm_80": ((16, 128, 4, 3, 2), (16, 128, 4, 3, 2), (16, 64, 4, 3, 2), (16, 32, 4, 3, 2)),
-    "sm_90": ((16, 128, 4, 3, 3), (16, 128, 4, 3, 3), (16, 64, 4, 4, 2), (16, 32, 4, 4, 2)),
+    "sm_86": ((16, 64, 4, 3, 2), (16, 64, 4, 3, 2), (16, 32, 4, 3, 2), (16, 32, 4, 2, 1)),
+    "sm_90": ((16, 128, 4, 3, 2), (16, 128, 4, 3, 2), (16, 64, 4, 4, 2), (16, 32, 4, 4, 2)),
     "gfx942": ((16, 64, 4, 2, 2), (16, 64, 4, 2, 2), (16, 64, 4, 1, 2), (16, 32, 4, 1, 2)),
 }
-_FEW["sm_100"] = _FEW["sm_90"]
-_FEW["sm_86"] = _FEW["sm_89"] = _FEW["sm_120"] = (
-    (16, 128, 4, 2, 2), (16, 64, 4, 3, 2), (16, 32, 4, 3, 2), (16, 32, 4, 2, 1),
-)  # fmt: skip
 _CHUNKS: dict[str, Row] = {
     "sm_75": ((32, 32, 8, 1, 2), (32, 32, 8, 1, 2), (16, 16, 8, 1, 2), (16, 16, 8, 1, 1)),
     "sm_80": ((64, 64, 4, 2, 2), (64, 64, 4, 2, 2), (128, 32, 8, 3, 1), (64, 32, 8, 2, 1)),
-    "sm_90": ((64, 64, 4, 3, 2), (128, 64, 4, 3, 2), (128, 64, 8, 3, 1), (64, 32, 8, 2, 1)),
+    "sm_86": ((64, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
+    "sm_90": ((128, 64, 8, 3, 1), (128, 64, 8, 3, 1), (128, 64, 8, 3, 1), (64, 32, 8, 2, 1)),
     "gfx942": ((64, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 32, 4, 1, 1), (32, 32, 4, 1, 1)),
 }
-_CHUNKS["sm_100"] = _CHUNKS["sm_90"]
-_CHUNKS["sm_86"] = _CHUNKS["sm_89"] = _CHUNKS["sm_120"] = (
-    (64, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1),
-)  # fmt: skip
+_BUSY_CHUNKS: dict[str, Row] = {
+    "sm_75": _CHUNKS["sm_75"],
+    "sm_80": ((64, 32, 4, 2, 2), (64, 32, 4, 2, 2), (64, 32, 4, 2, 1), (32, 32, 8, 2, 1)),
+    "sm_86": ((64, 32, 4, 2, 2), (64, 32, 4, 2, 2), (64, 32, 4, 2, 1), (32, 32, 8, 2, 1)),
+    "sm_90": ((64, 32, 4, 3, 2), (64, 32, 4, 3, 2), (64, 32, 4, 3, 2), (32, 32, 8, 2, 1)),
+    "gfx942": ((32, 32, 4, 1, 2), (32, 32, 4, 1, 2), (32, 32, 4, 1, 1), (16, 32, 4, 1, 1)),
+}
 _FLOAT32: dict[bool, Row] = {
     False: ((16, 32, 4, 1, 2), (16, 32, 4, 1, 2), (16, 16, 4, 1, 2), (16, 16, 8, 1, 1)),
     True: ((32, 32, 4, 1, 2), (32, 32, 4, 1, 2), (16, 16, 8, 1, 2), (16, 16, 8, 1, 1)),
 }
+_ALIKE = {"sm_89": "sm_86", "sm_120": "sm_86", "sm_100": "sm_90"}
+_MOST_FEW = 64  # rows of a tile that is read for few query rows
 
 
 def default(problem: PagedProblem) -> PagedConfig:
-    """The config in the tables above; tiles of few rows hold a whole group, if they can."""
+    """The config in the tables above; tiles of few rows hold all of them, if they can."""
     column = next(column for column, widest in enumerate(WIDTHS) if problem.width <= widest)
-    of_half = _CHUNKS if problem.chunks else _FEW
-    row = _FLOAT32[problem.chunks] if problem.wide else of_half[problem.architecture]
+    architecture = _ALIKE.get(problem.architecture, problem.architecture)
+    busy = problem.converted or problem.by_pair
+    chunks = _BUSY_CHUNKS if busy else _CHUNKS
+    row = (chunks if problem.chunks else _FEW)[architecture]
+    if problem.wide:
+        row = _FLOAT32[problem.chunks]
     config = PagedConfig(*row[column])
-    group = 1 << (min(problem.group, LARGEST_GROUP) - 1).bit_length() if problem.group else 1
-    if problem.wide or problem.architecture == "sm_75":
+    if problem.chunks or problem.wide or architecture == "sm_75":
         return config
-    return config._replace(query_tile=max(config.query_tile, group))
+    rows = max(problem.rows, min(problem.group, LARGEST_GROUP))
+    rows = 1 << (max(rows, 1) - 1).bit_length()
+    fitting = rows <= (_MOST_FEW if problem.width <= 128 else 32)
+    return config._replace(query_tile=max(config.query_tile, rows)) if fitting else config
 
 
 def choose(problem: PagedProblem, given: Config) -> PagedConfig:

@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 
 from saccade.kernels.pages import as_numbers, find_page, load_scales, load_slots, slots_of
-from saccade.kernels.schedule import BEGUN, part_of_walk, tile_of_walk, write_note
+from saccade.kernels.schedule import BEGUN, part_of_walk, write_note
 from saccade.kernels.softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
 from saccade.kernels.tiles import (
     ADDED,
-    any_spoilt,
     load_rows,
     num_rows,
     spoilt_rows,
@@ -29,7 +28,7 @@ from saccade.kernels.tiles import (
     wide,
     without,
 )
-from saccade.kernels.visibility import CAREFUL_ROWS, next_in_range
+from saccade.kernels.visibility import next_in_range
 
 
 class Partials(NamedTuple):
@@ -74,9 +73,8 @@ def attention_pages(
         if sinks is not None:  # which belong to the first piece
             row_max = tl.where(offset == 0, row_max, float("-inf"))
             row_sum = tl.where(offset == 0, row_sum, 0.0)
-        before = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
+        state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
         clean_first, clean_end, edge_first, edge_end = part_of_walk(walk, offset, end)
-        state = before
         kv_start = next_in_range(None, walk, clean_first, True) * KV_TILE
         page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE)
         for number in range(clean_first, clean_end):  # clean tiles: no mask arithmetic
@@ -85,7 +83,7 @@ def attention_pages(
             next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
-                HEAD_DIM, VALUE_DIM, PAGE_SIZE, KV_TILE, PRECISION, False, False,
+                HEAD_DIM, VALUE_DIM, PAGE_SIZE, KV_TILE, PRECISION, False,
             )  # fmt: skip
             page = next_page
         kv_start = next_in_range(None, walk, edge_first, False) * KV_TILE
@@ -96,22 +94,9 @@ def attention_pages(
             next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
-                HEAD_DIM, VALUE_DIM, PAGE_SIZE, KV_TILE, PRECISION, True, False,
+                HEAD_DIM, VALUE_DIM, PAGE_SIZE, KV_TILE, PRECISION, True,
             )  # fmt: skip
             page = next_page
-        if rules.mask.visible is not None and any_spoilt(state[2]):
-            # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care.
-            PARTS: tl.constexpr = KV_TILE // CAREFUL_ROWS
-            state = before
-            first, last = clean_first + edge_first, clean_end + edge_end
-            for number in tl.range(first * PARTS, last * PARTS, num_stages=1):
-                kv_start = tile_of_walk(walk, number // PARTS) * KV_TILE
-                kv_start += number % PARTS * CAREFUL_ROWS
-                page = find_page(key, batch, kv_start, at[5], CAREFUL_ROWS, PAGE_SIZE)
-                state = fold_pages(
-                    key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start,
-                    state, HEAD_DIM, VALUE_DIM, PAGE_SIZE, CAREFUL_ROWS, PRECISION, True, True,
-                )  # fmt: skip
         if (offset == 0) & (end == units):
             divisor, natural_lse = finish_softmax(state[0], state[1])
             attended = state[2] / divisor[:, None]
@@ -156,11 +141,11 @@ def rows_of_tile(
 def fold_pages(
     key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Fold ROWS keys and values into the state (row_max, row_sum, weighted_sum).
 
-    EDGE and CAREFUL: as in the forward kernel of dense calls.
+    page: where the keys lie (find_page). EDGE: pairs may be hidden, and rows lie past the end.
     """
     batch, kv_head, query_heads, query_rows, query_len, kv_len = at
     row_max, row_sum, weighted_sum = state
@@ -175,15 +160,16 @@ def fold_pages(
     key_tile, value_tile = as_numbers(stored_keys, DTYPE), as_numbers(stored_values, DTYPE)
     if value_scales is not None:
         value_factors = load_scales(value_scales, kv_head, place, exists, ROWS)
-    if CAREFUL:
-        spoilt_query, spoilt_value = spoilt_rows(query_tile), spoilt_rows(value_tile)
+        if tl.float16 == DTYPE:  # weights times factors may be too small for it
+            value_tile = as_numbers(stored_values, tl.float32) * value_factors[:, None]
+            value_tile = value_tile.to(DTYPE)
+    if EDGE and rules.mask.visible is not None:
+        # Hidden is selected away, but 0 · NaN is NaN: a spoilt value becomes 0, its score NaN.
+        spoilt = spoilt_rows(value_tile)
         if value_scales is not None:
-            spoilt_factor = (tl.abs(value_factors) < float("inf")) == 0
-            value_factors = tl.where(spoilt_factor, 1.0, value_factors)
-            spoilt_value = spoilt_value | spoilt_factor
-        spoilt = spoilt_query[:, None] | (spoilt_value | spoilt_rows(key_tile))[None, :]
-        query_tile = without(spoilt_query, query_tile)
-        value_tile = without(spoilt_value, value_tile)
+            spoilt = spoilt | ((tl.abs(value_factors) < float("inf")) == 0)
+            value_factors = tl.where(spoilt, 0.0, value_factors)
+        value_tile = without(spoilt, value_tile)
 
     scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
     if key_scales is not None:
@@ -194,11 +180,10 @@ def fold_pages(
             scores * rules.scale, batch, query_heads[:, None], query_rows[:, None],
             kv_rows[None, :], shift, rules.score.data,
         )  # fmt: skip
-    if CAREFUL:
-        scores = tl.where(spoilt, float("nan"), scores)
     if EDGE:
         visible = (kv_rows < kv_len)[None, :]
         if rules.mask.visible is not None:
+            scores = tl.where(spoilt[None, :], float("nan"), scores)
             visible = visible & rules.mask.visible(
                 batch, query_heads[:, None], query_rows[:, None], kv_rows[None, :], shift,
                 rules.mask.data,
@@ -209,17 +194,11 @@ def fold_pages(
     weights, rescale, row_max, row_sum = softmax_step(
         scores, factor, row_max, row_sum, EDGE or rules.score is not None
     )
-    if value_scales is None:
-        weighted_sum = tl.dot(
-            weights.to(DTYPE), value_tile, weighted_sum * rescale[:, None],
-            input_precision=PRECISION,
-        )  # fmt: skip
-    else:  # the largest factor becomes 1, so that float16 holds all of them
-        largest = tl.max(tl.abs(value_factors), 0)
-        largest = tl.where((largest > 0) & (largest < float("inf")), largest, 1.0)
-        weights = weights * (value_factors / largest)[None, :]
-        product = tl.dot(weights.to(DTYPE), value_tile, input_precision=PRECISION)
-        weighted_sum = weighted_sum * rescale[:, None] + product * largest
+    if value_scales is not None and tl.float16 != DTYPE:
+        weights = weights * value_factors[None, :]
+    weighted_sum = tl.dot(
+        weights.to(DTYPE), value_tile, weighted_sum * rescale[:, None], input_precision=PRECISION
+    )
     return row_max, row_sum, weighted_sum
 
 

@@ -76,7 +76,11 @@ class PagedKind(NamedTuple):
         """The passes of a call."""
         if inputs.query.shape[:-1].numel() == 0:
             return []
-        few, many = (self._config(chunks, config) for chunks in (False, True))
+        known = not self.queries.packed and not batch_invariant
+        rows = self.queries.length * self.constants["GROUP"] if known else 0
+        few, many = (
+            self._config(inputs, variant, chunks, rows, config) for chunks in (False, True)
+        )
         border = few.query_tile // self._heads_in_tile(few)  # query rows that one tile holds
         length, packed = self.queries.length, self.queries.packed
         decoding = packed and not batch_invariant and length <= self.queries.batch
@@ -115,10 +119,14 @@ class PagedKind(NamedTuple):
             0 if packed else self.queries.length,
         )  # fmt: skip
 
-    def _config(self, chunks: bool, given: Config) -> PagedConfig:
+    def _config(
+        self, inputs: PagedInputs, variant: Variant, chunks: bool, rows: int, given: Config
+    ) -> PagedConfig:
         width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
-        group = self.constants["GROUP"]
-        problem = PagedProblem(self.architecture, chunks, width, self.wide, group)
+        problem = PagedProblem(
+            self.architecture, chunks, width, self.wide, self.constants["GROUP"], rows,
+            inputs.quantised, reads_by_pair(variant),
+        )  # fmt: skip
         return paged_configs.choose(problem, given)
 
     def _heads_in_tile(self, config: PagedConfig) -> int:
@@ -173,6 +181,12 @@ class PagedKind(NamedTuple):
         if variant.mask:
             mask = mask._replace(judge=mask_functions(variant.mask).skim)
         return mask
+
+
+def reads_by_pair(variant: Variant) -> bool:
+    """Whether a mask or score may read a captured tensor for each pair."""
+    of_mask = any(table.dim() > 2 for table in variant.mask_captured.tensors)
+    return of_mask or any(table.dim() > 1 for table in variant.score_captured.tensors)
 
 
 def made_regular(inputs: PagedInputs) -> PagedInputs:
