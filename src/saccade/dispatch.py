@@ -39,6 +39,11 @@ def _linear_portable_unsupported(problem: LinearProblem) -> str | None:
     return _portable_misses(problem.device, None, problem.dtype, "", "")
 
 
+def no_kernels(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device, or None."""
+    return _portable_misses(device.type, device.index, torch.float32, "", "")
+
+
 @functools.cache
 def _portable_misses(
     device: str, index: int | None, dtype: torch.dtype, mask: str, score: str

@@ -138,7 +138,7 @@ def judge_tiles(
 def find_walk(
     mask, batch, head, start, lengths,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
-    HEADS: tl.constexpr = 1,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """Judge all tiles, AT_ONCE together: visit from the first to the last that is possible, with
     one stretch of clean tiles among them. HEADS: so many heads, from `head` on, share a tile."""
@@ -191,7 +191,7 @@ def found(
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Found by the program itself: the mask reads no captured tensor along rows."""
-    return find_walk(mask, batch, head, start, lengths, TILE, OTHER, OVER_KEYS, 128)
+    return find_walk(mask, batch, head, start, lengths, TILE, OTHER, OVER_KEYS, 128, 1)
 
 
 @triton.jit

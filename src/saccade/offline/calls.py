@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade import masks, scores
 from saccade.masks import Mask
+from saccade.offline.paged_calls import PAGED_PASSES
 from saccade.prepare import prepare, with_seed
 from saccade.problem import Config, Inputs, Variant, empty_results
 from saccade.scores import Score
@@ -25,6 +26,7 @@ PASSES = {
     "ordered": ("backward_keys", "backward_keys, careful", "backward_queries", "row_dot"),
     "shared": ("backward_shared", "backward_shared, careful"),
     "bias": ("backward_bias",),
+    **PAGED_PASSES,
 }
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 

@@ -17,8 +17,9 @@ import torch
 
 from saccade.kernels import launch
 from saccade.kernels.launch import Launch
-from saccade.offline import calls, compiler
+from saccade.offline import calls, compiler, paged_calls
 from saccade.offline.calls import Call
+from saccade.offline.paged_calls import PAGED_PASSES, PagedCall
 from saccade.portable import kind
 from saccade.problem import Config
 
@@ -81,9 +82,13 @@ def run_job(recorder: Recorder, number: int, job: list[Any]) -> None:
     """Compile the wanted kernels that a pass of a call starts."""
     call, which, kernels, numbers = job
     recorder.job, recorder.which, recorder.wanted = number, which, frozenset(kernels)
+    config = None if numbers is None else Config.of_numbers(numbers)
+    if which in PAGED_PASSES:
+        paged_inputs, variant = paged_calls.make(PagedCall(*call), torch.device("cpu"))
+        paged_calls.start(paged_inputs, variant, which, config)
+        return
     inputs, variant = calls.make(Call(*call), torch.device("cpu"))
     with torch.no_grad():
-        config = None if numbers is None else Config.of_numbers(numbers)
         calls.start(inputs, variant, which, config, calls.results_of(inputs))
 
 

@@ -3,6 +3,9 @@
 Source: Flash-Decoding (Dao et al. 2023); Milakov and Gimelshein 2018 for rescaling sums.
 """
 
+# Triton's own annotations make its functions look as if they never returned.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

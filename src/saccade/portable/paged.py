@@ -21,7 +21,8 @@ from saccade.portable.arguments import mask_argument, score_argument
 from saccade.portable.kind import Layout, remembered
 from saccade.portable.merge import merge_partials
 from saccade.portable.paged_forward import Partials, attention_pages
-from saccade.portable.paged_kind import PagedKind, Pass, made_regular, signature
+from saccade.portable.paged_kind import PagedKind, made_regular, signature
+from saccade.portable.paged_pass import Pass
 from saccade.portable.paged_plan import plan_pages
 from saccade.problem import Config, PagedInputs, Variant, empty_rows
 

@@ -199,10 +199,10 @@ def made_regular(inputs: PagedInputs) -> PagedInputs:
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             changes[name] = tensor.contiguous()
-    if inputs.key_pages.dtype == torch.float8_e4m3fn:
-        if kind.architecture(inputs.query) not in paged_configs.CONVERTS_FP8:
-            for name in ("key_pages", "value_pages"):
-                changes[name] = changes.get(name, getattr(inputs, name)).view(torch.uint8)
+    eight_bits = inputs.key_pages.dtype == torch.float8_e4m3fn
+    if eight_bits and kind.architecture(inputs.query) not in paged_configs.CONVERTS_FP8:
+        for name in ("key_pages", "value_pages"):
+            changes[name] = changes.get(name, getattr(inputs, name)).view(torch.uint8)
     return inputs._replace(**changes) if changes else inputs
 
 
