@@ -106,6 +106,7 @@ def main() -> None:
     # the tensors lie on, are answered differently.
     Launch.__call__ = lambda started, *call: recorder(started, *call)  # type: ignore[method-assign]
     kind.architecture = lambda tensor: architecture
+    kind.multiprocessors = lambda tensor: 100  # so that work over pages is shared out
     for number, job in enumerate(request["jobs"]):
         run_job(recorder, number, job)
 
