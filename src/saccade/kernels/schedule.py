@@ -3,17 +3,17 @@
 Work is counted in units. An *item* is one tile of query rows of one key head: a unit to set it up,
 and one for each tile of keys that it visits. A *group* is some items of equal units: all of a
 sequence, or all heads of a tile of query rows. Laid end to end, items make a line, which programs
-cut into equal shares; or each item is cut at places of its own. A program computes its share piece
-by piece, a piece being what lies in one item.
+cut into equal shares; or each item is cut at places of its own. A program computes its share split
+by split, a split being what lies in one item.
 
-A piece that is a whole item is written to the output. Others leave partial results, and a note
+A split that is a whole item is written to the output. Others leave partial results, and a note
 tells the merging kernel which of them belong together. Where the line is cut into P shares there
 are at most two partial results a program, however many sequences there are:
 
     place P + m: of the item that program m began and did not end
     place m: of the item that program m went on with
 
-Where items are cut on their own, a program has one piece, whose place is m.
+Where items are cut on their own, a program has one split, whose place is m.
 
 Nothing here is read by the host. Source: the equal payloads of FlashMLA's and stream-K's schedules
 (Osama et al. 2023, section 4), with a sequence's keys in place of a matrix's depth.
@@ -169,7 +169,7 @@ def fixed_cuts(
     return group, item % heads, offset, wide(budget), wide(share)
 
 
-# ---- pieces -------------------------------------------------------------------------------------
+# ---- splits -------------------------------------------------------------------------------------
 
 
 @triton.jit

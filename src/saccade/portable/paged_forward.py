@@ -49,7 +49,7 @@ def attention_pages(
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: its share of the work, piece by piece (kernels/schedule.py)."""
+    """One program: its share of the work, split by split (kernels/schedule.py)."""
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     program = tl.program_id(0)
     group, index, offset, budget, share = schedule.begin(
@@ -70,7 +70,7 @@ def attention_pages(
             query, batch, at[2][:, None], at[3], at[4], HEAD_DIM, HEAD_WIDTH, False
         )
         row_max, row_sum = start_softmax(sinks, at[2], QUERY_TILE)
-        if sinks is not None:  # which belong to the first piece
+        if sinks is not None:  # which belong to the first split
             row_max = tl.where(offset == 0, row_max, float("-inf"))
             row_sum = tl.where(offset == 0, row_sum, 0.0)
         state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
