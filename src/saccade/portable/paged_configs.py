@@ -63,7 +63,7 @@ _CHUNKS: dict[str, Row] = {
     "gfx942": ((64, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 32, 4, 1, 1), (32, 32, 4, 1, 1)),
 }
 _BUSY_CHUNKS: dict[str, Row] = {
-    "sm_75": _CHUNKS["sm_75"],
+    "sm_75": ((32, 32, 8, 1, 2), (32, 32, 8, 1, 2), (16, 16, 8, 1, 2), (16, 16, 8, 1, 1)),
     "sm_80": ((64, 32, 4, 2, 2), (64, 32, 4, 2, 2), (64, 32, 4, 2, 1), (32, 32, 8, 2, 1)),
     "sm_86": ((64, 32, 4, 2, 2), (64, 32, 4, 2, 2), (64, 32, 4, 2, 1), (32, 32, 8, 2, 1)),
     "sm_90": ((64, 32, 4, 3, 2), (64, 32, 4, 3, 2), (64, 32, 4, 3, 2), (32, 32, 8, 2, 1)),
@@ -83,7 +83,7 @@ def default(problem: PagedProblem) -> PagedConfig:
     """The config in the tables above; tiles of few rows hold all of them, if they can."""
     column = next(column for column, widest in enumerate(WIDTHS) if problem.width <= widest)
     architecture = _ALIKE.get(problem.architecture, problem.architecture)
-    busy = problem.converted or problem.by_pair
+    busy = problem.by_pair or (problem.converted and architecture != "sm_75")
     chunks = _BUSY_CHUNKS if busy else _CHUNKS
     row = (chunks if problem.chunks else _FEW)[architecture]
     if problem.wide:
