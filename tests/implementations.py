@@ -26,6 +26,7 @@ class Implementation:
     small: saccade.Config | None = None  # small tiles or chunks, which make edges common
     slow: bool = False  # it compiles or interprets kernels: one dtype and one config a case
     batch_invariant: bool = True
+    widest: int = 1024  # channels
     partial: bool = False  # what it does not serve it refuses, and dispatch takes another one
 
     @property
@@ -82,6 +83,8 @@ PAGED_IMPLEMENTATIONS = [
     Implementation("reference", batch_invariant=False),
     Implementation("reference", device="cuda", batch_invariant=False),
     Implementation("cpu", small=_CPU_TILES),
+    # Interpreted, a sample of the suite runs: tests/portable/test_paged.py.
+    Implementation("portable", _COMPILED, "cuda", _SMALLEST, slow=True, widest=256),
 ]
 if os.environ.get("TRITON_INTERPRET") == "1":  # conftest.py sees to it wherever there is no GPU
     IMPLEMENTATIONS.append(

@@ -94,7 +94,8 @@ MODULES = {
     "portable": "saccade.portable.attention",
     "hopper": "saccade.hopper.attention",
 }
-PAGED_MODULES = {"cpu": "saccade.cpu.paged"}
+PAGED_MODULES = {"cpu": "saccade.cpu.paged", "portable": "saccade.portable.paged"}
+PAGE_WRITER = "saccade.portable.write"
 LINEAR_MODULES = {"cpu": "saccade.cpu.linear", "portable": "saccade.portable.linear"}
 
 _imported: dict[str, Any] = {}
@@ -108,6 +109,11 @@ def body_of(implementation: str) -> Body:
 def paged_body_of(implementation: str) -> PagedBody:
     """The module that does an implementation's work over pages."""
     return _module(PAGED_MODULES[implementation])
+
+
+def page_writer() -> Any:
+    """The module whose kernel writes into pages."""
+    return _module(PAGE_WRITER)
 
 
 def linear_body_of(implementation: str) -> LinearBody:

@@ -25,8 +25,6 @@ WIDEST = 256  # channels that portable kernels hold at once
 
 
 def _portable_unsupported(problem: Problem) -> str | None:
-    if problem.page_size:
-        return "it has no kernels for pages yet"
     widest = max(problem.head_dim, problem.value_dim)
     if widest > WIDEST:
         return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
@@ -74,6 +72,11 @@ def _linear_portable_unsupported(problem: LinearProblem) -> str | None:
     if widest > WIDEST:
         return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
     return _portable_misses(problem.device, None, problem.dtype, "", "")
+
+
+def no_kernels(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device, or None."""
+    return _portable_misses(device.type, device.index, torch.float32, "", "")
 
 
 def _portable_misses(*problem: Any) -> str | None:

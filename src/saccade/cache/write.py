@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from saccade import dispatch
 from saccade.arguments import check_flag, values_readable
+from saccade.bodies import page_writer
 from saccade.operators import EXACT_STRIDES
 from saccade.paged_arguments import check_pages, check_scales
 from saccade.problem import DTYPES
@@ -85,7 +89,7 @@ def _write(
     sin: Tensor | None,
     interleaved: bool,
 ) -> None:
-    """In plain PyTorch, on any device. A kernel for one registers under that device's name."""
+    """In plain PyTorch, on any device; it waits for the device to learn which slots are skipped."""
     if cos is not None and sin is not None:
         key = rotated(key, cos, sin, interleaved)
     if bool((slot_mapping < 0).any()):
@@ -107,6 +111,20 @@ def _write(
 
 
 torch.library.impl("saccade::cache_write", "CompositeExplicitAutograd", _write)
+
+
+def _write_on_gpu(*arguments: Any) -> None:
+    """By a kernel that waits for nothing, where there is one."""
+    key, key_pages, value_pages = arguments[0], arguments[2], arguments[3]
+    if dispatch.no_kernels(key.device) is None:
+        kernels = page_writer()
+        if kernels.fits(key_pages, value_pages):
+            kernels.write(*arguments)
+            return
+    _write(*arguments)
+
+
+torch.library.impl("saccade::cache_write", "CUDA", _write_on_gpu)
 
 
 @torch.library.register_fake("saccade::cache_write")

@@ -32,6 +32,7 @@ class MaskFunctions(NamedTuple):
 
     visible: Any
     judge: Any
+    skim: Any  # as judge, but tables read along both query rows and keys say "perhaps"
     spans_read: int  # along how many row axes captured tensors are read for a verdict
     in_blocks: bool  # whether all that is read along two axes is read in blocks
     dependences: frozenset[Dependence]
@@ -65,16 +66,15 @@ def mask_functions(key: str) -> MaskFunctions:
     translator.texts.append(
         f"@triton.jit\ndef visible({PLACE}, shift, data):\n    return {answer.text}\n"
     )
-    verdict = _verdict(judge, tree, dict(zip(map(id, leaves), _places(leaves), strict=True)))
-    lines = "".join(f"    {line}\n" for line in judge.lines)
-    translator.texts.append(
-        f"@triton.jit\ndef judge({JUDGED}, {TILES}):\n{lines}"
-        f"    return {verdict.possible}, {verdict.certain}\n"
-    )
+    places = dict(zip(map(id, leaves), _places(leaves), strict=True))
+    translator.texts.append(_judge("judge", judge, tree, places))
+    if judge.spans_read > 1:
+        translator.texts.append(_judge("skim", Judge(most_spans=1), tree, places))
     module = _executed("".join(translator.texts))
     return MaskFunctions(
         module["visible"],
         module["judge"],
+        module["skim" if judge.spans_read > 1 else "judge"],
         judge.spans_read,
         judge.in_blocks,
         frozenset(judge.dependences),
@@ -177,6 +177,16 @@ def _defined(
         names.append(f"{prefix}_{len(names)}")
         translator.define(names[-1], body, num_fixed + len(leaf.slots))
     return names
+
+
+def _judge(name: str, judge: Judge, tree: Any, places: dict[int, range]) -> str:
+    """The text of a function that judges whole tiles."""
+    verdict = _verdict(judge, tree, places)
+    lines = "".join(f"    {line}\n" for line in judge.lines)
+    return (
+        f"@triton.jit\ndef {name}({JUDGED}, {TILES}):\n{lines}"
+        f"    return {verdict.possible}, {verdict.certain}\n"
+    )
 
 
 def _verdict(judge: Judge, tree: Any, places: dict[int, range]) -> Truth:

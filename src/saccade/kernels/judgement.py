@@ -65,9 +65,13 @@ class NotUnderstood(Exception):
 
 
 class Judge:
-    """Reads mask functions on intervals, and collects lines of code and what they depend on."""
+    """Reads mask functions on intervals, and collects lines of code and what they depend on.
 
-    def __init__(self) -> None:
+    most_spans: tables that are read along more row axes than that are not understood.
+    """
+
+    def __init__(self, most_spans: int = 2) -> None:
+        self.most_spans = most_spans
         self.lines: list[str] = []
         self.dependences: set[Dependence] = set()
         self.spans_read = 0  # along how many row axes some table is read, at most
@@ -224,7 +228,7 @@ class Judge:
             if index.axis:
                 self.dependences.add(Dependence(index.axis, table.place, dim))
             offset += f" + nearest({index.code}, {table.code}, {dim})"
-        if len(spans) > 2 or not all(span.rows for _, span in spans):
+        if len(spans) > self.most_spans or not all(span.rows for _, span in spans):
             raise NotUnderstood
         self.spans_read = max(self.spans_read, len(spans))
         if not spans:

@@ -140,9 +140,10 @@ def judge_tiles(
 def find_walk(
     mask, batch, head, start, lengths,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """Judge all tiles, AT_ONCE together: visit from the first to the last that is possible, with
-    one stretch of clean tiles among them."""
+    one stretch of clean tiles among them. HEADS: so many heads, from `head` on, share a tile."""
     num_tiles = tl.cdiv(lengths[1], OTHER)
     first, end = num_tiles, 0
     clean_first, clean_end = num_tiles, num_tiles
@@ -151,6 +152,12 @@ def find_walk(
         possible, certain = judge_tiles(
             mask, batch, head, start, lengths, tiles, TILE, OTHER, OVER_KEYS
         )
+        if HEADS > 1:
+            for number in range(1, HEADS):
+                other_possible, other_certain = judge_tiles(
+                    mask, batch, head + number, start, lengths, tiles, TILE, OTHER, OVER_KEYS
+                )
+                possible, certain = possible | other_possible, certain & other_certain
         first = tl.minimum(first, tl.min(tl.where(possible, tiles, num_tiles), 0))
         end = tl.maximum(end, tl.max(tl.where(possible, tiles + 1, 0), 0))
         clean_first = tl.minimum(clean_first, tl.min(tl.where(certain, tiles, num_tiles), 0))
@@ -186,7 +193,7 @@ def found(
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Found by the program itself: the mask reads no captured tensor along rows."""
-    return find_walk(mask, batch, head, start, lengths, TILE, OTHER, OVER_KEYS, 32)
+    return find_walk(mask, batch, head, start, lengths, TILE, OTHER, OVER_KEYS, 32, 1)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade import masks, scores
 from saccade.masks import Mask
+from saccade.offline.paged_calls import PAGED_PASSES
 from saccade.portable.reach import is_short
 from saccade.prepare import prepare, with_seed
 from saccade.problem import Config, Inputs, Variant, empty_results
@@ -31,6 +32,7 @@ PASSES = {
     "shared": ("backward_shared", "backward_shared, careful"),
     "bias": ("backward_bias",),
     "hopper": ("hopper_forward",),  # the forward pass by the kernel for sm_90 alone
+    **PAGED_PASSES,
 }
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 

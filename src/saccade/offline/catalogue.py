@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from saccade.offline.calls import KERNELS, MASKS, PASSES, Call
+from saccade.offline.paged_calls import PagedCall
 from saccade.offline.pool import Job
 
 CAREFUL = ("backward_keys, careful", "backward_shared, careful")
@@ -19,7 +20,7 @@ ALL = (*ORDERED, "backward_shared")
 class Entry(NamedTuple):
     """A call, and the kernels of it that are compiled."""
 
-    call: Call
+    call: Call | PagedCall
     kernels: tuple[str, ...]
 
 
@@ -59,6 +60,29 @@ def entries(architecture: str) -> list[Entry]:
         Entry(Call(256, half, "causal"), (*ALL, *CAREFUL)),
         Entry(Call(64, "fp32"), ("forward", "backward_keys", "backward_queries")),
         Entry(Call(128, "fp32", "causal"), (*ORDERED, CAREFUL[0])),
+        *paged_entries(half),
+    ]
+
+
+def paged_entries(half: str) -> list[Entry]:
+    """The calls over pages."""
+    chunk = 512
+    return [
+        Entry(PagedCall(64, half), ("pages", "merge_partials")),
+        Entry(PagedCall(128, half), ("pages", "merge_partials")),
+        Entry(PagedCall(128, half, "causal", 16), ("pages", "plan_pages")),
+        Entry(PagedCall(128, half, pages="fp8"), ("pages",)),
+        Entry(PagedCall(256, half), ("pages", "merge_partials")),
+        Entry(PagedCall(64, half, "causal", query_len=chunk), ("pages",)),
+        Entry(PagedCall(128, half, "causal", query_len=chunk), ("pages", "merge_partials")),
+        Entry(PagedCall(128, half, "causal", 16, query_len=chunk), ("pages",)),
+        Entry(PagedCall(128, half, "causal", pages="int8", query_len=chunk), ("pages",)),
+        Entry(PagedCall(128, half, "tree", query_len=chunk), ("pages", "plan_pages")),
+        Entry(PagedCall(256, half, "causal", query_len=chunk), ("pages",)),
+        Entry(PagedCall(64, "fp32", "causal"), ("pages",)),
+        Entry(PagedCall(128, "fp32", "causal", query_len=chunk), ("pages",)),
+        Entry(PagedCall(128, half), ("write_pages",)),
+        Entry(PagedCall(128, half, pages="fp8"), ("write_pages",)),
     ]
 
 

@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from saccade.offline.calls import Call
+from saccade.offline.paged_calls import PagedCall
 from saccade.offline.pool import Compiled, Usage
 from saccade.portable import configs
 from saccade.portable.configs import KernelProblem
@@ -64,7 +65,7 @@ def excuse(compiled: Compiled) -> str:
         return "outside of its loops, so once a program"
     if compiled.kernel.endswith(", careful"):
         return "it repeats only the programs that met NaN or inf"
-    if which not in configs.PASSES:
+    if which not in configs.PASSES or isinstance(compiled.job.call, PagedCall):
         return ""
     if compiled.job.call.mask in READ_BY_PAIR:
         return "its loop over edges spills, in which every pair reads a captured tensor"

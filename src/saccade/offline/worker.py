@@ -19,8 +19,9 @@ from saccade.hopper import attention as hopper
 from saccade.hopper import configs as hopper_configs
 from saccade.kernels import launch
 from saccade.kernels.launch import Launch
-from saccade.offline import calls, compiler
+from saccade.offline import calls, compiler, paged_calls
 from saccade.offline.calls import Call
+from saccade.offline.paged_calls import PAGED_PASSES, PagedCall
 from saccade.portable import kind
 from saccade.problem import Config
 
@@ -88,9 +89,13 @@ def run_job(recorder: Recorder, number: int, job: list[Any]) -> None:
     """Compile the wanted kernels that a pass of a call starts."""
     call, which, kernels, numbers = job
     recorder.job, recorder.which, recorder.wanted = number, which, frozenset(kernels)
+    config = None if numbers is None else Config.of_numbers(numbers)
+    if which in PAGED_PASSES:
+        paged_inputs, variant = paged_calls.make(PagedCall(*call), torch.device("cpu"))
+        paged_calls.start(paged_inputs, variant, which, config)
+        return
     inputs, variant = calls.make(Call(*call), torch.device("cpu"))
     with torch.no_grad():
-        config = None if numbers is None else Config.of_numbers(numbers)
         calls.start(inputs, variant, which, config, calls.results_of(inputs))
 
 
@@ -109,6 +114,7 @@ def main() -> None:
     Launch.__call__ = lambda started, *call: recorder(started, *call)  # type: ignore[method-assign]
     kind.architecture = lambda tensor: architecture
     hopper.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
+    kind.multiprocessors = lambda tensor: 100  # so that work over pages is shared out
     for number, job in enumerate(request["jobs"]):
         run_job(recorder, number, job)
 

@@ -190,7 +190,7 @@ def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
     sinks, offsets = inputs.sinks, inputs.cu_seqlens_q
     captured = ()
     if variant.mask or variant.score:
-        captured = tuple(map(_kind_of_captured, (variant.mask_captured, variant.score_captured)))
+        captured = tuple(map(kind_of_captured, (variant.mask_captured, variant.score_captured)))
     return (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
         query.dtype, query.device, variant.mask, variant.score, variant.scale, captured,
@@ -200,7 +200,8 @@ def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _kind_of_captured(captured: Captured) -> tuple[Any, ...]:
+def kind_of_captured(captured: Captured) -> tuple[Any, ...]:
+    """What tells one kind of captured values from another."""
     tensors = tuple((table.shape, table.stride(), table.dtype) for table in captured.tensors)
     return tensors, tuple(captured.ints), tuple(captured.floats)
 

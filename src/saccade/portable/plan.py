@@ -25,7 +25,7 @@ def plan_walks(
     """One program: the walk of one tile. `here` is the side that stands, as a View of no rows."""
     batch, head, tile, slot = here.find(tl.program_id(0), here.data, TILE)
     lengths = (num_rows(here, batch), num_rows(other, batch))
-    walk = find_walk(mask, batch, head, tile * TILE, lengths, TILE, OTHER, OVER_KEYS, AT_ONCE)
+    walk = find_walk(mask, batch, head, tile * TILE, lengths, TILE, OTHER, OVER_KEYS, AT_ONCE, 1)
     entry = walks + wide(batch * batch_step + head * head_step + slot * WALK_SIZE)
     for number in tl.static_range(WALK_SIZE):
         tl.store(entry + number, walk[number])

@@ -51,7 +51,7 @@ class Planner:
         here, self.other = geometry if over_keys else (geometry.keys, geometry.queries)
         self.tile, self.other_tile = sizes if over_keys else sizes[::-1]
         self.over_keys, self.in_pairs = over_keys, functions.spans_read == 2
-        batches, heads = _told_apart(functions, variant)
+        batches, heads = told_apart(functions, variant)
         here = here._replace(heads=geometry.queries.heads if heads else 1)
         self.here = here if here.packed or batches else here._replace(batch=1)
         self.rows = self.here.programs(self.tile)
@@ -147,7 +147,7 @@ class Planner:
         )
 
 
-def _told_apart(functions: MaskFunctions, variant: Variant) -> tuple[bool, bool]:
+def told_apart(functions: MaskFunctions, variant: Variant) -> tuple[bool, bool]:
     """Whether verdicts differ between batch entries, and between heads."""
     captured = variant.mask_captured
     lists = {"t": captured.tensors, "i": captured.ints, "f": captured.floats}

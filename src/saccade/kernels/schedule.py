@@ -1,0 +1,196 @@
+"""Schedule: which share of the keys each program of attention over pages computes.
+
+Work is counted in units. An *item* is one tile of query rows of one key head: a unit to set it up,
+and one for each tile of keys that it visits. A *group* is some items of equal units: all of a
+sequence, or all heads of a tile of query rows. Laid end to end, items make a line, which programs
+cut into equal shares; or each item is cut at places of its own. A program computes its share split
+by split, a split being what lies in one item.
+
+A split that is a whole item is written to the output. Others leave partial results, and a note
+tells the merging kernel which of them belong together. Where the line is cut into P shares there
+are at most two partial results a program, however many sequences there are:
+
+    place P + m: of the item that program m began and did not end
+    place m: of the item that program m went on with
+
+Where items are cut on their own, a program has one split, whose place is m.
+
+Nothing here is read by the host. Source: the equal payloads of FlashMLA's and stream-K's schedules
+(Osama et al. 2023, section 4), with a sequence's keys in place of a matrix's depth.
+"""
+
+# Triton's own annotations make its functions look as if they never returned.
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.tiles import ADDED, num_rows, wide
+from saccade.kernels.visibility import WALK_SIZE, everything
+
+PLAN_ROW = tl.constexpr(9)  # numbers in a row of a plan: a walk, then batch, head and tile
+NOTE_SIZE = tl.constexpr(4)  # numbers in a note: partial results, group, item in it, first place
+
+
+class Schedule(NamedTuple):
+    """How a call's work is shared out."""
+
+    begin: Any  # equal_shares or fixed_cuts: where a program starts
+    count: Any  # count_lengths or count_planned: units and items of groups
+    item: Any  # item_of_lengths or item_of_plan: what an item works on, and its walk
+    data: tuple[Any, ...]  # numbers, ADDED, in the order below; then the plan, if there is one
+
+
+GROUPS = tl.constexpr(0)  # how many there are
+HEADS = tl.constexpr(1)  # tiles beside each other: key heads, if one tile holds a group's heads
+PROGRAMS = tl.constexpr(2)
+CUTS_IN_GRID = tl.constexpr(3)  # programs of an item, where items are cut on their own
+BEGUN = tl.constexpr(4)  # place of program 0's item that was begun and not ended
+FEWEST = tl.constexpr(5)  # sequences with more query rows than that are worked on,
+MOST = tl.constexpr(6)  # and at most as many as that
+PLAN = tl.constexpr(7)
+
+
+@triton.jit
+def is_wanted(schedule, tokens):
+    """Whether a sequence of so many query rows is one of those that a launch is for."""
+    return (tokens > schedule.data[FEWEST] - ADDED) & (tokens <= schedule.data[MOST] - ADDED)
+
+
+# ---- groups: (schedule, query, key, groups) → units of an item, number of items -----------------
+
+
+@triton.jit
+def count_lengths(
+    schedule, query, key, groups, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+):  # fmt: skip
+    """A group is a sequence, if it is one of those that this launch is for."""
+    tokens, kv_len = num_rows(query, groups), num_rows(key, groups)
+    items = tl.cdiv(tokens, TOKENS) * (schedule.data[HEADS] - ADDED)
+    return tl.cdiv(kv_len, KV_TILE) + 1, tl.where(is_wanted(schedule, tokens), items, 0)
+
+
+@triton.jit
+def count_planned(
+    schedule, query, key, groups, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+):  # fmt: skip
+    """A group is a row of a plan, whose units stand in front of its rows; 0: no such tile."""
+    units = tl.load(schedule.data[PLAN] + groups)
+    return tl.maximum(units, 1), tl.where(units > 0, schedule.data[HEADS] - ADDED, 0)
+
+
+# ---- items: (schedule, query, key, group, index) → batch, head, tile, kv_len, walk --------------
+
+
+@triton.jit
+def item_of_lengths(
+    schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr
+):
+    """All tiles of a head stand side by side, as they read the same keys."""
+    tiles = tl.maximum(tl.cdiv(num_rows(query, group), TOKENS), 1)
+    head = index // tiles
+    lengths = (num_rows(query, group), num_rows(key, group))
+    walk = everything(None, group, head, 0, 0, lengths, TOKENS, KV_TILE, True)
+    return group, head, index - head * tiles, walk
+
+
+@triton.jit
+def item_of_plan(schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr):
+    """What the plan says of its row."""
+    row = schedule.data[PLAN] + (schedule.data[GROUPS] - ADDED) + wide(group) * PLAN_ROW
+    walk = (
+        tl.load(row), tl.load(row + 1), tl.load(row + 2),
+        tl.load(row + 3), tl.load(row + 4), tl.load(row + 5),
+    )  # fmt: skip
+    batch, head, tile = (
+        tl.load(row + WALK_SIZE), tl.load(row + WALK_SIZE + 1), tl.load(row + WALK_SIZE + 2)
+    )  # fmt: skip
+    return batch, head + index, tile, walk
+
+
+# ---- programs: → group, item in it, units of it before the program's, units to do, share --------
+
+
+@triton.jit
+def equal_shares(
+    schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+):  # fmt: skip
+    """The line of all items, cut into as many equal shares as there are programs; a share has at
+    least LEAST units."""
+    num_groups, programs = schedule.data[GROUPS] - ADDED, schedule.data[PROGRAMS] - ADDED
+    total = wide(0)
+    for first in range(0, num_groups, AT_ONCE):
+        groups = first + tl.arange(0, AT_ONCE)
+        units, items = schedule.count(
+            schedule, query, key, tl.minimum(groups, num_groups - 1), TOKENS, KV_TILE
+        )
+        total += tl.sum(tl.where(groups < num_groups, wide(units) * items, 0), 0)
+    share = tl.maximum(tl.cdiv(total, programs), LEAST)
+    start = program * share
+    group, before = 0, wide(0)  # groups that end at or before the start, and their units
+    reached = wide(0)
+    for first in range(0, num_groups, AT_ONCE):
+        groups = first + tl.arange(0, AT_ONCE)
+        units, items = schedule.count(
+            schedule, query, key, tl.minimum(groups, num_groups - 1), TOKENS, KV_TILE
+        )
+        line = tl.where(groups < num_groups, wide(units) * items, 0)
+        ended = (reached + tl.cumsum(line, 0) <= start) & (groups < num_groups)
+        group += tl.sum(ended.to(tl.int32), 0)
+        before += tl.sum(tl.where(ended, line, 0), 0)
+        reached += tl.sum(line, 0)
+    budget = tl.maximum(tl.minimum(share, total - start), 0)
+    group = tl.minimum(group, num_groups - 1)
+    units, _ = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+    within = tl.where(budget > 0, start - before, 0)
+    index = (within // units).to(tl.int32)
+    return group, index, (within - wide(index) * units).to(tl.int32), budget, share
+
+
+@triton.jit
+def fixed_cuts(
+    schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+):  # fmt: skip
+    """Each item for itself, cut every LEAST units, or into CUTS parts if those are longer: where
+    depends on nothing but the item."""
+    cuts, heads = schedule.data[CUTS_IN_GRID] - ADDED, schedule.data[HEADS] - ADDED
+    item, cut = program // cuts, program % cuts
+    group = item // heads
+    units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+    share = tl.maximum(tl.cdiv(units, CUTS), LEAST)
+    offset = cut * share
+    budget = tl.where(items > 0, tl.maximum(tl.minimum(share, units - offset), 0), 0)
+    return group, item % heads, offset, wide(budget), wide(share)
+
+
+# ---- splits -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def part_of_walk(walk, offset, end):
+    """Clean tiles and edges between two units of an item: (first, end) of each.
+
+    The first unit of an item sets it up; after it come the clean tiles, then the edges.
+    """
+    first, last = tl.maximum(offset - 1, 0), tl.maximum(end - 1, 0)
+    clean_first, clean_end = tl.minimum(first, walk[5]), tl.minimum(last, walk[5])
+    return clean_first, clean_end, first - clean_first, last - clean_end
+
+
+@triton.jit
+def write_note(schedule, notes, program, group, index, offset, budget, share, units):
+    """Tell the merging kernel that an item was cut, once: by the program that goes on with it
+    first. notes [programs, NOTE_SIZE]."""
+    goes_on = (budget > 0) & (offset > 0) & (offset <= share)
+    parts = tl.where(goes_on, 1 + tl.cdiv(units - offset, share), 0)
+    note = notes + program * NOTE_SIZE
+    tl.store(note, parts.to(tl.int32))
+    tl.store(note + 1, group)
+    tl.store(note + 2, index)
+    tl.store(note + 3, program - 1 + (schedule.data[BEGUN] - ADDED))

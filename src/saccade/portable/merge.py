@@ -1,0 +1,75 @@
+"""Merge: partial results of items that were cut, added up in the order of the keys.
+
+Source: Flash-Decoding (Dao et al. 2023); Milakov and Gimelshein 2018 for rescaling sums.
+"""
+
+# Triton's own annotations make its functions look as if they never returned.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.schedule import NOTE_SIZE
+from saccade.kernels.softmax import finish_softmax
+from saccade.kernels.tiles import ADDED, store_numbers, store_rows, wide
+from saccade.portable.paged_forward import rows_of_tile
+
+
+@triton.jit
+def merge_partials(
+    query, key, output, logsumexp,  # Views
+    schedule, partials,
+    GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    ROWS: tl.constexpr, ROW_PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS rows of the item that a note tells of, one after the other.
+
+    Grid: ROW_PARTS programs a note. Partial results are added AT_ONCE together, in their order.
+    """
+    TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
+    program = tl.program_id(0) // ROW_PARTS
+    first_row = (tl.program_id(0) - program * ROW_PARTS) * ROWS
+    note = partials.notes + program * NOTE_SIZE
+    parts, first_place = tl.load(note), tl.load(note + 3)
+    channels = tl.arange(0, VALUE_WIDTH)[None, :]
+    for row in range(first_row, tl.where(parts > 0, first_row + ROWS, first_row)):
+        batch, unit_head, tile, _ = schedule.item(
+            schedule, query, key, tl.load(note + 1), tl.load(note + 2), TOKENS, KV_TILE
+        )
+        _, _, query_heads, query_rows, query_len, _ = rows_of_tile(
+            query, key, batch, unit_head, tile, row + tl.arange(0, 1),
+            GROUP, HEADS_IN_TILE, TOKENS,
+        )  # fmt: skip
+        row_max = tl.full([1], float("-inf"), tl.float32)
+        row_sum = tl.zeros([1], tl.float32)
+        weighted_sum = tl.zeros([VALUE_WIDTH], tl.float32)
+        for first in range(0, parts, AT_ONCE):
+            part = first + tl.arange(0, AT_ONCE)
+            place = tl.where(part == 0, first_place, program + part - 1)
+            entry, exists = wide(place) * QUERY_TILE + row, part < parts
+            maxima = tl.load(
+                partials.sums + (partials.softmax - ADDED) + entry * 2,
+                mask=exists,
+                other=float("-inf"),
+            )
+            sums = tl.load(
+                partials.sums + (partials.softmax - ADDED) + entry * 2 + 1, mask=exists, other=0.0
+            )
+            weighted = tl.load(
+                partials.sums + (entry[:, None] * VALUE_WIDTH + channels),
+                mask=exists[:, None], other=0.0,
+            )  # fmt: skip
+            new_max = tl.maximum(row_max, tl.max(maxima, 0))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            rescale, shares = tl.exp2(row_max - shift), tl.exp2(maxima - shift)
+            row_sum = row_sum * rescale + tl.sum(shares * sums, 0)
+            weighted_sum = weighted_sum * rescale + tl.sum(shares[:, None] * weighted, 0)
+            row_max = new_max
+        divisor, natural_lse = finish_softmax(row_max, row_sum)
+        attended = (weighted_sum / divisor)[None, :]
+        heads = query_heads[:, None]
+        store_rows(output, batch, heads, query_rows, query_len, attended, VALUE_DIM)
+        store_numbers(logsumexp, batch, query_heads, query_rows, query_len, natural_lse)

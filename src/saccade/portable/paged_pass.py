@@ -1,0 +1,118 @@
+"""Pass over the sequences of a call over pages: which of them, and how their work is shared out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from saccade.kernels import schedule, tiles
+from saccade.kernels.launch import Pointer, next_width
+from saccade.kernels.schedule import Schedule
+from saccade.portable import paged_configs
+from saccade.portable.paged_configs import PagedConfig
+
+ADDED = tiles.ADDED.value
+
+
+class Pass(NamedTuple):
+    """One launch of the kernels: which sequences it is for, and how its work is shared out."""
+
+    config: PagedConfig
+    chunks: bool  # whether its sequences have many query rows
+    rows: tuple[int, int]  # query rows of its sequences: more than the first, at most the second
+    groups: int  # see kernels/schedule.py
+    heads: int  # key heads, each as often as its group needs tiles
+    group: int  # query heads of a key head
+    heads_in_tile: int
+    programs: int
+    cuts: int  # programs of an item; 0: the line of all items is cut
+    planned: bool
+    told_apart: bool  # whether the plan has rows of its own for each head
+    judged_at_once: int  # tiles of keys that a planning program judges together
+    value_width: int
+    query_len: int  # of each sequence, if dense, else 0
+
+    @property
+    def tokens(self) -> int:
+        """Query rows of a tile."""
+        return self.config.query_tile // self.heads_in_tile
+
+    @property
+    def least_share(self) -> int:
+        """Units of a share at least."""
+        return paged_configs.FIXED_SHARE if self.cuts else paged_configs.LEAST_SHARE
+
+    @property
+    def most_cuts(self) -> int:
+        """Parts of an item at most, where items are cut on their own."""
+        return 1 if self.chunks else paged_configs.MOST_CUTS
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether any item can have parts."""
+        return self.programs > 1 if not self.cuts else self.cuts > 1
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups that a program counts together."""
+        return min(1024, next_width(self.groups))
+
+    @property
+    def places(self) -> int:
+        """Places for partial results."""
+        return self.programs if self.cuts else 2 * self.programs
+
+    @property
+    def softmax_place(self) -> int:
+        """Where the numbers of the softmax begin, behind all sums."""
+        return self.places * self.config.query_tile * self.value_width
+
+    @property
+    def partial_numbers(self) -> int:
+        """Numbers of all partial results."""
+        return self.softmax_place + self.places * self.config.query_tile * 2
+
+    @property
+    def merged_rows(self) -> int:
+        """Rows that a program merges."""
+        return 1 if self.config.query_tile <= 16 else 8
+
+    @property
+    def merge_parts(self) -> int:
+        """Programs that share the rows of an item."""
+        rows = self.tokens * self.heads_in_tile
+        if self.query_len:
+            rows = min(rows, self.query_len * self.heads_in_tile)
+        return -(-rows // self.merged_rows)
+
+    @property
+    def merged_at_once(self) -> int:
+        """Partial results that are added together."""
+        return 32 if self.value_width <= 128 else 16
+
+    @property
+    def plan_constants(self) -> dict[str, Any]:
+        """The constants of the kernel that plans."""
+        return {
+            "TOKENS": self.tokens,
+            "TOKEN_TILE": 1 << (self.tokens - 1).bit_length(),
+            "KV_TILE": self.config.kv_tile,
+            "GROUP": self.group,
+            "HEADS_IN_TILE": self.heads_in_tile,
+            "HEADS": min(self.heads_in_tile, self.group) if self.told_apart else 1,
+            "AT_ONCE": self.judged_at_once,
+        }
+
+    def schedule(self, pointer: Pointer, plan: Tensor | None) -> Schedule:
+        """The schedule as kernels take it."""
+        begin = schedule.fixed_cuts if self.cuts else schedule.equal_shares
+        count, item = schedule.count_lengths, schedule.item_of_lengths
+        heads, data = self.heads, ()
+        if plan is not None:
+            count, item, data = schedule.count_planned, schedule.item_of_plan, (pointer(plan),)
+            heads = 1 if self.told_apart else self.heads
+        begun = 0 if self.cuts else self.programs
+        numbers = (self.groups, heads, self.programs, self.cuts, begun, *self.rows)
+        added = tuple(number + ADDED for number in numbers)
+        return Schedule(begin, count, item, (*added, *data))
