@@ -4,9 +4,11 @@ Usage: python tools/readme_table.py [--check] [ROOT]
 
 Rewrites what stands between ``<!-- table: begin -->`` and ``<!-- table: end -->`` in README.md from
 benchmarks/results/*/*.jsonl. With --check nothing is written, and the exit status is 1 if the
-README differs from what the files give. Globs of case names in the first mark choose rows:
+README differs from what the files give. Globs of case names in the first mark choose rows, and
+`against=` the peer that Saccade stands beside (sdpa, if it is not given):
 
     <!-- table: begin cpu-*-4k cpu-decode-* -->
+    <!-- table: begin against=sdpa/flash gpu-causal-* -->
 
 The line below the table then says how many measured rows are not shown, and the worst ratio of all.
 """
@@ -21,51 +23,51 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 REGION = re.compile(r"(<!-- table: begin([^>]*?)-->\n)(.*?)(<!-- table: end -->)", re.DOTALL)
-YARDSTICK = "sdpa"
+AGAINST = "against="
 HEADER = (
-    "| case | pass | Saccade ms | SDPA ms | Saccade / SDPA | Saccade MB | SDPA MB |\n"
+    "| case | pass | Saccade ms | {0} ms | Saccade / {0} | Saccade MB | {0} MB |\n"
     "|---|---|---:|---:|---:|---:|---:|\n"
 )
 
 
 class Row(NamedTuple):
-    """Saccade beside SDPA in one run of one case and pass."""
+    """Saccade beside a peer in one run of one case and pass."""
 
     case: str
     which_pass: str
     saccade: dict[str, Any]
-    sdpa: dict[str, Any]
+    peer: dict[str, Any]
 
     @property
     def ratio(self) -> float:
-        """Saccade's time over SDPA's."""
-        return self.saccade["median_ms"] / self.sdpa["median_ms"]
+        """Saccade's time over the peer's."""
+        return self.saccade["median_ms"] / self.peer["median_ms"]
 
     def __str__(self) -> str:
         cells = [
             f"`{self.case}`",
             self.which_pass,
             _milliseconds(self.saccade),
-            _milliseconds(self.sdpa),
+            _milliseconds(self.peer),
             f"{self.ratio:.2f}",
             _megabytes(self.saccade),
-            _megabytes(self.sdpa),
+            _megabytes(self.peer),
         ]
         return f"| {' | '.join(cells)} |\n"
 
 
-def rows_of(path: Path) -> list[Row]:
-    """The last run of each case and pass in a file in which saccade and SDPA both took part."""
+def rows_of(path: Path, peer: str) -> list[Row]:
+    """The last run of each case and pass in a file in which saccade and a peer both took part."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}
     places: dict[tuple[str, str], str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         result = json.loads(line)
         members = runs.setdefault(result["run"], {})
         members[result["who"]] = result
-        if YARDSTICK in members and _ours(members):
+        if peer in members and _ours(members):
             places[result["case"]["name"], result["pass"]] = result["run"]
     return [
-        Row(case, which_pass, _ours(runs[run])[0], runs[run][YARDSTICK])
+        Row(case, which_pass, _ours(runs[run])[0], runs[run][peer])
         for (case, which_pass), run in places.items()
     ]
 
@@ -80,14 +82,16 @@ def _ours(members: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(ours, key=lambda result: result["median_ms"])
 
 
-def table(root: Path, globs: list[str]) -> str:
+def table(root: Path, words: list[str]) -> str:
     """The Markdown between the marks."""
-    parts = []
+    parts, globs = [], [word for word in words if not word.startswith(AGAINST)]
+    peer = next((word.removeprefix(AGAINST) for word in words if word not in globs), "sdpa")
+    header = HEADER.format(peer.replace("sdpa", "SDPA"))
     for path in sorted(root.glob("benchmarks/results/*/*.jsonl")):
-        rows = rows_of(path)
+        rows = rows_of(path, peer)
         shown = [row for row in rows if not globs or any(fnmatchcase(row.case, g) for g in globs)]
         if shown:
-            text = HEADER + "".join(map(str, shown))
+            text = header + "".join(map(str, shown))
             parts.append(f"{text}\n{_source(path.relative_to(root), rows, len(shown))}\n")
     return "\n".join(parts) or "Nothing has been measured yet.\n"
 

@@ -88,3 +88,21 @@ def test_without_files_or_marks(tmp_path):
 @pytest.mark.parametrize(("value", "shown"), [(0.1234, "0.12"), (12.34, "12.3"), (1234.5, "1234")])
 def test_milliseconds_have_three_figures_or_so(value, shown):
     assert readme_table._milliseconds({"median_ms": value}) == shown
+
+
+def test_another_peer_may_stand_beside_saccade(tmp_path):
+    lines = [
+        line("a", "saccade/portable", 1.0),
+        line("a", "sdpa/flash", 2.0),
+        line("a", "sdpa", 4.0),
+    ]
+    make(
+        tmp_path,
+        *lines,
+        line("b", "saccade/portable", 9.0, run="2"),
+        globs=" against=sdpa/flash a ",
+    )
+    assert readme_table.main([str(tmp_path)]) == 0
+    assert "| case | pass | Saccade ms | SDPA/flash ms | Saccade / SDPA/flash |" in text(tmp_path)
+    assert "| `a` | forward | 1.00 | 2.00 | 0.50 |" in text(tmp_path)
+    assert "`b`" not in text(tmp_path)
