@@ -65,11 +65,16 @@ def excuse(compiled: Compiled) -> str:
         return "outside of its loops, so once a program"
     if compiled.kernel.endswith(", careful"):
         return "it repeats only the programs that met NaN or inf"
-    if which not in configs.PASSES or isinstance(compiled.job.call, PagedCall):
+    architecture, call = compiled.job.architecture, compiled.job.call
+    if isinstance(call, PagedCall):
+        return configs.every_tile_spills(architecture, call.dtype == "fp32", call.head_dim)
+    if which == "hopper_forward" and call.mask in (*READ_BY_PAIR, "documents"):
+        return "its one loop serves edges too, in which every pair reads a captured tensor"
+    if which not in configs.PASSES:
         return ""
-    if compiled.job.call.mask in READ_BY_PAIR:
+    if call.mask in READ_BY_PAIR:
         return "its loop over edges spills, in which every pair reads a captured tensor"
-    return configs.may_spill(problem_of(compiled.job.architecture, which, compiled.job.call))
+    return configs.may_spill(problem_of(architecture, which, call))
 
 
 def problem_of(architecture: str, which: str, call: Call) -> KernelProblem:

@@ -20,6 +20,11 @@ MARKDOWN = typer.Option(
     "--markdown", help="Write tables between the marks of this file; with --check, compare them."
 )
 JSON = typer.Option("--json", help="Write all that was found to this file.")
+KNOWN = typer.Option(
+    "--known",
+    help="Compile only what this file does not know, and a sample; add it to the file, or with "
+    "--check compare.",
+)
 JOBS = typer.Option("--jobs", "-j", min=1, help="Compilers at a time; by default one a core.")
 
 
@@ -30,6 +35,7 @@ def kernels(
     check: Annotated[bool, CHECK] = False,
     markdown: Annotated[Path | None, MARKDOWN] = None,
     json: Annotated[Path | None, JSON] = None,
+    known: Annotated[Path | None, KNOWN] = None,
     jobs: Annotated[int | None, JOBS] = None,
 ) -> None:
     """Compile the GPU kernels, with or without a GPU, and show what they take.
@@ -47,9 +53,9 @@ def kernels(
 
       saccade kernels --arch all --check    [dim]for CI: exit 1 if a default config spills[/dim]
 
-      saccade kernels --arch all --markdown docs/kernels.md
+      saccade kernels --arch all --markdown docs/kernels.md --known docs/kernels.json
     """
     from saccade.offline import session
 
     which = session.Selection(arch, kernel, head_dim)
-    session.or_exit("kernels", lambda: session.kernels(which, check, markdown, json, jobs))
+    session.or_exit("kernels", lambda: session.kernels(which, check, markdown, json, known, jobs))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -55,9 +55,14 @@ class Compiled(NamedTuple):
 
 
 def compile_all(
-    jobs: Sequence[Job], processes: int, on_done: Callable[[Compiled], None] = lambda compiled: None
+    jobs: Sequence[Job],
+    processes: int,
+    on_done: Callable[[Compiled], None] = lambda compiled: None,
+    known: Mapping[str, Usage] | None = None,
 ) -> list[Compiled]:
     """Compile every job; results in the order of jobs, equal binaries once.
+
+    known: what kernels take that need not be compiled again, by identity.
 
     Raises:
         RuntimeError: if a worker died, with the last line that it wrote.
@@ -72,7 +77,7 @@ def compile_all(
             on_done(compiled)
 
     with ThreadPoolExecutor(max(processes, 1)) as threads:
-        running = [threads.submit(_run_worker, jobs, share, tell) for share in shares]
+        running = [threads.submit(_run_worker, jobs, share, tell, known or {}) for share in shares]
         for future in running:
             future.result()
     return _once([compiled for number in range(len(jobs)) for compiled in found[number]])
@@ -98,7 +103,10 @@ def _shares(jobs: Sequence[Job], processes: int) -> list[list[int]]:
 
 
 def _run_worker(
-    jobs: Sequence[Job], share: Sequence[int], tell: Callable[[int, Compiled], None]
+    jobs: Sequence[Job],
+    share: Sequence[int],
+    tell: Callable[[int, Compiled], None],
+    known: Mapping[str, Usage],
 ) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "saccade.offline.worker"], env=worker_environment(),
@@ -111,7 +119,8 @@ def _run_worker(
     plain = [(*jobs[n][1:4], _numbers(jobs[n].config)) for n in share]
     try:
         with process.stdin as request:
-            json.dump({"architecture": jobs[share[0]].architecture, "jobs": plain}, request)
+            architecture = jobs[share[0]].architecture
+            json.dump({"architecture": architecture, "jobs": plain, "known": known}, request)
         for line in process.stdout:
             place, kernel, config, seconds, usage, error, identity = json.loads(line)
             job, used = jobs[share[place]], None if usage is None else Usage(*usage)

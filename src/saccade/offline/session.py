@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from saccade.offline import catalogue, findings, markdown, pool
-from saccade.offline.pool import Compiled, Job
+from saccade.offline import catalogue, findings, known, markdown, pool
+from saccade.offline.pool import Compiled, Job, Usage
 from saccade.portable import configs, tuned
 
 Result = TypeVar("Result")
@@ -73,7 +73,12 @@ def architectures(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(asked))
 
 
-def compile_with_progress(jobs: Sequence[Job], processes: int, console: Console) -> list[Compiled]:
+def compile_with_progress(
+    jobs: Sequence[Job],
+    processes: int,
+    console: Console,
+    spared: Mapping[str, Usage] | None = None,
+) -> list[Compiled]:
     """Compile while a bar shows how far it has got."""
     total = sum(len(job.kernels) for job in jobs)
     columns = (
@@ -88,7 +93,7 @@ def compile_with_progress(jobs: Sequence[Job], processes: int, console: Console)
             at = f"{compiled.job.architecture} {compiled.kernel} {compiled.job.call.name}"
             bar.update(task, advance=1, at=at)
 
-        return pool.compile_all(jobs, processes, show)
+        return pool.compile_all(jobs, processes, show, spared)
 
 
 class Selection(NamedTuple):
@@ -104,6 +109,7 @@ def kernels(
     check: bool,
     markdown_file: Path | None,
     json_file: Path | None,
+    known_file: Path | None,
     processes: int | None,
 ) -> None:
     """Compile, show, write, and judge."""
@@ -112,7 +118,8 @@ def kernels(
     jobs = catalogue.jobs(
         architectures(selection.architectures), selection.kernels, selection.head_dim
     )
-    results = compile_with_progress(jobs, processes or cores(), console)
+    kept = {} if known_file is None else known.read(known_file, version)
+    results = compile_with_progress(jobs, processes or cores(), console, known.trusted(kept))
     seconds = time.perf_counter() - begin
     if not check:
         console.print(*findings.usage_tables(results), findings.CAPTION, "", sep="\n")
@@ -120,25 +127,27 @@ def kernels(
     console.print(own_table(), highlight=False, markup=False, soft_wrap=True)
     if json_file is not None:
         json_file.write_text(findings.to_json(results, version), encoding="utf-8")
+    if known_file is not None and not check:
+        known.write(known_file, results, version)
     if check:
-        judge(results, console)
+        judge(results, known.faults(known_file, kept, results) if known_file else [], console)
     if markdown_file is not None and check:
         markdown.compare(markdown_file, results, version)
     elif markdown_file is not None:
         markdown.write(markdown_file, results, version)
 
 
-def judge(results: Sequence[Compiled], console: Console) -> None:
-    """Name the kernels that must not be defaults, and exit with 1 if there are any."""
-    excused, wrong = findings.excused(results), findings.offenders(results)
+def judge(results: Sequence[Compiled], others: Sequence[str], console: Console) -> None:
+    """Name kernels that must not be defaults, and other faults; exit with 1 if there are any."""
+    excused, wrong = findings.excused(results), [*findings.offenders(results), *others]
     for line in excused:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     for line in wrong:
         console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
     if wrong:
         raise typer.Exit(1)
-    others = "other " if excused else ""
-    console.print(f"No {others}default config spills or takes too much memory.", style="green")
+    other = "other " if excused else ""
+    console.print(f"No {other}default config spills or takes too much memory.", style="green")
 
 
 def own_table() -> str:

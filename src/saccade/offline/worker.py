@@ -1,8 +1,9 @@
 """Worker: a process of its own that compiles for one architecture: python -m saccade.offline.worker
 
-Reads {"architecture": …, "jobs": [[call, pass, kernels, config], …]} from its input, and answers
-with a line of JSON for each kernel. A process knows one pretend driver, remembers what it prepared
-for it, and never interprets kernels; hence one for each architecture.
+Reads {"architecture": …, "jobs": [[call, pass, kernels, config], …], "known": {identity: usage, …}}
+from its input, and answers with a line of JSON for each kernel; a known one is not compiled. A
+process knows one pretend driver, remembers what it prepared for it, and never interprets kernels;
+hence one for each architecture.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from saccade.kernels import launch
 from saccade.kernels.launch import Launch
 from saccade.offline import calls, compiler, paged_calls
 from saccade.offline.calls import Call
+from saccade.offline.compiler import Watch
 from saccade.offline.paged_calls import PAGED_PASSES, PagedCall
 from saccade.portable import kind
 from saccade.problem import Config
@@ -35,14 +37,16 @@ class Answer(NamedTuple):
     seconds: float
     usage: tuple[int, ...] | None  # a pool.Usage
     error: str = ""
-    identity: str = ""  # equal for equal binaries
+    identity: str = ""  # equal for equal binaries, see compiler.Watch
 
 
 class Recorder:
     """Stands in for starting kernels: compiles those that are wanted, and tells of them."""
 
-    def __init__(self, tell: Callable[[Answer], None]) -> None:
-        self.tell = tell
+    def __init__(
+        self, tell: Callable[[Answer], None], watch: Watch, known: Mapping[str, Sequence[int]]
+    ) -> None:
+        self.tell, self.watch, self.known = tell, watch, known
         self.job, self.which, self.wanted = 0, "", frozenset[str]()
 
     def __call__(
@@ -56,7 +60,12 @@ class Recorder:
         used, error, identity = None, "", ""
         try:
             compiled = started.compile(arguments(launch.itself))
-            used, identity = tuple(compiler.usage(compiled)), compiled.hash
+            if compiled is None:
+                identity = self.watch.last
+                used = tuple(self.known[identity])
+            else:
+                identity = self.watch.of[compiled.hash]
+                used = tuple(compiler.usage(compiled))
         except Exception as failure:  # whatever the compiler raises is what is to be told
             error = f"{type(failure).__name__}: {failure}"[:400]
         seconds = time.perf_counter() - begin
@@ -107,7 +116,8 @@ def main() -> None:
     def tell(answer: Answer) -> None:
         print(json.dumps(answer), flush=True)
 
-    recorder = Recorder(tell)
+    known = request["known"]
+    recorder = Recorder(tell, Watch(architecture, known), known)
     compiler.pretend(architecture)
     # The library's own code makes the arguments; only its last step, and the question which GPU
     # the tensors lie on, are answered differently.

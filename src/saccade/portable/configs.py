@@ -107,10 +107,17 @@ def default(problem: KernelProblem) -> Config:
     return row[_column(problem.width)]
 
 
+def every_tile_spills(architecture: str, wide: bool, width: int) -> str:
+    """Why there is no tile that does not spill, or "" where there may be one."""
+    if (wide or architecture == "sm_75") and width > 64:
+        return "products without tensor cores hold whole rows in registers: every tile spills"
+    return ""
+
+
 def may_spill(problem: KernelProblem) -> str:
     """Why the default is allowed to spill, or "" where it is not."""
-    if (problem.wide or problem.architecture == "sm_75") and problem.width > 64:
-        return "products without tensor cores hold whole rows in registers: every tile spills"
+    if reason := every_tile_spills(problem.architecture, problem.wide, problem.width):
+        return reason
     return _TIMED.get((problem.architecture, *row_of(problem)[:1], problem.width), "")
 
 
