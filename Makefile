@@ -13,7 +13,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; pytest brings its own workers.
 .NOTPARALLEL:
-.PHONY: help demo bench test check kernels test-gpu clean
+.PHONY: help demo bench test check kernels kernels-known test-gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -78,12 +78,17 @@ check: $(DEV_STAMP) ## run the linters and the type checker; compare README's ta
 	@$(BIN)/python tools/readme_table.py --check
 	@$(BIN)/pyright
 
-# The committed table holds what the pinned Triton makes, so only that one is compared with it. The
-# newest takes longer for each kernel, so it compiles those of one width; NEWEST_DIM= for all.
+# docs/kernels.json knows what unchanged kernels take, so that only others are compiled, and a sample.
+# The committed table holds what the pinned Triton makes; the newest compiles those of one width.
+KNOWN := --known docs/kernels.json
 NEWEST_DIM ?= 128
-kernels: $(DEV_STAMP) $(NEWEST_STAMP) ## compile the kernels for every architecture, by the oldest and the newest Triton: 8 minutes
-	@$(BIN)/saccade kernels --arch all --check --markdown docs/kernels.md
-	@PYTHONPATH=$(NEWEST) $(BIN)/saccade kernels --arch all --check $(if $(NEWEST_DIM),--head-dim $(NEWEST_DIM))
+kernels: $(DEV_STAMP) $(NEWEST_STAMP) ## compile what changed in the kernels, for every architecture, by the oldest and the newest Triton
+	@$(BIN)/saccade kernels --arch all --check $(KNOWN) --markdown docs/kernels.md
+	@PYTHONPATH=$(NEWEST) $(BIN)/saccade kernels --arch all --check $(KNOWN) --head-dim $(NEWEST_DIM)
+
+kernels-known: $(DEV_STAMP) $(NEWEST_STAMP) ## the same, and write what was found: docs/kernels.md and docs/kernels.json
+	@$(BIN)/saccade kernels --arch all $(KNOWN) --markdown docs/kernels.md
+	@PYTHONPATH=$(NEWEST) $(BIN)/saccade kernels --arch all $(KNOWN) --head-dim $(NEWEST_DIM)
 
 # Installs nothing: it tests the torch that is there, in .venv or, without one, in PYTHON.
 test-gpu: ## run the tests that need an NVIDIA GPU, in the torch that is installed

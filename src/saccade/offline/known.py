@@ -40,7 +40,7 @@ def trusted(known: Known) -> dict[str, Usage]:
     return {
         identity: usage
         for identity, usage in known.items()
-        if int(identity[:8], 16) % SAMPLE != everything[0] % SAMPLE
+        if int(identity[-8:], 16) % SAMPLE != everything[0] % SAMPLE
     }
 
 
