@@ -1,6 +1,7 @@
 """Known: what is kept of compiled kernels, what is compiled again, and what is found wrong."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,14 +10,14 @@ from saccade.offline.calls import Call
 from saccade.offline.pool import Compiled, Job, Usage
 
 JOB = Job("sm_90", Call(64), "forward", ("forward",))
-USAGES = {f"{number:024x}": Usage(number, 0, 1024) for number in range(64)}
+KNOWN = {f"{number:024x}": [number, 0, 1024, 0, 0, 0, 0, "binary"] for number in range(64)}
 
 
-def compiled(identity, usage):
-    return Compiled(JOB, "forward", (64, 64, 4, 3), 1.0, usage, "", identity)
+def compiled(key, usage):
+    return Compiled(JOB, "forward", (64, 64, 4, 3), 1.0, usage, "", "binary", key)
 
 
-RESULTS = [compiled(identity, usage) for identity, usage in USAGES.items()]
+RESULTS = [compiled(key, Usage(*entry[:-1])) for key, entry in KNOWN.items()]
 
 
 def test_what_is_written_is_read_again_by_version(tmp_path):
@@ -24,7 +25,7 @@ def test_what_is_written_is_read_again_by_version(tmp_path):
     assert known.read(file, "3.6.0") == {}
     known.write(file, RESULTS, "3.6.0")
     known.write(file, RESULTS[:2], "3.9.0")
-    assert known.read(file, "3.6.0") == USAGES
+    assert known.read(file, "3.6.0") == KNOWN
     assert len(known.read(file, "3.9.0")) == 2
     assert known.read(file, "4.0.0") == {}
     known.write(file, RESULTS[:1], "3.6.0")  # what is no more is forgotten
@@ -38,7 +39,7 @@ def test_a_kernel_that_failed_is_not_known(tmp_path):
     assert known.read(file, "3.6.0") == {}
 
 
-@pytest.mark.parametrize("text", ["[]", "nothing", '{"3.6.0": {"00": [1, 2, 3, 4, 5, 6, 7, 8]}}'])
+@pytest.mark.parametrize("text", ["[]", "nothing", '{"3.6.0": {"00": [1, 2, 3, 4, 5, 6, 7, 8, 9]}}'])
 def test_another_file_is_refused_by_name(tmp_path, text):
     file = tmp_path / "kernels.json"
     file.write_text(text)
@@ -47,24 +48,31 @@ def test_another_file_is_refused_by_name(tmp_path, text):
 
 
 def test_a_sample_is_compiled_again_and_changes_with_the_kernels():
-    spared = known.trusted(USAGES)
-    again = USAGES.keys() - spared.keys()
-    assert len(again) == len(USAGES) // known.SAMPLE
+    again = KNOWN.keys() - known.trusted(KNOWN).keys()
+    assert len(again) == len(KNOWN) // known.SAMPLE
     samples = set()
     for number in range(64):
-        more = {**USAGES, f"{1000 + number:024x}": Usage(1, 0, 0)}
-        samples.add(tuple(sorted(USAGES.keys() - known.trusted(more).keys())))
+        more = {**KNOWN, f"{1000 + number:024x}": [1, 0, 0, ""]}
+        samples.add(tuple(sorted(KNOWN.keys() - known.trusted(more).keys())))
     assert len(samples) > known.SAMPLE // 2
     assert known.trusted({}) == {}
 
 
-def test_faults_name_what_is_lacking_and_what_is_wrong(tmp_path):
-    file = tmp_path / "kernels.json"
-    assert known.faults(file, USAGES, RESULTS) == []
-    first = RESULTS[0].identity
-    lacking = {identity: usage for identity, usage in USAGES.items() if identity != first}
-    (text,) = known.faults(file, lacking, RESULTS)
-    assert "lacks 1 of 64 kernels, such as sm_90 forward (bf16 d64 none)" in text
-    (text,) = known.faults(file, {**USAGES, first: Usage(99, 0, 1024)}, RESULTS)
+def test_what_is_new_is_counted_and_what_is_wrong_is_named(tmp_path):
+    file, first = tmp_path / "kernels.json", RESULTS[0].key
+    assert known.faults(file, KNOWN, RESULTS) == []
+    assert known.unknown(KNOWN, RESULTS) == 0
+    fewer = {key: entry for key, entry in KNOWN.items() if key != first}
+    assert known.unknown(fewer, RESULTS) == 1
+    assert known.faults(file, fewer, RESULTS) == []
+    wrong = {**KNOWN, first: [99, *KNOWN[first][1:]]}
+    (text,) = known.faults(file, wrong, RESULTS)
     assert "registers=99" in text and "which takes Usage(registers=0" in text
-    assert known.faults(file, {}, [compiled("", None)]) == []
+    assert len(known.faults(file, KNOWN, [compiled(first, None)])) == 1
+
+
+def test_a_key_stands_for_the_source():
+    assert len(known.source_digest()) == 64
+    root = Path(known.__file__).parents[1]
+    for glob in known.SOURCES:
+        assert list(root.glob(glob)), glob

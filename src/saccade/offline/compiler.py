@@ -5,19 +5,17 @@ What differs between versions of Triton in compiling and reading binaries stays 
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import networkx as nx  # comes with torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 from saccade.offline.pool import Usage
 
@@ -52,31 +50,6 @@ def pretend(architecture: str) -> None:
     """From now on this process compiles for an architecture, whatever GPU there is."""
     driver: Any = PretendDriver(architecture)  # less than Triton's own base class asks for
     triton.runtime.driver.set_active(driver)
-
-
-class Watch:
-    """Sees every kernel just before it is compiled, and may spare it that.
-
-    A kernel's identity stands for all that the compiler is given: its source with that of all it
-    calls, its arguments, the options, the architecture, and the version of Triton.
-    """
-
-    def __init__(self, architecture: str, known: Container[str]) -> None:
-        self.architecture, self.known = architecture, known
-        self.last = ""  # identity of the last kernel that was to be compiled
-        self.of: dict[str, str] = {}  # identities, by the compiler's own hash
-        compile_one = JITFunction._do_compile
-
-        def watched(function: Any, key: Any, *rest: Any) -> Any:
-            given = triton.__version__, self.architecture, function.cache_key, str(key)
-            self.last = hashlib.sha256("\n".join(given).encode()).hexdigest()[:24]
-            if self.last in self.known:
-                return None
-            compiled: Any = compile_one(function, key, *rest)
-            self.of[compiled.hash] = self.last
-            return compiled
-
-        JITFunction._do_compile = watched  # type: ignore[method-assign]
 
 
 def usage(compiled: Any) -> Usage:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from saccade.offline.calls import Call
 from saccade.offline.paged_calls import PagedCall
@@ -51,18 +51,19 @@ class Compiled(NamedTuple):
     seconds: float
     usage: Usage | None
     error: str
-    identity: str
+    identity: str  # equal for equal binaries
+    key: str = ""  # of all that the compiler was given, see known.py
 
 
 def compile_all(
     jobs: Sequence[Job],
     processes: int,
     on_done: Callable[[Compiled], None] = lambda compiled: None,
-    known: Mapping[str, Usage] | None = None,
+    known: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Compiled]:
     """Compile every job; results in the order of jobs, equal binaries once.
 
-    known: what kernels take that need not be compiled again, by identity.
+    known: what need not be compiled again, see known.py.
 
     Raises:
         RuntimeError: if a worker died, with the last line that it wrote.
@@ -106,7 +107,7 @@ def _run_worker(
     jobs: Sequence[Job],
     share: Sequence[int],
     tell: Callable[[int, Compiled], None],
-    known: Mapping[str, Usage],
+    known: Mapping[str, Sequence[Any]],
 ) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "saccade.offline.worker"], env=worker_environment(),
@@ -122,9 +123,9 @@ def _run_worker(
             architecture = jobs[share[0]].architecture
             json.dump({"architecture": architecture, "jobs": plain, "known": known}, request)
         for line in process.stdout:
-            place, kernel, config, seconds, usage, error, identity = json.loads(line)
+            place, kernel, config, seconds, usage, *rest = json.loads(line)
             job, used = jobs[share[place]], None if usage is None else Usage(*usage)
-            answer = Compiled(job, kernel, tuple(config), seconds, used, error, identity)
+            answer = Compiled(job, kernel, tuple(config), seconds, used, *rest)
             tell(share[place], answer)
     except BrokenPipeError:
         pass  # it died before it had read all; the exit status says so

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from saccade.offline import catalogue, findings, known, markdown, pool
-from saccade.offline.pool import Compiled, Job, Usage
+from saccade.offline.pool import Compiled, Job
 from saccade.portable import configs, tuned
 
 Result = TypeVar("Result")
@@ -77,7 +77,7 @@ def compile_with_progress(
     jobs: Sequence[Job],
     processes: int,
     console: Console,
-    spared: Mapping[str, Usage] | None = None,
+    spared: known.Known | None = None,
 ) -> list[Compiled]:
     """Compile while a bar shows how far it has got."""
     total = sum(len(job.kernels) for job in jobs)
@@ -127,6 +127,10 @@ def kernels(
     console.print(own_table(), highlight=False, markup=False, soft_wrap=True)
     if json_file is not None:
         json_file.write_text(findings.to_json(results, version), encoding="utf-8")
+    fresh = known.unknown(kept, results)
+    if known_file is not None and check and fresh:
+        hint = f"{fresh} of them were not known; `make kernels-known` writes {known_file} anew."
+        console.print(hint, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if known_file is not None and not check:
         known.write(known_file, results, version)
     if check:

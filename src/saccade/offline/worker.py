@@ -1,6 +1,6 @@
 """Worker: a process of its own that compiles for one architecture: python -m saccade.offline.worker
 
-Reads {"architecture": …, "jobs": [[call, pass, kernels, config], …], "known": {identity: usage, …}}
+Reads {"architecture": …, "jobs": [[call, pass, kernels, config], …], "known": {key: […], …}}
 from its input, and answers with a line of JSON for each kernel; a known one is not compiled. A
 process knows one pretend driver, remembers what it prepared for it, and never interprets kernels;
 hence one for each architecture.
@@ -8,13 +8,15 @@ hence one for each architecture.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from saccade.hopper import attention as hopper
 from saccade.hopper import configs as hopper_configs
@@ -22,7 +24,7 @@ from saccade.kernels import launch
 from saccade.kernels.launch import Launch
 from saccade.offline import calls, compiler, paged_calls
 from saccade.offline.calls import Call
-from saccade.offline.compiler import Watch
+from saccade.offline.known import source_digest
 from saccade.offline.paged_calls import PAGED_PASSES, PagedCall
 from saccade.portable import kind
 from saccade.problem import Config
@@ -37,16 +39,21 @@ class Answer(NamedTuple):
     seconds: float
     usage: tuple[int, ...] | None  # a pool.Usage
     error: str = ""
-    identity: str = ""  # equal for equal binaries, see compiler.Watch
+    identity: str = ""  # equal for equal binaries
+    key: str = ""  # of all that the compiler was given, see known.py
+
+
+NOTHING: Mapping[str, Any] = {}
 
 
 class Recorder:
     """Stands in for starting kernels: compiles those that are wanted, and tells of them."""
 
     def __init__(
-        self, tell: Callable[[Answer], None], watch: Watch, known: Mapping[str, Sequence[int]]
+        self, tell: Callable[[Answer], None], given: str = "", known: Mapping[str, Any] = NOTHING
     ) -> None:
-        self.tell, self.watch, self.known = tell, watch, known
+        self.tell, self.given, self.known = tell, given, known
+        self.call: list[Any] = []
         self.job, self.which, self.wanted = 0, "", frozenset[str]()
 
     def __call__(
@@ -58,19 +65,20 @@ class Recorder:
             return
         begin = time.perf_counter()
         used, error, identity = None, "", ""
+        asked = (self.given, self.call, self.which, name, started.constants, started.options)
+        key = hashlib.sha256(repr(asked).encode()).hexdigest()[:24]
         try:
-            compiled = started.compile(arguments(launch.itself))
-            if compiled is None:
-                identity = self.watch.last
-                used = tuple(self.known[identity])
+            if key in self.known:
+                *used, identity = self.known[key]
             else:
-                identity = self.watch.of[compiled.hash]
-                used = tuple(compiler.usage(compiled))
+                compiled = started.compile(arguments(launch.itself))
+                used, identity = compiler.usage(compiled), compiled.hash[:24]
         except Exception as failure:  # whatever the compiler raises is what is to be told
             error = f"{type(failure).__name__}: {failure}"[:400]
         seconds = time.perf_counter() - begin
         config = config_of(started)
-        self.tell(Answer(self.job, name, config, seconds, used, error, identity))
+        used = None if used is None else tuple(used)
+        self.tell(Answer(self.job, name, config, seconds, used, error, identity, key))
 
 
 def kernel_name(started: Launch, which: str) -> str:
@@ -98,6 +106,7 @@ def run_job(recorder: Recorder, number: int, job: list[Any]) -> None:
     """Compile the wanted kernels that a pass of a call starts."""
     call, which, kernels, numbers = job
     recorder.job, recorder.which, recorder.wanted = number, which, frozenset(kernels)
+    recorder.call = [call, numbers]
     config = None if numbers is None else Config.of_numbers(numbers)
     if which in PAGED_PASSES:
         paged_inputs, variant = paged_calls.make(PagedCall(*call), torch.device("cpu"))
@@ -116,8 +125,8 @@ def main() -> None:
     def tell(answer: Answer) -> None:
         print(json.dumps(answer), flush=True)
 
-    known = request["known"]
-    recorder = Recorder(tell, Watch(architecture, known), known)
+    given = f"{triton.__version__} {architecture} {source_digest()}"
+    recorder = Recorder(tell, given, request["known"])
     compiler.pretend(architecture)
     # The library's own code makes the arguments; only its last step, and the question which GPU
     # the tensors lie on, are answered differently.
