@@ -146,9 +146,13 @@ def test_rectangles_add_up_to_the_whole(shape):
         torch.testing.assert_close(joined, wanted[k], rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+# Weights may be as inexact as the dtype before they are added up: without AVX-512 PyTorch's
+# exponentials of bfloat16 are. A relative error of all weights is that absolute error of the lse.
+@pytest.mark.parametrize(
+    ("dtype", "slack", "lse_slack"), [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 0.05, 2**-9)]
+)
 @pytest.mark.parametrize("mask", ["none", "causal", "b1rk", "1hrk"])
-def test_low_precision(dtype, slack, mask):
+def test_low_precision(dtype, slack, lse_slack, mask):
     tensors = [tensor.to(dtype) for tensor in rectangle(rows=9, keys=9, dims=(16, 8))]
     visible, causal = visible_in(mask, tensors)
     exact = [tensor.double().requires_grad_() for tensor in tensors]
@@ -156,7 +160,7 @@ def test_low_precision(dtype, slack, mask):
     output, lse = forward(tensors, visible, causal)
     assert (output.dtype, lse.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(output.double(), wanted[0].detach(), rtol=0, atol=slack)
-    torch.testing.assert_close(lse.double(), wanted[1].detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted[1].detach(), rtol=0, atol=lse_slack)
     sees_nothing = lse == -torch.inf
     grad_output = torch.ones_like(output).masked_fill(sees_nothing.unsqueeze(-1), 0)
     rows = [grad_output, *tensors, output, lse.masked_fill(sees_nothing, 0)]

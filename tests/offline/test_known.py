@@ -39,7 +39,9 @@ def test_a_kernel_that_failed_is_not_known(tmp_path):
     assert known.read(file, "3.6.0") == {}
 
 
-@pytest.mark.parametrize("text", ["[]", "nothing", '{"3.6.0": {"00": [1, 2, 3, 4, 5, 6, 7, 8, 9]}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "nothing", '{"3.6.0": {"00": [1, 2, 3, 4, 5, 6, 7, 8, 9]}}']
+)
 def test_another_file_is_refused_by_name(tmp_path, text):
     file = tmp_path / "kernels.json"
     file.write_text(text)
