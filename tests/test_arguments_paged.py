@@ -53,7 +53,6 @@ LENS = torch.tensor([20, 9], dtype=I32)
         ({"sinks": PAGES[0, 0, 0]}, ValueError, "sinks: got shape (16,), takes (4,)"),
         ({"mask": PAGES}, TypeError, "mask: got a tensor of torch.float32"),
         ({"mask": PAGES[0, 0] > 0}, ValueError, "mask: dense: tensor: got shape"),
-        ({"implementation": "portable"}, NotImplementedError, "no kernels for pages yet"),
         ({"implementation": "fast"}, ValueError, "implementation: got 'fast'"),
         ({"cu_seqlens_q": LENS}, ValueError, "query: got shape (2, 4, 2, 16), takes [tokens"),
     ],

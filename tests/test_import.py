@@ -6,26 +6,30 @@ import sys
 
 PROGRAM = """
 import json, sys, time
+start = time.perf_counter()
 import torch
 before, begin = set(sys.modules), time.perf_counter()
 import saccade
-seconds = time.perf_counter() - begin
-print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
+end = time.perf_counter()
+print(json.dumps([end - begin, begin - start, sorted(set(sys.modules) - before)]))
 """
 HEAVY = {"torch._dynamo", "torch._inductor", "triton", "hypothesis", "matplotlib", "rich", "typer"}
 
 
-def imported() -> tuple[float, list[str]]:
+def imported() -> tuple[float, float, list[str]]:
+    """Seconds for saccade and for torch before it, and the modules that saccade brings."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True)
     return tuple(json.loads(done.stdout))
 
 
 def test_import_brings_nothing_heavy() -> None:
-    _, modules = imported()
+    _, _, modules = imported()
     assert "saccade.reference.attention" in modules
     assert not {"saccade.cpu.attention", "saccade.portable.attention"} & set(modules)
     assert HEAVY.isdisjoint(modules)
 
 
 def test_import_adds_at_most_a_fifth_of_a_second() -> None:
-    assert min(imported()[0] for _ in range(3)) <= 0.2
+    """Or, where a slow or busy machine takes long for torch too, a fifth of what that takes."""
+    ours, torchs, _ = min(imported() for _ in range(3))
+    assert ours <= max(0.2, torchs / 5)
