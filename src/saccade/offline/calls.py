@@ -19,7 +19,7 @@ from saccade.scores import Score
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MASKS = ("none", "causal", "window", "documents", "blocks", "dense")
-TABLES = ("documents", "blocks", "dense")  # masks that capture tensors
+TABLES = ("documents", "blocks", "dense")  # masks that capture tensors, which are not looked at
 SCORES = ("none", "softcap", "bias")
 WINDOW = 256
 MASK_BLOCK = 128  # rows that share an entry of a block-sparse mask
@@ -63,9 +63,7 @@ class Call(NamedTuple):
 
     def is_short(self) -> bool:
         """Whether its rows see few keys, as the library will find."""
-        if self.mask == "none":
-            return False
-        mask = make_mask(self._replace(length=1) if self.mask in TABLES else self, CPU)
+        mask = None if self.mask in TABLES else make_mask(self, CPU)
         length = self.length // 2 if self.packed else self.length
         return mask is not None and is_short(mask.key, mask.captured, length, length)
 

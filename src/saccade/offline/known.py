@@ -3,7 +3,8 @@
 So it is kept in a file (docs/kernels.json), and what did not change is not compiled again, but for
 one kernel in SAMPLE that says whether the file tells the truth. Which ones those are changes
 whenever any kernel does. A key stands for all that a kernel is made of: the call, its constants and
-options, the architecture, the version of Triton, and the text of every file that kernels come from.
+options, the architecture, the version of Triton, and the text of every file that kernels come from
+or that reads what came of them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from saccade.offline.pool import Compiled, Usage
 
 SAMPLE = 16
 SOURCES = (
-    "kernels/*.py", "portable/*.py", "hopper/*.py", "language.py", "masks.py", "scores.py",
-    "mask_functions.py", "offline/calls.py", "offline/paged_calls.py",
+    "kernels/*.py", "portable/*.py", "hopper/*.py", "language.py", "expressions.py", "functions.py",
+    "masks.py", "scores.py", "mask_functions.py", "offline/calls.py", "offline/paged_calls.py",
+    "offline/worker.py", "offline/compiler.py",
 )  # fmt: skip
 
 Known = Mapping[str, Sequence[Any]]  # key → the numbers of a Usage, and the binary's identity
@@ -28,7 +30,7 @@ Known = Mapping[str, Sequence[Any]]  # key → the numbers of a Usage, and the b
 
 @functools.cache
 def source_digest() -> str:
-    """What the text of all files that kernels come from amounts to."""
+    """What the text of all these files amounts to."""
     root = Path(__file__).parents[1]
     files = sorted(file for glob in SOURCES for file in root.glob(glob))
     text = "".join(f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in files)

@@ -43,14 +43,11 @@ class Answer(NamedTuple):
     key: str = ""  # of all that the compiler was given, see known.py
 
 
-NOTHING: Mapping[str, Any] = {}
-
-
 class Recorder:
     """Stands in for starting kernels: compiles those that are wanted, and tells of them."""
 
     def __init__(
-        self, tell: Callable[[Answer], None], given: str = "", known: Mapping[str, Any] = NOTHING
+        self, tell: Callable[[Answer], None], given: str, known: Mapping[str, Any]
     ) -> None:
         self.tell, self.given, self.known = tell, given, known
         self.call: list[Any] = []
