@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from saccade.bench.cases import CASES, DEFAULT_CASES, Case
+from saccade.bench.paged_cases import PagedCase
 from saccade.bench.selection import (
     choose_cases,
     choose_passes,
@@ -120,3 +121,27 @@ def test_passes():
 
 def test_options_may_repeat_and_hold_commas():
     assert split(["a,b", " c ", ""]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("tiny-pages")])
+def test_pairs_over_pages_are_those_that_are_seen(name):
+    case = CASES[name]
+    seen = case.sees(torch.arange(case.query_len), torch.arange(case.kv_len))
+    assert case.pairs == case.query_heads * int(seen.sum())
+    tensors = case.make(CPU)
+    assert tensors.query.shape == (1, 4, case.new * len(case.lens), 16)
+    assert tensors.key.shape == (1, 2, sum(case.lens), 16)
+
+
+def test_bytes_over_pages_are_those_of_their_dtype():
+    wide, narrow = (CASES[f"gpu-pages-h32x8-{dtype}-d128-16x8k"] for dtype in ("bf16", "fp8"))
+    rows = 16 * 8192 * 8
+    assert wide.bytes - narrow.bytes == rows * (256 - 2 * 4)  # a byte a number, less the scales
+    assert passes_of(wide, ("forward", "backward")) == ("decode",)
+    chunk = CASES["gpu-pages-h32x8-new2k-bf16-d128-1x8k"]
+    assert passes_of(chunk, ("forward", "backward")) == ("forward",)
+
+
+def test_lengths_that_are_not_the_sequences_are_refused():
+    with pytest.raises(ValueError, match="not those of its sequences"):
+        PagedCase("bad", 1, 1, 1, 2, 8, 8, 8, "float32", lens=(4, 5))

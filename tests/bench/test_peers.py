@@ -7,15 +7,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import saccade
 from saccade.bench.cases import CASES, Case
 from saccade.bench.check import exact, fault
 from saccade.bench.measure import fit
+from saccade.bench.paged_cases import INT8_SCALE
 from saccade.bench.peers import Call, Peer, all_peers, flex, from_layout, installed, ours, to_layout
+from saccade.bench.peers.traffic import COPY_BYTES
 from saccade.bench.visibility import Visibility
 
 CPU = torch.device("cpu")
 EVERY_TINY = [case for name, case in CASES.items() if name.startswith("tiny-")]
 TINY = [case for case in EVERY_TINY if case.attention == "softmax"]
+PAGED = [case for case in EVERY_TINY if case.attention == "paged"]
 LINEAR = [case for case in EVERY_TINY if case.attention == "linear"]
 PEERS = {peer.who: peer for peer in all_peers()}
 CHECKED = ("saccade/cpu", "saccade/reference", "plain", "sdpa", "sdpa/math")
@@ -231,8 +235,47 @@ def test_pages_hold_the_case(who):
     case = CASES["tiny-decode-fp32-d16-64"]
     call = PEERS[who].prepare(case, CPU)
     if who.endswith("256"):
-        assert call == "it decodes one sequence of whole pages of 256"
+        assert call == "it takes new tokens of sequences of whole pages of 256"
         return
     assert isinstance(call, Call)
     assert found_fault(case, call, gradients=False) is None
     assert isinstance(PEERS[who].prepare(CASES["tiny-full-fp32-d16-48"], CPU), str)
+
+
+@pytest.mark.parametrize("case", PAGED, ids=lambda case: case.name)
+@pytest.mark.parametrize("who", ["saccade/paged-16", "saccade/scattered-16"])
+def test_sequences_in_pages_agree_with_float64(who, case):
+    call = PEERS[who].prepare(case, CPU)
+    assert isinstance(call, Call)
+    assert found_fault(case, call, gradients=False) is None
+
+
+def test_one_sequence_in_pages_is_a_dense_call_and_many_are_none():
+    calls = {case.name: PEERS["saccade/cpu"].prepare(case, CPU) for case in PAGED}
+    chunk = CASES["tiny-pages-h4x2-new20-fp32-d16-1x48"]
+    dense = calls.pop(chunk.name)
+    assert isinstance(dense, Call)
+    assert found_fault(chunk, dense, gradients=False) is None
+    assert set(calls.values()) == {"this call has no pages: it takes one sequence"}
+
+
+def test_pages_of_eight_bits_are_kept_in_them(monkeypatch):
+    case = CASES["tiny-pages-h4x2-int8-d16-2x32"]
+    stored = []
+    original = saccade.attention_paged
+
+    def look(query, **pages):
+        stored.append((pages["key_pages"].dtype, pages["key_scales"].unique().tolist()))
+        return original(query, **pages)
+
+    monkeypatch.setattr(saccade, "attention_paged", look)
+    PEERS["saccade/paged-16"].prepare(case, CPU).run(
+        *(to_layout(rows, "packed") for rows in case.make(CPU)[:3])
+    )
+    assert stored == [(torch.int8, [INT8_SCALE])]
+
+
+def test_traffic_moves_what_it_says():
+    (read, copy) = (PEERS[who].prepare(PAGED[0], CPU) for who in ("read", "copy"))
+    assert float(read.run()) == PAGED[0].bytes // 4
+    assert 2 * copy.run().nbytes == COPY_BYTES

@@ -9,9 +9,22 @@ from rich.console import Console
 from saccade.bench.cases import CASES
 from saccade.bench.history import History, Unmeasured
 from saccade.bench.judgement import judge, missing_lines, targets_table
-from saccade.bench.results import Result, case_fields
+from saccade.bench.peers.traffic import COPY_BYTES
+from saccade.bench.results import Result, append, case_fields
+from saccade.bench.session import show_targets
 from saccade.bench.targets import CPU_TARGETS, GPU_TARGETS, TARGETS
-from saccade.bench.yardsticks import Memory, Peer, Sum, Tiles, Tokens
+from saccade.bench.yardsticks import (
+    GOOD_RATE,
+    Bytes,
+    Memory,
+    Peer,
+    Published,
+    Reading,
+    Sum,
+    Tiles,
+    Time,
+    Tokens,
+)
 
 FULL_1K, PACKED = "gpu-full-bf16-d128-1k", "gpu-packed-bf16-d128-16x1024"
 
@@ -26,27 +39,38 @@ def result(case, who, milliseconds, which_pass="forward", **changes):
     return Result(**{**fields, **changes})
 
 
-def tiles_of(case):
-    return CASES[case].tiles((128, 64)) / 1000
+def time_of(case):
+    """A time that grows with what a case is made of."""
+    problem = CASES[case]
+    kinds = {"linear": problem.query_len, "paged": problem.bytes / 5e9}  # 5 TB/s, in ms
+    return kinds.get(problem.attention, problem.tiles((128, 64)) / 1000)
+
+
+def peers_of(yardstick):
+    """Whose times it compares with."""
+    if isinstance(yardstick, Peer):
+        return [yardstick.who]
+    return {Published: ["copy"], Reading: ["read"]}.get(type(yardstick), [])
 
 
 def complete(targets=TARGETS):
-    """Results in which every target is reached: our times follow the tiles, the others' do not."""
+    """Results in which every target is reached: ours are as `time_of` says, others' are longer."""
     found = {}
     for target in targets:
         subject = "saccade/cpu" if target.machine == "cpu" else target.subject
         for case, which_pass in target.expected():
-            linear = CASES[case].attention == "linear"
-            times = {subject: CASES[case].query_len if linear else tiles_of(case)}
-            if isinstance(target.yardstick, Peer):
-                times[target.yardstick.who] = times[subject] * 5
+            times = {subject: time_of(case)}
+            if isinstance(target.yardstick, Time):
+                times[subject] = min(times[subject], target.limit / 2)
+            for who in peers_of(target.yardstick):
+                times[who] = 0.5 if who == "copy" else times[subject] * 5
             others = ()
             if isinstance(target.yardstick, Sum):
                 others = target.yardstick.others[case]
-            if isinstance(target.yardstick, (Tiles, Tokens)):
+            if isinstance(target.yardstick, (Tiles, Tokens, Bytes)):
                 others = (target.yardstick.other,)
             for other in others:
-                times[subject, other] = CASES[other].query_len if linear else tiles_of(other)
+                times[subject, other] = time_of(other)
             for key, milliseconds in times.items():
                 who, where = key if isinstance(key, tuple) else (key, case)
                 found[who, where, which_pass] = result(where, who, milliseconds, which_pass)
@@ -99,11 +123,51 @@ def test_a_missed_target_names_the_case():
     assert "1.06" in text
 
 
-def test_the_gpu_s_subject_is_the_portable_kernel_alone():
+def test_the_gpu_s_subjects_are_named_and_no_other_counts():
     found = complete(GPU_TARGETS)
     faster = [dataclasses.replace(item, who="saccade/other") for item in found.values()]
-    others = [item for item in found.values() if item.who != "saccade/portable"]
+    subjects = {target.subject for target in GPU_TARGETS}
+    others = [item for item in found.values() if item.who not in subjects]
     assert set(answers([*faster, *others])) == {"not measured"}
+
+
+def test_a_mean_may_hide_a_slow_case_and_not_a_missing_one():
+    (target,) = (one for one in GPU_TARGETS if one.mean and "D256" in one.what)
+    found = complete([target])
+    slow = ("sdpa/cudnn", "gpu-full-bf16-d256-1k", "forward")
+    found[slow] = dataclasses.replace(found[slow], median_ms=found[slow].median_ms / 10)
+    (verdict,) = [one for one in judge(list(found.values())) if one.target == target]
+    assert verdict.answer == "yes"
+    assert verdict.measured[0][0] == pytest.approx(0.2 * 10 ** (1 / len(target.expected())))
+    del found[slow]
+    (verdict,) = [one for one in judge(list(found.values())) if one.target == target]
+    assert verdict.answer == "not measured"
+
+
+def test_published_times_are_scaled_by_the_rate_of_a_copy():
+    case, who = "gpu-pages-h32x8-bf16-d128-1x8k", "saccade/scattered-64"
+    copy = COPY_BYTES / 4e9 * 2  # ms, at 2000 GB/s
+    history = History([result(case, who, 0.05, "decode"), result(case, "copy", copy, "decode")])
+    value = Published({case: 20.0}, 4000.0).value(history, who, case, "decode")
+    assert value == pytest.approx(50 / 40)
+
+
+def test_a_read_is_the_bound_unless_it_is_slow_itself():
+    case, who = "gpu-pages-h32x8-bf16-d128-16x8k", "saccade/scattered-64"
+    good = CASES[case].bytes / GOOD_RATE / 1e6
+    for read, value in ((good * 2, 1.0), (good / 2, 2.0)):
+        history = History(
+            [result(case, who, good * 2, "decode"), result(case, "read", read, "decode")]
+        )
+        assert Reading().value(history, who, case, "decode") == pytest.approx(value)
+
+
+def test_a_folder_of_results_is_judged_as_one(tmp_path, capsys):
+    found = list(complete(CPU_TARGETS).values())
+    append(tmp_path / "one.jsonl", found[::2])
+    append(tmp_path / "two.jsonl", found[1::2])
+    show_targets(tmp_path)
+    assert "not measured" not in capsys.readouterr().out
 
 
 def test_what_is_missing_is_said():

@@ -70,6 +70,10 @@ class Case:
         """Whether one query row stands at the end of a cache, where nobody needs gradients."""
         return self.query_len == 1
 
+    def sees(self, query_rows: Tensor, kv_rows: Tensor) -> Tensor:
+        """Which pairs are visible: bool [query rows, key rows]."""
+        return self.visibility.sees(query_rows, kv_rows)
+
     @property
     def pairs(self) -> int:
         """Visible pairs over all batch entries and heads."""

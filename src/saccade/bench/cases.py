@@ -13,6 +13,7 @@ from saccade.bench.case import Case as Case
 from saccade.bench.case import Tensors as Tensors
 from saccade.bench.case import short
 from saccade.bench.linear_cases import linear_cases
+from saccade.bench.paged_cases import paged_cases
 from saccade.bench.visibility import CAUSAL, FULL, Visibility, lengths_text
 
 
@@ -84,7 +85,8 @@ def _gpu_cases() -> Iterator[Case]:
                 batch, lengths = tokens // length, (length, length)
                 yield _case("gpu", visibility, dtype, (heads, heads), lengths, dim, batch=batch)
     for visibility in (
-        Visibility("window", 256), Visibility("prefix", 4096), Visibility("blocks", 128)
+        Visibility("window", 256), Visibility("window", 1024),
+        Visibility("prefix", 4096), Visibility("blocks", 128),
     ):  # fmt: skip
         yield _case("gpu", visibility, dtype, (16, 16), (16384, 16384), 128)
     yield _documents("gpu", (1024,) * 16, dtype, 16, 128, packed=False)
@@ -118,7 +120,9 @@ HOST_CASES = {
 """So little work that a GPU is done before the host is: for `saccade bench --host`."""
 
 CASES: dict[str, Case] = {
-    case.name: case for case in (*_cpu_cases(), *linear_cases(), *_gpu_cases(), *_tiny_cases())
+    case.name: case
+    for cases in (_cpu_cases, linear_cases, _gpu_cases, paged_cases, _tiny_cases)
+    for case in cases()
 }
 
 DEFAULT_CASES = {

@@ -77,7 +77,7 @@ def _exact_head(case: Case, tensors: Tensors, batch: int, head: int, rows: Tenso
         return Exact(batch, head, *_linear_head(query, key, value, grad_output, rows))
     scale = 1 / math.sqrt(case.head_dim)
     kv_rows = torch.arange(case.kv_len, device=rows.device)
-    scores = (query @ key.T * scale).masked_fill(~case.visibility.sees(rows, kv_rows), -torch.inf)
+    scores = (query @ key.T * scale).masked_fill(~case.sees(rows, kv_rows), -torch.inf)
     weights = scores.softmax(-1)
     output = weights @ value
     row_dot = (grad_output * output).sum(-1, keepdim=True)

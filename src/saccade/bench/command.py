@@ -31,7 +31,9 @@ COLD = typer.Option("--cold", help="GPU: empty the L2 cache before every call.")
 JSON = typer.Option("--json", help="Append one JSON object a line for each result.")
 PLOT = typer.Option("--plot", help="Draw the results to this image (PNG, SVG or PDF).")
 READ = typer.Option("--read", help="Measure nothing: show the results in this file.")
-TARGETS = typer.Option("--targets", help="Measure nothing: judge this file by the targets.")
+TARGETS = typer.Option(
+    "--targets", help="Measure nothing: judge this file, or folder, by the targets."
+)
 HOST = typer.Option("--host", help="Measure how long a small call keeps the host instead.")
 FIRST_CALL = typer.Option("--first-call", help="Measure first calls in fresh processes instead.")
 LIST = typer.Option("--list", help="List the cases for this device and end.")

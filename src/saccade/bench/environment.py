@@ -11,7 +11,7 @@ import torch
 
 import saccade
 
-PACKAGES = ("triton", "flash-attn", "xformers", "flash-attention-triton")
+PACKAGES = ("triton", "flash-attn", "xformers", "flash-attention-triton", "flash-linear-attention")
 
 
 def device_name(device: torch.device) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade.bench.passes import Runnable
 
 FLUSH_BYTES = 2**28  # several times the largest L2 cache
+HEAD_START = 20_000  # cycles: in that time the host puts a graph's launch behind the event
 
 
 class GpuClock:
@@ -17,14 +18,14 @@ class GpuClock:
 
     Args:
         graph: capture each candidate once and time its replays, without the host's part.
-        cold: overwrite the L2 cache before every call; each call is then timed by itself.
+        cold: fill the L2 cache with other things before every call, which is then timed by itself.
     """
 
     def __init__(self, device: torch.device, *, graph: bool = False, cold: bool = False) -> None:
         self.graph = graph
         self.flush = None
         if cold:
-            self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+            self.flush = torch.zeros(FLUSH_BYTES // 4, device=device)
 
     def ready(self, candidate: Runnable) -> Runnable:
         """Compile by calling; capture where replays are asked for."""
@@ -64,7 +65,8 @@ def _timed(
 ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if flush is not None:
-        flush.zero_()
+        flush.sum()  # reads: what is written would be written back while the call is timed
+        torch.cuda._sleep(HEAD_START)
     start.record()
     for _ in range(repeats):
         run()

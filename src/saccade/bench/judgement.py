@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from rich.table import Table
@@ -11,7 +12,8 @@ from rich.table import Table
 from saccade.bench.history import History, Unmeasured
 from saccade.bench.results import Result
 from saccade.bench.selection import folded
-from saccade.bench.targets import TARGETS, Target
+from saccade.bench.target import Target
+from saccade.bench.targets import TARGETS
 
 
 class Verdict(NamedTuple):
@@ -54,6 +56,9 @@ def _verdict(target: Target, history: History) -> Verdict:
         except Unmeasured as error:
             verdict.missing.append((case, which_pass, str(error)))
     verdict.measured.sort(reverse=True)
+    if target.mean and verdict.measured:
+        mean = geometric_mean([value for value, _, _ in verdict.measured])
+        verdict.measured[:] = [(mean, f"mean of {len(verdict.measured)}", "")]
     return verdict
 
 
@@ -75,7 +80,8 @@ def targets_table(verdicts: Sequence[Verdict]) -> Table:
         answer = f"[{colors[verdict.answer]}]{verdict.answer}[/]"
         table.add_row(verdict.target.what, worst, _number(verdict, limit), cases, answer)
         for value, case, which_pass in verdict.misses:
-            table.add_row(f"[dim]  {case}, {which_pass}[/dim]", _number(verdict, value))
+            where = f"{case}, {which_pass}" if which_pass else case
+            table.add_row(f"[dim]  {where}[/dim]", _number(verdict, value))
     return table
 
 
@@ -93,4 +99,4 @@ def missing_lines(verdicts: Sequence[Verdict]) -> list[str]:
 
 def _number(verdict: Verdict, value: float) -> str:
     unit = verdict.target.yardstick.unit
-    return f"{value:.0f}{unit}" if unit else f"{value:.2f}"
+    return f"{value:.3g}{unit}" if unit else f"{value:.2f}"

@@ -41,13 +41,22 @@ def _case(dtype: str, heads: int, length: int, dim: int, *, label: str = "linear
     return LinearCase(name, 1, heads, heads, length, length, dim, dim, dtype, CAUSAL)
 
 
+def _gpu_case(batch: int, length: int, heads: int, dim: int) -> LinearCase:
+    name = f"gpu-linear-bf16-d{dim}-{batch}x{short(length)}"
+    return LinearCase(name, batch, heads, heads, length, length, dim, dim, "bfloat16", CAUSAL)
+
+
 def linear_cases() -> Iterator[LinearCase]:
-    """Cases for two cores: the sizes of the targets, and one problem at many lengths."""
+    """For two cores: the sizes of the targets, and one problem at many lengths. For a GPU: four."""
     for dtype in ("float32", "bfloat16"):
         for heads, dim in ((8, 128), (8, 64)):
             yield _case(dtype, heads, 4096, dim)
     for length in (1024, 4096, 16384, 65536, 262144):
         yield _case("float32", 2, length, 64, label="linear-length")
+    for batch, length, heads, dim in (
+        (8, 8192, 16, 128), (8, 8192, 32, 64), (1, 131072, 8, 128), (8, 2048, 32, 256)
+    ):  # fmt: skip
+        yield _gpu_case(batch, length, heads, dim)
     yield LinearCase(
         "tiny-linear-fp32-d16-48", 1, 2, 2, 48, 48, 16, 16, "float32", CAUSAL
     )  # fmt: skip

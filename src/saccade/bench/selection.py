@@ -89,6 +89,8 @@ def passes_of(case: Case, passes: Sequence[str]) -> tuple[str, ...]:
     """Which of the passes a case has; a single query row, say, has a forward pass only."""
     if case.decodes:
         return ("decode",) if "forward" in passes else ()
+    if case.attention == "paged":  # nobody trains on pages
+        return tuple(name for name in passes if name == "forward")
     if case.memory_matters:  # training is what needs memory
         return tuple(name for name in passes if name == "forward+backward")
     return tuple(passes)

@@ -105,9 +105,10 @@ def show_peers(where: torch.device) -> None:
 
 
 def show_targets(path: Path) -> None:
-    """Print how the targets stand in a file of results, and what it lacks."""
+    """Print how the targets stand in a file of results, or in all of a folder; what they lack."""
     terminal = console()
-    verdicts = judgement.judge(results.read(path))
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    verdicts = judgement.judge([result for file in files for result in results.read(file)])
     terminal.print(judgement.targets_table(verdicts))
     for line in judgement.missing_lines(verdicts):
         terminal.print(line)

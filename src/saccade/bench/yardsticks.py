@@ -8,9 +8,11 @@ from typing import ClassVar, Protocol
 
 from saccade.bench.cases import CASES
 from saccade.bench.history import History, Unmeasured
+from saccade.bench.peers.traffic import COPY_BYTES
 from saccade.bench.results import Result
 
 TILE = (128, 64)  # query rows, key rows
+GOOD_RATE = 4300.0  # GB/s, of an H200's memory
 
 
 class Yardstick(Protocol):
@@ -82,6 +84,60 @@ class Tokens:
         other = _alike(history, result, self.other, which_pass)
         share = CASES[case].query_len / CASES[self.other].query_len
         return result.median_ms / (other.median_ms * share)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The subject's own time in another case for as many bytes."""
+
+    unit: ClassVar[str] = ""
+    other: str
+
+    def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
+        """The ratio of the two times a byte."""
+        (result,) = history.together(case, which_pass, subject)
+        other = _alike(history, result, self.other, which_pass)
+        share = CASES[case].bytes / CASES[self.other].bytes
+        return result.median_ms / (other.median_ms * share)
+
+
+@dataclass(frozen=True)
+class Time:
+    """Nothing but the time, in milliseconds."""
+
+    unit: ClassVar[str] = " ms"
+
+    def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
+        """The median."""
+        return history.together(case, which_pass, subject)[0].median_ms
+
+
+@dataclass(frozen=True)
+class Published:
+    """Times that others published, of a machine that copies at `rate`; scaled to this one's."""
+
+    unit: ClassVar[str] = ""
+    micros: Mapping[str, float]  # by case
+    rate: float  # GB/s
+
+    def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
+        """The ratio of our time to theirs."""
+        ours, copy = history.together(case, which_pass, subject, "copy")
+        rate = COPY_BYTES / copy.median_ms / 1e6
+        return ours.median_ms * 1e3 / (self.micros[case] * self.rate / rate)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A pure read of as many bytes in the same run, or a good rate if that is slower."""
+
+    unit: ClassVar[str] = ""
+
+    def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
+        """The ratio of our time to the longer of the two."""
+        ours, read = history.together(case, which_pass, subject, "read")
+        good = CASES[case].bytes / GOOD_RATE / 1e6
+        return ours.median_ms / max(read.median_ms, good)
 
 
 @dataclass(frozen=True)

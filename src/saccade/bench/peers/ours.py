@@ -12,12 +12,14 @@ from torch import Tensor
 import saccade
 from saccade import masks
 from saccade.bench.cases import Case
+from saccade.bench.paged_cases import PagedCase
 from saccade.bench.peers import linear
 from saccade.bench.peers.peer import Call, Peer, to_layout
 from saccade.bench.visibility import block_layout
 
 # The reference writes all scores out several times; beyond this it would only fill the memory.
 LARGEST_REFERENCE_SCORES = 2**28
+KINDS = ("softmax", "linear", "paged")
 
 
 def peers() -> list[Peer]:
@@ -33,12 +35,14 @@ def _peer(name: str) -> Peer:
 
     about = f'saccade.attention(..., implementation="{name}")'
     by_default = name != "reference"
-    return Peer(f"saccade/{name}", about, prepare, by_default, attention=("softmax", "linear"))
+    return Peer(f"saccade/{name}", about, prepare, by_default, attention=KINDS)
 
 
 def _prepare(name: str, case: Case, device: torch.device) -> Call | str:
     if case.attention == "linear":
         return linear.ours(name, case, device)
+    if isinstance(case, PagedCase) and len(case.lens) > 1:
+        return "this call has no pages: it takes one sequence"
     if name == "reference" and case.score_bytes > LARGEST_REFERENCE_SCORES:
         return f"its scores alone would take {case.score_bytes / 1e9:.1f} GB"
     reason = explained(case, device).reasons[name]

@@ -1,24 +1,39 @@
-"""Paged: decoding from pages, and what is done without: gather them, then call SDPA.
+"""Paged: attention over pages, and what is done without: gather them, then call SDPA.
 
-All read the case's own keys and values as pages, laid out as `saccade.PagedCache` does: heads
-outermost. Scattered pages come in a random order; without a mask the order of keys changes
-nothing but roundings.
+All read the case's own keys and values, put into pages once, when they first come. Pages lie as
+`saccade.PagedCache` lays them: heads outermost. Scattered pages come in a random order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import saccade
+from saccade import masks
 from saccade.bench.cases import Case
+from saccade.bench.paged_cases import INT8_SCALE, PagedCase
 from saccade.bench.peers.peer import Call, Peer
 
 PAGE_SIZES = (16, 64, 256)
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Pages(NamedTuple):
+    """Sequences in pages, by the names of `saccade.attention_paged`'s arguments."""
+
+    key_pages: Tensor
+    value_pages: Tensor
+    page_table: Tensor
+    kv_lens: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+
+Attend = Callable[[Tensor, Pages], Tensor]  # query [batch, query_heads, new tokens, head_dim]
 
 
 def peers() -> list[Peer]:
@@ -37,38 +52,68 @@ def peers() -> list[Peer]:
 
 def _peer(who: str, about: str, size: int, scattered: bool, attend: Attend) -> Peer:
     def prepare(case: Case, device: torch.device) -> Call | str:
-        if not case.decodes or case.batch != 1 or case.kv_len % size:
-            return f"it decodes one sequence of whole pages of {size}"
-        if attend is _ours and device.type != "cpu":
-            return "no implementation for a GPU reads pages yet"
-        count = case.kv_len // size
-        order = torch.arange(count)
-        if scattered:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-        table = order.int().unsqueeze(0).to(device)
-        lens = torch.tensor([case.kv_len], dtype=torch.int32, device=device)
+        lens, new = _sequences(case)
+        if not lens or any(length % size for length in lens):
+            return f"it takes new tokens of sequences of whole pages of {size}"
+        if attend is _gathered and (len(lens) > 1 or not case.decodes):
+            return "it decodes one sequence"
+        kept: list[tuple[Tensor, Pages]] = []
 
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            key, value = (
-                rows[0].unflatten(1, (count, size)).transpose(0, 1) for rows in (key, value)
-            )
-            return attend(query, key, value, table, lens)
+            if not kept or kept[0][0] is not key:
+                kept[:] = [(key, _stored(case, key, value, size, scattered))]
+            query = query.unflatten(0, (len(lens), new)).transpose(1, 2)
+            return attend(query, kept[0][1]).transpose(1, 2).flatten(0, 1)
 
-        return Call(run)
+        return Call(run, "packed")
 
-    return Peer(who, about, prepare, by_default=False)
+    return Peer(who, about, prepare, by_default=False, attention=("softmax", "paged"))
 
 
-def _ours(query: Tensor, key: Tensor, value: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+def _sequences(case: Case) -> tuple[tuple[int, ...], int]:
+    """The lengths of a case's sequences, none if it has no such; and how many tokens are new."""
+    if isinstance(case, PagedCase):
+        return case.lens, case.new
+    return ((case.kv_len,) if case.decodes and case.batch == 1 else ()), 1
+
+
+def _stored(case: Case, key: Tensor, value: Tensor, size: int, scattered: bool) -> Pages:
+    """Keys and values, packed [tokens, kv_heads, dim], in pages."""
+    lens, _ = _sequences(case)
+    counts = [length // size for length in lens]
+    order = torch.arange(sum(counts))
+    if scattered:
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    for row, pages in zip(table, order.split(counts), strict=True):
+        row[: len(pages)] = pages
+    table, order = table.to(key.device), order.to(key.device)
+    dtype = getattr(torch, case.page_dtype) if isinstance(case, PagedCase) else key.dtype
+    scale = INT8_SCALE if dtype == torch.int8 else 1.0
+    pools = []
+    for rows in (key, value):
+        heads_first = (rows.transpose(0, 1) / scale).to(dtype).unflatten(1, (-1, size))
+        pool = torch.empty_like(heads_first)
+        pool.view(torch.uint8)[:, order] = heads_first.view(torch.uint8)
+        pools.append(pool.transpose(0, 1))
+    kv_lens = torch.tensor(lens, dtype=torch.int32, device=key.device)
+    if dtype.itemsize > 1:
+        return Pages(*pools, table, kv_lens)
+    scales = [torch.full(pool.shape[:3], scale, device=key.device) for pool in pools]
+    return Pages(*pools, table, kv_lens, *scales)
+
+
+def _ours(query: Tensor, pages: Pages) -> Tensor:
+    mask = masks.causal() if query.shape[2] > 1 else None
     with torch.no_grad():
-        output = saccade.attention_paged(query, key, value, table, lens)
+        output = saccade.attention_paged(query, **pages._asdict(), mask=mask)
     assert isinstance(output, Tensor)  # a pair only with return_lse
     return output
 
 
-def _gathered(query: Tensor, key: Tensor, value: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+def _gathered(query: Tensor, pages: Pages) -> Tensor:
     key, value = (
-        pages.index_select(0, table[0]).transpose(0, 1).flatten(1, 2).unsqueeze(0)
-        for pages in (key, value)
+        pool.index_select(0, pages.page_table[0]).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        for pool in (pages.key_pages, pages.value_pages)
     )
     return scaled_dot_product_attention(query, key, value, enable_gqa=True)

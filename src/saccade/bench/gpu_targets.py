@@ -1,0 +1,78 @@
+"""GPU targets: what saccade's portable kernels are meant to reach on one H200, and all others."""
+
+from __future__ import annotations
+
+from saccade.bench.hopper_targets import HOPPER_TARGETS
+from saccade.bench.paged_targets import PAGED_TARGETS
+from saccade.bench.target import Target
+from saccade.bench.yardsticks import Peer, Sum, Tiles, Time, Yardstick
+
+
+def _gpu(
+    what: str,
+    limit: float,
+    yardstick: Yardstick,
+    *cases: str,
+    passes: tuple[str, ...] = ("forward", "backward"),
+) -> Target:
+    return Target(what, cases, yardstick, limit, passes, "saccade/portable")
+
+
+# From 1k on: a length of 512 is not written with a k.
+CAUSAL = ("gpu-causal-bf16-d64-*k", "gpu-causal-bf16-d128-*k")
+DENSE = ("gpu-full-bf16-d64-*k", "gpu-full-bf16-d128-*k", *CAUSAL)
+WINDOW, DOCUMENTS = "gpu-window256-bf16-d128-16k", "gpu-documents-bf16-d128-16x1024"
+PREFIX, BLOCKS = "gpu-prefix4096-bf16-d128-16k", "gpu-blocks128-bf16-d128-16k"
+EQUAL = Sum(
+    {
+        "gpu-packed-bf16-d128-16x1024": ("gpu-full-bf16-d128-1k",),
+        "gpu-packed-causal-bf16-d128-16x1024": ("gpu-causal-bf16-d128-1k",),
+    }
+)
+MIX = Sum(
+    {
+        "gpu-packed-causal-bf16-d128-8192+64x128": (
+            "gpu-packed-causal-bf16-d128-1x8192", "gpu-packed-causal-bf16-d128-64x128",
+        ),
+    }
+)  # fmt: skip
+
+PORTABLE_TARGETS = (
+    _gpu(
+        "dense: forward at most 1/1.25 of SDPA's flash",
+        1 / 1.25, Peer("sdpa/flash"), *DENSE, passes=("forward",),
+    ),
+    _gpu(
+        "dense: backward at most 1/1.15 of SDPA's flash",
+        1 / 1.15, Peer("sdpa/flash"), *DENSE, passes=("backward",),
+    ),
+    _gpu("dense: never slower than FlexAttention", 1.0, Peer("flex"), *DENSE),
+    _gpu(
+        "window, documents, prefix, blocks: at most FlexAttention's time",
+        1.0, Peer("flex"), WINDOW, DOCUMENTS, PREFIX, BLOCKS,
+    ),
+    _gpu(
+        "window, documents, blocks: a visible tile takes at most 1.2 of what it does in full",
+        1.2, Tiles("gpu-full-bf16-d128-16k"), WINDOW, DOCUMENTS, BLOCKS,
+    ),
+    _gpu("packed 16 × 1k: at most 1.05 of the dense batch", 1.05, EQUAL, *EQUAL.others),
+    _gpu("packed 8k + 64 × 128: at most 1.15 of its parts' sum", 1.15, MIX, *MIX.others),
+    _gpu(
+        "causal: at most 1/4 of flash_attention_triton's time",
+        1 / 4, Peer("flash_attention_triton"), *CAUSAL,
+    ),
+)  # fmt: skip
+
+LINEAR_MS = {  # forward, backward
+    "gpu-linear-bf16-d128-8x8k": (0.80, 2.3),
+    "gpu-linear-bf16-d64-8x8k": (0.55, 1.8),
+    "gpu-linear-bf16-d128-1x128k": (1.0, 2.8),
+    "gpu-linear-bf16-d256-8x2k": (1.6, 5.0),
+}
+LINEAR_TARGETS = tuple(
+    _gpu(f"{case[4:]}, {which}: at most {limit} ms", limit, Time(), case, passes=(which,))
+    for case, limits in LINEAR_MS.items()
+    for which, limit in zip(("forward", "backward"), limits, strict=True)
+)
+
+GPU_TARGETS = (*PORTABLE_TARGETS, *LINEAR_TARGETS, *PAGED_TARGETS, *HOPPER_TARGETS)

@@ -1,0 +1,48 @@
+"""Traffic: how fast the memory is, as a yardstick for what must read all of a cache."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from saccade.bench.cases import Case
+from saccade.bench.peers.peer import Call, Peer
+
+COPY_BYTES = 2**30
+"""What "copy" moves, read and written together, whatever the case."""
+
+
+def peers() -> list[Peer]:
+    """A pure read of a case's bytes, and a pure copy of many."""
+    about = ("a sum over as many bytes as the case has", "a copy of half a GiB")
+    return [
+        Peer(who, text, prepare, False, attention=("paged",), computes_attention=False)
+        for who, text, prepare in zip(("read", "copy"), about, (_read, _copy), strict=True)
+    ]
+
+
+def _read(case: Case, device: torch.device) -> Call:
+    @functools.cache
+    def memory() -> tuple[Tensor, Tensor]:
+        return torch.ones(case.bytes // 4, device=device), torch.empty((), device=device)
+
+    def run(*inputs: Tensor) -> Tensor:
+        source, total = memory()
+        return torch.sum(source, 0, out=total)
+
+    return Call(run)
+
+
+def _copy(case: Case, device: torch.device) -> Call:
+    @functools.cache
+    def memory() -> tuple[Tensor, Tensor]:
+        source = torch.ones(COPY_BYTES // 8, device=device)
+        return source, torch.empty_like(source)
+
+    def run(*inputs: Tensor) -> Tensor:
+        source, target = memory()
+        return torch.neg(source, out=target)  # an operation: copies have an engine of their own
+
+    return Call(run)
