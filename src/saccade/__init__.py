@@ -19,6 +19,7 @@ from saccade.linear_attention import linear_attention_packed as linear_attention
 from saccade.linear_step import linear_attention_step as linear_attention_step
 from saccade.merge import merge as merge
 from saccade.problem import Config as Config
+from saccade.rotary import rotate as rotate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "masks",
     "merge",
     "move_pages",
+    "rotate",
     "scores",
     "testing",
 ]

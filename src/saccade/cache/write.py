@@ -14,7 +14,7 @@ from saccade.operators import EXACT_STRIDES
 from saccade.paged_arguments import check_pages, check_scales
 from saccade.problem import DTYPES
 from saccade.quantisation import quantised
-from saccade.rotary import rotated
+from saccade.rotary import check_rotary, rotated
 
 torch.library.define(
     "saccade::cache_write",
@@ -65,7 +65,7 @@ def cache_write(
     _check_tokens(key, value, key_pages, value_pages)
     check_scales(key_pages, value_pages, key_scales, value_scales, required=True)
     _check_slots(slot_mapping, key, key_pages)
-    cos, sin = _check_rotary(rotary, key)
+    cos, sin = (None, None) if rotary is None else check_rotary(rotary, key, "key")
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         raise NotImplementedError(
             "saccade: a gradient through cache_write is not implemented; call it under "
@@ -177,29 +177,3 @@ def _check_slots(slot_mapping: Tensor, key: Tensor, key_pages: Tensor) -> None:
     if least < -1 or most >= slots:
         got = least if least < -1 else most
         raise ValueError(f"slot_mapping: got slot {got}, takes -1 to {slots - 1}")
-
-
-def _check_rotary(
-    rotary: tuple[Tensor, Tensor] | None, key: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    if rotary is None:
-        return None, None
-    takes = "(cosines, sines), two floating-point tensors [tokens, pairs]"
-    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
-        raise TypeError(f"rotary: got {type(rotary).__name__}, takes {takes}")
-    tokens, head_dim = key.shape[0], key.shape[2]
-    for angle in rotary:
-        if not isinstance(angle, Tensor) or not angle.is_floating_point():
-            raise TypeError(f"rotary: got {type(angle).__name__}, takes {takes}")
-        if angle.dim() != 2 or angle.shape[0] != tokens or 2 * angle.shape[1] > head_dim:
-            raise ValueError(
-                f"rotary: got shape {tuple(angle.shape)}, takes [{tokens}, at most {head_dim // 2}]"
-            )
-        if angle.device != key.device:
-            raise ValueError(f"rotary: got {angle.device}, takes key's {key.device}")
-    if rotary[0].shape != rotary[1].shape:
-        raise ValueError(
-            f"rotary: got {tuple(rotary[0].shape)} cosines and {tuple(rotary[1].shape)} sines, "
-            "takes as many"
-        )
-    return rotary[0], rotary[1]

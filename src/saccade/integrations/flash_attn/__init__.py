@@ -1,0 +1,40 @@
+"""flash_attn: FlashAttention's calls, answered by saccade, with its layouts and defaults.
+
+Change one import, or none: after `install()`, `import flash_attn` in other people's code finds
+these calls. Arguments, layouts [batch, length, heads, dim] and return values are those of
+flash-attn 2.8; any dtype and device that saccade serves. Differences:
+
+- A row that sees nothing has an lse of -inf (theirs: +inf in training calls).
+- Dropout leaves out other weights for the same seed.
+- `return_attn_probs` with dropout raises: weights are never written out.
+"""
+
+from saccade.integrations.flash_attn.cache import flash_attn_with_kvcache
+from saccade.integrations.flash_attn.functions import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+)
+from saccade.integrations.flash_attn.packed import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from saccade.integrations.flash_attn.padding import index_first_axis, pad_input, unpad_input
+from saccade.integrations.flash_attn.stand_in import install, installed, uninstall
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "index_first_axis",
+    "install",
+    "installed",
+    "pad_input",
+    "uninstall",
+    "unpad_input",
+]

@@ -1,0 +1,108 @@
+"""How: FlashAttention's options in saccade's terms."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import saccade
+from saccade import masks, scores
+
+# Further than any row lies from any other; the sum of two fits in 32 bits.
+FAR = 2**30
+
+
+class How(NamedTuple):
+    """FlashAttention's options that all of its calls share; see `flash_attn_func`."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether a row's place matters."""
+        return self.causal or tuple(self.window_size) != (-1, -1)
+
+    def options(self) -> dict[str, Any]:
+        """The same as options of `saccade.attention`."""
+        return {"mask": self.mask(), "score": self.score(), "scale": self.softmax_scale}
+
+    def mask(self) -> masks.Mask | None:
+        """Causal or a window, aligned at the bottom right; -1 leaves a side open."""
+        left, right = self.window_size
+        if self.causal:
+            right = 0
+        if left < 0 and right < 0:
+            return None
+        if left < 0 and right == 0:
+            return masks.causal()
+        return masks.window(FAR if left < 0 else left, FAR if right < 0 else right)
+
+    def score(self) -> scores.Score | None:
+        """The softcap, then ALiBi."""
+        found = scores.softcap(self.softcap) if self.softcap > 0 else None
+        slopes = self.alibi_slopes
+        if slopes is None:
+            return found
+        if slopes.dim() not in (1, 2):
+            raise ValueError(
+                f"alibi_slopes: got {list(slopes.shape)}, takes [heads] or [batch, heads]"
+            )
+        alibi = scores.alibi(slopes) if slopes.dim() == 1 else alibi_by_batch(slopes)
+        return alibi if found is None else found >> alibi
+
+
+def _one(score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, slopes: Any) -> Any:
+    return 1.0
+
+
+@scores.function(derivative=_one, align="bottom_right")
+def alibi_by_batch(
+    score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, slopes: Any
+) -> Any:
+    """ALiBi with slopes [batch, heads]."""
+    return score - scores.take(slopes, batch, head) * scores.absolute(query_row - kv_row)
+
+
+def no_weights(return_attn_probs: bool, dropout_p: float) -> None:
+    """Refuse to give what is never written out.
+
+    Raises:
+        NotImplementedError: if weights are wanted that show what was dropped.
+    """
+    if return_attn_probs and dropout_p > 0:
+        raise NotImplementedError(
+            f"return_attn_probs: got True with dropout_p = {dropout_p}; saccade never writes "
+            "weights out. Ask for them with dropout_p = 0 (the lse comes with them)"
+        )
+
+
+def answer(output: Tensor, lse: Tensor, return_attn_probs: bool) -> Any:
+    """What FlashAttention returns: the output alone, or with the lse and an empty tensor."""
+    return (output, lse, output.new_empty(0)) if return_attn_probs else output
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, how: How, dropout_p: float, deterministic: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of tensors [batch, length, heads, dim]; the output is laid out like them."""
+    output, lse = saccade.attention(
+        *(rows.transpose(1, 2) for rows in (q, k, v)),
+        **how.options(),
+        dropout_p=float(dropout_p),
+        deterministic=deterministic,
+        return_lse=True,
+    )
+    return output.transpose(1, 2), lse
+
+
+def whole(lens: Tensor | int, batch: int, device: torch.device) -> Tensor:
+    """Lengths int32 [batch], of a number that all share or of a tensor."""
+    if isinstance(lens, int):
+        return torch.full((batch,), lens, dtype=torch.int32, device=device)
+    return lens.to(torch.int32)

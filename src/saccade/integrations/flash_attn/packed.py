@@ -1,0 +1,101 @@
+"""Packed: FlashAttention's calls for sequences of unequal length, laid end to end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+import saccade
+from saccade.integrations.flash_attn.functions import unpacked
+from saccade.integrations.flash_attn.how import How, answer, no_weights
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention as `flash_attn.flash_attn_varlen_func` has it.
+
+    Args:
+        q: (total_q, nheads, headdim).
+        k, v: (total_k, nheads_k, headdim), or with block_table (num_blocks, block_size, nheads_k,
+            headdim).
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), from 0 to the number of tokens.
+        max_seqlen_q, max_seqlen_k: the longest lengths.
+        block_table: int32 (batch, max_blocks): the pages of each sequence. Forward only, and
+            without dropout.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs: as of `flash_attn_func`; the lse is (nheads, total_q).
+
+    Returns:
+        (total_q, nheads, headdim).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the argument.
+    """
+    no_weights(return_attn_probs, dropout_p)
+    how = How(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    if block_table is None:
+        output, lse = saccade.attention_packed(
+            q, k, v, cu_seqlens_q, cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **how.options(),
+            dropout_p=float(dropout_p), deterministic=deterministic, return_lse=True,
+        )  # fmt: skip
+    else:
+        if dropout_p > 0:
+            raise NotImplementedError(f"dropout_p: got {dropout_p} with block_table, takes 0")
+        output, lse = saccade.attention_paged(
+            q, k.transpose(1, 2), v.transpose(1, 2), block_table, cu_seqlens_k.diff(),
+            cu_seqlens_q=cu_seqlens_q, **how.options(), return_lse=True,
+        )  # fmt: skip
+    return answer(output, lse, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *options: Any,
+    **named: Any,
+) -> Any:
+    """The same with keys and values in one tensor.
+
+    Args:
+        q: (total_q, nheads, headdim).
+        kv: (total_k, 2, nheads_k, headdim).
+        *options, **named: as of `flash_attn_varlen_func`, from dropout_p on.
+    """
+    k, v = unpacked("kv", kv, 2, 4)
+    sides = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, k, v, *sides, *options, **named)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
+) -> Any:
+    """The same with queries, keys and values in one tensor.
+
+    Args:
+        qkv: (total, 3, nheads, headdim).
+        *options, **named: as of `flash_attn_varlen_func`, from dropout_p on.
+    """
+    sides = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(*unpacked("qkv", qkv, 3, 4), *sides, *options, **named)
