@@ -12,6 +12,9 @@ from saccade.cache.paged_cache import PagedCache as PagedCache
 from saccade.cache.pool import OutOfPages as OutOfPages
 from saccade.cache.write import cache_write as cache_write
 from saccade.explain import explain as explain
+from saccade.integrations.sdpa import (  # last: it is built on the names above
+    scaled_dot_product_attention as scaled_dot_product_attention,
+)
 from saccade.linear.explain import explain_linear as explain_linear
 from saccade.linear.problem import LinearState as LinearState
 from saccade.linear_attention import linear_attention as linear_attention
@@ -41,6 +44,7 @@ __all__ = [
     "merge",
     "move_pages",
     "rotate",
+    "scaled_dot_product_attention",
     "scores",
     "testing",
 ]
