@@ -8,7 +8,6 @@ nobody listens to operators, eager calls go straight to the body.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +25,8 @@ from saccade.operators import (
     call_backward,
     flatten,
     gradients_of,
+    keep_for_backward,
     not_implemented,
-    save_for_backward,
     split,
 )
 from saccade.problem import Config, Inputs
@@ -40,7 +39,8 @@ def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Ten
     """Output and lse by the chosen implementation, through the door that fits."""
     tracing = torch.compiler.is_compiling()
     tensors = (*inputs, *found.variant.score_captured.tensors)
-    if not tracing and nobody_listens(tensors) and not wants_gradients(tensors):
+    eager = not tracing and nobody_listens(tensors)
+    if eager and not wants_gradients(tensors):
         return _straight(inputs, found)
     if deterministic not in found.plain:
         flat = flatten(found.variant, found.config, deterministic, found.chosen)
@@ -48,7 +48,9 @@ def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Ten
     plain = found.plain[deterministic]
     if tracing:
         return attention_op(*inputs, found.tables, *plain)
-    return enter(_Attention, (found, plain), *inputs, *found.tables)
+    if eager and forward_ad._current_level < 0:
+        return enter(_EagerAttention, found, plain, *inputs, *found.tables)
+    return enter(_Attention, plain, *inputs, *found.tables)
 
 
 def _straight(inputs: Inputs, found: Recalled) -> tuple[Tensor, Tensor]:
@@ -77,24 +79,39 @@ def nobody_listens(tensors: Sequence[Tensor | None]) -> bool:
     return PLAIN_OR_ABSENT.issuperset(map(type, tensors))
 
 
-class _Attention(torch.autograd.Function):
-    """The operator with flat arguments: ((what is known, plain values), *inputs, *tables)."""
+class _EagerAttention(torch.autograd.Function):
+    """The body itself with gradients: of calls that no transform, mode or subclass sees, most of
+    all. One function with its context takes less time to enter than two without.
+    """
 
     @staticmethod
-    def forward(call: tuple[Recalled, Any], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        found, plain = call
+    def forward(
+        ctx: Any, found: Recalled, plain: tuple[Any, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        results = _straight(Inputs(*tensors[:NUM_INPUTS]), found)  # type: ignore[arg-type]
+        keep_for_backward(ctx, tensors[:NUM_INPUTS], tensors[NUM_INPUTS:], plain, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return (None, None, *gradients_of(ctx, _backward, *grads))
+
+
+class _Attention(torch.autograd.Function):
+    """The operator with flat arguments: (plain values, *inputs, *tables)."""
+
+    @staticmethod
+    def forward(plain: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         tables = list(tensors[NUM_INPUTS:])
         if nobody_listens(tensors):
-            if tables:  # under vmap they are not those of the variant
-                return attention_body(*tensors[:NUM_INPUTS], tables, *plain)
-            return _straight(Inputs(*tensors), found)  # type: ignore[arg-type]
+            return attention_body(*tensors[:NUM_INPUTS], tables, *plain)
         with torch._C._AutoDispatchBelowAutograd():  # gradients are this class's own
             return attention_op(*tensors[:NUM_INPUTS], tables, *plain)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        (_, plain), *tensors = inputs
-        save_for_backward(ctx, (*tensors[:NUM_INPUTS], tensors[NUM_INPUTS:], *plain), output)
+        plain, *tensors = inputs
+        keep_for_backward(ctx, tensors[:NUM_INPUTS], tensors[NUM_INPUTS:], plain, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -106,11 +123,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        (found, plain), *tensors = arguments
-        one = dataclasses.replace(found, forward=None)  # of other shapes than what is known
-        return mapped(
-            info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply((one, plain), *t)
-        )
+        plain, *tensors = arguments
+        return mapped(info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply(plain, *t))
 
 
 def _backward(

@@ -186,9 +186,19 @@ def _attention_backward_fake(
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keep what the backward pass needs: the inputs, the results, no weights."""
-    call, tables, plain = split(inputs)
+    keep_for_backward(ctx, *split(inputs), output)
+
+
+def keep_for_backward(
+    ctx: Any,
+    inputs: Sequence[Tensor | None],
+    tables: Sequence[Any],
+    plain: Sequence[Any],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    """The same, from an operator's arguments taken apart."""
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*call, *output, *tables)
+    ctx.save_for_backward(*inputs, *output, *tables)
     ctx.plain = plain
     first = _first_score_table(plain) if tables else 0
     ctx.wanted = [
