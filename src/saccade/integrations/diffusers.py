@@ -1,0 +1,93 @@
+"""diffusers: its models' attention, answered by saccade.
+
+After `register()`, `model.set_attention_backend("saccade")` and `with
+attention_backend("saccade"):` take these calls. diffusers calls its list of backends experimental
+and closes it, so `register` looks whether the parts that it needs are there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+
+from saccade.integrations.sdpa import scaled_dot_product_attention
+
+NAME = "saccade"
+DISPATCH = "diffusers.models.attention_dispatch"
+
+
+def register() -> None:
+    """Add the backend "saccade" to diffusers. Calling it twice changes nothing.
+
+    Raises:
+        ImportError: if diffusers is not installed, or keeps its backends in another way than
+            0.42 does.
+
+    >>> saccade.integrations.diffusers.register()
+    >>> model.set_attention_backend("saccade")
+    """
+    try:
+        dispatch = importlib.import_module(DISPATCH)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"saccade.integrations.diffusers takes diffusers 0.42 ({error})"
+        ) from None
+    names = getattr(dispatch, "AttentionBackendName", None)
+    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    if names is None or not callable(getattr(registry, "register", None)):
+        version = importlib.import_module("diffusers").__version__
+        raise ImportError(
+            f"diffusers: got {version}, whose backends are kept in another way; takes 0.42"
+        )
+    registry.register(_member(names))(attention)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """Attention as diffusers' backends compute it.
+
+    Args:
+        query: (batch, length, heads, dim). key, value: the same, of their own length.
+        attn_mask: (batch, kv_len), or broadcastable to (batch, heads, length, kv_len).
+        dropout_p, is_causal, scale, enable_gqa: as of `saccade.scaled_dot_product_attention`.
+
+    Returns:
+        (batch, length, heads, dim).
+
+    Raises:
+        NotImplementedError: for the lse, and for context parallelism.
+    """
+    if return_lse:
+        raise NotImplementedError("return_lse: got True, takes False")
+    if _parallel_config is not None:
+        raise NotImplementedError("saccade's backend for diffusers has no context parallelism")
+    if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None, :]
+    rows = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    output = scaled_dot_product_attention(
+        *rows, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return output.transpose(1, 2)
+
+
+def _member(names: Any) -> Any:
+    """The member "saccade" of diffusers' enumeration of backends, made if it is not there."""
+    if NAME in names._value2member_map_:
+        return names(NAME)
+    member = str.__new__(names, NAME)
+    member._name_, member._value_ = NAME.upper(), NAME
+    names._member_names_.append(member._name_)
+    names._member_map_[member._name_] = names._value2member_map_[NAME] = member
+    return member
