@@ -16,6 +16,21 @@ CPU_TARGETS = (
     _cpu("window of 256 in 4k: at most 0.25 of SDPA with that mask", 0.25, "cpu-window256-*"),
     _cpu("packed 8 × 512: at most 0.25 of SDPA with the block mask", 0.25, "cpu-packed-*"),
     _cpu("decode 32/8 heads, 16k keys: at most 0.50 of SDPA's time", 0.5, "cpu-decode-*"),
+    *(
+        Target(
+            f"decode from neighbouring pages of {size}: at most 1.1 of the time without pages",
+            ("cpu-decode-*",), Peer("saccade/cpu"), 1.1, ("forward",), f"saccade/paged-{size}",
+        )
+        for size in (16, 64, 256)
+    ),
+    Target(
+        "decode from neighbouring pages of 16: at most 0.50 of SDPA's time without pages",
+        ("cpu-decode-*",), Peer("sdpa"), 0.5, ("forward",), "saccade/paged-16",
+    ),
+    Target(
+        "decode from scattered pages of 16: at most 0.50 of gathering them for SDPA",
+        ("cpu-decode-*",), Peer("sdpa/gathered-16"), 0.5, ("forward",), "saccade/scattered-16",
+    ),
     Target(
         "32k, one head: under 200 MB beyond the inputs",
         ("cpu-memory-*",), Memory(), 200.0, ("forward+backward",),
