@@ -1,0 +1,30 @@
+"""vllm: an attention backend for vLLM's engine, on saccade's attention over pages.
+
+vLLM finds it as a plugin when both are installed; `--attention-backend SACCADE` selects it. It
+serves decoders: grouped heads, windows, softcap, ALiBi, sinks; caches in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+NAME = "SACCADE"
+BACKEND = "saccade.integrations.vllm.backend.Backend"
+REGISTRY = "vllm.v1.attention.backends.registry"
+
+
+def register() -> None:
+    """Tell vLLM of the backend. Calling it twice changes nothing.
+
+    Raises:
+        ImportError: if vLLM is not installed, or keeps its backends in another way than 0.33 does.
+
+    >>> saccade.integrations.vllm.register()
+    """
+    try:
+        registry = importlib.import_module(REGISTRY)
+        known, add = registry.AttentionBackendEnum.__members__, registry.register_backend
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ImportError(f"saccade.integrations.vllm takes vLLM 0.33 ({error})") from None
+    if NAME not in known:
+        add(NAME, BACKEND)
