@@ -126,6 +126,7 @@ def test_options_may_repeat_and_hold_commas():
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("tiny-pages")])
 def test_pairs_over_pages_are_those_that_are_seen(name):
     case = CASES[name]
+    assert isinstance(case, PagedCase)
     seen = case.sees(torch.arange(case.query_len), torch.arange(case.kv_len))
     assert case.pairs == case.query_heads * int(seen.sum())
     tensors = case.make(CPU)

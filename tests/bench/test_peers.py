@@ -269,13 +269,15 @@ def test_pages_of_eight_bits_are_kept_in_them(monkeypatch):
         return original(query, **pages)
 
     monkeypatch.setattr(saccade, "attention_paged", look)
-    PEERS["saccade/paged-16"].prepare(case, CPU).run(
-        *(to_layout(rows, "packed") for rows in case.make(CPU)[:3])
-    )
+    call = PEERS["saccade/paged-16"].prepare(case, CPU)
+    assert isinstance(call, Call)
+    call.run(*(to_layout(rows, "packed") for rows in case.make(CPU)[:3]))
     assert stored == [(torch.int8, [INT8_SCALE])]
 
 
 def test_traffic_moves_what_it_says():
-    (read, copy) = (PEERS[who].prepare(PAGED[0], CPU) for who in ("read", "copy"))
-    assert float(read.run()) == PAGED[0].bytes // 4
-    assert 2 * copy.run().nbytes == COPY_BYTES
+    inputs = PAGED[0].make(CPU)[:3]
+    read, copy = (PEERS[who].prepare(PAGED[0], CPU) for who in ("read", "copy"))
+    assert isinstance(read, Call) and isinstance(copy, Call)
+    assert float(read.run(*inputs)) == PAGED[0].bytes // 4
+    assert 2 * copy.run(*inputs).nbytes == COPY_BYTES

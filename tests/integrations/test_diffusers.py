@@ -12,9 +12,10 @@ from diffusers.models import attention_dispatch as dispatch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch import Tensor
 
+import saccade
 from saccade.integrations import diffusers as ours
 
-CLOSE = {"rtol": 1e-10, "atol": 1e-10}  # float64, a few layers
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}  # float64, a few layers
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def test_a_model_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
         "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(6, 3), "return_dict": False,
     }  # fmt: skip
     calls: list[torch.Size] = []
-    original = ours.scaled_dot_product_attention
+    original = saccade.scaled_dot_product_attention
 
     def counted(query: Tensor, *arguments: Any, **options: Any) -> Tensor:
         calls.append(query.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import sys
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import saccade.integrations.flash_attn as shim
 
 calls: Any = shim  # called with unpacked lists
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # float64, a few hundred terms
+CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}  # float64, a few hundred terms
 
 
 def qkv(query_len: int = 7, kv_len: int = 9, *, kv_heads: int = 2, batch: int = 2) -> list[Tensor]:
@@ -23,7 +24,7 @@ def qkv(query_len: int = 7, kv_len: int = 9, *, kv_heads: int = 2, batch: int = 
     return [torch.randn(batch, n, heads, 8, dtype=torch.float64) for n, heads in lengths]
 
 
-def written_out(
+def _written_out(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -56,6 +57,7 @@ def written_out(
     return torch.einsum("bhij,bjhd->bihd", weights, v), scores.logsumexp(-1)
 
 
+written_out: Any = _written_out  # called with unpacked lists
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
 HOW: list[dict[str, Any]] = [
     {},
@@ -334,6 +336,7 @@ def test_padding_there_and_back() -> None:
     padded = shim.pad_input(tokens, places, 3, 5)
     torch.testing.assert_close(padded, rows * mask[..., None], rtol=0, atol=0)
     padded.sum().backward()
+    assert rows.grad is not None
     assert torch.equal(rows.grad, mask[..., None].expand(3, 5, 2).float())
     more = shim.unpad_input(rows, mask, torch.tensor([[0, 0, 1, 0, 0]] + [[0] * 5] * 2))
     assert more[2].tolist() == [0, 3, 8, 10] and more[4].tolist() == [2, 5, 2]

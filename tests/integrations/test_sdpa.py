@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saccade
 from saccade.integrations import sdpa
 
+F: Any = torch.nn.functional  # called with unpacked lists
 ours: Any = saccade.scaled_dot_product_attention
+explain: Any = sdpa.explain
 THEIRS: Any = F.scaled_dot_product_attention
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # float64, a dozen terms
+CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}  # float64, a dozen terms
 
 
 def rows(*shape: int) -> Tensor:
@@ -169,7 +170,7 @@ def test_what_is_not_served_goes_to_pytorch(seen: Seen) -> None:
         (nested, "plain tensors, not nested"),
         ((q, k[:, :3], v), "3 and 4 heads for query's 4"),
     ):
-        route = sdpa.explain(*tensors)
+        route = explain(*tensors)
         assert route.reason is not None and reason in str(route)
         assert "by PyTorch's own scaled_dot_product_attention" in str(route)
     with sdpa_kernel(SDPBackend.MATH):
@@ -177,7 +178,7 @@ def test_what_is_not_served_goes_to_pytorch(seen: Seen) -> None:
 
 
 def test_explain_says_what_serves_the_call() -> None:
-    route = sdpa.explain(*inputs(*SHAPES["4"]), is_causal=True)
+    route = explain(*inputs(*SHAPES["4"]), is_causal=True)
     assert route.reason is None and route.explanation.chosen == "cpu"
     assert "cpu: yes, taken" in str(route)
     assert "causal" in str(route)

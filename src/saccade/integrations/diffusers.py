@@ -35,7 +35,7 @@ def register() -> None:
             f"saccade.integrations.diffusers takes diffusers 0.42 ({error})"
         ) from None
     names = getattr(dispatch, "AttentionBackendName", None)
-    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    registry: Any = getattr(dispatch, "_AttentionBackendRegistry", None)
     if names is None or not callable(getattr(registry, "register", None)):
         version = importlib.import_module("diffusers").__version__
         raise ImportError(
@@ -75,9 +75,9 @@ def attention(
         raise NotImplementedError("saccade's backend for diffusers has no context parallelism")
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
-    rows = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    query, key, value = (rows.transpose(1, 2) for rows in (query, key, value))
     output = scaled_dot_product_attention(
-        *rows, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return output.transpose(1, 2)
 

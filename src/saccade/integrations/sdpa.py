@@ -4,7 +4,7 @@
 `torch.nn.functional.scaled_dot_product_attention` comes here; what saccade does not serve goes to
 PyTorch as before, and `explain` says why. A name that was imported earlier (`from
 torch.nn.functional import scaled_dot_product_attention`) and PyTorch's own C++ layers are not
-reached.
+reached; on a GPU `flash_kernels` reaches them.
 """
 
 from __future__ import annotations
@@ -229,11 +229,11 @@ def _translated(
             options["score"] = scores.bias(mask)
         else:
             raise TypeError(f"attn_mask: got {mask.dtype}, takes bool or query's {query.dtype}")
-    rows = (
-        _four_dimensions(rows.expand(*_batch(rows, leading)), (*leading[:-1], -1, -1, -1))
-        for rows in (query, key, value)
+    whole = (*leading[:-1], -1, -1, -1)
+    query, key, value = (
+        _four_dimensions(rows.expand(*_batch(rows, leading)), whole) for rows in (query, key, value)
     )
-    return Call(*rows, options, leading)
+    return Call(query, key, value, options, leading)
 
 
 def _leading(tensors: tuple[Tensor, ...], enable_gqa: bool) -> torch.Size:

@@ -96,11 +96,13 @@ def _stored(case: Case, key: Tensor, value: Tensor, size: int, scattered: bool) 
         pool = torch.empty_like(heads_first)
         pool.view(torch.uint8)[:, order] = heads_first.view(torch.uint8)
         pools.append(pool.transpose(0, 1))
+    key_pages, value_pages = pools
     kv_lens = torch.tensor(lens, dtype=torch.int32, device=key.device)
+    stored = Pages(key_pages, value_pages, table, kv_lens)
     if dtype.itemsize > 1:
-        return Pages(*pools, table, kv_lens)
-    scales = [torch.full(pool.shape[:3], scale, device=key.device) for pool in pools]
-    return Pages(*pools, table, kv_lens, *scales)
+        return stored
+    scales = torch.full(key_pages.shape[:3], scale, device=key.device)
+    return stored._replace(key_scales=scales, value_scales=scales)
 
 
 def _ours(query: Tensor, pages: Pages) -> Tensor:

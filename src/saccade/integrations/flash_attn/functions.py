@@ -56,7 +56,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any)
         kv: (batch, seqlen_k, 2, nheads_k, headdim).
         *options, **named: as of `flash_attn_func`, from dropout_p on.
     """
-    return flash_attn_func(q, *unpacked("kv", kv, 2, 5), *options, **named)
+    k, v = unpacked("kv", kv, 2, 5)
+    return flash_attn_func(q, k, v, *options, **named)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
@@ -66,7 +67,8 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
         qkv: (batch, seqlen, 3, nheads, headdim).
         *options, **named: as of `flash_attn_func`, from dropout_p on.
     """
-    return flash_attn_func(*unpacked("qkv", qkv, 3, 5), *options, **named)
+    q, k, v = unpacked("qkv", qkv, 3, 5)
+    return flash_attn_func(q, k, v, *options, **named)
 
 
 def unpacked(name: str, together: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:

@@ -84,8 +84,9 @@ def flash_attn_varlen_kvpacked_func(
         *options, **named: as of `flash_attn_varlen_func`, from dropout_p on.
     """
     k, v = unpacked("kv", kv, 2, 4)
-    sides = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_attn_varlen_func(q, k, v, *sides, *options, **named)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **named
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -97,5 +98,7 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: (total, 3, nheads, headdim).
         *options, **named: as of `flash_attn_varlen_func`, from dropout_p on.
     """
-    sides = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*unpacked("qkv", qkv, 3, 4), *sides, *options, **named)
+    q, k, v = unpacked("qkv", qkv, 3, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named
+    )

@@ -139,7 +139,9 @@ class Impl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         # A window of vLLM counts a row's own place too.
         window = masks.causal() if sliding_window is None else masks.window(sliding_window - 1)
-        both_sides = None if sliding_window is None else masks.window(*[sliding_window - 1] * 2)
+        both_sides = None
+        if sliding_window is not None:
+            both_sides = masks.window(sliding_window - 1, sliding_window - 1)
         self.masks = {True: window, False: both_sides}
         self.softcap = scores.softcap(logits_soft_cap) if logits_soft_cap else None
         self.slopes = None
@@ -171,9 +173,11 @@ class Impl(AttentionImpl):
         if attn_metadata is None:
             return output.fill_(0)
         step, count = attn_metadata, attn_metadata.num_tokens
+        key_pages, value_pages = kv_cache.split(self.head_size, dim=-1)
         found = saccade.attention_paged(
             query[:count].view(count, self.num_heads, self.head_size),
-            *kv_cache.split(self.head_size, dim=-1),
+            key_pages,
+            value_pages,
             step.page_table,
             step.kv_lens,
             cu_seqlens_q=step.cu_seqlens_q,
