@@ -1,0 +1,205 @@
+"""Attention: the function that is registered with transformers' AttentionInterface."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import saccade
+from saccade.integrations.transformers import continuous, kinds
+from saccade.integrations.transformers.kinds import Visible
+from saccade.integrations.transformers.masks import LazyMask
+from saccade.integrations.transformers.rows import PagedRows
+from saccade.integrations.transformers.steps import AttentionStep
+
+# What layers may hide behind, by what a config's `layer_types` calls them, and say in arguments.
+TOLD_TO_STEPS = ("full_attention", "sliding_attention")
+
+NO_WEIGHTS = (
+    "output_attentions: got True, takes False: saccade never writes attention weights out; "
+    "attn_implementation='eager' does"
+)
+
+
+def attention_forward(  # breaks function-length: most of it is the docstring
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    saccade_step: AttentionStep | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """One attention layer of a model of transformers.
+
+    Args:
+        module: the layer; its `is_causal` holds where the argument is None.
+        query: [batch, query_heads, query_len, head_dim].
+        key, value: [batch, kv_heads, kv_len, dim]; heads are not repeated. Pages of a
+            `PagedGenerationCache` are read where they lie.
+        attention_mask: a `LazyMask`, a bool tensor [batch, 1 or query_heads, query_len, kv_len]
+            (True = visible), or a floating-point one, which is added to the scores. None: what
+            `is_causal` and `sliding_window` say.
+        dropout: the share of weights that is dropped. scaling: the factor of the scores.
+        sliding_window: tokens a row sees, itself included; only where there is no mask.
+        softcap: bend scores into (-softcap, softcap).
+        s_aux: [query_heads] sinks.
+        position_bias: added to the scores, as a floating-point mask is.
+        saccade_step: a serving engine's step, which does the layer's work (`AttentionStep`).
+        options: what other implementations need.
+
+    Returns:
+        [batch, query_len, query_heads, value_dim], contiguous; and None, as there are no weights.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes, in particular
+            for a mask that is not understood.
+    """
+    if options.get("output_attentions"):
+        raise ValueError(NO_WEIGHTS)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    shared: dict[str, Any] = {
+        "scale": scaling,
+        "sinks": s_aux if s_aux is not None else getattr(module, "sinks", None),
+    }
+    cap = None if softcap is None else saccade.scores.softcap(softcap)
+    if saccade_step is not None:
+        shared |= {"mask": _told(module, causal, sliding_window, dropout, position_bias)}
+        layer: Any = module.layer_idx
+        return saccade_step.attend(layer, query, key, value, score=cap, **shared), None
+    if options.get("cache") is not None:  # transformers' own continuous batching
+        window = sliding_window or getattr(module, "sliding_window", None)
+        shared |= {"mask": _told(module, True, window, dropout, position_bias), "score": cap}
+        return continuous.attended(module, query, key, value, options, **shared), None
+    mask, bias = _mask_and_bias(attention_mask, query, key, causal, sliding_window)
+    shared["mask"] = _within_packed(mask, query, key, options)
+    shared["score"] = _chained(cap, position_bias, bias)
+    if isinstance(key, PagedRows) and isinstance(value, PagedRows):
+        if dropout:
+            raise ValueError(f"dropout: got {dropout}, takes 0 over a paged cache")
+        output = key.attended(query, value, **shared)
+    else:
+        output = saccade.attention(query, key, value, dropout_p=float(dropout), **shared)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def continuous_forward(*tensors: Any, **options: Any) -> tuple[Tensor, None]:
+    """`attention_forward` for the name that transformers 5.17 gives it in continuous batching.
+
+    Raises:
+        ValueError: outside of it: under that name transformers makes no masks.
+    """
+    if options.get("cache") is None:
+        raise ValueError(
+            "attn_implementation: got 'paged|saccade' outside of generate_batch, takes 'saccade'"
+        )
+    return attention_forward(*tensors, **options)
+
+
+def _chained(
+    cap: saccade.scores.Score | None, *biases: Tensor | None
+) -> saccade.scores.Score | None:
+    """The softcap, then what is added, as eager attention has it."""
+    changes = [] if cap is None else [cap]
+    changes += [saccade.scores.bias(each) for each in biases if each is not None]
+    return functools.reduce(operator.rshift, changes) if changes else None
+
+
+def _mask_and_bias(
+    attention_mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, window: int | None
+) -> tuple[Visible, Tensor | None]:
+    """What is hidden, and what is added to the scores."""
+    takes = (
+        "a bool tensor [batch, 1 or heads, query_len, kv_len] (True = visible), a floating-point "
+        "one that is added to the scores, or what saccade's mask function made"
+    )
+    if attention_mask is None:
+        return _unmasked(query.shape[2], key.shape[2], causal, window), None
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask: got {type(attention_mask).__name__}, takes {takes}")
+    if attention_mask.dim() != 4 or attention_mask.shape[2:] != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"attention_mask: got shape {tuple(attention_mask.shape)} for {query.shape[2]} query "
+            f"rows and {key.shape[2]} keys, takes {takes}"
+        )
+    if isinstance(attention_mask, LazyMask):
+        return attention_mask.visible(), None
+    if attention_mask.dtype == torch.bool:
+        return saccade.masks.dense(attention_mask), None
+    if attention_mask.is_floating_point():
+        return None, attention_mask
+    raise TypeError(f"attention_mask: got {attention_mask.dtype}, takes {takes}")
+
+
+def _unmasked(query_len: int, kv_len: int, causal: bool, window: int | None) -> Visible:
+    """What a layer hides when its model made no mask.
+
+    Raises:
+        ValueError: where the first query row could stand at the first key as well as further on:
+            peers disagree, so nobody can mean it.
+    """
+    reach = None if window is None or window > kv_len else window - 1
+    if not causal:
+        return None if reach is None else saccade.masks.window(reach, reach)
+    if query_len not in (1, kv_len):
+        raise ValueError(
+            f"attention_mask: got None for {query_len} query rows and {kv_len} keys of a causal "
+            "layer, which does not say where the rows stand; takes a mask there"
+        )
+    return saccade.masks.causal() if reach is None else saccade.masks.window(reach)
+
+
+def _within_packed(
+    mask: Visible, query: Tensor, key: Tensor, options: Mapping[str, Any]
+) -> Visible:
+    """The mask, within the packed sequences that a collator for flash attention names.
+
+    Such a collator may leave out position_ids, from which mask functions know the sequences.
+    """
+    offsets = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    if offsets[0] is None:
+        return mask
+    ids = [
+        torch.bucketize(
+            torch.arange(rows.shape[2], device=rows.device),
+            (offsets[0] if ends is None else ends)[1:].to(rows.device),
+            right=True,
+        )[None]
+        for rows, ends in zip((query, key), offsets, strict=True)
+    ]
+    return kinds.conjunction([mask, saccade.masks.documents(*ids)])
+
+
+def _told(
+    module: Any, causal: bool, window: int | None, dropout: float, position_bias: Tensor | None
+) -> saccade.masks.Mask:
+    """The mask that a step, or a packed cache, is told.
+
+    Raises:
+        ValueError: for a layer that hides or adds something else.
+    """
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    kind = types[module.layer_idx] if types is not None else None
+    if not causal:
+        raise ValueError("saccade_step: got a layer that is not causal, takes causal ones")
+    if dropout or position_bias is not None:
+        raise ValueError("saccade_step: got dropout or a position_bias, takes a layer without them")
+    if kind is not None and kind not in TOLD_TO_STEPS:
+        raise ValueError(f"saccade_step: got a layer of {kind}, takes {' or '.join(TOLD_TO_STEPS)}")
+    if kind == "sliding_attention" and window is None:
+        raise ValueError(
+            "saccade_step: got a sliding layer that names no sliding_window, takes one"
+        )
+    return saccade.masks.causal() if window is None else saccade.masks.window(window - 1)

@@ -1,0 +1,260 @@
+"""Cache: keys and values of transformers' generate in pages.
+
+One `saccade.PagedCache` serves all layers with one table. The first layer of a step makes room for
+the new tokens, each layer writes its own, and attention reads the pages where they lie.
+
+How attention finds the pages: `update` returns `PagedRows` in place of keys and values, which know
+them. A layer's number finds them only with a global context beside it, and a Python attribute on a
+key is lost by the first operation, and the new keys alone would then be taken for all. `PagedRows`
+turn into gathered rows where a model computes with them, so any attention is right, and saccade's
+is fast.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+import saccade
+from saccade.integrations.transformers.rows import PagedRows, Step
+
+PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a `PagedGenerationCache`; what concerns all layers is done by the cache."""
+
+    is_sliding = False  # it keeps what is behind a window, so its masks are as long as any
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: PagedGenerationCache, number: int):
+        super().__init__()
+        self._cache, self._number, self.length = cache, number, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the pages of all layers are made together."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values [batch, kv_heads, length, dim]; give all, or their pages."""
+        step = self._cache.step_of(self.length, key_states, value_states)
+        pages = self._cache.write(self._number, key_states, value_states, step)
+        self.length += step.count
+        if step.first == 0:  # all there is was just given
+            return key_states, value_states
+        return (
+            PagedRows(pages.key_pages, pages.key_scales, step, key_states.dtype),
+            PagedRows(pages.value_pages, pages.value_scales, step, value_states.dtype),
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that the layer will return for so many new tokens, and the first one's position."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of each sequence."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """-1: what there is room for depends on all sequences together."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        """Refused: sequences belong to all layers.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("call reset of the cache, not of a layer: sequences are common")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refused: sequences belong to all layers.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("call reorder_cache of the cache: sequences are common")
+
+
+class PagedGenerationCache(Cache):
+    """Keys and values of `generate` in pages; beams share what they have in common.
+
+    Made for one model, with `for_model`. Memory is taken at the first forward pass, which shows how
+    many heads there are and of what dtype. Works in eager mode, with saccade's attention without
+    gathering, with any other by gathering.
+
+    Args:
+        num_layers: of the model.
+        num_pages: pages of the pool; each holds `page_size` tokens in every layer.
+        page_size: 1 to 1024 tokens.
+        dtype: of the pages; the keys' own where None. int8 and float8_e4m3fn come with scales.
+
+    Raises:
+        saccade.OutOfPages: by the forward pass that needs more pages than there are.
+
+    >>> cache = PagedGenerationCache.for_model(model, max_tokens=2048, batch_size=4)
+    >>> model.generate(**inputs, past_key_values=cache, num_beams=4)
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        *,
+        num_pages: int,
+        page_size: int = 64,
+        dtype: torch.dtype | None = None,
+    ):
+        self.paged_layers = [PagedLayer(self, number) for number in range(num_layers)]
+        super().__init__(layers=[*self.paged_layers])
+        self.num_pages, self.page_size, self._dtype = num_pages, page_size, dtype
+        self.pages: saccade.PagedCache | None = None
+        self.sequences: list[int] = []
+        self._step: Step | None = None
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        num_pages: int | None = None,
+        max_tokens: int | None = None,
+        batch_size: int = 1,
+        page_size: int = 64,
+        dtype: torch.dtype | None = None,
+    ) -> PagedGenerationCache:
+        """A cache with as many layers as a model has, and room for what is asked.
+
+        Args:
+            model: a causal language model of transformers.
+            num_pages: pages of the pool; or instead
+            max_tokens: of the longest sequence, prompt and padding included, and
+            batch_size: how many there are (times beams or returned sequences).
+            page_size, dtype: as in the class.
+
+        Raises:
+            TypeError: unless exactly one of `num_pages` and `max_tokens` is given.
+            ValueError: for a model with layers that keep something else than keys and values.
+        """
+        if (num_pages is None) == (max_tokens is None):
+            raise TypeError(
+                f"num_pages, max_tokens: got {num_pages} and {max_tokens}, takes one of the two"
+            )
+        config = model.config.get_text_config(decoder=True)
+        others = set(getattr(config, "layer_types", None) or ()) - PAGED_LAYERS
+        if others or model.config.is_encoder_decoder:
+            got = ", ".join(sorted(others)) or "an encoder and a decoder"
+            raise ValueError(f"model: got layers of {got}, takes {', '.join(sorted(PAGED_LAYERS))}")
+        if max_tokens is not None:
+            num_pages = batch_size * math.ceil(max_tokens / page_size)
+        assert num_pages is not None  # one of the two was given
+        return cls(config.num_hidden_layers, num_pages=num_pages, page_size=page_size, dtype=dtype)
+
+    # ---- one step ----------------------------------------------------------------------------
+
+    def step_of(self, length: int, key: Tensor, value: Tensor) -> Step:
+        """The step that a layer of this length is at; the first layer of a step begins it.
+
+        Raises:
+            OutOfPages: if there are too few pages for all new tokens; then nothing has changed.
+            ValueError: if a layer was left out, or another batch came.
+        """
+        batch, count = key.shape[0], key.shape[2]
+        if self.pages is None:
+            self.pages = saccade.PagedCache(
+                self.num_pages, self.page_size, num_layers=len(self.layers),
+                kv_heads=key.shape[1], head_dim=key.shape[3], value_dim=value.shape[3],
+                dtype=self._dtype or key.dtype, device=key.device, prefix_caching=False,
+            )  # fmt: skip
+        if not self.sequences:
+            self.sequences = [self.pages.allocate() for _ in range(batch)]
+        if batch != len(self.sequences):
+            raise ValueError(
+                f"key_states: got a batch of {batch}, takes the cache's {len(self.sequences)}; "
+                "reset() lets another batch begin"
+            )
+        held = self.pages.length(self.sequences[0])
+        if length == held:
+            slots = self.pages.append(dict.fromkeys(self.sequences, count))
+            self._step = Step(length, count, slots, *self.pages.tables(self.sequences))
+        step = self._step
+        if step is None or (step.first, step.count) != (length, count):
+            raise ValueError(
+                f"key_states: got {count} tokens for a layer of {length}, takes what other layers "
+                f"got, which have {held} now: every layer writes every token once"
+            )
+        return step
+
+    def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> Any:
+        """Write a layer's new tokens; its pages."""
+        assert self.pages is not None  # the step made them
+        key, value = (each.detach().transpose(1, 2).flatten(0, 1) for each in (key, value))
+        self.pages.write(layer, key, value, step.slots)
+        return self.pages.pages(layer)
+
+    # ---- what generate does to all sequences ---------------------------------------------------
+
+    def _replace(self, sources: list[int]) -> None:
+        """Sequence number i becomes what number sources[i] was; pages are shared, not copied."""
+        if self.pages is None or not self.sequences:
+            return
+        before = self.sequences
+        self.sequences = [self.pages.fork(before[source]) for source in sources]
+        for sequence in before:
+            self.pages.free(sequence)
+        self._step = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let beam i go on from what beam beam_idx[i] was. Pages are copied on the first write."""
+        self._replace(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let every sequence go on `repeats` times."""
+        self._replace([each for each in range(len(self.sequences)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences at these indices (or where a bool tensor is True)."""
+        self._replace(torch.arange(len(self.sequences))[indices.cpu()].tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every sequence.
+
+        Args:
+            tokens_to_remove: minus the number of tokens to remove; or, as transformers 5.17 has
+                it, the number of tokens to keep, if greater than 0. A tensor of one does too.
+        """
+        change, length = int(tokens_to_remove), self.get_seq_length()
+        target = max(length + change, 0) if change <= 0 else min(change, length)
+        if self.pages is None or target == length:
+            return
+        for sequence in self.sequences:
+            self.pages.trim(sequence, target)
+        for layer in self.paged_layers:
+            layer.length = target
+        self._step = None
+
+    def reset(self) -> None:
+        """End all sequences; their pages are free for another batch."""
+        if self.pages is not None:
+            for sequence in self.sequences:
+                self.pages.free(sequence)
+        self.sequences, self._step = [], None
+        for layer in self.paged_layers:
+            layer.length = 0
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences there are; -1 before the first forward pass."""
+        return len(self.sequences) or -1
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """What `get_max_length` was called before."""
+        return self.get_max_length(layer_idx)

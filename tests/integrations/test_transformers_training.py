@@ -1,0 +1,93 @@
+"""Models of transformers train through saccade: losses, gradients, checkpointing, dropout."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import OWN, assert_errs_no_more, llama, model, sharpened, tokens
+from torch import Tensor
+
+import saccade.integrations.transformers as integration
+
+LENGTH = 20
+RIGHT_PADDED = torch.ones(2, LENGTH, dtype=torch.long)
+RIGHT_PADDED[1, 15:] = 0
+BATCHES: dict[str, dict[str, Tensor]] = {
+    "plain": {},
+    "padded": {"attention_mask": RIGHT_PADDED},
+    "packed": {"position_ids": torch.cat([torch.arange(7), torch.arange(13)])[None].expand(2, -1)},
+}
+
+
+def trained(
+    name: str, implementation: str, dtype: torch.dtype, batch: str = "plain", **checkpointing: Any
+) -> dict[str, Tensor]:
+    """The logits and all gradients of one step."""
+    tiny = copy.deepcopy(model(name)).to(dtype).train()
+    tiny.set_attn_implementation(implementation)
+    if checkpointing:
+        with warnings.catch_warnings():  # a later transformers calls it activation checkpointing
+            warnings.simplefilter("ignore", FutureWarning)
+            tiny.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    input_ids = tokens(2, LENGTH)
+    real = BATCHES[batch].get("attention_mask", torch.ones_like(input_ids)).bool()
+    labels = input_ids.masked_fill(~real, -100)
+    result = tiny(input_ids, labels=labels, use_cache=False, **BATCHES[batch])
+    result.loss.backward()
+    gradients = {key: weights.grad for key, weights in tiny.named_parameters()}
+    return {"logits": result.logits.detach() * real[..., None], **gradients}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", OWN)
+def test_errs_no_more_than_plain_attention(name, batch):
+    exact = trained(name, "plain", torch.float64, batch)
+    plain = trained(name, "plain", torch.float32, batch)
+    got = trained(name, "saccade", torch.float32, batch)
+    for key in exact:
+        assert_errs_no_more(got[key], plain[key], exact[key])
+    assert any(key.endswith("sinks") for key in exact) == (name == "gpt_oss")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("name", "batch"), [("llama", "padded"), ("qwen3", "packed")])
+def test_checkpointing_changes_no_bit(name, batch, reentrant):
+    kept = trained(name, "saccade", torch.float32, batch)
+    again = trained(name, "saccade", torch.float32, batch, use_reentrant=reentrant)
+    for key in kept:
+        assert torch.equal(kept[key], again[key]), key
+
+
+def test_dropout_is_drawn_again_for_the_backward_pass():
+    """With checkpointing the weights that dropped must drop again."""
+    steps = []
+    for checkpointing in (False, True, None):
+        tiny = sharpened(llama(attention_dropout=0.3)).train()
+        tiny.set_attn_implementation("saccade")
+        if checkpointing:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                tiny.gradient_checkpointing_enable()
+        torch.manual_seed(1 if checkpointing is None else 0)
+        tiny(tokens(2, 9), labels=tokens(2, 9), use_cache=False).loss.backward()
+        steps.append([weights.grad for weights in tiny.parameters()])
+    assert all(map(torch.equal, steps[0], steps[1]))
+    assert not any(map(torch.equal, steps[0], steps[2]))  # another seed drops others
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # dynamo's own, of a parameter
+def test_compiled_model_attends_between_its_graphs():
+    integration.register()
+    tiny = sharpened(llama(num_hidden_layers=1)).double()
+    tiny.set_attn_implementation("saccade")
+    options = {"attention_mask": RIGHT_PADDED, "use_cache": False}
+    wanted = tiny(tokens(2, LENGTH), **options).logits
+    torch._dynamo.reset()
+    got = torch.compile(tiny, backend="eager")(tokens(2, LENGTH), **options).logits
+    assert torch.equal(got, wanted)
+    got.sum().backward()
+    torch._dynamo.reset()
