@@ -1,5 +1,7 @@
 """Saccade: exact attention for PyTorch, for training and serving, in Python."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from saccade import feature_maps as feature_maps
 from saccade import masks as masks
 from saccade import scores as scores
@@ -20,9 +22,13 @@ from saccade.linear_step import linear_attention_step as linear_attention_step
 from saccade.merge import merge as merge
 from saccade.problem import Config as Config
 
+if _TYPE_CHECKING:
+    from saccade.serving.engine import Engine as Engine
+
 __version__ = "0.1.0"
 __all__ = [
     "Config",
+    "Engine",
     "LinearState",
     "OutOfPages",
     "PagedCache",
@@ -42,3 +48,12 @@ __all__ = [
     "scores",
     "testing",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`saccade.Engine`, when it is first asked for: who trains should not wait for serving."""
+    if name == "Engine":
+        from saccade.serving.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module 'saccade' has no attribute {name!r}")
