@@ -93,6 +93,10 @@ class Completion:
         """Ask for no more; its pages are free when this returns. What came so far stays."""
         self._cancel(self._request)
 
+    def text_so_far(self) -> str:
+        """The text that has come; the end of it may still change. "" without a tokenizer."""
+        return "" if self._request.stream is None else self._request.stream.text
+
     @property
     def done(self) -> bool:
         """Whether nothing more comes."""
