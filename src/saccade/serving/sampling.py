@@ -118,5 +118,5 @@ def _draw(logits: Tensor, draws: list[Draw]) -> Tensor:
     reached = weights.cumsum(-1)
     wanted = column([d.number for d in draws], torch.float64) * reached[:, -1:]
     place = (reached <= wanted).sum(-1, keepdim=True)
-    last = (weights > 0).sum(-1, keepdim=True) - 1
+    last = ((weights > 0).sum(-1, keepdim=True) - 1).clamp_min(0)  # a row of NaN has none
     return tokens.gather(1, torch.minimum(place, last)).squeeze(1)
