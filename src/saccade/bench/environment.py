@@ -11,7 +11,7 @@ import torch
 
 import saccade
 
-PACKAGES = ("triton", "flash-attn", "xformers", "flash-attention-triton")
+PACKAGES = ("triton", "transformers", "flash-attn", "xformers", "flash-attention-triton")
 
 
 def device_name(device: torch.device) -> str:

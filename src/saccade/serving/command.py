@@ -83,11 +83,12 @@ def generate(
 ) -> None:
     """Continue texts with a Hugging Face model, many at once.
 
-    The model lies in a folder, in the form that [bold]save_pretrained[/] writes; nothing is
-    downloaded, and its code is used as it is. All prompts are served together: requests join and
-    leave between steps, equal beginnings are computed once, and keys and values lie in pages.
+    The model lies in a folder as [bold]save_pretrained[/] writes it. Nothing is downloaded.
 
-    [bold]Try:[/] saccade demo --quick; saccade generate saccade-demo/huggingface "def " "class "
+    All prompts are served together: requests join and leave between steps, equal
+    beginnings are computed once, and keys and values lie in pages.
+
+    [bold]Try:[/] saccade generate saccade-demo/huggingface "def " (after saccade demo)
 
     [bold]Try:[/] saccade generate DIR "Dear " --temperature 0.8 --top-p 0.95 --samples 4
 

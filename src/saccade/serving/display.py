@@ -46,7 +46,7 @@ class Watch:
         self._bar.update(
             self._task, completed=new_tokens, done=done, speed=engine.tokens_per_second
         )
-        table = _table("request", "state", "prompt", "cached", "new", "pages", "tokens/s")
+        table = _table("", "state", "prompt", "cached", "new", "pages", "/s")
         table.add_column("text", no_wrap=True)
         shown = [n for n, state in enumerate(states) if state.state != "done"][:ROWS]
         for number in shown:
@@ -84,8 +84,8 @@ def text_panel(number: int, prompt: str, generated: Generated) -> Panel:
 def requests_table(results: Sequence[Generated]) -> Table:
     """What became of each request."""
     table = _table(
-        "request", "ended by", "prompt", "cached", "new", "pages", "tokens/s", "queued\nms",
-        "first token\nms", "preempted",
+        "", "ended by", "prompt", "cached", "new", "pages", "new\n/s", "queued\nms", "first\nms",
+        "gave\nway",
     )  # fmt: skip
     for number, result in enumerate(results):
         what = result.statistics
@@ -114,7 +114,7 @@ def readable(text: str) -> str:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
         left = name in ("state", "ended by")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)

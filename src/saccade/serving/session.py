@@ -55,10 +55,12 @@ def load(folder: Path, device: str | None) -> tuple[Any, Any]:
     """The model and the tokenizer of a folder; nothing is downloaded, and no code of it runs."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ImportError(
             "saccade generate needs transformers (pip install 'saccade[transformers]')"
         ) from error
+    disable_progress_bar()  # a folder on disk is read in no time, and --quiet is quiet
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
