@@ -20,7 +20,8 @@ from saccade.bench.timing import Plan, Runnable, WallClock, rotate
 
 ENGINE, ONE_BY_ONE = "saccade/engine", "transformers/generate"
 REQUESTS, NEW_TOKENS = 64, 128
-PROMPT_TOKENS = range(16, 65)
+PROMPT_TOKENS = (16, 65)  # from, and to but one
+PIECE = 200  # characters, which are more tokens than a prompt has
 PLAN = Plan(rounds=3, sample_seconds=0.0, limit_seconds=600.0)
 
 
@@ -60,7 +61,9 @@ def measure_serving(
 def load(folder: Path) -> Any:
     """The folder's model, which no token stops."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     model.generation_config.eos_token_id = None
     return model
@@ -75,13 +78,12 @@ def tokenizer_of(folder: Path) -> Any:
 
 def prompts_of(tokenizer: Any, count: int) -> list[list[int]]:
     """Pieces of unlike length of the source of Python's textwrap."""
-    tokens = tokenizer.encode(Path(textwrap.__file__).read_text(encoding="utf-8"))
+    text = Path(textwrap.__file__).read_text(encoding="utf-8")
     random = torch.Generator().manual_seed(0)
-    span = len(PROMPT_TOKENS)
-    lengths = [PROMPT_TOKENS[int(torch.randint(span, (), generator=random))] for _ in range(count)]
-    last = len(tokens) - max(lengths)
-    starts = torch.randint(last, (count,), generator=random).tolist()
-    return [tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+    starts = torch.randint(len(text) - PIECE, (count,), generator=random).tolist()
+    lengths = torch.randint(*PROMPT_TOKENS, (count,), generator=random).tolist()
+    pieces = [tokenizer.encode(text[start : start + PIECE]) for start in starts]
+    return [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
 
 
 def serve(model: Any, work: Work) -> list[list[int]]:
