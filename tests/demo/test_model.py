@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from saccade.demo.model import ByteModel, rotate
+from saccade.demo.model import ByteModel, Layer, rotate
 from saccade.demo.settings import ModelShape
 
 SMALL = ModelShape(
@@ -41,7 +41,9 @@ def test_later_bytes_change_no_earlier_logits(model):
 def test_window_layers_see_no_further_back_than_their_window():
     torch.manual_seed(0)
     one_layer = ByteModel(ModelShape(32, 4, 2, 48, windows=(8,), context=64)).eval()
-    one_layer.layers[0].attention.project.bias.zero_()  # or it looks three bytes back at most
+    first = one_layer.layers[0]
+    assert isinstance(first, Layer)
+    first.attention.project.bias.zero_()  # or it looks three bytes back at most
     tokens = random_bytes(1, 40)
     changed = tokens.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 256

@@ -138,6 +138,7 @@ def test_statistics_count_what_happened():
     for each, prompt in zip(generated, served.prompts(), strict=True):
         what = each.statistics
         assert (what.prompt_tokens, what.new_tokens, what.state) == (len(prompt), NEW, "done")
+        assert what.to_first_token is not None and what.tokens_per_second is not None
         assert 0 <= what.queued <= what.to_first_token <= what.total
         assert what.tokens_per_second > 0
         assert 1 <= what.pages <= 13

@@ -1,6 +1,7 @@
 """The scheduler without a model: no request starves, no page is lost, whatever happens."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from saccade.serving.request import Limits, Request, State
 from saccade.serving.sampling import Sampling
 from saccade.serving.scheduler import Scheduler
 
-SIZES = {"num_layers": 1, "kv_heads": 1, "head_dim": 1}
+SIZES: dict[str, Any] = {"num_layers": 1, "kv_heads": 1, "head_dim": 1}
 
 
 def make(num_pages=16, page_size=4, host_pages=0, window=None, **options):

@@ -53,7 +53,7 @@ def test_stop_strings_end_a_request_before_them():
 def test_threads_submit_and_wait_side_by_side():
     engine = served.engine(num_pages=13)
     prompts, wanted = served.prompts(), served.wanted("llama", NEW)
-    found = [None] * len(prompts)
+    found = [[]] * len(prompts)
 
     def serve(number):
         found[number] = list(engine.submit(prompts[number], **GREEDY).tokens())

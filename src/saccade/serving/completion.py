@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from saccade.serving import statistics
 from saccade.serving.request import Request, State
@@ -43,7 +44,7 @@ class Completion:
         self._request, self._step, self._cancel = request, step, cancel
         self._given = 0
 
-    def __iter__(self) -> Iterator[str] | Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         return self.tokens() if self._request.stream is None else self.texts()
 
     def tokens(self) -> Iterator[int]:

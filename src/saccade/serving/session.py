@@ -64,7 +64,7 @@ def load(folder: Path, device: str | None) -> tuple[Any, Any]:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
     return model.to(device), tokenizer
 
 

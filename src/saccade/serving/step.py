@@ -70,7 +70,10 @@ class Step:
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write a layer's new keys and values, and attend over all of each sequence."""
         pages = self._cache.pages(self._layers[layer_index])
-        scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+        scales: dict[str, Any] = {
+            "key_scales": pages.key_scales,
+            "value_scales": pages.value_scales,
+        }
         saccade.cache_write(
             key[0].transpose(0, 1), value[0].transpose(0, 1), pages.key_pages, pages.value_pages,
             self._slots, **scales,
