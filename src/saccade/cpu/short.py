@@ -1,8 +1,8 @@
 """Short sequences over pages: those with one query row each, computed together.
 
 One by one, such a sequence costs far more in calls than in products. So their pages are copied
-side by side, padded to one length, and all are one problem. Padding and hidden rows are zeroed,
-so that nothing in them can show.
+side by side, padded to one length, and all are one problem. Where the result is not finite,
+padding and hidden rows are zeroed and it is computed again, so that nothing in them can show.
 """
 
 from __future__ import annotations
@@ -85,23 +85,32 @@ def attend(
     pages = -(-group.kv_len // inputs.page_size)
     table = inputs.page_table[chosen, :pages].long()
     table = table.where(torch.arange(pages) * inputs.page_size < lens.unsqueeze(1), 0)
-    hidden = ~seen.view(len(chosen), 1, group.kv_len, 1)
-    key = _rows(inputs.key_pages, table, hidden)
-    value = _rows(inputs.value_pages, table, hidden)
+    key = _rows(inputs.key_pages, table, group.kv_len)
+    value = _rows(inputs.value_pages, table, group.kv_len)
     edge = edges.edge(seen, query.dtype)
-    output, lse = flash.forward(query.unsqueeze(2), key, value, variant.scale, edge, False)
-    if edge.blind is not None:
-        output = output.masked_fill(edge.blind.unsqueeze(-1), 0)
-    return output.squeeze(2), lse.squeeze(2)
+
+    def computed() -> tuple[Tensor, Tensor]:
+        output, lse = flash.forward(query.unsqueeze(2), key, value, variant.scale, edge, False)
+        if edge.blind is not None:
+            output = output.masked_fill(edge.blind.unsqueeze(-1), 0)
+        return output.squeeze(2), lse.squeeze(2)
+
+    output, lse = computed()
+    if not bool(output.sum().isfinite()):
+        hidden = ~seen.view(len(chosen), 1, group.kv_len, 1)
+        key.masked_fill_(hidden, 0)
+        value.masked_fill_(hidden, 0)
+        output, lse = computed()
+    return output, lse
 
 
 def _rows(
     pages: Float[Tensor, "num_pages kv_heads page_size dim"],
     table: Int[Tensor, "batch pages"],
-    hidden: Tensor,
+    kv_len: int,
 ) -> Float[Tensor, "batch kv_heads keys dim"]:
-    """The rows of all sequences, padded to one length, zero where they are hidden."""
+    """The rows of all sequences, side by side and padded to one length."""
     _, heads, page_size, dim = pages.shape
     chosen = pages.transpose(0, 1).index_select(1, table.flatten())
     rows = chosen.view(heads, len(table), table.shape[1] * page_size, dim).transpose(0, 1)
-    return rows[:, :, : hidden.shape[2]].masked_fill_(hidden, 0)
+    return rows[:, :, :kv_len]
