@@ -32,8 +32,8 @@ class Engine:
     prompts are computed once. When pages run out, the youngest request waits.
 
     Args:
-        model: a causal language model of transformers, on any device; its attention
-            implementation is set to "saccade".
+        model: a causal language model of transformers, on any device; it is put into
+            evaluation mode, and its attention implementation is set to "saccade".
         tokenizer: its tokenizer; None where prompts are token numbers and no text is wanted.
         num_pages: pages of the pool. None: as many as `memory` holds.
         memory: bytes for keys and values. None: room for `max_sequences` of the greatest length,
