@@ -58,7 +58,7 @@ def test_quiet_prints_the_new_texts_only(folder):
     engine = served.saccade.Engine(model, tokenizer)
     sampling = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "max_new_tokens": 8}
     wanted = [engine.submit("def ", seed=5 + n, **sampling).result().text for n in range(3)]
-    assert done.stdout == "".join(text + "\n" for text in wanted)
+    assert done.stdout == "".join(f"{text}\n" for text in wanted)
 
 
 def test_prompts_come_from_a_file_too(folder, tmp_path):
