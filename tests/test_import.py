@@ -29,6 +29,16 @@ def test_import_brings_nothing_heavy() -> None:
     assert HEAVY.isdisjoint(modules)
 
 
+def test_the_engine_is_loaded_when_it_is_asked_for() -> None:
+    program = (
+        "import saccade, sys; before = {'saccade.serving', 'transformers'} & set(sys.modules);"
+        "saccade.Engine; after = {'saccade.serving', 'transformers'} & set(sys.modules);"
+        "print(sorted(before), sorted(after))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout.decode().strip() == "[] ['saccade.serving']"
+
+
 def test_import_adds_at_most_a_fifth_of_a_second() -> None:
     """Or, where a slow or busy machine takes long for torch too, a fifth of what that takes."""
     ours, torchs, _ = min(imported() for _ in range(3))

@@ -32,7 +32,7 @@ BANNED_FILE_NAMES = {"utils", "common", "helpers"}
 # dispatch, dispatch uses the implementations, and these use kernels/ but never one another.
 PUBLIC_EDGE = {
     "attention", "attention_paged", "cache", "linear_attention",
-    "integrations", "bench", "demo", "cli",
+    "integrations", "serving", "bench", "demo", "cli",
 }  # fmt: skip
 FORBIDDEN_IMPORTS = {
     "reference": PUBLIC_EDGE | {"cpu", "portable", "hopper"},
@@ -52,9 +52,10 @@ ONLY_IMPORTED_BY = {"offline": {"cli", "offline"}}
 # What is built on the library sees only its public names, and its own package.
 PUBLIC_NAME_USERS = {
     "integrations": {"integrations"},
+    "serving": {"serving", "integrations"},
     "bench": {"bench"},
     "demo": {"demo"},
-    "cli": {"bench", "demo", "offline"},
+    "cli": {"bench", "demo", "offline", "serving"},
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

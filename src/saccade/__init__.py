@@ -1,5 +1,7 @@
 """Saccade: exact attention for PyTorch, for training and serving, in Python."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from saccade import feature_maps as feature_maps
 from saccade import masks as masks
 from saccade import scores as scores
@@ -24,9 +26,13 @@ from saccade.merge import merge as merge
 from saccade.problem import Config as Config
 from saccade.rotary import rotate as rotate
 
+if _TYPE_CHECKING:
+    from saccade.serving.engine import Engine as Engine
+
 __version__ = "0.1.0"
 __all__ = [
     "Config",
+    "Engine",
     "LinearState",
     "OutOfPages",
     "PagedCache",
@@ -48,3 +54,12 @@ __all__ = [
     "scores",
     "testing",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`saccade.Engine`, when it is first asked for: who trains should not wait for serving."""
+    if name == "Engine":
+        from saccade.serving.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module 'saccade' has no attribute {name!r}")

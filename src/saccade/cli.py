@@ -1,4 +1,4 @@
-"""The command line: `saccade demo`, `bench`, `kernels` and `tune`."""
+"""The command line: `saccade demo`, `bench`, `generate`, `kernels` and `tune`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from saccade.bench.command import bench
 from saccade.demo.command import demo
 from saccade.offline.kernels_command import kernels
 from saccade.offline.tune_command import tune
+from saccade.serving.command import generate
 
 app = typer.Typer(
     name="saccade",
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command()(generate)
 app.command()(kernels)
 app.command()(tune)
 

@@ -41,7 +41,7 @@ def test_the_whole_demo(run, tmp_path):
     assert result.exit_code == 0, result.output
     for expected in (
         "this model", "counting pairs", "Distance from the float64 reference", "2 (causal)",
-        "the cat", "Causal", "Window 256", "plain PyTorch", "comparison.png",
+        "the cat", "Causal", "Window 256", "plain PyTorch", "comparison.png", "saccade generate",
     ):  # fmt: skip
         assert expected in result.output
     folder = tmp_path / "out"
@@ -52,6 +52,8 @@ def test_the_whole_demo(run, tmp_path):
     assert results["steps"] == 100
     assert len(results["exactness"]) == 12
     assert len(results["comparison"]["measured"]) == 6
+    exported = {path.name for path in (folder / "huggingface").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= exported
     assert load_model(folder)(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 256)
 
 

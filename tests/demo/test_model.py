@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from saccade.demo.model import LOOK_BACK, ByteModel, rotate
+from saccade.demo.model import ByteModel, Layer, rotate
 from saccade.demo.settings import ModelShape
 
 SMALL = ModelShape(
@@ -41,14 +41,28 @@ def test_later_bytes_change_no_earlier_logits(model):
 def test_window_layers_see_no_further_back_than_their_window():
     torch.manual_seed(0)
     one_layer = ByteModel(ModelShape(32, 4, 2, 48, windows=(8,), context=64)).eval()
+    first = one_layer.layers[0]
+    assert isinstance(first, Layer)
+    first.attention.project.bias.zero_()  # or it looks three bytes back at most
     tokens = random_bytes(1, 40)
     changed = tokens.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 256
-    # Byte 10 is joined to rows 10 to 12, and row 20 is the last that sees row 12.
     moved = (one_layer(tokens) - one_layer(changed)).abs().amax(-1)[0]
-    last = 10 + LOOK_BACK + 8
-    assert moved[last] > 1e-6
-    assert moved[last + 1 :].max() < 1e-6
+    assert moved[10 + 8] > 1e-6
+    assert moved[10 + 8 + 1 :].max() < 1e-6
+
+
+@torch.no_grad()
+def test_heads_of_the_first_layer_begin_by_looking_back():
+    torch.manual_seed(0)
+    model = ByteModel(ModelShape())
+    call = model.attention_calls(random_bytes(1, 40))[0]
+    key = call.key.repeat_interleave(3, dim=1)
+    scores = call.query @ key.transpose(-1, -2) / 32**0.5
+    weights = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(-1)
+    for head in range(6):
+        back = 1 + head % 3
+        assert float(weights[0, head].diagonal(-back).mean()) > 0.5
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only():

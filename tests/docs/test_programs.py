@@ -7,7 +7,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("docs/paged.md", "docs/switching.md", "docs/transformers.md")
+PAGES = ("docs/paged.md", "docs/switching.md", "docs/transformers.md", "docs/serving.md")
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 BLOCKS = {
     page: re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

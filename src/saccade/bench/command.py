@@ -36,6 +36,9 @@ TARGETS = typer.Option(
 )
 HOST = typer.Option("--host", help="Measure how long a small call keeps the host instead.")
 FIRST_CALL = typer.Option("--first-call", help="Measure first calls in fresh processes instead.")
+SERVING = typer.Option(
+    "--serving", help="Serve 64 requests by a model's folder, beside transformers' generate."
+)
 LIST = typer.Option("--list", help="List the cases for this device and end.")
 LIST_PEERS = typer.Option("--list-peers", help="List the peers, with reasons, and end.")
 
@@ -58,6 +61,7 @@ def bench(
     targets: Annotated[Path | None, TARGETS] = None,
     host: Annotated[bool, HOST] = False,
     first_call: Annotated[bool, FIRST_CALL] = False,
+    serving: Annotated[Path | None, SERVING] = None,
     list_cases: Annotated[bool, LIST] = False,
     list_peers: Annotated[bool, LIST_PEERS] = False,
 ) -> None:
@@ -91,6 +95,8 @@ def bench(
         return _or_exit(lambda: session.show_targets(targets))
     if read is not None:
         return _or_exit(lambda: session.show_results(read, plot))
+    if serving is not None:
+        return _or_exit(lambda: session.run_serving(serving, json))
     asked = session.Asked(cases or [], who or [], passes or [], dtype or [])
     if host or first_call:
         other = session.run_host if host else session.run_first_calls

@@ -11,7 +11,10 @@ import torch
 
 import saccade
 
-PACKAGES = ("triton", "flash-attn", "xformers", "flash-attention-triton", "flash-linear-attention")
+PACKAGES = (
+    "triton", "transformers", "flash-attn", "xformers", "flash-attention-triton",
+    "flash-linear-attention",
+)  # fmt: skip
 
 
 def device_name(device: torch.device) -> str:

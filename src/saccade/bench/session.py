@@ -17,6 +17,7 @@ from saccade.bench import (
     measure,
     results,
     selection,
+    serving,
     table,
 )
 from saccade.bench import plot as plotting
@@ -140,6 +141,14 @@ def run_first_calls(asked: Asked, where: torch.device, file: Path | None) -> Non
         peers = _named_peers(asked) or _peers_of(ours.chosen(case, where))
         found.append(first_call.measure_first_calls(case, peers, where))
     _show_calls(found, file, "ms")
+
+
+def run_serving(folder: Path, file: Path | None) -> None:
+    """Measure an engine that serves many requests, beside transformers' generate."""
+    terminal = console()
+    found = serving.measure_serving(folder, say=terminal.print)
+    if file is not None:
+        results.append(file, found)
 
 
 def _named_cases(asked: Asked, where: torch.device) -> list[Case]:

@@ -1,5 +1,7 @@
 """Attention over pages on the CPU: one sequence after the other, tile by tile, piece by piece.
 
+Short ones of which only one row asks are computed together (`short.py`).
+
 Each sequence is a dense problem whose keys come in pieces (`pages.py`). What a tile of query rows
 visits is planned as in a dense call, each rectangle is computed by the same inner tiles, and
 partial results merge by their lse in the order of the keys.
@@ -7,11 +9,13 @@ partial results merge by their lse in the order of the keys.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from saccade.cpu import forward as forwards
-from saccade.cpu import plan, walk
+from saccade.cpu import plan, short, walk
 from saccade.cpu.pages import Pages, Scratch
 from saccade.cpu.plan import Run, Sizes
 from saccade.cpu.tile import Place
@@ -27,7 +31,10 @@ def forward(
     output, lse = empty_rows(inputs.query, inputs.value_pages.shape[3], offsets is not None)
     ends = None if offsets is None else offsets.tolist()
     dtype, scratch = _product_dtype(inputs), Scratch()
+    done = set() if batch_invariant else _together(inputs, variant, ends, output, lse)
     for sequence, kv_len in enumerate(inputs.kv_lens.tolist()):
+        if sequence in done:
+            continue
         if ends is None:
             at, query = sequence, inputs.query[sequence]
             of_output, of_lse = output[at], lse[at]
@@ -46,6 +53,33 @@ def forward(
         of_output.copy_(found[0].squeeze(0))
         of_lse.copy_(found[1].squeeze(0))
     return output, lse
+
+
+def _together(
+    inputs: PagedInputs, variant: Variant, ends: list[int] | None, output: Tensor, lse: Tensor
+) -> set[int]:
+    """Compute short sequences of one query row each together; which ones those were."""
+    if ends is None:
+        query_lens = [inputs.query.shape[2]] * inputs.query.shape[0]
+    else:
+        query_lens = [end - start for start, end in itertools.pairwise(ends)]
+    done: set[int] = set()
+    for group in short.groups(inputs, variant, query_lens):
+        rows = group.sequences if ends is None else [ends[each] for each in group.sequences]
+        query = inputs.query[rows]
+        found = short.attend(inputs, variant, group, query if ends else query.squeeze(2))
+        if found is None:
+            break
+        of_output, of_lse = (each.unsqueeze(2) for each in found)
+        if inputs.sinks is not None:
+            of_output, of_lse = forwards.add_sinks(of_output, of_lse, inputs.sinks)
+        if ends is None:
+            output[rows], lse[rows] = of_output.to(output.dtype), of_lse
+        else:
+            output[rows] = of_output.squeeze(2).to(output.dtype)
+            lse[:, rows] = of_lse.squeeze(2).transpose(0, 1)
+        done |= set(group.sequences)
+    return done
 
 
 def _product_dtype(inputs: PagedInputs) -> torch.dtype:

@@ -14,6 +14,7 @@ from saccade.demo import comparison, files, plot, report
 from saccade.demo.baselines import bigram_bits, unigram_bits
 from saccade.demo.comparison import Measured
 from saccade.demo.exactness import Finding, compare, ratios_to_plain
+from saccade.demo.export import export
 from saccade.demo.generation import Sampling, cache_error, generate, opening
 from saccade.demo.model import ByteModel
 from saccade.demo.settings import Settings
@@ -162,11 +163,16 @@ def save(
     console: Console, output: Path, model: ByteModel, about: dict[str, object],
     bits: dict[str, float], findings: list[Finding], measured: list[Measured],
 ) -> None:  # fmt: skip
-    """Write the model, the numbers and the plot."""
+    """Write the model in both forms, the numbers and the plot."""
     report.heading(console, "Saved")
     results = output / "results.json"
     files.save_results(results, about, bits, findings, measured)
-    saved = {"trained model": files.save_model(model, output), "numbers": results}
+    exported = export(model, output / "huggingface")
+    saved = {
+        "trained model": files.save_model(model, output),
+        "as Hugging Face's": exported,
+        "numbers": results,
+    }
     if plot.matplotlib_missing():
         console.print(
             "No plot: matplotlib is missing (pip install 'saccade[bench]').", markup=False
@@ -175,7 +181,12 @@ def save(
         saved["plot"] = output / "comparison.png"
         plot.save_plot(measured, saved["plot"], files.device_name())
     for what, path in saved.items():
-        console.print(f"{what:>14}  {path}", markup=False, soft_wrap=True)
+        console.print(f"{what:>17}  {path}", markup=False, soft_wrap=True)
+    console.print(
+        "It is a Qwen2 of its size, and transformers reads it. Many texts at once: "
+        f'saccade generate {exported} "def " "class "',
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 def judge(console: Console, bits: dict[str, float]) -> None:

@@ -1,0 +1,1 @@
+"""Serving: many requests at once through one Hugging Face model, on pages."""

@@ -1,0 +1,265 @@
+"""Engine: many requests at once through one Hugging Face causal model, on Saccade's pages."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from typing_extensions import Unpack
+
+from saccade.serving import statistics
+from saccade.serving.completion import Completion, Generated
+from saccade.serving.model import PackedModel
+from saccade.serving.prompts import Prompt, RequestOptions, read_limits, read_prompt
+from saccade.serving.request import Limits, Request, State
+from saccade.serving.room import Room, make_room
+from saccade.serving.sampling import Sampling, check_number, choose
+from saccade.serving.scheduler import Plan, Preemption, Scheduler
+from saccade.serving.statistics import Counts, EngineStatistics
+from saccade.serving.step import Step
+from saccade.serving.text import TextStream, Tokenizer
+
+
+class Engine:
+    """Serves many requests at once through one causal model of transformers, used as it is.
+
+    Requests join and leave between steps. A step is one forward pass over the next token of every
+    request that writes and a chunk of those whose prompt is still read. Equal beginnings of
+    prompts are computed once. When pages run out, the youngest request waits.
+
+    Args:
+        model: a causal language model of transformers, on any device; it is put into
+            evaluation mode, and its attention implementation is set to "saccade".
+        tokenizer: its tokenizer; None where prompts are token numbers and no text is wanted.
+        num_pages: pages of the pool. None: as many as `memory` holds.
+        memory: bytes for keys and values. None: room for `max_sequences` of the greatest length,
+            at most 1 GiB (on a GPU 80 % of the memory that is free).
+        page_size: tokens of a page.
+        page_dtype: of the pages (float8_e4m3fn and int8 too); the model's unless given.
+        max_batch_tokens: tokens of one step; longer prompts are read in chunks.
+        max_sequences: requests that run at once.
+        max_length: tokens of a prompt and what follows it. None: the model's limit.
+        preemption: "swap" moves the pages of a request that must wait to host memory,
+            "recompute" gives them up.
+        host_pages: pages of host memory. None: as many as `num_pages` with "swap", else none.
+        batch_invariant: attention gives a sequence the same bits alone and in any batch. (The
+            model's own products may round differently in batches of other sizes.)
+        implementation: of `saccade.attention_paged`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes.
+
+    Source: continuous batching as in Orca (Yu et al. 2022); pages as in PagedAttention (Kwon et
+    al. 2023), section 4.
+
+    >>> engine = saccade.Engine(model, tokenizer)
+    >>> [generated.text for generated in engine.generate(["Once upon", "The cat"])]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        num_pages: int | None = None,
+        memory: int | None = None,
+        page_size: int = 16,
+        page_dtype: Any = None,
+        max_batch_tokens: int = 512,
+        max_sequences: int = 64,
+        max_length: int | None = None,
+        preemption: Preemption = "swap",
+        host_pages: int | None = None,
+        batch_invariant: bool = False,
+        implementation: str | None = None,
+    ):
+        if preemption not in ("swap", "recompute"):
+            raise ValueError(f'preemption: got {preemption!r}, takes "swap" or "recompute"')
+        check_number("max_sequences", max_sequences, least=1)
+        check_number("max_batch_tokens", max_batch_tokens, least=max_sequences)
+        self._model = PackedModel(model)
+        room = Room(num_pages, memory, page_size, page_dtype, host_pages)
+        if max_length is None:
+            max_length = self._model.longest or 2**20
+        check_number("max_length", max_length, least=2)
+        self.max_length = max_length
+        self.num_pages, self.cache = make_room(
+            room, self._model, sequences=max_sequences, longest=max_length,
+            swaps=preemption == "swap",
+        )  # fmt: skip
+        self._tokenizer = tokenizer
+        self._max_sequences = max_sequences
+        self._scheduler = Scheduler(
+            self.cache, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences,
+            preemption=preemption, window=self._model.shape.window,
+        )  # fmt: skip
+        self._options = {"batch_invariant": batch_invariant, "implementation": implementation}
+        self._counts, self._arrivals = Counts(), itertools.count()
+        # Those that no step has seen yet: submitting waits for no step that is being computed.
+        self._submitted: deque[Request] = deque()
+        self._lock = threading.RLock()
+
+    def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
+        """Hand in a prompt; from any thread, without waiting.
+
+        Args:
+            prompt: text, or token numbers.
+            max_new_tokens: None: as many as max_length leaves room for.
+            temperature, top_k, top_p, seed: how tokens are drawn; greedy unless a temperature is
+                given. Equal seeds give equal numbers, whatever else the engine serves.
+            stop: texts at which a request ends; they are not part of its text.
+            stop_tokens: tokens at which it ends. None: those that the model's settings name.
+
+        Returns:
+            A handle to iterate for text as it comes, to wait for, and to cancel.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what it got and what it takes; also for a
+                prompt that can never fit.
+
+        >>> completion = engine.submit("Once upon a time", max_new_tokens=50, temperature=0.8)
+        """
+        return self.submit_samples(prompt, 1, **options)[0]
+
+    def submit_samples(
+        self, prompt: Prompt, n: int, **options: Unpack[RequestOptions]
+    ) -> list[Completion]:
+        """Several continuations of one prompt, which is computed once.
+
+        The samples share the prompt's pages and copy one only where they write into it. Sample i
+        has the seed `seed + i`; the other options are those of `submit`.
+        """
+        check_number("n", n, least=1)
+        if n > self._max_sequences:
+            raise ValueError(f"n: got {n}, takes at most max_sequences, {self._max_sequences}")
+        options = options.copy()
+        seed = options.pop("seed", 0)
+        check_number("seed", seed, least=None)
+        tokens, limits = self._checked(prompt, options)
+        samples = []
+        for sample in range(n):
+            sampling = Sampling(
+                options.get("temperature", 0.0), options.get("top_k"), options.get("top_p", 1.0),
+                seed + sample,
+            )  # fmt: skip
+            stream = TextStream(self._tokenizer, limits.stop_strings) if self._tokenizer else None
+            samples.append(Request(next(self._arrivals), tokens, sampling, limits, stream))
+        leader, *leader.followers = samples
+        self._submitted.append(leader)
+        return [Completion(request, self.step, self._cancel) for request in samples]
+
+    def generate(
+        self, prompts: Iterable[Prompt], **options: Unpack[RequestOptions]
+    ) -> list[Generated]:
+        """Continue all prompts; results in their order. Options are those of `submit`, for all."""
+        completions = [self.submit(prompt, **options) for prompt in prompts]
+        return [completion.result() for completion in completions]
+
+    def run(self) -> None:
+        """Take steps until nothing is left to do."""
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Take one step; False if there was nothing to do.
+
+        An exception inside the model leaves everything as it was before the step.
+        """
+        with self._lock:
+            self._take_in()
+            begin = time.perf_counter()
+            plan = self._scheduler.plan()
+            if plan is None:
+                return False
+            try:
+                drawn = self._compute(plan)
+            except BaseException:
+                self._scheduler.undo(plan)
+                raise
+            self._scheduler.commit(plan)
+            for share in plan.shares:
+                if share.draws:
+                    self._scheduler.fork(share.request)
+            self._counts.steps += 1
+            self._counts.rows += plan.slots.shape[0]
+            for request, token in drawn:
+                self._accept(request, token)
+            self._counts.busy += time.perf_counter() - begin
+            return True
+
+    def statistics(self) -> EngineStatistics:
+        """What the engine holds now, and what it has done so far."""
+        with self._lock:
+            return statistics.of_engine(
+                self._counts,
+                waiting=len(self._scheduler.waiting) + len(self._submitted),
+                running=len(self._scheduler.running),
+                preemptions=self._scheduler.preemptions,
+                pages=self.num_pages,
+                cache=self.cache,
+            )
+
+    def _checked(self, prompt: Prompt, options: RequestOptions) -> tuple[list[int], Limits]:
+        """The prompt's tokens, and when the request is done; refuses what can never be served."""
+        tokens = read_prompt(prompt, self._tokenizer, self._model.vocabulary)
+        limits = read_limits(
+            options, len(tokens), self.max_length, self._model.stop_tokens,
+            with_text=self._tokenizer is not None,
+        )  # fmt: skip
+        pages = self._scheduler.pages_for(len(tokens) + limits.max_new_tokens - 1)
+        if pages > self.num_pages:
+            raise ValueError(
+                f"prompt: got {len(tokens)} tokens with max_new_tokens {limits.max_new_tokens}, "
+                f"which need {pages} pages; takes what fits into {self.num_pages}"
+            )
+        return tokens, limits
+
+    def _take_in(self) -> None:
+        while self._submitted:
+            self._scheduler.add(self._submitted.popleft())
+
+    def _cancel(self, request: Request) -> None:
+        with self._lock:
+            if request.state is not State.DONE:
+                self._take_in()
+                self._end(request, "cancelled")
+
+    def _compute(self, plan: Plan) -> list[tuple[Request, int | None]]:
+        """The forward pass, and a token for each request whose rows are all computed now."""
+        step = Step(self.cache, plan, self._model.numbers, self._options)
+        logits = self._model.logits(step)
+        drawing = [share.request for share in plan.shares if share.draws]
+        rows = [row for row, leader in enumerate(drawing) for _ in range(leader.width)]
+        requests = [each for leader in drawing for each in (leader, *leader.followers)]
+        if not requests:
+            return []
+        if len(rows) > len(drawing):
+            logits = logits[rows]
+        tokens = choose(logits, [request.draw() for request in requests])
+        return list(zip(requests, tokens, strict=True))
+
+    def _accept(self, request: Request, token: int | None) -> None:
+        """Hand a request its new token. What goes wrong with it harms no other request."""
+        first = not request.generated
+        try:
+            if token is None:
+                raise FloatingPointError("logits: the model gave NaN or inf for this request")
+            reason = request.accept(token)
+        except Exception as error:
+            self._end(request, "error", error)
+            return
+        self._counts.new_tokens += 1
+        if first:
+            self._counts.prompt_tokens += len(request.prompt)
+            self._counts.cached_tokens += request.computed_from_cache
+        if reason is not None:
+            self._end(request, reason)
+
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        self._scheduler.remove(request)
+        self._counts.done += 1
+        request.finish(reason, error)

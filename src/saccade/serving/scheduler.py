@@ -1,0 +1,249 @@
+"""Scheduler: who takes part in the next step, and who gives up pages when there are too few.
+
+Plain Python over a `PagedCache`; it knows no model. Older requests go first and are never
+displaced by younger ones, so every request is served: the oldest can always have all pages.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+import time
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from saccade import OutOfPages, PagedCache
+from saccade.serving.request import Request, State
+
+Preemption = Literal["swap", "recompute"]
+by_age = operator.attrgetter("number")
+
+
+class Share(NamedTuple):
+    """A request's part in a step: its tokens start … stop - 1 are computed."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether the logits of its last row give a new token."""
+        return self.stop == self.request.num_tokens
+
+
+class Plan(NamedTuple):
+    """One step: the shares in the order of their rows, and the slots of these."""
+
+    shares: list[Share]
+    slots: Tensor
+
+
+class Scheduler:
+    """Requests that wait and requests that run, both in the order of arrival.
+
+    Args:
+        cache: where their keys and values go.
+        max_batch_tokens: rows of one step; longer prompts are cut into chunks.
+        max_sequences: requests that run at once.
+        preemption: what becomes of the pages of a displaced request: they are swapped to the host
+            (or given up, where the host is full), or given up and computed again.
+        window: the cache's.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        *,
+        max_batch_tokens: int,
+        max_sequences: int,
+        preemption: Preemption,
+        window: int | None = None,
+    ):
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._cache, self._window = cache, window
+        self._max_batch_tokens, self._max_sequences = max_batch_tokens, max_sequences
+        self._preemption = preemption
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.waiting and not self.running
+
+    def pages_for(self, tokens: int) -> int:
+        """The most pages that a sequence holds while it grows to so many tokens."""
+        if self._window is not None:
+            # New pages are taken before old ones are let go, and these by the chunk before.
+            tokens = min(tokens, self._window + 2 * self._max_batch_tokens + self._cache.page_size)
+        return -(-tokens // self._cache.page_size)
+
+    def add(self, request: Request) -> None:
+        """One more request that waits."""
+        bisect.insort(self.waiting, request, key=by_age)
+
+    def plan(self) -> Plan | None:
+        """The next step, with room made for its tokens; None if there is nothing to do.
+
+        Requests of which one token is left to compute come first. Then come prompts, the oldest
+        first, as far as the rows go, and then those that wait.
+
+        Raises:
+            OutOfPages: if one request alone cannot have its pages; nothing is lost.
+        """
+        admitting = True
+        while True:
+            shares = self._of_running()
+            if admitting:
+                shares += self._admitted(self._max_batch_tokens - sum(map(_rows, shares)))
+            if not shares:
+                return None
+            try:
+                slots = self._cache.append({_sequence(s.request): _tokens(s) for s in shares})
+            except OutOfPages:
+                if len(self.running) == 1:
+                    raise
+                self._displace_youngest()
+                admitting = False
+                continue
+            for request, _, stop in shares:
+                request.most_pages = max(request.most_pages, self.pages_for(stop))
+            return Plan(shares, slots)
+
+    def commit(self, plan: Plan) -> None:
+        """The step is done: its keys and values are written, and others may find them."""
+        for request, start, stop in plan.shares:
+            request.computed = stop
+            if stop // self._cache.page_size > start // self._cache.page_size:
+                self._cache.commit(_sequence(request))
+
+    def undo(self, plan: Plan) -> None:
+        """The step failed: as if it had not been planned."""
+        for request, start, _ in plan.shares:
+            self._cache.trim(_sequence(request), start)
+
+    def fork(self, request: Request) -> None:
+        """Let those that waited for a request's prompt go on from it."""
+        while request.followers:
+            follower = request.followers[0]
+            follower.sequence = self._cache.fork(_sequence(request))
+            follower.computed = follower.computed_from_cache = request.computed
+            follower.times.started = time.perf_counter()
+            self._run(follower)
+            del request.followers[0]
+
+    def remove(self, request: Request) -> None:
+        """A request that is done, or is not wanted any more; its pages are let go of."""
+        if request.sequence is not None:
+            self._cache.free(request.sequence)
+            request.sequence = None
+        for requests in (self.running, self.waiting):
+            if request in requests:
+                requests.remove(request)
+            for leader in requests:
+                if request in leader.followers:
+                    leader.followers.remove(request)
+        if request.followers:  # the next of them leads now
+            leader, *leader.followers = request.followers
+            request.followers = []
+            self.add(leader)
+
+    def _of_running(self) -> list[Share]:
+        rows, shares = self._max_batch_tokens, []
+        nearly = [request for request in self.running if request.left == 1]
+        prompts = [request for request in self.running if request.left > 1]
+        for request in nearly + prompts:
+            count = min(rows, request.left)
+            if count:
+                shares.append(Share(request, request.computed, request.computed + count))
+                rows -= count
+        return shares
+
+    def _admitted(self, rows: int) -> list[Share]:
+        """Start requests that wait, in their order, as long as there are rows, places and pages."""
+        shares = []
+        places = self._max_sequences - sum(request.width for request in self.running)
+        while self.waiting and rows > 0 and self.waiting[0].width <= places:
+            request = self.waiting[0]
+            if not self._brought_in(request):
+                break
+            del self.waiting[0]
+            self._run(request)
+            count = min(rows, request.left)
+            shares.append(Share(request, request.computed, request.computed + count))
+            rows, places = rows - count, places - request.width
+        return shares
+
+    def _run(self, request: Request) -> None:
+        request.state = State.RUNNING
+        bisect.insort(self.running, request, key=by_age)
+
+    def _brought_in(self, request: Request) -> bool:
+        """Give a request its sequence on the device, if all of its tokens have room there."""
+        if request.state is State.SWAPPED:
+            if self.running and self._spare() < self.pages_for(request.num_tokens):
+                return False
+            try:
+                self._cache.swap_in(_sequence(request))
+            except OutOfPages:
+                if not self.running:
+                    raise
+                return False
+            return True
+        if self.running and self._spare() < 1:
+            return False
+        sequence = self._cache.allocate(request.tokens)
+        found = self._cache.length(sequence)
+        missing = self.pages_for(request.num_tokens) - self.pages_for(found)
+        if self.running and self._spare() < missing:
+            self._cache.free(sequence)
+            return False
+        request.sequence, request.computed = sequence, found
+        if request.times.started is None:
+            request.times.started = time.perf_counter()
+            request.computed_from_cache = found
+        return True
+
+    def _spare(self) -> int:
+        """Pages that are left when all that run have theirs, and one more each to go on."""
+        cache = self._cache.statistics()
+        promised = sum(
+            max(self.pages_for(request.num_tokens) - self.pages_for(request.computed), 0) + 1
+            for request in self.running
+        )
+        return cache.free + cache.idle - promised
+
+    def _displace_youngest(self) -> None:
+        """Take the pages of the youngest request that runs; it waits for its next turn."""
+        request = self.running[-1]
+        sequence, state = _sequence(request), State.WAITING
+        if self._preemption == "swap":
+            try:
+                self._cache.swap_out(sequence)
+                state = State.SWAPPED
+            except OutOfPages:
+                pass  # the host is full, so it is computed again
+        if state is State.WAITING:
+            self._cache.free(sequence)
+            request.recomputed += request.computed
+            request.sequence, request.computed = None, 0
+        del self.running[-1]
+        request.state = state
+        request.preemptions += 1
+        self.preemptions += 1
+        self.add(request)
+
+
+def _rows(share: Share) -> int:
+    return share.stop - share.start
+
+
+def _tokens(share: Share) -> list[int]:
+    return share.request.tokens_between(share.start, share.stop)
+
+
+def _sequence(request: Request) -> int:
+    assert request.sequence is not None  # whoever runs, or is swapped, has one
+    return request.sequence

@@ -1,0 +1,144 @@
+"""The engine against greedy generation without a cache, token for token."""
+
+import pytest
+import served
+import torch
+
+import saccade
+
+NEW = 10
+GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}
+
+
+@pytest.mark.parametrize("name", served.NAMES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_pages": 400, "max_batch_tokens": 512, "max_sequences": 64},
+        {},
+        {"num_pages": 13, "preemption": "swap"},
+        {"num_pages": 13, "preemption": "recompute"},
+        {"num_pages": 13, "host_pages": 3},
+        {"page_size": 1, "num_pages": 80, "max_batch_tokens": 6},
+        {"batch_invariant": True},
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_generation_without_a_cache(name, options):
+    wanted = served.wanted(name, NEW)
+    engine = served.engine(name, **options)
+    generated = engine.generate(served.prompts(), **GREEDY)
+    assert served.tokens_of(generated) == wanted
+    assert all(each.reason == "length" and each.text is None for each in generated)
+    served.assert_nothing_is_held(engine)
+    if options.get("num_pages") == 13 and name != "mistral":  # whose window lets go of pages
+        assert engine.statistics().preemptions > 0
+
+
+def test_layers_that_all_slide_let_go_of_pages():
+    engine = served.engine("mistral", num_pages=10, max_sequences=2, max_batch_tokens=4)
+    prompt = served.prompts()[3] * 2
+    generated = engine.generate([prompt], **GREEDY)[0]
+    assert generated.tokens == served.uncached("mistral", tuple(prompt), NEW)
+    assert engine.statistics().cache.released > 10
+    assert len(prompt) + NEW > engine.num_pages * 4
+
+
+def test_equal_beginnings_are_computed_once():
+    engine = served.engine(num_pages=64)
+    prompt = served.prompts()[3]
+    first = engine.generate([prompt], **GREEDY)[0]
+    second = engine.generate([prompt], **GREEDY)[0]
+    assert first.tokens == second.tokens == served.uncached("llama", tuple(prompt), NEW)
+    assert (first.statistics.cached_tokens, second.statistics.cached_tokens) == (0, 32)
+    # What was written is found too.
+    third = engine.generate([prompt + first.tokens], **GREEDY)[0]
+    assert third.statistics.cached_tokens == 40
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("num_pages", [64, 14])
+def test_samples_are_what_each_seed_draws_alone(preemption, num_pages):
+    prompt = served.prompts()[1][:18]  # four and a half pages
+    options = {"max_new_tokens": 12, "temperature": 1.5, "stop_tokens": ()}
+    alone = [served.engine().generate([prompt], seed=7 + n, **options)[0].tokens for n in range(4)]
+    engine = served.engine(num_pages=num_pages, preemption=preemption)
+    samples = engine.submit_samples(prompt, 4, seed=7, **options)
+    found = [sample.result() for sample in samples]
+    assert served.tokens_of(found) == alone
+    assert len({tuple(tokens) for tokens in alone}) == 4
+    assert [each.statistics.cached_tokens for each in found][1:] == [18, 18, 18]
+    assert engine.statistics().cache.copied >= (3 if num_pages == 64 else 0)
+    served.assert_nothing_is_held(engine)
+
+
+def test_what_a_request_draws_does_not_depend_on_the_others():
+    options = {"temperature": 1.2, "top_k": 20, "top_p": 0.95, "stop_tokens": ()}
+    prompts = served.prompts()
+    together = served.engine(batch_invariant=True).generate(
+        prompts, max_new_tokens=NEW, seed=3, **options
+    )
+    for prompt, found in list(zip(prompts, together, strict=True))[:4]:
+        alone = served.engine(num_pages=200).generate(
+            [prompt], max_new_tokens=NEW, seed=3, **options
+        )
+        assert alone[0].tokens == found.tokens
+
+
+def test_stop_tokens_end_a_request_and_are_part_of_it():
+    prompt = served.prompts()[1]
+    whole = served.uncached("llama", tuple(prompt), NEW)
+    stop = whole[4]
+    generated = served.engine().generate([prompt], max_new_tokens=NEW, stop_tokens=[stop])[0]
+    assert generated.tokens == whole[: whole.index(stop) + 1]
+    assert generated.reason == "stop_token"
+
+
+def test_the_models_own_end_of_text_is_a_stop_token(monkeypatch):
+    prompt = served.prompts()[1]
+    whole = served.uncached("llama", tuple(prompt), NEW)
+    monkeypatch.setattr(served.model("llama").generation_config, "eos_token_id", [whole[3], 90])
+    generated = served.engine().generate([prompt], max_new_tokens=NEW)[0]
+    assert generated.tokens == whole[: whole.index(whole[3]) + 1]
+
+
+def test_without_max_new_tokens_a_request_goes_on_to_the_greatest_length():
+    engine = served.engine(max_length=24)
+    assert len(engine.generate([[5] * 7], stop_tokens=())[0].tokens) == 17
+
+
+@pytest.mark.parametrize("page_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_pages_of_eight_bits(page_dtype):
+    engine = served.engine("gemma2", page_dtype=page_dtype, num_pages=100)
+    generated = engine.generate(served.prompts(), **GREEDY)
+    alike = sum(
+        found == wanted
+        for each, tokens in zip(generated, served.wanted("gemma2", NEW), strict=True)
+        for found, wanted in zip(each.tokens, tokens, strict=True)
+    )
+    assert alike > 20  # of 100; they part for good where a rounding decides
+    assert engine.cache.pages(0).key_pages.dtype == page_dtype
+
+
+def test_memory_says_how_many_pages_there_are():
+    # 2 layers × 2 heads × 4 slots × (16 + 16) numbers of 8 bytes
+    engine = served.engine(memory=10 * 4096 + 5)
+    assert engine.num_pages == engine.statistics().pages == 10
+    assert saccade.Engine(served.model("llama"), max_sequences=2).num_pages == 2 * 256 // 16
+
+
+def test_statistics_count_what_happened():
+    engine = served.engine(num_pages=13)
+    generated = engine.generate(served.prompts(), **GREEDY)
+    found = engine.statistics()
+    assert found.done == 10 and found.new_tokens == 10 * NEW
+    assert found.prompt_tokens == sum(map(len, served.prompts()))
+    assert found.preemptions == sum(each.statistics.preemptions for each in generated)
+    assert found.busy > 0 and found.tokens_per_second == found.new_tokens / found.busy
+    for each, prompt in zip(generated, served.prompts(), strict=True):
+        what = each.statistics
+        assert (what.prompt_tokens, what.new_tokens, what.state) == (len(prompt), NEW, "done")
+        assert what.to_first_token is not None and what.tokens_per_second is not None
+        assert 0 <= what.queued <= what.to_first_token <= what.total
+        assert what.tokens_per_second > 0
+        assert 1 <= what.pages <= 13

@@ -1,0 +1,210 @@
+"""What goes wrong: nothing is lost, the right request is told, and others go on."""
+
+import pytest
+import served
+import torch
+from torch import nn
+
+import saccade
+from saccade.serving.text import TextStream
+
+NEW = 6
+GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}
+
+
+class Broken(RuntimeError):
+    pass
+
+
+class Failing:
+    """A function that fails at its call of that number, and works before and after."""
+
+    def __init__(self, real, turn, error):
+        self.real, self.turn, self.error = real, turn, error
+        self.calls = 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == self.turn + 1:
+            raise self.error
+        return self.real(*args, **kwargs)
+
+    @property
+    def failed(self):
+        return self.calls > self.turn
+
+
+def fails_at(real, turn, error):
+    """The same as a plain function, which may become a method."""
+    failing = Failing(real, turn, error)
+    return lambda *args, **kwargs: failing(*args, **kwargs)
+
+
+def run_through(engine):
+    """Steps until all is done; how many of them failed."""
+    failed = 0
+    while True:
+        try:
+            if not engine.step():
+                return failed
+        except (Broken, saccade.OutOfPages):
+            failed += 1
+        engine.cache.check()
+
+
+@pytest.mark.parametrize(
+    ("method", "preemption"),
+    [("append", "swap"), ("append", "recompute"), ("swap_out", "swap"), ("swap_in", "swap")],
+)
+def test_out_of_pages_at_every_point_changes_no_token(method, preemption, monkeypatch):
+    prompts, wanted = served.prompts()[2:], served.wanted("llama", 14)[2:]
+    fired = 0
+    for turn in range(0, 24, 3) if method == "append" else range(3):
+        engine = served.engine(num_pages=13, preemption=preemption)
+        error = saccade.OutOfPages(3, 1, "host" if method == "swap_out" else "device")
+        real = getattr(engine.cache, method)
+        failing = Failing(real, turn, error)
+        monkeypatch.setattr(engine.cache, method, failing)
+        completions = [
+            engine.submit(prompt, max_new_tokens=14, stop_tokens=()) for prompt in prompts
+        ]
+        assert run_through(engine) <= 1  # where one request was alone
+        fired += failing.failed
+        assert served.tokens_of([each.result() for each in completions]) == wanted
+        served.assert_nothing_is_held(engine)
+    assert fired >= (1 if method.startswith("swap") else 6)
+
+
+@pytest.mark.parametrize("part", ["forward", "attend", "choose"])
+def test_a_step_that_fails_changes_nothing(part, monkeypatch):
+    prompts, wanted = served.prompts()[:4], served.wanted("llama", NEW)[:4]
+    place = {
+        "forward": (served.model("llama").model.layers[1].mlp, "forward"),
+        "attend": (saccade, "attention_paged"),
+        "choose": (__import__("saccade.serving.engine", fromlist=["choose"]), "choose"),
+    }[part]
+    for turn in range(0, 14, 2):
+        engine = served.engine(num_pages=13)
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, fails_at(getattr(*place), turn, Broken()))
+            samples = engine.submit_samples(prompts[0], 2, **GREEDY)
+            completions = [*samples, *(engine.submit(prompt, **GREEDY) for prompt in prompts[1:])]
+            assert run_through(engine) == 1
+        found = served.tokens_of([each.result() for each in completions])
+        assert found == [wanted[0], *wanted]
+        served.assert_nothing_is_held(engine)
+
+
+def test_a_request_whose_logits_are_nan_fails_alone(monkeypatch):
+    prompts = [[5, 6, 7], [50, 6, 7]]
+    wanted = served.uncached("llama", (50, 6, 7), NEW)
+    model = served.model("llama")
+    real = model.forward
+
+    def forward(**options):
+        output = real(**options)
+        starts = options["position_ids"][0] == 0
+        row = int((options["input_ids"][0] == 5).nonzero()[0]) if starts.any() else None
+        if row is not None:  # the prompt that begins with 5 is the first of the step
+            output.logits[0, 0] = torch.nan
+        return output
+
+    engine = served.engine()
+    monkeypatch.setattr(model, "forward", forward)
+    spoilt, sound = (engine.submit(prompt, **GREEDY) for prompt in prompts)
+    assert sound.result().tokens == wanted
+    assert spoilt.statistics.reason == "error"
+    with pytest.raises(FloatingPointError, match="logits"):
+        spoilt.result()
+    with pytest.raises(FloatingPointError):
+        list(spoilt)
+    served.assert_nothing_is_held(engine)
+
+
+def test_a_tokenizer_that_fails_harms_its_request_only(monkeypatch):
+    engine = served.engine(tokenizer=served.LetterTokenizer())
+    monkeypatch.setattr(TextStream, "push", fails_at(TextStream.push, 1, Broken()))
+    completions = [engine.submit(prompt, **GREEDY) for prompt in served.prompts()[:2]]
+    engine.run()
+    reasons = [each.statistics.reason for each in completions]
+    assert set(reasons) == {"error", "length"}
+    served.assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 8])
+def test_cancelled_requests_give_their_pages_back(after):
+    engine = served.engine(num_pages=13)
+    completions = [engine.submit(prompt, **GREEDY) for prompt in served.prompts()]
+    samples = engine.submit_samples(served.prompts()[1], 3, **GREEDY)
+    for _ in range(after):
+        engine.step()
+    for cancelled in (completions[1], completions[3], completions[9], samples[0]):
+        cancelled.cancel()
+        cancelled.cancel()
+        engine.cache.check()
+    engine.run()
+    wanted = served.wanted("llama", NEW)
+    for number, completion in enumerate(completions):
+        found = completion.result()
+        if number in (1, 3, 9) and found.reason == "cancelled":
+            assert found.tokens == wanted[number][: len(found.tokens)]
+        else:
+            assert found.tokens == wanted[number]
+    assert [sample.result().tokens for sample in samples[1:]] == [wanted[1], wanted[1]]
+    served.assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ([], {}, ValueError, "prompt: got no token"),
+        ([97], {}, ValueError, "prompt: got token 97, takes 0 to 96"),
+        ([1.5], {}, TypeError, "prompt: got a float"),
+        ("text", {}, TypeError, "prompt: got text, takes token numbers"),
+        ([1] * 256, {}, ValueError, "prompt: got 256 tokens, takes fewer than max_length, 256"),
+        ([1] * 90, {"max_new_tokens": 20}, ValueError, "need 28 pages; takes what fits into 24"),
+        ([1], {"max_new_tokens": 256}, ValueError, "max_new_tokens: got 256 .* at most 255"),
+        ([1], {"max_new_tokens": 0}, ValueError, "max_new_tokens: got 0, takes 1 or more"),
+        ([1], {"max_new_tokens": 4, "temperature": -1}, ValueError, "temperature: got -1"),
+        ([1], {"max_new_tokens": 4, "stop": "x"}, ValueError, "stop: got texts where tokenizer"),
+        ([1], {"max_new_tokens": 4, "seed": "a"}, TypeError, "seed: got str"),
+    ],
+)
+def test_requests_that_can_never_be_served_are_refused(prompt, options, error, message):
+    engine = served.engine()
+    with pytest.raises(error, match=message):
+        engine.submit(prompt, **options)
+    assert not engine.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"preemption": "beg"}, ValueError, "preemption: got 'beg', takes \"swap\""),
+        ({"max_sequences": 0}, ValueError, "max_sequences: got 0"),
+        ({"max_batch_tokens": 5}, ValueError, "max_batch_tokens: got 5, takes 6 or more"),
+        ({"memory": 100}, ValueError, "memory: got 100 bytes, takes at least a page's 4096"),
+        ({"page_size": 2000}, ValueError, "page_size: got 2000"),
+        ({"num_pages": True}, TypeError, "num_pages: got bool"),
+        ({"host_pages": -1}, ValueError, "host_pages: got -1"),
+        ({"max_length": 1}, ValueError, "max_length: got 1"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        served.engine(**options)
+
+
+def test_memory_and_pages_are_not_given_both():
+    with pytest.raises(ValueError, match="memory: got it beside num_pages"):
+        saccade.Engine(served.model("llama"), num_pages=4, memory=10**6)
+
+
+def test_more_samples_than_run_at_once_are_refused():
+    with pytest.raises(ValueError, match="n: got 7, takes at most max_sequences, 6"):
+        served.engine().submit_samples([1], 7)
+
+
+def test_what_is_no_model_of_transformers_is_refused():
+    with pytest.raises(TypeError, match="model: got Linear, takes a causal language model"):
+        saccade.Engine(nn.Linear(2, 2))

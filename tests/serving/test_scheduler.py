@@ -1,0 +1,210 @@
+"""The scheduler without a model: no request starves, no page is lost, whatever happens."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saccade import OutOfPages, PagedCache
+from saccade.serving.request import Limits, Request, State
+from saccade.serving.sampling import Sampling
+from saccade.serving.scheduler import Scheduler
+
+SIZES: dict[str, Any] = {"num_layers": 1, "kv_heads": 1, "head_dim": 1}
+
+
+def make(num_pages=16, page_size=4, host_pages=0, window=None, **options):
+    cache = PagedCache(num_pages, page_size, host_pages=host_pages, window=window, **SIZES)
+    options = {
+        "max_batch_tokens": 8, "max_sequences": 4, "preemption": "recompute", **options
+    }  # fmt: skip
+    return Scheduler(cache, window=window, **options), cache
+
+
+def request(number, prompt, new_tokens=4, followers=0):
+    tokens = prompt if isinstance(prompt, list) else [number] * prompt
+    made, *others = (
+        Request(number + n, tokens, Sampling(), Limits(new_tokens)) for n in range(1 + followers)
+    )
+    made.followers = others
+    return made
+
+
+def carry_out(scheduler, plan):
+    """What an engine does with a plan; the requests that are done now."""
+    scheduler.commit(plan)
+    done = []
+    for share in plan.shares:
+        if share.draws:
+            everyone = [share.request, *share.request.followers]
+            scheduler.fork(share.request)
+            for each in everyone:
+                if each.accept(7) is not None:
+                    scheduler.remove(each)
+                    each.finish("length")
+                    done.append(each)
+    return done
+
+
+def shares_of(plan):
+    return [(share.request.number, share.start, share.stop) for share in plan.shares]
+
+
+def test_prompts_are_read_in_chunks_beside_requests_that_write():
+    scheduler, _ = make()
+    scheduler.add(request(0, 3))
+    scheduler.add(request(1, 12))
+    plans = []
+    for _ in range(3):
+        plans.append(scheduler.plan())
+        carry_out(scheduler, plans[-1])
+    assert [shares_of(plan) for plan in plans] == [
+        [(0, 0, 3), (1, 0, 5)],
+        [(0, 3, 4), (1, 5, 12)],
+        [(0, 4, 5), (1, 12, 13)],
+    ]
+
+
+def test_equal_beginnings_are_found_once_they_are_written():
+    scheduler, _ = make()
+    scheduler.add(request(0, [1, 2, 3, 4, 5, 6]))
+    carry_out(scheduler, scheduler.plan())
+    later = request(1, [1, 2, 3, 4, 9])
+    scheduler.add(later)
+    assert shares_of(scheduler.plan()) == [(0, 6, 7), (1, 4, 5)]
+    assert later.computed_from_cache == 4
+
+
+@pytest.mark.parametrize(("host_pages", "state"), [(8, State.SWAPPED), (0, State.WAITING)])
+def test_the_youngest_gives_way(host_pages, state):
+    scheduler, cache = make(num_pages=5, host_pages=host_pages, preemption="swap")
+    old, young = request(0, 7, 9), request(1, 7, 9)
+    scheduler.add(old)
+    carry_out(scheduler, scheduler.plan())
+    scheduler.add(young)
+    while young.preemptions == 0:
+        carry_out(scheduler, scheduler.plan())
+    assert (old.state, young.state, scheduler.running) == (State.RUNNING, state, [old])
+    assert (young.recomputed > 0) == (state is State.WAITING)
+    cache.check()
+    while not scheduler.idle:
+        carry_out(scheduler, scheduler.plan())
+    assert len(old.generated) == len(young.generated) == 9
+    assert cache.statistics().used == cache.statistics().host_used == 0
+
+
+def test_samples_share_the_prompts_pages():
+    scheduler, cache = make()
+    leader = request(0, 6, 2, followers=2)
+    scheduler.add(leader)
+    carry_out(scheduler, scheduler.plan())
+    assert len(scheduler.running) == 3 and cache.statistics().used == 2
+    carry_out(scheduler, scheduler.plan())
+    assert cache.statistics().copied == 2  # of three that write into the last page, one keeps it
+    assert scheduler.idle and cache.statistics().used == 0
+
+
+def test_samples_go_on_without_their_leader():
+    scheduler, _ = make()
+    leader = request(0, 6, 2, followers=2)
+    followers = [*leader.followers]
+    scheduler.add(leader)
+    scheduler.plan()
+    scheduler.remove(leader)
+    while not scheduler.idle:
+        carry_out(scheduler, scheduler.plan())
+    assert [len(each.generated) for each in followers] == [2, 2]
+
+
+def test_one_request_alone_without_pages_is_an_error_that_loses_nothing(monkeypatch):
+    scheduler, cache = make()
+    alone = request(0, 6)
+    scheduler.add(alone)
+
+    def refuse(tokens):
+        raise OutOfPages(2, 0, "device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "append", refuse)
+        with pytest.raises(OutOfPages):
+            scheduler.plan()
+    cache.check()
+    assert shares_of(scheduler.plan()) == [(0, 0, 6)]
+
+
+REQUESTS = st.tuples(
+    st.integers(1, 20),  # tokens of the prompt
+    st.integers(1, 12),  # new tokens
+    st.integers(0, 2),  # followers
+    st.integers(0, 6),  # steps until it arrives
+    st.sampled_from([None] * 5 + [1, 4]),  # steps until it is cancelled
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(REQUESTS, min_size=1, max_size=7),
+    st.sampled_from(["swap", "recompute"]),
+    st.integers(0, 8),
+    st.integers(3, 10),
+    st.sampled_from([None, 3]),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_everyone_is_served_whatever_happens(
+    asked, preemption, host_pages, rows, window, failing, alike
+):
+    scheduler, cache = make(
+        num_pages=8, host_pages=host_pages, max_batch_tokens=rows, max_sequences=3,
+        preemption=preemption, window=window,
+    )  # fmt: skip
+    arrivals, cancellations, everyone = Counter(), Counter(), []
+    late = []
+    for number, (prompt, new, followers, arrives, cancelled) in enumerate(asked):
+        tokens = [5] * prompt if alike else [number] * prompt
+        made = request(10 * number, tokens, new, followers)
+        late.append((arrives, made))
+        everyone += [(made, new), *((follower, new) for follower in made.followers)]
+        if cancelled is not None:
+            cancellations[number] = arrives + cancelled
+    cancelled_requests = set()
+    for turn in range(600):
+        for arrives, made in late:
+            if arrives == turn:
+                scheduler.add(made)
+        for number, when in cancellations.items():
+            made = late[number][1]
+            if when == turn and made.state is not State.DONE:
+                scheduler.remove(made)
+                made.finish("cancelled")
+                cancelled_requests.add(made)
+        plan = scheduler.plan()
+        cache.check()
+        if plan is None:
+            if turn > 12:
+                break
+            continue
+        check_plan(scheduler, plan, rows)
+        if failing and turn % 4 < failing and turn < 100:
+            scheduler.undo(plan)
+        else:
+            carry_out(scheduler, plan)
+        cache.check()
+    assert scheduler.idle
+    assert all(
+        len(made.generated) == new for made, new in everyone if made not in cancelled_requests
+    )
+    assert cache.statistics().used == cache.statistics().host_used == 0
+    assert arrivals == Counter()
+
+
+def check_plan(scheduler, plan, rows):
+    """Bounds are kept, and the oldest that runs takes part."""
+    assert sum(stop - start for _, start, stop in shares_of(plan)) == len(plan.slots) <= rows
+    assert all(start < stop for _, start, stop in shares_of(plan))
+    assert sum(each.width for each in scheduler.running) <= 3
+    assert scheduler.running[0] in [share.request for share in plan.shares]
+    numbers = [each.number for each in scheduler.running]
+    assert numbers == sorted(numbers)
