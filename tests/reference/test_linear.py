@@ -78,7 +78,10 @@ def test_gradcheck(feature_map: str, normalize: str, implementation: str) -> Non
             leaves = dict(zip(names, given, strict=True))
             return tuple(case.call(leaves, implementation=implementation).values())
 
-        assert torch.autograd.gradcheck(function, tensors)
+        # Of the reference every entry of the Jacobian; the rest is compared with it elsewhere too,
+        # so here in random directions.
+        fast = implementation != "reference"
+        assert torch.autograd.gradcheck(function, tensors, fast_mode=fast)
 
 
 def test_differentiates_to_any_order() -> None:
