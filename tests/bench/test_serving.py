@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from saccade.bench import serving, session
+from saccade.bench import serving
 from saccade.bench.results import read
 from saccade.bench.timing import Plan
 from saccade.cli import app
@@ -43,7 +43,7 @@ def test_command_writes_results(folder, tmp_path, monkeypatch):
         )
 
     real = serving.measure_serving
-    monkeypatch.setattr(session.serving, "measure_serving", little)
+    monkeypatch.setattr(serving, "measure_serving", little)
     file = tmp_path / "serving.jsonl"
     done = CliRunner(env={"COLUMNS": "100"}).invoke(
         app, ["bench", "--serving", str(folder), "--json", str(file)]

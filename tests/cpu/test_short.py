@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.cpu import paged, short
+from saccade.cpu import short
 from saccade.problem import PagedInputs
 from saccade.testing import make_paged_case
 
@@ -75,7 +75,7 @@ def test_masks_that_differ_between_heads_are_left_to_the_others(monkeypatch):
         return kv_row % 2 == head % 2
 
     seen = []
-    monkeypatch.setattr(paged.short, "attend", lambda *a: seen.append(real(*a)) or seen[-1])
+    monkeypatch.setattr(short, "attend", lambda *a: seen.append(real(*a)) or seen[-1])
     case = make_paged_case(lengths=((1, 8), (1, 12)))
     inputs, _ = case.prepared()
     given = [getattr(inputs, name) for name in PagedInputs._fields[:5]]

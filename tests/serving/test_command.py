@@ -5,6 +5,7 @@ import json
 import pytest
 import served
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from saccade.cli import app
@@ -117,7 +118,7 @@ def test_the_live_table_shows_who_writes(folder):
     model, tokenizer = session.load(folder, "cpu")
     engine = served.saccade.Engine(model, tokenizer, max_sequences=2)
     completions = [engine.submit(text, max_new_tokens=6) for text in ("ab", "cd", "ef")]
-    terminal = display.Console(width=100, record=True, force_terminal=True)
+    terminal = Console(width=100, record=True, force_terminal=True)
     watch = display.Watch(terminal, completions, 18)
     for _ in range(3):
         engine.step()
