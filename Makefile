@@ -13,7 +13,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; pytest brings its own workers.
 .NOTPARALLEL:
-.PHONY: help demo bench test check kernels kernels-known test-gpu clean
+.PHONY: help demo bench docs test check kernels kernels-known test-gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,6 +38,7 @@ PYTHON_STAMP := $(VENV)/.made
 TORCH_STAMP := $(VENV)/.installed-$(subst /,_,$(subst :,_,$(subst $(space),_,$(subst >,ge,$(subst <,lt,$(subst =,-,$(TORCH)))))))
 DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
 NEWEST := $(VENV)/newest-triton
 NEWEST_STAMP := $(VENV)/.installed-newest-triton
 
@@ -46,7 +47,7 @@ help: ## show this help
 	@echo
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
 	@echo
-	@echo "  ARGS=...     passed on to demo, bench and pytest"
+	@echo "  ARGS=...     passed on to demo, bench, docs and pytest"
 	@echo "  PYTHON=...   the Python that makes $(VENV); default: the first of python3, python3.14 ... python3.10 that is >= 3.10"
 	@echo "  TORCH=...    the torch to install; here it is \"$(TORCH)\""
 	@echo "  PIP_ARGS=... options for the pip that installs torch; on Linux without a GPU, if pip would fetch"
@@ -58,6 +59,13 @@ demo: $(DEMO_STAMP) ## run the demonstration
 
 bench: $(DEMO_STAMP) ## run the benchmarks
 	@$(BIN)/saccade bench $(ARGS)
+
+# The builder warns of its own next version at each start; pyproject.toml pins the one that is used.
+docs: $(DOCS_STAMP) ## run the chapters and build the site, out/site/index.html (ARGS=--quick: in a minute)
+	@$(BIN)/python tools/chapters.py $(ARGS)
+	@$(BIN)/python tools/site_pages.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Built out/site/index.html"
 
 # Whose shape annotations the tests check at run time. No module that holds kernels: the check wraps
 # every annotated function, and Triton cannot compile a wrapped one ("tl is not defined"). Nor the
@@ -97,7 +105,7 @@ test-gpu: ## run the tests that need an NVIDIA GPU, in the torch that is install
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $$python -m pytest -q -m gpu $(ARGS)
 
 clean: ## remove .venv and everything that was built or cached
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist out/chapters out/docs out/site .pytest_cache .ruff_cache .hypothesis
 	find src tests tools docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP):
@@ -132,6 +140,11 @@ $(TORCH_STAMP): $(PYTHON_STAMP)
 $(DEMO_STAMP): $(TORCH_STAMP) pyproject.toml
 	@echo "Installing Saccade in $(VENV) (less than a minute)"
 	@$(PIP_INSTALL) -e '.[bench]'
+	@touch $@
+
+$(DOCS_STAMP): $(TORCH_STAMP) pyproject.toml
+	@echo "Installing Saccade and what builds its site in $(VENV) (less than a minute)"
+	@$(PIP_INSTALL) -e '.[docs]' $(TRITON)
 	@touch $@
 
 $(DEV_STAMP): $(TORCH_STAMP) pyproject.toml

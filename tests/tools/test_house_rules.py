@@ -49,6 +49,7 @@ def test_file_name(tmp_path, path, expected):
         ("src/saccade/portable/forward.py", 300),
         ("src/saccade/hopper/forward.py", 400),
         ("tests/portable/test_forward.py", 400),
+        ("docs/chapters/01_tiles.py", 400),
         ("tools/sweep.py", 300),
     ],
 )
