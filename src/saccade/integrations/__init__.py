@@ -1,1 +1,15 @@
-"""Integrations: the calls of other libraries, answered by saccade."""
+"""Integrations: the calls of other libraries, answered by saccade; each is imported when first used."""
+
+import importlib
+from types import ModuleType
+
+NAMES = (
+    "diffusers", "fast_transformers", "fla", "flash_attn", "flash_kernels", "sdpa", "transformers",
+    "vllm",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in NAMES:
+        return importlib.import_module(f"saccade.integrations.{name}")
+    raise AttributeError(f"saccade.integrations has no {name!r}; it has {', '.join(NAMES)}")
