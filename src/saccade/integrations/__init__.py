@@ -1,4 +1,4 @@
-"""Integrations: the calls of other libraries, answered by saccade; each is imported when first used."""
+"""Integrations: other libraries' calls, answered by saccade; each is imported when first used."""
 
 import importlib
 from types import ModuleType
