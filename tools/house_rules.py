@@ -54,7 +54,7 @@ PUBLIC_NAME_USERS = {
     "integrations": {"integrations"},
     "serving": {"serving", "integrations"},
     "bench": {"bench"},
-    "demo": {"demo"},
+    "demo": {"demo", "serving"},
     "cli": {"bench", "demo", "offline", "serving"},
 }
 

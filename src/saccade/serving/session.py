@@ -16,6 +16,7 @@ from rich.console import Console
 from saccade.serving import display
 from saccade.serving.completion import Completion, Generated
 from saccade.serving.engine import Engine
+from saccade.serving.threads import choose_threads
 
 
 def run(
@@ -26,6 +27,9 @@ def run(
     console = Console(highlight=False)
     with nullcontext() if quiet else console.status(f"loading {folder} …"):
         model, tokenizer = load(folder, device)
+        if model.device.type == "cpu":
+            with torch.inference_mode():
+                choose_threads(lambda: model(torch.zeros(1, 8, dtype=torch.long)))
     rows = max(512, sizes["max_sequences"])
     engine = Engine(model, tokenizer, max_batch_tokens=rows, **sizes)
     completions = [
