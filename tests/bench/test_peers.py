@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import saccade
 from saccade.bench.cases import CASES, Case
-from saccade.bench.check import exact, fault
+from saccade.bench.check import OUTPUT_LIMITS, check, exact
 from saccade.bench.measure import fit
 from saccade.bench.paged_cases import INT8_SCALE
 from saccade.bench.peers import Call, Peer, all_peers, flex, from_layout, installed, ours, to_layout
@@ -27,7 +27,7 @@ CHECKED = ("saccade/cpu", "saccade/reference", "plain", "sdpa", "sdpa/math")
 
 def found_fault(case, call, gradients=True):
     tensors = case.make(CPU)
-    return fault(call, exact(case, tensors), tensors, gradients=gradients)
+    return check(call, exact(case, tensors), tensors, gradients=gradients).fault
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
@@ -48,11 +48,13 @@ def test_linear_attention_agrees_with_float64(who):
 
 def test_who_has_no_linear_attention_says_so():
     (case,) = LINEAR
-    calls, absences = fit(case, all_peers(), case.make(CPU), CPU, gradients=True)
+    calls, absences, errors = fit(case, all_peers(), case.make(CPU), CPU, gradients=True)
     # Whether kernels serve CPU tensors depends on Triton's interpreter.
     assert set(calls) - {"saccade/portable"} == {"saccade/cpu", "saccade/reference", "bmm"}
     reasons = {absence.who: absence.reason for absence in absences}
     assert reasons["sdpa"] == reasons["flex"] == "it has no linear attention"
+    assert "bmm" not in errors
+    assert 0 < errors["saccade/cpu"] < OUTPUT_LIMITS["float32"]
 
 
 def test_bmm_does_as_many_operations_as_the_case():
@@ -208,6 +210,23 @@ def test_a_wrong_peer_is_caught(run, message):
     case = CASES["tiny-causal-fp32-d16-48"]
     gradients = run is wrong_gradient
     assert str(found_fault(case, Call(run), gradients)).startswith(message)
+
+
+def test_the_error_of_a_result_is_that_of_its_worst_row():
+    case = CASES["tiny-full-fp32-d16-48"]
+    tensors = case.make(CPU)
+    truth = exact(case, tensors)
+
+    def off_by_a_hundredth(query, key, value):
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        output[:, 0, 7] *= 1.01
+        return output
+
+    checked = check(Call(off_by_a_hundredth), truth, tensors, gradients=False)
+    assert checked.error == pytest.approx(0.01, rel=1e-3)
+    assert "1.0e-02 away" in str(checked.fault)
+    narrower = Call(lambda query, key, value: query[..., 1:])
+    assert check(narrower, truth, tensors, gradients=False).error == float("inf")
 
 
 def test_nan_is_no_result():

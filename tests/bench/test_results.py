@@ -39,18 +39,33 @@ def shown(table):
 
 def test_lines_round_trip_with_all_fields(tmp_path):
     path = tmp_path / "folder" / "results.jsonl"
-    first = result(peak_mb=12.5)
+    first = result(peak_mb=12.5, error=3e-7)
     second = result(who="saccade/cpu", tflops=None, gbps=3.0, commit=None)
     append(path, [first])
     append(path, [second])
     assert read(path) == [first, second]
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert set(lines[0]) == DESIGNED | {"tflops", "peak_mb"}
+    assert set(lines[0]) == DESIGNED | {"tflops", "peak_mb", "error"}
     assert set(lines[1]) == DESIGNED | {"gbps"}
     assert set(lines[0]["case"]) == {
         "name", "batch", "query_heads", "kv_heads", "query_len", "kv_len",
         "head_dim", "value_dim", "dtype", "mask",
     }  # fmt: skip
+
+
+def test_errors_belong_to_forward_passes():
+    case, timing = CASES["tiny-full-fp32-d16-48"], {"sdpa": Timing.of([0.001])}
+    for which_pass, error in (("forward", 1e-7), ("decode", 1e-7), ("backward", None)):
+        (found,) = record(
+            case, which_pass, timing, torch.device("cpu"), errors={"sdpa": 1e-7, "flex": 2e-7}
+        )
+        assert found.error == error
+
+
+def test_files_without_errors_still_read():
+    line = json.loads(result(error=1e-7).line())
+    del line["error"]
+    assert Result.parse(json.dumps(line)).error is None
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"who": "sdpa"}', '{"pass": "forward", "x": 1}'])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,18 @@ class Truth:
     rows: Tensor
     heads: list[Exact]
     grad_output: Tensor  # the case's, zero outside of what is checked
+
+
+class Checked(NamedTuple):
+    """How a peer's result compares with float64.
+
+    Attributes:
+        fault: what is wrong with it, in one line, or None.
+        error: the largest ‖result − exact‖ / ‖exact‖ of a row of the output.
+    """
+
+    fault: str | None
+    error: float
 
 
 def exact(case: Case, tensors: Tensors) -> Truth:
@@ -100,8 +113,8 @@ def _linear_head(
         return (output.detach(), *torch.autograd.grad(output, leaves, grad_output))
 
 
-def fault(call: Call, truth: Truth, tensors: Tensors, *, gradients: bool) -> str | None:
-    """What is wrong with a peer's result, in one line, or None."""
+def check(call: Call, truth: Truth, tensors: Tensors, *, gradients: bool) -> Checked:
+    """Compare a peer's result with what is exact."""
     inputs = tensors._replace(grad_output=truth.grad_output)
     leaves, grad_output = in_layout(call, inputs, gradients=gradients)
     with call.around(), torch.set_grad_enabled(gradients):
@@ -111,9 +124,15 @@ def fault(call: Call, truth: Truth, tensors: Tensors, *, gradients: bool) -> str
             results += torch.autograd.grad(output, leaves, grad_output)
     results = [from_layout(tensor, call.layout, truth.case.batch) for tensor in results]
     if results[0].shape != truth.grad_output.shape:
-        return f"wrong: its output is {list(results[0].shape)}"
-    dtype = truth.case.dtype
-    for name, error in _errors(truth, results):
+        return Checked(f"wrong: its output is {list(results[0].shape)}", math.inf)
+    errors = list(_errors(truth, results))
+    of_output = max(error for name, error in errors if name == "output")
+    return Checked(_fault(errors, truth.case.dtype), of_output)
+
+
+def _fault(errors: list[tuple[str, float]], dtype: str) -> str | None:
+    """The first error beyond its limit, in words."""
+    for name, error in errors:
         limit = (OUTPUT_LIMITS if name == "output" else GRADIENT_LIMITS)[dtype]
         if not error <= limit:  # NaN is no result either
             return f"wrong: {name} is {error:.1e} away from float64, more than {limit:.0e}"

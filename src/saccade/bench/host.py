@@ -61,7 +61,7 @@ def measure_host(
     tensors = case.make(device)
     clock = HostClock(device, calls)
     passes = PASSES[:1] if case.decodes else PASSES
-    calls_of, absences = fit(case, peers, tensors, device, gradients=not case.decodes)
+    calls_of, absences, _ = fit(case, peers, tensors, device, gradients=not case.decodes)
     results: list[Result] = []
     for which_pass in passes:
         ready = {}

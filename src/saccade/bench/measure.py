@@ -11,7 +11,7 @@ import torch
 
 from saccade.bench import memory
 from saccade.bench.cases import Case, Tensors
-from saccade.bench.check import exact, fault
+from saccade.bench.check import check, exact
 from saccade.bench.gpu_clock import GpuClock
 from saccade.bench.passes import runnable
 from saccade.bench.peers import Call, Peer
@@ -64,6 +64,18 @@ class Absence(NamedTuple):
     reason: str
 
 
+class Fitted(NamedTuple):
+    """The peers that serve a case and serve it right, and why the others do not.
+
+    Attributes:
+        errors: how far each one's output is from float64; a mere yardstick has none.
+    """
+
+    calls: dict[str, Call]
+    absences: list[Absence]
+    errors: dict[str, float]
+
+
 class Progress:
     """Who hears how far the work is; this one keeps it to itself."""
 
@@ -91,7 +103,7 @@ def measure(
         progress.now(f"{case.name}: check")
         tensors = case.make(settings.device)
         gradients = any("backward" in name for name in chosen)
-        calls, absences = fit(case, peers, tensors, settings.device, gradients=gradients)
+        calls, absences, errors = fit(case, peers, tensors, settings.device, gradients=gradients)
         results: list[Result] = []
         for which_pass in chosen if calls else ():
             progress.now(f"{case.name}: {which_pass}")
@@ -116,7 +128,7 @@ def measure(
                     for who, reason in measured.items()
                     if isinstance(reason, str)
                 ]
-            results += record(case, which_pass, timings, settings.device, peaks)
+            results += record(case, which_pass, timings, settings.device, peaks, errors)
         yield results, absences
 
 
@@ -129,10 +141,11 @@ def expected_seconds(case: Case, which_pass: str, settings: Settings) -> float:
 
 def fit(
     case: Case, peers: Sequence[Peer], tensors: Tensors, device: torch.device, *, gradients: bool
-) -> tuple[dict[str, Call], list[Absence]]:
-    """The peers that serve a case and serve it right, and why the others do not."""
+) -> Fitted:
+    """Ask every peer for a call, and check what it gives."""
     calls: dict[str, Call] = {}
     absences = []
+    errors: dict[str, float] = {}
     truth = exact(case, tensors)
     for peer in peers:
         if case.attention not in peer.attention:
@@ -145,14 +158,15 @@ def fit(
                 reason = call if isinstance(call, str) else None
                 if isinstance(call, Call):
                     if peer.computes_attention:
-                        reason = fault(call, truth, tensors, gradients=gradients)
+                        reason, error = check(call, truth, tensors, gradients=gradients)
+                        errors[peer.who] = error
                     calls[peer.who] = call
             except Exception as error:  # whatever a peer raises, the others are to be measured
                 reason = f"fails: {type(error).__name__}: {first_line(error)}"
         if reason is not None:
             calls.pop(peer.who, None)
             absences.append(Absence(case.name, peer.who, reason))
-    return calls, absences
+    return Fitted(calls, absences, errors)
 
 
 def _time(

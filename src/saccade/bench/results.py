@@ -17,6 +17,7 @@ from saccade.bench.cases import Case
 from saccade.bench.timing import Timing
 
 PASSES = ("forward", "backward", "forward+backward")
+FORWARD_PASSES = ("forward", "decode")
 
 CASE_FIELDS = (
     "name", "batch", "query_heads", "kv_heads", "query_len", "kv_len",
@@ -37,6 +38,8 @@ class Result:
         tflops, gbps: operations on visible pairs, or for decoding the least bytes, a second.
         run: the same for all that took turns; only within one run are times comparable.
         peak_mb: memory at the worst moment beyond the inputs, where it was measured.
+        error: of a forward pass: the largest ‖output − exact‖ / ‖exact‖ of the rows that were
+            compared with float64.
     """
 
     date: str
@@ -55,6 +58,7 @@ class Result:
     tflops: float | None = None
     gbps: float | None = None
     peak_mb: float | None = None
+    error: float | None = None
 
     def line(self) -> str:
         """The result as it stands in a file; fields that were not measured are left out."""
@@ -89,6 +93,7 @@ def record(
     timings: Mapping[str, Timing],
     device: torch.device,
     peaks: Mapping[str, float] | None = None,
+    errors: Mapping[str, float] | None = None,
 ) -> list[Result]:
     """The results of one run: of all that took turns in one pass of a case."""
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -97,6 +102,7 @@ def record(
     for who, timing in timings.items():
         seconds = timing.median_ms / 1e3
         operates = which_pass in PASSES
+        is_forward = which_pass in FORWARD_PASSES
         reads = which_pass == "decode"  # decoding reads a cache and computes little
         results.append(
             Result(
@@ -116,6 +122,7 @@ def record(
                 rounds=timing.rounds,
                 tflops=case.flops(which_pass) / seconds / 1e12 if operates else None,
                 gbps=case.bytes / seconds / 1e9 if reads else None,
+                error=(errors or {}).get(who) if is_forward else None,
             )
         )
     return results
