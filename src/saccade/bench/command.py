@@ -30,7 +30,12 @@ GRAPH = typer.Option("--graph", help="GPU: time replays of CUDA graphs, without 
 COLD = typer.Option("--cold", help="GPU: empty the L2 cache before every call.")
 JSON = typer.Option("--json", help="Append one JSON object a line for each result.")
 PLOT = typer.Option("--plot", help="Draw the results to this image (PNG, SVG or PDF).")
-READ = typer.Option("--read", help="Measure nothing: show the results in this file.")
+REPORT = typer.Option("--report", help="Write the results as a page for any browser (HTML).")
+READ = typer.Option(
+    "--read",
+    help="Measure nothing: show the results in this file, or folder; with --report on a page, "
+    "where cases that are named (or --host ...) are measured and added.",
+)
 TARGETS = typer.Option(
     "--targets", help="Measure nothing: judge this file, or folder, by the targets."
 )
@@ -57,6 +62,7 @@ def bench(
     cold: Annotated[bool, COLD] = False,
     json: Annotated[Path | None, JSON] = None,
     plot: Annotated[Path | None, PLOT] = None,
+    report: Annotated[Path | None, REPORT] = None,
     read: Annotated[Path | None, READ] = None,
     targets: Annotated[Path | None, TARGETS] = None,
     host: Annotated[bool, HOST] = False,
@@ -78,31 +84,30 @@ def bench(
 
       saccade bench --list-peers     [dim]who can take part, and why not[/dim]
 
-      saccade bench -c 'cpu-causal-*-4k' -w 'saccade/*,sdpa' --plot causal.png
-
-      saccade bench -c 'cpu-*' -w 'saccade/cpu,sdpa' --json results.jsonl
+      saccade bench -c 'cpu-causal-*-4k' -w 'saccade/*,sdpa' --json results.jsonl --plot causal.png
 
       saccade bench --targets results.jsonl
+
+      saccade bench --read benchmarks/results --report page.html
     """
     from saccade.bench import session
 
     where = _or_exit(lambda: session.device(device))
-    if list_cases:
-        return session.show_cases(where)
-    if list_peers:
-        return session.show_peers(where)
+    if list_cases or list_peers:
+        return (session.show_cases if list_cases else session.show_peers)(where)
     if targets is not None:
         return _or_exit(lambda: session.show_targets(targets))
-    if read is not None:
-        return _or_exit(lambda: session.show_results(read, plot))
+    if read is not None and not (report and (cases or host or first_call or serving)):
+        return _or_exit(lambda: session.show_results(read, plot, report))
+    outputs = session.Outputs(json, plot, report, read)
     if serving is not None:
-        return _or_exit(lambda: session.run_serving(serving, json))
+        return _or_exit(lambda: session.run_serving(serving, outputs))
     asked = session.Asked(cases or [], who or [], passes or [], dtype or [])
     if host or first_call:
         other = session.run_host if host else session.run_first_calls
-        return _or_exit(lambda: other(asked, where, json))
+        return _or_exit(lambda: other(asked, where, outputs))
     settings = session.settings(where, rounds, limit, memory, quick=quick, graph=graph, cold=cold)
-    return _or_exit(lambda: session.run(asked, settings, json, plot))
+    return _or_exit(lambda: session.run(asked, settings, outputs))
 
 
 def _or_exit(work: Callable[[], Chosen]) -> Chosen:

@@ -74,29 +74,35 @@ def targets_table(verdicts: Sequence[Verdict]) -> Table:
     colors = {"yes": "green", "no": "red", "not measured": "yellow"}
     for verdict in verdicts:
         limit, count = verdict.target.limit, len(verdict.measured)
-        worst = _number(verdict, verdict.measured[0][0]) if verdict.measured else "–"
+        worst = number_text(verdict, verdict.measured[0][0]) if verdict.measured else "–"
         good = count - len(verdict.misses)
         cases = f"{good} of {count + len(verdict.missing)}"
         answer = f"[{colors[verdict.answer]}]{verdict.answer}[/]"
-        table.add_row(verdict.target.what, worst, _number(verdict, limit), cases, answer)
+        table.add_row(verdict.target.what, worst, number_text(verdict, limit), cases, answer)
         for value, case, which_pass in verdict.misses:
             where = f"{case}, {which_pass}" if which_pass else case
-            table.add_row(f"[dim]  {where}[/dim]", _number(verdict, value))
+            table.add_row(f"[dim]  {where}[/dim]", number_text(verdict, value))
     return table
 
 
 def missing_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """What must still be measured, for the terminal."""
+    return [f"[bold]missing[/bold] {line}" for line in still_missing(verdicts)]
+
+
+def still_missing(verdicts: Sequence[Verdict]) -> list[str]:
     """What must still be measured, each thing once, cases of one kind folded together."""
     cases: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for verdict in verdicts:
         for case, which_pass, reason in verdict.missing:
             cases[reason, which_pass][case] = None
     return [
-        f"[bold]missing[/bold] {reason}: {which_pass} of {', '.join(folded(list(names)))}"
+        f"{reason}: {which_pass} of {', '.join(folded(list(names)))}"
         for (reason, which_pass), names in cases.items()
     ]
 
 
-def _number(verdict: Verdict, value: float) -> str:
+def number_text(verdict: Verdict, value: float) -> str:
+    """A value of a target's yardstick, in its unit."""
     unit = verdict.target.yardstick.unit
     return f"{value:.3g}{unit}" if unit else f"{value:.2f}"

@@ -150,6 +150,20 @@ def read(path: Path) -> list[Result]:
     return results
 
 
+def files_of(path: Path) -> list[Path]:
+    """The file itself, or every result file of a folder and of the folders in it.
+
+    Raises:
+        ValueError: for a folder without any.
+    """
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.rglob("*.jsonl"))
+    if not files:
+        raise ValueError(f"{path} holds no result files: *.jsonl, as --json writes them")
+    return files
+
+
 def runs_of(results: Sequence[Result]) -> dict[tuple[str, str], list[dict[str, Result]]]:
     """For each case and pass, its runs, the last one last: who took part, and with what result."""
     runs: dict[tuple[str, str], dict[str, dict[str, Result]]] = {}

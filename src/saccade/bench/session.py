@@ -21,6 +21,7 @@ from saccade.bench import (
     table,
 )
 from saccade.bench import plot as plotting
+from saccade.bench import report as reporting
 from saccade.bench.cases import CASES, HOST_CASES, Case
 from saccade.bench.peers import Peer, all_peers, ours
 from saccade.bench.timing import Plan
@@ -38,6 +39,49 @@ class Asked(NamedTuple):
     who: list[str]
     passes: list[str]
     dtypes: list[str]
+
+
+class Outputs(NamedTuple):
+    """Where results go, beside the terminal.
+
+    Attributes:
+        file: to which they are appended, one JSON object a line.
+        image: on which they are drawn.
+        page: which shows them, and before them what `read` holds.
+        read: a file of results, or a folder of files.
+    """
+
+    file: Path | None = None
+    image: Path | None = None
+    page: Path | None = None
+    read: Path | None = None
+
+    def require(self) -> list[reporting.Source]:
+        """Refuse before anything is measured what cannot be written; what `read` holds.
+
+        Raises:
+            ValueError: if the page cannot be written where it is to be, or `read` holds nothing.
+            ModuleNotFoundError: for an image without matplotlib.
+        """
+        if self.image is not None:
+            plotting.require()
+        if self.page is not None and self.page.is_dir():
+            raise ValueError(f"--report takes the name of a file, and {self.page} is a folder")
+        return reporting.gather(self.read) if self.page is not None and self.read else []
+
+    def finish(self, known: list[reporting.Source], found: list[results.Result]) -> None:
+        """Write the image and the page, once everything was measured."""
+        if self.image is not None and found:
+            plotting.plot(found, self.image)
+        if self.page is not None and found:
+            write_page([*known, reporting.Source("this run", found)], self.page)
+
+
+def write_page(sources: list[reporting.Source], page: Path) -> None:
+    """Write results as a page, and say so."""
+    size = reporting.write(sources, page)
+    count = sum(len(source.results) for source in sources)
+    console().print(f"{page}: {count} results, {size / 1e3:.0f} kB", soft_wrap=True)
 
 
 def console() -> Console:
@@ -108,47 +152,55 @@ def show_peers(where: torch.device) -> None:
 def show_targets(path: Path) -> None:
     """Print how the targets stand in a file of results, or in all of a folder; what they lack."""
     terminal = console()
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    verdicts = judgement.judge([result for file in files for result in results.read(file)])
+    found = [result for file in results.files_of(path) for result in results.read(file)]
+    verdicts = judgement.judge(found)
     terminal.print(judgement.targets_table(verdicts))
     for line in judgement.missing_lines(verdicts):
         terminal.print(line)
 
 
-def show_results(path: Path, image: Path | None) -> None:
-    """Print, and draw if asked, what a file holds."""
-    found = results.read(path)
-    console().print(table.results_table(found))
+def show_results(path: Path, image: Path | None, page: Path | None) -> None:
+    """Show what a file, or every file of a folder, holds: on a page, else in a table."""
+    sources = Outputs(None, image, page, path).require() or reporting.gather(path)
+    found = [result for source in sources for result in source.results]
+    if page is not None:
+        write_page(sources, page)
+    else:
+        console().print(table.results_table(found))
     if image is not None:
         plotting.plot(found, image)
 
 
-def run_host(asked: Asked, where: torch.device, file: Path | None) -> None:
+def run_host(asked: Asked, where: torch.device, outputs: Outputs) -> None:
     """Measure the host's time of a call, by default of saccade's choice and of SDPA."""
     cases = _named_cases(asked, where) or [HOST_CASES[selection.machine(where.type)]]
+    known = outputs.require()
     found = []
     for case in cases:
         peers = _named_peers(asked) or _peers_of(ours.chosen(case, where), "sdpa")
         found.append(host.measure_host(case, peers, where))
-    _show_calls(found, file, "µs")
+    _show_calls(found, outputs, known, "µs")
 
 
-def run_first_calls(asked: Asked, where: torch.device, file: Path | None) -> None:
+def run_first_calls(asked: Asked, where: torch.device, outputs: Outputs) -> None:
     """Measure the first calls of fresh processes, by default of saccade's choice."""
     default = CASES[first_call.DEFAULT_CASES[selection.machine(where.type)]]
+    known = outputs.require()
     found = []
     for case in _named_cases(asked, where) or [default]:
         peers = _named_peers(asked) or _peers_of(ours.chosen(case, where))
         found.append(first_call.measure_first_calls(case, peers, where))
-    _show_calls(found, file, "ms")
+    _show_calls(found, outputs, known, "ms")
 
 
-def run_serving(folder: Path, file: Path | None) -> None:
+def run_serving(folder: Path, outputs: Outputs) -> None:
     """Measure an engine that serves many requests, beside transformers' generate."""
     terminal = console()
+    known = outputs.require()
     found = serving.measure_serving(folder, say=terminal.print)
-    if file is not None:
-        results.append(file, found)
+    if outputs.file is not None:
+        results.append(outputs.file, found)
+    outputs._replace(image=None).finish(known, found)
 
 
 def _named_cases(asked: Asked, where: torch.device) -> list[Case]:
@@ -166,21 +218,25 @@ def _peers_of(*names: str) -> list[Peer]:
 
 
 def _show_calls(
-    found: list[tuple[list[results.Result], list[measure.Absence]]], file: Path | None, unit: str
+    found: list[tuple[list[results.Result], list[measure.Absence]]],
+    outputs: Outputs,
+    known: list[reporting.Source],
+    unit: str,
 ) -> None:
     new = [result for part, _ in found for result in part]
-    if file is not None:
-        results.append(file, new)
+    if outputs.file is not None:
+        results.append(outputs.file, new)
     terminal = console()
     if new:
         terminal.print(table.results_table(new, unit))
     for line in table.footnotes(absence for _, part in found for absence in part):
         terminal.print(line)
+    outputs._replace(image=None).finish(known, new)
     if not new:
         raise ValueError("nothing was measured")
 
 
-def run(asked: Asked, how: measure.Settings, file: Path | None, image: Path | None) -> None:
+def run(asked: Asked, how: measure.Settings, outputs: Outputs) -> None:
     """Measure what was asked, show it, and keep it where a file is named."""
     where = how.device
     cases = selection.choose_cases(
@@ -188,8 +244,7 @@ def run(asked: Asked, how: measure.Settings, file: Path | None, image: Path | No
     )
     peers = selection.choose_peers(selection.split(asked.who), all_peers())
     passes = selection.choose_passes(selection.split(asked.passes))
-    if image is not None:
-        plotting.require()
+    known = outputs.require()
     terminal = console()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if where.type == "cpu" and load > BUSY:
@@ -204,15 +259,14 @@ def run(asked: Asked, how: measure.Settings, file: Path | None, image: Path | No
         for new, missing in measure.measure(cases, peers, passes, how, progress):
             found += new
             absences += missing
-            if file is not None:  # case by case, so that an interrupted run leaves what it has
-                results.append(file, new)
+            if outputs.file is not None:  # at once: an interrupted run leaves what it has
+                results.append(outputs.file, new)
             progress.case_done()
     if found:
         terminal.print(table.results_table(found))
     for line in table.footnotes(absences):
         terminal.print(line)
-    if image is not None and found:
-        plotting.plot(found, image)
+    outputs.finish(known, found)
     if not found:
         raise ValueError("nothing was measured")
 

@@ -1,0 +1,133 @@
+"""Write: results become one page that needs nothing else: no network, no fonts, no other file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+import saccade
+from saccade.bench.judgement import Verdict, judge
+from saccade.bench.report import collect, compiled, markup, sections
+from saccade.bench.report.collect import Point, Source
+from saccade.bench.results import Result
+
+SCRIPTS = ("theme.js", "sorting.js", "drawing.js", "charts.js")
+
+
+def write(sources: Sequence[Source], path: Path) -> int:
+    """Write the page, in folders that are made where there are none; its size in bytes."""
+    text = page(sources)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return len(text.encode("utf-8"))
+
+
+def page(sources: Sequence[Source]) -> str:
+    """The page as text."""
+    found = collect.points(sources)
+    verdicts = _verdicts(sources)
+    values = {
+        "summary": markup.paragraph(_summary(sources)),
+        "tiles": sections.tiles(found, verdicts),
+        "beside": markup.table(sections.beside_peers(sources)),
+        "targets": _targets(verdicts),
+        "limits": _limits(found),
+        "errors": _errors(found),
+        "memory": _or_none(sections.memory(found), "Memory was not measured: `--memory` does."),
+        "calls": _or_none(
+            sections.calls(found),
+            "Not measured: `--host`, `--first-call` and `--serving` measure them.",
+        ),
+        "machines": markup.table(sections.machines(sources)),
+        "kernels": compiled.section(),
+        "everything": markup.folded("Every measurement", markup.table(sections.everything(found))),
+        "style": _file("style.css"),
+        "script": "\n".join(map(_file, SCRIPTS)),
+        "data": _json(collect.chart_data(sources, found)),
+    }
+    return Template(_file("page.html")).substitute(values)
+
+
+def _verdicts(sources: Sequence[Source]) -> dict[str, list[Verdict]]:
+    """How the targets stand on each device, by all that was measured there."""
+    by_device: dict[str, list[Result]] = defaultdict(list)
+    for source in sources:
+        for result in source.results:
+            by_device[result.device].append(result)
+    return {device: judge(results) for device, results in by_device.items()}
+
+
+def _summary(sources: Sequence[Source]) -> str:
+    results = [result for source in sources for result in source.results]
+    dates = sorted(result.date[:10] for result in results)
+    days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    machines = len({result.device for result in results})
+    origin = f"`{sources[0].label}`" if len(sources) == 1 else f"{len(sources)} files"
+    written = datetime.datetime.now(datetime.timezone.utc)
+    return (
+        f"{_count(len(results), 'result')} of {_count(machines, 'machine')}, measured {days}. "
+        f"Written {written:%Y-%m-%d} by saccade {saccade.__version__} from {origin}."
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _targets(verdicts: dict[str, list[Verdict]]) -> str:
+    parts = []
+    for device, of_device in verdicts.items():
+        answered = [verdict for verdict in of_device if verdict.answer != "not measured"]
+        still = [verdict for verdict in of_device if verdict.answer == "not measured"]
+        if answered:
+            parts.append(markup.table(sections.targets(answered, device)))
+        if still:
+            inside = markup.table(sections.targets(still, device)) + sections.unmeasured(of_device)
+            title = f"Not measured on {device}: {_count(len(still), 'target')}"
+            parts.append(markup.folded(title, inside))
+    return "".join(parts)
+
+
+def _limits(found: Sequence[Point]) -> str:
+    unknown = dict.fromkeys(point.machine for point in found if point.limit is None)
+    note = f"No limit is known for {'; '.join(unknown)}." if unknown else ""
+    content = sections.limits(found)
+    return (markup.table(content) if content.rows else "") + (
+        markup.paragraph(note) if note else ""
+    )
+
+
+def _errors(found: Sequence[Point]) -> str:
+    lacking = dict.fromkeys(
+        point.machine
+        for point in found
+        if point.result.error is None
+        and point.result.which_pass in ("forward", "decode")
+        and collect.is_ours(point.result.who)
+    )
+    note = (
+        f"Some forward passes ({'; '.join(lacking)}) have no error: their files were written "
+        "before errors were kept. All of them were checked against float64 before they were timed."
+    )
+    content = sections.errors(found)
+    table = markup.table(content) if content.rows else ""
+    return table + (markup.paragraph(note) if lacking else "")
+
+
+def _or_none(content: markup.Table, otherwise: str) -> str:
+    return markup.table(content) if content.rows else markup.paragraph(otherwise)
+
+
+def _file(name: str) -> str:
+    return (resources.files("saccade.bench.report") / name).read_text(encoding="utf-8")
+
+
+def _json(data: object) -> str:
+    """JSON that cannot end the element that holds it."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
