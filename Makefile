@@ -13,7 +13,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; pytest brings its own workers.
 .NOTPARALLEL:
-.PHONY: help demo bench docs test check kernels kernels-known test-gpu clean
+.PHONY: help demo bench docs test browser check kernels kernels-known test-gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,6 +53,8 @@ help: ## show this help
 	@echo "  PIP_ARGS=... options for the pip that installs torch; on Linux without a GPU, if pip would fetch"
 	@echo "               CUDA packages: PIP_ARGS=\"--extra-index-url URL\", with the URL of an index of CPU builds"
 	@echo "  WORKERS=...  pytest workers; here $(WORKERS)"
+	@echo "  BROWSER=...  what test does without a Chromium: \"install\" one where that may be done, else skip the"
+	@echo "               tests that need it (the default); \"require\" it (the default in CI); \"skip\""
 
 demo: $(DEMO_STAMP) ## run the demonstration
 	@$(BIN)/saccade demo $(ARGS)
@@ -75,9 +77,29 @@ comma := ,
 CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
 
 # One torch thread a worker: the workers already fill the cores.
-test: $(DEV_STAMP) ## run the tests that need no GPU
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu" \
+test: $(DEV_STAMP) browser ## run the tests that need no GPU
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SACCADE_BROWSER=$(BROWSER) $(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu" \
 	    --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype $(ARGS)
+
+# The report's page is tested in a headless Chromium. Debian has one without a desktop's parts; pip
+# has none, and what other packages fetch comes from neither. What was not installed is said here
+# and again by the tests, which then skip, or fail where a browser is required.
+BROWSER ?= $(if $(CI),require,install)
+CHROMIUM := chromium-headless-shell
+browser: ## install the headless Chromium that tests of the report's page need (Debian, as root)
+	@[ "$(BROWSER)" = skip ] || [ -n "$$SACCADE_CHROMIUM" ] && exit 0; \
+	for name in $(CHROMIUM) chromium chromium-browser google-chrome google-chrome-stable; do \
+	    if command -v $$name >/dev/null 2>&1; then exit 0; fi; \
+	done; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
+	    echo "No Chromium: $(CHROMIUM) is installed by apt-get, as root. Name one that is there by" >&2; \
+	    echo "SACCADE_CHROMIUM=/path/to/chromium, or the tests of the report's page go without." >&2; \
+	    exit 0; \
+	fi; \
+	echo "Installing $(CHROMIUM) (half a minute)"; \
+	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends $(CHROMIUM); } >/dev/null || \
+	    echo "No Chromium: apt-get could not install $(CHROMIUM)." >&2
 
 check: $(DEV_STAMP) ## run the linters and the type checker; compare README's table with its files
 	@$(BIN)/ruff check .

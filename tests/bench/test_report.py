@@ -1,4 +1,4 @@
-"""The report is one page, complete in itself."""
+"""The report is one page, complete in itself; its charts, tables and colours work in a browser."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from browser import MISSING, Browser, find, required
 from hatchling.builders.wheel import WheelBuilder
 from typer.testing import CliRunner
 
@@ -202,3 +203,174 @@ def test_the_wheel_holds_the_page_s_parts(tmp_path):
     with zipfile.ZipFile(path) as wheel:
         names = {Path(name).name for name in wheel.namelist() if "bench/report/" in name}
     assert {"page.html", "style.css", *SCRIPTS} <= names
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = find()
+    if path is None and required():
+        pytest.fail(MISSING)
+    if path is None:
+        pytest.skip(MISSING)
+    with Browser(path) as running:
+        yield running
+
+
+@pytest.fixture
+def opened(browser, page):
+    browser.open(page)
+    yield browser
+    assert browser.complaints == []
+
+
+def choose(browser, name, value):
+    """Choose as a user does: the select tells the page."""
+    browser.run(
+        f"(() => {{ const select = document.getElementById('choose-{name}');"
+        f" select.value = {json.dumps(value)};"
+        " select.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+
+
+def title(browser):
+    return browser.run("document.getElementById('chart-title').textContent")
+
+
+def column(browser, table, index):
+    return browser.run(
+        f"[...document.querySelector({json.dumps(table)}).tBodies[0].rows]"
+        f".map(row => row.cells[{index}].textContent)"
+    )
+
+
+def test_curves_are_drawn_for_every_peer(opened):
+    assert title(opened) == "Throughput: full, bfloat16, head dim 64, forward, on NVIDIA H200"
+    lines = opened.run("[...document.querySelectorAll('#chart .line')].map(l => l.outerHTML)")
+    assert len(lines) == len(PEERS)
+    for line in lines:
+        assert re.search(r'd="M[\d.]+ [\d.]+L[\d.]+ [\d.]+L[\d.]+ [\d.]+"', line)
+    points = "document.querySelectorAll('#chart .point')"
+    assert opened.run(f"{points}.length") == 3 * len(PEERS)
+    shapes = opened.run(f"new Set([...{points}].map(p => p.getAttribute('d'))).size")
+    colors = opened.run(
+        "new Set([...document.querySelectorAll('#chart .line')]"
+        ".map(line => getComputedStyle(line).stroke)).size"
+    )
+    assert shapes == colors == len(PEERS)
+    assert "The table below" in opened.run(
+        "document.querySelector('#chart svg').getAttribute('aria-label')"
+    )
+
+
+def test_selects_change_the_chart_and_keep_to_what_exists(opened):
+    before = opened.run("document.getElementById('chart').innerHTML")
+    choose(opened, "pass", "backward")
+    choose(opened, "dim", "128")
+    assert title(opened) == "Throughput: full, bfloat16, head dim 128, backward, on NVIDIA H200"
+    assert opened.run("document.getElementById('chart').innerHTML") != before
+    assert column(opened, "#chart-table table", 0)[::4] == ["1k", "2k", "4k"]
+    choose(opened, "value", "error")
+    assert title(opened).endswith("not measured")
+    choose(opened, "pass", "forward")
+    assert title(opened).startswith("Error against float64")
+    choose(opened, "machine", "an unknown CPU, 2 threads")
+    choose(opened, "kind", "full (decode)")
+    choose(opened, "value", "rate")
+    assert opened.run("document.querySelectorAll('#chart .bar').length") == 2
+    assert "GB/s" in opened.run("document.querySelector('#chart svg').textContent")
+
+
+def test_the_legend_switches_peers_off_and_on(opened):
+    lines = "document.querySelectorAll('#chart .line').length"
+    opened.click("#legend button")
+    assert opened.run(lines) == len(PEERS) - 1
+    # The button was made anew; whoever pressed it by keyboard still stands on it.
+    assert opened.run("document.activeElement.getAttribute('aria-pressed')") == "false"
+    opened.press(" ")
+    assert opened.run(lines) == len(PEERS)
+
+
+def test_tables_sort_by_click_and_by_keyboard(opened):
+    table = "#glance table"
+    header = f"{table} th:nth-child(4)"
+
+    def medians():
+        return [float(text) for text in column(opened, table, 3)]
+
+    def order():
+        return opened.run(f"document.querySelector({json.dumps(header)}).getAttribute('aria-sort')")
+
+    assert order() is None
+    opened.click(f"{header} button")
+    assert (order(), medians()) == ("ascending", sorted(medians()))
+    opened.press("Enter")
+    assert (order(), medians()) == ("descending", sorted(medians(), reverse=True))
+    opened.press("Tab")
+    opened.press(" ")
+    assert order() is None
+    assert opened.run("document.activeElement.closest('th').ariaSort") == "ascending"
+    outline = opened.run("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+
+
+def test_missing_numbers_sort_last_either_way(opened):
+    opened.run("document.querySelector('#everything details').open = true")
+    header = "#everything th:nth-child(11)"
+    for _ in range(2):
+        opened.click(f"{header} button")
+        errors = column(opened, "#everything table", 10)
+        filled = [text != "–" for text in errors]
+        assert filled == sorted(filled, reverse=True) and False in filled
+
+
+@pytest.mark.parametrize(("scheme", "other"), [("light", "dark"), ("dark", "light")])
+def test_colours_follow_the_system_until_the_button_is_used(browser, page, scheme, other):
+    browser.open(page, scheme=scheme)
+    background = "getComputedStyle(document.body).backgroundColor"
+    first = browser.run(background)
+    assert browser.run("document.documentElement.dataset.theme") == scheme
+    browser.click("#theme")
+    assert browser.run("document.documentElement.dataset.theme") == other
+    assert browser.run(background) != first
+    browser.open(page, scheme=scheme)
+    assert browser.run("document.documentElement.dataset.theme") == other  # it is remembered
+    browser.run("localStorage.clear()")
+    assert browser.complaints == []
+
+
+def test_nothing_is_wider_than_a_phone(browser, page):
+    browser.open(page, width=360)
+    browser.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    assert browser.run("document.documentElement.scrollWidth") == 360
+    # What scrolls by itself may be wider inside; all the rest ends at the edge.
+    wide = browser.run(
+        "[...document.querySelectorAll('body *')].filter(one =>"
+        " !one.closest('.scroll > *, nav > *, .skip')"
+        " && one.getBoundingClientRect().right > 360.5).map(one => one.outerHTML.slice(0, 80))"
+    )
+    assert wide == []
+    assert browser.run("document.querySelectorAll('#chart .line').length") == len(PEERS)
+    assert browser.complaints == []
+
+
+def test_every_control_has_a_name(opened):
+    nameless = opened.run(
+        "[...document.querySelectorAll('button, select, a, [tabindex]')].filter(one =>"
+        " !(one.textContent.trim() || one.ariaLabel) || (one.tagName === 'SELECT'"
+        " && !one.labels.length)).map(one => one.outerHTML)"
+    )
+    assert nameless == []
+
+
+def test_all_committed_results_paint_at_once(browser, tmp_path):
+    report.write(report.gather(RESULTS), tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    paint = browser.run("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    assert 0 < paint < 1000
+    assert browser.complaints == []
+    outside = [url for url in browser.requests() if not url.startswith(("file:", "data:"))]
+    assert outside == []
+    assert browser.run("document.querySelectorAll('#chart .line').length") > 2
