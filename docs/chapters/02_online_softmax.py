@@ -163,7 +163,7 @@ with lesson.picture(says, panels=2, size=(8.0, 3.2)) as (left, right):
     right.set_title("row_sum: grows, and shrinks at a new maximum")
     right.set_xlabel("tiles seen")
     right.set_ylim(bottom=0)
-    right.legend(loc="upper left")
+    right.legend(loc="upper right")
 
 # %% [markdown]
 # ## Merging
