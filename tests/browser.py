@@ -24,7 +24,8 @@ NAMES = (
 )  # fmt: skip
 MISSING = (
     "found no Chromium, in which the report's page is tested. `make browser BROWSER=install` "
-    "installs Debian's chromium-headless-shell (as root); or name another one: SACCADE_CHROMIUM=/path/to/chromium"
+    "installs Debian's chromium-headless-shell (as root); or name another one: "
+    "SACCADE_CHROMIUM=/path/to/chromium"
 )
 SECONDS = 20.0  # without an answer
 
