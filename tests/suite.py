@@ -89,6 +89,8 @@ class TestExactness:
     def test_lengths_of_many_tiles(
         self, implementation: Implementation, mask: str, lengths: tuple[int, int]
     ) -> None:
+        if implementation.interpreted:  # whose tiles are 32 rows at most: half is many, too
+            lengths = lengths[0] // 2, lengths[1] // 2
         case = make_case(
             mask=mask, lengths=(lengths,), batch=1, kv_heads=1, device=implementation.device
         )
