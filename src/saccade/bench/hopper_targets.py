@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from saccade.bench.target import Target
-from saccade.bench.yardsticks import Peer, Time
+from saccade.bench.yardsticks import Peer
 
 WHO = "saccade/hopper"
 CUDNN = Peer("sdpa/cudnn")
@@ -30,13 +30,6 @@ def _against_cudnn(
     )  # fmt: skip
 
 
-def _linear(which_pass: str, **milliseconds: float) -> Iterator[Target]:
-    for case, limit in milliseconds.items():
-        name = f"gpu-linear-bf16-{case.replace('_', '-')}"
-        what = f"linear {case.replace('_', ', ')}, {which_pass}: at most {limit} ms"
-        yield Target(what, (name,), Time(), limit, (which_pass,), WHO)
-
-
 HOPPER_TARGETS = (
     *_against_cudnn("Hopper, D64 and D128, forward", 1.15, NARROW, "forward"),
     *_against_cudnn("Hopper, D256, forward", 1.12, WIDE, "forward"),
@@ -45,6 +38,4 @@ HOPPER_TARGETS = (
         "Hopper, window 1k in 16k, packed mix, grouped heads: at least 1.3 of FlexAttention",
         MASKED, Peer("flex"), 1 / 1.3, ("forward",), WHO,
     ),
-    *_linear("forward", d128_8x8k=0.40, d64_8x8k=0.42, d128_1x128k=0.60, d256_8x2k=0.9),
-    *_linear("backward", d128_8x8k=1.3, d64_8x8k=1.2, d128_1x128k=1.6, d256_8x2k=2.7),
 )  # fmt: skip

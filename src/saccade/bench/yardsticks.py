@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from saccade.bench.cases import CASES
+from saccade.bench.cases import CASES, Case
 from saccade.bench.history import History, Unmeasured
 from saccade.bench.peers.traffic import COPY_BYTES
 from saccade.bench.results import Result
@@ -57,48 +57,46 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """The subject's own time in another case for as many tiles with something visible in them."""
+class _Unit:
+    """The subject's own time in another case for as much of something."""
 
     unit: ClassVar[str] = ""
     other: str
 
+    def amount(self, case: Case) -> int:
+        """How much of it a case has."""
+        raise NotImplementedError
+
     def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
-        """The ratio of the two times a tile."""
+        """The ratio of the two times for one of it."""
         (result,) = history.together(case, which_pass, subject)
         other = _alike(history, result, self.other, which_pass)
-        share = CASES[case].tiles(TILE) / CASES[self.other].tiles(TILE)
+        share = self.amount(CASES[case]) / self.amount(CASES[self.other])
         return result.median_ms / (other.median_ms * share)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The subject's own time in another case for as many tokens."""
+class Tiles(_Unit):
+    """Of tiles with something visible in them."""
 
-    unit: ClassVar[str] = ""
-    other: str
-
-    def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
-        """The ratio of the two times a token."""
-        (result,) = history.together(case, which_pass, subject)
-        other = _alike(history, result, self.other, which_pass)
-        share = CASES[case].query_len / CASES[self.other].query_len
-        return result.median_ms / (other.median_ms * share)
+    def amount(self, case: Case) -> int:
+        """Tiles of (query rows, key rows)."""
+        return case.tiles(TILE)
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """The subject's own time in another case for as many bytes."""
+class Tokens(_Unit):
+    """Of tokens."""
 
-    unit: ClassVar[str] = ""
-    other: str
+    def amount(self, case: Case) -> int:
+        """Query rows."""
+        return case.query_len
 
-    def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
-        """The ratio of the two times a byte."""
-        (result,) = history.together(case, which_pass, subject)
-        other = _alike(history, result, self.other, which_pass)
-        share = CASES[case].bytes / CASES[self.other].bytes
-        return result.median_ms / (other.median_ms * share)
+
+class Bytes(_Unit):
+    """Of bytes."""
+
+    def amount(self, case: Case) -> int:
+        """What a forward pass moves at least."""
+        return case.bytes
 
 
 @dataclass(frozen=True)

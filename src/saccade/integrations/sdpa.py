@@ -150,32 +150,24 @@ def explain(
     return Route(None, found)
 
 
-def _routed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _routed(*arguments: Any, **options: Any) -> Tensor:
     """Stands for PyTorch's function after `enable`."""
-    arguments = query, key, value, attn_mask, dropout_p, is_causal
-    if _why_not(query, key, value, attn_mask) is None:
+    if _why_not(*arguments, *options.values()) is None:
         try:
-            return scaled_dot_product_attention(*arguments, scale, enable_gqa)
+            return scaled_dot_product_attention(*arguments, **options)
         except (TypeError, ValueError, NotImplementedError):
             pass  # PyTorch serves it, or finds its own words for what is wrong
-    return _before[0](*arguments, scale=scale, enable_gqa=enable_gqa)
+    return _before[0](*arguments, **options)
 
 
-def _why_not(*tensors: Tensor | None) -> str | None:
+def _why_not(*arguments: Any) -> str | None:
     """Why a call stays with PyTorch, as far as that shows before it is translated."""
-    for tensor in tensors:
-        if tensor is not None and type(tensor) not in PLAIN:
+    for tensor in arguments:
+        if not isinstance(tensor, Tensor):
+            continue
+        if type(tensor) not in PLAIN:
             return f"it takes plain tensors, not {type(tensor).__name__}"
-        if tensor is not None and tensor.is_nested:
+        if tensor.is_nested:
             return "it takes plain tensors, not nested ones"
     if not _all_backends():
         return "one of PyTorch's backends is turned off, so that somebody has chosen another"
@@ -222,16 +214,17 @@ def _translated(
             raise ValueError(
                 f"attn_mask: got {list(attn_mask.shape)}, takes what broadcasts to {list(shape)}"
             )
-        mask = _four_dimensions(attn_mask, shape)
+        mask = _four_dimensions(attn_mask, leading[:-1])
         if mask.dtype == torch.bool:
             options["mask"] = mask
         elif mask.dtype == query.dtype:
             options["score"] = scores.bias(mask)
         else:
             raise TypeError(f"attn_mask: got {mask.dtype}, takes bool or query's {query.dtype}")
-    whole = (*leading[:-1], -1, -1, -1)
+    batch = leading[:-1]
     query, key, value = (
-        _four_dimensions(rows.expand(*_batch(rows, leading)), whole) for rows in (query, key, value)
+        _four_dimensions(rows.expand(*batch, *rows.shape[-3:]), batch)
+        for rows in (query, key, value)
     )
     return Call(query, key, value, options, leading)
 
@@ -254,11 +247,6 @@ def _leading(tensors: tuple[Tensor, ...], enable_gqa: bool) -> torch.Size:
     return torch.Size((*batch, *tensors[0].shape[-3:-2]))
 
 
-def _batch(rows: Tensor, leading: torch.Size) -> tuple[int, ...]:
-    """The shape of rows with the batch that all of them share."""
-    return (*leading[:-1], *rows.shape[-3:])
-
-
 def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether a tensor broadcasts to a shape."""
     if tensor.dim() > len(shape):
@@ -267,14 +255,10 @@ def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     return all(have in (1, want) for have, want in sizes)
 
 
-def _four_dimensions(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor broadcast to a shape, with all dimensions before the last three as one.
-
-    -1 leaves a dimension as it is; of a mask, heads, rows and keys that are 1 stay so.
-    """
-    missing = max(len(shape), 4) - tensor.dim()
+def _four_dimensions(tensor: Tensor, batch: torch.Size) -> Tensor:
+    """Rows or a mask with all dimensions before the last three as one; what is 1 may stay so."""
+    missing = max(len(batch) + 3, 4) - tensor.dim()
     tensor = tensor.reshape((1,) * missing + tuple(tensor.shape))
-    batch = (1,) * (4 - len(shape)) + tuple(shape[:-3])
-    if len(batch) == 1:
-        return tensor  # which broadcasts by itself
+    if len(batch) <= 1:
+        return tensor
     return tensor.expand(*batch, *tensor.shape[-3:]).flatten(0, -4)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import saccade
 from saccade import masks
-from saccade.integrations.flash_attn.how import How, whole
+from saccade.integrations.flash_attn.how import How
 
 LARGEST_PAGE = 1024
 
@@ -78,7 +78,7 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
         if k is not None:
             raise ValueError("cache_seqlens: got None with k, takes the lengths before")
         cache_seqlens = capacity
-    before = whole(cache_seqlens, len(q), q.device)
+    before = _lengths(cache_seqlens, len(q), q.device)
     num_new = 0 if k is None else k.shape[1]
     if (k is None) != (v is None):
         raise ValueError("k and v: got one of the two, takes both or neither")
@@ -174,3 +174,10 @@ def _at(angles: tuple[Tensor, Tensor] | None, place: Tensor) -> Any:
     if angles is None:
         return None
     return tuple(table[place.flatten().long()] for table in angles)
+
+
+def _lengths(lens: Tensor | int, batch: int, device: torch.device) -> Tensor:
+    """Lengths int32 [batch], of a number that all share or of a tensor."""
+    if isinstance(lens, int):
+        return torch.full((batch,), lens, dtype=torch.int32, device=device)
+    return lens.to(torch.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 import saccade
@@ -99,10 +98,3 @@ def attend(
         return_lse=True,
     )
     return output.transpose(1, 2), lse
-
-
-def whole(lens: Tensor | int, batch: int, device: torch.device) -> Tensor:
-    """Lengths int32 [batch], of a number that all share or of a tensor."""
-    if isinstance(lens, int):
-        return torch.full((batch,), lens, dtype=torch.int32, device=device)
-    return lens.to(torch.int32)

@@ -1,11 +1,9 @@
-"""GPU targets: what saccade's portable kernels are meant to reach on one H200, and all others."""
+"""Portable targets: what saccade's portable kernels are meant to reach on one H200."""
 
 from __future__ import annotations
 
-from saccade.bench.hopper_targets import HOPPER_TARGETS
-from saccade.bench.paged_targets import PAGED_TARGETS
 from saccade.bench.target import Target
-from saccade.bench.yardsticks import Peer, Sum, Tiles, Time, Yardstick
+from saccade.bench.yardsticks import Peer, Sum, Tiles, Yardstick
 
 
 def _gpu(
@@ -62,17 +60,3 @@ PORTABLE_TARGETS = (
         1 / 4, Peer("flash_attention_triton"), *CAUSAL,
     ),
 )  # fmt: skip
-
-LINEAR_MS = {  # forward, backward
-    "gpu-linear-bf16-d128-8x8k": (0.80, 2.3),
-    "gpu-linear-bf16-d64-8x8k": (0.55, 1.8),
-    "gpu-linear-bf16-d128-1x128k": (1.0, 2.8),
-    "gpu-linear-bf16-d256-8x2k": (1.6, 5.0),
-}
-LINEAR_TARGETS = tuple(
-    _gpu(f"{case[4:]}, {which}: at most {limit} ms", limit, Time(), case, passes=(which,))
-    for case, limits in LINEAR_MS.items()
-    for which, limit in zip(("forward", "backward"), limits, strict=True)
-)
-
-GPU_TARGETS = (*PORTABLE_TARGETS, *LINEAR_TARGETS, *PAGED_TARGETS, *HOPPER_TARGETS)
