@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -192,6 +194,18 @@ def test_few_rows_share_a_tile() -> None:
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 
+@contextmanager
+def waiting_refused() -> Iterator[None]:
+    """Operations that wait for the device raise. That the mode is a prototype, PyTorch warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
 class TestOnGpu:
     """What no interpreter shows: graphs, waiting, writing beside PyTorch's own kernels."""
@@ -212,11 +226,8 @@ class TestOnGpu:
         arguments = {**self.case().arguments(), "implementation": "portable"}
         with torch.no_grad():
             saccade.attention_paged(**arguments)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waiting_refused():
                 saccade.attention_paged(**arguments)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
     @pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(100)], ids=str)
     @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -262,9 +273,6 @@ class TestOnGpu:
         rows = torch.randn(6, 2, 16, device="cuda")
         slots = torch.tensor([3, -1, 9, 0, 31, -1], device="cuda")
         saccade.cache_write(rows, rows, pages[0], pages[1], slots)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_refused():
             saccade.cache_write(rows, rows, pages[0], pages[1], slots)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(pages[0][1, :, 1], rows[2])
