@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
 import saccade
+from saccade.testing import Case, make_case
+from saccade.testing.strategies import LAYOUTS
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 Choice = TypeVar("Choice")
@@ -28,11 +30,19 @@ class Implementation:
     batch_invariant: bool = True
     widest: int = 1024  # channels
     partial: bool = False  # what it does not serve it refuses, and dispatch takes another one
+    drops: bool = True  # whether it drops weights
+    draws: Mapping[str, Any] = field(default_factory=dict)  # of `descriptions`, what it serves
 
     @property
     def interpreted(self) -> bool:
         """Whether Triton's interpreter runs it: a thousand times slower than a GPU."""
         return self.slow and self.device == "cpu"
+
+    def case(self, **description: Any) -> Case:
+        """A case where and as it runs: on its device, in its first dtype if none is named."""
+        if not self.drops:
+            description["dropout_p"] = 0.0
+        return make_case(**{"dtype": self.dtypes[0], **description, "device": self.device})
 
     def dtypes_of(self, case: int) -> Sequence[torch.dtype]:
         """The dtypes that one of many cases is tested in."""
@@ -71,7 +81,15 @@ IMPLEMENTATIONS = [
     Implementation("reference", device="cuda"),
     Implementation("cpu", small=_CPU_TILES),
     Implementation("portable", _COMPILED, "cuda", _KERNEL_TILES, slow=True),
-    Implementation("hopper", (BF16, F16), "cuda", slow=True, partial=True),
+    Implementation(
+        "hopper",
+        (BF16, F16),
+        "cuda",
+        slow=True,
+        partial=True,
+        drops=False,
+        draws={"dims": (16, 8, 24, 40), "layouts": LAYOUTS[:2], "dropouts": (0.0,)},
+    ),
 ]
 LINEAR_IMPLEMENTATIONS = [
     Implementation("reference"),
