@@ -16,7 +16,6 @@ from saccade.hopper.configs import KernelProblem
 from saccade.hopper.descriptors import Box, aligned, descriptor
 from saccade.hopper.forward import attention_forward
 from saccade.kernels import tiles, visibility
-from saccade.kernels.compose import mask_functions
 from saccade.kernels.launch import Launch, Pointer, next_width
 from saccade.kernels.rules import Rules
 from saccade.portable.arguments import rules, signature, tensors_of
@@ -35,8 +34,7 @@ class Forward:
         self.kind = kind = Kind.of(inputs)
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         widths = [max(SMALLEST_WIDTH, next_width(dim)) for dim in (head_dim, value_dim)]
-        planned = variant.mask != "" and mask_functions(variant.mask).spans_read > 0
-        problem = KernelProblem(widths[0], widths[1], variant.mask != "", planned)
+        problem = KernelProblem(widths[0], widths[1], variant.mask != "")
         self.schedule = chosen = configs.choose(problem)
         sizes = chosen.query_tile, chosen.kv_tile
         self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
@@ -46,7 +44,7 @@ class Forward:
             Box.of(inputs.query, kind.packed, configs.ROWS, widths[0]),
             Box.of(inputs.key, kind.packed, chosen.kv_tile, widths[0]),
             Box.of(inputs.value, kind.packed, chosen.kv_tile, widths[1]),
-            Box.of(output, kind.packed, configs.ROWS, widths[1]),
+            Box.of(output, kind.packed, configs.ROWS, widths[1] // chosen.output_parts),
         )
         self.launch = Launch(
             attention_forward,
@@ -56,30 +54,22 @@ class Forward:
                 "VALUE_DIM": value_dim,
                 "CONSUMERS": chosen.consumers,
                 "STAGES": chosen.stages,
-                "OWN_OUTPUT": chosen.own_output,
+                "QUERY_STAGES": chosen.query_stages,
                 "CAREFUL": variant.mask != "" or kind.packed,
                 "CONSUMER_REGISTERS": chosen.consumer_registers,
                 "PRODUCER_REGISTERS": chosen.producer_registers,
             },
             {"num_warps": 4, "num_stages": chosen.stages},
         )
-        self.order = self._order(widths)
-        total = kind.geometry.queries.programs(chosen.query_tile)
+        queries, keys = kind.geometry
+        total, slots = queries.programs(chosen.query_tile), queries.slots(chosen.query_tile)
+        length = keys.length // max(keys.batch, 1) if kind.packed else keys.length
+        group = kind.constants["HEADS_PER_KV_HEAD"]
+        size = 2 * sum(widths) * length
+        heads = configs.heads_at_once(problem.masked, slots, kind.multiprocessors, group, size)
+        heads = max(1, min(heads, queries.heads * queries.sequences))
+        self.order = schedule.as_odd(total), schedule.as_odd(slots), schedule.as_odd(heads)
         self.programs = total if chosen.grid == "plain" else min(total, kind.multiprocessors)
-
-    def _order(self, widths: list[int]) -> tuple[int, int, int]:
-        """Tiles in all, tiles of one head, and heads that are taken in turn; for the kernel."""
-        queries, keys = self.kind.geometry
-        at_once, tile = 1, self.schedule.query_tile
-        if self.schedule.at_once_mb:
-            of_kv_head = 2 * sum(widths) * (keys.length // max(keys.sequences, 1))
-            kv_heads = max(1, (self.schedule.at_once_mb << 20) // max(of_kv_head, 1))
-            at_once = kv_heads * self.kind.constants["HEADS_PER_KV_HEAD"]
-            at_once = max(1, min(at_once, queries.heads * queries.sequences))
-        total, slots, at_once = map(
-            schedule.as_odd, (queries.programs(tile), queries.slots(tile), at_once)
-        )
-        return total, slots, at_once
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""

@@ -1,7 +1,7 @@
 """Configs: the schedule of a Hopper kernel, as a pure function of the problem.
 
 Shared memory of a program holds the queries of its consumers, `stages` tiles of keys and as many of
-values, and the output on its way out, unless that lies where the queries lay.
+values, and output on its way out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 ROWS = 64  # query rows of a consumer, as in forward.py
 SHARED_MEMORY = 227 << 10  # bytes of one program
-L2_MEGABYTES = 16  # keys and values that are kept in the L2: a third of it
+L2_BYTES = 32 << 20  # keys and values of heads that take turns: most of the L2
 ADDED_BYTES = 1 << 10  # for barriers and tickets
 
 
@@ -20,7 +20,6 @@ class KernelProblem(NamedTuple):
     head_width: int  # as the kernel widens them
     value_width: int
     masked: bool  # then tiles of query rows are not equally dear
-    planned: bool  # whether other kernels judge tiles, whose sides must be powers of two
 
 
 class Schedule(NamedTuple):
@@ -29,11 +28,11 @@ class Schedule(NamedTuple):
     consumers: int
     kv_tile: int
     stages: int  # a power of two
-    own_output: bool
+    query_stages: int  # a power of two: of tiles of queries
+    output_parts: int  # 1, or 2: halves of its channels go out one after the other
     consumer_registers: int
     producer_registers: int
     grid: str  # "dynamic", "static" (both persistent) or "plain"
-    at_once_mb: int  # MB of keys and values whose heads take turns; 0: one head after the other
 
     @property
     def query_tile(self) -> int:
@@ -42,8 +41,10 @@ class Schedule(NamedTuple):
 
     def shared_memory(self, head_width: int, value_width: int) -> int:
         """Bytes of shared memory, for elements of 2 bytes."""
-        rows = self.query_tile * (head_width + (value_width if self.own_output else 0))
-        return 2 * (rows + self.stages * self.kv_tile * (head_width + value_width)) + ADDED_BYTES
+        queries = self.query_tile * self.query_stages * head_width
+        outputs = self.query_tile * value_width // self.output_parts
+        keys_and_values = self.stages * self.kv_tile * (head_width + value_width)
+        return 2 * (queries + keys_and_values + outputs) + ADDED_BYTES
 
 
 OVERRIDE: Schedule | None = None
@@ -55,10 +56,23 @@ def choose(problem: KernelProblem) -> Schedule:
     if OVERRIDE is not None:
         return OVERRIDE
     width = max(problem.head_width, problem.value_width)
-    grid, at_once = "dynamic", L2_MEGABYTES if problem.masked else 0
-    if width <= 64 and not problem.planned:
-        return Schedule(3, 128, 2, True, 160, 32, grid, at_once)
+    if width <= 64 and not problem.masked:
+        return Schedule(3, 128, 2, 2, 1, 160, 32, "dynamic")
     if width <= 128:
-        return Schedule(2, 128, 2, True, 240, 24, grid, at_once)
-    own = problem.head_width + problem.value_width <= 384
-    return Schedule(2, 64, 2, own, 240, 24, grid, at_once)
+        return Schedule(2, 128, 2, 2, 1, 240, 24, "dynamic")
+    return Schedule(2, 64, 2, 1, 2, 240, 24, "dynamic")
+
+
+def heads_at_once(masked: bool, slots: int, multiprocessors: int, group: int, size: int) -> int:
+    """How many query heads take turns, their longest rows first.
+
+    Without a mask all rows are equally long: one head after the other meets its keys in the L2.
+    Else there should be some tiles to choose from, but not so many that their keys leave the L2.
+
+    slots: tiles of query rows of a head. group: query heads of a kv head. size: bytes of the keys
+    and values of a kv head.
+    """
+    if not masked:
+        return 1
+    enough = -(-2 * multiprocessors // max(slots, 1))
+    return max(1, min(enough, L2_BYTES // max(size, 1) * group))

@@ -28,6 +28,7 @@ from saccade.hopper.pipeline import (
 from saccade.hopper.schedule import (
     next_number,
     num_tiles,
+    num_visits,
     program_of,
     read_ticket,
     tile_of,
@@ -51,30 +52,33 @@ def attention_forward(
     query, key, value, output, logsumexp,  # Views
     rules, sinks, schedule,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
     CAREFUL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of CONSUMERS · 64 rows of one head, one after the other."""
-    rings = make_rings(query_desc, key_desc, value_desc, output_desc, CONSUMERS, STAGES, OWN_OUTPUT)
+    rings = make_rings(
+        query_desc, key_desc, value_desc, output_desc, CONSUMERS, STAGES, QUERY_STAGES
+    )
     # A tuple that holds functions cannot be given a name, so arguments are written out each time.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 1,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
                     HEADS_PER_KV_HEAD,
                 )),
+                (announce, (query, key, rules, schedule, rings)),
             ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
@@ -82,37 +86,38 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 1,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, OWN_OUTPUT, CAREFUL, 2,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 2,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
                     HEADS_PER_KV_HEAD,
                 )),
+                (announce, (query, key, rules, schedule, rings)),
             ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
 @gluon.jit
-def produce(
-    query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-    HEADS_PER_KV_HEAD: gl.constexpr,
-):  # fmt: skip
-    """Load what consumers will need, as soon as there is room for it."""
+def announce(query, key, rules, schedule, rings):
+    """Say which tile of query rows comes next, and which tiles of keys it visits.
+
+    This takes as long as some tiles do, so a warp of its own does it, while others work on the tile
+    before. It asks for a number no sooner: another program may be done by then.
+    """
     QUERY_TILE: gl.constexpr = len(rings.queries) * ROWS
-    KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
-    tile_turn, kv_turn = 0, 0
+    KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
+    turn = 0
     number = gl.program_id(0)
-    following = number
     while number < num_tiles(schedule):
         batch, query_head, tile, slot = query.find(
             program_of(schedule, number), query.data, QUERY_TILE
@@ -124,58 +129,71 @@ def produce(
                 rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
                 QUERY_TILE, KV_TILE, True,
             )  # fmt: skip
-            rings.tickets.acquire(tile_turn)
             place = (batch, query_head, query_start)
-            rings.tickets.put(tile_turn, write_ticket(place, query_len, kv_len, walk))
-            query_batch, query_row = schedule.origin(batch, query.data)
-            kv_batch, kv_row = schedule.origin(batch, key.data)
-            kv_head = query_head // HEADS_PER_KV_HEAD
-            for index in range(0, gl.maximum(walk[3] + walk[5], 1)):
-                kv_start = tile_of(rules, walk, index) * KV_TILE
-                coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
-                rings.keys.acquire(kv_turn)
-                rings.keys.load(kv_turn, key_desc, coordinates)
-                if index == 0:
-                    for which in gl.static_range(len(rings.queries)):
-                        first_row = query_row + query_start + which * ROWS
-                        rings.queries[which].acquire(tile_turn)
-                        rings.queries[which].load(
-                            tile_turn, query_desc, [query_batch, query_head, first_row, 0]
-                        )
-                rings.values.acquire(kv_turn)
-                rings.values.load(kv_turn, value_desc, coordinates)
-                if index == 0:
-                    following = next_number(schedule, number)
-                kv_turn += 1
-            tile_turn += 1
-        else:
-            following = next_number(schedule, number)
-        number = following
+            rings.tickets.put(turn, write_ticket(place, query_len, kv_len, walk))
+            turn += 1
+            rings.tickets.acquire(turn)
+        number = next_number(schedule, number)
     # A ticket for no rows: there is nothing left.
-    rings.tickets.acquire(tile_turn)
-    none = tile_turn * 0
+    none = number * 0
     nothing = (none, none, none, none, none, none)
-    rings.tickets.put(tile_turn, write_ticket((none, none, none), none, none, nothing))
+    rings.tickets.put(turn, write_ticket((none, none, none), none, none, nothing))
+
+
+@gluon.jit
+def produce(
+    query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
+    HEADS_PER_KV_HEAD: gl.constexpr,
+):  # fmt: skip
+    """Load what consumers will need, as soon as there is room for it."""
+    KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
+    tile_turn, kv_turn = 0, 0
+    place, query_len, _, walk = ticket_of(rings, tile_turn)
+    while query_len > 0:
+        batch, query_head, query_start = place
+        query_batch, query_row = schedule.origin(batch, query.data)
+        kv_batch, kv_row = schedule.origin(batch, key.data)
+        kv_head = query_head // HEADS_PER_KV_HEAD
+        visits = num_visits(walk)
+        for index in range(0, visits):
+            kv_start = tile_of(rules, walk, index) * KV_TILE
+            coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
+            rings.keys.acquire(kv_turn)
+            rings.keys.load(kv_turn, key_desc, coordinates)
+            if index == 0:
+                for which in gl.static_range(len(rings.queries)):
+                    first_row = query_row + query_start + which * ROWS
+                    rings.queries[which].acquire(tile_turn)
+                    rings.queries[which].load(
+                        tile_turn, query_desc, [query_batch, query_head, first_row, 0]
+                    )
+            rings.values.acquire(kv_turn)
+            rings.values.load(kv_turn, value_desc, coordinates)
+            if index == gl.maximum(visits - 2, 0):
+                rings.tickets.release(tile_turn)  # now is the time to announce the next tile
+            kv_turn += 1
+        tile_turn += 1
+        place, query_len, _, walk = ticket_of(rings, tile_turn)
 
 
 @gluon.jit
 def consume(
     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    OWN_OUTPUT: gl.constexpr, CAREFUL: gl.constexpr, WHICH: gl.constexpr,
+    CAREFUL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of each tile of query rows that the producer announces."""
     tile_turn, kv_turn = 0, 0
-    place, query_len, kv_len, walk = next_ticket(rings, tile_turn)
+    place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
     while query_len > 0:
+        rings.tickets.release(tile_turn)
         batch, query_head, query_start = place
         first_row = query_start + WHICH * ROWS
         at = (batch, query_head, first_row, query_len, kv_len)
         state = attend(
             rings.queries[WHICH], rings.keys, rings.values, rules, at, walk, tile_turn, kv_turn,
-            OWN_OUTPUT,
         )  # fmt: skip
-        kv_turn += gl.maximum(walk[3] + walk[5], 1)
+        kv_turn += num_visits(walk)
         if CAREFUL and holds_spoilt(state[2]):
             # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care.
             attend_with_care(
@@ -187,26 +205,22 @@ def consume(
                 state, output_desc, output, logsumexp, sinks, schedule, at, rings.outputs[WHICH],
                 VALUE_DIM,
             )  # fmt: skip
-        if not OWN_OUTPUT:
-            wait_for_stores()
-            rings.queries[WHICH].release(tile_turn)
         tile_turn += 1
-        place, query_len, kv_len, walk = next_ticket(rings, tile_turn)
+        place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
     wait_for_stores()
 
 
 @gluon.jit
-def next_ticket(rings, turn):
-    """What to do next, as the producer says."""
+def ticket_of(rings, turn):
+    """What a turn is about, as it was announced."""
     rings.tickets.wait(turn)
-    numbers = rings.tickets.at(turn).load(gl.BlockedLayout([16], [32], [4], [0]))
-    rings.tickets.release(turn)
-    return read_ticket(numbers)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
+    return read_ticket(rings.tickets.at(turn).load(LAYOUT))
 
 
 @gluon.jit
 def attend(
-    queries, keys, values, rules, at, walk, tile_turn, kv_turn, OWN_OUTPUT: gl.constexpr
+    queries, keys, values, rules, at, walk, tile_turn, kv_turn
 ):  # fmt: skip
     """Visit the tiles of keys of a walk: row_max, row_sum and weighted_sum of 64 query rows.
 
@@ -234,11 +248,10 @@ def attend(
         as_operand(weights, query_tile.dtype, SUMS),
         rescale,  # 0, unknown to the compiler: else it moves the product with it elsewhere
     )
-    for index in range(1, walk[3] + walk[5]):
+    for index in range(1, num_visits(walk)):
         state = fold_tile(query_tile, keys, values, rules, at, walk, index, kv_turn, state)
         kv_turn += 1
-    if OWN_OUTPUT:  # else its memory is needed for the output
-        queries.release(tile_turn)
+    queries.release(tile_turn)
     row_max, row_sum, weighted_sum, weights, rescale = state
     values.wait(kv_turn)
     weighted_sum = weighted_sum * along_rows(rescale, weighted_sum)
@@ -295,15 +308,35 @@ def finish(
     attended = (weighted_sum * along_rows(factor, weighted_sum)).to(output_desc.dtype)
     rows = first_row + gl.arange(0, ROWS, row_max.type.layout)
     store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
-    wait_for_stores()
     if first_row + ROWS <= query_len:
-        as_matrix(memory).store(attended)
         output_batch, output_row = schedule.origin(batch, output.data)
-        store(output_desc, [output_batch, query_head, output_row + first_row, 0], memory)
+        place = (output_batch, query_head, output_row + first_row)
+        store_in_parts(output_desc, place, attended, memory)
     else:  # rows past the end are another sequence's, or nobody's
         row, channel = places_of(attended, first_row, 0)
         pointers = row_pointers(output, batch, query_head, row, channel)
         gl.store(pointers, attended, mask=(row < query_len) & (channel < VALUE_DIM))
+
+
+@gluon.jit
+def store_in_parts(output_desc, place, attended, memory):
+    """Write a tile by TMA through shared memory that may hold half of its channels only."""
+    WIDTH: gl.constexpr = memory.shape[-1]
+    if attended.shape[1] == WIDTH:
+        store_part(output_desc, place, 0, attended, memory)
+    else:
+        gl.static_assert(attended.shape[1] == 2 * WIDTH)
+        halves = gl.split(gl.permute(gl.reshape(attended, [ROWS, 2, WIDTH]), (0, 2, 1)))
+        store_part(output_desc, place, 0, halves[0], memory)
+        store_part(output_desc, place, WIDTH, halves[1], memory)
+
+
+@gluon.jit
+def store_part(output_desc, place, channel, part, memory):
+    """Start to write some channels of 64 rows, once the shared memory is free."""
+    wait_for_stores()
+    as_matrix(memory).store(part)
+    store(output_desc, [place[0], place[1], place[2], channel], memory)
 
 
 # ---- layouts --------------------------------------------------------------------------------

@@ -144,21 +144,17 @@ class Rings:
 @gluon.jit
 def make_rings(
     query_desc, key_desc, value_desc, output_desc,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory of a program. Unless OWN_OUTPUT, output lies where its queries lay."""
+    """Shared memory of a program."""
     TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tickets = make_ring(gl.int32, [2, 16], TICKETS, CONSUMERS)
+    tickets = make_ring(gl.int32, [1, 16], TICKETS, CONSUMERS + 1)
     keys = make_ring_for(key_desc, STAGES, CONSUMERS)
     values = make_ring_for(value_desc, STAGES, CONSUMERS)
     queries, outputs = (), ()
     for _ in gl.static_range(CONSUMERS):
-        ring = make_ring_for(query_desc, 1, 1)
-        queries = queries + (ring,)  # noqa: RUF005
-        if OWN_OUTPUT:
-            outputs = outputs + (make_memory_for(output_desc),)  # noqa: RUF005
-        else:
-            outputs = outputs + (ring.memory.index(0),)  # noqa: RUF005
+        queries = queries + (make_ring_for(query_desc, QUERY_STAGES, 1),)  # noqa: RUF005
+        outputs = outputs + (make_memory_for(output_desc),)  # noqa: RUF005
     return Rings(tickets, queries, keys, values, outputs)
 
 

@@ -85,6 +85,12 @@ def tile_of(rules, walk, index):
 
 
 @gluon.jit
+def num_visits(walk):
+    """How many tiles of keys are visited: at least one, see `tile_of`."""
+    return gl.maximum(walk[3] + walk[5], 1)
+
+
+@gluon.jit
 def is_edge(walk, index):
     """Whether pairs of that tile may be hidden."""
     return index < gl.maximum(walk[3], 1 - walk[5])
