@@ -9,7 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 from saccade import recall
 from saccade.kernels import launch
-from saccade.kernels.launch import Launch, Places
+from saccade.kernels.launch import Launch
+from saccade.kernels.places import PROGRAMS, STREAM, Places
 from saccade.portable import attention, gradients, kind, planning
 from saccade.testing import make_case
 
@@ -28,36 +29,52 @@ def three() -> list[Tensor]:
     return [torch.zeros(16) for _ in range(3)]
 
 
-def filler(tensors: list[Tensor], arguments: Any = made) -> Any:
-    places = Places(tensors)
-    return places.fill(arguments(places, tensors)), places.complete
+def starter(tensors: list[Tensor], arguments: Any = made) -> tuple[Any, list[Any], bool]:
+    """What starts such calls, what it started, and whether it may do so again."""
+    places, started = Places(tensors), []
+    given = arguments(places, tensors)
+    start = places.function(lambda *call: started.append(call), (PROGRAMS, STREAM, *given))
+    return start, started, places.complete
 
 
 def test_new_addresses_take_the_places_of_old_ones():
-    fill, complete = filler(three())
+    start, started, complete = starter(three())
     assert complete
     again = three()
-    assert fill(*again) == made(Tensor.data_ptr, again)
+    assert start(5, 77, *again)
+    assert started == [(5, 77, *made(Tensor.data_ptr, again))]
 
 
 def test_addresses_that_are_not_aligned_do_not_fit():
-    fill, _ = filler(three())
+    start, started, _ = starter(three())
     first, _, third = three()
-    assert fill(first, torch.zeros(16)[1:], third) is None
+    assert not start(5, 77, first, torch.zeros(17)[1:], third)
+    assert not started
 
 
 def test_tensors_that_were_one_must_be_one_again():
     first, second, third = three()
-    fill, _ = filler([first, second, first])
+    start, started, _ = starter([first, second, first])
     again = [second, third, second]
-    assert fill(*again) == made(Tensor.data_ptr, again)
-    assert fill(first, second, third) is None
+    assert start(5, 77, *again)
+    assert started == [(5, 77, *made(Tensor.data_ptr, again))]
+    assert not start(5, 77, first, second, third)
+    assert len(started) == 1
 
 
 def test_an_address_without_a_place_serves_one_call_only():
     tensors, other = three(), torch.zeros(16)
-    _, complete = filler(tensors, lambda pointer, given: (*made(pointer, given), pointer(other)))
+    *_, complete = starter(tensors, lambda pointer, given: (*made(pointer, given), pointer(other)))
     assert not complete
+
+
+def test_numbers_come_back_as_they_were():
+    numbers = (0, -1, 2**40, True, None, 0.1, float("inf"), "text", torch.float32, (1, (2.5,)))
+    start, started, _ = starter(three(), lambda pointer, given: (pointer(given[0]), numbers))
+    again = three()
+    start(1, 0, *again)
+    assert started == [(1, 0, again[0].data_ptr(), numbers)]
+    assert [type(number) for number in started[0][3]] == [type(number) for number in numbers]
 
 
 # ---- the library's own launches -----------------------------------------------------------------
@@ -71,28 +88,32 @@ def plain(value: Any) -> Any:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels that would have been started, each checked against arguments made anew."""
     started: list[str] = []
+    handed: list[Any] = []
 
     def call(self: Launch, programs: int, device: Any, tensors: Any, arguments: Any) -> None:
-        real(self, programs, device, tensors, arguments)
+        handed.clear()
+        if not again(self, programs, device, tensors):
+            real(self, programs, device, tensors, arguments)
         if programs:
             given = arguments(Tensor.data_ptr)
             names = self.kernel.arg_names[len(given) :]
             wanted = (*given, *(self.constants[name] for name in names))
-            assert plain(self.fill(*tensors)) == plain(wanted), self.kernel.__name__
+            assert plain(handed) == plain([wanted]), self.kernel.__name__
             started.append(self.kernel.__name__)
 
-    def load(self: Launch, compiled: Any) -> None:
-        self.run = lambda *arguments: None
+    def call_of(compiled: Any, arguments: tuple[Any, ...]) -> Any:
+        return (lambda *given: handed.append(given)), arguments
 
-    real = Launch.__call__
+    real, again = Launch.__call__, Launch.again
     for module in (launch, kind, planning):
         monkeypatch.setattr(module, "current_device", lambda tensor: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(Launch, "_load", load)
-    monkeypatch.setattr(Launch, "compile", lambda self, arguments: None)
+    monkeypatch.setattr(launch, "call_of", call_of)
+    monkeypatch.setattr(Launch, "compile", lambda self, arguments: "compiled")
     monkeypatch.setattr(Launch, "__call__", call)
+    monkeypatch.setattr(Launch, "again", lambda *given: False)  # asked by `call`, which looks on
     for module, memory in ((attention, "_forwards"), (gradients, "_launches"), (recall, "_calls")):
         monkeypatch.setattr(module, memory, {})
     return started

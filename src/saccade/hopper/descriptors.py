@@ -13,7 +13,9 @@ import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from saccade.kernels.launch import ALIGNMENT, Described, Pointer
+from saccade.kernels.driver import Described
+from saccade.kernels.launch import Pointer
+from saccade.kernels.places import ALIGNMENT
 from saccade.problem import Inputs
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
