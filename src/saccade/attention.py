@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade import arguments, dispatch, doors, recall
 from saccade.masks import Mask
 from saccade.prepare import prepare, with_seed
-from saccade.problem import Config, Inputs
+from saccade.problem import Config
 from saccade.recall import Recalled
-from saccade.reference import attention as reference
 from saccade.scores import Score
 
 
@@ -97,23 +95,22 @@ def attention(  # breaks function-length: most of it is the docstring
     >>> output = saccade.attention(query, key, value, mask=saccade.masks.causal())
     """
     arguments.check_flag("return_lse", return_lse)
-    plain = type(deterministic) is bool and type(dropout_p) is float and dropout_p == 0.0
     recall_key = None
-    if plain and sinks is None:
-        options = (scale, implementation, config)
-        recall_key = recall.key_of(query, key, value, mask, score, options)
+    dropless = type(dropout_p) is float and dropout_p == 0.0
+    if sinks is None and dropless and type(deterministic) is bool:
+        recall_key = recall.key_of(query, key, value, mask, score, scale, implementation, config)
     found = recall.recalled(recall_key)
     if found is not None:
-        inputs = Inputs(query, key, value)
-    else:
-        inputs, variant, problem, checked = prepare(
-            query, key, value, None, None, None, None,
-            mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
-            return_lse=return_lse, deterministic=deterministic, config=config,
-        )  # fmt: skip
-        found = Recalled(variant, checked, dispatch.choose(problem, implementation))
-        recall.keep(recall_key, found)
-    output, lse = _run(inputs, found, deterministic)
+        output, lse = doors.attention_again(query, key, value, found, deterministic)
+        return (output, lse) if return_lse else output
+    inputs, variant, problem, checked = prepare(
+        query, key, value, None, None, None, None,
+        mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
+        return_lse=return_lse, deterministic=deterministic, config=config,
+    )  # fmt: skip
+    found = Recalled(variant, checked, dispatch.choose(problem, implementation))
+    recall.keep(recall_key, found)
+    output, lse = doors.attention(with_seed(inputs, variant), found, deterministic)
     return (output, lse) if return_lse else output
 
 
@@ -191,14 +188,5 @@ def attention_packed(
         return_lse=return_lse, deterministic=deterministic, config=config,
     )  # fmt: skip
     found = Recalled(variant, config, dispatch.choose(problem, implementation))
-    output, lse = _run(inputs, found, deterministic)
+    output, lse = doors.attention(with_seed(inputs, variant), found, deterministic)
     return (output, lse) if return_lse else output
-
-
-def _run(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Tensor, Tensor]:
-    """The reference is plain PyTorch, with PyTorch's gradients; all others are operators."""
-    inputs = with_seed(inputs, found.variant)
-    if found.chosen == "reference":
-        return reference.attention(inputs, found.variant)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return doors.attention(inputs, found, deterministic)

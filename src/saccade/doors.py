@@ -31,26 +31,40 @@ from saccade.operators import (
 )
 from saccade.problem import Config, Inputs
 from saccade.recall import PLAIN, Recalled
+from saccade.reference import attention as reference
 
 PLAIN_OR_ABSENT = PLAIN | {type(None)}
 
 
 def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Tensor, Tensor]:
     """Output and lse by the chosen implementation, through the door that fits."""
+    if found.chosen == "reference":  # plain PyTorch, with PyTorch's gradients
+        return reference.attention(inputs, found.variant)
     tracing = torch.compiler.is_compiling()
     tensors = (*inputs, *found.variant.score_captured.tensors)
-    eager = not tracing and nobody_listens(tensors)
-    if eager and not wants_gradients(tensors):
+    if not tracing and nobody_listens(tensors) and not wants_gradients(tensors):
         return _straight(inputs, found)
-    if deterministic not in found.plain:
-        flat = flatten(found.variant, found.config, deterministic, found.chosen)
-        found.tables, found.plain[deterministic] = flat
-    plain = found.plain[deterministic]
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    plain = _plain(found, deterministic)
     if tracing:
         return attention_op(*inputs, found.tables, *plain)
-    if eager and forward_ad._current_level < 0:
-        return enter(_EagerAttention, found, plain, *inputs, *found.tables)
     return enter(_Attention, plain, *inputs, *found.tables)
+
+
+def attention_again(
+    query: Tensor, key: Tensor, value: Tensor, found: Recalled, deterministic: bool
+) -> tuple[Tensor, Tensor]:
+    """The same for a call that is recalled: eager, and with no tensors but these three plain ones.
+
+    A small problem takes less time on a GPU than its way there, so this one has no detours.
+    """
+    if somebody_listens() or forward_ad._current_level >= 0 or found.chosen == "reference":
+        return attention(Inputs(query, key, value), found, deterministic)
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    ):
+        return enter(_AttentionAgain, found, deterministic, query, key, value)
+    return _straight(Inputs(query, key, value), found)
 
 
 def _straight(inputs: Inputs, found: Recalled) -> tuple[Tensor, Tensor]:
@@ -59,6 +73,14 @@ def _straight(inputs: Inputs, found: Recalled) -> tuple[Tensor, Tensor]:
         config = found.config or Config()
         found.forward = body_of(found.chosen).prepared(inputs, found.variant, config)
     return found.forward(inputs, found.variant)
+
+
+def _plain(found: Recalled, deterministic: bool) -> tuple[Any, ...]:
+    """The plain arguments of the operator; its tables then lie in `found`."""
+    if deterministic not in found.plain:
+        flat = flatten(found.variant, found.config, deterministic, found.chosen)
+        found.tables, found.plain[deterministic] = flat
+    return found.plain[deterministic]
 
 
 def wants_gradients(tensors: Sequence[Tensor | None]) -> bool:
@@ -74,27 +96,48 @@ def nobody_listens(tensors: Sequence[Tensor | None]) -> bool:
     """Whether no transform, mode or tensor subclass wants to see the operator: then the body may
     be called past PyTorch's dispatcher, which takes as long as a small problem does.
     """
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return PLAIN_OR_ABSENT.issuperset(map(type, tensors))
+    return not somebody_listens() and PLAIN_OR_ABSENT.issuperset(map(type, tensors))
 
 
-class _EagerAttention(torch.autograd.Function):
-    """The body itself with gradients: of calls that no transform, mode or subclass sees, most of
-    all. One function with its context takes less time to enter than two without.
+def somebody_listens() -> bool:
+    """Whether a transform or mode wants to see every operator."""
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
+
+
+class _AttentionAgain(torch.autograd.Function):
+    """The body itself with gradients: of calls that no transform, mode or subclass sees, and that
+    have no tensors but three.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, found: Recalled, plain: tuple[Any, ...], *tensors: Tensor | None
+        ctx: Any, found: Recalled, deterministic: bool, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        results = _straight(Inputs(*tensors[:NUM_INPUTS]), found)  # type: ignore[arg-type]
-        keep_for_backward(ctx, tensors[:NUM_INPUTS], tensors[NUM_INPUTS:], plain, results)
+        results = _straight(Inputs(query, key, value), found)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, *results)
+        ctx.found = found
+        ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         return results
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, *gradients_of(ctx, _backward, *grads))
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        if grad_output is None and grad_lse is None:
+            return (None,) * 5
+        found, deterministic = ctx.found, ctx.deterministic
+        query, key, value, output, lse = ctx.saved_tensors
+        tensors = (grad_output, grad_lse, output, lse, query, key, value)
+        if torch.is_grad_enabled() or not nobody_listens(tensors):
+            absent = (None,) * (NUM_INPUTS - 3)
+            gradients = _backward([], _plain(found, deterministic), *tensors, *absent)
+            return (None, None, *gradients[:3])
+        if grad_output is None:
+            grad_output = torch.zeros_like(output)
+        gradients = body_of(found.chosen).backward(
+            Inputs(query, key, value), found.variant, found.config or Config(),
+            output, lse, grad_output, grad_lse, (), deterministic,
+        )  # fmt: skip
+        return (None, None, *gradients[:3])
 
 
 class _Attention(torch.autograd.Function):

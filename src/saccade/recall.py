@@ -8,7 +8,7 @@ tracing, tensor subclasses) is checked every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,28 +46,29 @@ def key_of(
     value: Tensor,
     mask: Mask | Tensor | None,
     score: Score | None,
-    options: tuple[Any, ...],
+    scale: float | None,
+    implementation: str | None,
+    config: Config | Mapping[tuple[int, int], Config] | None,
 ) -> tuple[Any, ...] | None:
     """What a call is recalled by; None for a call that must be checked."""
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return None
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         return None
-    for change, kind in ((mask, Mask), (score, Score)):
-        if change is not None and (type(change) is not kind or change.captured.tensors):
-            return None
-    scale, implementation, config = options
-    if not (implementation is None or type(implementation) is str):
-        return None
-    if not (scale is None or type(scale) is float) or not (
-        config is None or type(config) is Config
+    # Equal is not enough: 1 and 1.0 and True are, and only one of them is a scale.
+    if (
+        (mask is not None and (type(mask) is not Mask or mask.captured.tensors))
+        or (score is not None and (type(score) is not Score or score.captured.tensors))
+        or (scale is not None and type(scale) is not float)
+        or (implementation is not None and type(implementation) is not str)
+        or (config is not None and type(config) is not Config)
     ):
         return None
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
         query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
-        mask, score, options,
-        torch.get_float32_matmul_precision() if query.dtype == torch.float32 else None,
+        mask, score, scale, implementation, config,
+        torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
     )  # fmt: skip
 
 

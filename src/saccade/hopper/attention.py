@@ -18,10 +18,16 @@ from saccade.hopper.forward import attention_forward
 from saccade.kernels import tiles, visibility
 from saccade.kernels.launch import Launch, Pointer, next_width
 from saccade.kernels.rules import Rules
-from saccade.portable.arguments import rules, signature, tensors_of
+from saccade.portable.arguments import (
+    brings_three,
+    rules,
+    signature,
+    tensors_of,
+    there_are,
+)
 from saccade.portable.gradients import backward as backward
-from saccade.portable.kind import Kind, Layout, remembered
-from saccade.portable.planning import Planner
+from saccade.portable.kind import Kind, memory_like, remembered
+from saccade.portable.planning import NO_PLAN, Plan, Planner
 from saccade.problem import Config, Inputs, Variant, empty_results
 
 SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
@@ -31,7 +37,8 @@ class Forward:
     """The forward pass of one kind of call, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant):
-        self.kind = kind = Kind.of(inputs)
+        self.kind, self.device = Kind.of(inputs), inputs.query.device
+        kind = self.kind
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         widths = [max(SMALLEST_WIDTH, next_width(dim)) for dim in (head_dim, value_dim)]
         problem = KernelProblem(widths[0], widths[1], variant.mask != "")
@@ -39,7 +46,9 @@ class Forward:
         sizes = chosen.query_tile, chosen.kv_tile
         self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
         output, lse = empty_results(inputs)
-        self.output, self.lse = Layout.of(output), Layout.of(lse)
+        self.output, self.lse = memory_like(output), memory_like(lse)
+        self.alone = brings_three(inputs, variant) and not self.planner.needed
+        self.counted = chosen.grid == "dynamic"
         self.boxes = (
             Box.of(inputs.query, kind.packed, configs.ROWS, widths[0]),
             Box.of(inputs.key, kind.packed, chosen.kv_tile, widths[0]),
@@ -73,14 +82,22 @@ class Forward:
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""
-        inputs = aligned(inputs)
-        device = inputs.query.device
-        output, lse = self.output.empty(device), self.lse.empty(device)
-        plan = self.planner(inputs, variant)
-        counters: tuple[Tensor, ...] = ()
-        if self.schedule.grid == "dynamic":
-            counters = (counter_of(device),)
+        output, lse = self.output(), self.lse()
+        plan, tensors = NO_PLAN, (*inputs[:3], output, lse)
+        if not self.alone:
+            plan = self.planner(inputs, variant)
+            tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors)
+        counter = counter_of(self.device) if self.counted else None
+        if counter is not None:
+            tensors = (*tensors, counter)
+        if not self.launch.again(self.programs, self.kind.device, tensors):
+            self._start(aligned(inputs), variant, output, lse, plan, counter)
+        return output, lse
 
+    def _start(
+        self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: Plan,
+        counter: Tensor | None,
+    ) -> None:  # fmt: skip
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             moved = (inputs.query, inputs.key, inputs.value, output)
             return (
@@ -92,14 +109,13 @@ class Forward:
                 None if inputs.sinks is None else pointer(inputs.sinks),
                 schedule.Schedule(
                     tiles.packed_origin if self.kind.packed else tiles.dense_origin,
-                    pointer(counters[0]) if counters else None,
+                    None if counter is None else pointer(counter),
                     *self.order,
                 ),
             )
 
-        tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, *counters)
+        tensors = there_are((*tensors_of(inputs, variant), output, lse, *plan.tensors, counter))
         self.launch(self.programs, self.kind.device, tensors, arguments)
-        return output, lse
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
@@ -111,10 +127,9 @@ def counter_of(device: torch.device) -> Tensor:
     Calls on one stream follow each other, so they share one. A graph that is captured gets its own,
     as it may run beside anything.
     """
-    index = torch._C._cuda_getDevice() if device.index is None else device.index
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros((), dtype=torch.int32, device=device)
-    key = index, torch._C._cuda_getCurrentRawStream(index)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     found = _counters.get(key)
     if found is None:
         found = _counters[key] = torch.zeros((), dtype=torch.int32, device=device)

@@ -214,6 +214,12 @@ def there_are(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
+def brings_three(inputs: Inputs, variant: Variant) -> bool:
+    """Whether a call, and every one of its kind, has no tensors but query, key and value."""
+    captured = variant.mask_captured.tensors or variant.score_captured.tensors
+    return inputs[3:] == NO_OTHERS and not captured
+
+
 def tensors_of(inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
     """All tensors that a call brings with it, those that its mask and score captured too."""
     captured = *variant.mask_captured.tensors, *variant.score_captured.tensors

@@ -9,7 +9,7 @@ Careful keys repeat, under a mask, what met NaN or inf.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from saccade.portable.arguments import rules, signature, tensors_of, there_are, 
 from saccade.portable.backward import attention_backward_keys
 from saccade.portable.backward_bias import attention_backward_bias
 from saccade.portable.backward_queries import attention_backward_queries
-from saccade.portable.kind import Kind, Layout, remembered, with_unit_channels
+from saccade.portable.kind import Kind, memory_like, remembered, with_unit_channels
 from saccade.portable.pairs import Forward
 from saccade.portable.planning import Plan, Planner
 from saccade.portable.row_statistics import attention_row_statistics
@@ -42,7 +42,7 @@ class Launches(NamedTuple):
     over_queries: Planner  # for keys and careful
     over_keys: Planner  # for queries
     tables: dict[int, Launch]  # by place among the score's captured tensors
-    gradients: tuple[Layout, ...]  # of query, key and value
+    gradients: tuple[Callable[[], Tensor], ...]  # memory for those of query, key and value
 
 
 class Results(NamedTuple):
@@ -117,7 +117,7 @@ def _prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bo
     ]
     over_queries = Planner(inputs, variant, kind.geometry, sizes[0], over_keys=False)
     over_keys = Planner(inputs, variant, kind.geometry, sizes[1], over_keys=True)
-    layouts = tuple(map(Layout.of, empty_gradients(inputs)[:3]))
+    memories = tuple(map(memory_like, empty_gradients(inputs)[:3]))
     return Launches(
         kind,
         statistics,
@@ -127,7 +127,7 @@ def _prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bo
         over_queries,
         over_keys,
         tables={},
-        gradients=layouts,
+        gradients=memories,
     )
 
 
@@ -155,8 +155,7 @@ class _Call(NamedTuple):
     def run(self, wanted: Sequence[int], config: Config) -> Gradients:
         """Start every kernel of the pass."""
         launches, kind = self.launches, self.launches.kind
-        device = self.inputs.query.device
-        of_query, of_key, of_value = (layout.empty(device) for layout in launches.gradients)
+        of_query, of_key, of_value = (memory() for memory in launches.gradients)
         known = [*tensors_of(self.inputs, self.variant), *there_are(self.results)]
         programs = kind.geometry.queries.programs(STATISTICS_TILE)
         launches.statistics(programs, kind.device, known, self._statistics_arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -97,21 +98,10 @@ class Kind(NamedTuple):
         return view(pointer, numbers, strides, self.geometry.queries, inputs.cu_seqlens_q)
 
 
-class Layout(NamedTuple):
-    """Shape, strides and dtype of a result, to allocate it without working them out again."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor) -> Layout:
-        """The layout of a tensor."""
-        return Layout(tensor.shape, tensor.stride(), tensor.dtype)
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Memory of this layout."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+def memory_like(tensor: Tensor) -> Callable[[], Tensor]:
+    """What gives memory like a tensor's each time, without working its layout out again."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return partial(torch.empty_strided, shape, strides, dtype=tensor.dtype, device=tensor.device)
 
 
 def architecture(tensor: Tensor) -> str:

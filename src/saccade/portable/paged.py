@@ -18,7 +18,7 @@ from saccade.kernels.rules import Rules
 from saccade.kernels.schedule import NOTE_SIZE, PLAN_ROW
 from saccade.kernels.tiles import ADDED
 from saccade.portable.arguments import mask_argument, score_argument
-from saccade.portable.kind import Layout, remembered
+from saccade.portable.kind import memory_like, remembered
 from saccade.portable.merge import merge_partials
 from saccade.portable.paged_forward import Partials, attention_pages
 from saccade.portable.paged_kind import PagedKind, made_regular, signature
@@ -109,15 +109,14 @@ class PagedForward:
         ]
         packed = inputs.cu_seqlens_q is not None
         self.output, self.lse = map(
-            Layout.of, empty_rows(inputs.query, inputs.value_pages.shape[3], packed)
+            memory_like, empty_rows(inputs.query, inputs.value_pages.shape[3], packed)
         )
 
     def __call__(self, inputs: PagedInputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""
         if not self.regular:
             inputs = made_regular(inputs)
-        device = inputs.query.device
-        output, lse = self.output.empty(device), self.lse.empty(device)
+        output, lse = self.output(), self.lse()
         captured = variant.mask_captured.tensors, variant.score_captured.tensors
         given = (*inputs, *captured[0], *captured[1], output, lse)
         tensors = [tensor for tensor in given if tensor is not None]
