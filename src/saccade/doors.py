@@ -30,10 +30,10 @@ from saccade.operators import (
     split,
 )
 from saccade.problem import Config, Inputs
-from saccade.recall import PLAIN, Recalled
+from saccade.recall import PLAIN_OR_ABSENT, Recalled
 from saccade.reference import attention as reference
 
-PLAIN_OR_ABSENT = PLAIN | {type(None)}
+NO_CHOICE = Config()  # of tiles: the implementation's own
 
 
 def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def attention_again(
 def _straight(inputs: Inputs, found: Recalled) -> tuple[Tensor, Tensor]:
     """The body itself, by the forward pass that was prepared for such calls."""
     if found.forward is None:
-        config = found.config or Config()
+        config = found.config or NO_CHOICE
         found.forward = body_of(found.chosen).prepared(inputs, found.variant, config)
     return found.forward(inputs, found.variant)
 
@@ -134,7 +134,7 @@ class _AttentionAgain(torch.autograd.Function):
         if grad_output is None:
             grad_output = torch.zeros_like(output)
         gradients = body_of(found.chosen).backward(
-            Inputs(query, key, value), found.variant, found.config or Config(),
+            Inputs(query, key, value), found.variant, found.config or NO_CHOICE,
             output, lse, grad_output, grad_lse, (), deterministic,
         )  # fmt: skip
         return (None, None, *gradients[:3])

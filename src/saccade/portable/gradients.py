@@ -18,7 +18,14 @@ from torch import Tensor
 from saccade import expressions
 from saccade.kernels.compose import score_functions
 from saccade.kernels.launch import Launch, Pointer
-from saccade.portable.arguments import rules, signature, tensors_of, there_are, view
+from saccade.portable.arguments import (
+    brings_three,
+    rules,
+    signature,
+    tensors_of,
+    there_are,
+    view,
+)
 from saccade.portable.backward import attention_backward_keys
 from saccade.portable.backward_bias import attention_backward_bias
 from saccade.portable.backward_queries import attention_backward_queries
@@ -41,6 +48,8 @@ class Launches(NamedTuple):
     queries: Launch | None  # None in the fast form
     over_queries: Planner  # for keys and careful
     over_keys: Planner  # for queries
+    programs: tuple[int, int, int]  # of statistics, keys and careful, queries
+    alone: bool  # whether calls have no tensors but query, key and value, and need no plan
     tables: dict[int, Launch]  # by place among the score's captured tensors
     gradients: tuple[Callable[[], Tensor], ...]  # memory for those of query, key and value
 
@@ -78,9 +87,11 @@ def backward(
         grad_output = grad_output.contiguous()
     statistics = torch.empty_like(lse), torch.empty_like(lse)
     results = Results(output, lse, grad_output, grad_lse, *statistics)
-    kept_strides = (output.stride(), grad_output.stride(), lse.stride())
-    kept_strides += (None if grad_lse is None else grad_lse.stride(),)
-    key = (signature(inputs, variant), config, kept_strides, deterministic)
+    key = (
+        *signature(inputs, variant), config, deterministic,
+        output.stride(), grad_output.stride(), lse.stride(),
+        None if grad_lse is None else grad_lse.stride(),
+    )  # fmt: skip
     launches = remembered(_launches, key, lambda: _prepare(inputs, variant, config, deterministic))
     return _Call(inputs, variant, launches, results).run(wanted_tables, config)
 
@@ -117,18 +128,18 @@ def _prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bo
     ]
     over_queries = Planner(inputs, variant, kind.geometry, sizes[0], over_keys=False)
     over_keys = Planner(inputs, variant, kind.geometry, sizes[1], over_keys=True)
-    memories = tuple(map(memory_like, empty_gradients(inputs)[:3]))
+    of_queries, of_keys = kind.geometry
     return Launches(
-        kind,
-        statistics,
-        keys,
-        careful,
-        queries,
-        over_queries,
-        over_keys,
+        kind, statistics, keys, careful, queries, over_queries, over_keys,
+        programs=(
+            of_queries.programs(STATISTICS_TILE),
+            of_keys.programs(sizes[0][1]),
+            of_queries.programs(sizes[1][0]),
+        ),
+        alone=brings_three(inputs, variant) and not over_queries.needed,
         tables={},
-        gradients=memories,
-    )
+        gradients=tuple(map(memory_like, empty_gradients(inputs)[:3])),
+    )  # fmt: skip
 
 
 FEW_QUERIES = 64  # rows of queries that one program of the ordered form takes, about
@@ -155,9 +166,10 @@ class _Call(NamedTuple):
     def run(self, wanted: Sequence[int], config: Config) -> Gradients:
         """Start every kernel of the pass."""
         launches, kind = self.launches, self.launches.kind
-        of_query, of_key, of_value = (memory() for memory in launches.gradients)
-        known = [*tensors_of(self.inputs, self.variant), *there_are(self.results)]
-        programs = kind.geometry.queries.programs(STATISTICS_TILE)
+        of_query, of_key, of_value = [memory() for memory in launches.gradients]
+        brought = self.inputs[:3] if launches.alone else tensors_of(self.inputs, self.variant)
+        known = (*brought, *there_are(self.results))
+        programs = launches.programs[0]
         launches.statistics(programs, kind.device, known, self._statistics_arguments)
         if launches.queries is None:
             self._shared(known, of_query, of_key, of_value)
@@ -190,14 +202,13 @@ class _Call(NamedTuple):
         self, known: Sequence[Tensor], of_key: Tensor, of_value: Tensor, total: Tensor | None
     ) -> None:
         launches, kind = self.launches, self.launches.kind
-        plan = launches.over_queries(self.inputs, self.variant)
-        keys, offsets = kind.geometry.keys, self.inputs.cu_seqlens_k
-        programs = keys.programs(launches.keys.constants["KV_TILE"])
+        plan, programs = launches.over_queries(self.inputs, self.variant), launches.programs[1]
         verdicts = None
         if self.variant.mask:
             verdicts = torch.empty(programs, dtype=torch.int32, device=of_key.device)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            keys, offsets = kind.geometry.keys, self.inputs.cu_seqlens_k
             return (
                 self._forward(pointer),
                 view(pointer, of_key, kind.steps(of_key), keys, offsets),
@@ -207,8 +218,7 @@ class _Call(NamedTuple):
                 None if verdicts is None else pointer(verdicts),
             )
 
-        more = there_are((of_key, of_value, total, verdicts, *plan.tensors))
-        tensors = (*known, *more)
+        tensors = (*known, *there_are((of_key, of_value, total, verdicts)), *plan.tensors)
         launches.keys(programs, kind.device, tensors, arguments)
         if self.variant.mask:
             launches.careful(programs, kind.device, tensors, arguments)
@@ -221,8 +231,8 @@ class _Call(NamedTuple):
             of_queries = self._rows(pointer, of_query)
             return self._forward(pointer), of_queries, self._rules(pointer, plan)
 
-        programs = kind.geometry.queries.programs(launch.constants["QUERY_TILE"])
-        launch(programs, kind.device, (*known, of_query, *plan.tensors), arguments)
+        tensors = (*known, of_query, *plan.tensors)
+        launch(self.launches.programs[2], kind.device, tensors, arguments)
 
     def _sinks(self) -> Tensor | None:
         """A sink's weight times minus row_dot, over all rows that it joins."""
