@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from saccade import dispatch
+from saccade import arguments, dispatch, recall
 from saccade.masks import Mask
-from saccade.operators_paged import attention_paged_through, no_gradients
+from saccade.operators_paged import attention_paged_through
 from saccade.prepare import prepare_paged
 from saccade.problem import Config, PagedInputs
+from saccade.recall import Recalled
 from saccade.reference import paged as reference
 from saccade.scores import Score
 
@@ -113,16 +113,20 @@ def attention_paged(  # breaks function-length: most of it is the docstring
         query, key_pages, value_pages, page_table, kv_lens,
         cu_seqlens_q, sinks, key_scales, value_scales,
     )  # fmt: skip
-    inputs, variant, problem, resolved = prepare_paged(
-        inputs, mask=mask, score=score, scale=scale, batch_invariant=batch_invariant,
-        return_lse=return_lse, config=config,
-    )  # fmt: skip
-    chosen = dispatch.choose(problem, implementation)
-    if chosen == "reference":
-        output, lse = reference.attention_paged(inputs, variant)
+    arguments.check_flag("return_lse", return_lse)
+    recall_key = recall.paged_key_of(
+        inputs, mask, score, scale, batch_invariant, implementation, config
+    )
+    found = recall.recalled(recall_key)
+    if found is None:
+        inputs, variant, problem, resolved = prepare_paged(
+            inputs, mask=mask, score=score, scale=scale, batch_invariant=batch_invariant,
+            return_lse=return_lse, config=config,
+        )  # fmt: skip
+        found = Recalled(variant, resolved, dispatch.choose(problem, implementation))
+        recall.keep(recall_key, found)
+    if found.chosen == "reference":
+        output, lse = reference.attention_paged(inputs, found.variant)
     else:
-        tensors = (*inputs, *variant.score_captured.tensors)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            raise no_gradients(chosen)
-        output, lse = attention_paged_through(chosen, inputs, variant, resolved, batch_invariant)
+        output, lse = attention_paged_through(inputs, found, batch_invariant)
     return (output, lse) if return_lse else output

@@ -88,6 +88,12 @@ class PagedBody(Protocol):
         """Output and lse."""
         ...
 
+    def prepared(
+        self, inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+    ) -> Callable[[PagedInputs, Variant], tuple[Tensor, Tensor]]:
+        """`forward` for calls of the same shapes, strides, dtypes, device and variant."""
+        ...
+
 
 MODULES = {
     "cpu": "saccade.cpu.attention",

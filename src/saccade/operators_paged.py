@@ -1,8 +1,8 @@
 """Operators over pages: attention, writing and moving, as PyTorch knows them (`torch.library`).
 
 Schemas hold tensors and plain values only, as in `operators.py`. Attention over pages has one
-body an implementation; what writes and moves pages is a kernel for a kind of device, registered
-under PyTorch's own dispatcher.
+body an implementation, which eager calls reach past the operator where nobody listens to it; what
+writes and moves pages is a kernel for a kind of device, registered under PyTorch's own dispatcher.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from saccade.bodies import paged_body_of
+from saccade.doors import nobody_listens
 from saccade.operators import EXACT_STRIDES, config_of, flatten, not_implemented, variant_of
-from saccade.problem import Config, PagedInputs, Variant, empty_rows
+from saccade.problem import Config, PagedInputs, empty_rows
+from saccade.recall import Recalled
 
 NUM_INPUTS = len(PagedInputs._fields)
 IMPLEMENTATION = 8  # its place among the plain values
@@ -32,15 +34,21 @@ attention_paged_op = torch.ops.saccade.attention_paged.default
 
 
 def attention_paged_through(
-    implementation: str,
-    inputs: PagedInputs,
-    variant: Variant,
-    config: Config | None,
-    batch_invariant: bool,
+    inputs: PagedInputs, found: Recalled, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse by the operator."""
-    tables, plain = flatten(variant, config, batch_invariant, implementation)
-    return attention_paged_op(*inputs, tables, *plain)
+    """Output and lse by the operator, or where nobody listens to it by the body itself."""
+    variant, captured = found.variant, found.variant.score_captured.tensors
+    tensors = (*inputs, *captured) if captured else inputs
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
+        raise no_gradients(found.chosen)
+    if torch.compiler.is_compiling() or not nobody_listens(tensors):
+        tables, plain = flatten(variant, found.config, batch_invariant, found.chosen)
+        return attention_paged_op(*inputs, tables, *plain)
+    if found.forward is None:
+        config = found.config or Config()
+        body = paged_body_of(found.chosen)
+        found.forward = body.prepared(inputs, variant, config, batch_invariant)
+    return found.forward(inputs, variant)
 
 
 def attention_paged_body(*arguments: Any) -> tuple[Tensor, Tensor]:

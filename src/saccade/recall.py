@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from saccade.arguments import values_readable
 from saccade.masks import Mask
-from saccade.problem import Config, Inputs, Variant
+from saccade.problem import Config, PagedInputs, Variant
 from saccade.scores import Score
 
 MOST_CALLS = 4096  # kinds of calls that are kept
 PLAIN = frozenset({Tensor, Parameter})  # types that nothing but PyTorch itself looks into
+PLAIN_OR_ABSENT = PLAIN | {type(None)}
+
+AnyConfig = Config | Mapping[tuple[int, int], Config] | None
 
 
 @dataclass
@@ -32,7 +36,7 @@ class Recalled:
     variant: Variant
     config: Config | None
     chosen: str
-    forward: Callable[[Inputs, Variant], tuple[Tensor, Tensor]] | None = None
+    forward: Callable[[Any, Variant], tuple[Tensor, Tensor]] | None = None
     tables: list[Tensor] = field(default_factory=list)
     plain: dict[bool, tuple[Any, ...]] = field(default_factory=dict)  # by `deterministic`
 
@@ -48,21 +52,12 @@ def key_of(
     score: Score | None,
     scale: float | None,
     implementation: str | None,
-    config: Config | Mapping[tuple[int, int], Config] | None,
+    config: AnyConfig,
 ) -> tuple[Any, ...] | None:
     """What a call is recalled by; None for a call that must be checked."""
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return None
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        return None
-    # Equal is not enough: 1 and 1.0 and True are, and only one of them is a scale.
-    if (
-        (mask is not None and (type(mask) is not Mask or mask.captured.tensors))
-        or (score is not None and (type(score) is not Score or score.captured.tensors))
-        or (scale is not None and type(scale) is not float)
-        or (implementation is not None and type(implementation) is not str)
-        or (config is not None and type(config) is not Config)
-    ):
+    if _must_be_checked(mask, score, scale, implementation, config):
         return None
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
@@ -70,6 +65,52 @@ def key_of(
         mask, score, scale, implementation, config,
         torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
     )  # fmt: skip
+
+
+def paged_key_of(
+    inputs: PagedInputs,
+    mask: Mask | Tensor | None,
+    score: Score | None,
+    scale: float | None,
+    batch_invariant: bool,
+    implementation: str | None,
+    config: AnyConfig,
+) -> tuple[Any, ...] | None:
+    """The same of a call over pages. Where lengths and tables can be read, they are checked."""
+    if not PLAIN_OR_ABSENT.issuperset(map(type, inputs)) or values_readable(inputs.kv_lens):
+        return None
+    if _must_be_checked(mask, score, scale, implementation, config):
+        return None
+    if type(batch_invariant) is not bool:
+        return None
+    query = inputs.query
+    kinds = [
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        for tensor in inputs
+    ]
+    return (
+        *kinds, mask, score, scale, batch_invariant, implementation, config,
+        torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
+    )  # fmt: skip
+
+
+def _must_be_checked(
+    mask: Mask | Tensor | None,
+    score: Score | None,
+    scale: float | None,
+    implementation: str | None,
+    config: AnyConfig,
+) -> bool:
+    """Whether a call is out of the ordinary. Equal is not enough: 1, 1.0 and True are equal."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._is_any_autocast_enabled()
+        or (mask is not None and (type(mask) is not Mask or mask.captured.tensors))
+        or (score is not None and (type(score) is not Score or score.captured.tensors))
+        or (scale is not None and type(scale) is not float)
+        or (implementation is not None and type(implementation) is not str)
+        or (config is not None and type(config) is not Config)
+    )
 
 
 def recalled(key: tuple[Any, ...] | None) -> Recalled | None:

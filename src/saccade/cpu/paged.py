@@ -10,6 +10,7 @@ partial results merge by their lse in the order of the keys.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -53,6 +54,13 @@ def forward(
         of_output.copy_(found[0].squeeze(0))
         of_lse.copy_(found[1].squeeze(0))
     return output, lse
+
+
+def prepared(
+    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+) -> Callable[[PagedInputs, Variant], tuple[Tensor, Tensor]]:
+    """`forward` for calls of the same kind; nothing needs preparing."""
+    return lambda given, with_its_own: forward(given, with_its_own, config, batch_invariant)
 
 
 def _together(

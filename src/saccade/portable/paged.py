@@ -8,7 +8,8 @@ allocates depends on shapes only, so it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from saccade.problem import Config, PagedInputs, Variant, empty_rows
 class PassLaunches:
     """The kernels of one pass over the sequences of few query rows, or of many."""
 
-    def __init__(self, kind: PagedKind, of: Pass):
+    def __init__(self, kind: PagedKind, of: Pass, device: torch.device):
         self.kind, self.of = kind, of
         config = of.config
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -43,56 +44,84 @@ class PassLaunches:
         merge |= {"HEADS_IN_TILE": of.heads_in_tile, "ROWS": of.merged_rows}
         merge |= {"ROW_PARTS": of.merge_parts, "AT_ONCE": of.merged_at_once}
         self.merge = Launch(merge_partials, merge, {"num_warps": 4, "num_stages": 1})
+        self.merging = of.programs * of.merge_parts if of.may_cut else 0  # programs
         self.plan = Launch(plan_pages, of.plan_constants, {"num_warps": 4, "num_stages": 1})
+        whole, single = (
+            partial(torch.empty, dtype=dtype, device=device)
+            for dtype in (torch.int32, torch.float32)
+        )
+        self.rows = partial(whole, of.groups * (1 + PLAN_ROW.value))  # memory, as all below
+        self.numbers = partial(single, of.partial_numbers)
+        self.notes = partial(whole, of.programs * NOTE_SIZE.value)
 
     def __call__(
         self, inputs: PagedInputs, variant: Variant, output: Tensor, lse: Tensor,
-        tensors: list[Tensor],
+        tensors: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
         """Compute the rows of the sequences that the pass is for."""
-        kind, of, device = self.kind, self.of, inputs.query.device
-        plan = None
-        if of.planned:
-            size = of.groups * (1 + PLAN_ROW.value)
-            plan = torch.empty(size, dtype=torch.int32, device=device)
-            tensors = [*tensors, plan]
-            heads = of.heads if of.told_apart else 1
-            self.plan(
-                of.groups, kind.device, tensors,
-                lambda p: (
-                    kind.plan_rows(p, inputs, heads), kind.pages(p, inputs)[0],
-                    kind.plan_mask(variant, p), of.schedule(p, None), p(plan),
-                ),
-            )  # fmt: skip
-        numbers = torch.empty(of.partial_numbers, dtype=torch.float32, device=device)
-        notes = torch.empty(of.programs * NOTE_SIZE.value, dtype=torch.int32, device=device)
-        tensors = [*tensors, numbers, notes]
+        of, device = self.of, self.kind.device
+        rows = self.rows() if of.planned else None
+        numbers, notes = self.numbers(), self.notes()
+        call = _PassCall(self, inputs, variant, output, lse, rows, numbers, notes)
+        if rows is not None:
+            tensors = (*tensors, rows)
+            self.plan(of.groups, device, tensors, call.of_plan)
+        tensors = (*tensors, numbers, notes)
+        self.attention(of.programs, device, tensors, call.of_attention)
+        if self.merging:
+            self.merge(self.merging, device, tensors, call.of_merge)
 
-        def results(pointer: Pointer) -> tuple[Any, ...]:
-            return kind.results(pointer, inputs, output, lse)
 
-        def partials(pointer: Pointer) -> Partials:
-            return Partials(pointer(numbers), of.softmax_place + ADDED.value, pointer(notes))
+class _PassCall(NamedTuple):
+    """One pass under way: the arguments of its kernels."""
 
-        self.attention(
-            of.programs, kind.device, tensors,
-            lambda p: (
-                kind.rows(p, inputs), *kind.pages(p, inputs), *results(p),
-                Rules(
-                    mask_argument(variant, p), score_argument(variant, p), None, variant.scale
-                ),
-                None if inputs.sinks is None else p(inputs.sinks),
-                of.schedule(p, plan), partials(p),
-            ),
-        )  # fmt: skip
-        if of.may_cut:
-            self.merge(
-                of.programs * of.merge_parts, kind.device, tensors,
-                lambda p: (
-                    kind.rows(p, inputs), kind.pages(p, inputs)[0], *results(p),
-                    of.schedule(p, plan), partials(p),
-                ),
-            )  # fmt: skip
+    launches: PassLaunches
+    inputs: PagedInputs
+    variant: Variant
+    output: Tensor
+    lse: Tensor
+    plan: Tensor | None
+    numbers: Tensor
+    notes: Tensor
+
+    def of_plan(self, pointer: Pointer) -> tuple[Any, ...]:
+        kind, of = self.launches.kind, self.launches.of
+        assert self.plan is not None
+        return (
+            kind.plan_rows(pointer, self.inputs, of.heads if of.told_apart else 1),
+            kind.pages(pointer, self.inputs)[0],
+            kind.plan_mask(self.variant, pointer),
+            of.schedule(pointer, None),
+            pointer(self.plan),
+        )
+
+    def of_attention(self, pointer: Pointer) -> tuple[Any, ...]:
+        variant, sinks = self.variant, self.inputs.sinks
+        changes = mask_argument(variant, pointer), score_argument(variant, pointer)
+        return (
+            self.launches.kind.rows(pointer, self.inputs),
+            *self.launches.kind.pages(pointer, self.inputs),
+            *self._results(pointer),
+            Rules(*changes, None, variant.scale),
+            None if sinks is None else pointer(sinks),
+            *self._shares(pointer),
+        )
+
+    def of_merge(self, pointer: Pointer) -> tuple[Any, ...]:
+        return (
+            self.launches.kind.rows(pointer, self.inputs),
+            self.launches.kind.pages(pointer, self.inputs)[0],
+            *self._results(pointer),
+            *self._shares(pointer),
+        )
+
+    def _results(self, pointer: Pointer) -> tuple[Any, ...]:
+        return self.launches.kind.results(pointer, self.inputs, self.output, self.lse)
+
+    def _shares(self, pointer: Pointer) -> tuple[Any, ...]:
+        of = self.launches.of
+        partials = pointer(self.numbers), of.softmax_place + ADDED.value, pointer(self.notes)
+        return of.schedule(pointer, self.plan), Partials(*partials)
 
 
 class PagedForward:
@@ -105,7 +134,8 @@ class PagedForward:
         inputs = made_regular(inputs)
         kind = PagedKind.of(inputs)
         self.passes = [
-            PassLaunches(kind, of) for of in kind.passes(inputs, variant, config, batch_invariant)
+            PassLaunches(kind, of, inputs.query.device)
+            for of in kind.passes(inputs, variant, config, batch_invariant)
         ]
         packed = inputs.cu_seqlens_q is not None
         self.output, self.lse = map(
@@ -119,7 +149,7 @@ class PagedForward:
         output, lse = self.output(), self.lse()
         captured = variant.mask_captured.tensors, variant.score_captured.tensors
         given = (*inputs, *captured[0], *captured[1], output, lse)
-        tensors = [tensor for tensor in given if tensor is not None]
+        tensors = tuple([tensor for tensor in given if tensor is not None])
         for launches in self.passes:
             launches(inputs, variant, output, lse, tensors)
         return output, lse
@@ -128,12 +158,18 @@ class PagedForward:
 _forwards: dict[Any, PagedForward] = {}
 
 
+def prepared(
+    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+) -> PagedForward:
+    """`forward` for calls of the same kind; call it with inputs of that kind."""
+    key = signature(inputs, variant), config, batch_invariant
+    return remembered(
+        _forwards, key, lambda: PagedForward(inputs, variant, config, batch_invariant)
+    )
+
+
 def forward(
     inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention_paged`."""
-    key = signature(inputs, variant), config, batch_invariant
-    prepared = remembered(
-        _forwards, key, lambda: PagedForward(inputs, variant, config, batch_invariant)
-    )
-    return prepared(inputs, variant)
+    return prepared(inputs, variant, config, batch_invariant)(inputs, variant)
