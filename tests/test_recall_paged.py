@@ -112,7 +112,8 @@ def test_wrong_arguments_still_raise_after_a_like_call(unreadable: None, name: s
     changes, error, message = WRONG[name]
     arguments = make_paged_case().arguments()
     saccade.attention_paged(**arguments)
-    saccade.attention_paged(**{**arguments, "scale": 1.0, "batch_invariant": True})
+    arguments |= {"scale": 1.0, "batch_invariant": True}
+    saccade.attention_paged(**arguments)
     for _ in range(2):
         with pytest.raises(error) as caught:
             saccade.attention_paged(**{**arguments, **changes})

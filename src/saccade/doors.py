@@ -8,7 +8,7 @@ nobody listens to operators, eager calls go straight to the body.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def attention_again(
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
-        return enter(_AttentionAgain, found, deterministic, query, key, value)
+        return _enter_again(found, deterministic, query, key, value)
     return _straight(Inputs(query, key, value), found)
 
 
@@ -121,7 +121,8 @@ class _AttentionAgain(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad_output, grad_lse = grads
         if grad_output is None and grad_lse is None:
             return (None,) * 5
         found, deterministic = ctx.found, ctx.deterministic
@@ -215,8 +216,16 @@ def enter(door: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`door.apply`, without its look at the signature where no transform needs it."""
     if torch._C._are_functorch_transforms_active():
         return door.apply(*arguments)
-    past_the_look: Any = super(torch.autograd.Function, door)
-    return past_the_look.apply(*arguments)
+    return past_the_look(door)(*arguments)
+
+
+def past_the_look(door: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`door.apply` as PyTorch's engine has it."""
+    above: Any = super(torch.autograd.Function, door)
+    return above.apply
+
+
+_enter_again = past_the_look(_AttentionAgain)
 
 
 def mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any) -> Any:

@@ -186,6 +186,7 @@ OTHER_FORMS: dict[str, dict[str, Any]] = {
     "scratch memory": {"global_scratch_size": 8},
     "a sanitiser": {"gsan_enabled": True},
     "a launcher of one piece": {"launch": lambda *given: None},
+    "one that computes": {},
 }
 
 
@@ -193,7 +194,7 @@ OTHER_FORMS: dict[str, dict[str, Any]] = {
 def test_a_launcher_of_another_form_is_called_itself(pretended: Pretended, form: str) -> None:
     compiled = pretended.compiled(MOVED_SIGNATURE, 2, **OTHER_FORMS[form])
     seen: list[Any] = []
-    compiled.run = Noting(compiled.run, seen)
+    compiled.run = (Computing if form == "one that computes" else Noting)(compiled.run, seen)
     start = starter(compiled, moved_arguments, moved_tensors())
     given = moved_tensors()
     assert start(5, 77, *given)
@@ -212,6 +213,13 @@ class Noting:
 
     def __call__(self, *given: Any) -> None:
         self.noted.append(given)
+
+
+class Computing(Noting):
+    """One that looks at how many programs there are."""
+
+    def __call__(self, *given: Any) -> None:
+        super().__call__(given[0] + 0, *given[1:])
 
 
 def test_launches_of_two_devices_are_each_started_on_their_own(

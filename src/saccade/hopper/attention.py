@@ -23,7 +23,6 @@ from saccade.portable.arguments import (
     rules,
     signature,
     tensors_of,
-    there_are,
 )
 from saccade.portable.gradients import backward as backward
 from saccade.portable.kind import Kind, memory_like, remembered
@@ -37,8 +36,8 @@ class Forward:
     """The forward pass of one kind of call, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant):
-        self.kind, self.device = Kind.of(inputs), inputs.query.device
-        kind = self.kind
+        self.kind = kind = Kind.of(inputs)
+        self.device = inputs.query.device
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         widths = [max(SMALLEST_WIDTH, next_width(dim)) for dim in (head_dim, value_dim)]
         problem = KernelProblem(widths[0], widths[1], variant.mask != "")
@@ -83,20 +82,18 @@ class Forward:
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""
         output, lse = self.output(), self.lse()
-        plan, tensors = NO_PLAN, (*inputs[:3], output, lse)
+        counters = (counter_of(self.device),) if self.counted else ()
+        plan, tensors = NO_PLAN, (*inputs[:3], output, lse, *counters)
         if not self.alone:
             plan = self.planner(inputs, variant)
-            tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors)
-        counter = counter_of(self.device) if self.counted else None
-        if counter is not None:
-            tensors = (*tensors, counter)
+            tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, *counters)
         if not self.launch.again(self.programs, self.kind.device, tensors):
-            self._start(aligned(inputs), variant, output, lse, plan, counter)
+            self._start(aligned(inputs), variant, output, lse, plan, counters)
         return output, lse
 
     def _start(
         self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: Plan,
-        counter: Tensor | None,
+        counters: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             moved = (inputs.query, inputs.key, inputs.value, output)
@@ -109,12 +106,12 @@ class Forward:
                 None if inputs.sinks is None else pointer(inputs.sinks),
                 schedule.Schedule(
                     tiles.packed_origin if self.kind.packed else tiles.dense_origin,
-                    None if counter is None else pointer(counter),
+                    pointer(counters[0]) if counters else None,
                     *self.order,
                 ),
             )
 
-        tensors = there_are((*tensors_of(inputs, variant), output, lse, *plan.tensors, counter))
+        tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, *counters)
         self.launch(self.programs, self.kind.device, tensors, arguments)
 
 

@@ -79,20 +79,32 @@ def call_of(compiled: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, 
     """What to call, and with what, to start so many programs of a kernel on a stream."""
     run = compiled.run  # loads the binary, and only then knows the function
     outer = (PROGRAMS, 1, 1, STREAM, compiled.function, compiled.packed_metadata, None, None, None)
-    if not _adds_nothing(run):
-        return run, (*outer, *_expanded(arguments, _made_anew))
-    called, encoders = run.launch, None
+    behind = _behind(compiled, outer, arguments) if _adds_nothing(run) else None
+    return behind or (run, (*outer, *_expanded(arguments, _made_anew)))
+
+
+def _behind(
+    compiled: Any, outer: tuple[Any, ...], arguments: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """The function in C behind Triton's launcher and what it is handed; None if it is not found.
+
+    In which order that is, the launcher itself says: it is called with symbols, and a function
+    that takes note in the place of the one in C.
+    """
+    called = compiled.run.launch
     if any(isinstance(argument, Described) for argument in arguments):
         called, encoders = _beneath(called), _encoders(compiled)
         if called is None or encoders is None:
-            return run, (*outer, *_expanded(arguments, _made_anew))
+            return None
         arguments = _expanded(arguments, lambda described: next(encoders)(described))
-    # Triton itself says in which order its function takes them, by calling this one.
     handed: list[tuple[Any, ...]] = []
-    asked = copy.copy(run)
+    asked = copy.copy(compiled.run)
     asked.launch = lambda *given: handed.append(given)
-    asked(*outer, *arguments)
-    return called, handed[0]
+    try:
+        asked(*outer, *arguments)
+    except TypeError:  # it computes with what it is given, so it has to be called every time
+        return None
+    return (called, handed[0]) if handed else None
 
 
 def _adds_nothing(run: Any) -> bool:

@@ -67,11 +67,9 @@ class Launch:
 
     def again(self, programs: int, device: int | None, tensors: Sequence[Tensor]) -> bool:
         """Start it as before; False, and nothing is started, where that does not fit."""
-        return (
-            self.start is not None
-            and torch._C._cuda_getDevice() == device
-            and self.start(programs, torch._C._cuda_getCurrentRawStream(device), *tensors)
-        )
+        if self.start is None or device is None or torch._C._cuda_getDevice() != device:
+            return False
+        return self.start(programs, torch._C._cuda_getCurrentRawStream(device), *tensors)
 
     def _through_the_front_door(self, programs: int, arguments: Arguments) -> None:
         self.kernel[(programs,)](*opened(arguments(itself)), **self.constants, **self.options)
