@@ -3,7 +3,7 @@
 Checking every argument takes longer than a small problem does on a GPU. So what `prepare` and
 `dispatch` made of a plain eager call is kept under all that they look at: shapes, strides, dtypes,
 devices, mask, score and options. Anything out of the ordinary (captured tensors, dropout, autocast,
-tracing, tensor subclasses) is checked every time.
+tracing, tensor subclasses, lengths that can be read) is checked every time.
 """
 
 from __future__ import annotations
