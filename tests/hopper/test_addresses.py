@@ -44,23 +44,31 @@ def memories(count: int = 3, numbers: int = 1 << 17) -> list[Tensor]:
     return [torch.zeros(numbers, dtype=BF16, device="cuda") for _ in range(count)]
 
 
-SHAPES = [(1, 4, 256, 64), (1, 4, 128, 128), (2, 4, 128, 64), (1, 8, 128, 64), (1, 4, 250, 64)]
+# Shape, dtype, and whether heads lie beside channels: each is another kernel to compile.
+KINDS = [
+    ((1, 4, 256, 64), BF16, False),
+    ((1, 4, 256, 64), F16, False),
+    ((1, 4, 256, 64), BF16, True),
+    ((1, 4, 128, 128), BF16, False),
+    ((2, 4, 128, 64), BF16, False),
+    ((1, 8, 128, 64), BF16, False),
+    ((1, 4, 250, 64), BF16, True),
+]
 
 
 @pytest.mark.parametrize("mask", [None, masks.causal()], ids=["full", "causal"])
 def test_one_address_with_other_shapes_strides_and_dtypes(implementation: str, mask: Any) -> None:
     lent = memories()
     for turn in range(3):
-        for shape in SHAPES:
-            numbers = torch.Size(shape).numel()
-            for dtype in (BF16, F16):
-                for heads_inside in (False, True):
-                    rows = [memory[:numbers].view(dtype).view(shape) for memory in lent]
-                    if heads_inside:
-                        batch, heads, length, dim = shape
-                        rows = [row.view(batch, length, heads, dim).transpose(1, 2) for row in rows]
-                    given = [filled(row, 10 * turn + n) for n, row in enumerate(rows)]
-                    check(implementation, *given, mask=mask)
+        for shape, dtype, heads_inside in KINDS:
+            rows = [memory[: torch.Size(shape).numel()].view(dtype) for memory in lent]
+            if heads_inside:
+                batch, heads, length, dim = shape
+                rows = [row.view(batch, length, heads, dim).transpose(1, 2) for row in rows]
+            else:
+                rows = [row.view(shape) for row in rows]
+            given = [filled(row, 10 * turn + n) for n, row in enumerate(rows)]
+            check(implementation, *given, mask=mask)
 
 
 def test_another_tensor_takes_the_address_of_a_freed_one(implementation: str) -> None:
