@@ -13,7 +13,7 @@ PROBLEM = Problem(1, 2, 2, 8, 8, 16, 16, torch.float32, "cpu")
 
 
 def test_the_order_of_preference():
-    assert dispatch.NAMES == ("cpu", "portable", "reference", "hopper")
+    assert dispatch.NAMES == ("cpu", "hopper", "portable", "reference")
     assert [entry.name for entry in dispatch.IMPLEMENTATIONS] == list(dispatch.NAMES)
     assert list(dispatch.BY_NAME) == list(dispatch.NAMES)
 
@@ -23,7 +23,7 @@ def test_the_first_that_can_is_taken():
     assert dispatch.choose(PROBLEM._replace(device="cuda")) == "reference"
 
 
-@pytest.mark.parametrize("name", dispatch.NAMES[:3])  # the last one wants a GPU
+@pytest.mark.parametrize("name", sorted({*dispatch.NAMES} - {"hopper"}))  # which wants a GPU
 def test_a_named_one_is_taken(name):
     assert dispatch.choose(PROBLEM, name) == name
 

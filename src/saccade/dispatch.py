@@ -137,10 +137,9 @@ def _reference_unsupported(problem: Problem | LinearProblem) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
+    Implementation("hopper", _hopper_unsupported),
     Implementation("portable", _portable_unsupported),
     Implementation("reference", _reference_unsupported),
-    # Last, so that it must be named; it goes before "portable" once it is faster everywhere.
-    Implementation("hopper", _hopper_unsupported),
 )
 """In order of preference: the first that gives no reason against itself is taken."""
 

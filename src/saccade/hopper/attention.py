@@ -6,6 +6,7 @@ backward pass is the portable one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from saccade.hopper.forward import attention_forward
 from saccade.kernels import tiles, visibility
 from saccade.kernels.launch import Launch, Pointer, next_width
 from saccade.kernels.rules import Rules
+from saccade.portable import attention as portable
 from saccade.portable.arguments import (
     brings_three,
     rules,
@@ -39,8 +41,8 @@ class Forward:
         self.kind = kind = Kind.of(inputs)
         self.device = inputs.query.device
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
-        widths = [max(SMALLEST_WIDTH, next_width(dim)) for dim in (head_dim, value_dim)]
-        problem = KernelProblem(widths[0], widths[1], variant.mask != "")
+        problem = kernel_problem(inputs, variant)
+        widths = problem.head_width, problem.value_width
         self.schedule = chosen = configs.choose(problem)
         sizes = chosen.query_tile, chosen.kv_tile
         self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
@@ -144,8 +146,24 @@ def with_own_walk(changes: Rules) -> Rules:
 _forwards: dict[Any, Forward] = {}
 
 
-def prepared(inputs: Inputs, variant: Variant, config: Config) -> Forward:
+def kernel_problem(inputs: Inputs, variant: Variant) -> KernelProblem:
+    """What the schedule of a call depends on."""
+    dims = inputs.query.shape[-1], inputs.value.shape[-1]
+    widths = (max(SMALLEST_WIDTH, next_width(dim)) for dim in dims)
+    return KernelProblem(*widths, variant.mask != "")
+
+
+def prepared(
+    inputs: Inputs, variant: Variant, config: Config
+) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
     """The forward pass of the call's kind; call it with inputs of that kind."""
+    if configs.forward_unsupported(kernel_problem(inputs, variant)) is not None:
+        return portable.prepared(inputs, variant, config)
+    return by_own_kernel(inputs, variant)
+
+
+def by_own_kernel(inputs: Inputs, variant: Variant) -> Forward:
+    """The same by the kernel for Hopper, even where another one is faster."""
     key = signature(inputs, variant), configs.OVERRIDE
     return remembered(_forwards, key, lambda: Forward(inputs, variant))
 

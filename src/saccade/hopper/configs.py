@@ -63,6 +63,14 @@ def choose(problem: KernelProblem) -> Schedule:
     return Schedule(2, 64, 2, 1, 2, 240, 24, "dynamic")
 
 
+def forward_unsupported(problem: KernelProblem) -> str | None:
+    """Why a forward pass goes to the portable kernel, or None."""
+    width = max(problem.head_width, problem.value_width)
+    if OVERRIDE is None and width <= 64 and not problem.masked:
+        return "without a mask, at widths up to 64, the portable kernel is faster"
+    return None
+
+
 def heads_at_once(masked: bool, slots: int, multiprocessors: int, group: int, size: int) -> int:
     """How many query heads take turns, their longest rows first.
 

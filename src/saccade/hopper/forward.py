@@ -39,9 +39,11 @@ from saccade.hopper.weighing import (
     along_rows,
     change_and_hide,
     places_of,
+    raise_maximum,
     settle,
     sum_by_thread,
     weigh,
+    weights_of,
 )
 from saccade.kernels.tiles import num_rows, row_pointers, store_numbers
 
@@ -192,6 +194,7 @@ def consume(
         at = (batch, query_head, first_row, query_len, kv_len)
         state = attend(
             rings.queries[WHICH], rings.keys, rings.values, rules, at, walk, tile_turn, kv_turn,
+            len(rings.queries) == 2,
         )  # fmt: skip
         kv_turn += num_visits(walk)
         if CAREFUL and holds_spoilt(state[2]):
@@ -220,7 +223,7 @@ def ticket_of(rings, turn):
 
 @gluon.jit
 def attend(
-    queries, keys, values, rules, at, walk, tile_turn, kv_turn
+    queries, keys, values, rules, at, walk, tile_turn, kv_turn, COVERED: gl.constexpr
 ):  # fmt: skip
     """Visit the tiles of keys of a walk: row_max, row_sum and weighted_sum of 64 query rows.
 
@@ -249,7 +252,9 @@ def attend(
         rescale,  # 0, unknown to the compiler: else it moves the product with it elsewhere
     )
     for index in range(1, num_visits(walk)):
-        state = fold_tile(query_tile, keys, values, rules, at, walk, index, kv_turn, state)
+        state = fold_tile(
+            query_tile, keys, values, rules, at, walk, index, kv_turn, state, COVERED
+        )  # fmt: skip
         kv_turn += 1
     queries.release(tile_turn)
     row_max, row_sum, weighted_sum, weights, rescale = state
@@ -263,8 +268,13 @@ def attend(
 
 
 @gluon.jit
-def fold_tile(query_tile, keys, values, rules, at, walk, index, kv_turn, state):
-    """Weigh the tile of keys after turn kv_turn, while the values of kv_turn are summed up."""
+def fold_tile(
+    query_tile, keys, values, rules, at, walk, index, kv_turn, state, COVERED: gl.constexpr
+):  # fmt: skip
+    """Weigh the tile of keys after turn kv_turn, while the values of kv_turn are summed up.
+
+    If COVERED, the exponents are computed under that sum. A third consumer covers them as well.
+    """
     SCORES: gl.constexpr = mma_layout(keys.memory.shape[3])
     SUMS: gl.constexpr = mma_layout(values.memory.shape[4])
     row_max, row_sum, weighted_sum, weights, rescale = state
@@ -276,14 +286,19 @@ def fold_tile(query_tile, keys, values, rules, at, walk, index, kv_turn, state):
     scores = warpgroup_mma_wait(1, deps=[scores_token])
     keys.release(kv_turn + 1)
     scores = change_and_hide(scores, rules, at, walk, index)
-    new_weights, rescale, row_max = weigh(scores, rules, row_max)
+    row_max, shift, rescale = raise_maximum(scores, rules, row_max)
+    if not COVERED:
+        weighted_sum, scores = warpgroup_mma_wait(0, deps=[sum_token, scores])
+        values.release(kv_turn)
+    new_weights = weights_of(scores, rules, shift)
     row_sum = row_sum * along_rows(rescale, row_sum) + sum_by_thread(new_weights)
-    # Without this loop in between, ptxas waits for the sum above the exponents, not under them.
-    values.wait(kv_turn + 1)
-    weighted_sum, new_weights, row_sum, rescale = warpgroup_mma_wait(
-        0, deps=[sum_token, new_weights, row_sum, rescale]
-    )
-    values.release(kv_turn)
+    if COVERED:
+        # Without this loop in between, ptxas waits for the sum above the exponents.
+        values.wait(kv_turn + 1)
+        weighted_sum, new_weights, row_sum, rescale = warpgroup_mma_wait(
+            0, deps=[sum_token, new_weights, row_sum, rescale]
+        )
+        values.release(kv_turn)
     return row_max, row_sum, weighted_sum, as_operand(new_weights, query_tile.dtype, SUMS), rescale
 
 

@@ -55,16 +55,37 @@ def hide(scores, rules, at, kv_start):
 def weigh(scores, rules, row_max):
     """Weights of a tile, what shrinks everything summed before it, and the new row_max.
 
-    As `softmax.softmax_step`, but no thread waits for another one, except for the maximum; that is
-    taken in two steps, as four short chains of instructions take less time than two long ones.
+    As `softmax.softmax_step`, but no thread waits for another one, except for the maximum.
     """
-    factor = LOG2_E if rules.score is not None else rules.scale * LOG2_E
+    new_max, shift, rescale = raise_maximum(scores, rules, row_max)
+    return weights_of(scores, rules, shift), rescale, new_max
+
+
+@gluon.jit
+def raise_maximum(scores, rules, row_max):
+    """The new row_max, what exponents are shifted by, and what shrinks everything summed before.
+
+    The maximum is taken in two steps: four short chains of instructions take less time than two
+    long ones.
+    """
     in_parts = gl.reshape(scores, [scores.shape[0], scores.shape[1] // 8, 8])
     tile_max = gl.max(gl.max(in_parts, 1), 1)
-    new_max = gl.maximum(row_max, gl.convert_layout(tile_max, row_max.type.layout) * factor)
+    tile_max = gl.convert_layout(tile_max, row_max.type.layout) * exponent_factor(rules)
+    new_max = gl.maximum(row_max, tile_max)
     shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - shift)
-    return gl.exp2(scores * factor - shift[:, None]), rescale, new_max
+    return new_max, shift, gl.exp2(row_max - shift)
+
+
+@gluon.jit
+def weights_of(scores, rules, shift):
+    """The weights of scores."""
+    return gl.exp2(scores * exponent_factor(rules) - shift[:, None])
+
+
+@gluon.jit
+def exponent_factor(rules):
+    """What turns scores into exponents of 2; scores that the caller changed are scaled already."""
+    return LOG2_E if rules.score is not None else rules.scale * LOG2_E
 
 
 @gluon.jit

@@ -92,7 +92,7 @@ def config_of(started: Launch) -> tuple[int, int, int, int]:
     """Tiles (0 where a kernel has none), warps and stages of a kernel."""
     constants, options = started.constants, started.options
     if "CONSUMERS" in constants:  # its tile of keys is a side of a descriptor
-        rows, warps = hopper_configs.ROWS * constants["CONSUMERS"], 4 * constants["CONSUMERS"] + 1
+        rows, warps = hopper_configs.ROWS * constants["CONSUMERS"], 4 * constants["CONSUMERS"] + 2
         return rows, 0, warps, constants["STAGES"]
     query_tile = constants.get("QUERY_TILE", constants.get("TILE", 0))
     kv_tile = constants.get("KV_TILE", constants.get("OTHER", 0))
