@@ -17,8 +17,8 @@ import triton.language as tl
 
 from saccade import expressions
 from saccade.expressions import Leaf
+from saccade.kernels import extremes, tiles
 from saccade.kernels import language as device_language
-from saccade.kernels import tiles, visibility
 from saccade.kernels.judgement import PERHAPS, Dependence, Judge, Known, Span, Table, Truth
 from saccade.kernels.translation import Translator
 
@@ -237,7 +237,7 @@ def _executed(text: str) -> dict[str, Any]:
         "as_score": as_score,
         "ADDED": tiles.ADDED,
     }
-    for source in (device_language, visibility):
+    for source in (device_language, extremes):
         module.update({k: v for k, v in vars(source).items() if hasattr(v, "fn")})
     exec(compile(text, filename, "exec"), module)  # the text is made above, of checked syntax trees
     return module
