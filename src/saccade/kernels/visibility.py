@@ -49,24 +49,34 @@ def judge_tiles(
 
     lengths: of the side that the program stands on, and of the other side.
     """
+    return judge_spans(mask, batch, head, start, lengths, tiles, OTHER, TILE, OTHER, OVER_KEYS)
+
+
+@triton.jit
+def judge_spans(
+    mask, batch, head, start, lengths, tiles, num_rows,
+    TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The same of so many rows of the other side from the first of each tile on: more than a tile
+    only where the mask reads no captured tensor along rows."""
     length, other_length = lengths
     low = start + tl.arange(0, 1)
     high = tl.minimum(low + TILE, length) - 1
     exists = tiles * OTHER < other_length
     other_low = tl.where(exists, tiles * OTHER, 0)  # tiles past the end are judged as the first
-    other_high = tl.minimum(other_low + OTHER, other_length) - 1
+    other_high = tl.minimum(other_low + num_rows, other_length) - 1
     if OVER_KEYS:
         possible, certain = mask.judge(
             batch, head, low, high, other_low, other_high, other_length - length, mask.data,
             TILE, OTHER,
         )  # fmt: skip
-        whole = exists & (other_low + OTHER <= other_length)
+        whole = exists & (other_low + num_rows <= other_length)
     else:
         possible, certain = mask.judge(
             batch, head, other_low, other_high, low, high, length - other_length, mask.data,
             OTHER, TILE,
         )  # fmt: skip
-        whole = exists & (other_low + OTHER <= other_length) & (start + TILE <= length)
+        whole = exists & (other_low + num_rows <= other_length) & (start + TILE <= length)
     return possible & exists, certain & whole
 
 
@@ -77,32 +87,69 @@ def find_walk(
     HEADS: tl.constexpr,
 ):  # fmt: skip
     """Judge all tiles, AT_ONCE together: visit from the first to the last that is possible, with
-    one stretch of clean tiles among them. HEADS: so many heads, from `head` on, share a tile."""
-    num_tiles = tl.cdiv(lengths[1], OTHER)
-    first, end = num_tiles, 0
-    clean_first, clean_end = num_tiles, num_tiles
-    for base in range(0, num_tiles, AT_ONCE):
-        tiles = base + tl.arange(0, AT_ONCE)
-        possible, certain = judge_tiles(
-            mask, batch, head, start, lengths, tiles, TILE, OTHER, OVER_KEYS
+    one stretch of clean tiles among them. HEADS: so many heads, from `head` on, share a tile.
+
+    Each place of AT_ONCE keeps its own extremes, as a reduction takes longer than a verdict.
+    """
+    hull = (0, tl.cdiv(lengths[1], OTHER))
+    return find_walk_in(
+        mask, batch, head, start, lengths, hull, TILE, OTHER, OVER_KEYS, AT_ONCE, HEADS
+    )
+
+
+@triton.jit
+def find_walk_in(
+    mask, batch, head, start, lengths, hull,
+    TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """The same, where no tile before hull[0] or from hull[1] on is possible."""
+    at_once = tl.arange(0, AT_ONCE)
+    firsts, ends = at_once * 0 + hull[1], at_once * 0
+    clean_firsts, clean_ends, cleans = firsts, ends, ends
+    for base in range(hull[0], hull[1], AT_ONCE):
+        tiles = base + at_once
+        possible, certain = judge_heads(
+            mask, batch, head, start, lengths, tiles, TILE, OTHER, OVER_KEYS, HEADS
         )
-        if HEADS > 1:
-            for number in range(1, HEADS):
-                other_possible, other_certain = judge_tiles(
-                    mask, batch, head + number, start, lengths, tiles, TILE, OTHER, OVER_KEYS
-                )
-                possible, certain = possible | other_possible, certain & other_certain
-        first = tl.minimum(first, tl.min(tl.where(possible, tiles, num_tiles), 0))
-        end = tl.maximum(end, tl.max(tl.where(possible, tiles + 1, 0), 0))
-        clean_first = tl.minimum(clean_first, tl.min(tl.where(certain, tiles, num_tiles), 0))
-        after = (tiles > clean_first) & (certain == 0)
-        clean_end = tl.minimum(clean_end, tl.min(tl.where(after, tiles, num_tiles), 0))
+        firsts = tl.minimum(firsts, tl.where(possible, tiles, hull[1]))
+        ends = tl.where(possible, tiles + 1, ends)
+        clean_firsts = tl.minimum(clean_firsts, tl.where(certain, tiles, hull[1]))
+        clean_ends = tl.where(certain, tiles + 1, clean_ends)
+        cleans += certain.to(tl.int32)
+    first, end = tl.min(firsts, 0), tl.max(ends, 0)
+    clean_first, clean_end = tl.min(clean_firsts, 0), tl.max(clean_ends, 0)
+    # Where clean tiles have holes between them, look once more for the end of the first stretch.
+    num_judged = tl.where(tl.sum(cleans, 0) < clean_end - clean_first, clean_end, 0)
+    for base in range(clean_first, num_judged, AT_ONCE):
+        tiles = base + at_once
+        _, certain = judge_heads(
+            mask, batch, head, start, lengths, tiles, TILE, OTHER, OVER_KEYS, HEADS
+        )
+        clean_end = tl.minimum(clean_end, tl.min(tl.where(certain, clean_end, tiles), 0))
     end = tl.maximum(first, end)
     clean_first = tl.minimum(clean_first, end)
-    clean_end = tl.maximum(tl.minimum(clean_end, end), clean_first)
+    clean_end = tl.maximum(clean_end, clean_first)
     num_left = clean_first - first
     num_edges = num_left + end - clean_end
     return first, num_left, clean_end - num_left, num_edges, clean_first, clean_end - clean_first
+
+
+@triton.jit
+def judge_heads(
+    mask, batch, head, start, lengths, tiles,
+    TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """`judge_tiles` for as many heads as share a tile: possible for one, certain for all."""
+    possible, certain = judge_tiles(
+        mask, batch, head, start, lengths, tiles, TILE, OTHER, OVER_KEYS
+    )
+    for number in range(1, HEADS):
+        other_possible, other_certain = judge_tiles(
+            mask, batch, head + number, start, lengths, tiles, TILE, OTHER, OVER_KEYS
+        )
+        possible, certain = possible | other_possible, certain & other_certain
+    return possible, certain
 
 
 # ---- a mask's walk: (mask, batch, head, slot, start, lengths) → six whole numbers ---------------
@@ -121,13 +168,30 @@ def everything(
     return num_clean, num_edges, 0, num_edges, 0, num_clean
 
 
+FOUND_AT_ONCE = tl.constexpr(32)  # one for each thread of a warp, which then waits for no other
+
+
 @triton.jit
 def found(
     mask, batch, head, slot, start, lengths,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Found by the program itself: the mask reads no captured tensor along rows."""
-    return find_walk(mask, batch, head, start, lengths, TILE, OTHER, OVER_KEYS, 32, 1)
+    """Found by the program itself: the mask reads no captured tensor along rows.
+
+    Of a long side whole spans of tiles are judged first, so that a window finds itself at once.
+    """
+    first, end = 0, tl.cdiv(lengths[1], OTHER)
+    if end > 2 * FOUND_AT_ONCE:
+        span = tl.cdiv(end, FOUND_AT_ONCE)
+        tiles = tl.arange(0, FOUND_AT_ONCE) * span
+        possible, _ = judge_spans(
+            mask, batch, head, start, lengths, tiles, span * OTHER, TILE, OTHER, OVER_KEYS
+        )
+        first = tl.min(tl.where(possible, tiles, end), 0)
+        end = tl.minimum(tl.max(tl.where(possible, tiles + span, 0), 0), end)
+    return find_walk_in(
+        mask, batch, head, start, lengths, (first, end), TILE, OTHER, OVER_KEYS, FOUND_AT_ONCE, 1
+    )
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from saccade.portable.arguments import Geometry, mask_argument, tensors_of, view
 from saccade.problem import Inputs, Variant
 
 LISTED_AT_ONCE = 256  # tiles that a program judges or lists together
+ROWS_AT_ONCE = 8192  # rows of tiles that a program judges together, if rows decide
 JUDGED_IN_TURN = 32  # tiles of single pairs that a program judges
 
 
@@ -60,7 +61,9 @@ class Planner:
         self.in_blocks = functions.in_blocks
         options = {"num_warps": 4, "num_stages": 1}
         self.walk = Launch(
-            plan.plan_walks, {**constants, "AT_ONCE": 1 if self.in_pairs else 32}, options
+            plan.plan_walks,
+            {**constants, "AT_ONCE": 1 if self.in_pairs else ROWS_AT_ONCE // self.other_tile},
+            options,
         )
         self.judge = Launch(
             plan.judge_pairs, {**constants, "AT_ONCE": 1, "CHUNK": JUDGED_IN_TURN}, options
