@@ -139,12 +139,17 @@ def turned(batch, head, query_row, kv_row, sign):
     return (sign * query_row) // 8 == (sign * kv_row) // 8
 
 
+@made(160)
+def stripes(batch, head, query_row, kv_row, width):
+    return (kv_row // width) % 2 == (query_row // width) % 2
+
+
 OWN: dict[str, Mask] = {
     "reassigned": reassigned, "negative_divisor": negative_divisor, "products": products,
     "short_tables": short_tables, "spoilt_table": spoilt_table, "truths": truths,
     "by_batch_and_head": by_batch_and_head, "blocks_of_numbers": blocks_of_numbers,
     "pairs_of_numbers": pairs_of_numbers, "by_index": by_index, "turned": turned,
-    "combined": reassigned | ~(short_tables & by_index),
+    "combined": reassigned | ~(short_tables & by_index), "stripes": stripes,
 }  # fmt: skip
 
 # (query, key) lengths with (query, kv) tiles
@@ -299,6 +304,33 @@ def test_walks_visit_what_is_visible(name: str, over_keys: bool) -> None:
         mask = mask_of(name, lengths)
         found = walked(*problem(mask, lengths), tiles, over_keys)
         assert_visits(found, list(pairs(mask, lengths)), tiles, over_keys)
+
+
+@pytest.mark.parametrize("over_keys", [True, False], ids=["over_keys", "over_queries"])
+@pytest.mark.parametrize(
+    "name", ["causal", "window", "key_lengths", "negative_divisor", "by_index", "stripes"]
+)
+def test_walks_along_many_tiles(name: str, over_keys: bool) -> None:
+    """So many that spans of tiles are judged first (`visibility.found`)."""
+    tiles, lengths = (16, 16), (20, 16 * 70 + 5)
+    lengths = lengths if over_keys else lengths[::-1]
+    mask = mask_of(name, lengths)
+    found = walked(*problem(mask, lengths), tiles, over_keys)
+    assert_visits(found, list(pairs(mask, lengths)), tiles, over_keys)
+
+
+@pytest.mark.parametrize("sequences", [33, 70])
+def test_programs_of_many_packed_sequences(sequences: int) -> None:
+    """So many that a search for one of them takes several steps (`tiles.packed_program`)."""
+    sizes = torch.randint(0, 20, (sequences,), generator=torch.Generator().manual_seed(sequences))
+    offsets = torch.cat((torch.zeros(1), sizes.cumsum(0))).int()
+    rows = torch.zeros(int(offsets[-1]), HEADS, 16)
+    inputs = Inputs(rows, rows, rows, None, None, offsets, offsets)
+    mask = mask_of("causal", (20, 20))
+    variant = Variant(mask.key, "", mask.captured, Captured(), 1.0, 0.0)
+    found = walked(inputs, variant, Geometry.of(inputs), (16, 16), True)
+    seen = [pairs(mask, (size, size), (0, 1))[0] for size in sizes.tolist()]
+    assert_visits(found, seen, (16, 16), True)
 
 
 SEQUENCES = ((20, 40), (0, 7), (17, 17), (5, 0), (32, 16))

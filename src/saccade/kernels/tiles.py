@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from saccade.kernels.softmax import sum_of_rows
+from saccade.kernels.target import is_hopper
+
 
 class View(NamedTuple):
     """A tensor as a kernel argument: rows of channels, by batch entry (or sequence) and head."""
@@ -78,6 +81,9 @@ def packed_origin(batch, data):
     return batch * 0, tl.load(data[0] + batch)
 
 
+WAYS = tl.constexpr(8)  # parts that a search tells apart in a step: their loads wait together
+
+
 @triton.jit
 def packed_program(program, data, TILE: tl.constexpr):
     """Sequence, head, tile and slot. Sequence b owns the slots from offsets[b] // TILE + b on.
@@ -85,14 +91,17 @@ def packed_program(program, data, TILE: tl.constexpr):
     That is at least one slot for each of its tiles, and no length need be known on the host. A
     slot past the end of its sequence gets a tile past its end, hence no rows.
     """
-    slots = (data[3] - ADDED) // TILE + (data[1] - ADDED)
+    sequences = data[1] - ADDED
+    slots = (data[3] - ADDED) // TILE + sequences
     slot = slots - 1 - program % slots
-    low, high = slot * 0, slot * 0 + (data[1] - ADDED)  # the sequence lies in low … high - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        below = tl.load(data[0] + middle) // TILE + middle <= slot
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle)
+    low, size = slot * 0, slot * 0 + sequences  # the sequence lies in low … low + size - 1
+    while size > 1:
+        size = tl.cdiv(size, WAYS)
+        begun = slot * 0  # parts beside the first that begin at this slot or before it
+        for way in tl.static_range(1, WAYS):
+            place = tl.minimum(low + way * size, sequences)  # whose slots would begin past the end
+            begun += (tl.load(data[0] + place) // TILE + place <= slot).to(tl.int32)
+        low += begun * size
     return low, program // slots, slot - (tl.load(data[0] + low) // TILE + low), slot
 
 
@@ -134,15 +143,31 @@ def load_rows(
 
 
 @triton.jit
+def tile_pointers(
+    view, batch, head, start, channels, ROWS: tl.constexpr, SPARING: tl.constexpr
+):  # fmt: skip
+    """`row_pointers` of ROWS adjacent rows, from a start that all threads share.
+
+    SPARING: rows are counted by numbers that serve nothing else. So the compiler sees that a
+    thread's addresses differ by constants, and keeps one of them instead of all: fewer registers,
+    and an addition more for each where they are used.
+    """
+    FIRST: tl.constexpr = ROWS if SPARING and is_hopper() else 0
+    first, _ = view.place(batch, view.strides, view.step, view.data)
+    base = view.ptr + (first + wide(head) * view.strides[1] + wide(start - FIRST) * view.step)
+    rows = tl.arange(FIRST, FIRST + ROWS)[:, None]
+    return base + (wide(rows) * view.step + channels)
+
+
+@triton.jit
 def load_tile(
     view, batch, head, start, length,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    SPARING: tl.constexpr = False,
 ):  # fmt: skip
     """`load_rows` of ROWS adjacent rows, for loops that have no register to spare."""
     rows, channels = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    first, _ = view.place(batch, view.strides, view.step, view.data)
-    base = view.ptr + (first + wide(head) * view.strides[1] + wide(start) * view.step)
-    pointers = base + (wide(rows) * view.step + channels)
+    pointers = tile_pointers(view, batch, head, start, channels, ROWS, SPARING)
     if WHOLE:
         if DIM == WIDTH:
             return tl.load(pointers)
@@ -159,6 +184,17 @@ def store_rows(view, batch, head, rows, length, tile, DIM: tl.constexpr):
     channels = tl.arange(0, tile.shape[1])[None, :]
     pointers = row_pointers(view, batch, head, rows[:, None], channels)
     exists = (rows < length)[:, None]
+    if tile.shape[1] != DIM:
+        exists = exists & (channels < DIM)
+    tl.store(pointers, tile.to(view.ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def store_tile(view, batch, head, start, length, tile, DIM: tl.constexpr):
+    """`store_rows` of adjacent rows."""
+    rows, channels = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
+    pointers = tile_pointers(view, batch, head, start, channels, tile.shape[0], True)
+    exists = start + rows < length
     if tile.shape[1] != DIM:
         exists = exists & (channels < DIM)
     tl.store(pointers, tile.to(view.ptr.dtype.element_ty), mask=exists)
@@ -195,13 +231,18 @@ def spoilt_rows(tile):
 
 
 @triton.jit
-def any_spoilt(tile):
+def any_spoilt(tile, PRODUCT: tl.constexpr = False):
     """Whether a tile holds NaN or inf anywhere, as one truth for the whole program.
 
     A sum is enough to tell, and costs one addition an entry: neither NaN nor inf leaves it again.
-    Should finite entries overflow it, work is done again for nothing.
+    Should finite entries overflow it, work is done again for nothing. PRODUCT: the tile is a
+    product, whose rows are summed in chains (softmax.py).
     """
-    return (tl.abs(tl.sum(tile.to(tl.float32))) < float("inf")) == 0
+    if PRODUCT and is_hopper():
+        total = tl.sum(sum_of_rows(tile, True))
+    else:
+        total = tl.sum(tile.to(tl.float32))
+    return (tl.abs(total) < float("inf")) == 0
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.kernels.target import is_hopper
 from saccade.kernels.tiles import (
     add_rows,
     any_spoilt,
@@ -24,7 +25,13 @@ from saccade.kernels.tiles import (
     without,
 )
 from saccade.kernels.visibility import CAREFUL_ROWS, careful_parts, careful_start, if_present
-from saccade.portable.pairs import differentiate, drop, load_statistics, weigh
+from saccade.portable.pairs import (
+    differentiate,
+    drop,
+    load_both_statistics,
+    load_statistics,
+    weigh,
+)
 
 AS_IT_IS, AGAIN, AGAIN_WITH_QUERIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -94,7 +101,7 @@ def differentiate_keys(
         HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, QUERY_TILE, KV_TILE, PRECISION, CAREFUL,
     )  # fmt: skip
     if rules.mask.visible is not None and not CAREFUL:
-        again = tl.where(any_spoilt(grads[0]) | any_spoilt(grads[1]), AGAIN, AS_IT_IS)
+        again = tl.where(any_spoilt(grads[0], True) | any_spoilt(grads[1], True), AGAIN, AS_IT_IS)
         tl.store(verdicts + program, tl.where(spoilt, AGAIN_WITH_QUERIES, again))
     of_key = grads[0] * rules.scale
     store_rows(grad_key, batch, kv_head, kv_rows, kv_len, of_key, HEAD_DIM)
@@ -163,13 +170,20 @@ def add_tile(
     kv_rows = kv_start + tl.arange(0, key_tile.shape[0])
     query_tile = load_tile(
         forward.query, batch, query_head, query_start, query_len, QUERY_TILE, HEAD_DIM,
-        key_tile.shape[1], not EDGE,
+        key_tile.shape[1], not EDGE, True,
     )  # fmt: skip
     grad_tile = load_tile(
         forward.grad_output, batch, query_head, query_start, query_len, QUERY_TILE, VALUE_DIM,
-        value_tile.shape[1], not EDGE,
+        value_tile.shape[1], not EDGE, True,
     )  # fmt: skip
-    lse_log2, row_dot = load_statistics(forward, batch, query_head, query_rows, query_len, not EDGE)
+    if is_hopper() and QUERY_TILE >= 64 and key_tile.shape[0] <= QUERY_TILE:
+        lse_log2, row_dot = load_both_statistics(
+            forward, batch, query_head, query_rows, query_len, not EDGE
+        )
+    else:
+        lse_log2, row_dot = load_statistics(
+            forward, batch, query_head, query_rows, query_len, not EDGE
+        )
     spoilt, inside = None, None
     if CAREFUL:
         of_keys = spoilt_rows(key_tile) | spoilt_rows(value_tile)

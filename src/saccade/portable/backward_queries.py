@@ -67,7 +67,7 @@ def attention_backward_queries(
         )  # fmt: skip
         tile = following
     if rules.mask.visible is not None:  # noqa: SIM102 (known when compiling; the next is not)
-        if any_spoilt(of_query):  # as in forward.py
+        if any_spoilt(of_query, True):  # as in forward.py
             query_tile = load_rows(
                 forward.query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH,
                 False,

@@ -20,7 +20,7 @@ from saccade.kernels.tiles import (
     num_rows,
     spoilt_rows,
     store_numbers,
-    store_rows,
+    store_tile,
     without,
 )
 from saccade.kernels.visibility import CAREFUL_ROWS, careful_parts, careful_start, if_present
@@ -75,7 +75,7 @@ def attention_forward(
             HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
         )  # fmt: skip
         tile = following
-    if rules.mask.visible is not None and any_spoilt(state[2]):
+    if rules.mask.visible is not None and any_spoilt(state[2], True):
         # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care. The
         # queries are read again, or they would take registers all the time.
         query_tile = load_rows(
@@ -95,7 +95,7 @@ def attention_forward(
     if rules.dropout is not None:
         divisor = divisor / rules.dropout.growth
     attended = weighted_sum * (1.0 / divisor)[:, None]  # one division a row
-    store_rows(output, batch, query_head, query_rows, query_len, attended, VALUE_DIM)
+    store_tile(output, batch, query_head, query_start, query_len, attended, VALUE_DIM)
     store_numbers(logsumexp, batch, query_head, query_rows, query_len, natural_lse)
 
 
@@ -145,7 +145,7 @@ def fold_tile(
 
     factor = LOG2_E if rules.score is not None else rules.scale * LOG2_E
     weights, rescale, row_max, row_sum = softmax_step(
-        scores, factor, row_max, row_sum, EDGE or rules.score is not None
+        scores, factor, row_max, row_sum, EDGE or rules.score is not None, rules.dropout is None
     )
     if rules.dropout is not None:
         keep = kept(rules.dropout, batch, query_head, query_rows, kv_start, KV_TILE)

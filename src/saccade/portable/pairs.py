@@ -45,6 +45,26 @@ def load_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.const
 
 
 @triton.jit
+def load_both_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.constexpr):
+    """The same for loops, as one load of [rows, 2].
+
+    Triton has each thread load all numbers that it needs itself where they are fewer than threads,
+    which makes most of a loop's copies copies of statistics; together they are as many.
+    """
+    rows, second = query_rows[:, None], tl.arange(0, 2)[None, :] == 1
+    pointers = tl.where(
+        second,
+        row_pointers(forward.row_dot, batch, head, rows, 0),
+        row_pointers(forward.lse_log2, batch, head, rows, 0),
+    )
+    if WHOLE:
+        both = tl.load(pointers)
+    else:
+        both = tl.load(pointers, mask=rows < query_len, other=tl.where(second, 0.0, float("inf")))
+    return tl.split(both)
+
+
+@triton.jit
 def weigh(scores, lse_log2, spoilt, inside, rules, at):
     """The weights of a tile, the derivative of its scores, and which pairs are visible.
 
