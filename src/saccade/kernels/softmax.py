@@ -27,7 +27,7 @@ def start_softmax(sinks, head, ROWS: tl.constexpr):
     return row_max, row_sum
 
 
-# On Hopper each thread holds two of every eight neighbours in a row of a product of 64 rows or more.
+# On Hopper each thread holds two of every eight neighbours in a row of a product (of 64 rows).
 # Reduced in steps, these are several CHAINS of operations that do not wait for each other, at no
 # cost. Elsewhere numbers may have to move between threads for it (on sm_100 they do).
 
