@@ -312,8 +312,8 @@ def test_walks_visit_what_is_visible(name: str, over_keys: bool) -> None:
 )
 def test_walks_along_many_tiles(name: str, over_keys: bool) -> None:
     """So many that spans of tiles are judged first (`visibility.found`)."""
-    tiles, lengths = (16, 16), (20, 16 * 70 + 5)
-    lengths = lengths if over_keys else lengths[::-1]
+    tiles, short, long = (16, 16), 20, 16 * 70 + 5
+    lengths = (short, long) if over_keys else (long, short)
     mask = mask_of(name, lengths)
     found = walked(*problem(mask, lengths), tiles, over_keys)
     assert_visits(found, list(pairs(mask, lengths)), tiles, over_keys)

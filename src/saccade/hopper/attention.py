@@ -148,9 +148,10 @@ _forwards: dict[Any, Forward] = {}
 
 def kernel_problem(inputs: Inputs, variant: Variant) -> KernelProblem:
     """What the schedule of a call depends on."""
-    dims = inputs.query.shape[-1], inputs.value.shape[-1]
-    widths = (max(SMALLEST_WIDTH, next_width(dim)) for dim in dims)
-    return KernelProblem(*widths, variant.mask != "")
+    head_width, value_width = (
+        max(SMALLEST_WIDTH, next_width(rows.shape[-1])) for rows in (inputs.query, inputs.value)
+    )
+    return KernelProblem(head_width, value_width, variant.mask != "")
 
 
 def prepared(

@@ -5,6 +5,9 @@ its rows live (`place`) and which tile of which sequence a program works on (`fi
 Channels have stride 1.
 """
 
+# Triton's language has no types that a checker follows.
+# pyright: reportArgumentType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
