@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from saccade.kernels.schedule import NOTE_SIZE
 from saccade.kernels.softmax import finish_softmax
@@ -24,11 +25,15 @@ def merge_partials(
     GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     ROWS: tl.constexpr, ROW_PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of the item that a note tells of, one after the other.
 
     Grid: ROW_PARTS programs a note. Partial results are added AT_ONCE together, in their order.
+    CHAINED: it starts while the attention kernel still runs, and waits for its results here.
     """
+    if CHAINED:
+        gdc_wait()
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     program = tl.program_id(0) // ROW_PARTS
     first_row = (tl.program_id(0) - program * ROW_PARTS) * ROWS

@@ -22,7 +22,7 @@ from saccade.portable.arguments import mask_argument, score_argument
 from saccade.portable.kind import memory_like, remembered
 from saccade.portable.merge import merge_partials
 from saccade.portable.paged_forward import Partials, attention_pages
-from saccade.portable.paged_kind import PagedKind, made_regular, signature
+from saccade.portable.paged_kind import PagedKind, in_pairs, made_regular, signature
 from saccade.portable.paged_pass import Pass
 from saccade.portable.paged_plan import plan_pages
 from saccade.problem import Config, PagedInputs, Variant, empty_rows
@@ -38,12 +38,16 @@ class PassLaunches:
         tiles = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         shared = {**kind.constants, **tiles, "HEADS_IN_TILE": of.heads_in_tile}
         cuts = {"AT_ONCE": of.groups_at_once, "LEAST": of.least_share, "CUTS": of.most_cuts}
-        self.attention = Launch(attention_pages, {**shared, **cuts}, options)
+        chained = of.chains and of.may_cut
+        paired = kind.way_of_pairs if of.paired else 0
+        last = {"PAIRED": paired, "CHAINED": chained}
+        self.attention = Launch(attention_pages, {**shared, **cuts, **last}, options)
         names = ("GROUP", "VALUE_DIM", "VALUE_WIDTH")
         merge = {name: kind.constants[name] for name in names} | tiles
         merge |= {"HEADS_IN_TILE": of.heads_in_tile, "ROWS": of.merged_rows}
-        merge |= {"ROW_PARTS": of.merge_parts, "AT_ONCE": of.merged_at_once}
-        self.merge = Launch(merge_partials, merge, {"num_warps": 4, "num_stages": 1})
+        merge |= {"ROW_PARTS": of.merge_parts, "AT_ONCE": of.merged_at_once, "CHAINED": chained}
+        early = {"launch_pdl": True} if chained else {}
+        self.merge = Launch(merge_partials, merge, {"num_warps": 4, "num_stages": 1, **early})
         self.merging = of.programs * of.merge_parts if of.may_cut else 0  # programs
         self.plan = Launch(plan_pages, of.plan_constants, {"num_warps": 4, "num_stages": 1})
         whole, single = (
@@ -60,6 +64,9 @@ class PassLaunches:
     ) -> None:  # fmt: skip
         """Compute the rows of the sequences that the pass is for."""
         of, device = self.of, self.kind.device
+        if of.paired:
+            inputs = in_pairs(inputs)
+            tensors = (*tensors, inputs.key_pages, inputs.value_pages)
         rows = self.rows() if of.planned else None
         numbers, notes = self.numbers(), self.notes()
         call = _PassCall(self, inputs, variant, output, lse, rows, numbers, notes)

@@ -14,8 +14,16 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from saccade.kernels.pages import as_numbers, find_page, load_scales, load_slots, slots_of
+from saccade.kernels.pages import (
+    as_halves,
+    as_numbers,
+    find_page,
+    load_scales,
+    load_slots,
+    slots_of,
+)
 from saccade.kernels.schedule import BEGUN, part_of_walk, write_note
 from saccade.kernels.softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
 from saccade.kernels.tiles import (
@@ -29,6 +37,14 @@ from saccade.kernels.tiles import (
     without,
 )
 from saccade.kernels.visibility import next_in_range
+from saccade.portable.paged_pairs import (
+    BY_PTX,
+    add_paired_values,
+    finish_paired_sums,
+    paired_query,
+    paired_scores,
+    start_paired_sums,
+)
 
 
 class Partials(NamedTuple):
@@ -48,8 +64,15 @@ def attention_pages(
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    PAIRED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program: its share of the work, split by split (kernels/schedule.py)."""
+    """One program: its share of the work, split by split (kernels/schedule.py).
+
+    PAIRED: pages hold pairs of eight-bit numbers (paged_pairs.py), taken apart BY_TRITON
+    or BY_PTX; 0: they do not. CHAINED: the merging kernel is to start early and wait for this one by itself.
+    """
+    if CHAINED:
+        gdc_launch_dependents()
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     program = tl.program_id(0)
     group, index, offset, budget, share = schedule.begin(
@@ -73,7 +96,12 @@ def attention_pages(
         if sinks is not None:  # which belong to the first split
             row_max = tl.where(offset == 0, row_max, float("-inf"))
             row_sum = tl.where(offset == 0, row_sum, 0.0)
-        state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
+        if PAIRED:
+            query_tile = paired_query(query_tile)
+            sums = start_paired_sums(value_scales, QUERY_TILE, VALUE_WIDTH)
+        else:
+            sums = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
+        state = (row_max, row_sum, sums)
         clean_first, clean_end, edge_first, edge_end = part_of_walk(walk, offset, end)
         kv_start = next_in_range(None, walk, clean_first, True) * KV_TILE
         page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE)
@@ -83,7 +111,8 @@ def attention_pages(
             next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
-                HEAD_DIM, VALUE_DIM, PAGE_SIZE, KV_TILE, PRECISION, False,
+                HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
+                False, PAIRED,
             )  # fmt: skip
             page = next_page
         kv_start = next_in_range(None, walk, edge_first, False) * KV_TILE
@@ -94,17 +123,20 @@ def attention_pages(
             next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
-                HEAD_DIM, VALUE_DIM, PAGE_SIZE, KV_TILE, PRECISION, True,
+                HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
+                True, PAIRED,
             )  # fmt: skip
             page = next_page
+        row_max, row_sum, sums = state
+        weighted_sum = finish_paired_sums(sums) if PAIRED else sums
         if (offset == 0) & (end == units):
-            divisor, natural_lse = finish_softmax(state[0], state[1])
-            attended = state[2] / divisor[:, None]
+            divisor, natural_lse = finish_softmax(row_max, row_sum)
+            attended = weighted_sum / divisor[:, None]
             store_rows(output, batch, at[2][:, None], at[3], at[4], attended, VALUE_DIM)
             store_numbers(logsumexp, batch, at[2], at[3], at[4], natural_lse)
         else:
             place = program + tl.where(offset == 0, schedule.data[BEGUN] - ADDED, 0)
-            keep_partial(partials, place, at[3] < at[4], state)
+            keep_partial(partials, place, at[3] < at[4], (row_max, row_sum, weighted_sum))
         budget -= end - offset
         offset = offset * 0
         index += 1
@@ -140,38 +172,49 @@ def rows_of_tile(
 @triton.jit
 def fold_pages(
     key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr, EDGE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Fold ROWS keys and values into the state (row_max, row_sum, weighted_sum).
+    """Fold ROWS keys and values into the state (row_max, row_sum, weighted sums).
 
     page: where the keys lie (find_page). EDGE: pairs may be hidden, and rows lie past the end.
     """
     batch, kv_head, query_heads, query_rows, query_len, kv_len = at
-    row_max, row_sum, weighted_sum = state
-    DTYPE: tl.constexpr = query_tile.dtype
+    row_max, row_sum, sums = state
+    PACKED: tl.constexpr = 2 if PAIRED else 1  # channels that one number of a page holds
     place = slots_of(page, kv_start, ROWS, PAGE_SIZE)
     kv_rows = kv_start + tl.arange(0, ROWS)
     exists = (kv_rows < kv_len)[:, None]
-    stored_keys = load_slots(key, kv_head, place, exists, HEAD_DIM, query_tile.shape[1], not EDGE)
-    stored_values = load_slots(
-        value, kv_head, place, exists, VALUE_DIM, weighted_sum.shape[1], not EDGE
+    stored_keys = load_slots(
+        key, kv_head, place, exists, HEAD_DIM // PACKED, HEAD_WIDTH // PACKED, not EDGE
     )
-    key_tile, value_tile = as_numbers(stored_keys, DTYPE), as_numbers(stored_values, DTYPE)
+    stored_values = load_slots(
+        value, kv_head, place, exists, VALUE_DIM // PACKED, VALUE_WIDTH // PACKED, not EDGE
+    )
+    value_factors = None
     if value_scales is not None:
         value_factors = load_scales(value_scales, kv_head, place, exists, ROWS)
-        if tl.float16 == DTYPE:  # weights times factors may be too small for it
-            value_tile = as_numbers(stored_values, tl.float32) * value_factors[:, None]
-            value_tile = value_tile.to(DTYPE)
+    if PAIRED:
+        values = as_halves(stored_values, PAIRED == BY_PTX)
+    else:
+        values = value_numbers(stored_values, value_factors, query_tile.dtype)
     if EDGE and rules.mask.visible is not None:
         # Hidden is selected away, but 0 · NaN is NaN: a spoilt value becomes 0, its score NaN.
-        spoilt = spoilt_rows(value_tile)
+        spoilt = spoilt_rows(values[0]) | spoilt_rows(values[1]) if PAIRED else spoilt_rows(values)
         if value_scales is not None:
             spoilt = spoilt | ((tl.abs(value_factors) < float("inf")) == 0)
             value_factors = tl.where(spoilt, 0.0, value_factors)
-        value_tile = without(spoilt, value_tile)
+        if PAIRED:
+            values = (without(spoilt, values[0]), without(spoilt, values[1]))
+        else:
+            values = without(spoilt, values)
 
-    scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+    if PAIRED:
+        scores = paired_scores(query_tile, stored_keys, PAIRED == BY_PTX)
+    else:
+        key_tile = as_numbers(stored_keys, query_tile.dtype)
+        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
     if key_scales is not None:
         scores = scores * load_scales(key_scales, kv_head, place, exists, ROWS)[None, :]
     shift = kv_len - query_len
@@ -194,12 +237,25 @@ def fold_pages(
     weights, rescale, row_max, row_sum = softmax_step(
         scores, factor, row_max, row_sum, EDGE or rules.score is not None
     )
-    if value_scales is not None and tl.float16 != DTYPE:
-        weights = weights * value_factors[None, :]
-    weighted_sum = tl.dot(
-        weights.to(DTYPE), value_tile, weighted_sum * rescale[:, None], input_precision=PRECISION
-    )
-    return row_max, row_sum, weighted_sum
+    if PAIRED:
+        sums = add_paired_values(sums, values[0], values[1], value_factors, weights, rescale)
+    else:
+        if value_scales is not None and tl.float16 != query_tile.dtype:
+            weights = weights * value_factors[None, :]
+        sums = tl.dot(
+            weights.to(query_tile.dtype), values, sums * rescale[:, None],
+            input_precision=PRECISION,
+        )  # fmt: skip
+    return row_max, row_sum, sums
+
+
+@triton.jit
+def value_numbers(stored, factors, DTYPE: tl.constexpr):
+    """Values in the dtype of products, times their factors where weights cannot take these."""
+    values = as_numbers(stored, DTYPE)
+    if factors is not None and tl.float16 == DTYPE:  # weights times factors may be too small
+        values = (as_numbers(stored, tl.float32) * factors[:, None]).to(DTYPE)
+    return values
 
 
 @triton.jit

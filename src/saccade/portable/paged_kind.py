@@ -19,7 +19,7 @@ from saccade.kernels.compose import mask_functions
 from saccade.kernels.launch import Pointer, current_device, next_width
 from saccade.kernels.tiles import View
 from saccade.kernels.visibility import Mask
-from saccade.portable import kind, paged_configs
+from saccade.portable import kind, paged_configs, paged_pairs
 from saccade.portable.arguments import (
     Extent,
     kind_of_captured,
@@ -36,6 +36,9 @@ from saccade.problem import Config, PagedInputs, Variant
 
 ADDED = tiles.ADDED.value
 ANY_NUMBER = 2**30  # of query rows
+LARGEST_PAIRED = 32  # rows of a tile; larger ones take what they are multiplied with from memory
+# What pages of eight bits are when they are read in pairs (kernels/pages.py).
+PAIRS = {torch.int8: torch.int16, torch.float8_e4m3fn: torch.uint16}
 
 
 class PagedKind(NamedTuple):
@@ -117,7 +120,25 @@ class PagedKind(NamedTuple):
             config, chunks, rows, groups, heads, group, heads_in_tile, programs, cuts, planned,
             apart, 32 if along else 128, self.constants["VALUE_WIDTH"],
             0 if packed else self.queries.length,
+            not chunks and config.query_tile <= LARGEST_PAIRED and self._in_pairs(inputs),
+            self.architecture in paged_configs.CHAINS,
         )  # fmt: skip
+
+    @property
+    def way_of_pairs(self) -> int:
+        """How pairs of eight-bit numbers are taken apart; the interpreter runs no PTX."""
+        known = self.device is not None or self.architecture != "sm_75"
+        ptx = known and self.architecture.startswith("sm_")
+        return (paged_pairs.BY_PTX if ptx else paged_pairs.BY_TRITON).value
+
+    def _in_pairs(self, inputs: PagedInputs) -> bool:
+        """Whether pages can be read as pairs of eight-bit numbers."""
+        widths = self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"]
+        pages = inputs.key_pages, inputs.value_pages
+        steps = [n for tensor in pages for n in (*tensor.stride()[:3], tensor.storage_offset())]
+        dims = [tensor.shape[3] for tensor in pages]
+        quantised = inputs.quantised and not self.wide
+        return quantised and min(widths) >= 32 and not any(n % 2 for n in (*steps, *dims))
 
     def _config(
         self, inputs: PagedInputs, variant: Variant, chunks: bool, rows: int, given: Config
@@ -125,7 +146,7 @@ class PagedKind(NamedTuple):
         width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
         problem = PagedProblem(
             self.architecture, chunks, width, self.wide, self.constants["GROUP"], rows,
-            inputs.quantised, reads_by_pair(variant),
+            inputs.key_pages.dtype.itemsize == 1, reads_by_pair(variant),
         )  # fmt: skip
         return paged_configs.choose(problem, given)
 
@@ -165,8 +186,10 @@ class PagedKind(NamedTuple):
                 return None
             page, head, slot = memory.stride()[:3]
             # Nothing in it may be None, or Triton (3.6) cannot tell that there is a View.
+            # A page's step is known when compiling, as each row may need its product.
+            steps = (tl.constexpr(page), head)
             step = tl.constexpr(slot)
-            return View(pointer(memory), (page, head), step, pages.paged, pages.paged, data)
+            return View(pointer(memory), steps, step, pages.paged, pages.paged, data)
 
         return tuple(
             map(
@@ -204,6 +227,13 @@ def made_regular(inputs: PagedInputs) -> PagedInputs:
         for name in ("key_pages", "value_pages"):
             changes[name] = changes.get(name, getattr(inputs, name)).view(torch.uint8)
     return inputs._replace(**changes) if changes else inputs
+
+
+def in_pairs(inputs: PagedInputs) -> PagedInputs:
+    """The inputs with pages whose numbers are pairs of eight-bit ones."""
+    kind_of_pair = PAIRS[inputs.key_pages.dtype]
+    pages = (tensor.view(kind_of_pair) for tensor in (inputs.key_pages, inputs.value_pages))
+    return inputs._replace(**dict(zip(("key_pages", "value_pages"), pages, strict=True)))
 
 
 def signature(inputs: PagedInputs, variant: Variant) -> tuple[Any, ...]:

@@ -32,6 +32,8 @@ class Pass(NamedTuple):
     judged_at_once: int  # tiles of keys that a planning program judges together
     value_width: int
     query_len: int  # of each sequence, if dense, else 0
+    paired: bool  # whether pages of eight bits are read in pairs
+    chains: bool  # whether a kernel can start before the one that it waits for has ended
 
     @property
     def tokens(self) -> int:
