@@ -299,4 +299,21 @@ def test_traffic_moves_what_it_says():
     read, copy = (PEERS[who].prepare(PAGED[0], CPU) for who in ("read", "copy"))
     assert isinstance(read, Call) and isinstance(copy, Call)
     assert float(read.run(*inputs)) == PAGED[0].bytes // 4
-    assert 2 * copy.run(*inputs).nbytes == COPY_BYTES
+    assert 2 * copy.run(*inputs).nbytes == COPY_BYTES == PEERS["copy"].moves
+    assert PEERS["read"].moves is None
+
+
+def test_pages_lie_with_heads_outermost(monkeypatch):
+    seen = []
+
+    def look(query, **pages):
+        seen.append(pages)
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(saccade, "attention_paged", look)
+    case = CASES["tiny-pages-h4x2-int8-d16-2x32"]
+    call = PEERS["saccade/scattered-16"].prepare(case, CPU)
+    assert isinstance(call, Call)
+    call.run(*(to_layout(rows, "packed") for rows in case.make(CPU)[:3]))
+    for name in ("key_pages", "value_pages", "key_scales", "value_scales"):
+        assert seen[0][name].transpose(0, 1).is_contiguous(), name

@@ -91,6 +91,8 @@ def test_rates_are_given_where_they_mean_something():
     (decode,) = record(case, "decode", timing, torch.device("cpu"))
     assert decode.gbps == pytest.approx(case.bytes / 1e6)
     assert decode.tflops is None
+    (other,) = record(case, "decode", timing, torch.device("cpu"), moves={"sdpa": 10**9})
+    assert other.gbps == pytest.approx(1e3)
     (host,) = record(case, "host forward+backward", timing, torch.device("cpu"))
     assert (host.tflops, host.gbps) == (None, None)
 

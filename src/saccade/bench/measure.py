@@ -95,6 +95,7 @@ def measure(
 ) -> Iterator[tuple[list[Result], list[Absence]]]:
     """Measure case by case; each one's results come as soon as they are there."""
     clock = settings.clock()
+    moves = {peer.who: peer.moves for peer in peers if peer.moves is not None}
     for case in cases:
         chosen = passes_of(case, passes)
         if not chosen:
@@ -128,7 +129,7 @@ def measure(
                     for who, reason in measured.items()
                     if isinstance(reason, str)
                 ]
-            results += record(case, which_pass, timings, settings.device, peaks, errors)
+            results += record(case, which_pass, timings, settings.device, peaks, errors, moves)
         yield results, absences
 
 

@@ -35,7 +35,8 @@ class Result:
         case: the case's fields, by name.
         which_pass: "forward", "backward", "forward+backward" or "decode", or what `host` and
             `first_call` measure; "pass" in files.
-        tflops, gbps: operations on visible pairs, or for decoding the least bytes, a second.
+        tflops, gbps: operations on visible pairs, or for decoding the least bytes, a second; of a
+            yardstick that moves other bytes than the case's, those.
         run: the same for all that took turns; only within one run are times comparable.
         peak_mb: memory at the worst moment beyond the inputs, where it was measured.
         error: of a forward pass: the largest ‖output − exact‖ / ‖exact‖ of the rows that were
@@ -94,8 +95,12 @@ def record(
     device: torch.device,
     peaks: Mapping[str, float] | None = None,
     errors: Mapping[str, float] | None = None,
+    moves: Mapping[str, int] | None = None,
 ) -> list[Result]:
-    """The results of one run: of all that took turns in one pass of a case."""
+    """The results of one run: of all that took turns in one pass of a case.
+
+    moves: bytes that someone moves, where these are not the case's own.
+    """
     now = datetime.datetime.now(datetime.timezone.utc)
     run = f"{now:%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
     results = []
@@ -121,7 +126,7 @@ def record(
                 max_ms=timing.max_ms,
                 rounds=timing.rounds,
                 tflops=case.flops(which_pass) / seconds / 1e12 if operates else None,
-                gbps=case.bytes / seconds / 1e9 if reads else None,
+                gbps=(moves or {}).get(who, case.bytes) / seconds / 1e9 if reads else None,
                 error=(errors or {}).get(who) if is_forward else None,
             )
         )

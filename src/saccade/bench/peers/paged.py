@@ -92,7 +92,7 @@ def _stored(case: Case, key: Tensor, value: Tensor, size: int, scattered: bool) 
     scale = INT8_SCALE if dtype == torch.int8 else 1.0
     pools = []
     for rows in (key, value):
-        heads_first = (rows.transpose(0, 1) / scale).to(dtype).unflatten(1, (-1, size))
+        heads_first = (rows.transpose(0, 1) / scale).to(dtype).contiguous().unflatten(1, (-1, size))
         pool = torch.empty_like(heads_first)
         pool.view(torch.uint8)[:, order] = heads_first.view(torch.uint8)
         pools.append(pool.transpose(0, 1))
@@ -101,7 +101,8 @@ def _stored(case: Case, key: Tensor, value: Tensor, size: int, scattered: bool) 
     stored = Pages(key_pages, value_pages, table, kv_lens)
     if dtype.itemsize > 1:
         return stored
-    scales = torch.full(key_pages.shape[:3], scale, device=key.device)
+    heads_first_shape = (key_pages.shape[1], key_pages.shape[0], size)
+    scales = torch.full(heads_first_shape, scale, device=key.device).transpose(0, 1)
     return stored._replace(key_scales=scales, value_scales=scales)
 
 

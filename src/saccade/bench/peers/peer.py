@@ -42,6 +42,7 @@ class Peer:
         compiles: whether a first call compiles for its shapes.
         attention: the kinds of cases that it serves, "softmax" or "linear".
         computes_attention: whether its results are checked; a mere yardstick has none.
+        moves: bytes that a call reads and writes, where these are not the case's own.
     """
 
     who: str
@@ -51,6 +52,7 @@ class Peer:
     compiles: bool = False
     attention: tuple[str, ...] = ("softmax",)
     computes_attention: bool = True
+    moves: int | None = None
 
 
 def to_layout(tensor: Tensor, layout: Layout) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,16 @@ COPY_BYTES = 2**30
 
 def peers() -> list[Peer]:
     """A pure read of a case's bytes, and a pure copy of many."""
-    about = ("a sum over as many bytes as the case has", "a copy of half a GiB")
+    yardstick: dict[str, Any] = {
+        "by_default": False,
+        "attention": ("paged",),
+        "computes_attention": False,
+    }
     return [
-        Peer(who, text, prepare, False, attention=("paged",), computes_attention=False)
-        for who, text, prepare in zip(("read", "copy"), about, (_read, _copy), strict=True)
+        Peer("read", "a sum over as many bytes as the case has", _read, **yardstick),
+        Peer(
+            "copy", "a copy of half a GiB, whatever the case", _copy, moves=COPY_BYTES, **yardstick
+        ),
     ]
 
 
