@@ -11,10 +11,14 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
 import saccade
 from saccade import masks
 from saccade.kernels import launch
-from saccade.portable import kind, paged, paged_configs, write
+from saccade.kernels.pages import as_halves
+from saccade.portable import kind, paged, paged_configs, paged_kind, write
 from saccade.portable.configs import ARCHITECTURES, SHARED_MEMORY
 from saccade.portable.paged_configs import PagedProblem
 from saccade.reference import cache as reference
@@ -66,6 +70,36 @@ def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, proces
     monkeypatch.setattr(kind, "multiprocessors", lambda tensor: processors)
     lengths = ((2, 90), (2, 0), (2, 33))
     check(make_paged_case(lengths=lengths, mask=mask, kv_heads=1, group=3, sinks=True))
+
+
+PAIRED: list[dict[str, Any]] = [
+    {"lengths": ((1, 33), (1, 70), (1, 0))},
+    {"lengths": ((1, 33), (2, 12), (9, 30)), "packed": True, "mask": "causal", "spoil_hidden": True},
+    {"lengths": ((1, 33), (1, 5)), "head_dim": 64, "value_dim": 40, "page_size": 4, "group": 3},
+    {"lengths": ((2, 90), (2, 0)), "mask": "tree", "sinks": True, "score": "softcap"},
+]
+
+
+def check_pairs(**description: Any) -> None:
+    sizes: dict[str, Any] = {"kv_heads": 1, "head_dim": 32, "value_dim": 32, "dtype": F16}
+    check(make_paged_case(**{**sizes, **description}))
+    (prepared,) = paged._forwards.values()
+    assert prepared.passes[0].of.paired
+
+
+@interpreted
+@pytest.mark.parametrize("description", PAIRED, ids=str)
+def test_pairs_of_eight_bit_numbers(description: dict[str, Any]) -> None:
+    check_pairs(page_dtype=I8, **description)
+
+
+@interpreted
+@pytest.mark.parametrize("odd", [{"head_dim": 33}, {"value_dim": 33}, {"head_dim": 16}], ids=str)
+def test_what_has_no_pairs_is_read_one_by_one(odd: dict[str, Any]) -> None:
+    sizes = {"head_dim": 32, "value_dim": 32, "dtype": F16, "page_dtype": I8, **odd}
+    check(make_paged_case(lengths=((1, 33),), kv_heads=1, **sizes))
+    (prepared,) = paged._forwards.values()
+    assert not prepared.passes[0].of.paired
 
 
 @interpreted
@@ -191,6 +225,14 @@ def test_few_rows_share_a_tile() -> None:
     assert [tile(4, rows) for rows in (4, 20, 64)] == [16, 32, 64]
 
 
+@triton.jit
+def store_halves(pairs, found, PTX: tl.constexpr):
+    numbers = tl.arange(0, 256)
+    first, second = as_halves(tl.load(pairs + numbers), PTX)
+    tl.store(found + numbers, first)
+    tl.store(found + 256 + numbers, second)
+
+
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 
@@ -221,6 +263,36 @@ class TestOnGpu:
     @pytest.mark.parametrize("page_dtype", [None, F8, I8], ids=["same", "fp8", "int8"])
     def test_dtypes(self, dtype: torch.dtype, page_dtype: torch.dtype | None) -> None:
         check(self.case(dtype=dtype, page_dtype=page_dtype))
+
+    @pytest.mark.parametrize("page_dtype", [F8, I8], ids=["fp8", "int8"])
+    @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+    @pytest.mark.parametrize("description", PAIRED, ids=str)
+    def test_pairs_of_eight_bit_numbers(
+        self, description: dict[str, Any], dtype: torch.dtype, page_dtype: torch.dtype
+    ) -> None:
+        check_pairs(dtype=dtype, page_dtype=page_dtype, device="cuda", **description)
+
+    @pytest.mark.parametrize("page_dtype", [F8, I8], ids=["fp8", "int8"])
+    def test_pairs_have_the_range_of_bfloat16(self, page_dtype: torch.dtype) -> None:
+        arguments = self.case(mask="none", page_dtype=page_dtype).arguments()
+        options = {"implementation": "portable", "return_lse": True}
+        with torch.no_grad():
+            output, lse = saccade.attention_paged(**arguments, **options)
+            for name, factor in (("query", 2.0**60), ("key_scales", 2.0**-60)):
+                arguments[name] = arguments[name] * factor
+            arguments["value_scales"] = arguments["value_scales"] * 2.0**-60
+            scaled, same = saccade.attention_paged(**arguments, **options)
+        assert torch.equal(scaled * 2.0**60, output) and torch.equal(same, lse)
+
+    def test_every_number_of_eight_bits_is_a_half_of_its_pair(self) -> None:
+        numbers = torch.arange(256, dtype=torch.uint8, device="cuda")
+        pairs = torch.stack([numbers, numbers.flip(0)], 1)
+        for dtype, pair in paged_kind.PAIRS.items():
+            for ptx in (False, True):
+                found = torch.empty(2, 256, dtype=F16, device="cuda")
+                store_halves[(1,)](pairs.view(pair), found, ptx)  # type: ignore[index]
+                wanted = pairs.view(dtype).to(F16).T
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
     def test_nothing_waits_for_the_device(self) -> None:
         arguments = {**self.case().arguments(), "implementation": "portable"}

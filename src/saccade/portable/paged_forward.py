@@ -74,6 +74,7 @@ def attention_pages(
     if CHAINED:
         gdc_launch_dependents()
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
+    EDGE_STAGES: tl.constexpr = 1 if rules.mask.visible is None else None
     program = tl.program_id(0)
     group, index, offset, budget, share = schedule.begin(
         schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LEAST, CUTS
@@ -117,7 +118,8 @@ def attention_pages(
             page = next_page
         kv_start = next_in_range(None, walk, edge_first, False) * KV_TILE
         page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE)
-        for number in range(edge_first, edge_end):  # edges: pair by pair
+        # Edges: pair by pair. Without a mask there is one at most, which needs no pipeline.
+        for number in tl.range(edge_first, edge_end, num_stages=EDGE_STAGES):
             kv_start = next_in_range(None, walk, number, False) * KV_TILE
             next_start = next_in_range(None, walk, number + 1, False) * KV_TILE
             next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)

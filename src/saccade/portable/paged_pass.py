@@ -91,7 +91,7 @@ class Pass(NamedTuple):
     @property
     def merged_at_once(self) -> int:
         """Partial results that are added together."""
-        return 32 if self.value_width <= 128 else 16
+        return 64 if self.value_width <= 128 else 32
 
     @property
     def plan_constants(self) -> dict[str, Any]:
