@@ -74,7 +74,8 @@ def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, proces
 
 PAIRED: list[dict[str, Any]] = [
     {"lengths": ((1, 33), (1, 70), (1, 0))},
-    {"lengths": ((1, 33), (2, 12), (9, 30)), "packed": True, "mask": "causal", "spoil_hidden": True},
+    {"lengths": ((1, 33), (2, 12), (9, 30)), "packed": True, "mask": "causal"},
+    {"lengths": ((1, 33), (3, 12)), "packed": True, "mask": "window", "spoil_hidden": True},
     {"lengths": ((1, 33), (1, 5)), "head_dim": 64, "value_dim": 40, "page_size": 4, "group": 3},
     {"lengths": ((2, 90), (2, 0)), "mask": "tree", "sinks": True, "score": "softcap"},
 ]

@@ -44,11 +44,13 @@ class GpuClock:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = candidate.run()
+            output = candidate.run()
+        # A graph holds addresses: what it reads and writes must live as long as it is replayed.
+        kept = candidate, output
 
         def replay() -> object:
             graph.replay()
-            return kept  # or the graph's memory would be given away
+            return kept
 
         return Runnable(replay)
 

@@ -68,8 +68,8 @@ def attention_pages(
 ):  # fmt: skip
     """One program: its share of the work, split by split (kernels/schedule.py).
 
-    PAIRED: pages hold pairs of eight-bit numbers (paged_pairs.py), taken apart BY_TRITON
-    or BY_PTX; 0: they do not. CHAINED: the merging kernel is to start early and wait for this one by itself.
+    PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX (paged_pairs.py);
+    0: they do not. CHAINED: the merging kernel is to start early, and waits for this one by itself.
     """
     if CHAINED:
         gdc_launch_dependents()
