@@ -16,9 +16,9 @@ import triton.language as tl
 
 import saccade
 from saccade import masks
-from saccade.kernels import launch
+from saccade.kernels import launch, schedule
 from saccade.kernels.pages import as_halves
-from saccade.portable import kind, paged, paged_configs, paged_kind, write
+from saccade.portable import kind, paged, paged_configs, paged_kind, paged_pass, write
 from saccade.portable.configs import ARCHITECTURES, SHARED_MEMORY
 from saccade.portable.paged_configs import PagedProblem
 from saccade.reference import cache as reference
@@ -70,6 +70,17 @@ def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, proces
     monkeypatch.setattr(kind, "multiprocessors", lambda tensor: processors)
     lengths = ((2, 90), (2, 0), (2, 33))
     check(make_paged_case(lengths=lengths, mask=mask, kv_heads=1, group=3, sinks=True))
+    check(make_paged_case(lengths=lengths[:1], mask=mask, kv_heads=2, group=3))
+
+
+@interpreted
+@pytest.mark.parametrize("at_once", [2, schedule.MOST_AT_ONCE.value])
+def test_lines_of_many_groups_and_units(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(kind, "multiprocessors", lambda tensor: 3)
+    monkeypatch.setattr(paged_pass, "MOST_UNITS", 0)
+    monkeypatch.setattr(paged_pass, "MOST_AT_ONCE", at_once)
+    monkeypatch.setattr(schedule, "MOST_AT_ONCE", tl.constexpr(at_once))
+    check(make_paged_case(lengths=((1, 90), (1, 0), (1, 33), (1, 40), (1, 70)), kv_heads=1))
 
 
 PAIRED: list[dict[str, Any]] = [

@@ -45,6 +45,8 @@ class Schedule(NamedTuple):
     data: tuple[Any, ...]  # numbers, ADDED, in the order below; then the plan, if there is one
 
 
+MOST_AT_ONCE = tl.constexpr(1024)  # groups that a program counts together
+
 GROUPS = tl.constexpr(0)  # how many there are
 HEADS = tl.constexpr(1)  # tiles beside each other: key heads, if one tile holds a group's heads
 PROGRAMS = tl.constexpr(2)
@@ -116,46 +118,79 @@ def item_of_plan(schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TI
 
 
 @triton.jit
+def units_of_groups(
+    schedule, query, key, first,
+    TOKENS: tl.constexpr, KV_TILE: tl.constexpr, AT_ONCE: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """Units of AT_ONCE groups: [AT_ONCE], or one number where there is but one group."""
+    num_groups = schedule.data[GROUPS] - ADDED
+    if AT_ONCE == 1:
+        units, items = schedule.count(schedule, query, key, first, TOKENS, KV_TILE)
+        line = wide(units) * items if LONG else units * items
+    else:
+        groups = first + tl.arange(0, AT_ONCE)
+        units, items = schedule.count(
+            schedule, query, key, tl.minimum(groups, num_groups - 1), TOKENS, KV_TILE
+        )
+        line = wide(units) * items if LONG else units * items
+        line = tl.where(groups < num_groups, line, 0)
+    return line
+
+
+@triton.jit
 def equal_shares(
     schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
 ):  # fmt: skip
     """The line of all items, cut into as many equal shares as there are programs; a share has at
-    least LEAST units."""
+    least LEAST units. LONG: the line may have more units than 32 bits count.
+
+    Programs do this before they read any key, so it is kept short: fewer than MOST_AT_ONCE groups
+    are counted once, and one needs no search.
+    """
     num_groups, programs = schedule.data[GROUPS] - ADDED, schedule.data[PROGRAMS] - ADDED
-    total = wide(0)
-    for first in range(0, num_groups, AT_ONCE):
-        groups = first + tl.arange(0, AT_ONCE)
-        units, items = schedule.count(
-            schedule, query, key, tl.minimum(groups, num_groups - 1), TOKENS, KV_TILE
-        )
-        total += tl.sum(tl.where(groups < num_groups, wide(units) * items, 0), 0)
-    share = tl.maximum(tl.cdiv(total, programs), LEAST)
-    start = program * share
-    group, before = 0, wide(0)  # groups that end at or before the start, and their units
-    reached = wide(0)
-    for first in range(0, num_groups, AT_ONCE):
-        groups = first + tl.arange(0, AT_ONCE)
-        units, items = schedule.count(
-            schedule, query, key, tl.minimum(groups, num_groups - 1), TOKENS, KV_TILE
-        )
-        line = tl.where(groups < num_groups, wide(units) * items, 0)
-        ended = (reached + tl.cumsum(line, 0) <= start) & (groups < num_groups)
-        group += tl.sum(ended.to(tl.int32), 0)
-        before += tl.sum(tl.where(ended, line, 0), 0)
-        reached += tl.sum(line, 0)
+    none = wide(program) * 0 if LONG else program * 0
+    if AT_ONCE == 1:
+        total = units_of_groups(schedule, query, key, 0, TOKENS, KV_TILE, 1, LONG)
+        share = tl.maximum(tl.cdiv(total, programs), LEAST)
+        start = program * share
+        group, before = program * 0, none
+    elif AT_ONCE < MOST_AT_ONCE:
+        line = units_of_groups(schedule, query, key, 0, TOKENS, KV_TILE, AT_ONCE, LONG)
+        reached = tl.cumsum(line, 0)
+        total = tl.max(reached, 0)
+        share = tl.maximum(tl.cdiv(total, programs), LEAST)
+        start = program * share
+        ended = reached <= start  # groups that end at or before the start
+        group = tl.sum((ended & (tl.arange(0, AT_ONCE) < num_groups)).to(tl.int32), 0)
+        before = tl.max(tl.where(ended, reached, 0), 0)
+    else:
+        total = none
+        for first in range(0, num_groups, AT_ONCE):
+            line = units_of_groups(schedule, query, key, first, TOKENS, KV_TILE, AT_ONCE, LONG)
+            total += tl.sum(line, 0)
+        share = tl.maximum(tl.cdiv(total, programs), LEAST)
+        start = program * share
+        group, before, reached_before = program * 0, none, none
+        for first in range(0, num_groups, AT_ONCE):
+            line = units_of_groups(schedule, query, key, first, TOKENS, KV_TILE, AT_ONCE, LONG)
+            reached = reached_before + tl.cumsum(line, 0)
+            ended = (reached <= start) & (first + tl.arange(0, AT_ONCE) < num_groups)
+            group += tl.sum(ended.to(tl.int32), 0)
+            before += tl.sum(tl.where(ended, line, 0), 0)
+            reached_before += tl.sum(line, 0)
     budget = tl.maximum(tl.minimum(share, total - start), 0)
     group = tl.minimum(group, num_groups - 1)
     units, _ = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
     within = tl.where(budget > 0, start - before, 0)
     index = (within // units).to(tl.int32)
-    return group, index, (within - wide(index) * units).to(tl.int32), budget, share
+    return group, index, (within - index * units).to(tl.int32), budget, share
 
 
 @triton.jit
 def fixed_cuts(
     schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
 ):  # fmt: skip
     """Each item for itself, cut every LEAST units, or into CUTS parts if those are longer: where
     depends on nothing but the item."""
@@ -166,7 +201,7 @@ def fixed_cuts(
     share = tl.maximum(tl.cdiv(units, CUTS), LEAST)
     offset = cut * share
     budget = tl.where(items > 0, tl.maximum(tl.minimum(share, units - offset), 0), 0)
-    return group, item % heads, offset, wide(budget), wide(share)
+    return group, item % heads, offset, budget, share
 
 
 # ---- splits -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from saccade.kernels.launch import Launch, Pointer
 from saccade.kernels.rules import Rules
 from saccade.kernels.schedule import NOTE_SIZE, PLAN_ROW
 from saccade.kernels.tiles import ADDED
+from saccade.portable import paged_pass
 from saccade.portable.arguments import mask_argument, score_argument
 from saccade.portable.kind import memory_like, remembered
 from saccade.portable.merge import merge_partials
@@ -38,6 +39,7 @@ class PassLaunches:
         tiles = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         shared = {**kind.constants, **tiles, "HEADS_IN_TILE": of.heads_in_tile}
         cuts = {"AT_ONCE": of.groups_at_once, "LEAST": of.least_share, "CUTS": of.most_cuts}
+        cuts["LONG"] = of.most_units > paged_pass.MOST_UNITS
         chained = of.chains and of.may_cut
         paired = kind.way_of_pairs if of.paired else 0
         last = {"PAIRED": paired, "CHAINED": chained}

@@ -63,7 +63,7 @@ def attention_pages(
     VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
     PAIRED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the work, split by split (kernels/schedule.py).
@@ -77,7 +77,7 @@ def attention_pages(
     EDGE_STAGES: tl.constexpr = 1 if rules.mask.visible is None else None
     program = tl.program_id(0)
     group, index, offset, budget, share = schedule.begin(
-        schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LEAST, CUTS
+        schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS
     )
     units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
     write_note(schedule, partials.notes, program, group, index, offset, budget, share, units)

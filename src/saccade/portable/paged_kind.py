@@ -114,6 +114,7 @@ class PagedKind(NamedTuple):
             most = 1 if chunks else paged_configs.MOST_CUTS
             cuts = min(most, -(-longest // paged_configs.FIXED_SHARE))
             programs = groups * cuts * (1 if apart else heads)
+        most_items = self.queries._replace(heads=heads).programs(config.query_tile // heads_in_tile)
         along = functions is not None and functions.spans_read == 1
         packed = self.queries.packed
         return Pass(
@@ -121,6 +122,7 @@ class PagedKind(NamedTuple):
             apart, 32 if along else 128, self.constants["VALUE_WIDTH"],
             0 if packed else self.queries.length,
             not chunks and config.query_tile <= LARGEST_PAIRED and self._in_pairs(inputs),
+            most_items * longest,
             self.architecture in paged_configs.CHAINS,
         )  # fmt: skip
 

@@ -13,6 +13,8 @@ from saccade.portable import paged_configs
 from saccade.portable.paged_configs import PagedConfig
 
 ADDED = tiles.ADDED.value
+MOST_AT_ONCE = schedule.MOST_AT_ONCE.value
+MOST_UNITS = 2**31 - 1  # that 32 bits count
 
 
 class Pass(NamedTuple):
@@ -33,6 +35,7 @@ class Pass(NamedTuple):
     value_width: int
     query_len: int  # of each sequence, if dense, else 0
     paired: bool  # whether pages of eight bits are read in pairs
+    most_units: int  # at most so many are there in all
     chains: bool  # whether a kernel can start before the one that it waits for has ended
 
     @property
@@ -58,7 +61,7 @@ class Pass(NamedTuple):
     @property
     def groups_at_once(self) -> int:
         """Groups that a program counts together."""
-        return min(1024, next_width(self.groups))
+        return min(MOST_AT_ONCE, next_width(self.groups)) if self.groups > 1 else 1
 
     @property
     def places(self) -> int:
