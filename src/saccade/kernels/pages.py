@@ -10,6 +10,8 @@ table names at [b, j // PAGE_SIZE], in slot j % PAGE_SIZE. Source: PagedAttentio
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -32,8 +34,9 @@ def find_page(
     """The pages of ROWS adjacent rows: one for all where tiles fit into pages, as start is a
     multiple of ROWS, else a column of them.
 
-    Loops look a tile's pages up while they work on the tile before. Looked up in the same step
-    they would keep Triton (3.6) from loading more than one tile ahead.
+    Loops look a tile's pages up in the step before its own, or Triton (3.6) would load no more
+    than one tile ahead; and at that step's end, when the pages before are done with: what comes
+    from memory can then stay where it arrives, and nobody waits for it until the next step.
     """
     table = view.data[0] + wide(batch) * (view.data[1] - ADDED)
     if PAGE_SIZE % ROWS == 0:
@@ -110,13 +113,13 @@ def as_numbers(tile, DTYPE: tl.constexpr):
 
 
 # Both halves of two pairs in one register: bytes 0, 2, 1, 3, then two conversions of two numbers.
-HALVES_OF_FP8 = tl.constexpr(
+HALVES_OF_FP8: Any = tl.constexpr(
     """{ .reg .b32 sorted; .reg .b16 low, high;
     prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {low, high}, sorted;
     cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"""
 )
 # 1024 to 2047 are the float16 whose last ten bits count: 1024 + (number + 128), less 1152.
-HALVES_OF_INT8 = tl.constexpr(
+HALVES_OF_INT8: Any = tl.constexpr(
     """{ .reg .b32 biased, low, high, less;
     xor.b32 biased, $2, 0x80808080; mov.b32 less, 0xE480E480;
     prmt.b32 low, biased, 0x64646464, 0x4240; prmt.b32 high, biased, 0x64646464, 0x4341;

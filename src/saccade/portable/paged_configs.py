@@ -2,7 +2,8 @@
 
 Sequences of few query rows (decoding, drafts) have tiles of 16 rows; what matters there is how
 many bytes are on their way, that is tiles, stages and programs on each multiprocessor. Chunks of
-prompts have tiles like the forward kernel of dense calls. Nothing here was timed yet.
+prompts have tiles like the forward kernel of dense calls. Timed on an H200 was what
+sequences of few rows take there at 128 channels (benchmarks/results/h200/pages_tiles.txt).
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ _FLOAT32: dict[bool, Row] = {
     True: ((32, 32, 4, 1, 2), (32, 32, 4, 1, 2), (16, 16, 8, 1, 2), (16, 16, 8, 1, 1)),
 }
 _FEW["sm_100"] = _FEW["sm_90"]
+# The same for pages of eight bits, where a tile of 16 rows holds all heads of a group: twice the
+# keys are as many bytes, and share what is done once for a tile.
+_FEW_CONVERTED: dict[str, Row] = {
+    "sm_90": ((16, 128, 4, 3, 2), (16, 128, 4, 3, 2), (16, 128, 4, 3, 2), (16, 32, 4, 4, 2)),
+}
 _ALIKE = {"sm_89": "sm_86", "sm_120": "sm_86"}
 _MOST_FEW = 64  # rows of a tile that is read for few query rows
 
@@ -95,6 +101,8 @@ def default(problem: PagedProblem) -> PagedConfig:
     rows = max(problem.rows, min(problem.group, LARGEST_GROUP))
     rows = 1 << (max(rows, 1) - 1).bit_length()
     fitting = rows <= (_MOST_FEW if problem.width <= 128 else 32)
+    if problem.converted and rows <= 16 and architecture in _FEW_CONVERTED:
+        return PagedConfig(*_FEW_CONVERTED[architecture][column])
     return config._replace(query_tile=max(config.query_tile, rows)) if fitting else config
 
 

@@ -74,7 +74,6 @@ def attention_pages(
     if CHAINED:
         gdc_launch_dependents()
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
-    EDGE_STAGES: tl.constexpr = 1 if rules.mask.visible is None else None
     program = tl.program_id(0)
     group, index, offset, budget, share = schedule.begin(
         schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS
@@ -108,27 +107,27 @@ def attention_pages(
         page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE)
         for number in range(clean_first, clean_end):  # clean tiles: no mask arithmetic
             kv_start = next_in_range(None, walk, number, True) * KV_TILE
-            next_start = next_in_range(None, walk, number + 1, True) * KV_TILE
-            next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
                 False, PAIRED,
             )  # fmt: skip
-            page = next_page
+            next_start = next_in_range(None, walk, number + 1, True) * KV_TILE
+            page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
         kv_start = next_in_range(None, walk, edge_first, False) * KV_TILE
         page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE)
         # Edges: pair by pair. Without a mask there is one at most, which needs no pipeline.
-        for number in tl.range(edge_first, edge_end, num_stages=EDGE_STAGES):
+        for number in tl.range(
+            edge_first, edge_end, num_stages=1 if rules.mask.visible is None else None
+        ):
             kv_start = next_in_range(None, walk, number, False) * KV_TILE
-            next_start = next_in_range(None, walk, number + 1, False) * KV_TILE
-            next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
                 True, PAIRED,
             )  # fmt: skip
-            page = next_page
+            next_start = next_in_range(None, walk, number + 1, False) * KV_TILE
+            page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
         row_max, row_sum, sums = state
         weighted_sum = finish_paired_sums(sums) if PAIRED else sums
         if (offset == 0) & (end == units):
@@ -184,7 +183,7 @@ def fold_pages(
     """
     batch, kv_head, query_heads, query_rows, query_len, kv_len = at
     row_max, row_sum, sums = state
-    PACKED: tl.constexpr = 2 if PAIRED else 1  # channels that one number of a page holds
+    PACKED: tl.constexpr = 1 + (PAIRED > 0)  # channels that one number of a page holds
     place = slots_of(page, kv_start, ROWS, PAGE_SIZE)
     kv_rows = kv_start + tl.arange(0, ROWS)
     exists = (kv_rows < kv_len)[:, None]

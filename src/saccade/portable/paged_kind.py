@@ -189,7 +189,7 @@ class PagedKind(NamedTuple):
             page, head, slot = memory.stride()[:3]
             # Nothing in it may be None, or Triton (3.6) cannot tell that there is a View.
             # A page's step is known when compiling, as each row may need its product.
-            steps = (tl.constexpr(page), head)
+            steps: Any = (tl.constexpr(page), head)
             step = tl.constexpr(slot)
             return View(pointer(memory), steps, step, pages.paged, pages.paged, data)
 
