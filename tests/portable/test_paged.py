@@ -240,9 +240,9 @@ def test_few_rows_share_a_tile() -> None:
 @triton.jit
 def store_halves(pairs, found, PTX: tl.constexpr):
     numbers = tl.arange(0, 256)
-    first, second = as_halves(tl.load(pairs + numbers), PTX)
-    tl.store(found + numbers, first)
-    tl.store(found + 256 + numbers, second)
+    halves = as_halves(tl.load(pairs + numbers), PTX)
+    tl.store(found + numbers, halves[0])
+    tl.store(found + 256 + numbers, halves[1])
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ they meet, in units of the largest that a program has met.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
