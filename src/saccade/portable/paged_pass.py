@@ -14,7 +14,7 @@ from saccade.portable.paged_configs import PagedConfig
 
 ADDED = tiles.ADDED.value
 MOST_AT_ONCE = schedule.MOST_AT_ONCE.value
-MOST_UNITS = 2**31 - 1  # that 32 bits count
+MOST_UNITS = 2**30  # that 32 bits count, shares past the end included
 
 
 class Pass(NamedTuple):
