@@ -92,8 +92,8 @@ def backward(
         output.stride(), grad_output.stride(), lse.stride(),
         None if grad_lse is None else grad_lse.stride(),
     )  # fmt: skip
-    launches = remembered(_launches, key, lambda: _prepare(inputs, variant, config, deterministic))
-    return _Call(inputs, variant, launches, results).run(wanted_tables, config)
+    launches = remembered(_launches, key, lambda: prepare(inputs, variant, config, deterministic))
+    return Call(inputs, variant, launches, results).run(wanted_tables, config)
 
 
 def refuse_missing_derivative(score: str) -> None:
@@ -105,7 +105,8 @@ def refuse_missing_derivative(score: str) -> None:
         )
 
 
-def _prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bool) -> Launches:
+def prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bool) -> Launches:
+    """The kernels of a backward pass, chosen; none is compiled before it is started."""
     kind, call = Kind.of(inputs), (inputs, variant)
     constants = {name: kind.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
     statistics = Launch(
@@ -155,7 +156,7 @@ def ordered_is_faster(kind: Kind) -> bool:
     return 2 * queries >= kind.multiprocessors or keys < kind.multiprocessors
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """One backward pass under way."""
 
     inputs: Inputs
@@ -167,17 +168,21 @@ class _Call(NamedTuple):
         """Start every kernel of the pass."""
         launches, kind = self.launches, self.launches.kind
         of_query, of_key, of_value = [memory() for memory in launches.gradients]
-        brought = self.inputs[:3] if launches.alone else tensors_of(self.inputs, self.variant)
-        known = (*brought, *there_are(self.results))
-        programs = launches.programs[0]
+        known, programs = self.known(), launches.programs[0]
         launches.statistics(programs, kind.device, known, self._statistics_arguments)
         if launches.queries is None:
             self._shared(known, of_query, of_key, of_value)
         else:
             self._keys(known, of_key, of_value, None)
             self._queries(launches.queries, known, of_query)
-        tables = {place: self._table(place, known, config) for place in wanted}
-        return Gradients(of_query, of_key, of_value, self._sinks(), tables)
+        tables = {place: self.table(place, known, config) for place in wanted}
+        return Gradients(of_query, of_key, of_value, self.sinks(), tables)
+
+    def known(self) -> tuple[Tensor, ...]:
+        """The tensors that every kernel of the pass may read."""
+        alone = self.launches.alone
+        brought = self.inputs[:3] if alone else tensors_of(self.inputs, self.variant)
+        return *brought, *there_are(self.results)
 
     def _statistics_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
         results, grad_lse = self.results, self.results.grad_lse
@@ -234,8 +239,8 @@ class _Call(NamedTuple):
         tensors = (*known, of_query, *plan.tensors)
         launch(self.launches.programs[2], kind.device, tensors, arguments)
 
-    def _sinks(self) -> Tensor | None:
-        """A sink's weight times minus row_dot, over all rows that it joins."""
+    def sinks(self) -> Tensor | None:
+        """A sink's weight times minus row_dot, over all rows that it joins. Needs row_dot."""
         sinks = self.inputs.sinks
         if sinks is None:
             return None
@@ -244,7 +249,8 @@ class _Call(NamedTuple):
         rows = -(of_head - lse).exp() * row_dot
         return rows.sum(1 if packed else (0, 2)).to(sinks.dtype)
 
-    def _table(self, place: int, known: Sequence[Tensor], config: Config) -> Tensor:
+    def table(self, place: int, known: Sequence[Tensor], config: Config) -> Tensor:
+        """The gradient of a tensor that the score captured. Needs the row statistics."""
         kind, queries = self.launches.kind, self.launches.kind.geometry.queries
         table = self.variant.score_captured.tensors[place]
         total = torch.empty(table.shape, dtype=torch.float32, device=table.device)
