@@ -42,10 +42,21 @@ FORBIDDEN_IMPORTS = {
     "kernels": PUBLIC_EDGE | {"reference", "cpu", "portable", "hopper"},
 }
 # One merge kernel serves both: combining partial results has nothing of Hopper in it. Nor have
-# preparing a kind of call and planning tiles; and the backward pass is the portable one so far.
+# preparing a kind of call and planning tiles; and what a backward pass of Hopper's does not serve,
+# or has to repeat, portable kernels do.
 ALLOWED_IMPORTS = {
     ("hopper", f"portable.{module}")
-    for module in ("merge", "arguments", "gradients", "kind", "planning")
+    for module in (
+        "merge",
+        "arguments",
+        "kind",
+        "planning",
+        "gradients",
+        "backward",
+        "backward_queries",
+        "pairs",
+        "reach",
+    )
 }
 # What looks at kernels from outside reaches for their insides, so nothing may come to rest on it.
 ONLY_IMPORTED_BY = {"offline": {"cli", "offline"}}

@@ -12,7 +12,9 @@ from saccade.portable import configs
 @pytest.mark.parametrize("architecture", configs.ARCHITECTURES)
 def test_every_kernel_and_every_row_of_the_tables_is_compiled(architecture):
     jobs = catalogue.jobs((architecture,))
-    kernels = set(KERNELS) - ({"hopper_forward"} if architecture != "sm_90" else set())
+    kernels = {
+        kernel for kernel in KERNELS if architecture == "sm_90" or not kernel.startswith("hopper_")
+    }
     assert {kernel for job in jobs for kernel in job.kernels} == kernels
     problems = {
         findings.problem_of(architecture, kernel.split(",")[0], job.call)
@@ -32,7 +34,7 @@ def test_every_kernel_and_every_row_of_the_tables_is_compiled(architecture):
         if isinstance(call, PagedCall)
     }
     assert {(width, chunks) for width in configs.WIDTHS[1:] for chunks in (False, True)} <= rows
-    assert sum(len(job.kernels) for job in jobs) <= (109 if architecture == "sm_90" else 95)
+    assert sum(len(job.kernels) for job in jobs) <= (128 if architecture == "sm_90" else 95)
 
 
 def test_a_job_asks_for_kernels_of_its_own_pass():

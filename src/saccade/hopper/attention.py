@@ -1,7 +1,7 @@
 """Attention by Hopper kernels: the body that the operators run on GPUs of capability 9.0.
 
-The forward pass is prepared once for a kind of call, as in `saccade.portable.attention`; the
-backward pass is the portable one.
+The forward pass is prepared once for a kind of call, as in `saccade.portable.attention`;
+gradients are in `saccade.hopper.gradients`.
 """
 
 from __future__ import annotations
@@ -9,24 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from saccade.hopper import configs, schedule
+from saccade.hopper import configs, counter, schedule
 from saccade.hopper.configs import KernelProblem
 from saccade.hopper.descriptors import Box, aligned, descriptor
 from saccade.hopper.forward import attention_forward
-from saccade.kernels import tiles, visibility
+from saccade.hopper.gradients import backward as backward
+from saccade.kernels import tiles
 from saccade.kernels.launch import Launch, Pointer, next_width
-from saccade.kernels.rules import Rules
 from saccade.portable import attention as portable
-from saccade.portable.arguments import (
-    brings_three,
-    rules,
-    signature,
-    tensors_of,
-)
-from saccade.portable.gradients import backward as backward
+from saccade.portable.arguments import brings_three, rules, signature, tensors_of
 from saccade.portable.kind import Kind, memory_like, remembered
 from saccade.portable.planning import NO_PLAN, Plan, Planner
 from saccade.problem import Config, Inputs, Variant, empty_results
@@ -84,7 +77,7 @@ class Forward:
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""
         output, lse = self.output(), self.lse()
-        counters = (counter_of(self.device),) if self.counted else ()
+        counters = (counter.counter_of(self.device),) if self.counted else ()
         plan, tensors = NO_PLAN, (*inputs[:3], output, lse, *counters)
         if not self.alone:
             plan = self.planner(inputs, variant)
@@ -104,7 +97,7 @@ class Forward:
                 *self.kind.inputs(pointer, inputs),
                 self.kind.rows(pointer, output, inputs),
                 self.kind.numbers(pointer, lse, inputs),
-                with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
+                schedule.with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
                 None if inputs.sinks is None else pointer(inputs.sinks),
                 schedule.Schedule(
                     tiles.packed_origin if self.kind.packed else tiles.dense_origin,
@@ -115,32 +108,6 @@ class Forward:
 
         tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, *counters)
         self.launch(self.programs, self.kind.device, tensors, arguments)
-
-
-_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def counter_of(device: torch.device) -> Tensor:
-    """Where programs take numbers: 0 before and after each call.
-
-    Calls on one stream follow each other, so they share one. A graph that is captured gets its own,
-    as it may run beside anything.
-    """
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros((), dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros((), dtype=torch.int32, device=device)
-    return found
-
-
-def with_own_walk(changes: Rules) -> Rules:
-    """The rules, with the walk that a program finds by itself as Gluon can compile it."""
-    mask = changes.mask
-    if mask.walk is not visibility.found:
-        return changes
-    return changes._replace(mask=mask._replace(walk=schedule.found))
 
 
 _forwards: dict[Any, Forward] = {}

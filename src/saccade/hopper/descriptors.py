@@ -18,7 +18,7 @@ from saccade.kernels.launch import Pointer
 from saccade.kernels.places import ALIGNMENT
 from saccade.problem import Inputs
 
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 class Box(NamedTuple):
@@ -44,6 +44,11 @@ class Box(NamedTuple):
         sides = (1, 1, rows, channels)
         layout: Any = NVMMASharedLayout.get_default_for(list(sides), DTYPES[tensor.dtype])
         return Box(shape, (*strides, 1), sides, layout)
+
+    @staticmethod
+    def plain(rows: int, columns: int, at_once: int) -> Box:
+        """Some whole rows of a contiguous float32 matrix, which lie the same in shared memory."""
+        return Box((rows, columns), (columns, 1), (at_once, columns), NVMMASharedLayout(0, 32))
 
 
 def descriptor(pointer: Pointer, tensor: Tensor, box: Box) -> Any:

@@ -12,8 +12,10 @@ What differs between versions of Triton's Gluon (3.6 to 3.9) stays in this file.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
@@ -25,6 +27,18 @@ mma_v2 = hopper.mma_v2
 # 3.9 has other names for these two.
 start_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 start_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@builtin
+def _add_by_descriptor(desc, coordinates, memory, _semantic=None):
+    """What 3.6 can do and has no name for."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, memory.handle
+    )
+
+
+start_add = getattr(tma, "async_atomic_add", None) or _add_by_descriptor
 
 
 @aggregate
@@ -55,10 +69,27 @@ class Ring:
         start_load(desc, coordinates, ready, self.memory.index(stage))
 
     @gluon.jit
+    def load_with(self, turn, desc, coordinates, other_desc, other_coordinates, other_memory):
+        """As `load`, with a second memory of as many stages: full when both have arrived."""
+        stage = self.stage(turn)
+        ready = self.full.index(stage)
+        mbarrier.expect(ready, desc.block_type.nbytes + other_desc.block_type.nbytes)
+        start_load(desc, coordinates, ready, self.memory.index(stage))
+        start_load(other_desc, other_coordinates, ready, other_memory.index(stage))
+
+    @gluon.jit
     def put(self, turn, numbers):
         """Fill the stage of a turn from registers."""
         stage = self.stage(turn)
         self.memory.index(stage).store(numbers)
+        mbarrier.arrive(self.full.index(stage), count=1)
+
+    @gluon.jit
+    def put_rows(self, turn, first_row, numbers):
+        """Fill some rows of the stage of a turn from registers, for products to read."""
+        stage = self.stage(turn)
+        self.memory.index(stage).slice(first_row, numbers.shape[0]).store(numbers)
+        fence_async_shared()
         mbarrier.arrive(self.full.index(stage), count=1)
 
     @gluon.jit
@@ -88,14 +119,17 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, USERS: gl.constexpr):
-    """A ring of shape[0] stages, each of which so many consumers empty."""
+def make_ring(
+    dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, USERS: gl.constexpr,
+    WRITERS: gl.constexpr = 1,
+):  # fmt: skip
+    """A ring of shape[0] stages, each of which so many consumers empty, and so many fill."""
     STAGES: gl.constexpr = shape[0]
     memory = gl.allocate_shared_memory(dtype, shape, layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=WRITERS)
         mbarrier.init(empty.index(stage), count=USERS)
     return Ring(memory, full, empty)
 
@@ -110,10 +144,28 @@ def pinned(numbers):
 
 
 @gluon.jit
+def here(number):
+    """The same whole number, and nothing that depends on it is computed ahead of a loop.
+
+    Descriptors of products that do not change would else be kept in registers, one for each 16
+    channels, and there are none to spare."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def store(desc, coordinates, memory):
     """Start to write shared memory, just written by this partition, to global memory."""
     fence_async_shared()
     start_store(desc, coordinates, memory)
+
+
+@gluon.jit
+def add(desc, coordinates, memory):
+    """Start to add shared memory, just written by this partition, to global memory."""
+    fence_async_shared()
+    start_add(desc, coordinates, memory)
 
 
 @gluon.jit
@@ -156,6 +208,63 @@ def make_rings(
         queries = queries + (make_ring_for(query_desc, QUERY_STAGES, 1),)  # noqa: RUF005
         outputs = outputs + (make_memory_for(output_desc),)  # noqa: RUF005
     return Rings(tickets, queries, keys, values, outputs)
+
+
+@aggregate
+class BackwardRings:
+    """The same of the backward pass. Gradients of outputs and of scores have the turns of queries:
+    who releases queries releases the former too, and has read the latter of the turn before."""
+
+    tickets: Ring
+    keys: Ring
+    values: Ring
+    queries: Ring
+    starts: gl.shared_memory_descriptor  # beside the queries: two numbers of each row
+    grad_outputs: Ring
+    grad_scores: Ring
+    shares: gl.tuple  # of the gradients of queries: memory for each consumer
+    outputs: gl.tuple  # memory for each consumer
+
+    @gluon.constexpr_function
+    def __init__(
+        self, tickets, keys, values, queries, starts, grad_outputs, grad_scores, shares, outputs
+    ):
+        self.tickets = tickets
+        self.keys = keys
+        self.values = values
+        self.queries = queries
+        self.starts = starts
+        self.grad_outputs = grad_outputs
+        self.grad_scores = grad_scores
+        self.shares = shares
+        self.outputs = outputs
+
+
+@gluon.jit
+def make_backward_rings(
+    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, share_desc, output_desc,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Shared memory of a program of the backward pass, whose consumers are two."""
+    TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tickets = make_ring(gl.int32, [2, 16], TICKETS, 2)
+    keys, values = make_ring_for(key_desc, 1, 2), make_ring_for(value_desc, 1, 2)
+    queries = make_ring_for(query_desc, STAGES, 2)
+    grad_outputs = make_ring_for(grad_output_desc, STAGES, 2)
+    START_SHAPE: gl.constexpr = in_stages(STAGES, starts_desc.block_type.shape)
+    START_LAYOUT: gl.constexpr = starts_desc.layout
+    starts = gl.allocate_shared_memory(gl.float32, START_SHAPE, START_LAYOUT)
+    PAIRS: gl.constexpr = [key_desc.block_type.shape[2], query_desc.block_type.shape[2]]
+    PAIR_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(PAIRS, query_desc.dtype)
+    grad_scores = make_ring(query_desc.dtype, in_stages(STAGES, PAIRS), PAIR_LAYOUT, 2, 2)
+    if share_desc is None:
+        shares = ()
+    else:
+        shares = (make_memory_for(share_desc), make_memory_for(share_desc))
+    outputs = (make_memory_for(output_desc), make_memory_for(output_desc))
+    return BackwardRings(
+        tickets, keys, values, queries, starts, grad_outputs, grad_scores, shares, outputs
+    )
 
 
 @gluon.jit

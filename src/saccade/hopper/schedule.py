@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.kernels import visibility
+from saccade.kernels.rules import Rules
 from saccade.kernels.tiles import wide
 
 TICKET_SIZE = gl.constexpr(16)
@@ -68,6 +70,16 @@ def program_of(schedule, number):
     rest = number - group * (slots * at_once)
     heads = gl.minimum(num_tiles(schedule) // slots - group * at_once, at_once)
     return (group * at_once + rest % heads) * slots + rest // heads
+
+
+@gluon.jit
+def program_of_keys(schedule, number):
+    """The same where programs stand at tiles of keys: all first tiles of these heads come first,
+    as under a causal mask they are seen by most queries."""
+    slots = schedule.slots >> 1
+    program = program_of(schedule, number)
+    slot = program % slots
+    return program - slot + slots - 1 - slot
 
 
 @gluon.jit
@@ -141,24 +153,32 @@ def found(
     mask, batch, head, slot, start, lengths,
     TILE: gl.constexpr, OTHER: gl.constexpr, OVER_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Judge all tiles of keys, 32 together; see `visibility.find_walk`."""
+    """Judge all tiles of the other side, 32 together; see `visibility.find_walk`."""
     tiles_of_warp = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    query_len, kv_len = lengths
+    length, other_length = lengths
     low = start + tiles_of_warp * 0
-    high = gl.minimum(low + TILE, query_len) - 1
-    count = (kv_len + OTHER - 1) // OTHER
+    high = gl.minimum(low + TILE, length) - 1
+    count = (other_length + OTHER - 1) // OTHER
     first, end = count, 0
     clean_first, clean_end = count, count
     for base in range(0, count, 32):
         tiles = base + tiles_of_warp
         exists = tiles < count
-        kv_low = gl.where(exists, tiles * OTHER, 0)
-        kv_high = gl.minimum(kv_low + OTHER, kv_len) - 1
-        possible, certain = mask.judge(
-            batch, head, low, high, kv_low, kv_high, kv_len - query_len, mask.data, TILE, OTHER
-        )
+        other_low = gl.where(exists, tiles * OTHER, 0)
+        other_high = gl.minimum(other_low + OTHER, other_length) - 1
+        if OVER_KEYS:
+            possible, certain = mask.judge(
+                batch, head, low, high, other_low, other_high, other_length - length, mask.data,
+                TILE, OTHER,
+            )  # fmt: skip
+        else:
+            possible, certain = mask.judge(
+                batch, head, other_low, other_high, low, high, length - other_length, mask.data,
+                OTHER, TILE,
+            )  # fmt: skip
+            certain = certain & (start + TILE <= length)
         possible = possible & exists
-        certain = certain & exists & (kv_low + OTHER <= kv_len)
+        certain = certain & exists & (other_low + OTHER <= other_length)
         first = gl.minimum(first, gl.min(gl.where(possible, tiles, count), 0))
         end = gl.maximum(end, gl.max(gl.where(possible, tiles + 1, 0), 0))
         clean_first = gl.minimum(clean_first, gl.min(gl.where(certain, tiles, count), 0))
@@ -170,3 +190,11 @@ def found(
     num_left = clean_first - first
     num_edges = num_left + end - clean_end
     return first, num_left, clean_end - num_left, num_edges, clean_first, clean_end - clean_first
+
+
+def with_own_walk(changes: Rules) -> Rules:
+    """The rules, with the walk that a program finds by itself as Gluon can compile it."""
+    mask = changes.mask
+    if mask.walk is not visibility.found:
+        return changes
+    return changes._replace(mask=mask._replace(walk=found))

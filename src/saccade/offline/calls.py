@@ -31,7 +31,15 @@ PASSES = {
     "ordered": ("backward_keys", "backward_keys, careful", "backward_queries", "row_statistics"),
     "shared": ("backward_shared", "backward_shared, careful"),
     "bias": ("backward_bias",),
-    "hopper": ("hopper_forward",),  # the forward pass by the kernel for sm_90 alone
+    "hopper": ("hopper_forward",),  # by kernels for sm_90 alone
+    "hopper_shared": (
+        "hopper_backward",
+        "hopper_backward_begin",
+        "hopper_backward_end",
+        "hopper_backward_again_keys",
+        "hopper_backward_again_queries",
+    ),
+    "hopper_ordered": ("hopper_backward, ordered",),
     **PAGED_PASSES,
 }
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
@@ -168,6 +176,9 @@ def start(
         attention.forward(inputs, variant, given)
         return
     output, lse = results
+    if which.startswith("hopper_"):
+        _start_hopper_backward(inputs, variant, given, results, which == "hopper_ordered")
+        return
     wanted = [0] if which == "bias" else []
     choose = gradients.ordered_is_faster
     gradients.ordered_is_faster = lambda kind: False  # the pass says which form, not the sizes
@@ -178,3 +189,19 @@ def start(
         )  # fmt: skip
     finally:
         gradients.ordered_is_faster = choose
+
+
+def _start_hopper_backward(
+    inputs: Inputs, variant: Variant, config: Config, results: Any, ordered: bool
+) -> None:
+    from saccade.hopper import attention, configs
+
+    output, lse = results
+    choose = configs.ordered
+    configs.ordered = lambda problem: ordered  # the pass says which form, not the sizes
+    try:
+        attention.backward(
+            inputs, variant, config, output, lse, torch.zeros_like(output), None, [], ordered
+        )
+    finally:
+        configs.ordered = choose

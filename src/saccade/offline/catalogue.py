@@ -25,6 +25,9 @@ class Entry(NamedTuple):
 
 
 OF_HOPPER = ("hopper_forward",)
+OF_HOPPER_GRADIENTS = ("hopper_backward",)
+AROUND = PASSES["hopper_shared"][1:]
+HOPPER_ORDERED = PASSES["hopper_ordered"]
 HOPPER = (
     *(Entry(Call(dim, mask=mask), OF_HOPPER) for dim in (64, 128, 256) for mask in MASKS[:2]),
     Entry(Call(96), OF_HOPPER),
@@ -35,6 +38,16 @@ HOPPER = (
     Entry(Call(128, mask="blocks"), OF_HOPPER),
     Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER),
     Entry(Call(128, mask="causal", packed=True), OF_HOPPER),
+    *(
+        Entry(Call(dim, mask=mask), (*OF_HOPPER_GRADIENTS, *HOPPER_ORDERED))
+        for dim in (64, 128)
+        for mask in MASKS[:2]
+    ),
+    Entry(Call(128, "fp16", "window"), OF_HOPPER_GRADIENTS),
+    Entry(Call(128, mask="documents"), OF_HOPPER_GRADIENTS),
+    Entry(Call(128, mask="blocks"), OF_HOPPER_GRADIENTS),
+    Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER_GRADIENTS),
+    Entry(Call(128, mask="causal", packed=True), (*OF_HOPPER_GRADIENTS, *AROUND)),
 )
 
 

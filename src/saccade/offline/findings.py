@@ -18,6 +18,11 @@ from saccade.portable.configs import KernelProblem
 TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
 # Masks of which most tiles are hidden or clean, so that the loop over the others counts little.
 READ_BY_PAIR = ("blocks", "dense")
+# Kernels whose warps have roles, and what runs on while their exponents are computed.
+ROLES = {
+    "hopper_forward": "the product of values",
+    "hopper_backward": "the product of values and gradients",
+}
 CAPTION = (
     "config: query tile × kv tile, warps, stages. spills: instructions that move registers to"
     " memory or back (gfx942: registers). s: seconds"
@@ -46,12 +51,13 @@ def _excesses(usage: Usage, architecture: str) -> list[str]:
 def _lacks(compiled: Compiled) -> list[str]:
     """What the machine code of a kernel whose warps have roles must hold."""
     usage = compiled.usage
-    if usage is None or not compiled.kernel.startswith("hopper_"):
+    kernel = compiled.kernel.split(",")[0]
+    if usage is None or kernel not in ROLES:
         return []
     lacks = [] if usage.products else ["no WGMMA"]
     warps = compiled.config[2]
     if not usage.covered and warps // 4 < 3:  # three groups cover each other's exponents
-        lacks.append("its exponents wait for the product of values")
+        lacks.append(f"its exponents wait for {ROLES[kernel]}")
     return lacks
 
 
@@ -66,13 +72,15 @@ def excuse(compiled: Compiled) -> str:
         return "outside of the loops that multiply"
     if not usage.looped:
         return "outside of its loops, so once a program"
-    if compiled.kernel.endswith(", careful"):
+    if compiled.kernel.endswith(", careful") or "_again_" in compiled.kernel:
         return "it repeats only the programs that met NaN or inf"
     architecture, call = compiled.job.architecture, compiled.job.call
     if isinstance(call, PagedCall):
         return configs.every_tile_spills(architecture, call.dtype == "fp32", call.head_dim)
-    if which == "hopper_forward" and call.mask in (*READ_BY_PAIR, "documents"):
+    if which in ROLES and call.mask in (*READ_BY_PAIR, "documents"):
         return "its one loop serves edges too, in which every pair reads a captured tensor"
+    if which == "hopper_backward" and call.score != "none":
+        return "changed scores and their derivatives have no registers beside the gradients"
     if which not in configs.PASSES:
         return ""
     if call.mask in READ_BY_PAIR:

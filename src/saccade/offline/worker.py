@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from saccade.hopper import attention as hopper
 from saccade.hopper import configs as hopper_configs
+from saccade.hopper import counter
 from saccade.kernels import launch
 from saccade.kernels.launch import Launch
 from saccade.offline import calls, compiler, paged_calls
@@ -81,7 +81,9 @@ class Recorder:
 def kernel_name(started: Launch, which: str) -> str:
     """The name in `calls.KERNELS` of a kernel that a pass starts."""
     name = started.kernel.__name__.removeprefix("attention_")
-    if which == "hopper":
+    if which == "hopper_ordered":
+        return f"hopper_{name}, ordered"
+    if which.startswith("hopper"):
         return f"hopper_{name}"
     if which == "shared":
         name = name.replace("backward_keys", "backward_shared")
@@ -94,6 +96,8 @@ def config_of(started: Launch) -> tuple[int, int, int, int]:
     if "CONSUMERS" in constants:  # its tile of keys is a side of a descriptor
         rows, warps = hopper_configs.ROWS * constants["CONSUMERS"], 4 * constants["CONSUMERS"] + 2
         return rows, 0, warps, constants["STAGES"]
+    if "CONSUMER_REGISTERS" in constants:  # two of them, which stand at a tile of keys
+        return 0, hopper_configs.BACKWARD_KV_TILE, 9, constants["STAGES"]
     query_tile = constants.get("QUERY_TILE", constants.get("TILE", 0))
     kv_tile = constants.get("KV_TILE", constants.get("OTHER", 0))
     return query_tile, kv_tile, options["num_warps"], options["num_stages"]
@@ -129,7 +133,7 @@ def main() -> None:
     # the tensors lie on, are answered differently.
     Launch.__call__ = lambda started, *call: recorder(started, *call)  # type: ignore[method-assign]
     kind.architecture = lambda tensor: architecture
-    hopper.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
+    counter.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
     kind.multiprocessors = lambda tensor: 100  # so that work over pages is shared out
     for number, job in enumerate(request["jobs"]):
         run_job(recorder, number, job)
