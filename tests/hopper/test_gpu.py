@@ -1,4 +1,7 @@
-"""Hopper kernels on a GPU: lengths around every edge, schedules, graphs, streams, addresses."""
+"""Hopper kernels on a GPU: lengths around every edge, schedules, graphs, streams, addresses.
+
+Each comparison with float64 looks at gradients too.
+"""
 
 from __future__ import annotations
 
@@ -98,3 +101,90 @@ def test_grouped_queries_of_a_projection_are_read_as_they_lie() -> None:
     found = attend(query, key, value, mask=masks.causal())
     wanted = attend(*(t.contiguous() for t in (query, key, value)), mask=masks.causal())
     assert torch.equal(found, wanted)
+
+
+def differentiate(
+    tensors: list[Tensor], grad_output: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    return torch.autograd.grad(attend(*leaves, **options), leaves, grad_output)
+
+
+@pytest.mark.parametrize("score", ["softcap", "alibi", "bias", "own"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_through_scores(head_dim: int, score: str) -> None:
+    case = make_case(
+        mask="causal", score=score, sinks=True, lengths=((300, 333),), head_dim=head_dim,
+        value_dim=head_dim, group=2, dtype=BF16, device="cuda",
+    )  # fmt: skip
+    assert_exact(case, "hopper")
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0, 3.0])
+def test_gradients_with_any_scale(scale: float) -> None:
+    tensors = [normal(1, 2, 200, 64, seed=n) for n in range(3)]
+    grad_output = normal(1, 2, 200, 64, seed=3)
+    found = differentiate(tensors, grad_output, scale=scale)
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    output = saccade.attention(*exact, scale=scale, implementation="reference")
+    wanted = torch.autograd.grad(output, exact, grad_output.double())
+    for got, truth in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.double(), truth, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hidden_rows_of_nan_reach_no_gradient(head_dim: int, packed: bool) -> None:
+    for mask in ("causal", "window", "documents", "blocks"):
+        case = make_case(
+            mask=mask, lengths=((300, 260), (150, 400)) if packed else ((300, 260),),
+            packed=packed, head_dim=head_dim, value_dim=head_dim, dtype=BF16, group=2,
+            device="cuda", spoil_hidden=True,
+        )  # fmt: skip
+        assert_exact(case, "hopper")
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_backward_passes_agree(head_dim: int, mask: Any) -> None:
+    """Gradients of keys and values add up in order; those of queries in any order, in float32."""
+    tensors = [normal(2, 8, 1500, head_dim, seed=n) for n in range(3)]
+    grad_output = normal(2, 8, 1500, head_dim, seed=3)
+    first, second = (differentiate(tensors, grad_output, mask=mask) for _ in range(2))
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(first[2], second[2])
+    torch.testing.assert_close(first[0], second[0], rtol=0.01, atol=1e-4)
+
+
+def test_deterministic_gradients_are_equal_bits() -> None:
+    tensors = [normal(2, 8, 1500, 128, seed=n) for n in range(3)]
+    grad_output = normal(2, 8, 1500, 128, seed=3)
+    first, second = (
+        differentiate(tensors, grad_output, mask=masks.causal(), deterministic=True)
+        for _ in range(2)
+    )
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_a_gradient_without_strides() -> None:
+    tensors = [normal(1, 4, 300, 128, seed=n) for n in range(3)]
+    ones = torch.ones((), dtype=BF16, device="cuda").expand(1, 4, 300, 128)
+    found = differentiate(tensors, ones)
+    for got, wanted in zip(found, differentiate(tensors, ones.contiguous()), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0.01, atol=1e-4)
+
+
+def test_a_graph_of_a_backward_pass_replays() -> None:
+    tensors = [normal(2, 8, 1000, 128, seed=n) for n in range(3)]
+    grad_output = normal(2, 8, 1000, 128, seed=3)
+    wanted = differentiate(tensors, grad_output, mask=masks.causal())
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        captured = differentiate(tensors, grad_output, mask=masks.causal())
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(captured[0], wanted[0], rtol=0.01, atol=1e-4)
+        assert torch.equal(captured[1], wanted[1])
+        assert torch.equal(captured[2], wanted[2])

@@ -3,11 +3,14 @@
 import itertools
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from saccade.hopper import configs
-from saccade.hopper.configs import KernelProblem
+from saccade import masks
+from saccade.hopper import configs, gradients
+from saccade.hopper.configs import BackwardProblem, KernelProblem
+from saccade.offline.calls import Call, make
 
 REGISTERS = 65536  # of a multiprocessor
 WIDTHS = (64, 128, 256)
@@ -47,3 +50,54 @@ def test_heads_take_turns_while_their_keys_fit_the_l2():
     assert heads(16, 8) == 4
     assert heads(16, 8, group=2) == 8  # whose query heads share them
     assert heads(16, 64) == 1
+
+
+BACKWARD = BackwardProblem(64, 64, 9, 9, masked=False, deterministic=False)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_backward_schedule_fits_a_multiprocessor(width, masked):
+    schedule = configs.choose_backward(BACKWARD._replace(head_width=width, masked=masked))
+    assert schedule.shared_memory(width) <= configs.SHARED_MEMORY
+    assert schedule.stages & (schedule.stages - 1) == 0
+    # Half of a tile's share is 64 rows: all of its channels, or half of them.
+    assert schedule.query_tile * width == 2 * configs.ROWS * 64
+    registers = 2 * schedule.consumer_registers + schedule.producer_registers
+    assert 128 * registers <= REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({}, None),
+        ({"deterministic": True}, None),
+        ({"value_width": 128}, "same memory"),
+        ({"head_width": 256, "value_width": 256}, "128 channels"),
+        ({"query_len": 0}, "no queries"),
+    ],
+)
+def test_what_the_backward_kernel_does_not_serve(changes, what):
+    reason = configs.backward_unsupported(BACKWARD._replace(**changes))
+    assert reason is None if what is None else what in (reason or "")
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "few"),
+    [
+        (None, 512, True),
+        (None, 1024, False),
+        (masks.causal(), 1024, True),
+        (masks.causal(), 2048, False),
+        (masks.causal() & masks.window(256), 1 << 14, True),
+        (masks.documents(torch.zeros(1, 2048, dtype=torch.int32)), 2048, False),
+    ],
+)
+def test_the_ordered_form_is_for_equal_bits_and_for_few_keys(mask, length, few):
+    inputs, variant = make(Call(64, length=length), torch.device("cpu"))
+    if mask is not None:
+        variant = variant._replace(mask=mask.key, mask_captured=mask.captured)
+    problem = gradients.backward_problem(inputs, variant, False)
+    assert gradients.sees_few_keys(variant, problem) == few
+    assert configs.ordered(problem._replace(few_keys=few)) == few
+    assert configs.ordered(problem._replace(deterministic=True))
