@@ -42,11 +42,12 @@ FORBIDDEN_IMPORTS = {
     "kernels": PUBLIC_EDGE | {"reference", "cpu", "portable", "hopper"},
 }
 # One merge kernel serves both: combining partial results has nothing of Hopper in it. Nor have
-# preparing a kind of call and planning tiles; and what a backward pass of Hopper's does not serve,
-# or has to repeat, portable kernels do.
+# preparing a kind of call and planning tiles; and what Hopper's kernels do not serve, or have to
+# repeat, portable kernels do.
 ALLOWED_IMPORTS = {
     ("hopper", f"portable.{module}")
     for module in (
+        "attention",
         "merge",
         "arguments",
         "kind",

@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.careful import holds_spoilt
-from saccade.hopper.forward import as_matrix, as_operand, mma_layout, next_ticket
+from saccade.hopper.forward import as_matrix, as_operand, mma_layout, ticket_of
 from saccade.hopper.pipeline import (
     add,
     here,
@@ -184,6 +184,14 @@ def consume(
         finish(of_key * rules.scale, grad_key_desc, grad_key, schedule, at, memory, HEAD_DIM)
         place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
     wait_for_stores()
+
+
+@gluon.jit
+def next_ticket(rings, turn):
+    """What to do next; its memory may take another ticket now."""
+    ticket = ticket_of(rings, turn)
+    rings.tickets.release(turn)
+    return ticket
 
 
 @gluon.jit

@@ -36,6 +36,7 @@ from saccade.portable.row_statistics import attention_row_statistics
 from saccade.problem import Config, Gradients, Inputs, Variant, empty_gradients
 
 STATISTICS_TILE = 64
+FEW_QUERIES = 64  # rows of queries that one program of the ordered form takes, about
 
 
 class Launches(NamedTuple):
@@ -143,14 +144,10 @@ def prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: boo
     )  # fmt: skip
 
 
-FEW_QUERIES = 64  # rows of queries that one program of the ordered form takes, about
-
-
 def ordered_is_faster(kind: Kind) -> bool:
     """Whether a second pass for the queries costs less than atomic additions.
 
-    It does (on an H200) unless there are so few queries that their pass would leave most of the
-    GPU idle while the keys, which are many, could fill it.
+    It does (on an H200) unless queries are so few that most of the GPU would idle in their pass.
     """
     queries, keys = (extent.programs(FEW_QUERIES) for extent in kind.geometry)
     return 2 * queries >= kind.multiprocessors or keys < kind.multiprocessors
@@ -168,8 +165,8 @@ class Call(NamedTuple):
         """Start every kernel of the pass."""
         launches, kind = self.launches, self.launches.kind
         of_query, of_key, of_value = [memory() for memory in launches.gradients]
-        known, programs = self.known(), launches.programs[0]
-        launches.statistics(programs, kind.device, known, self._statistics_arguments)
+        known = self.known()
+        launches.statistics(launches.programs[0], kind.device, known, self._statistics_arguments)
         if launches.queries is None:
             self._shared(known, of_query, of_key, of_value)
         else:
@@ -180,9 +177,9 @@ class Call(NamedTuple):
 
     def known(self) -> tuple[Tensor, ...]:
         """The tensors that every kernel of the pass may read."""
-        alone = self.launches.alone
-        brought = self.inputs[:3] if alone else tensors_of(self.inputs, self.variant)
-        return *brought, *there_are(self.results)
+        if self.launches.alone:
+            return *self.inputs[:3], *there_are(self.results)
+        return *tensors_of(self.inputs, self.variant), *there_are(self.results)
 
     def _statistics_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
         results, grad_lse = self.results, self.results.grad_lse
@@ -229,7 +226,6 @@ class Call(NamedTuple):
             launches.careful(programs, kind.device, tensors, arguments)
 
     def _queries(self, launch: Launch, known: Sequence[Tensor], of_query: Tensor) -> None:
-        kind = self.launches.kind
         plan = self.launches.over_keys(self.inputs, self.variant)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
@@ -237,7 +233,7 @@ class Call(NamedTuple):
             return self._forward(pointer), of_queries, self._rules(pointer, plan)
 
         tensors = (*known, of_query, *plan.tensors)
-        launch(self.launches.programs[2], kind.device, tensors, arguments)
+        launch(self.launches.programs[2], self.launches.kind.device, tensors, arguments)
 
     def sinks(self) -> Tensor | None:
         """A sink's weight times minus row_dot, over all rows that it joins. Needs row_dot."""
