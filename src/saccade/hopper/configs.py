@@ -118,7 +118,8 @@ def choose_backward(problem: BackwardProblem) -> BackwardSchedule:
     """
     if BACKWARD_OVERRIDE is not None:
         return BACKWARD_OVERRIDE
-    query_tile = 128 if problem.head_width == 64 else 64
+    # With 128 queries and no shares ptxas finds too few registers, and waits for each product.
+    query_tile = 128 if problem.head_width == 64 and not ordered(problem) else 64
     long = problem.kv_len >= (LONG // 4 if problem.masked else LONG)
     return BackwardSchedule(query_tile, 2, 240, 24, "dynamic", 32 if long else 0)
 

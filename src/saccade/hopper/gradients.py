@@ -131,8 +131,9 @@ class Backward:
         self.kind = kind = Kind.of(inputs)
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         self.width = width = problem.head_width
+        problem = problem._replace(few_keys=sees_few_keys(variant, problem))
         self.schedule = chosen = configs.choose_backward(problem)
-        self.ordered = configs.ordered(problem._replace(few_keys=sees_few_keys(variant, problem)))
+        self.ordered = configs.ordered(problem)
         self.tile = tile = chosen.query_tile
         self.careful = variant.mask != "" or kind.packed
         sizes = tile, configs.BACKWARD_KV_TILE
