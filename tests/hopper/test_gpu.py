@@ -103,9 +103,7 @@ def test_grouped_queries_of_a_projection_are_read_as_they_lie() -> None:
     assert torch.equal(found, wanted)
 
 
-def differentiate(
-    tensors: list[Tensor], grad_output: Tensor, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def differentiate(tensors: list[Tensor], grad_output: Tensor, **options: Any) -> tuple[Tensor, ...]:
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     return torch.autograd.grad(attend(*leaves, **options), leaves, grad_output)
 

@@ -22,7 +22,8 @@ from saccade.hopper.backward import attention_backward
 from saccade.hopper.backward_rows import Scratch, attention_backward_begin, attention_backward_end
 from saccade.hopper.descriptors import Box, aligned, descriptor
 from saccade.kernels import tiles
-from saccade.kernels.launch import ALIGNMENT, Launch, Pointer, next_width
+from saccade.kernels.launch import Launch, Pointer, next_width
+from saccade.kernels.places import ALIGNMENT
 from saccade.kernels.softmax import LOG2_E
 from saccade.portable import gradients as portable
 from saccade.portable.arguments import Geometry, rules, signature, tensors_of, there_are, view
@@ -81,9 +82,11 @@ def backward_problem(
     inputs: Inputs, variant: Variant, deterministic: bool
 ) -> configs.BackwardProblem:
     """What decides whether and how these kernels serve a backward pass."""
-    widths = map(width_of, (inputs.query.shape[-1], inputs.value.shape[-1]))
+    head_width, value_width = (width_of(rows.shape[-1]) for rows in (inputs.query, inputs.value))
     lengths = Geometry.of(inputs).lengths()
-    return configs.BackwardProblem(*widths, *lengths, variant.mask != "", deterministic)
+    return configs.BackwardProblem(
+        head_width, value_width, *lengths, variant.mask != "", deterministic
+    )
 
 
 def sees_few_keys(variant: Variant, problem: configs.BackwardProblem) -> bool:
@@ -199,7 +202,9 @@ class Backward:
         at_once, tile = 1, configs.BACKWARD_KV_TILE
         if self.schedule.at_once_mb:
             # Queries, gradients of outputs, and shares in float32.
-            of_query_head = 8 * self.width * (queries.length // max(queries.sequences, 1))
+            packed = self.kind.packed
+            length = queries.length // max(queries.batch, 1) if packed else queries.length
+            of_query_head = 8 * self.width * length
             of_kv_head = of_query_head * self.kind.constants["HEADS_PER_KV_HEAD"]
             at_once = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
             at_once = max(1, min(at_once, keys.heads * keys.sequences))
@@ -210,14 +215,14 @@ class Backward:
 
     def memory(self, device: torch.device) -> Memory:
         """Memory for one pass."""
-        gradients = (memory() for memory in self.gradients)
+        of_query, of_key, of_value = (memory() for memory in self.gradients)
         numbers = {"dtype": torch.float32, "device": device}
         starts = torch.empty(self.slots, 2 * self.tile, **numbers)
         shares = None
         if not self.ordered:
             shares = torch.empty(self.slots * self.tile, self.width, **numbers)
         flag = torch.zeros((), dtype=torch.int32, device=device) if self.careful else None
-        return Memory(*gradients, starts, shares, flag)
+        return Memory(of_query, of_key, of_value, starts, shares, flag)
 
 
 _backwards: dict[Any, Backward] = {}
@@ -316,7 +321,7 @@ class Call(NamedTuple):
     def _again_keys_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
         of_key, of_value = self.memory[1:3]
         gradients = self._of_keys(pointer, of_key), self._of_keys(pointer, of_value)
-        return pointer(self.memory.flag), self._forward(pointer), *gradients, self._rules(pointer)
+        return self._flag(pointer), self._forward(pointer), *gradients, self._rules(pointer)
 
     def _queries_arguments(self, pointer: Pointer, plan: tuple[Any, ...]) -> tuple[Any, ...]:
         of_queries = self._rows(pointer, self.memory.of_query)
@@ -325,7 +330,7 @@ class Call(NamedTuple):
 
     def _again_queries_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
         of_queries = self._rows(pointer, self.memory.of_query)
-        return pointer(self.memory.flag), self._forward(pointer), of_queries, self._rules(pointer)
+        return self._flag(pointer), self._forward(pointer), of_queries, self._rules(pointer)
 
     # ---- arguments that several kernels take ---------------------------------------------------
 
@@ -338,6 +343,10 @@ class Call(NamedTuple):
     def _of_keys(self, pointer: Pointer, rows: Tensor) -> Any:
         kind = self.prepared.kind
         return view(pointer, rows, kind.steps(rows), kind.geometry.keys, self.inputs.cu_seqlens_k)
+
+    def _flag(self, pointer: Pointer) -> Any:
+        assert self.memory.flag is not None  # else nothing is repeated
+        return pointer(self.memory.flag)
 
     def _scratch(self, pointer: Pointer) -> Scratch:
         packed, flag = self.prepared.kind.packed, self.memory.flag

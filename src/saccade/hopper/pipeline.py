@@ -12,6 +12,8 @@ What differs between versions of Triton's Gluon (3.6 to 3.9) stays in this file.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 
+from typing import Any
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +32,7 @@ start_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 
 @builtin
-def _add_by_descriptor(desc, coordinates, memory, _semantic=None):
+def _add_by_descriptor(desc, coordinates, memory, _semantic: Any = None):
     """What 3.6 can do and has no name for."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
