@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import saccade
 from saccade.kernels import launch
 from saccade.linear.problem import LinearState
-from saccade.portable import linear_configs, linear_kind
+from saccade.portable import kind, linear_configs, linear_kind
 from saccade.portable.configs import ARCHITECTURES
 from saccade.testing import assert_linear_exact, make_linear_case
 
@@ -34,10 +34,10 @@ def test_segments_side_by_side_are_one_sequence(
     monkeypatch: pytest.MonkeyPatch, description: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(linear_kind, "SHORTEST_SEGMENT", 20)
-    monkeypatch.setattr(linear_kind, "multiprocessors", lambda tensor: 64)
+    monkeypatch.setattr(kind, "multiprocessors", lambda tensor: 64)
     case = make_linear_case(**ONE_HEAD, **description)
-    kind = linear_kind.LinearKind.of(*case.prepared(case.leaves())[:2], saccade.Config())
-    assert kind.segments(2) > 1
+    found = linear_kind.LinearKind.of(*case.prepared(case.leaves())[:2], saccade.Config())
+    assert found.segments(2) > 1
     assert_linear_exact(case, "portable")
 
 

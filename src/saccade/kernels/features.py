@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.kernels.tiles import row_pointers
+from saccade.kernels.tiles import row_pointers, wide
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Operand(NamedTuple):
@@ -27,9 +29,14 @@ class Operand(NamedTuple):
 
 
 @triton.jit
-def elu_plus_one(rows):
-    """elu(x) + 1."""
-    return tl.where(rows > 0, rows + 1.0, tl.exp(rows))
+def elu_plus_one(rows, hidden):
+    """elu(x) + 1: e^x up to 0, where the tangent x + 1 lies below it; from there on the tangent.
+
+    So it is the lesser of the two once the tangent stops at 1. A selection would be made on
+    narrowed numbers, which then are narrowed one by one.
+    """
+    grown = tl.exp2(rows * LOG2_E + hidden)
+    return tl.minimum(grown, tl.maximum(rows, 0.0) + 1.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -39,9 +46,9 @@ def elu_plus_one_derivative(features):
 
 
 @triton.jit
-def relu(rows):
+def relu(rows, hidden):
     """max(x, 0), NaN for NaN."""
-    return tl.where(rows < 0, 0.0, rows)
+    return tl.maximum(rows, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -51,9 +58,9 @@ def relu_derivative(features):
 
 
 @triton.jit
-def exponential(rows):
+def exponential(rows, hidden):
     """e to the power of x."""
-    return tl.exp(rows)
+    return tl.exp2(rows * LOG2_E + hidden)
 
 
 @triton.jit
@@ -62,6 +69,7 @@ def exponential_derivative(features):
     return features
 
 
+# Each map takes rows and −inf or 0 for each row: a row of zeros with −inf becomes zeros again.
 MAPS: dict[str, tuple[Any, Any]] = {
     "elu+1": (elu_plus_one, elu_plus_one_derivative),
     "relu": (relu, relu_derivative),
@@ -72,32 +80,43 @@ MAPS: dict[str, tuple[Any, Any]] = {
 
 @triton.jit
 def load_features(
-    operand, factors, batch, head, rows, visible, channels,
+    operand, factors, batch, head, first, visible, channels, SHARE: tl.constexpr,
     DIM: tl.constexpr, TRANSPOSED: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
-    """Features of rows in the inputs' dtype, 0 where hidden, whatever lies there.
+    """Features of adjacent rows from `first` on, 0 where hidden; wide where they were computed.
 
-    [rows, channels], or [channels, rows] if TRANSPOSED: a left operand that was computed must not
-    be transposed afterwards (Triton 3.6 on Hopper: illegal memory access). factors: a View of one
-    factor for each row, if FACTORED.
+    [rows, channels], or [channels, rows] if TRANSPOSED: rows as they are go from memory into a
+    product in either form, but what was computed cannot be transposed on a product's left (Triton
+    3.6 on Hopper: illegal memory access). SHARE output heads have these rows in common, but each
+    has factors of its own: a View of one for each row, if FACTORED.
     """
+    rows = tl.arange(0, visible.shape[0])
     if TRANSPOSED:
-        rows_of, channels_of, seen = rows[None, :], channels[:, None], visible[None, :]
+        rows_of, channels_of, exists = rows[None, :], channels[:, None], visible[None, :]
     else:
-        rows_of, channels_of, seen = rows[:, None], channels[None, :], visible[:, None]
-    exists = seen & (channels_of < DIM)
-    raw = tl.load(
-        row_pointers(operand.rows, batch, head, rows_of, channels_of), mask=exists, other=0.0
-    )
+        rows_of, channels_of, exists = rows[:, None], channels[None, :], visible[:, None]
+    if DIM == 0 or DIM // channels.shape[0] * channels.shape[0] != DIM:
+        exists = exists & (channels_of < DIM)
+    pointers = tile_pointers(operand.rows, batch, head // SHARE, first, rows_of, channels_of)
+    raw = tl.load(pointers, mask=exists, other=0.0)
     mapped = raw
     if operand.apply is not None:
-        mapped = operand.apply(mapped.to(tl.float32))
+        mapped = operand.apply(mapped.to(tl.float32), tl.where(exists, 0.0, float("-inf")))
     if operand.scale is not None:
         mapped = mapped.to(tl.float32) * operand.scale
     if FACTORED:
-        of_rows = load_number(factors, batch, head, rows, visible)
+        of_rows = load_number(factors, batch, head, first + rows, visible)
         mapped = mapped.to(tl.float32) * (of_rows[None, :] if TRANSPOSED else of_rows[:, None])
-    return tl.where(exists, mapped, 0.0).to(raw.dtype)
+    return mapped
+
+
+@triton.jit
+def tile_pointers(view, batch, head, first, rows, channels):
+    """`row_pointers` of rows that are counted from `first`: most of an address is then one number
+    for the whole program, and the rest is known when the kernel is compiled."""
+    start, _ = view.place(batch, view.strides, view.step, view.data)
+    base = view.ptr + (start + wide(head) * view.strides[1] + wide(first) * view.step)
+    return base + (wide(rows) * view.step + channels)
 
 
 @triton.jit

@@ -25,10 +25,12 @@ from saccade.linear.problem import (
     empty_linear_results,
 )
 from saccade.portable.kind import remembered, with_unit_channels
+from saccade.portable.linear_chain import chained
 from saccade.portable.linear_decay import decay_gradient, faded_of, whole_fades
 from saccade.portable.linear_kind import LinearKind, signature
 from saccade.portable.linear_passes import Given, Passes, State
 from saccade.portable.linear_row_dot import linear_row_dot
+from saccade.portable.linear_step import start_step
 from saccade.problem import Config
 
 ROW_DOT_TILE = 64
@@ -122,24 +124,20 @@ def step(
 ) -> Tensor:
     """Output of a few new rows; see `saccade.linear_attention_step`.
 
-    States of float32, each read by one head, are changed where they lie; others are copied,
-    changed and copied back.
+    States of float32 that lie in order are changed where they lie; others are copied, changed and
+    copied back.
     """
     output = empty_linear_results(inputs, variant).output
-    started = inputs._replace(initial_kv=kv, initial_key_sum=key_sum)
-    passes = _passes(started, variant, Config())
-    passes = passes._replace(inputs=passes.inputs._replace(initial_kv=None, initial_key_sum=None))
-    plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in (kv, key_sum))
-    if plain and passes.kind.group == 1:
-        pool = (kv, key_sum)
-        passes._replace(slots=state_index).output(output, None, pool, pool, 1)
+    passes = _passes(inputs, variant, Config())
+    pool = kv, key_sum
+    if all(sums.dtype == torch.float32 and sums.is_contiguous() for sums in pool):
+        start_step(passes._replace(slots=state_index), output, pool)
         return output
     index = slice(None) if state_index is None else state_index
-    before = kv[index].float().contiguous(), key_sum[index].float().contiguous()
-    after = torch.empty_like(before[0]), torch.empty_like(before[1])
-    passes.output(output, None, before, after, 1)
-    for pool, found in ((kv, after[0]), (key_sum, after[1])):
-        pool[index] = found.to(pool.dtype)
+    picked = kv[index].float().contiguous(), key_sum[index].float().contiguous()
+    start_step(passes, output, picked)
+    for into, found in zip(pool, picked, strict=True):
+        into[index] = found.to(into.dtype)
     return output
 
 
@@ -184,7 +182,7 @@ def _key_states(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The states that segments start from (not causal: the last one), and the last ones."""
     parts = passes.collect(None, segments)
-    starts, last = _chained(passes, parts, before, segments, range(segments))
+    starts, last = chained(passes, parts, before, segments, False)
     return (starts if passes.kind.variant.causal else last), last
 
 
@@ -194,7 +192,7 @@ def _query_states(
     """The gradients of the states after segments, and those of the first states."""
     parts = passes.collect(given, segments)
     if passes.kind.variant.causal:
-        return _chained(passes, parts, ending, segments, range(segments - 1, -1, -1))
+        return chained(passes, parts, ending, segments, True)
     ends = parts[0].squeeze(2), parts[1].squeeze(2)
     if ending is not None:
         ends = ends[0] + ending[0], ends[1] + ending[1]
@@ -205,32 +203,11 @@ def _query_states(
     return ends, (ends[0] * factors.unsqueeze(-1), ends[1] * factors)
 
 
-def _chained(
-    passes: Passes, parts: State, state: State | None, segments: int, order: range
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """For each segment the sum of all segments before it in `order`, faded; and that of all."""
-    whole = whole_fades(passes.faded, passes.inputs, passes.kind, segments)
-    found = []
-    for place in (0, 1):
-        part = parts[place]
-        given = None if state is None else state[place]
-        running = torch.zeros_like(part[:, :, 0]) if given is None else given.clone()
-        starts = torch.empty_like(part)
-        for segment in order:
-            starts[:, :, segment] = running
-            if whole is not None:
-                factor = whole[..., segment]
-                running = running * factor.view(*factor.shape, *(1,) * (running.dim() - 2))
-            running = running + part[:, :, segment]
-        found.append((starts, running))
-    return (found[0][0], found[1][0]), (found[0][1], found[1][1])
-
-
 # ---- rows --------------------------------------------------------------------------------------
 
 
 def _given(passes: Passes, output: Tensor, normaliser: Tensor, grad_output: Tensor) -> Given:
-    """ĝ as rows and factors, and −δ."""
+    """The output's gradients, 1 / divisor and −δ."""
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()
     kind, inputs = passes.kind, passes.inputs

@@ -1,9 +1,10 @@
 """Linear attention, collecting: the sums over all rows of one side, or over one segment of them.
 
-    keys:     Σ φ(key) valueᵀ and Σ φ(key)           queries:    Σ φ(query) ĝᵀ and Σ −δ φ(query)
+    keys:     Σ φ(key) valueᵀ and Σ φ(key)      queries:    Σ φ̂(query) gradᵀ and Σ −δ φ̂(query)
 
-Without causality these are the states that every row reads. With it they let segments of a long
-sequence be swept side by side, each from the state that the ones before it left.
+with φ̂ and δ as in linear_sweep.py. Without causality these are the states that every row reads.
+With it they let segments of a long sequence be swept side by side, each from the state that the
+ones before it left.
 """
 
 # Triton's own annotations make its functions look as if they never returned.
@@ -16,7 +17,14 @@ import triton.language as tl
 
 from saccade.kernels.features import load_features, load_number
 from saccade.kernels.tiles import wide
-from saccade.portable.linear_places import bounds_of, fades_of, keys_at, queries_at, sums_at
+from saccade.portable.linear_places import (
+    bounds_of,
+    fades_of,
+    keep_sums,
+    keys_at,
+    queries_at,
+    start_sums,
+)
 
 
 @triton.jit
@@ -36,8 +44,7 @@ def linear_collect(
     batch = program // (TILES * SEGMENTS * STATE_HEADS)
     bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
     inner, outer = tl.arange(0, INNER_WIDTH), tile * OUTER_TILE + tl.arange(0, OUTER_TILE)
-    matrix = tl.zeros([INNER_WIDTH, OUTER_TILE], tl.float32)
-    vector = tl.zeros([INNER_WIDTH], tl.float32)
+    matrix, vector = start_sums(after, 0, inner, outer, INNER, OUTER, False)
     chunks = tl.cdiv(bounds[5], CHUNK)
     of_segment = tl.cdiv(chunks, SEGMENTS)
     num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
@@ -49,11 +56,8 @@ def linear_collect(
             GROUP, INNER, OUTER, CHUNK, QUERIES, CAUSAL, STARTED, NORMALIZE, PRECISION,
         )  # fmt: skip
     number = (wide(batch) * STATE_HEADS + head) * SEGMENTS + segment
-    into, exists, vector_into, vector_exists = sums_at(
-        after, number, inner, outer, INNER, OUTER, False, True
-    )
-    tl.store(into, matrix, mask=exists)
-    tl.store(vector_into, vector, mask=vector_exists & (tile == 0))
+    # Every tile writes the vector: to one place, and the same.
+    keep_sums(after, number, inner, outer, matrix, vector, True, INNER, OUTER)
 
 
 @triton.jit
@@ -70,6 +74,7 @@ def collect_chunk(
         here, _, seen = queries_at(bounds, places, STARTED, CAUSAL)
     else:
         here, _, seen = keys_at(bounds, places)
+    first = start - bounds[0] if QUERIES else start
     fade = seen.to(tl.float32)
     if sequence.faded is not None and (CAUSAL or not QUERIES):
         until, whole = fades_of(sequence, batch, head, start, CHUNK)
@@ -77,17 +82,17 @@ def collect_chunk(
         matrix, vector = matrix * tl.exp(whole), vector * tl.exp(whole)
     for member in tl.static_range(GROUP if QUERIES else 1):
         common = head * GROUP + member
-        tile_of_rows = load_features(
-            rows, factors, batch, common // ROWS_SHARE, here, seen, inner, INNER, True, False
-        )
-        tile_of_others = load_features(
-            others, factors, batch, common // OTHERS_SHARE, here, seen, outer, OUTER, False,
+        wide = load_features(
+            rows, factors, batch, common, first, seen, inner, ROWS_SHARE, INNER, False,
             QUERIES and NORMALIZE != "none",
         )  # fmt: skip
-        faded = tile_of_rows.to(tl.float32) * fade[None, :]
+        tile_of_others = load_features(
+            others, factors, batch, common, first, seen, outer, OTHERS_SHARE, OUTER, True, False
+        )
+        faded = wide.to(tl.float32) * fade[:, None]
         narrowed = faded.to(tile_of_others.dtype)
-        matrix += tl.dot(narrowed, tile_of_others, input_precision=PRECISION)
+        matrix += tl.dot(tile_of_others, narrowed, input_precision=PRECISION)
         if QUERIES:
-            faded = faded * load_number(weights, batch, common, here, seen)[None, :]
-        vector += tl.sum(faded, 1)
+            faded = faded * load_number(weights, batch, common, here, seen)[:, None]
+        vector += tl.sum(faded, 0)
     return matrix, vector

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.kernels.features import load_number, tile_pointers
 from saccade.kernels.language import maximum
 from saccade.kernels.tiles import row_pointers
 
@@ -17,43 +18,66 @@ GRAD_KEY, GRAD_VALUE = tl.constexpr("grad_key"), tl.constexpr("grad_value")
 
 @triton.jit
 def store_result(
-    result, numbers, through, eps, at, rows, exist, seen, outer, found, total,
-    OUTER: tl.constexpr, THROUGH_SHARE: tl.constexpr, PASS: tl.constexpr, NORMALIZE: tl.constexpr,
-    NUMBERS: tl.constexpr,
+    result, numbers, through, own, eps, at, first, exist, seen, outer, found, total,
+    OUTER: tl.constexpr, PASS: tl.constexpr, NORMALIZE: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Divide by the normaliser, or go back through the feature map, and store; 0 where hidden."""
-    batch, head, common, tile = at
+    """Divide by the normaliser, or go back through the feature map, and store; 0 where hidden.
+
+    own: what `load_own` gave for a gradient.
+    """
+    raw, factor = own
+    batch, head, tile = at
+    offsets = tl.arange(0, exist.shape[0])
+    rows = first + offsets
     if PASS == OUTPUT:
         total = tl.where(seen, total, 0.0)
         if NUMBERS:
             tl.store(row_pointers(numbers, batch, head, rows, 0), total, mask=exist & (tile == 0))
         divisor = divisor_of(total, eps, NORMALIZE)
-        found = tl.where((divisor == 0)[:, None], 0.0, found / divisor[:, None])
+        factor = 1.0 / divisor
+        found = tl.where((divisor == 0)[:, None], 0.0, found * factor[:, None])
     if PASS == GRAD_QUERY or PASS == GRAD_KEY:  # noqa: SIM109 (a constexpr is in no tuple)
-        channels = outer[None, :] < OUTER
-        raw = tl.load(
-            row_pointers(
-                through.rows, batch, common // THROUGH_SHARE, rows[:, None], outer[None, :]
-            ),
-            mask=seen[:, None] & channels, other=0.0,
-        )  # fmt: skip
         mapped = raw.to(tl.float32)
         if through.apply is not None:
-            mapped = through.apply(mapped)
+            mapped = through.apply(mapped, 0.0)
+        if PASS == GRAD_QUERY and NORMALIZE != "none":
+            found = found * factor[:, None]
         if through.scale is not None:
             found = found * through.scale
         if NUMBERS:
-            dots = tl.sum(tl.where(seen[:, None] & channels, mapped * found, 0.0), 1)
+            inside = seen[:, None] & (outer < OUTER)[None, :]
+            dots = tl.sum(tl.where(inside, mapped * found, 0.0), 1)
             tiles: tl.constexpr = (OUTER + outer.shape[0] - 1) // outer.shape[0]
             tl.store(row_pointers(numbers, batch, head * tiles + tile, rows, 0), dots, mask=exist)
         if through.derivative is not None:
             found = found * through.derivative(mapped)
-    found = tl.where(seen[:, None], found, 0.0)
-    pointers = row_pointers(result, batch, head, rows[:, None], outer[None, :])
-    tl.store(
-        pointers, found.to(result.ptr.dtype.element_ty),
-        mask=exist[:, None] & (outer < OUTER)[None, :],
-    )  # fmt: skip
+    pointers = tile_pointers(result, batch, head, first, offsets[:, None], outer[None, :])
+    shown, hidden = seen[:, None], (exist & (seen == 0))[:, None]
+    if OUTER == 0 or OUTER // outer.shape[0] * outer.shape[0] != OUTER:
+        inside = (outer < OUTER)[None, :]
+        shown, hidden = shown & inside, hidden & inside
+    narrowed = found.to(result.ptr.dtype.element_ty)
+    tl.store(pointers, narrowed, mask=shown)
+    tl.store(pointers, tl.zeros_like(narrowed), mask=hidden)
+
+
+@triton.jit
+def load_own(
+    through, factors, batch, head, first, seen, channels,
+    SHARE: tl.constexpr, DIM: tl.constexpr, FACTORED: tl.constexpr,
+):  # fmt: skip
+    """The rows that a gradient is of, as they are, and the factors of its own, if FACTORED."""
+    offsets = tl.arange(0, seen.shape[0])
+    inside = seen[:, None]
+    if DIM == 0 or DIM // channels.shape[0] * channels.shape[0] != DIM:
+        inside = inside & (channels < DIM)[None, :]
+    pointers = tile_pointers(
+        through.rows, batch, head // SHARE, first, offsets[:, None], channels[None, :]
+    )
+    raw, factor = tl.load(pointers, mask=inside, other=0.0), 1.0
+    if FACTORED:
+        factor = load_number(factors, batch, head, first + offsets, seen)
+    return raw, factor
 
 
 @triton.jit

@@ -10,12 +10,13 @@ from torch import Tensor
 from saccade.kernels.features import MAPS, Operand
 from saccade.kernels.launch import Launch, Pointer, current_device, next_width
 from saccade.linear.problem import LinearInputs, LinearVariant
+from saccade.portable import kind
 from saccade.portable.arguments import Extent, number_strides, precision, row_strides, view
-from saccade.portable.kind import architecture, multiprocessors
 from saccade.portable.linear_configs import LinearConfig, choose
 from saccade.problem import Config
 
 SHORTEST_SEGMENT = 512  # places: shorter ones cost more states than they save time
+RESIDENT_WARPS = 8  # of one multiprocessor, as each thread holds as many registers as it can
 NO_STEPS = (0, 0, 0)
 
 
@@ -65,8 +66,8 @@ class LinearKind(NamedTuple):
             started=inputs.initial_kv is not None,
             variant=variant,
             precision=precision(query.dtype),
-            config=choose(architecture(query), width, wide, config),
-            multiprocessors=multiprocessors(query),
+            config=choose(kind.architecture(query), width, wide, config),
+            multiprocessors=kind.multiprocessors(query),
             launches={},
         )
 
@@ -90,7 +91,8 @@ class LinearKind(NamedTuple):
         """Into how many parts sequences are cut, so that few of them fill a GPU."""
         if self.packed or programs == 0:
             return 1
-        wanted = 2 * self.multiprocessors // programs
+        resident = max(RESIDENT_WARPS // self.config.num_warps, 1)
+        wanted = resident * self.multiprocessors // programs
         return max(min(wanted, self.places // SHORTEST_SEGMENT), 1)
 
     def row_programs(self, tile: int) -> int:

@@ -38,10 +38,12 @@ class Passes(NamedTuple):
 
     # ---- what kernels read --------------------------------------------------------------------
 
-    def _known(self) -> list[Tensor]:
+    def known(self) -> list[Tensor]:
+        """The tensors that every kernel may read."""
         return there_are((*self.inputs, self.faded, self.slots))
 
-    def _sequence(self, pointer: Pointer) -> Sequence:
+    def sequence(self, pointer: Pointer) -> Sequence:
+        """Where rows meet."""
         kind, inputs, faded = self.kind, self.inputs, None
         if self.faded is not None:
             head_step = self.faded.shape[-1]
@@ -57,23 +59,27 @@ class Passes(NamedTuple):
             None if self.slots is None else pointer(self.slots),
         )
 
-    def _query(self, pointer: Pointer) -> Any:
-        view = self._query_side(pointer, self.inputs.query)
+    def queries(self, pointer: Pointer) -> Any:
+        """Queries, to be mapped and scaled."""
+        view = self.query_side(pointer, self.inputs.query)
         return self.kind.features(view, True)
 
-    def _key(self, pointer: Pointer) -> Any:
+    def keys(self, pointer: Pointer) -> Any:
+        """Keys, to be mapped."""
         return self.kind.features(self._key_side(pointer, self.inputs.key), False)
 
-    def _value(self, pointer: Pointer) -> Any:
+    def values(self, pointer: Pointer) -> Any:
+        """Values, as they are."""
         return plain(self._key_side(pointer, self.inputs.value))
 
     def _grad(self, pointer: Pointer, given: Given) -> Any:
-        return plain(self._query_side(pointer, given.grad_output))
+        return plain(self.query_side(pointer, given.grad_output))
 
     def _factors(self, pointer: Pointer, given: Given) -> Any:
         return None if given.factors is None else self._per_row(pointer, given.factors)
 
-    def _query_side(self, pointer: Pointer, rows: Tensor) -> Any:
+    def query_side(self, pointer: Pointer, rows: Tensor) -> Any:
+        """A View of rows beside the queries."""
         return self.kind.side(pointer, rows, self.inputs.cu_seqlens_q, keys=False)
 
     def _key_side(self, pointer: Pointer, rows: Tensor) -> Any:
@@ -99,8 +105,8 @@ class Passes(NamedTuple):
         launch = self._launch(
             linear_collect,
             ("collect", given is not None, segments),
-            ROWS_SHARE=self._share(shares[0]),
-            OTHERS_SHARE=self._share(shares[1]),
+            ROWS_SHARE=self.share(shares[0]),
+            OTHERS_SHARE=self.share(shares[1]),
             INNER=kind.head_dim,
             INNER_WIDTH=next_width(kind.head_dim),
             OUTER=kind.value_dim,
@@ -113,14 +119,14 @@ class Passes(NamedTuple):
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             if given is None:
-                read = self._key(pointer), self._value(pointer), None, None
+                read = self.keys(pointer), self.values(pointer), None, None
             else:
                 weights = self._per_row(pointer, given.minus_delta)
-                of_queries = self._query(pointer), self._grad(pointer, given)
+                of_queries = self.queries(pointer), self._grad(pointer, given)
                 read = (*of_queries, self._factors(pointer, given), weights)
-            return (*read, self._sequence(pointer), Sums(pointer(matrix), pointer(vector)))
+            return (*read, self.sequence(pointer), Sums(pointer(matrix), pointer(vector)))
 
-        tensors = (*self._known(), *there_are(given or ()), matrix, vector)
+        tensors = (*self.known(), *there_are(given or ()), matrix, vector)
         launch(
             kind.sequences * kind.state_heads * segments * tiles, kind.device, tensors, arguments
         )
@@ -137,8 +143,12 @@ class Passes(NamedTuple):
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
             numbers = None if totals is None else self._per_row(pointer, totals)
-            rows = self._query(pointer), self._key(pointer), self._value(pointer)
-            written = self._query_side(pointer, output), numbers
+            rows = (
+                self.queries(pointer),
+                self.keys(pointer),
+                self.values(pointer),
+            )
+            written = self.query_side(pointer, output), numbers
             return (*rows, None, None, *written, None, kind.variant.eps)
 
         heads = kind.query_heads, kind.key_heads, kind.value_heads, 1
@@ -152,10 +162,10 @@ class Passes(NamedTuple):
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
             numbers = None if dots is None else self._per_row(pointer, dots)
-            rows = self._grad(pointer, given), self._value(pointer), self._key(pointer)
+            rows = self._grad(pointer, given), self.values(pointer), self.keys(pointer)
             more = self._factors(pointer, given), self._per_row(pointer, given.minus_delta)
-            written = self._query_side(pointer, result), numbers
-            return (*rows, *more, *written, self._query(pointer), 0.0)
+            written = self.query_side(pointer, result), numbers
+            return (*rows, *more, *written, self.queries(pointer), 0.0)
 
         kind = self.kind
         heads = kind.heads, kind.value_heads, kind.key_heads, kind.query_heads
@@ -173,10 +183,14 @@ class Passes(NamedTuple):
             numbers = None
             if dots is not None:
                 numbers = kind.numbers(pointer, dots, self.inputs.cu_seqlens_k, keys=True)
-            rows = self._value(pointer), self._grad(pointer, given), self._query(pointer)
+            rows = (
+                self.values(pointer),
+                self._grad(pointer, given),
+                self.queries(pointer),
+            )
             more = self._factors(pointer, given), self._per_row(pointer, given.minus_delta)
             written = self._key_side(pointer, result), numbers
-            return (*rows, *more, *written, self._key(pointer), 0.0)
+            return (*rows, *more, *written, self.keys(pointer), 0.0)
 
         heads = kind.value_heads, kind.heads, kind.query_heads, kind.key_heads
         more = there_are((*given, result, dots))
@@ -187,7 +201,11 @@ class Passes(NamedTuple):
         kind = self.kind
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
-            rows = self._key(pointer), self._query(pointer), self._grad(pointer, given)
+            rows = (
+                self.keys(pointer),
+                self.queries(pointer),
+                self._grad(pointer, given),
+            )
             more = self._factors(pointer, given), None, self._key_side(pointer, result)
             return (*rows, *more, None, None, 0.0)
 
@@ -208,7 +226,7 @@ class Passes(NamedTuple):
         launch = self._launch(
             linear_sweep,
             (which, segments, before is None, after is None, numbered),
-            **{f"{name}_SHARE": self._share(count) for name, count in shares},
+            **{f"{name}_SHARE": self.share(count) for name, count in shares},
             INNER=inner,
             INNER_WIDTH=next_width(inner),
             OUTER=outer,
@@ -224,9 +242,9 @@ class Passes(NamedTuple):
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             ends = sums(pointer, before), sums(pointer, after)
-            return (*operands(pointer), self._sequence(pointer), *ends)
+            return (*operands(pointer), self.sequence(pointer), *ends)
 
-        tensors = (*self._known(), *more, *there_are((*(before or ()), *(after or ()))))
+        tensors = (*self.known(), *more, *there_are((*(before or ()), *(after or ()))))
         count = kind.state_heads if which in ("grad_key", "grad_value") else kind.heads
         launch(kind.sequences * count * segments * tiles, kind.device, tensors, arguments)
 
@@ -258,7 +276,7 @@ class Passes(NamedTuple):
         """Into how many parts sequences are cut for a pass of so many heads and channels."""
         return self.kind.segments(self.kind.sequences * heads * self.tiles(outer))
 
-    def _share(self, heads: int) -> int:
+    def share(self, heads: int) -> int:
         """How many output heads share one of so many heads."""
         return self.kind.heads // max(heads, 1)
 

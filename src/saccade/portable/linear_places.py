@@ -83,22 +83,40 @@ def faded_until(sequence, batch, head, places):
 
 
 @triton.jit
-def sums_at(
-    sums, number, inner, outer, INNER: tl.constexpr, OUTER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    VECTOR_INNER: tl.constexpr,
-):  # fmt: skip
-    """Pointers to a state [inner, outer] and to its vector, and what of the two exists."""
-    if TRANSPOSED:
-        place = outer[None, :] * INNER + inner[:, None]
-    else:
-        place = inner[:, None] * OUTER + outer[None, :]
-    matrix = sums.matrix + (wide(number) * (INNER * OUTER) + place)
-    exists = (inner < INNER)[:, None] & (outer < OUTER)[None, :]
-    if VECTOR_INNER:
-        vector, vector_exists = sums.vector + (wide(number) * INNER + inner), inner < INNER
-    else:
-        vector, vector_exists = sums.vector + (wide(number) * OUTER + outer), outer < OUTER
-    return matrix, exists, vector, vector_exists
+def sums_at(sums, number, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """Pointers to a state [values, keys] and to its vector of keys, and what of the two exists.
+
+    `keys` and `values` are channels, of KEYS and VALUES in all; in memory those of keys come first.
+    """
+    place = keys[None, :] * VALUES + values[:, None]
+    matrix = sums.matrix + (wide(number) * (KEYS * VALUES) + place)
+    exists = (keys < KEYS)[None, :] & (values < VALUES)[:, None]
+    return matrix, exists, sums.vector + (wide(number) * KEYS + keys), keys < KEYS
+
+
+@triton.jit
+def start_sums(
+    sums, number, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr, STATE: tl.constexpr
+):
+    """Sums to add to: of nothing, or those that lie in memory if STATE."""
+    matrix = tl.zeros([values.shape[0], keys.shape[0]], tl.float32)
+    vector = tl.zeros([keys.shape[0]], tl.float32)
+    if STATE:
+        at, exists, vector_at, vector_exists = sums_at(sums, number, keys, values, KEYS, VALUES)
+        matrix += tl.load(at, mask=exists, other=0.0).to(tl.float32)
+        vector += tl.load(vector_at, mask=vector_exists, other=0.0).to(tl.float32)
+    return matrix, vector
+
+
+@triton.jit
+def keep_sums(
+    sums, number, keys, values, matrix, vector, mine, KEYS: tl.constexpr, VALUES: tl.constexpr
+):
+    """Write sums, if they are this program's to write."""
+    at, exists, vector_at, vector_exists = sums_at(sums, number, keys, values, KEYS, VALUES)
+    element: tl.constexpr = sums.matrix.dtype.element_ty
+    tl.store(at, matrix.to(element), mask=exists & mine)
+    tl.store(vector_at, vector.to(element), mask=vector_exists & mine)
 
 
 # ---- fading ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Linear attention, row dot: what both halves of a backward pass need of each query row.
+"""Linear attention, row dot: what all sweeps of a backward pass need of each query row.
 
-    factor = 1 / divisor                          ĝ = grad_output · factor
-    minus_delta = −(ĝ · output) · ∂divisor/∂total
+    factor = 1 / divisor
+    minus_delta = −(grad_output · output) · ∂divisor/∂total
 
 Source: the derivative of a quotient; see linear_sweep.py.
 """
@@ -36,6 +36,6 @@ def linear_row_dot(
     elif NORMALIZE == "abs":
         slope = tl.where(tl.abs(total) >= eps, tl.where(total < 0, -1.0, 1.0), 0.0)
         slope = tl.where(total == 0, 0.0, slope)
-    dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1) * factor * slope
+    dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1) * slope
     store_numbers(factors, batch, head, rows, length, factor)
     store_numbers(minus_delta, batch, head, rows, length, -dot)

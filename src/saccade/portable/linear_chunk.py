@@ -1,0 +1,92 @@
+"""Linear attention, one chunk of the other side: what it adds to a state; and products with states.
+
+A state is (matrix [values, keys], vector [keys]), channels of each, as linear_sweep.py has it.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.kernels.features import load_features, load_number, narrow
+from saccade.kernels.tiles import spoilt_rows, without
+from saccade.portable.linear_finish import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, OUTPUT
+
+LEAST = tl.constexpr(16)  # rows of an operand of a product
+
+
+@triton.jit
+def add_others(
+    b, c, factors, minus_delta, batch, head, first, seen, fade, inner, outer, state,
+    B_SHARE: tl.constexpr, C_SHARE: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
+    PASS: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, FADED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """The state with a chunk of the other side added to it, and the chunk: its rows as they are
+    [channels, rows], its features [rows, channels], β, and which of its rows are spoilt."""
+    matrix, vector = state
+    OF_QUERIES: tl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
+    FACTORED: tl.constexpr = OF_QUERIES and NORMALIZE != "none"
+    extra = seen.to(tl.float32)
+    if PASS == GRAD_KEY:
+        extra = load_number(minus_delta, batch, head, first + tl.arange(0, seen.shape[0]), seen)
+    if PASS == GRAD_QUERY or PASS == GRAD_KEY:  # noqa: SIM109 (a constexpr is in no tuple)
+        wide = load_features(
+            c, factors, batch, head, first, seen, outer, C_SHARE, OUTER, False, FACTORED
+        )
+        plain = load_features(
+            b, factors, batch, head, first, seen, inner, B_SHARE, INNER, True, False
+        )
+    else:
+        wide = load_features(
+            b, factors, batch, head, first, seen, inner, B_SHARE, INNER, False, FACTORED
+        )
+        plain = load_features(
+            c, factors, batch, head, first, seen, outer, C_SHARE, OUTER, True, False
+        )
+    spoilt = seen
+    if CAREFUL:
+        spoilt = spoilt_rows(wide) | spoilt_rows(tl.trans(plain))
+        spoilt = spoilt | ((tl.abs(extra) < float("inf")) == 0)
+        plain = tl.where(spoilt[None, :], tl.zeros_like(plain), plain)
+        wide, extra = without(spoilt, wide), tl.where(spoilt, 0.0, extra)
+    faded = wide
+    if FADED:
+        faded = wide.to(tl.float32) * fade[:, None]
+    if PASS == GRAD_KEY:
+        vector += tl.sum(faded.to(tl.float32) * extra[:, None], 0)
+    elif PASS != GRAD_VALUE:
+        vector += tl.sum(faded.to(tl.float32), 0)
+    features, faded = wide.to(plain.dtype), faded.to(plain.dtype)
+    matrix += tl.dot(plain, faded, input_precision=PRECISION)
+    if CAREFUL:
+        poison = tl.where(tl.max(spoilt.to(tl.int32), 0) > 0, float("nan"), 0.0)
+        matrix, vector = matrix + poison, vector + poison
+    return (matrix, vector), (plain, features, extra, spoilt)
+
+
+@triton.jit
+def times_sums(tile, sums, factor, PRECISION: tl.constexpr):
+    """Rows times narrowed sums [channels, inner]: [rows, channels]."""
+    found = tl.dot(tile, tl.trans(sums), input_precision=PRECISION)
+    if tile.dtype == tl.float16:
+        found = found * tl.trans(factor)
+    return found
+
+
+@triton.jit
+def times_vector(tile, vector, PRECISION: tl.constexpr):
+    """Each row times a vector: a product with what it is narrowed to, and with what that loses."""
+    high, factor = narrow(vector[None, :], tile.dtype, 1)
+    low = vector[None, :] - high.to(tl.float32) * factor
+    if tile.dtype == tl.float16:
+        low = low / factor
+    row = tl.arange(0, LEAST)[:, None]
+    parts = tl.where(row == 0, high, tl.where(row == 1, low.to(tile.dtype), 0.0))
+    found = tl.sum(tl.dot(tile, tl.trans(parts), input_precision=PRECISION), 1)
+    if tile.dtype == tl.float16:
+        found = found * tl.max(factor)
+    return found
