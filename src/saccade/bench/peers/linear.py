@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 import saccade
 from saccade.bench.cases import Case
+from saccade.bench.peers import fla
 from saccade.bench.peers.peer import Call, Peer
 
 NO_LINEAR = "it computes softmax attention only"
@@ -28,8 +28,8 @@ def peers() -> list[Peer]:
         ),
         Peer(
             "fla",
-            "chunk_linear_attn with normalize, by the package fla; elu + 1 outside",
-            _fla,
+            "chunk_linear_attn with normalize, by the package fla, tuned quickly; elu + 1 outside",
+            fla.prepare,
             by_default=importlib.util.find_spec("fla") is not None,
             attention=("linear",),
         ),
@@ -82,19 +82,3 @@ def _bmm(case: Case, device: torch.device) -> Call | str:
             torch.empty(count, rows, case.value_dim, **options),
         )
     return Call(lambda *inputs: _Products.apply(products, *inputs))
-
-
-def _fla(case: Case, device: torch.device) -> Call | str:
-    try:
-        module = importlib.import_module("fla.ops.linear_attn")
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "fla"
-        return "not installed" if missing else f"import fails: {error}"
-    if device.type != "cuda":
-        return "it takes tensors on a GPU"
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key = (torch.nn.functional.elu(rows) + 1 for rows in (query, key))
-        return module.chunk_linear_attn(query, key, value, scale=1.0, normalize=True)[0]
-
-    return Call(run, "rows first")
