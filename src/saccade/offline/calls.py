@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade import masks, scores
 from saccade.masks import Mask
+from saccade.offline.linear_calls import LINEAR_PASSES
 from saccade.offline.paged_calls import PAGED_PASSES
 from saccade.portable.reach import is_short
 from saccade.prepare import prepare, with_seed
@@ -41,6 +42,7 @@ PASSES = {
     ),
     "hopper_ordered": ("hopper_backward, ordered",),
     **PAGED_PASSES,
+    **LINEAR_PASSES,
 }
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from saccade.offline.calls import KERNELS, MASKS, PASSES, Call
+from saccade.offline.linear_calls import SWEEPS, LinearCall
 from saccade.offline.paged_calls import PagedCall
 from saccade.offline.pool import Job
 
@@ -20,7 +21,7 @@ ALL = (*ORDERED, "backward_shared")
 class Entry(NamedTuple):
     """A call, and the kernels of it that are compiled."""
 
-    call: Call | PagedCall
+    call: Call | PagedCall | LinearCall
     kernels: tuple[str, ...]
 
 
@@ -74,6 +75,7 @@ def entries(architecture: str) -> list[Entry]:
         Entry(Call(64, "fp32"), ("forward", "backward_keys", "backward_queries")),
         Entry(Call(128, "fp32", "causal"), (*ORDERED, CAREFUL[0])),
         *paged_entries(half),
+        *linear_entries(half),
     ]
 
 
@@ -96,6 +98,20 @@ def paged_entries(half: str) -> list[Entry]:
         Entry(PagedCall(128, "fp32", "causal", query_len=chunk), ("pages",)),
         Entry(PagedCall(128, half), ("write_pages",)),
         Entry(PagedCall(128, half, pages="fp8"), ("write_pages",)),
+    ]
+
+
+def linear_entries(half: str) -> list[Entry]:
+    """The calls of linear attention."""
+    few = {"batch": 1, "heads": 2, "length": 8192}  # so few that segments run side by side
+    some = ("linear_output", "linear_grad_key")  # they take the most registers
+    return [
+        Entry(LinearCall(64, half), some),
+        Entry(LinearCall(128, half), (*SWEEPS, "linear_row_dot", "linear_step")),
+        Entry(LinearCall(128, half, **few), ("linear_collect", "linear_chain")),
+        Entry(LinearCall(128, half, decay=True), some),
+        Entry(LinearCall(256, half), some),
+        Entry(LinearCall(64, "fp32"), some[:1]),
     ]
 
 

@@ -10,9 +10,10 @@ from rich import box
 from rich.table import Table
 
 from saccade.offline.calls import Call
+from saccade.offline.linear_calls import LinearCall
 from saccade.offline.paged_calls import PagedCall
 from saccade.offline.pool import Compiled, Usage
-from saccade.portable import configs
+from saccade.portable import configs, linear_configs
 from saccade.portable.configs import KernelProblem
 
 TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
@@ -75,6 +76,8 @@ def excuse(compiled: Compiled) -> str:
     if compiled.kernel.endswith(", careful") or "_again_" in compiled.kernel:
         return "it repeats only the programs that met NaN or inf"
     architecture, call = compiled.job.architecture, compiled.job.call
+    if isinstance(call, LinearCall):
+        return linear_configs.SPILLING
     if isinstance(call, PagedCall):
         return configs.every_tile_spills(architecture, call.dtype == "fp32", call.head_dim)
     if which in ROLES and call.mask in (*READ_BY_PAIR, "documents"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.offline.calls import Call
+from saccade.offline.linear_calls import LinearCall
 from saccade.offline.paged_calls import PagedCall
 from saccade.problem import Config
 
@@ -22,7 +23,7 @@ class Job(NamedTuple):
     """Kernels to compile: some of those that a pass of a call starts."""
 
     architecture: str
-    call: Call | PagedCall
+    call: Call | PagedCall | LinearCall
     which: str  # one of calls.PASSES
     kernels: tuple[str, ...]
     config: Config | None = None  # None: the default of each kernel

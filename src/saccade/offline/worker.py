@@ -22,9 +22,10 @@ from saccade.hopper import configs as hopper_configs
 from saccade.hopper import counter
 from saccade.kernels import launch
 from saccade.kernels.launch import Launch
-from saccade.offline import calls, compiler, paged_calls
+from saccade.offline import calls, compiler, linear_calls, paged_calls
 from saccade.offline.calls import Call
 from saccade.offline.known import source_digest
+from saccade.offline.linear_calls import LINEAR_PASSES, LinearCall
 from saccade.offline.paged_calls import PAGED_PASSES, PagedCall
 from saccade.portable import kind
 from saccade.problem import Config
@@ -85,6 +86,8 @@ def kernel_name(started: Launch, which: str) -> str:
         return f"hopper_{name}, ordered"
     if which.startswith("hopper"):
         return f"hopper_{name}"
+    if "PASS" in started.constants:  # the sweep of linear attention is one kernel for all of them
+        return f"linear_{started.constants['PASS']}"
     if which == "shared":
         name = name.replace("backward_keys", "backward_shared")
     return f"{name}, careful" if started.constants.get("CAREFUL") else name
@@ -98,6 +101,8 @@ def config_of(started: Launch) -> tuple[int, int, int, int]:
         return rows, 0, warps, constants["STAGES"]
     if "CONSUMER_REGISTERS" in constants:  # two of them, which stand at a tile of keys
         return 0, hopper_configs.BACKWARD_KV_TILE, 9, constants["STAGES"]
+    if "CHUNK" in constants:  # of linear attention: channels and rows
+        return constants["OUTER_TILE"], constants["CHUNK"], *options.values()
     query_tile = constants.get("QUERY_TILE", constants.get("TILE", 0))
     kv_tile = constants.get("KV_TILE", constants.get("OTHER", 0))
     return query_tile, kv_tile, options["num_warps"], options["num_stages"]
@@ -112,6 +117,10 @@ def run_job(recorder: Recorder, number: int, job: list[Any]) -> None:
     if which in PAGED_PASSES:
         paged_inputs, variant = paged_calls.make(PagedCall(*call), torch.device("cpu"))
         paged_calls.start(paged_inputs, variant, which, config)
+        return
+    if which in LINEAR_PASSES:
+        linear_inputs, linear_variant = linear_calls.make(LinearCall(*call), torch.device("cpu"))
+        linear_calls.start(linear_inputs, linear_variant, which, config)
         return
     inputs, variant = calls.make(Call(*call), torch.device("cpu"))
     with torch.no_grad():

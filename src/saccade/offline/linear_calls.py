@@ -1,0 +1,70 @@
+"""Calls of linear attention: descriptions of them, which kernels are compiled for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from saccade.linear.problem import LinearInputs, LinearVariant, empty_linear_results
+from saccade.problem import Config
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# The kernels, by what starts them.
+LINEAR_PASSES = {
+    "linear": ("linear_output", "linear_collect", "linear_chain"),
+    "linear backward": (
+        "linear_row_dot", "linear_grad_query", "linear_grad_key", "linear_grad_value",
+    ),
+    "linear step": ("linear_step",),
+}  # fmt: skip
+SWEEPS = ("linear_output", *LINEAR_PASSES["linear backward"][1:])
+
+
+class LinearCall(NamedTuple):
+    """A call of linear attention: plain numbers and words, so that a process can be handed it."""
+
+    head_dim: int
+    dtype: str = "bf16"
+    decay: bool = False
+    length: int = 1024
+    batch: int = 2
+    heads: int = 64
+
+    @property
+    def name(self) -> str:
+        """What tells the call from others of the same sizes."""
+        extras = ["decay"] if self.decay else []
+        extras += ["segments"] if self.batch * self.heads < 16 else []
+        return " ".join([f"{self.dtype} d{self.head_dim} causal", *extras])
+
+
+def make(call: LinearCall, device: torch.device) -> tuple[LinearInputs, LinearVariant]:
+    """The tensors of a call, and what it asks for."""
+    shape = call.batch, call.heads, call.length, call.head_dim
+    rows = torch.zeros(shape, dtype=DTYPES[call.dtype], device=device)
+    decay = torch.zeros(shape[:3], device=device) if call.decay else None
+    variant = LinearVariant(True, "bottom_right", "elu+1", "sum", 1e-6, 1.0)
+    return LinearInputs(rows, rows.clone(), rows.clone(), decay), variant
+
+
+def start(inputs: LinearInputs, variant: LinearVariant, which: str, config: Config | None) -> None:
+    """Have the library start one of LINEAR_PASSES, as it would in a call."""
+    from saccade.portable import linear
+
+    given = config or Config()
+    results = empty_linear_results(inputs, variant)
+    if which == "linear":
+        linear.forward(inputs, variant, given)
+    elif which == "linear step":
+        one = [rows[:, :, :1] for rows in inputs[:3]]
+        here = inputs._replace(query=one[0], key=one[1], value=one[2])
+        if here.decay is not None:
+            here = here._replace(decay=here.decay[:, :, :1])
+        linear.step(results.kv, results.key_sum, None, here, variant)
+    else:
+        gradient = torch.zeros_like(results.output)
+        linear.backward(
+            inputs, variant, given, results.output, results.normaliser, gradient, None, None
+        )
