@@ -103,12 +103,15 @@ def paged_entries(half: str) -> list[Entry]:
 
 def linear_entries(half: str) -> list[Entry]:
     """The calls of linear attention."""
-    few = {"batch": 1, "heads": 2, "length": 8192}  # so few that segments run side by side
     some = ("linear_output", "linear_grad_key")  # they take the most registers
     return [
         Entry(LinearCall(64, half), some),
         Entry(LinearCall(128, half), (*SWEEPS, "linear_row_dot", "linear_step")),
-        Entry(LinearCall(128, half, **few), ("linear_collect", "linear_chain")),
+        # So few heads that segments run side by side.
+        Entry(
+            LinearCall(128, half, length=8192, batch=1, heads=2),
+            ("linear_collect", "linear_chain"),
+        ),
         Entry(LinearCall(128, half, decay=True), some),
         Entry(LinearCall(256, half), some),
         Entry(LinearCall(64, "fp32"), some[:1]),

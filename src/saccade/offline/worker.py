@@ -102,7 +102,8 @@ def config_of(started: Launch) -> tuple[int, int, int, int]:
     if "CONSUMER_REGISTERS" in constants:  # two of them, which stand at a tile of keys
         return 0, hopper_configs.BACKWARD_KV_TILE, 9, constants["STAGES"]
     if "CHUNK" in constants:  # of linear attention: channels and rows
-        return constants["OUTER_TILE"], constants["CHUNK"], *options.values()
+        tile, chunk = constants["OUTER_TILE"], constants["CHUNK"]
+        return tile, chunk, options["num_warps"], options["num_stages"]
     query_tile = constants.get("QUERY_TILE", constants.get("TILE", 0))
     kv_tile = constants.get("KV_TILE", constants.get("OTHER", 0))
     return query_tile, kv_tile, options["num_warps"], options["num_stages"]

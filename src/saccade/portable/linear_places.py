@@ -4,6 +4,9 @@ Key row n has place n, a query row has the place of the last key that it sees. A
 first key has a negative place, one behind the last key (aligned at the top left) a larger one.
 """
 
+# Triton's own annotations make its functions look as if they never returned.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

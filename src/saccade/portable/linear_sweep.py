@@ -28,6 +28,7 @@ decay as in RetNet (Sun et al. 2023), equations 5 to 7.
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
