@@ -101,7 +101,7 @@ def config_of(started: Launch) -> tuple[int, int, int, int]:
         return rows, 0, warps, constants["STAGES"]
     if "CONSUMER_REGISTERS" in constants:  # two of them, which stand at a tile of keys
         return 0, hopper_configs.BACKWARD_KV_TILE, 9, constants["STAGES"]
-    if "CHUNK" in constants:  # of linear attention: channels and rows
+    if "OUTER_TILE" in constants:  # of linear attention: channels and rows
         tile, chunk = constants["OUTER_TILE"], constants["CHUNK"]
         return tile, chunk, options["num_warps"], options["num_stages"]
     query_tile = constants.get("QUERY_TILE", constants.get("TILE", 0))
