@@ -57,6 +57,7 @@ ALLOWED_IMPORTS = {
         "backward_queries",
         "pairs",
         "reach",
+        "row_statistics",
     )
 }
 # What looks at kernels from outside reaches for their insides, so nothing may come to rest on it.

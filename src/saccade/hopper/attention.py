@@ -13,18 +13,16 @@ from torch import Tensor
 
 from saccade.hopper import configs, counter, schedule
 from saccade.hopper.configs import KernelProblem
-from saccade.hopper.descriptors import Box, aligned, descriptor
+from saccade.hopper.descriptors import Box, aligned, descriptor, width_of
 from saccade.hopper.forward import attention_forward
 from saccade.hopper.gradients import backward as backward
 from saccade.kernels import tiles
-from saccade.kernels.launch import Launch, Pointer, next_width
+from saccade.kernels.launch import Launch, Pointer
 from saccade.portable import attention as portable
 from saccade.portable.arguments import brings_three, rules, signature, tensors_of
 from saccade.portable.kind import Kind, memory_like, remembered
 from saccade.portable.planning import NO_PLAN, Plan, Planner
 from saccade.problem import Config, Inputs, Variant, empty_results
-
-SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
 
 
 class Forward:
@@ -64,14 +62,13 @@ class Forward:
             },
             {"num_warps": 4, "num_stages": chosen.stages},
         )
-        queries, keys = kind.geometry
-        total, slots = queries.programs(chosen.query_tile), queries.slots(chosen.query_tile)
-        length = keys.length // max(keys.batch, 1) if kind.packed else keys.length
-        group = kind.constants["HEADS_PER_KV_HEAD"]
-        size = 2 * sum(widths) * length
-        heads = configs.heads_at_once(problem.masked, slots, kind.multiprocessors, group, size)
-        heads = max(1, min(heads, queries.heads * queries.sequences))
-        self.order = schedule.as_odd(total), schedule.as_odd(slots), schedule.as_odd(heads)
+        queries, tile = kind.geometry.queries, chosen.query_tile
+        heads = configs.heads_at_once(
+            problem.masked, queries.slots(tile), kind.multiprocessors,
+            kind.constants["HEADS_PER_KV_HEAD"], 2 * sum(widths) * kind.geometry.lengths()[1],
+        )  # fmt: skip
+        self.order = schedule.order_of(queries, tile, heads)
+        total = queries.programs(tile)
         self.programs = total if chosen.grid == "plain" else min(total, kind.multiprocessors)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
@@ -115,9 +112,7 @@ _forwards: dict[Any, Forward] = {}
 
 def kernel_problem(inputs: Inputs, variant: Variant) -> KernelProblem:
     """What the schedule of a call depends on."""
-    head_width, value_width = (
-        max(SMALLEST_WIDTH, next_width(rows.shape[-1])) for rows in (inputs.query, inputs.value)
-    )
+    head_width, value_width = (width_of(rows.shape[-1]) for rows in (inputs.query, inputs.value))
     return KernelProblem(head_width, value_width, variant.mask != "")
 
 

@@ -35,6 +35,7 @@ from saccade.hopper.schedule import (
     is_edge,
     next_number,
     num_tiles,
+    num_visits,
     program_of_keys,
     tile_of,
     write_ticket,
@@ -110,7 +111,7 @@ def produce(
                 place = (batch, query_head, kv_start)
                 rings.tickets.put(ticket_turn, write_ticket(place, query_len, kv_len, walk))
                 first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
-                for index in range(0, gl.maximum(walk[3] + walk[5], 1)):
+                for index in range(0, num_visits(walk)):
                     query_tile = tile_of(rules, walk, index)
                     queries_at = [query_batch, query_head, query_row + query_tile * QUERY_TILE, 0]
                     begins = (group_head == 0) & (index == 0)
@@ -170,7 +171,7 @@ def consume(
             of_key, of_value = sum_over_queries(
                 share_desc, rings, rules, at, walk, turn, of_key, of_value, WHICH
             )
-            turn += gl.maximum(walk[3] + walk[5], 1)
+            turn += num_visits(walk)
         rings.values.release(tile_turn)
         rings.keys.release(tile_turn)
         tile_turn += 1
@@ -208,7 +209,7 @@ def sum_over_queries(
     of_key, of_value = add_tile(
         share_desc, rings, rules, at, walk, 0, turn, of_key, of_value, False, WHICH
     )
-    for index in range(1, gl.maximum(walk[3] + walk[5], 1)):
+    for index in range(1, num_visits(walk)):
         turn += 1
         of_key, of_value = add_tile(
             share_desc, rings, rules, at, walk, index, turn, of_key, of_value, SHARING, WHICH
@@ -216,7 +217,7 @@ def sum_over_queries(
     if SHARING:
         share = multiply_grad_scores(rings, turn, WHICH)
         share = warpgroup_mma_wait(0, deps=[share])
-        last = gl.maximum(walk[3] + walk[5], 1) - 1
+        last = num_visits(walk) - 1
         add_share(share_desc, rings, rules, at, walk, last, share, WHICH)
     return of_key, of_value
 
@@ -320,10 +321,8 @@ def weigh(scores, score_start, rules, at, walk, index):
 def multiply_grad_scores(rings, turn, WHICH: gl.constexpr):
     """Start this consumer's half of grad_scores · keys: half of the rows, or of the channels."""
     rings.grad_scores.wait(turn)
-    grad_scores, keys = (
-        rings.grad_scores.at(turn),
-        as_matrix(rings.keys.memory.index(here(turn - turn))),
-    )
+    grad_scores = rings.grad_scores.at(turn)
+    keys = as_matrix(rings.keys.memory.index(here(turn - turn)))
     if grad_scores.shape[1] > ROWS:
         grad_scores = grad_scores.slice(WHICH * ROWS, ROWS, dim=1)
         right = keys

@@ -11,16 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.kernels.softmax import LOG2_E
-from saccade.kernels.tiles import (
-    ADDED,
-    any_spoilt,
-    load_numbers,
-    load_rows,
-    num_rows,
-    row_pointers,
-    store_numbers,
-)
+from saccade.kernels.tiles import ADDED, any_spoilt, num_rows, row_pointers, store_numbers
+from saccade.portable.row_statistics import in_base_2, statistics_of
 
 PARTS = tl.constexpr(2)  # of a slot's share of the gradients of queries: one of each consumer
 PART_ROWS = tl.constexpr(64)
@@ -73,16 +65,12 @@ def attention_backward_begin(
     query_len = num_rows(output, batch)
     places = tl.arange(0, QUERY_TILE)
     rows = tile * QUERY_TILE + places
-    attended = load_rows(output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
-    grad = load_rows(grad_output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
-    dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1)
-    if grad_lse is not None:
-        dot -= load_numbers(grad_lse, batch, head, rows, query_len, 0.0)
-    lse = load_numbers(logsumexp, batch, head, rows, query_len, 0.0)
-    saw_nothing = lse == float("-inf")
-    dot = tl.where(saw_nothing, 0.0, dot)
+    lse, dot, saw_nothing = statistics_of(
+        output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
+        VALUE_DIM, VALUE_WIDTH,
+    )  # fmt: skip
     if lse_log2 is not None:
-        base_2 = tl.where(saw_nothing, float("inf"), lse * LOG2_E)
+        base_2 = in_base_2(lse, saw_nothing)
         store_numbers(lse_log2, batch, head, rows, query_len, base_2)
         store_numbers(row_dot, batch, head, rows, query_len, dot)
     start = starts + slot * (2 * QUERY_TILE)

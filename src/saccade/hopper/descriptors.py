@@ -14,10 +14,11 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from saccade.kernels.driver import Described
-from saccade.kernels.launch import Pointer
+from saccade.kernels.launch import Pointer, next_width
 from saccade.kernels.places import ALIGNMENT
 from saccade.problem import Inputs
 
+SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -54,6 +55,11 @@ class Box(NamedTuple):
 def descriptor(pointer: Pointer, tensor: Tensor, box: Box) -> Any:
     """A descriptor as a kernel argument."""
     return Described(pointer(tensor), *box)
+
+
+def width_of(dim: int) -> int:
+    """The channels that a kernel computes with."""
+    return max(SMALLEST_WIDTH, next_width(dim))
 
 
 def aligned(inputs: Inputs) -> Inputs:

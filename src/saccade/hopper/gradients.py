@@ -20,7 +20,7 @@ from torch import Tensor
 from saccade.hopper import again, backward_rows, configs, counter, schedule
 from saccade.hopper.backward import attention_backward
 from saccade.hopper.backward_rows import Scratch, attention_backward_begin, attention_backward_end
-from saccade.hopper.descriptors import Box, aligned, descriptor
+from saccade.hopper.descriptors import Box, aligned, descriptor, width_of
 from saccade.kernels import tiles
 from saccade.kernels.launch import Launch, Pointer, next_width
 from saccade.kernels.places import ALIGNMENT
@@ -36,7 +36,6 @@ from saccade.portable.reach import is_short
 from saccade.prepare import strides_fit_tma
 from saccade.problem import Config, Gradients, Inputs, Variant, empty_gradients
 
-SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
 LONGEST_SIDE = 256  # of what TMA moves at once
 FEW_KEYS = 512
 
@@ -96,11 +95,6 @@ def sees_few_keys(variant: Variant, problem: configs.BackwardProblem) -> bool:
         return problem.kv_len <= FEW_KEYS
     few = is_short(variant.mask, variant.mask_captured, *lengths)
     return few or problem.kv_len <= 2 * FEW_KEYS
-
-
-def width_of(dim: int) -> int:
-    """The channels that a kernel computes with."""
-    return max(SMALLEST_WIDTH, next_width(dim))
 
 
 def readable(rows: Tensor) -> Tensor:
@@ -173,7 +167,7 @@ class Backward:
         self.queries = kind.launch(of_queries, "backward_queries", call, None)
         sizes = self.queries.constants["QUERY_TILE"], self.queries.constants["KV_TILE"]
         self.over_keys = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
-        self.order = self._order()
+        self.order = self._order(problem.query_len)
         total = kind.geometry.keys.programs(configs.BACKWARD_KV_TILE)
         self.programs = total if chosen.grid == "plain" else min(total, kind.multiprocessors)
 
@@ -196,22 +190,12 @@ class Backward:
             Box.of(of_value, packed, configs.ROWS, width),
         )
 
-    def _order(self) -> tuple[int, int, int]:
-        """Tiles in all, tiles of one head, and heads that are taken in turn; for the kernel."""
-        queries, keys = self.kind.geometry
-        at_once, tile = 1, configs.BACKWARD_KV_TILE
-        if self.schedule.at_once_mb:
-            # Queries, gradients of outputs, and shares in float32.
-            packed = self.kind.packed
-            length = queries.length // max(queries.batch, 1) if packed else queries.length
-            of_query_head = 8 * self.width * length
-            of_kv_head = of_query_head * self.kind.constants["HEADS_PER_KV_HEAD"]
-            at_once = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
-            at_once = max(1, min(at_once, keys.heads * keys.sequences))
-        total, slots, at_once = map(
-            schedule.as_odd, (keys.programs(tile), keys.slots(tile), at_once)
-        )
-        return total, slots, at_once
+    def _order(self, query_len: int) -> tuple[int, int, int]:
+        """In which order the kernel takes tiles of keys."""
+        of_query_head = 8 * self.width * query_len  # queries, gradients of outputs, float32 shares
+        of_kv_head = of_query_head * self.kind.constants["HEADS_PER_KV_HEAD"]
+        heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
+        return schedule.order_of(self.kind.geometry.keys, configs.BACKWARD_KV_TILE, heads)
 
     def memory(self, device: torch.device) -> Memory:
         """Memory for one pass."""

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from saccade.kernels import visibility
 from saccade.kernels.rules import Rules
 from saccade.kernels.tiles import wide
+from saccade.portable.arguments import Extent
 
 TICKET_SIZE = gl.constexpr(16)
 
@@ -37,6 +38,12 @@ class Schedule(NamedTuple):
 def as_odd(number: int) -> int:
     """A number as a Schedule holds it. Triton compiles anew for 1 and for multiples of 16."""
     return 2 * number + 1
+
+
+def order_of(extent: Extent, tile: int, heads_at_once: int) -> tuple[int, int, int]:
+    """Tiles in all, tiles of one head, and heads that take turns, as a Schedule holds them."""
+    heads = max(1, min(heads_at_once, extent.heads * extent.sequences))
+    return as_odd(extent.programs(tile)), as_odd(extent.slots(tile)), as_odd(heads)
 
 
 @gluon.jit

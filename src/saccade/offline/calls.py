@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade import masks, scores
 from saccade.masks import Mask
+from saccade.offline.dtypes import DTYPES
 from saccade.offline.linear_calls import LINEAR_PASSES
 from saccade.offline.paged_calls import PAGED_PASSES
 from saccade.portable.reach import is_short
@@ -18,7 +19,6 @@ from saccade.problem import Config, Inputs, Variant, empty_results
 from saccade.scores import Score
 
 CPU = torch.device("cpu")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MASKS = ("none", "causal", "window", "documents", "blocks", "dense")
 TABLES = ("documents", "blocks", "dense")  # masks that capture tensors, which are not looked at
 SCORES = ("none", "softcap", "bias")

@@ -22,7 +22,7 @@ SAMPLE = 16
 SOURCES = (
     "kernels/*.py", "portable/*.py", "hopper/*.py", "language.py", "expressions.py", "functions.py",
     "masks.py", "scores.py", "mask_functions.py", "offline/calls.py", "offline/paged_calls.py",
-    "offline/linear_calls.py",
+    "offline/linear_calls.py", "offline/dtypes.py",
     "offline/worker.py", "offline/compiler.py",
 )  # fmt: skip
 

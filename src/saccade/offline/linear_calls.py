@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 
 from saccade.linear.problem import LinearInputs, LinearVariant, empty_linear_results
+from saccade.offline.dtypes import DTYPES
 from saccade.problem import Config
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # The kernels, by what starts them.
 LINEAR_PASSES = {

@@ -9,13 +9,9 @@ from torch import Tensor
 
 from saccade import masks
 from saccade.masks import Mask
+from saccade.offline.dtypes import STORED
 from saccade.prepare import prepare_paged
 from saccade.problem import Config, PagedInputs, Variant
-
-DTYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-    "fp8": torch.float8_e4m3fn, "int8": torch.int8,
-}  # fmt: skip
 
 # The kernels, by what starts them.
 PAGED_PASSES = {
@@ -50,7 +46,7 @@ def make(call: PagedCall, device: torch.device) -> tuple[PagedInputs, Variant]:
     """The tensors of a call, and what it asks for."""
     count = -(-call.length // call.page_size)
     shape = (call.batch * count, call.kv_heads, call.page_size, call.head_dim)
-    stored = DTYPES[call.pages or call.dtype]
+    stored = STORED[call.pages or call.dtype]
 
     def scales() -> Tensor | None:
         return torch.ones(shape[:3], device=device) if call.pages else None
@@ -58,7 +54,7 @@ def make(call: PagedCall, device: torch.device) -> tuple[PagedInputs, Variant]:
     table = torch.arange(call.batch * count, dtype=torch.int32, device=device)
     inputs = PagedInputs(
         torch.zeros(
-            call.batch, call.heads, call.query_len, call.head_dim, dtype=DTYPES[call.dtype],
+            call.batch, call.heads, call.query_len, call.head_dim, dtype=STORED[call.dtype],
             device=device,
         ),
         torch.zeros(shape, device=device).to(stored),

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from saccade.bench.timing import Plan, rotate
 from saccade.offline import clock, session, tuning
-from saccade.offline.calls import DTYPES, MASKS, PASSES, Call
+from saccade.offline.calls import MASKS, PASSES, Call
 from saccade.offline.candidates import candidates
+from saccade.offline.dtypes import DTYPES
 from saccade.offline.pool import Job
 from saccade.offline.tuning import Measured, Task
 from saccade.portable import configs, tuned

@@ -26,6 +26,21 @@ def attention_row_statistics(
     batch, head, tile, _ = output.find(tl.program_id(0), output.data, QUERY_TILE)
     query_len = num_rows(output, batch)
     rows = tile * QUERY_TILE + tl.arange(0, QUERY_TILE)
+    lse, dot, saw_nothing = statistics_of(
+        output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
+        VALUE_DIM, VALUE_WIDTH,
+    )  # fmt: skip
+    base_2 = in_base_2(lse, saw_nothing)
+    store_numbers(lse_log2, batch, head, rows, query_len, base_2)
+    store_numbers(row_dot, batch, head, rows, query_len, dot)
+
+
+@triton.jit
+def statistics_of(
+    output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The natural lse of some rows, their row_dot, and which of them saw nothing."""
     attended = load_rows(output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
     grad = load_rows(grad_output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
     dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1)
@@ -33,6 +48,10 @@ def attention_row_statistics(
         dot -= load_numbers(grad_lse, batch, head, rows, query_len, 0.0)
     lse = load_numbers(logsumexp, batch, head, rows, query_len, 0.0)
     saw_nothing = lse == float("-inf")
-    base_2 = tl.where(saw_nothing, float("inf"), lse * LOG2_E)
-    store_numbers(lse_log2, batch, head, rows, query_len, base_2)
-    store_numbers(row_dot, batch, head, rows, query_len, tl.where(saw_nothing, 0.0, dot))
+    return lse, tl.where(saw_nothing, 0.0, dot), saw_nothing
+
+
+@triton.jit
+def in_base_2(lse, saw_nothing):
+    """lse_log2, as kernels that compute weights again want it."""
+    return tl.where(saw_nothing, float("inf"), lse * LOG2_E)

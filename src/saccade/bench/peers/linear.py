@@ -13,8 +13,6 @@ from saccade.bench.cases import Case
 from saccade.bench.peers import fla
 from saccade.bench.peers.peer import Call, Peer
 
-NO_LINEAR = "it computes softmax attention only"
-
 
 def peers() -> list[Peer]:
     """Those who compute nothing but linear attention, and the rate that a product reaches."""
