@@ -64,6 +64,7 @@ def test_tables_show_every_kernel():
         "looped": 3,
         "products": 0,
         "covered": 0,
+        "guarded": 0,
     }
     assert rows[0]["call"]["head_dim"] == 128
     assert rows[0]["fault"] == "spills (3)"
@@ -140,6 +141,23 @@ def test_kernels_with_roles_must_multiply_and_must_cover_their_exponents():
     slow = good._replace(usage=good.usage._replace(covered=0))
     assert findings.fault(slow) == "its exponents wait for the product of values"
     assert findings.offenders([good._replace(usage=good.usage._replace(products=0, covered=0))])
+
+
+def test_reductions_behind_a_condition_are_no_default():
+    """ptxas reads another register than the condition's; see `compiler.guarded_reductions`."""
+    listing = """
+        @!P0 LDG.E R2, desc[UR24][R4.64] ;
+        REDUX.MIN.S32 UR5, R2 ;
+        @P0 REDUX.MAX.S32 UR11, R6 ;
+        @!UP1 REDUX.SUM.S32 UR4, R0 ;
+    """.splitlines()
+    assert compiler.guarded_reductions(listing) == 2
+    assert compiler.guarded_reductions(listing[:3]) == 0
+    found = compiled(168, 0, 1000)
+    assert found.usage is not None
+    assert findings.fault(found) == ""
+    guarded = found._replace(usage=found.usage._replace(guarded=2))
+    assert findings.fault(guarded) == "2 reductions behind a condition, which ptxas gets wrong"
 
 
 def test_only_innermost_loops_that_multiply_count_for_kernels_with_roles():

@@ -178,17 +178,18 @@ def found(
 ):  # fmt: skip
     """Found by the program itself: the mask reads no captured tensor along rows.
 
-    Of a long side whole spans of tiles are judged first, so that a window finds itself at once.
+    Whole spans of tiles are judged first, so that a window on a long side finds itself at once.
+    Short sides need no such help, but are not spared it: a reduction behind a condition is
+    miscompiled (see `offline.compiler.guarded_reductions`).
     """
-    first, end = 0, tl.cdiv(lengths[1], OTHER)
-    if end > 2 * FOUND_AT_ONCE:
-        span = tl.cdiv(end, FOUND_AT_ONCE)
-        tiles = tl.arange(0, FOUND_AT_ONCE) * span
-        possible, _ = judge_spans(
-            mask, batch, head, start, lengths, tiles, span * OTHER, TILE, OTHER, OVER_KEYS
-        )
-        first = tl.min(tl.where(possible, tiles, end), 0)
-        end = tl.minimum(tl.max(tl.where(possible, tiles + span, 0), 0), end)
+    count = tl.cdiv(lengths[1], OTHER)
+    span = tl.cdiv(count, FOUND_AT_ONCE)
+    tiles = tl.arange(0, FOUND_AT_ONCE) * span
+    possible, _ = judge_spans(
+        mask, batch, head, start, lengths, tiles, span * OTHER, TILE, OTHER, OVER_KEYS
+    )
+    first = tl.min(tl.where(possible, tiles, count), 0)
+    end = tl.minimum(tl.max(tl.where(possible, tiles + span, 0), 0), count)
     return find_walk_in(
         mask, batch, head, start, lengths, (first, end), TILE, OTHER, OVER_KEYS, FOUND_AT_ONCE, 1
     )

@@ -66,16 +66,17 @@ def usage(compiled: Any) -> Usage:
         binary.write_bytes(compiled.asm["cubin"])
         resources = _run("cuobjdump", "-res-usage", str(binary))
         registers, stack = (int(_first(rf"\b{name}:(\d+)", resources)) for name in ("REG", "STACK"))
-        has_roles = "setmaxnreg" in compiled.asm["ptx"]
-        if not (stack or has_roles):
+        has_roles, reduces = (text in compiled.asm["ptx"] for text in ("setmaxnreg", "redux.sync"))
+        if not (stack or has_roles or reduces):
             return Usage(registers, 0, shared, columns)
         listing = _run("nvdisasm", "-c", str(binary)).splitlines()
-    spills = max(len(spilling(listing)), 1) if stack else 0
+    used = Usage(registers, max(len(spilling(listing)), 1) if stack else 0, shared, columns)
+    used = used._replace(guarded=guarded_reductions(listing))
     if not has_roles:
-        return Usage(registers, spills, shared, columns, len(in_loops(listing)))
+        return used._replace(looped=len(in_loops(listing)))
     looped = sum(len(spilling(listing[start:end])) for start, end in multiplying(listing))
     products = sum("HGMMA" in line for line in listing)
-    return Usage(registers, spills, shared, columns, looped, products, covered(listing))
+    return used._replace(looped=looped, products=products, covered=covered(listing))
 
 
 def spilling(listing: Sequence[str]) -> list[int]:
@@ -97,6 +98,16 @@ def in_loops(listing: Sequence[str]) -> list[int]:
     loops = [part for part in nx.strongly_connected_components(ways) if len(part) > 1]
     repeated = set().union(*loops)
     return [number for number in spilling(listing) if number in repeated]
+
+
+def guarded_reductions(listing: Sequence[str]) -> int:
+    """How many reductions of a warp stand behind a condition of their own.
+
+    ptxas (12.8, in Triton 3.6) forgets in between that they read the condition's register: it put
+    the mask of some channels there, and the warps that this was true of went on with rubbish. It
+    makes them of a short branch that holds a reduction; there should be no such branch.
+    """
+    return sum(bool(re.search(r"@!?U?P\d+\s+REDUX\b", line)) for line in listing)
 
 
 def multiplying(listing: Sequence[str]) -> list[tuple[int, int]]:

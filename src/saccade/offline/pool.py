@@ -41,6 +41,7 @@ class Usage(NamedTuple):
     # the wait for a product of keys and the wait for the product of values that began before it.
     products: int = 0
     covered: int = 0
+    guarded: int = 0  # reductions behind a condition, which ptxas gets wrong
 
 
 class Compiled(NamedTuple):
