@@ -1,6 +1,7 @@
 """Run the chapters of the course, and make a Markdown page of each.
 
 Usage: python tools/chapters.py [--quick] [--only 03] [--chapters FOLDER] [--out FOLDER]
+                                [--tables FILE]
 
 A chapter (docs/chapters/README.md) is run cell by cell, as `python docs/chapters/01_attention.py`
 would run it at once. Its page is its prose, its code, and what the code printed and drew. Prints
@@ -91,6 +92,13 @@ def page_of(chapter: Path) -> str:
     return "\n\n".join([*parts, _where()]) + "\n"
 
 
+def tables_of(page: str) -> str:
+    """What is left of a page without prose, code and pictures: its title, tables, and machine."""
+    title, *parts = page.strip().split("\n\n")
+    kept = [part for part in parts if part.startswith(("**", "|"))]
+    return "\n\n".join([f"#{title.splitlines()[0]}", *kept, parts[-1]]) + "\n"
+
+
 def _where() -> str:
     """On what the numbers of a page were measured."""
     import torch
@@ -151,6 +159,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", default="", help="the beginning of a chapter's name")
     parser.add_argument("--chapters", type=Path, default=CHAPTERS, help="where they lie")
     parser.add_argument("--out", type=Path, default=ROOT / "out/chapters", help="for the pages")
+    parser.add_argument("--tables", type=Path, help="a file for all tables, without the rest")
     given = parser.parse_args(argv)
     chapters = sorted(given.chapters.resolve().glob(f"{given.only}*.py"))
     chapters = [chapter for chapter in chapters if chapter.stem[:2].isdigit()]
@@ -159,6 +168,10 @@ def main(argv: list[str]) -> int:
     failed = run_all(chapters, given.out.resolve(), given.quick)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    elif given.tables:
+        pages = [(given.out / f"{chapter.stem}.md").read_text("utf-8") for chapter in chapters]
+        text = "# Tables of the chapters\n\n" + "\n".join(map(tables_of, pages))
+        given.tables.write_text(text, encoding="utf-8")
     return int(bool(failed))
 
 

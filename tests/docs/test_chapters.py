@@ -33,7 +33,7 @@ def assert_picture(file):
 
 def test_every_chapter_runs_and_shows_a_table_and_a_picture(tmp_path):
     pytest.importorskip("triton")
-    done = run_chapters("--out", tmp_path)
+    done = run_chapters("--out", tmp_path, "--tables", tmp_path / "tables")
     assert done.returncode == 0, done.stdout + done.stderr
     seconds = dict(re.findall(r"^(\w+): ([\d.]+) s$", done.stdout, re.MULTILINE))
     assert sorted(seconds) == NAMES and len(NAMES) == 10
@@ -46,6 +46,10 @@ def test_every_chapter_runs_and_shows_a_table_and_a_picture(tmp_path):
         assert_picture(tmp_path / f"{name}.png")
         assert float(seconds[name]) < MOST_SECONDS_OF_ONE
     assert sum(map(float, seconds.values())) < MOST_SECONDS
+    tables = (tmp_path / "tables").read_text(encoding="utf-8")
+    titles = re.findall(r"^## (\d\d) · .+\n\n\*\*.+\*\*\n\n\| ", tables, re.MULTILINE)
+    assert titles == [name[:2] for name in NAMES]
+    assert tables.count("*Run in quick mode on ") == len(NAMES) and "```" not in tables
 
     site = Site(tmp_path, tmp_path / "site")
     site.gather()
