@@ -89,8 +89,8 @@ class TestExactness:
     def test_lengths_of_many_tiles(
         self, implementation: Implementation, mask: str, lengths: tuple[int, int]
     ) -> None:
-        if implementation.interpreted:  # whose tiles are 32 rows at most: half is many, too
-            lengths = lengths[0] // 2, lengths[1] // 2
+        if implementation.interpreted:  # whose tiles are 32 rows at most: a quarter is many, too
+            lengths = lengths[0] // 4, lengths[1] // 4
         case = implementation.case(mask=mask, lengths=(lengths,), batch=1, kv_heads=1)
         assert_exact(case, implementation.name)
 
@@ -259,7 +259,7 @@ class TestResults:
 
     def test_runs_are_bit_equal(self, implementation: Implementation) -> None:
         for mask, score in (("causal", "none"), ("window", "bias"), ("own", "softcap")):
-            length = 100 if implementation.interpreted else 300
+            length = 50 if implementation.interpreted else 300
             case = implementation.case(mask=mask, score=score, lengths=((length, length),))
             first = case.run(implementation.name, deterministic=True)
             for _ in range(1 if implementation.interpreted else 3):
