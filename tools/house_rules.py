@@ -58,6 +58,10 @@ ALLOWED_IMPORTS = {
         "pairs",
         "reach",
         "row_statistics",
+        # Of a call over pages all but one kernel are the portable ones.
+        "paged",
+        "paged_kind",
+        "paged_pass",
     )
 }
 # What looks at kernels from outside reaches for their insides, so nothing may come to rest on it.

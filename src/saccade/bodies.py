@@ -100,7 +100,11 @@ MODULES = {
     "portable": "saccade.portable.attention",
     "hopper": "saccade.hopper.attention",
 }
-PAGED_MODULES = {"cpu": "saccade.cpu.paged", "portable": "saccade.portable.paged"}
+PAGED_MODULES = {
+    "cpu": "saccade.cpu.paged",
+    "portable": "saccade.portable.paged",
+    "hopper": "saccade.hopper.paged",
+}
 PAGE_WRITER = "saccade.portable.write"
 LINEAR_MODULES = {"cpu": "saccade.cpu.linear", "portable": "saccade.portable.linear"}
 

@@ -47,6 +47,10 @@ def _hopper_unsupported(problem: Problem) -> str | None:
         return "strides must be multiples of 8, and that of channels 1"
     if problem.dropout:
         return "it does not drop weights"
+    if problem.page_size and problem.page_dtype != problem.dtype:
+        return "pages hold eight bits, which no WGMMA multiplies with 16"
+    if problem.batch_invariant:
+        return "its kernels for chunks depend on how many query rows a batch has"
     if problem.configured:
         return "it has schedules of its own and takes no config"
     misses = _portable_unsupported(problem)

@@ -120,6 +120,7 @@ def prepare_paged(
         configured=config is not None,
         page_size=inputs.page_size,
         page_dtype=inputs.key_pages.dtype,
+        tma=all(map(strides_fit_tma, (query, inputs.key_pages, inputs.value_pages))),
         batch_invariant=batch_invariant,
     )
     return inputs, variant, problem, config

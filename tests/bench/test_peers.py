@@ -256,6 +256,9 @@ def test_pages_hold_the_case(who):
     if who.endswith("256"):
         assert call == "it takes new tokens of sequences of whole pages of 256"
         return
+    if who.startswith("hopper/"):
+        assert call == "it takes bfloat16 and float16, not float32"
+        return
     assert isinstance(call, Call)
     assert found_fault(case, call, gradients=False) is None
     assert isinstance(PEERS[who].prepare(CASES["tiny-full-fp32-d16-48"], CPU), str)

@@ -17,7 +17,8 @@ from triton.experimental.gluon import language as gl
 
 from saccade.hopper.pipeline import mma_v2
 from saccade.hopper.weighing import ROWS, change, hide, places_of, settle, weigh
-from saccade.kernels.tiles import row_pointers, store_numbers
+from saccade.kernels.pages import slot_pointers
+from saccade.kernels.tiles import ADDED, row_pointers, store_numbers, wide
 from saccade.kernels.visibility import CAREFUL_ROWS, careful_parts, careful_start
 
 CHANNELS = gl.constexpr(64)  # that are multiplied at once
@@ -33,7 +34,7 @@ def holds_spoilt(tile):
 def attend_with_care(
     query, key, value, output, logsumexp, rules, sinks, at, walk,
     KV_TILE: gl.constexpr, HEADS_PER_KV_HEAD: gl.constexpr,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """All of the work of one consumer for one tile of query rows, and its results in memory."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
@@ -50,7 +51,7 @@ def attend_with_care(
             kv_start = careful_start(rules.mask, walk, index, KV_TILE).to(gl.int32)
             state = fold_part(
                 query, key, value, rules, at, kv_head, kv_start, first_channel, state,
-                HEAD_DIM, VALUE_DIM,
+                HEAD_DIM, VALUE_DIM, PAGE_SIZE,
             )  # fmt: skip
         row_max, row_sum, weighted_sum = state
         factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
@@ -68,7 +69,7 @@ def attend_with_care(
 @gluon.jit
 def fold_part(
     query, key, value, rules, at, kv_head, kv_start, first_channel, state,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Fold 16 rows of keys and values into the state, for some channels of the values.
 
@@ -91,14 +92,14 @@ def fold_part(
         )  # fmt: skip
         channels = first + gl.arange(0, CHANNELS, gl.SliceLayout(1, RIGHT))[:, None]
         keys = gl.load(
-            row_pointers(key, batch, kv_head, kv_rows, channels),
+            kv_pointers(key, batch, kv_head, kv_rows, channels, kv_len, PAGE_SIZE),
             mask=(kv_rows < kv_len) & (channels < HEAD_DIM), other=0.0,
         )  # fmt: skip
         scores = mma_v2(queries, keys, scores)
     rows = kv_start + gl.arange(0, CAREFUL_ROWS, gl.SliceLayout(1, RIGHT))[:, None]
     channels = first_channel + gl.arange(0, CHANNELS, gl.SliceLayout(0, RIGHT))[None, :]
     values = gl.load(
-        row_pointers(value, batch, kv_head, rows, channels),
+        kv_pointers(value, batch, kv_head, rows, channels, kv_len, PAGE_SIZE),
         mask=(rows < kv_len) & (channels < VALUE_DIM), other=0.0,
     )  # fmt: skip
     spoilt = gl.sum(values.to(gl.float32) * 0.0, 1) != 0.0
@@ -114,3 +115,15 @@ def fold_part(
     weights = gl.convert_layout(weights.to(values.dtype), LEFT)
     weighted_sum = mma_v2(weights, values, weighted_sum * rescale[:, None])
     return row_max, row_sum, weighted_sum
+
+
+@gluon.jit
+def kv_pointers(view, batch, head, rows, channels, length, PAGE_SIZE: gl.constexpr):
+    """Addresses of rows × channels of keys or values, which lie in pages unless PAGE_SIZE is 0."""
+    if PAGE_SIZE == 0:
+        pointers = row_pointers(view, batch, head, rows, channels)
+    else:
+        table = view.data[0] + wide(batch) * (view.data[1] - ADDED)
+        page = gl.load(table + rows // PAGE_SIZE, mask=rows < length, other=0)
+        pointers = slot_pointers(view, head, (page, 0, rows % PAGE_SIZE), channels)
+    return pointers

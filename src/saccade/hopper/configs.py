@@ -86,6 +86,41 @@ def heads_at_once(masked: bool, slots: int, multiprocessors: int, group: int, si
     return max(1, min(enough, L2_BYTES // max(size, 1) * group))
 
 
+class PagedProblem(NamedTuple):
+    """What decides whether a pass over pages is one for the Hopper kernel."""
+
+    head_width: int
+    value_width: int
+    page_size: int
+    query_tiles: int  # whole ones of 128 rows of one head, at most, of all heads and sequences
+    slots: int  # that programs look at for them
+    multiprocessors: int
+    planned: bool  # whether the mask reads captured tensors along rows
+
+
+SMALLEST_PAGE = 16  # slots; fewer would take too many boxes for a tile
+BUSY = 3 / 4  # of all multiprocessors
+
+
+def choose_paged(problem: PagedProblem) -> Schedule:
+    """The schedule of a pass over pages: that of a masked problem, whose consumers are two."""
+    return choose(KernelProblem(problem.head_width, problem.value_width, True))
+
+
+def pages_unsupported(problem: PagedProblem) -> str | None:
+    """Why a pass over pages goes to the portable kernels, or None."""
+    kv_tile, size = choose_paged(problem).kv_tile, problem.page_size
+    if size < SMALLEST_PAGE or (size % kv_tile and kv_tile % size):
+        return f"pages have {SMALLEST_PAGE}, 32, 64 slots, or a multiple of {kv_tile}"
+    if problem.planned:
+        return "the mask reads tensors along rows, which is planned ahead"
+    if problem.query_tiles < BUSY * problem.multiprocessors:
+        return "there are few query rows: keys are cut into shares, to keep the GPU busy"
+    if problem.slots > 2 * problem.query_tiles:
+        return "most sequences have few query rows"
+    return None
+
+
 class BackwardSchedule(NamedTuple):
     """How the kernel of the backward pass runs: two consumers, which share a tile of keys."""
 

@@ -67,17 +67,17 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, CAREFUL, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, CAREFUL, 1,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
                     HEADS_PER_KV_HEAD,
                 )),
-                (announce, (query, key, rules, schedule, rings)),
+                (announce, (query, key, rules, schedule, rings, 0)),
             ],
             [4, 1, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -88,21 +88,21 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, CAREFUL, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, CAREFUL, 1,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 2,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, CAREFUL, 2,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
                     HEADS_PER_KV_HEAD,
                 )),
-                (announce, (query, key, rules, schedule, rings)),
+                (announce, (query, key, rules, schedule, rings, 0)),
             ],
             [4, 4, 1, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -110,11 +110,12 @@ def attention_forward(
 
 
 @gluon.jit
-def announce(query, key, rules, schedule, rings):
+def announce(query, key, rules, schedule, rings, FEWEST: gl.constexpr):
     """Say which tile of query rows comes next, and which tiles of keys it visits.
 
     This takes as long as some tiles do, so a warp of its own does it, while others work on the tile
-    before. It asks for a number no sooner: another program may be done by then.
+    before. It asks for a number no sooner: another program may be done by then. Sequences of FEWEST
+    query rows or fewer are passed over.
     """
     QUERY_TILE: gl.constexpr = len(rings.queries) * ROWS
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
@@ -126,7 +127,8 @@ def announce(query, key, rules, schedule, rings):
         )
         query_start = tile * QUERY_TILE
         query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
-        if query_start < query_len:  # packed sequences have slots without rows
+        # Packed sequences have slots without rows.
+        if (query_start < query_len) & (query_len > FEWEST):
             walk = rules.mask.walk(
                 rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
                 QUERY_TILE, KV_TILE, True,
@@ -182,9 +184,9 @@ def produce(
 def consume(
     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    CAREFUL: gl.constexpr, WHICH: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, CAREFUL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 rows of each tile of query rows that the producer announces."""
+    """Compute 64 rows of each tile of query rows that is announced. PAGE_SIZE: 0 without pages."""
     tile_turn, kv_turn = 0, 0
     place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
     while query_len > 0:
@@ -201,7 +203,7 @@ def consume(
             # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care.
             attend_with_care(
                 query, key, value, output, logsumexp, rules, sinks, at, walk,
-                rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM,
+                rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
             )  # fmt: skip
         else:
             finish(

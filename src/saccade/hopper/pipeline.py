@@ -80,6 +80,24 @@ class Ring:
         start_load(other_desc, other_coordinates, ready, other_memory.index(stage))
 
     @gluon.jit
+    def load_boxes(self, turn, desc, pages, head, slot):
+        """As `load`, from several pages: boxes of some slots and channels of each of them. They
+        fill the stage as one box of all would: some channels of all rows, then the next ones."""
+        stage = self.stage(turn)
+        ready = self.full.index(stage)
+        CHANNELS: gl.constexpr = desc.block_type.shape[3]
+        COLUMNS: gl.constexpr = self.memory.shape[4] // CHANNELS
+        BOXES: gl.constexpr = in_stages(
+            self.memory.shape[0] * COLUMNS * len(pages), desc.block_type.shape
+        )
+        boxes = self.memory._reinterpret(desc.dtype, BOXES, desc.layout)
+        mbarrier.expect(ready, COLUMNS * len(pages) * desc.block_type.nbytes)
+        for column in gl.static_range(COLUMNS):
+            for place in gl.static_range(len(pages)):
+                box = boxes.index((stage * COLUMNS + column) * len(pages) + place)
+                start_load(desc, [pages[place], head, slot, column * CHANNELS], ready, box)
+
+    @gluon.jit
     def put(self, turn, numbers):
         """Fill the stage of a turn from registers."""
         stage = self.stage(turn)
@@ -212,6 +230,23 @@ def make_rings(
     return Rings(tickets, queries, keys, values, outputs)
 
 
+@gluon.jit
+def make_page_rings(
+    query_desc, output_desc, KEYS: gl.constexpr, VALUES: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+):  # fmt: skip
+    """The same where tiles of keys and values, of such shapes, come from pages in boxes."""
+    TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tickets = make_ring(gl.int32, [1, 16], TICKETS, CONSUMERS + 1)
+    keys = make_ring_of(query_desc.dtype, KEYS, STAGES, CONSUMERS)
+    values = make_ring_of(query_desc.dtype, VALUES, STAGES, CONSUMERS)
+    queries, outputs = (), ()
+    for _ in gl.static_range(CONSUMERS):
+        queries = queries + (make_ring_for(query_desc, QUERY_STAGES, 1),)  # noqa: RUF005
+        outputs = outputs + (make_memory_for(output_desc),)  # noqa: RUF005
+    return Rings(tickets, queries, keys, values, outputs)
+
+
 @aggregate
 class BackwardRings:
     """The same of the backward pass. Gradients of outputs and of scores have the turns of queries:
@@ -275,6 +310,15 @@ def make_ring_for(desc, STAGES: gl.constexpr, USERS: gl.constexpr):
     SHAPE: gl.constexpr = in_stages(STAGES, desc.block_type.shape)
     LAYOUT: gl.constexpr = desc.layout
     return make_ring(desc.dtype, SHAPE, LAYOUT, USERS)
+
+
+@gluon.jit
+def make_ring_of(
+    dtype: gl.constexpr, SHAPE: gl.constexpr, STAGES: gl.constexpr, USERS: gl.constexpr
+):
+    """A ring of tiles as products read them."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, dtype)
+    return make_ring(dtype, in_stages(STAGES, SHAPE), LAYOUT, USERS)
 
 
 @gluon.jit

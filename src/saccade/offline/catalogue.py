@@ -49,6 +49,10 @@ HOPPER = (
     Entry(Call(128, mask="blocks"), OF_HOPPER_GRADIENTS),
     Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER_GRADIENTS),
     Entry(Call(128, mask="causal", packed=True), (*OF_HOPPER_GRADIENTS, *AROUND)),
+    *(
+        Entry(PagedCall(dim, "bf16", "causal", size, query_len=512), ("hopper_pages_forward",))
+        for dim, size in ((64, 64), (128, 64), (128, 16), (128, 256), (256, 64))
+    ),
 )
 
 

@@ -22,6 +22,7 @@ READ_BY_PAIR = ("blocks", "dense")
 # Kernels whose warps have roles, and what runs on while their exponents are computed.
 ROLES = {
     "hopper_forward": "the product of values",
+    "hopper_pages_forward": "the product of values",
     "hopper_backward": "the product of values and gradients",
 }
 CAPTION = (

@@ -16,6 +16,7 @@ from saccade.problem import Config, PagedInputs, Variant
 # The kernels, by what starts them.
 PAGED_PASSES = {
     "paged": ("pages", "merge_partials", "plan_pages"),
+    "hopper_paged": ("hopper_pages_forward",),  # by kernels for sm_90 alone
     "write": ("write_pages",),
 }
 
@@ -86,6 +87,11 @@ def start(inputs: PagedInputs, variant: Variant, which: str, config: Config | No
 
     if which == "paged":
         paged.forward(inputs, variant, config or Config(), False)
+        return
+    if which == "hopper_paged":
+        from saccade.hopper import paged as hopper
+
+        hopper.forward(inputs, variant, config or Config(), False)
         return
     key = inputs.query.transpose(1, 2).flatten(0, 1)[:, : inputs.key_pages.shape[1]]
     slots = torch.zeros(key.shape[0], dtype=torch.int64, device=key.device)

@@ -96,9 +96,9 @@ def kernel_name(started: Launch, which: str) -> str:
 def config_of(started: Launch) -> tuple[int, int, int, int]:
     """Tiles (0 where a kernel has none), warps and stages of a kernel."""
     constants, options = started.constants, started.options
-    if "CONSUMERS" in constants:  # its tile of keys is a side of a descriptor
+    if "CONSUMERS" in constants:  # its tile of keys is a side of a descriptor, but for pages
         rows, warps = hopper_configs.ROWS * constants["CONSUMERS"], 4 * constants["CONSUMERS"] + 2
-        return rows, 0, warps, constants["STAGES"]
+        return rows, constants.get("KV_TILE", 0), warps, constants["STAGES"]
     if "CONSUMER_REGISTERS" in constants:  # two of them, which stand at a tile of keys
         return 0, hopper_configs.BACKWARD_KV_TILE, 9, constants["STAGES"]
     if "OUTER_TILE" in constants:  # of linear attention: channels and rows

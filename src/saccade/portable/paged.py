@@ -143,13 +143,19 @@ class PagedForward:
         inputs = made_regular(inputs)
         kind = PagedKind.of(inputs)
         self.passes = [
-            PassLaunches(kind, of, inputs.query.device)
+            self.launches(kind, of, inputs, variant)
             for of in kind.passes(inputs, variant, config, batch_invariant)
         ]
         packed = inputs.cu_seqlens_q is not None
         self.output, self.lse = map(
             memory_like, empty_rows(inputs.query, inputs.value_pages.shape[3], packed)
         )
+
+    def launches(
+        self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant
+    ) -> PassLaunches:
+        """What starts the kernels of a pass."""
+        return PassLaunches(kind, of, inputs.query.device)
 
     def __call__(self, inputs: PagedInputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""

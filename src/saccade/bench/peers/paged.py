@@ -45,6 +45,7 @@ def peers() -> list[Peer]:
         found += [
             _peer(f"saccade/paged-{size}", f"{call}, neighbouring {pages}", size, False, _ours),
             _peer(f"saccade/scattered-{size}", f"{call}, scattered {pages}", size, True, _ours),
+            _peer(f"hopper/scattered-{size}", "the same by Hopper kernels", size, True, _hopper),
             _peer(f"sdpa/gathered-{size}", f"gathers {pages}, then SDPA", size, True, _gathered),
         ]
     return found
@@ -55,6 +56,8 @@ def _peer(who: str, about: str, size: int, scattered: bool, attend: Attend) -> P
         lens, new = _sequences(case)
         if not lens or any(length % size for length in lens):
             return f"it takes new tokens of sequences of whole pages of {size}"
+        if attend is _hopper and (reason := _not_by_hopper(case, device)):
+            return reason
         if attend is _gathered and (len(lens) > 1 or not case.decodes):
             return "it decodes one sequence"
         kept: list[tuple[Tensor, Pages]] = []
@@ -106,12 +109,30 @@ def _stored(case: Case, key: Tensor, value: Tensor, size: int, scattered: bool) 
     return stored._replace(key_scales=scales, value_scales=scales)
 
 
-def _ours(query: Tensor, pages: Pages) -> Tensor:
+def _ours(query: Tensor, pages: Pages, implementation: str | None = None) -> Tensor:
     mask = masks.causal() if query.shape[2] > 1 else None
+    options = {"mask": mask, "implementation": implementation}
     with torch.no_grad():
-        output = saccade.attention_paged(query, **pages._asdict(), mask=mask)
+        output = saccade.attention_paged(query, **pages._asdict(), **options)
     assert isinstance(output, Tensor)  # a pair only with return_lse
     return output
+
+
+def _hopper(query: Tensor, pages: Pages) -> Tensor:
+    return _ours(query, pages, "hopper")
+
+
+def _not_by_hopper(case: Case, device: torch.device) -> str | None:
+    """Why Hopper kernels cannot serve such queries and pages, or None."""
+    stored = getattr(torch, case.page_dtype) if isinstance(case, PagedCase) else case.torch_dtype
+    scales = torch.ones(1, 1, 1, device=device) if stored.itemsize == 1 else None
+    query = torch.zeros(1, 1, 1, case.head_dim, dtype=case.torch_dtype, device=device)
+    page, one = query.to(stored), torch.ones(1, dtype=torch.int32, device=device)
+    found = saccade.explain(
+        query, page, page, page_table=one[None] - 1, kv_lens=one,
+        key_scales=scales, value_scales=scales,
+    )  # fmt: skip
+    return found.reasons["hopper"]
 
 
 def _gathered(query: Tensor, pages: Pages) -> Tensor:
