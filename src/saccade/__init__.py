@@ -10,6 +10,7 @@ from saccade.attention import attention as attention
 from saccade.attention import attention_packed as attention_packed
 from saccade.attention_paged import attention_paged as attention_paged
 from saccade.cache.move import move_pages as move_pages
+from saccade.cache.layered_cache import LayeredCache as LayeredCache
 from saccade.cache.paged_cache import PagedCache as PagedCache
 from saccade.cache.pool import OutOfPages as OutOfPages
 from saccade.cache.write import cache_write as cache_write
@@ -35,6 +36,7 @@ __all__ = [
     "Engine",
     "LinearState",
     "OutOfPages",
+    "LayeredCache",
     "PagedCache",
     "attention",
     "attention_packed",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from saccade.cache.memory import PageMemory
@@ -121,14 +122,20 @@ def begin(books: Books, tokens: list[int], salt: bytes) -> Held:
 
 def append(books: Books, tokens: Mapping[int, int | Sequence[int]]) -> list[int]:
     """Give new tokens their slots; see `PagedCache.append`."""
-    size = books.page_size
-    grown = [(books.find(sequence), given) for sequence, given in tokens.items()]
-    counts = [given if isinstance(given, int) else len(given) for _, given in grown]
-    shared = _pages_to_copy(books, [held for held, _ in grown], counts)
-    new = [
-        max(-(-(held.length + count) // size) - len(held.pages), 0)
-        for (held, _), count in zip(grown, counts, strict=True)
-    ]
+    with growing(books, tokens) as enter:
+        pass
+    return enter()
+
+
+@contextmanager
+def growing(
+    books: Books, tokens: Mapping[int, int | Sequence[int]]
+) -> Iterator[Callable[[], list[int]]]:
+    """Take pages for new tokens, and copy what must be; all is given back if the block fails.
+
+    After the block the function enters what was taken, and gives the slots. It cannot fail.
+    """
+    grown, counts, shared, new = _wanted(books, tokens)
     with books.pool.taking(sum(new) + sum(shared)) as take:
         fresh, sources, targets = [], [], []
         for (held, _), copied, wanted in zip(grown, shared, new, strict=True):
@@ -140,11 +147,36 @@ def append(books: Books, tokens: Mapping[int, int | Sequence[int]]) -> list[int]
                 sources.append(last)
                 targets.append(pages[0])
         books.memory.copy(sources, targets)
-    slots: list[int] = []
-    for index, (held, given) in enumerate(grown):
-        slots += _grow(books, held, given, counts[index], fresh[index], shared[index])
-    books.counts["copied"] += len(sources)
-    return slots
+
+        def enter() -> list[int]:
+            slots: list[int] = []
+            for index, (held, given) in enumerate(grown):
+                slots += _grow(books, held, given, counts[index], fresh[index], shared[index])
+            books.counts["copied"] += len(sources)
+            return slots
+
+        yield enter
+
+
+def pages_needed(books: Books, tokens: Mapping[int, int | Sequence[int]]) -> int:
+    """How many pages `growing` will take."""
+    _, _, shared, new = _wanted(books, tokens)
+    return sum(new) + sum(shared)
+
+
+def _wanted(
+    books: Books, tokens: Mapping[int, int | Sequence[int]]
+) -> tuple[list[tuple[Held, int | Sequence[int]]], list[int], list[bool], list[int]]:
+    """Sequences with their new tokens, how many these are, whether each copies its last page, and
+    how many pages it gets beside."""
+    grown = [(books.find(sequence), given) for sequence, given in tokens.items()]
+    counts = [given if isinstance(given, int) else len(given) for _, given in grown]
+    shared = _pages_to_copy(books, [held for held, _ in grown], counts)
+    new = [
+        max(-(-(held.length + count) // books.page_size) - len(held.pages), 0)
+        for (held, _), count in zip(grown, counts, strict=True)
+    ]
+    return grown, counts, shared, new
 
 
 def _pages_to_copy(books: Books, grown: Sequence[Held], counts: Sequence[int]) -> list[bool]:
@@ -190,6 +222,16 @@ def _grow(
 
 def trim(books: Books, held: Held, length: int) -> None:
     """Forget the last tokens; see `PagedCache.trim`."""
+    check_trim(books, held, length)
+    keep = -(-length // books.page_size)
+    books.drop([page for page in held.pages[keep:] if page is not None])
+    del held.pages[keep:], held.tokens[length:], held.digests[length // books.page_size :]
+    held.length, held.written = length, min(held.written, length)
+    held.cached = min(held.cached, length)
+
+
+def check_trim(books: Books, held: Held, length: int) -> None:
+    """Raise ValueError if a sequence cannot be trimmed to so many tokens."""
     if not 0 <= length <= held.length:
         raise ValueError(f"length: got {length}, takes 0 to {held.length}")
     released = next((n for n, page in enumerate(held.pages) if page is not None), len(held.pages))
@@ -198,8 +240,3 @@ def trim(books: Books, held: Held, length: int) -> None:
         raise ValueError(
             f"length: got {length}, takes at least {least}: earlier pages are released"
         )
-    keep = -(-length // books.page_size)
-    books.drop([page for page in held.pages[keep:] if page is not None])
-    del held.pages[keep:], held.tokens[length:], held.digests[length // books.page_size :]
-    held.length, held.written = length, min(held.written, length)
-    held.cached = min(held.cached, length)

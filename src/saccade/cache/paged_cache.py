@@ -126,7 +126,7 @@ class PagedCache:
         Returns:
             The sequence's number.
         """
-        return self._enter(bookkeeping.begin(self._books, _token_list(tokens), salt))
+        return self._enter(bookkeeping.begin(self._books, token_list(tokens), salt))
 
     @_locked
     def append(self, tokens: Mapping[int, int | Sequence[int]]) -> Tensor:
@@ -151,7 +151,7 @@ class PagedCache:
         for sequence, new in tokens.items():
             if isinstance(new, int):
                 check_whole_number("tokens", new, least=0)
-            given[sequence] = new if isinstance(new, int) else _token_list(new)
+            given[sequence] = new if isinstance(new, int) else token_list(new)
         slots = bookkeeping.append(self._books, given)
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
@@ -292,6 +292,6 @@ class PagedCache:
             raise AssertionError("PagedCache: " + "; ".join(found))
 
 
-def _token_list(tokens: Sequence[int]) -> list[int]:
+def token_list(tokens: Sequence[int]) -> list[int]:
     given = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     return [operator.index(token) for token in given]

@@ -46,6 +46,11 @@ class PagePool:
         """Pages that can be taken."""
         return len(self.free) + len(self.idle)
 
+    def require(self, needed: int) -> None:
+        """Raise OutOfPages if fewer pages can be had."""
+        if needed > self.available:
+            raise OutOfPages(needed, self.available, self.where)
+
     @contextmanager
     def taking(self, needed: int) -> Iterator[Callable[[int, int | None], list[int]]]:
         """A function that takes (count, after) pages; all are given back if the block fails.
@@ -53,8 +58,7 @@ class PagePool:
         Raises:
             OutOfPages: before the block, if fewer than `needed` can be had.
         """
-        if needed > self.available:
-            raise OutOfPages(needed, self.available, self.where)
+        self.require(needed)
         taken: list[int] = []
 
         def take(count: int, after: int | None) -> list[int]:
@@ -69,8 +73,7 @@ class PagePool:
             raise
 
     def _take(self, count: int, after: int | None) -> list[int]:
-        if count > self.available:
-            raise OutOfPages(count, self.available, self.where)
+        self.require(count)
         while len(self.free) < count:
             page, _ = self.idle.popitem(last=False)
             self._on_evict(page)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 from saccade.cache.books import Books, Held
 
@@ -63,6 +64,17 @@ def of_cache(books: Books) -> CacheStatistics:
         evicted=pool.evictions,
         **books.counts,
     )
+
+
+def together(found: Sequence[CacheStatistics]) -> CacheStatistics:
+    """Of several caches with the same sequences: pages added up, tokens as the first has them."""
+    of_first = {name: getattr(found[0], name) for name in ("sequences", "tokens", "asked")}
+    sums = {
+        field.name: sum(getattr(each, field.name) for each in found)
+        for field in fields(CacheStatistics)
+    }
+    matched = min(each.matched for each in found)
+    return CacheStatistics(**(sums | of_first | {"matched": matched}))
 
 
 def of_sequence(held: Held) -> SequenceStatistics:

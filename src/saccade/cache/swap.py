@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from saccade.cache.books import Books, Held
 
 
-def swap_out(books: Books, held: Held) -> None:
-    """Copy a sequence's pages to the host and let go of them; see `PagedCache.swap_out`."""
+@contextmanager
+def leaving(books: Books, held: Held) -> Iterator[Callable[[], None]]:
+    """Copy a sequence's pages to the host; pages there are given back if the block fails.
+
+    After the block the function lets go of those on the device. It cannot fail.
+    """
     kept = held.kept
     with books.host_pool.taking(len(kept)) as take:
         taken = take(len(kept), None)
         books.memory.to_host(kept, taken)
-    held.host_pages = _in_place_of(held.pages, taken)
-    books.drop(kept)
-    held.pages = [None] * len(held.pages)
-    books.counts["swapped_out"] += len(kept)
+
+        def leave() -> None:
+            held.host_pages = _in_place_of(held.pages, taken)
+            books.drop(kept)
+            held.pages = [None] * len(held.pages)
+            books.counts["swapped_out"] += len(kept)
+
+        yield leave
+
+
+@contextmanager
+def returning(books: Books, held: Held) -> Iterator[Callable[[], None]]:
+    """The same the other way: back from the host."""
+    before = held.host_pages
+    assert before is not None
+    kept = [page for page in before if page is not None]
+    with books.pool.taking(len(kept)) as take:
+        taken = take(len(kept), None)
+        books.memory.to_device(kept, taken)
+
+        def come_back() -> None:
+            held.pages = _in_place_of(before, taken)
+            held.host_pages = None
+            books.host_pool.drop(kept)
+            books.counts["swapped_in"] += len(kept)
+
+        yield come_back
+
+
+def swap_out(books: Books, held: Held) -> None:
+    """Copy a sequence's pages to the host and let go of them; see `PagedCache.swap_out`."""
+    with leaving(books, held) as leave:
+        pass
+    leave()
 
 
 def swap_in(books: Books, held: Held) -> None:
     """Copy a sequence's pages back from the host; see `PagedCache.swap_in`."""
-    assert held.host_pages is not None
-    kept = [page for page in held.host_pages if page is not None]
-    with books.pool.taking(len(kept)) as take:
-        taken = take(len(kept), None)
-        books.memory.to_device(kept, taken)
-    held.pages = _in_place_of(held.host_pages, taken)
-    held.host_pages = None
-    books.host_pool.drop(kept)
-    books.counts["swapped_in"] += len(kept)
+    with returning(books, held) as come_back:
+        pass
+    come_back()
 
 
 def _in_place_of(pages: list[int | None], others: list[int]) -> list[int | None]:

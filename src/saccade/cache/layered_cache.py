@@ -1,0 +1,299 @@
+"""LayeredCache: the same sequences in several paged caches, one for each kind of layer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from saccade.cache import books as bookkeeping
+from saccade.cache import swap
+from saccade.cache.memory import LayerPages
+from saccade.cache.paged_cache import PagedCache, token_list
+from saccade.cache.statistics import CacheStatistics, SequenceStatistics, together
+from saccade.captures import check_whole_number
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _locked(
+    method: Callable[Concatenate[LayeredCache, P], R],
+) -> Callable[Concatenate[LayeredCache, P], R]:
+    """One thread at a time."""
+
+    @functools.wraps(method)
+    def alone(self: LayeredCache, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return alone
+
+
+class Place(NamedTuple):
+    """Where a layer's pages are: in which cache, and as which layer of it."""
+
+    kind: int
+    layer: int
+
+
+class LayeredCache:
+    """Paged keys and values of a model whose layers look back unlike far.
+
+    Layers of one window are a kind, and a kind is a `PagedCache` of its own: layers with a sliding
+    window give pages back while others keep theirs. All kinds have the same sequences, and a call
+    changes all of them or none. Slots and tables come once for each kind.
+
+    Args:
+        num_pages: of each kind by its window, or one number for every kind.
+        page_size: tokens of a page.
+        windows: for each layer of the model the tokens that a token sees before itself, or None
+            where it sees everything.
+        host_pages: as num_pages, of host memory.
+        options: of `PagedCache`: kv_heads, head_dim, value_dim, dtype, device, prefix_caching.
+
+    Attributes:
+        kinds: the windows that there are, None first. places: where each layer's pages are.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes.
+
+    >>> cache = saccade.LayeredCache(64, windows=[None, 128, None, 128], kv_heads=8, head_dim=128)
+    >>> slots = cache.append({cache.allocate(): 100})
+    """
+
+    def __init__(
+        self,
+        num_pages: int | Mapping[int | None, int],
+        page_size: int = 16,
+        *,
+        windows: Sequence[int | None],
+        host_pages: int | Mapping[int | None, int] = 0,
+        **options: Any,
+    ):
+        if not windows:
+            raise ValueError("windows: got none, takes one for each layer")
+        for window in windows:
+            check_whole_number("windows", 0 if window is None else window, least=0)
+        some = {window for window in windows if window is not None}
+        everything: list[int | None] = [None] if None in windows else []
+        self.kinds = (*everything, *sorted(some, reverse=True))
+        self.caches = [
+            PagedCache(
+                _of_kind("num_pages", num_pages, window), page_size, window=window,
+                num_layers=windows.count(window),
+                host_pages=_of_kind("host_pages", host_pages, window), **options,
+            )
+            for window in self.kinds
+        ]  # fmt: skip
+        self.places = [
+            Place(self.kinds.index(window), windows[:layer].count(window))
+            for layer, window in enumerate(windows)
+        ]
+        self.page_size, self.device = page_size, self.caches[0].device
+        self._sequences: dict[int, tuple[int, ...]] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+
+    # ---- sequences -------------------------------------------------------------------------
+
+    @_locked
+    def allocate(self, tokens: Sequence[int] = (), *, salt: bytes = b"") -> int:
+        """As `PagedCache.allocate`; it starts with what all kinds find of `tokens`."""
+        given = token_list(tokens)
+        with ExitStack() as undo:
+            numbers = []
+            for cache in self.caches:
+                numbers.append(cache.allocate(given, salt=salt))
+                undo.callback(cache.free, numbers[-1])
+            length = min(map(PagedCache.length, self.caches, numbers))
+            for cache, number in zip(self.caches, numbers, strict=True):
+                cache.trim(number, length)
+            undo.pop_all()
+        return self._enter(numbers)
+
+    @_locked
+    def fork(self, sequence: int) -> int:
+        """As `PagedCache.fork`."""
+        with ExitStack() as undo:
+            numbers = []
+            for cache, number in self._each(sequence):
+                numbers.append(cache.fork(number))
+                undo.callback(cache.free, numbers[-1])
+            undo.pop_all()
+        return self._enter(numbers)
+
+    @_locked
+    def append(self, tokens: Mapping[int, int | Sequence[int]]) -> list[Tensor]:
+        """As `PagedCache.append`: the slots of new tokens, for each kind.
+
+        Raises:
+            OutOfPages: if one kind has too few pages; then nothing has changed in any.
+        """
+        given: dict[int, int | Sequence[int]] = {}
+        for sequence, new in tokens.items():
+            if isinstance(new, int):
+                check_whole_number("tokens", new, least=0)
+            given[sequence] = new if isinstance(new, int) else token_list(new)
+        of_kinds = [
+            (cache._books, {self._of(sequence)[kind]: new for sequence, new in given.items()})
+            for kind, cache in enumerate(self.caches)
+        ]
+        for books, each in of_kinds:  # before anything is evicted to make room
+            books.pool.require(bookkeeping.pages_needed(books, each))
+        with ExitStack() as taking:
+            enters = [taking.enter_context(bookkeeping.growing(*each)) for each in of_kinds]
+        slots = [enter() for enter in enters]
+        return [torch.tensor(each, dtype=torch.int64, device=self.device) for each in slots]
+
+    @_locked
+    def commit(self, sequence: int) -> None:
+        """As `PagedCache.commit`."""
+        for cache, number in self._each(sequence):
+            cache.commit(number)
+
+    @_locked
+    def trim(self, sequence: int, length: int) -> None:
+        """As `PagedCache.trim`; the narrowest window decides how far back."""
+        for cache, number in self._each(sequence):
+            bookkeeping.check_trim(cache._books, cache._books.find(number), length)
+        for cache, number in self._each(sequence):
+            cache.trim(number, length)
+
+    @_locked
+    def free(self, sequence: int) -> None:
+        """As `PagedCache.free`."""
+        for cache, number in self._each(sequence):
+            cache.free(number)
+        del self._sequences[sequence]
+
+    @_locked
+    def swap_out(self, sequence: int) -> None:
+        """As `PagedCache.swap_out`."""
+        held = [(c._books, c._books.find(n)) for c, n in self._each(sequence)]
+        for books, each in held:
+            books.host_pool.require(len(each.kept))
+        with ExitStack() as leaving:
+            leaves = [leaving.enter_context(swap.leaving(*each)) for each in held]
+        for leave in leaves:
+            leave()
+
+    @_locked
+    def swap_in(self, sequence: int) -> None:
+        """As `PagedCache.swap_in`."""
+        held = [(c._books, c._books.find(n, on_device=False)) for c, n in self._each(sequence)]
+        if any(each.host_pages is None for _, each in held):
+            raise ValueError(f"sequence: got {sequence}, takes one that is swapped out")
+        for books, each in held:
+            books.pool.require(sum(page is not None for page in each.host_pages or ()))
+        with ExitStack() as returning:
+            returns = [returning.enter_context(swap.returning(*each)) for each in held]
+        for come_back in returns:
+            come_back()
+
+    @_locked
+    def compact(self) -> int:
+        """As `PagedCache.compact`, kind by kind."""
+        return sum(cache.compact() for cache in self.caches)
+
+    # ---- layers ----------------------------------------------------------------------------
+
+    @_locked
+    def tables(self, sequences: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """As `PagedCache.tables`, for each kind."""
+        numbers = [self._of(sequence) for sequence in sequences]
+        return [
+            cache.tables([each[kind] for each in numbers]) for kind, cache in enumerate(self.caches)
+        ]
+
+    def pages(self, layer: int) -> LayerPages:
+        """A layer's tensors, by the names of `attention_paged`'s arguments."""
+        place = self.places[layer]
+        return self.caches[place.kind].pages(place.layer)
+
+    def write(
+        self, layer: int, key: Tensor, value: Tensor, slots: Sequence[Tensor], **options: Any
+    ) -> None:
+        """As `PagedCache.write`; slots are those of all kinds."""
+        place = self.places[layer]
+        self.caches[place.kind].write(place.layer, key, value, slots[place.kind], **options)
+
+    def attend(self, layer: int, query: Tensor, sequences: Sequence[int], **options: Any) -> Any:
+        """As `PagedCache.attend`, under the window of the layer."""
+        place = self.places[layer]
+        numbers = [self._of(sequence)[place.kind] for sequence in sequences]
+        return self.caches[place.kind].attend(place.layer, query, numbers, **options)
+
+    # ---- what there is ---------------------------------------------------------------------
+
+    @_locked
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return self.caches[0].length(self._of(sequence)[0])
+
+    @_locked
+    def available(self) -> list[int]:
+        """Pages that can be had, for each kind."""
+        return [cache._books.pool.available for cache in self.caches]
+
+    @_locked
+    def statistics(self) -> CacheStatistics:
+        """What all kinds hold and have done, pages added up; each token counts once."""
+        return together([cache.statistics() for cache in self.caches])
+
+    @_locked
+    def sequence_statistics(self, sequence: int) -> SequenceStatistics:
+        """What one sequence holds, pages of all kinds added up."""
+        found = [cache.sequence_statistics(number) for cache, number in self._each(sequence)]
+        first = found[0]
+        pages, copied = (sum(getattr(each, name) for each in found) for name in ("pages", "copied"))
+        return SequenceStatistics(first.length, first.cached, pages, copied, first.swapped_out)
+
+    @_locked
+    def check(self) -> None:
+        """As `PagedCache.check`; and whether all kinds have the same sequences.
+
+        Raises:
+            AssertionError: saying what is broken.
+        """
+        for cache in self.caches:
+            cache.check()
+        found = []
+        for kind, cache in zip(self.kinds, self.caches, strict=True):
+            known = {each[self.kinds.index(kind)] for each in self._sequences.values()}
+            if known != set(cache._books.sequences):
+                found.append(f"layers of window {kind} have other sequences")
+        for sequence in self._sequences:
+            held = [c._books.sequences.get(n) for c, n in self._each(sequence)]
+            if len({each and (each.length, each.host_pages is None) for each in held}) > 1:
+                found.append(f"sequence {sequence} is not the same in all kinds")
+        if found:
+            raise AssertionError("LayeredCache: " + "; ".join(found))
+
+    def _enter(self, numbers: Sequence[int]) -> int:
+        sequence = next(self._numbers)
+        self._sequences[sequence] = tuple(numbers)
+        return sequence
+
+    def _of(self, sequence: int) -> tuple[int, ...]:
+        found = self._sequences.get(sequence)
+        if found is None:
+            raise KeyError(f"sequence: got {sequence}, takes one that was allocated and not freed")
+        return found
+
+    def _each(self, sequence: int) -> list[tuple[PagedCache, int]]:
+        return list(zip(self.caches, self._of(sequence), strict=True))
+
+
+def _of_kind(name: str, given: int | Mapping[int | None, int], window: int | None) -> int:
+    if not isinstance(given, Mapping):
+        return given
+    if window not in given:
+        raise ValueError(f"{name}: got {dict(given)}, takes a number for the window {window} too")
+    return given[window]
