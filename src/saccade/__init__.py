@@ -9,8 +9,8 @@ from saccade import testing as testing
 from saccade.attention import attention as attention
 from saccade.attention import attention_packed as attention_packed
 from saccade.attention_paged import attention_paged as attention_paged
-from saccade.cache.move import move_pages as move_pages
 from saccade.cache.layered_cache import LayeredCache as LayeredCache
+from saccade.cache.move import move_pages as move_pages
 from saccade.cache.paged_cache import PagedCache as PagedCache
 from saccade.cache.pool import OutOfPages as OutOfPages
 from saccade.cache.write import cache_write as cache_write
@@ -34,9 +34,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "Engine",
+    "LayeredCache",
     "LinearState",
     "OutOfPages",
-    "LayeredCache",
     "PagedCache",
     "attention",
     "attention_packed",

@@ -44,6 +44,34 @@ def test_layers_that_all_slide_let_go_of_pages():
     assert len(prompt) + NEW > engine.num_pages * 4
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss"])
+def test_sliding_layers_let_go_of_pages_beside_others_that_keep_them(name):
+    engine = served.engine(name, num_pages=24, max_sequences=1, max_batch_tokens=4)
+    assert engine.cache.kinds == (None, 7)
+    # A sequence's window, the rows of two steps, and a page; nobody else runs.
+    assert engine.cache.num_pages == (24, -(-(7 + 2 * 4 + 4) // 4))
+    prompt = served.prompts()[3] * 2
+    generated = engine.generate([prompt], **GREEDY)[0]
+    assert generated.tokens == served.uncached(name, tuple(prompt), NEW)
+    assert engine.cache.caches[0].statistics().released == 0
+    assert engine.cache.caches[1].statistics().released > 10
+    served.assert_nothing_is_held(engine)
+
+
+def test_memory_is_shared_out_as_kinds_of_layers_can_use_it():
+    engine = saccade.Engine(
+        served.model("qwen3"), page_size=4, max_sequences=2, max_batch_tokens=8, max_length=200
+    )
+    useful = 2 * 200 // 4, 2 * -(-(7 + 2 * 8 + 4) // 4)
+    assert engine.cache.num_pages == useful
+    of_page = engine.cache.pages(0).key_pages[0].nbytes * 2
+    half = saccade.Engine(
+        served.model("qwen3"), page_size=4, max_sequences=2, max_batch_tokens=8, max_length=200,
+        memory=sum(useful) * of_page // 2,
+    )  # fmt: skip
+    assert half.cache.num_pages == tuple(pages // 2 for pages in useful)
+
+
 def test_equal_beginnings_are_computed_once():
     engine = served.engine(num_pages=64)
     prompt = served.prompts()[3]

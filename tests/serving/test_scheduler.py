@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade import OutOfPages, PagedCache
+from saccade import LayeredCache, OutOfPages
 from saccade.serving.request import Limits, Request, State
 from saccade.serving.sampling import Sampling
 from saccade.serving.scheduler import Scheduler
 
-SIZES: dict[str, Any] = {"num_layers": 1, "kv_heads": 1, "head_dim": 1}
+SIZES: dict[str, Any] = {"kv_heads": 1, "head_dim": 1}
 
 
-def make(num_pages=16, page_size=4, host_pages=0, window=None, **options):
-    cache = PagedCache(num_pages, page_size, host_pages=host_pages, window=window, **SIZES)
+def make(num_pages=16, page_size=4, host_pages=0, windows=(None,), **options):
+    cache = LayeredCache(num_pages, page_size, host_pages=host_pages, windows=windows, **SIZES)
     options = {
         "max_batch_tokens": 8, "max_sequences": 4, "preemption": "recompute", **options
     }  # fmt: skip
-    return Scheduler(cache, window=window, **options), cache
+    return Scheduler(cache, **options), cache
 
 
 def request(number, prompt, new_tokens=4, followers=0):
@@ -149,16 +149,16 @@ REQUESTS = st.tuples(
     st.sampled_from(["swap", "recompute"]),
     st.integers(0, 8),
     st.integers(3, 10),
-    st.sampled_from([None, 3]),
+    st.sampled_from([(None,), (3,), (None, 3)]),
     st.integers(0, 3),
     st.booleans(),
 )
 def test_everyone_is_served_whatever_happens(
-    asked, preemption, host_pages, rows, window, failing, alike
+    asked, preemption, host_pages, rows, windows, failing, alike
 ):
     scheduler, cache = make(
         num_pages=8, host_pages=host_pages, max_batch_tokens=rows, max_sequences=3,
-        preemption=preemption, window=window,
+        preemption=preemption, windows=windows,
     )  # fmt: skip
     arrivals, cancellations, everyone = Counter(), Counter(), []
     late = []
@@ -202,7 +202,7 @@ def test_everyone_is_served_whatever_happens(
 
 def check_plan(scheduler, plan, rows):
     """Bounds are kept, and the oldest that runs takes part."""
-    assert sum(stop - start for _, start, stop in shares_of(plan)) == len(plan.slots) <= rows
+    assert sum(stop - start for _, start, stop in shares_of(plan)) == len(plan.slots[0]) <= rows
     assert all(start < stop for _, start, stop in shares_of(plan))
     assert sum(each.width for each in scheduler.running) <= 3
     assert scheduler.running[0] in [share.request for share in plan.shares]

@@ -59,7 +59,8 @@ class LayeredCache:
         options: of `PagedCache`: kv_heads, head_dim, value_dim, dtype, device, prefix_caching.
 
     Attributes:
-        kinds: the windows that there are, None first. places: where each layer's pages are.
+        kinds: the windows that there are, None first, then the widest. places: where each layer's
+            pages are. num_pages: of each kind.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -84,13 +85,13 @@ class LayeredCache:
         some = {window for window in windows if window is not None}
         everything: list[int | None] = [None] if None in windows else []
         self.kinds = (*everything, *sorted(some, reverse=True))
+        self.num_pages = tuple(_of_kind("num_pages", num_pages, window) for window in self.kinds)
         self.caches = [
             PagedCache(
-                _of_kind("num_pages", num_pages, window), page_size, window=window,
-                num_layers=windows.count(window),
+                pages, page_size, window=window, num_layers=windows.count(window),
                 host_pages=_of_kind("host_pages", host_pages, window), **options,
             )
-            for window in self.kinds
+            for window, pages in zip(self.kinds, self.num_pages, strict=True)
         ]  # fmt: skip
         self.places = [
             Place(self.kinds.index(window), windows[:layer].count(window))

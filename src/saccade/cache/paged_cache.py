@@ -293,5 +293,6 @@ class PagedCache:
 
 
 def token_list(tokens: Sequence[int]) -> list[int]:
+    """Tokens as whole numbers of Python's own."""
     given = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     return [operator.index(token) for token in given]

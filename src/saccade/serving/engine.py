@@ -35,7 +35,8 @@ class Engine:
         model: a causal language model of transformers, on any device; it is put into
             evaluation mode, and its attention implementation is set to "saccade".
         tokenizer: its tokenizer; None where prompts are token numbers and no text is wanted.
-        num_pages: pages of the pool. None: as many as `memory` holds.
+        num_pages: pages for each kind of layer (with one sliding window, or none); those that
+            slide get no more than they can use. None: as many as `memory` holds.
         memory: bytes for keys and values. None: room for `max_sequences` of the greatest length,
             at most 1 GiB (on a GPU 80 % of the memory that is free).
         page_size: tokens of a page.
@@ -45,7 +46,7 @@ class Engine:
         max_length: tokens of a prompt and what follows it. None: the model's limit.
         preemption: "swap" moves the pages of a request that must wait to host memory,
             "recompute" gives them up.
-        host_pages: pages of host memory. None: as many as `num_pages` with "swap", else none.
+        host_pages: the same of host memory. None: as many as on the device with "swap", else none.
         batch_invariant: attention gives a sequence the same bits alone and in any batch. (The
             model's own products may round differently in batches of other sizes.)
         implementation: of `saccade.attention_paged`.
@@ -87,15 +88,16 @@ class Engine:
             max_length = self._model.longest or 2**20
         check_number("max_length", max_length, least=2)
         self.max_length = max_length
-        self.num_pages, self.cache = make_room(
+        self.cache = make_room(
             room, self._model, sequences=max_sequences, longest=max_length,
-            swaps=preemption == "swap",
+            rows=max_batch_tokens, swaps=preemption == "swap",
         )  # fmt: skip
+        self.num_pages = sum(self.cache.num_pages)
         self._tokenizer = tokenizer
         self._max_sequences = max_sequences
         self._scheduler = Scheduler(
             self.cache, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences,
-            preemption=preemption, window=self._model.shape.window,
+            preemption=preemption,
         )  # fmt: skip
         self._options = {"batch_invariant": batch_invariant, "implementation": implementation}
         self._counts, self._arrivals = Counts(), itertools.count()
@@ -185,7 +187,7 @@ class Engine:
                 if share.draws:
                     self._scheduler.fork(share.request)
             self._counts.steps += 1
-            self._counts.rows += plan.slots.shape[0]
+            self._counts.rows += plan.slots[0].shape[0]
             for request, token in drawn:
                 self._accept(request, token)
             self._counts.busy += time.perf_counter() - begin
@@ -210,12 +212,14 @@ class Engine:
             options, len(tokens), self.max_length, self._model.stop_tokens,
             with_text=self._tokenizer is not None,
         )  # fmt: skip
-        pages = self._scheduler.pages_for(len(tokens) + limits.max_new_tokens - 1)
-        if pages > self.num_pages:
-            raise ValueError(
-                f"prompt: got {len(tokens)} tokens with max_new_tokens {limits.max_new_tokens}, "
-                f"which need {pages} pages; takes what fits into {self.num_pages}"
-            )
+        needed = self._scheduler.pages_for(len(tokens) + limits.max_new_tokens - 1)
+        for pages, there_are in zip(needed, self.cache.num_pages, strict=True):
+            if pages > there_are:
+                raise ValueError(
+                    f"prompt: got {len(tokens)} tokens with max_new_tokens "
+                    f"{limits.max_new_tokens}, which need {pages} pages; takes what fits into "
+                    f"{there_are}"
+                )
         return tokens, limits
 
     def _take_in(self) -> None:

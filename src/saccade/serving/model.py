@@ -37,6 +37,7 @@ class PackedModel:
         layers = self._layers()
         self.numbers = {index: number for number, index in enumerate(layers)}
         self.shape: LayerShape = alike(list(layers.values()))
+        self.windows = [each.window for each in layers.values()]
 
     @property
     def stop_tokens(self) -> frozenset[int]:

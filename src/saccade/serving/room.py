@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from saccade import PagedCache
+from saccade import LayeredCache
 from saccade.serving.model import PackedModel
 from saccade.serving.sampling import check_number
+from saccade.serving.scheduler import most_pages
 from saccade.serving.step import LayerShape
 
 MOST_MEMORY = 2**30  # unasked, on a CPU
@@ -27,42 +28,62 @@ class Room(NamedTuple):
 
 
 def make_room(
-    room: Room, model: PackedModel, *, sequences: int, longest: int, swaps: bool
-) -> tuple[int, PagedCache]:
-    """The number of pages, and a cache that has so many.
+    room: Room, model: PackedModel, *, sequences: int, longest: int, rows: int, swaps: bool
+) -> LayeredCache:
+    """A cache with as many pages for each kind of layer as it should have.
+
+    Args:
+        sequences, longest: how many run at once, and the tokens of the longest.
+        rows: of one step at most. swaps: whether sequences are swapped out.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
     """
     check_number("page_size", room.page_size, least=1)
     dtype = model.shape.dtype if room.page_dtype is None else room.page_dtype
-    num_pages = _num_pages(room, model, dtype, sequences * -(-longest // room.page_size))
-    host_pages = room.host_pages
-    if host_pages is None:
-        host_pages = num_pages if swaps else 0
+    windows = model.windows
+    useful = {
+        window: sequences * most_pages(longest, window, room.page_size, rows)
+        for window in dict.fromkeys(windows)
+    }
+    num_pages = _num_pages(room, model, dtype, useful)
+    host_pages: int | dict[int | None, int] = num_pages if swaps else 0
+    if room.host_pages is not None:
+        host_pages = room.host_pages
     shape = model.shape
-    cache = PagedCache(
-        num_pages, room.page_size, num_layers=len(model.numbers), kv_heads=shape.kv_heads,
+    return LayeredCache(
+        num_pages, room.page_size, windows=windows, kv_heads=shape.kv_heads,
         head_dim=shape.head_dim, value_dim=shape.value_dim, dtype=dtype, device=model.device,
-        host_pages=host_pages, window=shape.window,
+        host_pages=host_pages,
     )  # fmt: skip
-    return num_pages, cache
 
 
-def _num_pages(room: Room, model: PackedModel, dtype: Any, useful: int) -> int:
+def _num_pages(
+    room: Room, model: PackedModel, dtype: Any, useful: dict[int | None, int]
+) -> dict[int | None, int]:
+    """Pages for each kind of layer: in the same proportion as they are useful."""
     if room.num_pages is not None:
         if room.memory is not None:
             raise ValueError("memory: got it beside num_pages, takes one of the two")
-        check_number("num_pages", room.num_pages, least=1)
-        return room.num_pages
-    of_page = page_bytes(model.shape, dtype, room.page_size, len(model.numbers))
+        given = room.num_pages
+        check_number("num_pages", given, least=1)
+        return {
+            window: given if window is None else min(given, most) for window, most in useful.items()
+        }
+    of_page = {
+        window: page_bytes(model.shape, dtype, room.page_size, model.windows.count(window))
+        for window in useful
+    }
+    all_useful = sum(useful[window] * of_page[window] for window in useful)
     memory = room.memory
     if memory is None:
-        return max(1, min(useful, _free_memory(model.device) // of_page))
-    check_number("memory", memory, least=0)
-    if memory < of_page:
-        raise ValueError(f"memory: got {memory} bytes, takes at least a page's {of_page}")
-    return memory // of_page
+        memory = min(all_useful, _free_memory(model.device))
+    else:
+        check_number("memory", memory, least=0)
+        least = sum(of_page.values())
+        if memory < least:
+            raise ValueError(f"memory: got {memory} bytes, takes at least a page's {least}")
+    return {window: max(1, most * memory // all_useful) for window, most in useful.items()}
 
 
 def page_bytes(shape: LayerShape, dtype: torch.dtype, page_size: int, layers: int) -> int:

@@ -1,6 +1,6 @@
 """Scheduler: who takes part in the next step, and who gives up pages when there are too few.
 
-Plain Python over a `PagedCache`; it knows no model. Older requests go first and are never
+Plain Python over a `LayeredCache`; it knows no model. Older requests go first and are never
 displaced by younger ones, so every request is served: the oldest can always have all pages.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from saccade import OutOfPages, PagedCache
+from saccade import LayeredCache, OutOfPages
 from saccade.serving.request import Request, State
 
 Preemption = Literal["swap", "recompute"]
@@ -34,10 +34,11 @@ class Share(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step: the shares in the order of their rows, and the slots of these."""
+    """One step: the shares in the order of their rows, and the slots of these in each kind of
+    layer."""
 
     shares: list[Share]
-    slots: Tensor
+    slots: list[Tensor]
 
 
 class Scheduler:
@@ -49,22 +50,20 @@ class Scheduler:
         max_sequences: requests that run at once.
         preemption: what becomes of the pages of a displaced request: they are swapped to the host
             (or given up, where the host is full), or given up and computed again.
-        window: the cache's.
     """
 
     def __init__(
         self,
-        cache: PagedCache,
+        cache: LayeredCache,
         *,
         max_batch_tokens: int,
         max_sequences: int,
         preemption: Preemption,
-        window: int | None = None,
     ):
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
-        self._cache, self._window = cache, window
+        self._cache = cache
         self._max_batch_tokens, self._max_sequences = max_batch_tokens, max_sequences
         self._preemption = preemption
 
@@ -73,12 +72,10 @@ class Scheduler:
         """Whether there is nothing to do."""
         return not self.waiting and not self.running
 
-    def pages_for(self, tokens: int) -> int:
-        """The most pages that a sequence holds while it grows to so many tokens."""
-        if self._window is not None:
-            # New pages are taken before old ones are let go, and these by the chunk before.
-            tokens = min(tokens, self._window + 2 * self._max_batch_tokens + self._cache.page_size)
-        return -(-tokens // self._cache.page_size)
+    def pages_for(self, tokens: int) -> list[int]:
+        """The most pages that a sequence holds while it grows to so many tokens, by kind."""
+        size, rows = self._cache.page_size, self._max_batch_tokens
+        return [most_pages(tokens, window, size, rows) for window in self._cache.kinds]
 
     def add(self, request: Request) -> None:
         """One more request that waits."""
@@ -109,7 +106,7 @@ class Scheduler:
                 admitting = False
                 continue
             for request, _, stop in shares:
-                request.most_pages = max(request.most_pages, self.pages_for(stop))
+                request.most_pages = max(request.most_pages, sum(self.pages_for(stop)))
             return Plan(shares, slots)
 
     def commit(self, plan: Plan) -> None:
@@ -183,7 +180,7 @@ class Scheduler:
     def _brought_in(self, request: Request) -> bool:
         """Give a request its sequence on the device, if all of its tokens have room there."""
         if request.state is State.SWAPPED:
-            if self.running and self._spare() < self.pages_for(request.num_tokens):
+            if self.running and not self._spares(self.pages_for(request.num_tokens)):
                 return False
             try:
                 self._cache.swap_in(_sequence(request))
@@ -192,12 +189,11 @@ class Scheduler:
                     raise
                 return False
             return True
-        if self.running and self._spare() < 1:
+        if self.running and not self._spares([1] * len(self._cache.kinds)):
             return False
         sequence = self._cache.allocate(request.tokens)
         found = self._cache.length(sequence)
-        missing = self.pages_for(request.num_tokens) - self.pages_for(found)
-        if self.running and self._spare() < missing:
+        if self.running and not self._spares(self._missing(request.num_tokens, found)):
             self._cache.free(sequence)
             return False
         request.sequence, request.computed = sequence, found
@@ -206,14 +202,21 @@ class Scheduler:
             request.computed_from_cache = found
         return True
 
-    def _spare(self) -> int:
-        """Pages that are left when all that run have theirs, and one more each to go on."""
-        cache = self._cache.statistics()
-        promised = sum(
-            max(self.pages_for(request.num_tokens) - self.pages_for(request.computed), 0) + 1
-            for request in self.running
+    def _missing(self, tokens: int, computed: int) -> list[int]:
+        """Pages that a sequence lacks of those that it needs, by kind."""
+        wanted, held = self.pages_for(tokens), self.pages_for(computed)
+        return [max(most - now, 0) for most, now in zip(wanted, held, strict=True)]
+
+    def _spares(self, wanted: list[int]) -> bool:
+        """Whether so many pages of each kind are left when all that run have theirs, and one more
+        each to go on."""
+        promised = [self._missing(request.num_tokens, request.computed) for request in self.running]
+        return all(
+            available - sum(of_kind) - len(promised) >= pages
+            for available, pages, *of_kind in zip(
+                self._cache.available(), wanted, *promised, strict=True
+            )
         )
-        return cache.free + cache.idle - promised
 
     def _displace_youngest(self) -> None:
         """Take the pages of the youngest request that runs; it waits for its next turn."""
@@ -234,6 +237,16 @@ class Scheduler:
         request.preemptions += 1
         self.preemptions += 1
         self.add(request)
+
+
+def most_pages(tokens: int, window: int | None, page_size: int, max_batch_tokens: int) -> int:
+    """The most pages that a sequence holds in layers of a window while it grows to so many tokens.
+
+    New pages are taken before old ones are let go, and these by the chunk before.
+    """
+    if window is not None:
+        tokens = min(tokens, window + 2 * max_batch_tokens + page_size)
+    return -(-tokens // page_size)
 
 
 def _rows(share: Share) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from saccade.serving.request import Request
 
 if TYPE_CHECKING:
-    from saccade import PagedCache
+    from saccade import LayeredCache
 
 CacheStatistics = Any  # saccade.PagedCache.statistics()'s; the class itself has no public name
 
@@ -55,7 +55,7 @@ class EngineStatistics:
         prompt_tokens, cached_tokens, new_tokens: of the requests that were started.
         preemptions: how often a request gave up its place.
         busy: the time spent in steps. tokens_per_second: new tokens over that time.
-        pages: of the pool. cache: `saccade.PagedCache.statistics()`.
+        pages: of all kinds of layers. cache: `saccade.LayeredCache.statistics()`.
     """
 
     waiting: int
@@ -110,7 +110,7 @@ def of_request(request: Request) -> RequestStatistics:
 
 
 def of_engine(
-    counts: Counts, *, waiting: int, running: int, preemptions: int, pages: int, cache: PagedCache
+    counts: Counts, *, waiting: int, running: int, preemptions: int, pages: int, cache: LayeredCache
 ) -> EngineStatistics:
     """What an engine holds now, and what it has done so far."""
     return EngineStatistics(

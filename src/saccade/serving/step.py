@@ -33,7 +33,7 @@ class Step:
     """
 
     def __init__(
-        self, cache: saccade.PagedCache, plan: Plan, layers: Mapping[int, int],
+        self, cache: saccade.LayeredCache, plan: Plan, layers: Mapping[int, int],
         options: Mapping[str, Any],
     ):  # fmt: skip
         self._cache, self._layers, self._options = cache, layers, options
@@ -69,17 +69,18 @@ class Step:
         sinks: Tensor | None = None,
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write a layer's new keys and values, and attend over all of each sequence."""
-        pages = self._cache.pages(self._layers[layer_index])
+        layer = self._layers[layer_index]
+        pages, kind = self._cache.pages(layer), self._cache.places[layer].kind
         scales: dict[str, Any] = {
             "key_scales": pages.key_scales,
             "value_scales": pages.value_scales,
         }
         saccade.cache_write(
             key[0].transpose(0, 1), value[0].transpose(0, 1), pages.key_pages, pages.value_pages,
-            self._slots, **scales,
+            self._slots[kind], **scales,
         )  # fmt: skip
         output = saccade.attention_paged(
-            query[0].transpose(0, 1), pages.key_pages, pages.value_pages, *self._tables,
+            query[0].transpose(0, 1), pages.key_pages, pages.value_pages, *self._tables[kind],
             cu_seqlens_q=self._offsets, mask=mask, score=score, scale=scale, sinks=sinks,
             **scales, **self._options,
         )  # fmt: skip
@@ -130,7 +131,7 @@ def window_of(mask: saccade.masks.Mask | None) -> int | None:
 
 
 def alike(layers: Sequence[LayerShape]) -> LayerShape:
-    """The shape of all layers, with the widest window.
+    """The shape of all layers, but for their windows: that of the first.
 
     Raises:
         ValueError: if they have not all the same shape.
@@ -141,6 +142,4 @@ def alike(layers: Sequence[LayerShape]) -> LayerShape:
             "model: got attention layers with (kv_heads, head_dim, value_dim, dtype) of "
             f"{sorted(shapes, key=str)}, takes a model whose layers are alike in these"
         )
-    windows = [each.window for each in layers if each.window is not None]
-    window = max(windows) if len(windows) == len(layers) else None
-    return LayerShape(*shapes.pop(), window)
+    return layers[0]
