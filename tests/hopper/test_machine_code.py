@@ -1,12 +1,20 @@
-"""The machine code is the wanted one: WGMMA, no spills in its loops, exponents under a product."""
+"""The machine code is the wanted one: WGMMA, no spills in its loops, exponents under a product.
 
+What the compile table knows of kernels as they are is not compiled again.
+"""
+
+import importlib.metadata
 import importlib.util
+from pathlib import Path
 
 import pytest
 
-from saccade.offline import findings, pool
+from saccade.offline import findings, known, pool
 from saccade.offline.calls import Call
+from saccade.offline.paged_calls import PagedCall
 from saccade.offline.pool import Job
+
+TABLE = Path(__file__).parents[2] / "docs/kernels.json"
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -15,16 +23,20 @@ pytestmark = pytest.mark.skipif(
 EXPONENTS = {64: 0, 128: 66, 256: 34}
 
 
-def compiled(*calls):
-    jobs = [Job("sm_90", call, "hopper", ("hopper_forward",)) for call in calls]
-    return pool.compile_all(jobs, 1)
+def compiled(which, kernel, *calls):
+    jobs = [Job("sm_90", call, which, (kernel,)) for call in calls]
+    found = known.read(TABLE, importlib.metadata.version("triton"))
+    results = pool.compile_all(jobs, 1, known=found)
+    assert results
+    for result in results:
+        assert not findings.fault(result) or findings.excuse(result), findings.fault(result)
+        assert result.usage is not None
+    return results
 
 
 def test_all_widths_multiply_and_cover_their_exponents():
     calls = [Call(128, mask="causal"), Call(64), Call(256)]
-    for result in compiled(*calls):
-        assert not findings.fault(result) or findings.excuse(result), findings.fault(result)
-        assert result.usage is not None
+    for result in compiled("hopper", "hopper_forward", *calls):
         assert result.usage.looped == 0
         assert result.usage.products >= 64
         assert result.usage.covered == EXPONENTS[result.job.call.head_dim]
@@ -32,13 +44,17 @@ def test_all_widths_multiply_and_cover_their_exponents():
 
 def test_the_backward_pass_keeps_products_under_way():
     calls = [Call(dim, mask=mask) for dim in (64, 128) for mask in ("none", "causal")]
-    jobs = [Job("sm_90", call, "hopper_shared", ("hopper_backward",)) for call in calls]
-    jobs += [Job("sm_90", calls[-1], "hopper_ordered", ("hopper_backward, ordered",))]
-    for result in pool.compile_all(jobs, 1):
-        assert not findings.fault(result) or findings.excuse(result), findings.fault(result)
-        assert result.usage is not None
+    results = compiled("hopper_shared", "hopper_backward", *calls)
+    for result in [*results, *compiled("hopper_ordered", "hopper_backward, ordered", calls[-1])]:
         assert result.usage.looped == 0
         assert result.usage.products >= 96  # those of two consumers, and of a first tile
         # Were products waited for one by one, as ptxas has it when registers are short, there
         # would be no wait that lets one run on.
         assert result.usage.covered >= 28
+
+
+def test_chunks_over_pages_keep_products_under_way():
+    calls = [PagedCall(128, "bf16", "causal", size, query_len=512) for size in (16, 64)]
+    for result in compiled("hopper_paged", "hopper_pages_forward", *calls):
+        assert (result.usage.looped, result.usage.covered) == (0, 66)
+        assert result.usage.products >= 64
