@@ -33,7 +33,8 @@ from saccade.kernels.tiles import ADDED, num_rows, wide
 from saccade.kernels.visibility import WALK_SIZE, everything
 
 PLAN_ROW = tl.constexpr(9)  # numbers in a row of a plan: a walk, then batch, head and tile
-NOTE_SIZE = tl.constexpr(4)  # numbers in a note: partial results, group, item in it, first place
+# Numbers in a note: partial results, group, item in it, places of the first of them and the next.
+NOTE_SIZE = tl.constexpr(5)
 
 
 class Schedule(NamedTuple):
@@ -114,7 +115,27 @@ def item_of_plan(schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TI
     return batch, head + index, tile, walk
 
 
-# ---- programs: → group, item in it, units of it before the program's, units to do, share --------
+# ---- programs: → group, item in it, units of it before the program's, units to do, share; and ---
+# ---- whether the program is the first that goes on with an item of another one ------------------
+
+
+@triton.jit
+def count_at_once(
+    schedule, query, key, first,
+    TOKENS: tl.constexpr, KV_TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Units of an item, and items, of AT_ONCE groups: [AT_ONCE], or one number where there is but
+    one group."""
+    num_groups = schedule.data[GROUPS] - ADDED
+    if AT_ONCE == 1:
+        units, items = schedule.count(schedule, query, key, first, TOKENS, KV_TILE)
+    else:
+        groups = first + tl.arange(0, AT_ONCE)
+        units, items = schedule.count(
+            schedule, query, key, tl.minimum(groups, num_groups - 1), TOKENS, KV_TILE
+        )
+        items = tl.where(groups < num_groups, items, 0)
+    return units, items
 
 
 @triton.jit
@@ -122,19 +143,18 @@ def units_of_groups(
     schedule, query, key, first,
     TOKENS: tl.constexpr, KV_TILE: tl.constexpr, AT_ONCE: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Units of AT_ONCE groups: [AT_ONCE], or one number where there is but one group."""
-    num_groups = schedule.data[GROUPS] - ADDED
-    if AT_ONCE == 1:
-        units, items = schedule.count(schedule, query, key, first, TOKENS, KV_TILE)
-        line = wide(units) * items if LONG else units * items
-    else:
-        groups = first + tl.arange(0, AT_ONCE)
-        units, items = schedule.count(
-            schedule, query, key, tl.minimum(groups, num_groups - 1), TOKENS, KV_TILE
-        )
-        line = wide(units) * items if LONG else units * items
-        line = tl.where(groups < num_groups, line, 0)
-    return line
+    """Units of AT_ONCE groups."""
+    units, items = count_at_once(schedule, query, key, first, TOKENS, KV_TILE, AT_ONCE)
+    return wide(units) * items if LONG else units * items
+
+
+@triton.jit
+def parts_of(units, share):
+    """In how many parts an item is cut that begins with a program: rounded up, and down. Each part
+    sets itself up, so the first unit is not counted."""
+    whole = (units - 1) // share
+    more = whole + (whole * share < units - 1).to(tl.int32)
+    return tl.maximum(more, 1), tl.maximum(whole, 1)
 
 
 @triton.jit
@@ -145,32 +165,50 @@ def equal_shares(
     """The line of all items, cut into as many equal shares as there are programs; a share has at
     least LEAST units. LONG: the line may have more units than 32 bits count.
 
-    Programs do this before they read any key, so it is kept short: fewer than MOST_AT_ONCE groups
-    are counted once, and one needs no search.
+    Where there are few items, each begins with a program of its own, if no share gets longer by
+    more than a sixteenth: who goes on to another item in the midst of a share waits for memory
+    once more, when others are done. Programs do all this before they read any key, so it is kept
+    short: fewer than MOST_AT_ONCE groups are counted once, and one needs no search.
     """
     num_groups, programs = schedule.data[GROUPS] - ADDED, schedule.data[PROGRAMS] - ADDED
     none = wide(program) * 0 if LONG else program * 0
-    if AT_ONCE == 1:
-        total = units_of_groups(schedule, query, key, 0, TOKENS, KV_TILE, 1, LONG)
+    own, up = program < 0, program < 0  # whether items begin with programs; parts rounded up
+    own_most = program * 0 + 1
+    if AT_ONCE < MOST_AT_ONCE:
+        units, items = count_at_once(schedule, query, key, 0, TOKENS, KV_TILE, AT_ONCE)
+        line = wide(units) * items if LONG else units * items
+        total = line if AT_ONCE == 1 else tl.sum(line, 0)
         share = tl.maximum(tl.cdiv(total, programs), LEAST)
         start = program * share
+        if not LONG:
+            walked = (units - 1) * items if AT_ONCE == 1 else tl.sum((units - 1) * items, 0)
+            own_most = tl.maximum(tl.cdiv(walked, programs), LEAST)
+            more, fewer = parts_of(units, own_most)
+            used = more * items if AT_ONCE == 1 else tl.sum(more * items, 0)
+            up = used <= programs
+            parts = tl.where(up, more, fewer)
+            used = parts * items
+            longest = tl.where(items > 0, tl.cdiv(units - 1, parts), 0)
+            if AT_ONCE > 1:
+                longest, used = tl.max(longest, 0), tl.sum(used, 0)
+            own = (used <= programs) & (longest <= own_most + own_most // 16)
+            line = tl.where(own, parts * items, line)
+            start = tl.where(own, program, start)
         group, before = program * 0, none
-    elif AT_ONCE < MOST_AT_ONCE:
-        line = units_of_groups(schedule, query, key, 0, TOKENS, KV_TILE, AT_ONCE, LONG)
-        reached = tl.cumsum(line, 0)
-        total = tl.max(reached, 0)
-        share = tl.maximum(tl.cdiv(total, programs), LEAST)
-        start = program * share
-        ended = reached <= start  # groups that end at or before the start
-        group = tl.sum((ended & (tl.arange(0, AT_ONCE) < num_groups)).to(tl.int32), 0)
-        before = tl.max(tl.where(ended, reached, 0), 0)
+        end = line
+        if AT_ONCE > 1:
+            reached = tl.cumsum(line, 0)
+            end = tl.max(reached, 0)
+            ended = reached <= start  # groups that end at or before the start
+            group = tl.sum((ended & (tl.arange(0, AT_ONCE) < num_groups)).to(tl.int32), 0)
+            before = tl.max(tl.where(ended, reached, 0), 0)
     else:
         total = none
         for first in range(0, num_groups, AT_ONCE):
             line = units_of_groups(schedule, query, key, first, TOKENS, KV_TILE, AT_ONCE, LONG)
             total += tl.sum(line, 0)
         share = tl.maximum(tl.cdiv(total, programs), LEAST)
-        start = program * share
+        start, end = program * share, total
         group, before, reached_before = program * 0, none, none
         for first in range(0, num_groups, AT_ONCE):
             line = units_of_groups(schedule, query, key, first, TOKENS, KV_TILE, AT_ONCE, LONG)
@@ -179,12 +217,25 @@ def equal_shares(
             group += tl.sum(ended.to(tl.int32), 0)
             before += tl.sum(tl.where(ended, line, 0), 0)
             reached_before += tl.sum(line, 0)
-    budget = tl.maximum(tl.minimum(share, total - start), 0)
     group = tl.minimum(group, num_groups - 1)
-    units, _ = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
-    within = tl.where(budget > 0, start - before, 0)
-    index = (within // units).to(tl.int32)
-    return group, index, (within - index * units).to(tl.int32), budget, share
+    if AT_ONCE == 1 and not LONG:
+        own_share = tl.maximum(longest, 1)
+    else:
+        units, _ = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+        more, fewer = parts_of(units, own_most)
+        parts = tl.where(up, more, fewer)
+        own_share = tl.maximum(tl.cdiv(units - 1, parts), 1)
+    within = tl.where(start < end, start - before, 0)
+    step = tl.where(own, parts, units)  # from item to item
+    index = (within // step).to(tl.int32)
+    offset = (within - index * step).to(tl.int32)
+    goes_on = tl.where(own, offset == 1, (offset > 0) & (offset <= share))
+    first = (offset == 0).to(tl.int32)
+    offset = tl.where(own, offset * own_share + 1 - first, offset).to(tl.int32)
+    left = tl.where(own, tl.minimum(own_share + first, units - offset), end - start)
+    share = tl.where(own, own_share, share)
+    budget = tl.where(start < end, tl.maximum(tl.where(own, left, tl.minimum(share, left)), 0), 0)
+    return group, index, offset, budget, share, goes_on
 
 
 @triton.jit
@@ -201,7 +252,7 @@ def fixed_cuts(
     share = tl.maximum(tl.cdiv(units, CUTS), LEAST)
     offset = cut * share
     budget = tl.where(items > 0, tl.maximum(tl.minimum(share, units - offset), 0), 0)
-    return group, item % heads, offset, budget, share
+    return group, item % heads, offset, budget, share, cut == 1
 
 
 # ---- splits -------------------------------------------------------------------------------------
@@ -219,13 +270,29 @@ def part_of_walk(walk, offset, end):
 
 
 @triton.jit
-def write_note(schedule, notes, program, group, index, offset, budget, share, units):
+def note_of_program(schedule, notes, program, group, index, offset, budget, share, goes_on, units):
     """Tell the merging kernel that an item was cut, once: by the program that goes on with it
     first. notes [programs, NOTE_SIZE]."""
-    goes_on = (budget > 0) & (offset > 0) & (offset <= share)
-    parts = tl.where(goes_on, 1 + tl.cdiv(units - offset, share), 0)
-    note = notes + program * NOTE_SIZE
+    parts = tl.where(goes_on & (budget > 0), 1 + tl.cdiv(units - offset, share), 0)
+    write_note(schedule, notes + program * NOTE_SIZE, parts, group, index, program)
+
+
+@triton.jit
+def note_of_item(
+    schedule, notes, program, group, index, end, share, units, OF_GROUP: tl.constexpr
+):  # fmt: skip
+    """The same by the program that begins it, whether it was cut or not, where there are few items:
+    OF_GROUP in each group. notes [items, NOTE_SIZE]."""
+    parts = tl.where(end < units, 1 + tl.cdiv(units - end, share), 0)
+    note = notes + (group * OF_GROUP + index) * NOTE_SIZE
+    write_note(schedule, note, parts, group, index, program + 1)
+
+
+@triton.jit
+def write_note(schedule, note, parts, group, index, program):
+    """program: the first that goes on with the item."""
     tl.store(note, parts.to(tl.int32))
     tl.store(note + 1, group)
     tl.store(note + 2, index)
     tl.store(note + 3, program - 1 + (schedule.data[BEGUN] - ADDED))
+    tl.store(note + 4, program)

@@ -35,10 +35,10 @@ def merge_partials(
     if CHAINED:
         gdc_wait()
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
-    program = tl.program_id(0) // ROW_PARTS
-    first_row = (tl.program_id(0) - program * ROW_PARTS) * ROWS
-    note = partials.notes + program * NOTE_SIZE
-    parts, first_place = tl.load(note), tl.load(note + 3)
+    number = tl.program_id(0) // ROW_PARTS
+    first_row = (tl.program_id(0) - number * ROW_PARTS) * ROWS
+    note = partials.notes + number * NOTE_SIZE
+    parts, first_place, next_place = tl.load(note), tl.load(note + 3), tl.load(note + 4)
     channels = tl.arange(0, VALUE_WIDTH)[None, :]
     for row in range(first_row, tl.where(parts > 0, first_row + ROWS, first_row)):
         batch, unit_head, tile, _ = schedule.item(
@@ -53,7 +53,7 @@ def merge_partials(
         weighted_sum = tl.zeros([VALUE_WIDTH], tl.float32)
         for first in range(0, parts, AT_ONCE):
             part = first + tl.arange(0, AT_ONCE)
-            place = tl.where(part == 0, first_place, program + part - 1)
+            place = tl.where(part == 0, first_place, next_place + part - 1)
             entry, exists = wide(place) * QUERY_TILE + row, part < parts
             maxima = tl.load(
                 partials.sums + (partials.softmax - ADDED) + entry * 2,

@@ -42,7 +42,7 @@ class PassLaunches:
         cuts["LONG"] = of.most_units > paged_pass.MOST_UNITS
         chained = of.chains and of.may_cut
         paired = kind.way_of_pairs if of.paired else 0
-        last = {"PAIRED": paired, "CHAINED": chained}
+        last = {"NOTED": of.noted, "PAIRED": paired, "CHAINED": chained}
         self.attention = Launch(attention_pages, {**shared, **cuts, **last}, options)
         names = ("GROUP", "VALUE_DIM", "VALUE_WIDTH")
         merge = {name: kind.constants[name] for name in names} | tiles
@@ -50,7 +50,8 @@ class PassLaunches:
         merge |= {"ROW_PARTS": of.merge_parts, "AT_ONCE": of.merged_at_once, "CHAINED": chained}
         early = {"launch_pdl": True} if chained else {}
         self.merge = Launch(merge_partials, merge, {"num_warps": 4, "num_stages": 1, **early})
-        self.merging = of.programs * of.merge_parts if of.may_cut else 0  # programs
+        notes = of.noted * of.groups if of.noted else of.programs
+        self.merging = notes * of.merge_parts if of.may_cut else 0  # programs
         self.plan = Launch(plan_pages, of.plan_constants, {"num_warps": 4, "num_stages": 1})
         whole, single = (
             partial(torch.empty, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ from saccade.kernels.pages import (
     load_slots,
     slots_of,
 )
-from saccade.kernels.schedule import BEGUN, part_of_walk, write_note
+from saccade.kernels.schedule import BEGUN, note_of_item, note_of_program, part_of_walk
 from saccade.kernels.softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
 from saccade.kernels.tiles import (
     ADDED,
@@ -64,9 +64,11 @@ def attention_pages(
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
-    PAIRED: tl.constexpr, CHAINED: tl.constexpr,
+    NOTED: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the work, split by split (kernels/schedule.py).
+
+    NOTED: items of each group, where each has a note of its own; 0: programs have notes.
 
     PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX (paged_pairs.py);
     0: they do not. CHAINED: the merging kernel is to start early, and waits for this one by itself.
@@ -75,13 +77,18 @@ def attention_pages(
         gdc_launch_dependents()
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     program = tl.program_id(0)
-    group, index, offset, budget, share = schedule.begin(
+    group, index, offset, budget, share, goes_on = schedule.begin(
         schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS
     )
     units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
-    write_note(schedule, partials.notes, program, group, index, offset, budget, share, units)
+    if NOTED == 0:
+        note_of_program(
+            schedule, partials.notes, program, group, index, offset, budget, share, goes_on, units
+        )
     while budget > 0:
         end = tl.minimum(offset + budget, units).to(tl.int32)
+        if NOTED > 0 and offset == 0:
+            note_of_item(schedule, partials.notes, program, group, index, end, share, units, NOTED)
         batch, unit_head, tile, walk = schedule.item(
             schedule, query, key, group, index, TOKENS, KV_TILE
         )

@@ -64,6 +64,16 @@ class Pass(NamedTuple):
         return min(MOST_AT_ONCE, next_width(self.groups)) if self.groups > 1 else 1
 
     @property
+    def noted(self) -> int:
+        """Items of each group, where they are known to be so few that each has a note; else 0."""
+        if not self.query_len:
+            return 0
+        of_group = 1 if self.told_apart else self.heads
+        if not self.planned:
+            of_group *= -(-self.query_len // self.tokens)
+        return of_group if of_group * self.groups <= self.programs else 0
+
+    @property
     def places(self) -> int:
         """Places for partial results."""
         return self.programs if self.cuts else 2 * self.programs
