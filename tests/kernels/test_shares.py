@@ -33,7 +33,7 @@ def count_given(schedule, query, key, groups, TOKENS: tl.constexpr, KV_TILE: tl.
 def write_shares(schedule, found, AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr):
     """A row for each program."""
     program = tl.program_id(0)
-    share = schedule.begin(schedule, None, None, program, 1, 1, AT_ONCE, LONG, LEAST, 1)
+    share = schedule.begin(schedule, None, None, program, 1, 1, AT_ONCE, LONG, LEAST, 1, True)
     for number in tl.static_range(6):
         tl.store(found + program * 6 + number, share[number].to(tl.int32))
 

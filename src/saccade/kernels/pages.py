@@ -51,6 +51,30 @@ def find_page(
     return page
 
 
+SECTOR = tl.constexpr(8)  # entries of a table that come from memory together: 32 bytes
+TOUCHED = tl.constexpr(128)  # sectors that are asked for
+
+
+@triton.jit
+def ask_for_table(view, batch, start, num_rows, PAGE_SIZE: tl.constexpr):
+    """Have the L2 fetch the entries of so many rows, 1024 of them at most, long before they are
+    read.
+
+    Where keys keep the memory busy, whatever comes from there waits behind all that was asked for
+    before, some microseconds; and a tile's keys cannot be asked for before its pages are known.
+    """
+    count = tl.cdiv(num_rows, PAGE_SIZE)
+    table = view.data[0] + (wide(batch) * (view.data[1] - ADDED) + start // PAGE_SIZE)
+    entries = tl.arange(0, TOUCHED) * SECTOR
+    wanted = (entries < count + SECTOR - 1).to(tl.int32)  # it may begin within a sector
+    tl.inline_asm_elementwise(
+        """{ .reg .pred wanted; setp.ne.s32 wanted, $2, 0;
+        @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }""",
+        "=r,l,r", [table + tl.minimum(entries, tl.maximum(count - 1, 0)), wanted],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @triton.jit
 def slots_of(page, start, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Where rows lie: (pages, the first slot, slots counted from it)."""

@@ -161,14 +161,15 @@ def parts_of(units, share):
 def equal_shares(
     schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """The line of all items, cut into as many equal shares as there are programs; a share has at
     least LEAST units. LONG: the line may have more units than 32 bits count.
 
-    Where there are few items, each begins with a program of its own, if no share gets longer by
-    more than a sixteenth: who goes on to another item in the midst of a share waits for memory
-    once more, when others are done. Programs do all this before they read any key, so it is kept
-    short: fewer than MOST_AT_ONCE groups are counted once, and one needs no search.
+    FEW: no more items than programs. Then each begins with a program of its own, if no share gets
+    longer by more than a sixteenth: who goes on to another item in the midst of a share waits for
+    memory once more, when others are done. Programs do all this before they read any key, so it
+    is kept short: fewer than MOST_AT_ONCE groups are counted once, and one needs no search.
     """
     num_groups, programs = schedule.data[GROUPS] - ADDED, schedule.data[PROGRAMS] - ADDED
     none = wide(program) * 0 if LONG else program * 0
@@ -180,7 +181,7 @@ def equal_shares(
         total = line if AT_ONCE == 1 else tl.sum(line, 0)
         share = tl.maximum(tl.cdiv(total, programs), LEAST)
         start = program * share
-        if not LONG:
+        if FEW and not LONG:
             walked = (units - 1) * items if AT_ONCE == 1 else tl.sum((units - 1) * items, 0)
             own_most = tl.maximum(tl.cdiv(walked, programs), LEAST)
             more, fewer = parts_of(units, own_most)
@@ -218,7 +219,7 @@ def equal_shares(
             before += tl.sum(tl.where(ended, line, 0), 0)
             reached_before += tl.sum(line, 0)
     group = tl.minimum(group, num_groups - 1)
-    if AT_ONCE == 1 and not LONG:
+    if FEW and not LONG and AT_ONCE == 1:
         own_share = tl.maximum(longest, 1)
     else:
         units, _ = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
@@ -242,6 +243,7 @@ def equal_shares(
 def fixed_cuts(
     schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """Each item for itself, cut every LEAST units, or into CUTS parts if those are longer: where
     depends on nothing but the item."""

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from saccade.kernels.pages import (
     as_halves,
     as_numbers,
+    ask_for_table,
     find_page,
     load_scales,
     load_slots,
@@ -64,7 +65,7 @@ def attention_pages(
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
-    NOTED: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
+    NOTED: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr, ASKS: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the work, split by split (kernels/schedule.py).
 
@@ -72,14 +73,16 @@ def attention_pages(
 
     PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX (paged_pairs.py);
     0: they do not. CHAINED: the merging kernel is to start early, and waits for this one by itself.
+    ASKS: pages are asked for before they are looked up (kernels/pages.py).
     """
     if CHAINED:
         gdc_launch_dependents()
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     program = tl.program_id(0)
     group, index, offset, budget, share, goes_on = schedule.begin(
-        schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS
-    )
+        schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS,
+        NOTED > 0,
+    )  # fmt: skip
     units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
     if NOTED == 0:
         note_of_program(
@@ -112,6 +115,8 @@ def attention_pages(
         clean_first, clean_end, edge_first, edge_end = part_of_walk(walk, offset, end)
         kv_start = next_in_range(None, walk, clean_first, True) * KV_TILE
         page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE)
+        if ASKS:
+            ask_for_table(key, batch, kv_start, (clean_end - clean_first) * KV_TILE, PAGE_SIZE)
         for number in range(clean_first, clean_end):  # clean tiles: no mask arithmetic
             kv_start = next_in_range(None, walk, number, True) * KV_TILE
             state = fold_pages(
