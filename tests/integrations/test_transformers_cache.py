@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import saccade
 from saccade.integrations.transformers import PagedGenerationCache
+from saccade.integrations.transformers import windows as sliding
 from saccade.integrations.transformers.rows import PagedRows
 
 
@@ -179,3 +180,76 @@ def test_gradients_do_not_go_through_pages():
     tiny.zero_grad()
     with pytest.raises(NotImplementedError, match="gradient"):
         tiny(tokens(1, 1), past_key_values=cache)
+
+
+WINDOW = 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sliding_layers_hold_what_can_be_seen(seed, monkeypatch):
+    """Whatever generate does, with chunks shorter and longer than the window; few pages do."""
+    monkeypatch.setattr(sliding, "MOST_DRAFTS", 4)
+    torch.manual_seed(seed)
+    chance, batch = random.Random(seed), 2
+    pages = {None: 400, WINDOW: batch * sliding.most_pages(1000, WINDOW, 4)}
+    ours = PagedGenerationCache(2, num_pages=pages, windows=[None, WINDOW], page_size=4)
+    own = DynamicCache()
+    for _ in range(60):
+        length = chance.choice([1, 1, 1, 4, 6, 7, 30])
+        for layer, window in enumerate([None, WINDOW]):
+            key, value = rows(batch, length)
+            for cache in (ours, own):
+                given = cache.update(key, value, layer)
+                if cache is ours:
+                    mine = given
+            seen = slice(0 if window is None else max(given[0].shape[2] - length - window, 0), None)
+            for got, wanted in zip(mine, given, strict=True):
+                assert got.shape == wanted.shape
+                assert torch.equal(got.clone()[:, :, seen], wanted[:, :, seen])
+        if chance.random() < 0.3:
+            removed = chance.randrange(1 + min(length, 4))
+            for cache in (ours, own):
+                cache.crop(-removed)
+        if chance.random() < 0.3:
+            picks = torch.tensor([chance.randrange(batch) for _ in range(batch)])
+            for cache in (ours, own):
+                cache.reorder_cache(picks)
+        assert ours.pages is not None
+        ours.pages.check()
+    assert ours.pages is not None and ours.pages.statistics().released > 50
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss"])
+def test_models_whose_layers_slide_in_part_give_pages_back(name, monkeypatch):
+    monkeypatch.setattr(sliding, "MOST_DRAFTS", 4)
+    judged = model(name)
+    judged.set_attn_implementation("saccade")
+    prompt, more = tokens(2, 40), tokens(2, 25, seed=1)
+    cache = PagedGenerationCache.for_model(judged, max_tokens=160, batch_size=2, page_size=4)
+    options: Any = {
+        "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 30,
+    }  # fmt: skip
+
+    def turn(text: Tensor) -> Tensor:
+        options["attention_mask"] = torch.ones_like(text)
+        made = judged.generate(text, past_key_values=cache, **options)
+        assert torch.equal(made, judged.generate(text, use_cache=False, **options))
+        return made
+
+    turn(torch.cat([turn(prompt), more], 1))  # the second one is longer than the window
+    assert cache.pages is not None
+    assert cache.pages.kinds == (None, 7)
+    assert cache.pages.num_pages == (2 * 40, 2 * 10)  # though 125 tokens take 32 pages
+    assert cache.pages.caches[1].statistics().released > 20
+    assert cache.pages.caches[0].statistics().released == 0
+    cache.pages.check()
+
+
+def test_sliding_layers_take_back_no_more_than_they_keep(monkeypatch):
+    monkeypatch.setattr(sliding, "MOST_DRAFTS", 4)
+    cache = PagedGenerationCache(1, num_pages=20, windows=[WINDOW], page_size=4)
+    cache.update(*rows(1, 40), 0)
+    cache.crop(-4)
+    with pytest.raises(ValueError, match="earlier pages are released"):
+        cache.crop(-10)
+    assert cache.get_seq_length() == 36

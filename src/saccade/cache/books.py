@@ -129,13 +129,16 @@ def append(books: Books, tokens: Mapping[int, int | Sequence[int]]) -> list[int]
 
 @contextmanager
 def growing(
-    books: Books, tokens: Mapping[int, int | Sequence[int]]
+    books: Books, tokens: Mapping[int, int | Sequence[int]], spare: int | None = None
 ) -> Iterator[Callable[[], list[int]]]:
     """Take pages for new tokens, and copy what must be; all is given back if the block fails.
 
     After the block the function enters what was taken, and gives the slots. It cannot fail.
+
+    spare: None, or what nobody sees any more gets no pages, and slots of -1: behind the window of
+    the token that stands so many before the end.
     """
-    grown, counts, shared, new = _wanted(books, tokens)
+    grown, counts, shared, new = _wanted(books, tokens, spare)
     with books.pool.taking(sum(new) + sum(shared)) as take:
         fresh, sources, targets = [], [], []
         for (held, _), copied, wanted in zip(grown, shared, new, strict=True):
@@ -151,31 +154,45 @@ def growing(
         def enter() -> list[int]:
             slots: list[int] = []
             for index, (held, given) in enumerate(grown):
+                first_kept = _first_kept(books, held, counts[index], spare)
+                if first_kept > len(held.pages):
+                    held.pages += [None] * (first_kept - len(held.pages))
                 slots += _grow(books, held, given, counts[index], fresh[index], shared[index])
+                if spare is not None:
+                    books.release(held, held.length - spare)
             books.counts["copied"] += len(sources)
             return slots
 
         yield enter
 
 
-def pages_needed(books: Books, tokens: Mapping[int, int | Sequence[int]]) -> int:
+def pages_needed(
+    books: Books, tokens: Mapping[int, int | Sequence[int]], spare: int | None = None
+) -> int:
     """How many pages `growing` will take."""
-    _, _, shared, new = _wanted(books, tokens)
+    _, _, shared, new = _wanted(books, tokens, spare)
     return sum(new) + sum(shared)
 
 
+def _first_kept(books: Books, held: Held, count: int, spare: int | None) -> int:
+    """The first page that anybody will see, after so many new tokens of which `spare` may go."""
+    if books.window is None or spare is None:
+        return 0
+    return max(held.length + count - spare - books.window, 0) // books.page_size
+
+
 def _wanted(
-    books: Books, tokens: Mapping[int, int | Sequence[int]]
+    books: Books, tokens: Mapping[int, int | Sequence[int]], spare: int | None
 ) -> tuple[list[tuple[Held, int | Sequence[int]]], list[int], list[bool], list[int]]:
     """Sequences with their new tokens, how many these are, whether each copies its last page, and
     how many pages it gets beside."""
     grown = [(books.find(sequence), given) for sequence, given in tokens.items()]
     counts = [given if isinstance(given, int) else len(given) for _, given in grown]
     shared = _pages_to_copy(books, [held for held, _ in grown], counts)
-    new = [
-        max(-(-(held.length + count) // books.page_size) - len(held.pages), 0)
-        for (held, _), count in zip(grown, counts, strict=True)
-    ]
+    new = []
+    for (held, _), count in zip(grown, counts, strict=True):
+        there_are = max(len(held.pages), _first_kept(books, held, count, spare))
+        new.append(max(-(-(held.length + count) // books.page_size) - there_are, 0))
     return grown, counts, shared, new
 
 
@@ -215,8 +232,7 @@ def _grow(
     slots = []
     for row in rows:
         page = held.pages[row // books.page_size]
-        assert page is not None  # only rows behind the window are released
-        slots.append(page * books.page_size + row % books.page_size)
+        slots.append(-1 if page is None else page * books.page_size + row % books.page_size)
     return slots
 
 

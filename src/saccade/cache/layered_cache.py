@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,25 +14,9 @@ from torch import Tensor
 from saccade.cache import books as bookkeeping
 from saccade.cache import swap
 from saccade.cache.memory import LayerPages
-from saccade.cache.paged_cache import PagedCache, token_list
+from saccade.cache.paged_cache import PagedCache, locked, token_list
 from saccade.cache.statistics import CacheStatistics, SequenceStatistics, together
 from saccade.captures import check_whole_number
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _locked(
-    method: Callable[Concatenate[LayeredCache, P], R],
-) -> Callable[Concatenate[LayeredCache, P], R]:
-    """One thread at a time."""
-
-    @functools.wraps(method)
-    def alone(self: LayeredCache, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return alone
 
 
 class Place(NamedTuple):
@@ -104,7 +87,7 @@ class LayeredCache:
 
     # ---- sequences -------------------------------------------------------------------------
 
-    @_locked
+    @locked
     def allocate(self, tokens: Sequence[int] = (), *, salt: bytes = b"") -> int:
         """As `PagedCache.allocate`; it starts with what all kinds find of `tokens`."""
         given = token_list(tokens)
@@ -119,7 +102,7 @@ class LayeredCache:
             undo.pop_all()
         return self._enter(numbers)
 
-    @_locked
+    @locked
     def fork(self, sequence: int) -> int:
         """As `PagedCache.fork`."""
         with ExitStack() as undo:
@@ -130,9 +113,20 @@ class LayeredCache:
             undo.pop_all()
         return self._enter(numbers)
 
-    @_locked
-    def append(self, tokens: Mapping[int, int | Sequence[int]]) -> list[Tensor]:
+    @locked
+    def append(
+        self,
+        tokens: Mapping[int, int | Sequence[int]],
+        *,
+        spare: Sequence[int | None] | None = None,
+    ) -> list[Tensor]:
         """As `PagedCache.append`: the slots of new tokens, for each kind.
+
+        Args:
+            tokens: as there.
+            spare: for each kind None, or, where these tokens are attended to where they are and not
+                in pages, how many of them may be trimmed: a kind with a window keeps what is seen
+                from there on. Tokens before that have slots of -1, and take no pages.
 
         Raises:
             OutOfPages: if one kind has too few pages; then nothing has changed in any.
@@ -146,20 +140,22 @@ class LayeredCache:
             (cache._books, {self._of(sequence)[kind]: new for sequence, new in given.items()})
             for kind, cache in enumerate(self.caches)
         ]
-        for books, each in of_kinds:  # before anything is evicted to make room
-            books.pool.require(bookkeeping.pages_needed(books, each))
+        spares = [None] * len(of_kinds) if spare is None else spare
+        grown = [(*each, spared) for each, spared in zip(of_kinds, spares, strict=True)]
+        for each in grown:  # before anything is evicted to make room
+            each[0].pool.require(bookkeeping.pages_needed(*each))
         with ExitStack() as taking:
-            enters = [taking.enter_context(bookkeeping.growing(*each)) for each in of_kinds]
+            enters = [taking.enter_context(bookkeeping.growing(*each)) for each in grown]
         slots = [enter() for enter in enters]
         return [torch.tensor(each, dtype=torch.int64, device=self.device) for each in slots]
 
-    @_locked
+    @locked
     def commit(self, sequence: int) -> None:
         """As `PagedCache.commit`."""
         for cache, number in self._each(sequence):
             cache.commit(number)
 
-    @_locked
+    @locked
     def trim(self, sequence: int, length: int) -> None:
         """As `PagedCache.trim`; the narrowest window decides how far back."""
         for cache, number in self._each(sequence):
@@ -167,14 +163,14 @@ class LayeredCache:
         for cache, number in self._each(sequence):
             cache.trim(number, length)
 
-    @_locked
+    @locked
     def free(self, sequence: int) -> None:
         """As `PagedCache.free`."""
         for cache, number in self._each(sequence):
             cache.free(number)
         del self._sequences[sequence]
 
-    @_locked
+    @locked
     def swap_out(self, sequence: int) -> None:
         """As `PagedCache.swap_out`."""
         held = [(c._books, c._books.find(n)) for c, n in self._each(sequence)]
@@ -185,7 +181,7 @@ class LayeredCache:
         for leave in leaves:
             leave()
 
-    @_locked
+    @locked
     def swap_in(self, sequence: int) -> None:
         """As `PagedCache.swap_in`."""
         held = [(c._books, c._books.find(n, on_device=False)) for c, n in self._each(sequence)]
@@ -198,14 +194,14 @@ class LayeredCache:
         for come_back in returns:
             come_back()
 
-    @_locked
+    @locked
     def compact(self) -> int:
         """As `PagedCache.compact`, kind by kind."""
         return sum(cache.compact() for cache in self.caches)
 
     # ---- layers ----------------------------------------------------------------------------
 
-    @_locked
+    @locked
     def tables(self, sequences: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """As `PagedCache.tables`, for each kind."""
         numbers = [self._of(sequence) for sequence in sequences]
@@ -233,22 +229,22 @@ class LayeredCache:
 
     # ---- what there is ---------------------------------------------------------------------
 
-    @_locked
+    @locked
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
         return self.caches[0].length(self._of(sequence)[0])
 
-    @_locked
+    @locked
     def available(self) -> list[int]:
         """Pages that can be had, for each kind."""
         return [cache._books.pool.available for cache in self.caches]
 
-    @_locked
+    @locked
     def statistics(self) -> CacheStatistics:
         """What all kinds hold and have done, pages added up; each token counts once."""
         return together([cache.statistics() for cache in self.caches])
 
-    @_locked
+    @locked
     def sequence_statistics(self, sequence: int) -> SequenceStatistics:
         """What one sequence holds, pages of all kinds added up."""
         found = [cache.sequence_statistics(number) for cache, number in self._each(sequence)]
@@ -256,7 +252,7 @@ class LayeredCache:
         pages, copied = (sum(getattr(each, name) for each in found) for name in ("pages", "copied"))
         return SequenceStatistics(first.length, first.cached, pages, copied, first.swapped_out)
 
-    @_locked
+    @locked
     def check(self) -> None:
         """As `PagedCache.check`; and whether all kinds have the same sequences.
 

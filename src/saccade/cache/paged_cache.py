@@ -31,13 +31,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _locked(
-    method: Callable[Concatenate[PagedCache, P], R],
-) -> Callable[Concatenate[PagedCache, P], R]:
-    """One thread at a time."""
+def locked(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of something with a lock, for one thread at a time."""
 
     @functools.wraps(method)
-    def alone(self: PagedCache, *args: P.args, **kwargs: P.kwargs) -> R:
+    def alone(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
             return method(self, *args, **kwargs)
 
@@ -113,7 +111,7 @@ class PagedCache:
         self._numbers = itertools.count()
         self._lock = threading.RLock()
 
-    @_locked
+    @locked
     def allocate(self, tokens: Sequence[int] = (), *, salt: bytes = b"") -> int:
         """Begin a sequence; it starts with the pages that hold the beginning of `tokens`, if any.
 
@@ -128,7 +126,7 @@ class PagedCache:
         """
         return self._enter(bookkeeping.begin(self._books, token_list(tokens), salt))
 
-    @_locked
+    @locked
     def append(self, tokens: Mapping[int, int | Sequence[int]]) -> Tensor:
         """Make room for new tokens of any number of sequences, in one step.
 
@@ -155,12 +153,12 @@ class PagedCache:
         slots = bookkeeping.append(self._books, given)
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
-    @_locked
+    @locked
     def commit(self, sequence: int) -> None:
         """Say that all tokens so far are written: their full pages may be found by others."""
         self._books.commit(self._books.find(sequence))
 
-    @_locked
+    @locked
     def fork(self, sequence: int) -> int:
         """A second sequence with the same tokens; pages are shared until one of the two writes."""
         held = self._books.find(sequence)
@@ -177,7 +175,7 @@ class PagedCache:
         self._books.sequences[number] = held
         return number
 
-    @_locked
+    @locked
     def trim(self, sequence: int, length: int) -> None:
         """Forget all but the first tokens (drafts that were not accepted, say).
 
@@ -186,7 +184,7 @@ class PagedCache:
         """
         bookkeeping.trim(self._books, self._books.find(sequence), length)
 
-    @_locked
+    @locked
     def free(self, sequence: int) -> None:
         """End a sequence; its pages that hold a known beginning stay until room is needed."""
         held = self._books.find(sequence, on_device=False)
@@ -194,7 +192,7 @@ class PagedCache:
         self._books.host_pool.drop(page for page in held.host_pages or () if page is not None)
         del self._books.sequences[sequence]
 
-    @_locked
+    @locked
     def swap_out(self, sequence: int) -> None:
         """Move a sequence's pages to the host; shared pages are copied there.
 
@@ -203,7 +201,7 @@ class PagedCache:
         """
         swap.swap_out(self._books, self._books.find(sequence))
 
-    @_locked
+    @locked
     def swap_in(self, sequence: int) -> None:
         """Move a sequence's pages back from the host.
 
@@ -216,7 +214,7 @@ class PagedCache:
             raise ValueError(f"sequence: got {sequence}, takes one that is swapped out")
         swap.swap_in(self._books, held)
 
-    @_locked
+    @locked
     def compact(self) -> int:
         """Move all pages to the lowest numbers, each sequence's side by side; how many moved.
 
@@ -224,12 +222,12 @@ class PagedCache:
         """
         return swap.compact(self._books)
 
-    @_locked
+    @locked
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
         return self._books.find(sequence, on_device=False).length
 
-    @_locked
+    @locked
     def tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
         """page_table int32 [batch, max_pages] and kv_lens int32 [batch] for `attention_paged`.
 
@@ -251,7 +249,7 @@ class PagedCache:
         """A layer's tensors, by the names of `attention_paged`'s arguments."""
         return self._books.memory.layers[layer]
 
-    @_locked
+    @locked
     def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor, **options: Any) -> None:
         """`saccade.cache_write` into a layer's pages."""
         pages = self.pages(layer)
@@ -270,17 +268,17 @@ class PagedCache:
             query, pages.key_pages, pages.value_pages, table, lens, **scales, **options
         )
 
-    @_locked
+    @locked
     def statistics(self) -> CacheStatistics:
         """What the cache holds now, and what it has done so far."""
         return statistics.of_cache(self._books)
 
-    @_locked
+    @locked
     def sequence_statistics(self, sequence: int) -> SequenceStatistics:
         """What one sequence holds."""
         return statistics.of_sequence(self._books.find(sequence, on_device=False))
 
-    @_locked
+    @locked
     def check(self) -> None:
         """Look whether every page is where the books say.
 

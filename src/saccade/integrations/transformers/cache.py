@@ -1,7 +1,9 @@
 """Cache: keys and values of transformers' generate in pages.
 
-One `saccade.PagedCache` serves all layers with one table. The first layer of a step makes room for
-the new tokens, each layer writes its own, and attention reads the pages where they lie.
+One `saccade.LayeredCache` serves all layers, with one table for those of one window. The first
+layer of a step makes room for the new tokens, each layer writes its own, and attention reads the
+pages where they lie. What is behind the window of a sliding layer is let go of. A chunk longer than
+a window would need more pages than are left in the end, so it is attended to where it is.
 
 How attention finds the pages: `update` returns `PagedRows` in place of keys and values, which know
 them. A layer's number finds them only with a global context beside it, and a Python attribute on a
@@ -12,7 +14,7 @@ is fast.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 import saccade
-from saccade.integrations.transformers.rows import PagedRows, Step
+from saccade.integrations.transformers import windows as sliding
+from saccade.integrations.transformers.rows import Step, paged_rows
 
 PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -44,15 +47,17 @@ class PagedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values [batch, kv_heads, length, dim]; give all, or their pages."""
-        step = self._cache.step_of(self.length, key_states, value_states)
+        step = self._cache.step_of(self._number, self.length, key_states, value_states)
         pages = self._cache.write(self._number, key_states, value_states, step)
+        before = self._cache.step_before(self._number)
         self.length += step.count
         if step.first == 0:  # all there is was just given
             return key_states, value_states
-        return (
-            PagedRows(pages.key_pages, pages.key_scales, step, key_states.dtype),
-            PagedRows(pages.value_pages, pages.value_scales, step, value_states.dtype),
-        )
+        if before is None:
+            return paged_rows(pages, step, key_states.dtype)
+        # What was let go of just now still lies where it did: nobody has taken pages since.
+        key, value = paged_rows(pages, before, key_states.dtype)
+        return torch.cat([key, key_states], 2), torch.cat([value, value_states], 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that the layer will return for so many new tokens, and the first one's position."""
@@ -94,7 +99,9 @@ class PagedGenerationCache(Cache):
 
     Args:
         num_layers: of the model.
-        num_pages: pages of the pool; each holds `page_size` tokens in every layer.
+        num_pages: pages for each kind of layer, by its window, or one number for every kind.
+        windows: for each layer the tokens that a token sees before itself, or None where it sees
+            everything; None: all layers do.
         page_size: 1 to 1024 tokens.
         dtype: of the pages; the keys' own where None. int8 and float8_e4m3fn come with scales.
 
@@ -109,23 +116,26 @@ class PagedGenerationCache(Cache):
         self,
         num_layers: int,
         *,
-        num_pages: int,
+        num_pages: int | Mapping[int | None, int],
+        windows: Sequence[int | None] | None = None,
         page_size: int = 64,
         dtype: torch.dtype | None = None,
     ):
         self.paged_layers = [PagedLayer(self, number) for number in range(num_layers)]
         super().__init__(layers=[*self.paged_layers])
         self.num_pages, self.page_size, self._dtype = num_pages, page_size, dtype
-        self.pages: saccade.PagedCache | None = None
+        self.windows = [None] * num_layers if windows is None else list(windows)
+        self.pages: saccade.LayeredCache | None = None
         self.sequences: list[int] = []
-        self._step: Step | None = None
+        self._steps: list[Step] | None = None  # by kind of layer
+        self._before: list[Step | None] = []  # the same for what was there before a long chunk
 
     @classmethod
     def for_model(
         cls,
         model: Any,
         *,
-        num_pages: int | None = None,
+        num_pages: int | Mapping[int | None, int] | None = None,
         max_tokens: int | None = None,
         batch_size: int = 1,
         page_size: int = 64,
@@ -135,8 +145,9 @@ class PagedGenerationCache(Cache):
 
         Args:
             model: a causal language model of transformers.
-            num_pages: pages of the pool; or instead
-            max_tokens: of the longest sequence, prompt and padding included, and
+            num_pages: pages for each kind of layer; or instead
+            max_tokens: of the longest sequence, prompt and padding included (sliding layers get
+                as many pages as their window makes use of), and
             batch_size: how many there are (times beams or returned sequences).
             page_size, dtype: as in the class.
 
@@ -153,14 +164,21 @@ class PagedGenerationCache(Cache):
         if others or model.config.is_encoder_decoder:
             got = ", ".join(sorted(others)) or "an encoder and a decoder"
             raise ValueError(f"model: got layers of {got}, takes {', '.join(sorted(PAGED_LAYERS))}")
+        reaches = sliding.windows_of(config)
         if max_tokens is not None:
-            num_pages = batch_size * math.ceil(max_tokens / page_size)
+            num_pages = {
+                window: batch_size * sliding.most_pages(max_tokens, window, page_size)
+                for window in set(reaches)
+            }
         assert num_pages is not None  # one of the two was given
-        return cls(config.num_hidden_layers, num_pages=num_pages, page_size=page_size, dtype=dtype)
+        return cls(
+            config.num_hidden_layers, num_pages=num_pages, windows=reaches, page_size=page_size,
+            dtype=dtype,
+        )  # fmt: skip
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def step_of(self, length: int, key: Tensor, value: Tensor) -> Step:
+    def step_of(self, layer: int, length: int, key: Tensor, value: Tensor) -> Step:
         """The step that a layer of this length is at; the first layer of a step begins it.
 
         Raises:
@@ -169,8 +187,8 @@ class PagedGenerationCache(Cache):
         """
         batch, count = key.shape[0], key.shape[2]
         if self.pages is None:
-            self.pages = saccade.PagedCache(
-                self.num_pages, self.page_size, num_layers=len(self.layers),
+            self.pages = saccade.LayeredCache(
+                self.num_pages, self.page_size, windows=self.windows,
                 kv_heads=key.shape[1], head_dim=key.shape[3], value_dim=value.shape[3],
                 dtype=self._dtype or key.dtype, device=key.device, prefix_caching=False,
             )  # fmt: skip
@@ -183,9 +201,8 @@ class PagedGenerationCache(Cache):
             )
         held = self.pages.length(self.sequences[0])
         if length == held:
-            slots = self.pages.append(dict.fromkeys(self.sequences, count))
-            self._step = Step(length, count, slots, *self.pages.tables(self.sequences))
-        step = self._step
+            self._begin_step(self.pages, length, count)
+        step = self._steps[self.pages.places[layer].kind] if self._steps else None
         if step is None or (step.first, step.count) != (length, count):
             raise ValueError(
                 f"key_states: got {count} tokens for a layer of {length}, takes what other layers "
@@ -193,12 +210,34 @@ class PagedGenerationCache(Cache):
             )
         return step
 
+    def _begin_step(self, pages: saccade.LayeredCache, length: int, count: int) -> None:
+        outgrown = [window is not None and count > window + 1 for window in pages.kinds]
+        before = pages.tables(self.sequences) if any(outgrown) and length else None
+        spare = [sliding.MOST_DRAFTS if each else None for each in outgrown]
+        slots = pages.append(dict.fromkeys(self.sequences, count), spare=spare)
+        tables = pages.tables(self.sequences)
+        self._steps = [
+            Step(length, count, *each)
+            for each in zip(slots, *zip(*tables, strict=True), strict=True)
+        ]
+        self._before = [
+            Step(0, length, slots[kind], *before[kind]) if before is not None and each else None
+            for kind, each in enumerate(outgrown)
+        ]
+
+    def step_before(self, layer: int) -> Step | None:
+        """What a layer held before a chunk longer than its window, as a step; else None."""
+        assert self.pages is not None  # the step made them
+        return self._before[self.pages.places[layer].kind]
+
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> Any:
         """Write a layer's new tokens; its pages."""
         assert self.pages is not None  # the step made them
         key, value = (each.detach().transpose(1, 2).flatten(0, 1) for each in (key, value))
-        self.pages.write(layer, key, value, step.slots)
-        return self.pages.pages(layer)
+        pages = self.pages.pages(layer)
+        scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+        saccade.cache_write(key, value, pages.key_pages, pages.value_pages, step.slots, **scales)
+        return pages
 
     # ---- what generate does to all sequences ---------------------------------------------------
 
@@ -210,7 +249,7 @@ class PagedGenerationCache(Cache):
         self.sequences = [self.pages.fork(before[source]) for source in sources]
         for sequence in before:
             self.pages.free(sequence)
-        self._step = None
+        self._steps = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let beam i go on from what beam beam_idx[i] was. Pages are copied on the first write."""
@@ -239,14 +278,14 @@ class PagedGenerationCache(Cache):
             self.pages.trim(sequence, target)
         for layer in self.paged_layers:
             layer.length = target
-        self._step = None
+        self._steps = None
 
     def reset(self) -> None:
         """End all sequences; their pages are free for another batch."""
         if self.pages is not None:
             for sequence in self.sequences:
                 self.pages.free(sequence)
-        self.sequences, self._step = [], None
+        self.sequences, self._steps = [], None
         for layer in self.paged_layers:
             layer.length = 0
 

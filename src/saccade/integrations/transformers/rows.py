@@ -59,3 +59,11 @@ class PagedRows(Deferred):
         if self.scales is not None:
             rows = rows * self.scales[pages].transpose(1, 2).flatten(2, 3).unsqueeze(3)
         return rows[:, :, : self.shape[2]].to(self.dtype)
+
+
+def paged_rows(pages: Any, step: Step, dtype: Any) -> tuple[PagedRows, PagedRows]:
+    """A layer's keys and values, of the dtype that was written."""
+    return (
+        PagedRows(pages.key_pages, pages.key_scales, step, dtype),
+        PagedRows(pages.value_pages, pages.value_scales, step, dtype),
+    )
