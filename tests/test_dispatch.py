@@ -13,7 +13,7 @@ PROBLEM = Problem(1, 2, 2, 8, 8, 16, 16, torch.float32, "cpu")
 
 
 def test_the_order_of_preference():
-    assert dispatch.NAMES == ("cpu", "portable", "reference", "hopper")
+    assert dispatch.NAMES == ("cpu", "hopper", "portable", "reference")
     assert [entry.name for entry in dispatch.IMPLEMENTATIONS] == list(dispatch.NAMES)
     assert list(dispatch.BY_NAME) == list(dispatch.NAMES)
 

@@ -76,7 +76,7 @@ def attention(  # breaks function-length: most of it is the docstring
         dropout_p: the share of weights that is dropped, in [0, 1); the rest grows to make up.
         return_lse: also return the log-sum-exp of each row's scores (sinks included).
         deterministic: gradients are bit-equal from run to run. Forward passes always are.
-        implementation: "cpu", "portable", "reference" or "hopper"; None takes the first that fits.
+        implementation: "cpu", "hopper", "portable" or "reference"; None takes the first that fits.
             A named one never falls back: it raises where it cannot serve.
         config: tile sizes, or a mapping from (major, minor) GPU capabilities to them.
 

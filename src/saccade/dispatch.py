@@ -15,10 +15,16 @@ from saccade.problem import Problem
 
 
 class Implementation(NamedTuple):
-    """A name, and a function that gives the reason why a problem cannot be served, or None."""
+    """A name, and what it says of problems.
+
+    Attributes:
+        unsupported: gives the reason why a problem cannot be served, or None.
+        remark: gives what is to be said of a problem that it serves, or None.
+    """
 
     name: str
     unsupported: Callable[[Any], str | None]
+    remark: Callable[[Any], str | None] = lambda problem: None
 
 
 WIDEST = 256  # channels that portable kernels hold at once
@@ -55,6 +61,12 @@ def _hopper_unsupported(problem: Problem) -> str | None:
         return "it has schedules of its own and takes no config"
     misses = _portable_unsupported(problem)
     return misses or _hopper_misses(problem.device, problem.device_index)
+
+
+def _hopper_remark(problem: Problem) -> str | None:
+    from saccade.hopper import remarks
+
+    return remarks.remark(problem)
 
 
 @functools.cache
@@ -141,11 +153,9 @@ def _reference_unsupported(problem: Problem | LinearProblem) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
+    Implementation("hopper", _hopper_unsupported, _hopper_remark),
     Implementation("portable", _portable_unsupported),
     Implementation("reference", _reference_unsupported),
-    # Last, so that it must be named: it goes before "portable" once the shared suite has run on the
-    # kernels as they are now.
-    Implementation("hopper", _hopper_unsupported),
 )
 """In order of preference: the first that gives no reason against itself is taken."""
 

@@ -31,6 +31,7 @@ class Explanation:
         visible_pairs: pairs that the mask lets through, over all batch entries and heads.
         flops: operations of a forward pass over them.
         bytes: bytes that a forward pass moves at least.
+        remark: what else there is to say of the implementation that was chosen, or None.
     """
 
     problem: Problem
@@ -40,6 +41,7 @@ class Explanation:
     visible_pairs: int
     flops: int
     bytes: int
+    remark: str | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -57,20 +59,25 @@ class Explanation:
             f"  {self.visible_pairs:,} of {p.pairs:,} pairs visible: "
             f"{self.flops / 1e9:.3f} GFLOP forward, at least {self.bytes / 2**20:.2f} MiB moved",
         ]
-        lines += answers(self.reasons, self.chosen, self.config)
+        lines += answers(self.reasons, self.chosen, self.config, self.remark)
         return "\n".join(lines)
 
 
 def answers(
-    reasons: dict[str, str | None], chosen: str | None, config: Config | None
+    reasons: dict[str, str | None],
+    chosen: str | None,
+    config: Config | None,
+    remark: str | None = None,
 ) -> Iterator[str]:
     """A line for each implementation: whether it can serve, or why not, and which one is taken."""
     for name, reason in reasons.items():
         if reason is not None:
             yield f"  {name}: no, {reason}"
             continue
-        taken = "yes, taken" if name == chosen else "yes, not asked for"
-        yield f"  {name}: {taken}" + (f", {config}" if name == chosen and config else "")
+        if name == chosen:
+            yield ", ".join(filter(None, [f"  {name}: yes, taken", config and str(config), remark]))
+        else:
+            yield f"  {name}: yes, not asked for"
 
 
 def explain(
@@ -116,7 +123,9 @@ def explain(
     except NotImplementedError:
         chosen = None
     pairs = _visible_pairs(inputs, variant, problem)
-    return Explanation(problem, chosen, reasons, config, pairs, problem.flops(pairs), problem.bytes)
+    costs = pairs, problem.flops(pairs), problem.bytes
+    remark = chosen and dispatch.BY_NAME[chosen].remark(problem)
+    return Explanation(problem, chosen, reasons, config, *costs, remark)
 
 
 DENSE_OPTIONS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Hopper kernels are named, and say what they do not serve."""
+"""Hopper kernels come before portable ones, and say what they do not serve."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def test_it_is_last_and_so_must_be_named():
-    assert dispatch.NAMES[-1] == "hopper"
+def test_it_comes_before_portable_kernels_and_wants_a_hopper():
+    assert dispatch.NAMES.index("hopper") < dispatch.NAMES.index("portable")
     with pytest.raises(NotImplementedError, match="hopper: "):
         query = rows(1, 2, 8, 64)
         saccade.attention(query, query, query, implementation="hopper")
