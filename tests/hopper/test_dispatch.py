@@ -8,6 +8,7 @@ from torch import Tensor
 
 import saccade
 from saccade import dispatch, masks
+from saccade.explain import answers
 from saccade.prepare import prepare
 
 BF16 = torch.bfloat16
@@ -59,3 +60,17 @@ def test_projections_and_single_rows_are_taken_as_they_lie():
     assert problem(rows(2, 9, 4, 64).transpose(1, 2)).tma
     assert problem(rows(2, 9, 4, 192).transpose(1, 2)[..., 64:128]).tma
     assert problem(rows(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 5, 7, 1))).tma
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (lambda: problem(rows(1, 2, 512, 128)), None),
+        (lambda: problem(rows(1, 2, 512, 256)), "backward by portable kernels (registers"),
+    ],
+)
+def test_explain_says_which_passes_it_leaves(found, said):
+    remark = dispatch.BY_NAME["hopper"].remark(found())
+    assert (remark is None) if said is None else (said in remark)
+    text = ", ".join(["  hopper: yes, taken", remark or ""])
+    assert next(answers({"hopper": None}, "hopper", None, remark)) == text.removesuffix(", ")
