@@ -16,7 +16,7 @@ from saccade import expressions, intervals, language
 from saccade.expressions import Captured, Coordinates
 from saccade.intervals import Interval
 from saccade.kernels.launch import itself
-from saccade.kernels.tiles import num_rows
+from saccade.kernels.tiles import num_rows, packed_program, packed_program_by_heads
 from saccade.kernels.visibility import if_present, judge_tiles
 from saccade.masks import Mask, as_mask, take
 from saccade.portable.arguments import Extent, Geometry, mask_argument, view
@@ -248,8 +248,9 @@ def test_built_in_masks_are_judged_as_intervals_judge_them(name: str) -> None:
 
 
 def walked(
-    inputs: Inputs, variant: Variant, geometry: Geometry, tiles: tuple[int, int], over_keys: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    inputs: Inputs, variant: Variant, geometry: Geometry, tiles: tuple[int, int], over_keys: bool,
+    find: Any = packed_program,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `visit_all` finds."""
     plan = Planner(inputs, variant, geometry, tiles, over_keys)(inputs, variant)
     mask = mask_argument(variant, itself, plan.argument(itself))
@@ -262,7 +263,8 @@ def walked(
     edges = torch.zeros_like(clean)
     kernel: Any = visit_all
     kernel[(programs,)](
-        view(itself, None, NO_STRIDES, here, mine), view(itself, None, NO_STRIDES, other, others),
+        view(itself, None, NO_STRIDES, here, mine, find),
+        view(itself, None, NO_STRIDES, other, others),
         mask, places, clean, edges, tile, other_tile, over_keys, clean.shape[1],
     )  # fmt: skip
     return places, clean, edges
@@ -319,8 +321,9 @@ def test_walks_along_many_tiles(name: str, over_keys: bool) -> None:
     assert_visits(found, list(pairs(mask, lengths)), tiles, over_keys)
 
 
-@pytest.mark.parametrize("sequences", [33, 70])
-def test_programs_of_many_packed_sequences(sequences: int) -> None:
+@pytest.mark.parametrize("find", [packed_program, packed_program_by_heads], ids=["rows", "heads"])
+@pytest.mark.parametrize("sequences", [1, 33, 70])
+def test_programs_of_many_packed_sequences(sequences: int, find: Any) -> None:
     """So many that a search for one of them takes several steps (`tiles.packed_program`)."""
     sizes = torch.randint(0, 20, (sequences,), generator=torch.Generator().manual_seed(sequences))
     offsets = torch.cat((torch.zeros(1), sizes.cumsum(0))).int()
@@ -328,7 +331,7 @@ def test_programs_of_many_packed_sequences(sequences: int) -> None:
     inputs = Inputs(rows, rows, rows, None, None, offsets, offsets)
     mask = mask_of("causal", (20, 20))
     variant = Variant(mask.key, "", mask.captured, Captured(), 1.0, 0.0)
-    found = walked(inputs, variant, Geometry.of(inputs), (16, 16), True)
+    found = walked(inputs, variant, Geometry.of(inputs), (16, 16), True, find)
     seen = [pairs(mask, (size, size), (0, 1))[0] for size in sizes.tolist()]
     assert_visits(found, seen, (16, 16), True)
 

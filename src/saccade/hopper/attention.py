@@ -29,7 +29,7 @@ class Forward:
     """The forward pass of one kind of call, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant):
-        self.kind = kind = Kind.of(inputs)
+        self.kind = kind = Kind.of(inputs, tiles.packed_program)
         self.device = inputs.query.device
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         problem = kernel_problem(inputs, variant)

@@ -125,7 +125,7 @@ class Backward:
         results: Results,
         problem: configs.BackwardProblem,
     ):
-        self.kind = kind = Kind.of(inputs)
+        self.kind = kind = Kind.of(inputs, tiles.packed_program)
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         self.width = width = problem.head_width
         problem = problem._replace(few_keys=sees_few_keys(variant, problem))

@@ -26,7 +26,7 @@ class View(NamedTuple):
     strides: tuple[int, int]  # batch, head
     step: Any  # tl.constexpr, from row to row: addresses within a tile then cost next to nothing
     place: Any  # dense or packed: where a sequence lives
-    find: Any  # dense_program or packed_program: what a program works on
+    find: Any  # dense_program, packed_program, …: what a program works on
     data: tuple[Any, ...]  # what the two functions need
 
 
@@ -106,6 +106,28 @@ def packed_program(program, data, TILE: tl.constexpr):
             begun += (tl.load(data[0] + place) // TILE + place <= slot).to(tl.int32)
         low += begun * size
     return low, program // slots, slot - (tl.load(data[0] + low) // TILE + low), slot
+
+
+LANES = tl.constexpr(32)  # parts that a search tells apart in a step: one for a thread of a warp
+
+
+@triton.jit
+def packed_program_by_heads(program, data, TILE: tl.constexpr):
+    """As `packed_program`, with all heads of a slot one after the other: as rows of several heads
+    lie side by side in memory, programs that run together read all of it.
+
+    Not for Gluon, whose ranges have layouts.
+    """
+    sequences, heads = data[1] - ADDED, data[2] - ADDED
+    slots = (data[3] - ADDED) // TILE + sequences
+    slot = slots - 1 - program // heads
+    low, size = slot * 0, slot * 0 + sequences
+    while size > 1:
+        size = tl.cdiv(size, LANES)
+        places = tl.minimum(low + tl.arange(0, LANES) * size, sequences)
+        begun = (tl.load(data[0] + places) // TILE + places <= slot).to(tl.int32)
+        low += (tl.sum(begun, 0) - 1) * size  # the first part has always begun
+    return low, program % heads, slot - (tl.load(data[0] + low) // TILE + low), slot
 
 
 # ---- verbs ------------------------------------------------------------------------------------

@@ -82,9 +82,12 @@ class Geometry(NamedTuple):
 
 def view(
     pointer: Pointer, tensor: Tensor | None, strides: tuple[int, int, int], extent: Extent,
-    offsets: Tensor | None,
+    offsets: Tensor | None, find: Any = tiles.packed_program,
 ) -> View:  # fmt: skip
-    """A View of a tensor (None: of rows without memory); strides are batch, head and row."""
+    """A View of a tensor (None: of rows without memory); strides are batch, head and row.
+
+    find: what a program works on, where sequences are packed.
+    """
     address: Any = None if tensor is None else pointer(tensor)
     added = tiles.ADDED.value
     steps, step = strides[:2], tl.constexpr(strides[2])
@@ -93,7 +96,7 @@ def view(
         return View(address, steps, step, tiles.dense, tiles.dense_program, data)
     numbers = extent.batch + added, extent.heads + added, extent.length + added
     data = (pointer(offsets), *numbers)
-    return View(address, steps, step, tiles.packed, tiles.packed_program, data)
+    return View(address, steps, step, tiles.packed, find, data)
 
 
 def row_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from saccade.kernels import tiles
 from saccade.kernels.compose import mask_functions
 from saccade.kernels.launch import Launch, Pointer, current_device, next_width
 from saccade.linear.problem import LinearInputs
@@ -31,10 +32,11 @@ class Kind(NamedTuple):
     multiprocessors: int
     constants: dict[str, Any]  # of every kernel
     strides: tuple[tuple[int, int, int], ...]  # of query, key and value
+    find: Any  # of Views of packed rows
 
     @staticmethod
-    def of(inputs: Inputs) -> Kind:
-        """The kind of a call, from its tensors."""
+    def of(inputs: Inputs, find: Any = tiles.packed_program_by_heads) -> Kind:
+        """The kind of a call, from its tensors; `find` as in `arguments.view`."""
         geometry = Geometry.of(inputs)
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         packed = inputs.cu_seqlens_q is not None
@@ -49,7 +51,7 @@ class Kind(NamedTuple):
         device = current_device(inputs.query)
         strides = tuple(row_strides(tensor, packed) for tensor in inputs[:3])
         arch, count = architecture(inputs.query), multiprocessors(inputs.query)
-        return Kind(geometry, packed, device, arch, count, constants, strides)
+        return Kind(geometry, packed, device, arch, count, constants, strides, find)
 
     def launch(
         self,
@@ -78,15 +80,15 @@ class Kind(NamedTuple):
         of_query, of_key, of_value = self.strides
         queries, keys = self.geometry
         return (
-            view(pointer, inputs.query, of_query, queries, inputs.cu_seqlens_q),
-            view(pointer, inputs.key, of_key, keys, inputs.cu_seqlens_k),
-            view(pointer, inputs.value, of_value, keys, inputs.cu_seqlens_k),
+            view(pointer, inputs.query, of_query, queries, inputs.cu_seqlens_q, self.find),
+            view(pointer, inputs.key, of_key, keys, inputs.cu_seqlens_k, self.find),
+            view(pointer, inputs.value, of_value, keys, inputs.cu_seqlens_k, self.find),
         )
 
     def rows(self, pointer: Pointer, rows: Tensor, inputs: Inputs) -> Any:
         """A View of something that has rows of channels as the queries have."""
         queries, offsets = self.geometry.queries, inputs.cu_seqlens_q
-        return view(pointer, rows, self.steps(rows), queries, offsets)
+        return view(pointer, rows, self.steps(rows), queries, offsets, self.find)
 
     def steps(self, rows: Tensor) -> tuple[int, int, int]:
         """Strides of batch entry, head and row."""
@@ -95,7 +97,8 @@ class Kind(NamedTuple):
     def numbers(self, pointer: Pointer, numbers: Tensor, inputs: Inputs) -> Any:
         """A View of something that has one number for each row of the queries."""
         strides = number_strides(numbers, self.packed)
-        return view(pointer, numbers, strides, self.geometry.queries, inputs.cu_seqlens_q)
+        offsets = inputs.cu_seqlens_q
+        return view(pointer, numbers, strides, self.geometry.queries, offsets, self.find)
 
 
 def memory_like(tensor: Tensor) -> Callable[[], Tensor]:
