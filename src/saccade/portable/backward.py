@@ -133,22 +133,25 @@ def sum_over_queries(
                     HEAD_DIM, VALUE_DIM, CAREFUL_ROWS, PRECISION, True, True,
                 )  # fmt: skip
         else:
-            tile = rules.mask.tile(rules.mask, walk, 0, True)
-            for index in range(0, walk[5]):
-                following = rules.mask.tile(rules.mask, walk, index + 1, True)
-                grads = add_tile(
-                    forward, grad_query, rules, here, tile * QUERY_TILE, tiles, grads,
-                    HEAD_DIM, VALUE_DIM, QUERY_TILE, PRECISION, False, False,
-                )  # fmt: skip
-                tile = following
-            tile = rules.mask.tile(rules.mask, walk, 0, False)
-            for index in range(0, walk[3]):
-                following = rules.mask.tile(rules.mask, walk, index + 1, False)
-                grads = add_tile(
-                    forward, grad_query, rules, here, tile * QUERY_TILE, tiles, grads,
-                    HEAD_DIM, VALUE_DIM, QUERY_TILE, PRECISION, True, False,
-                )  # fmt: skip
-                tile = following
+            # Without a mask, loops that need not run are not prepared: it takes fewer registers.
+            if rules.mask.visible is not None or walk[5] > 0:
+                tile = rules.mask.tile(rules.mask, walk, 0, True)
+                for index in range(0, walk[5]):
+                    following = rules.mask.tile(rules.mask, walk, index + 1, True)
+                    grads = add_tile(
+                        forward, grad_query, rules, here, tile * QUERY_TILE, tiles, grads,
+                        HEAD_DIM, VALUE_DIM, QUERY_TILE, PRECISION, False, False,
+                    )  # fmt: skip
+                    tile = following
+            if rules.mask.visible is not None or walk[3] > 0:
+                tile = rules.mask.tile(rules.mask, walk, 0, False)
+                for index in range(0, walk[3]):
+                    following = rules.mask.tile(rules.mask, walk, index + 1, False)
+                    grads = add_tile(
+                        forward, grad_query, rules, here, tile * QUERY_TILE, tiles, grads,
+                        HEAD_DIM, VALUE_DIM, QUERY_TILE, PRECISION, True, False,
+                    )  # fmt: skip
+                    tile = following
     return grads
 
 

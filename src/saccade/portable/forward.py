@@ -13,6 +13,7 @@ import triton.language as tl
 
 from saccade.kernels.dropout import kept
 from saccade.kernels.softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
+from saccade.kernels.target import is_hopper
 from saccade.kernels.tiles import (
     any_spoilt,
     load_rows,
@@ -59,22 +60,24 @@ def attention_forward(
     row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)
     weighted_sum = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
     state = (row_max, row_sum, weighted_sum)
-    tile = rules.mask.tile(rules.mask, walk, 0, True)
-    for index in range(0, walk[5]):  # clean tiles: no mask arithmetic
-        following = rules.mask.tile(rules.mask, walk, index + 1, True)
-        state = fold_tile(
-            key, value, rules, at, query_tile, tile * KV_TILE, state,
-            HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
-        )  # fmt: skip
-        tile = following
-    tile = rules.mask.tile(rules.mask, walk, 0, False)
-    for index in range(0, walk[3]):  # edges: pair by pair
-        following = rules.mask.tile(rules.mask, walk, index + 1, False)
-        state = fold_tile(
-            key, value, rules, at, query_tile, tile * KV_TILE, state,
-            HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
-        )  # fmt: skip
-        tile = following
+    if rules.mask.visible is not None or walk[5] > 0:
+        tile = rules.mask.tile(rules.mask, walk, 0, True)
+        for index in range(0, walk[5]):  # clean tiles: no mask arithmetic
+            following = rules.mask.tile(rules.mask, walk, index + 1, True)
+            state = fold_tile(
+                key, value, rules, at, query_tile, tile * KV_TILE, state,
+                HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
+            )  # fmt: skip
+            tile = following
+    if walk[3] > 0 or (rules.mask.visible is not None and not is_hopper()):
+        tile = rules.mask.tile(rules.mask, walk, 0, False)
+        for index in range(0, walk[3]):  # edges: pair by pair
+            following = rules.mask.tile(rules.mask, walk, index + 1, False)
+            state = fold_tile(
+                key, value, rules, at, query_tile, tile * KV_TILE, state,
+                HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
+            )  # fmt: skip
+            tile = following
     if rules.mask.visible is not None and any_spoilt(state[2], True):
         # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care. The
         # queries are read again, or they would take registers all the time.
