@@ -178,4 +178,6 @@ def test_a_pass_is_started_in_the_form_that_it_names(monkeypatch, which):
     inputs, variant = calls.make(call, torch.device("cpu"))
     calls.start(inputs, variant, which, Config(), calls.results_of(inputs))
     expected = {kernel for kernel in calls.PASSES[which] if kernel != "row_statistics"}
-    assert set(started) == {"row_statistics", *expected}
+    if which == "shared":  # under a mask the kernel for queries makes them
+        expected.add("row_statistics")
+    assert set(started) == expected

@@ -23,7 +23,7 @@ def attention_backward_again_keys(
     """As `attention_backward_keys` without gradients of queries."""
     if tl.load(flag) != 0:
         differentiate_keys(
-            forward, grad_key, grad_value, None, rules, None, AGAIN,
+            forward, grad_key, grad_value, None, rules, None, tl.program_id(0), AGAIN,
             HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
             QUERY_TILE, KV_TILE, PRECISION, True,
         )  # fmt: skip
@@ -39,7 +39,7 @@ def attention_backward_again_queries(
     """As `attention_backward_queries`."""
     if tl.load(flag) != 0:
         attention_backward_queries(
-            forward, grad_query, rules,
+            forward, grad_query, rules, None, None, None,
             HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
             QUERY_TILE, KV_TILE, PRECISION,
         )  # fmt: skip

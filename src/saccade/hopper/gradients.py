@@ -26,7 +26,15 @@ from saccade.kernels.launch import Launch, Pointer, next_width
 from saccade.kernels.places import ALIGNMENT
 from saccade.kernels.softmax import LOG2_E
 from saccade.portable import gradients as portable
-from saccade.portable.arguments import Geometry, rules, signature, tensors_of, there_are, view
+from saccade.portable.arguments import (
+    Geometry,
+    refuse_missing_derivative,
+    rules,
+    signature,
+    tensors_of,
+    there_are,
+    view,
+)
 from saccade.portable.backward_queries import attention_backward_queries
 from saccade.portable.gradients import Results
 from saccade.portable.kind import Kind, memory_like, remembered
@@ -53,7 +61,7 @@ def backward(
 ) -> Gradients:
     """Gradients of the inputs, and of the wanted tensors that the score captured."""
     if variant.score:
-        portable.refuse_missing_derivative(variant.score)
+        refuse_missing_derivative(variant.score)
     problem = backward_problem(inputs, variant, deterministic)
     if configs.backward_unsupported(problem) is not None:
         return portable.backward(
@@ -310,7 +318,7 @@ class Call(NamedTuple):
     def _queries_arguments(self, pointer: Pointer, plan: tuple[Any, ...]) -> tuple[Any, ...]:
         of_queries = self._rows(pointer, self.memory.of_query)
         changes = rules(self.inputs, self.variant, pointer, plan)
-        return self._forward(pointer), of_queries, changes
+        return self._forward(pointer), of_queries, changes, None, None, None  # statistics are there
 
     def _again_queries_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
         of_queries = self._rows(pointer, self.memory.of_query)

@@ -158,6 +158,23 @@ def score_argument(variant: Variant, pointer: Pointer, after: int = 0) -> Score 
     return None
 
 
+def refuse_missing_derivative(score: str) -> None:
+    """Refuse a score that says nothing of its derivative."""
+    if score_functions(score).derivatives[0] is None:
+        raise NotImplementedError(
+            "score: one of its functions has no derivative; give one with "
+            "saccade.scores.function(derivative=…) to train through it"
+        )
+
+
+def bias_number(score: str, place: int) -> int:
+    """Which function of a score captured the tensor at a place."""
+    for number, leaf in enumerate(expressions.leaves(expressions.parse(score))):
+        if ("t", place) in leaf.slots:
+            return number
+    raise ValueError(f"place: got {place}, takes that of a tensor that {score!r} captured")
+
+
 def dropout_argument(inputs: Inputs, variant: Variant, pointer: Pointer) -> Dropout | None:
     """Dropout as kernels take it."""
     if inputs.seed is None:

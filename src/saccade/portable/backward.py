@@ -34,11 +34,13 @@ from saccade.portable.pairs import (
 )
 
 AS_IT_IS, AGAIN, AGAIN_WITH_QUERIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+VERDICTS_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit(do_not_specialize=["rules"])
 def attention_backward_keys(
-    forward, grad_key, grad_value, grad_query, rules, verdicts,  # grad_query: float32, or None
+    forward, grad_key, grad_value, grad_query, rules,  # grad_query: float32, or None
+    verdicts, num_verdicts,
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
@@ -47,21 +49,27 @@ def attention_backward_keys(
     """One program: KV_TILE rows of one kv head, and every query row of its heads that sees them.
 
     Where pairs are hidden, NaN or inf may go where it must not (0 · NaN is NaN). A program that
-    finds some writes a verdict, and its work is done again by the same program of a second launch,
-    which is CAREFUL and takes longer.
+    finds some writes a verdict, and its work is done again by a program of a second launch, which
+    is CAREFUL and takes longer. As that seldom happens, a program there looks at many verdicts.
     """
-    program, verdict = tl.program_id(0), AS_IT_IS
+    program = tl.program_id(0)
     if CAREFUL:
-        verdict = tl.load(verdicts + program)
-        if verdict != AS_IT_IS:
-            differentiate_keys(
-                forward, grad_key, grad_value, grad_query, rules, verdicts, verdict,
-                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
-                QUERY_TILE, KV_TILE, PRECISION, True,
-            )  # fmt: skip
+        first = program * VERDICTS_AT_ONCE
+        several = first + tl.arange(0, VERDICTS_AT_ONCE)
+        found = tl.load(verdicts + several, mask=several < num_verdicts, other=AS_IT_IS)
+        if tl.max(found, 0) != AS_IT_IS:
+            for place in range(first, tl.minimum(first + VERDICTS_AT_ONCE, num_verdicts)):
+                verdict = tl.load(verdicts + place)
+                if verdict != AS_IT_IS:
+                    differentiate_keys(
+                        forward, grad_key, grad_value, grad_query, rules, verdicts,
+                        place, verdict,
+                        HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+                        QUERY_TILE, KV_TILE, PRECISION, True,
+                    )  # fmt: skip
     else:
         differentiate_keys(
-            forward, grad_key, grad_value, grad_query, rules, verdicts, verdict,
+            forward, grad_key, grad_value, grad_query, rules, verdicts, program, AS_IT_IS,
             HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
             QUERY_TILE, KV_TILE, PRECISION, False,
         )  # fmt: skip
@@ -69,14 +77,13 @@ def attention_backward_keys(
 
 @triton.jit
 def differentiate_keys(
-    forward, grad_key, grad_value, grad_query, rules, verdicts, verdict,
+    forward, grad_key, grad_value, grad_query, rules, verdicts, program, verdict,
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """What one program does. verdict: that of the first launch, if this is the second."""
-    program = tl.program_id(0)
     batch, kv_head, tile, slot = forward.key.find(program, forward.key.data, KV_TILE)
     kv_start = tile * KV_TILE
     query_len, kv_len = num_rows(forward.query, batch), num_rows(forward.key, batch)

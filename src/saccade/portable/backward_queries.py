@@ -14,21 +14,27 @@ from saccade.kernels.tiles import (
     load_tile,
     num_rows,
     spoilt_rows,
+    store_numbers,
     store_rows,
     without,
 )
 from saccade.kernels.visibility import CAREFUL_ROWS, careful_parts, careful_start, if_present
 from saccade.portable.pairs import differentiate, drop, load_statistics, weigh
+from saccade.portable.row_statistics import in_base_2, statistics_of
 
 
 @triton.jit(do_not_specialize=["rules"])
 def attention_backward_queries(
-    forward, grad_query, rules,
+    forward, grad_query, rules, output, logsumexp, grad_lse,  # the last may be None, or all three
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: QUERY_TILE rows of one head, and every key row that they see."""
+    """One program: QUERY_TILE rows of one head, and every key row that they see.
+
+    With `output`, the row statistics are made here, from rows that are read anyway, and written
+    for kernels that follow; without, they are read.
+    """
     batch, query_head, tile, slot = forward.query.find(
         tl.program_id(0), forward.query.data, QUERY_TILE
     )
@@ -41,7 +47,18 @@ def attention_backward_queries(
     grad_tile = load_rows(
         forward.grad_output, batch, query_head, query_rows, query_len, VALUE_DIM, VALUE_WIDTH, False
     )
-    lse_log2, row_dot = load_statistics(forward, batch, query_head, query_rows, query_len, False)
+    if output is None:
+        lse_log2, row_dot = load_statistics(
+            forward, batch, query_head, query_rows, query_len, False
+        )
+    else:
+        lse, row_dot, saw_nothing = statistics_of(
+            output, forward.grad_output, logsumexp, grad_lse, batch, query_head, query_rows,
+            query_len, VALUE_DIM, VALUE_WIDTH,
+        )  # fmt: skip
+        lse_log2 = in_base_2(lse, saw_nothing)
+        store_numbers(forward.lse_log2, batch, query_head, query_rows, query_len, lse_log2)
+        store_numbers(forward.row_dot, batch, query_head, query_rows, query_len, row_dot)
     rows = (query_tile, grad_tile, lse_log2, row_dot)
     at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_start, query_len, kv_len)
     walk = rules.mask.walk(

@@ -1,10 +1,11 @@
 """Gradients by portable kernels: which kernels a backward pass starts, and in which order.
 
 row statistics → keys (with queries, atomically) → careful keys        the fast form
-row statistics → keys → careful keys → queries                  the ordered form: equal bits
+row statistics → queries → keys → careful keys                  the ordered form: equal bits
 … → one pass for each bias that wants a gradient
 
-Careful keys repeat, under a mask, what met NaN or inf.
+Careful keys repeat, under a mask, what met NaN or inf; and under a mask the queries' kernel makes
+the row statistics on its way.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import expressions
-from saccade.kernels.compose import score_functions
 from saccade.kernels.launch import Launch, Pointer
 from saccade.portable.arguments import (
+    bias_number,
     brings_three,
+    refuse_missing_derivative,
     rules,
     signature,
     tensors_of,
     there_are,
     view,
 )
-from saccade.portable.backward import attention_backward_keys
+from saccade.portable.backward import VERDICTS_AT_ONCE, attention_backward_keys
 from saccade.portable.backward_bias import attention_backward_bias
 from saccade.portable.backward_queries import attention_backward_queries
 from saccade.portable.kind import Kind, memory_like, remembered, with_unit_channels
@@ -43,13 +44,13 @@ class Launches(NamedTuple):
     """The kernels of a backward pass of one kind."""
 
     kind: Kind
-    statistics: Launch
+    statistics: Launch | None  # None where the queries' kernel makes them
     keys: Launch  # in the fast form: queries too
     careful: Launch  # the same, for programs whose first attempt met NaN or inf
     queries: Launch | None  # None in the fast form
     over_queries: Planner  # for keys and careful
     over_keys: Planner  # for queries
-    programs: tuple[int, int, int]  # of statistics, keys and careful, queries
+    programs: tuple[int, int, int, int]  # of statistics, keys, careful, queries
     alone: bool  # whether calls have no tensors but query, key and value, and need no plan
     tables: dict[int, Launch]  # by place among the score's captured tensors
     gradients: tuple[Callable[[], Tensor], ...]  # memory for those of query, key and value
@@ -97,33 +98,25 @@ def backward(
     return Call(inputs, variant, launches, results).run(wanted_tables, config)
 
 
-def refuse_missing_derivative(score: str) -> None:
-    """Refuse a score that says nothing of its derivative."""
-    if score_functions(score).derivatives[0] is None:
-        raise NotImplementedError(
-            "score: one of its functions has no derivative; give one with "
-            "saccade.scores.function(derivative=…) to train through it"
-        )
-
-
 def prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bool) -> Launches:
     """The kernels of a backward pass, chosen; none is compiled before it is started."""
     kind, call = Kind.of(inputs), (inputs, variant)
     constants = {name: kind.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
-    statistics = Launch(
-        attention_row_statistics,
-        {**constants, "QUERY_TILE": STATISTICS_TILE},
-        {"num_warps": 4, "num_stages": 1},
-    )
     ordered = deterministic or ordered_is_faster(kind)
     which = "backward_keys" if ordered else "backward_shared"
     keys, careful = (
         kind.launch(attention_backward_keys, which, call, config.backward, CAREFUL=careful)
         for careful in (False, True)
     )
-    queries = None
+    statistics = queries = None
     if ordered:
         queries = kind.launch(attention_backward_queries, "backward_queries", call, config.backward)
+    if not (ordered and variant.mask):  # without a mask it has no registers for them
+        statistics = Launch(
+            attention_row_statistics,
+            {**constants, "QUERY_TILE": STATISTICS_TILE},
+            {"num_warps": 4, "num_stages": 1},
+        )
     sizes = [
         (launch.constants["QUERY_TILE"], launch.constants["KV_TILE"])
         for launch in (keys, queries or keys)
@@ -131,11 +124,13 @@ def prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: boo
     over_queries = Planner(inputs, variant, kind.geometry, sizes[0], over_keys=False)
     over_keys = Planner(inputs, variant, kind.geometry, sizes[1], over_keys=True)
     of_queries, of_keys = kind.geometry
+    of_tiles = of_keys.programs(sizes[0][1])
     return Launches(
         kind, statistics, keys, careful, queries, over_queries, over_keys,
         programs=(
             of_queries.programs(STATISTICS_TILE),
-            of_keys.programs(sizes[0][1]),
+            of_tiles,
+            -(-of_tiles // VERDICTS_AT_ONCE.value),
             of_queries.programs(sizes[1][0]),
         ),
         alone=brings_three(inputs, variant) and not over_queries.needed,
@@ -166,12 +161,14 @@ class Call(NamedTuple):
         launches, kind = self.launches, self.launches.kind
         of_query, of_key, of_value = [memory() for memory in launches.gradients]
         known = self.known()
-        launches.statistics(launches.programs[0], kind.device, known, self._statistics_arguments)
+        if launches.statistics is not None:
+            arguments = self._statistics_arguments
+            launches.statistics(launches.programs[0], kind.device, known, arguments)
         if launches.queries is None:
             self._shared(known, of_query, of_key, of_value)
         else:
-            self._keys(known, of_key, of_value, None)
             self._queries(launches.queries, known, of_query)
+            self._keys(known, of_key, of_value, None)
         tables = {place: self.table(place, known, config) for place in wanted}
         return Gradients(of_query, of_key, of_value, self.sinks(), tables)
 
@@ -218,22 +215,32 @@ class Call(NamedTuple):
                 None if total is None else self._rows(pointer, total),
                 self._rules(pointer, plan),
                 None if verdicts is None else pointer(verdicts),
+                programs,
             )
 
         tensors = (*known, *there_are((of_key, of_value, total, verdicts)), *plan.tensors)
         launches.keys(programs, kind.device, tensors, arguments)
         if self.variant.mask:
-            launches.careful(programs, kind.device, tensors, arguments)
+            launches.careful(launches.programs[2], kind.device, tensors, arguments)
 
     def _queries(self, launch: Launch, known: Sequence[Tensor], of_query: Tensor) -> None:
         plan = self.launches.over_keys(self.inputs, self.variant)
+        results, grad_lse = self.results, self.results.grad_lse
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
-            of_queries = self._rows(pointer, of_query)
-            return self._forward(pointer), of_queries, self._rules(pointer, plan)
+            of_queries = self._forward(pointer), self._rows(pointer, of_query)
+            changes = self._rules(pointer, plan)
+            if self.launches.statistics is not None:
+                return (*of_queries, changes, None, None, None)
+            return (
+                *of_queries, changes,
+                self._rows(pointer, results.output),
+                self._numbers(pointer, results.lse),
+                None if grad_lse is None else self._numbers(pointer, grad_lse),
+            )  # fmt: skip
 
         tensors = (*known, of_query, *plan.tensors)
-        launch(self.launches.programs[2], self.launches.kind.device, tensors, arguments)
+        launch(self.launches.programs[3], self.launches.kind.device, tensors, arguments)
 
     def sinks(self) -> Tensor | None:
         """A sink's weight times minus row_dot, over all rows that it joins. Needs row_dot."""
@@ -290,11 +297,3 @@ class Call(NamedTuple):
 
     def _rules(self, pointer: Pointer, plan: Plan) -> Any:
         return rules(self.inputs, self.variant, pointer, plan.argument(pointer))
-
-
-def bias_number(score: str, place: int) -> int:
-    """Which function of a score captured the tensor at a place."""
-    for number, leaf in enumerate(expressions.leaves(expressions.parse(score))):
-        if ("t", place) in leaf.slots:
-            return number
-    raise ValueError(f"place: got {place}, takes that of a tensor that {score!r} captured")
