@@ -31,6 +31,7 @@ def test_tiles_that_were_timed_stay():
     timed = {
         ("forward", ""): (64, 64, 4, 3), ("forward", "listed"): (128, 64, 8, 3),
         ("backward_queries", ""): (128, 32, 8, 3), ("backward_queries", "masked"): (128, 64, 8, 3),
+        ("backward_queries", "packed"): (64, 64, 4, 2),
     }  # fmt: skip
     for (which, flag), numbers in timed.items():
         problem = KernelProblem("sm_90", which, 128, wide=False)
@@ -44,6 +45,20 @@ def test_a_masked_row_serves_masks_only_where_there_is_one():
     assert configs.row_of(HOPPER._replace(masked=True, listed=True))[0] == "forward, listed"
     assert configs.row_of(HOPPER._replace(masked=True, dropout=True))[0] == "forward, dropout"
     assert configs.row_of(HOPPER._replace(wide=True, masked=True))[0] == "forward"
+    queries = HOPPER._replace(which="backward_queries", packed=True)
+    assert configs.row_of(queries)[0] == "backward_queries, packed"
+    assert configs.row_of(queries._replace(masked=True))[0] == "backward_queries, masked"
+    assert configs.row_of(queries._replace(architecture="sm_80"))[0] == "backward_queries"
+    keys = HOPPER._replace(which="backward_keys", masked=True, short=True)
+    assert configs.row_of(keys)[0] == "backward_keys, masked"
+    assert configs.row_of(keys._replace(packed=True))[0] == "backward_keys, short, packed"
+
+
+def test_wide_heads_load_ahead_under_a_mask():
+    """Without it a causal call at width 256 took longer than one of all pairs."""
+    for which, masked in product(("forward", "backward_keys", "backward_queries"), EITHER):
+        wide_heads = HOPPER._replace(which=which, width=256, masked=masked)
+        assert configs.choose(wide_heads).num_stages > 1
 
 
 @pytest.mark.parametrize(
@@ -69,6 +84,7 @@ def test_what_is_given_goes_before_the_users_table_and_that_before_the_default()
     assert configs.choose(HOPPER, None, table) == Config(64, 32, 4, 2)
     assert configs.choose(HOPPER, Config(query_tile=16), table) == Config(16, 32, 4, 2)
     assert configs.choose(HOPPER._replace(masked=True), None, table) == Config(64, 64, 4, 3)
+    assert configs.choose(HOPPER._replace(packed=True), None, table) == Config(64, 32, 4, 2)
     narrow = KernelProblem("sm_90", "forward", 16, wide=False)
     assert configs.choose(narrow, None, {configs.entry_of(narrow): Config(16, 16, 1, 1)}) == Config(
         16, 16, 1, 1
@@ -93,6 +109,7 @@ def test_a_config_that_no_kernel_can_have_is_refused(config, message):
 def test_only_what_cannot_do_better_may_spill():
     assert configs.may_spill(HOPPER._replace(width=64)) == ""
     assert "H200" in configs.may_spill(HOPPER._replace(which="backward_keys"))
+    assert "H200" in configs.may_spill(HOPPER._replace(which="backward_keys", width=256))
     assert "tensor cores" in configs.may_spill(HOPPER._replace(wide=True))
     assert configs.may_spill(HOPPER._replace(wide=True, width=64)) == ""
     assert "tensor cores" in configs.may_spill(HOPPER._replace(architecture="sm_75"))

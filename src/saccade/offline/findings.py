@@ -99,6 +99,7 @@ def problem_of(architecture: str, which: str, call: Call) -> KernelProblem:
     problem = KernelProblem(
         architecture, which, call.head_dim, call.dtype == "fp32", call.mask != "none",
         call.dropout_p > 0, call.mask in READ_BY_PAIR and not call.packed, call.is_short(),
+        call.packed,
     )  # fmt: skip
     return configs.entry_of(problem)
 

@@ -45,6 +45,7 @@ class KernelProblem(NamedTuple):
     dropout: bool = False  # whether weights are dropped: random numbers take registers
     listed: bool = False  # whether tiles are listed: then few are edges, and those are slow
     short: bool = False  # whether rows see few keys of many: beginnings and ends count
+    packed: bool = False  # whether sequences are packed: some programs have no rows
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
@@ -73,7 +74,8 @@ def choose(
     Raises:
         ValueError: for a given number that no kernel can have.
     """
-    config = (table or {}).get(entry_of(problem)) or default(problem)
+    entry, table = entry_of(problem), table or {}
+    config = table.get(entry) or table.get(entry._replace(packed=False)) or default(problem)
     if given is None:
         return config
     check(given)
@@ -125,8 +127,10 @@ def row_of(problem: KernelProblem) -> tuple[str, tuple[Config, ...]]:
     """The row of the tables that serves a problem, by its name there."""
     rows = _FLOAT32 if problem.wide else _HALF[problem.architecture]
     kinds = [kind for kind in ("dropout", "listed", "short", "masked") if getattr(problem, kind)]
-    names = [f"{problem.which}, {kind}" for kind in kinds]
-    name = next(filter(rows.__contains__, names), problem.which)
+    names = [*(f"{problem.which}, {kind}" for kind in kinds), problem.which]
+    if problem.packed:
+        names = [kind for name in names for kind in (f"{name}, packed", name)]
+    name = next(filter(rows.__contains__, names))
     return name, rows[name]
 
 
@@ -174,21 +178,27 @@ _GEFORCE = {  # sm_120: 99 KB too; by Triton 3.9 the wider forward tile spills 5
     **_ADA,
     "forward": _row((128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 8, 2), (64, 32, 8, 2)),
 }
-# Timed on an H200 at widths 64 and 128, but for backward_bias.
+# Timed on an H200, but for backward_bias; at width 256 forward, backward_keys and backward_queries.
 _HOPPER = {  # sm_90: 227 KB
-    "forward": _row((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3)),
-    "forward, masked": _row((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 32, 8, 1)),
-    "forward, listed": _row((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 1)),
+    "forward": _row((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+    "forward, masked": _row((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+    "forward, listed": _row((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
     "forward, dropout": _row((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 2)),
-    "backward_keys": _row((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (32, 32, 8, 1)),
-    "backward_keys, masked": _row((64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 8, 1)),
+    "backward_keys": _row((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2)),
+    "backward_keys, masked": _row((64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 8, 2)),
+    "backward_keys, short, packed": _row(
+        (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)
+    ),
     "backward_keys, dropout": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
-    "backward_queries": _row((64, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
+    "backward_queries": _row((64, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (128, 32, 8, 2)),
+    "backward_queries, packed": _row(
+        (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 2)
+    ),
     "backward_queries, masked": _row(
-        (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (32, 32, 8, 1)
+        (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)
     ),
     "backward_queries, short": _row(
-        (128, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 2), (32, 32, 8, 1)
+        (128, 64, 4, 3), (128, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 2)
     ),
     "backward_queries, dropout": _row(
         (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 1)
@@ -266,5 +276,9 @@ _HALF = {
 # Defaults that spill and stay, as they were timed: (architecture, row, width).
 _TIMED = {
     ("sm_90", "backward_keys", 128): "chosen by its time on an H200",
+    ("sm_90", "backward_keys", 256): "chosen by its time on an H200",
+    ("sm_90", "backward_keys, masked", 256): "chosen by its time on an H200",
+    ("sm_90", "backward_keys, short, packed", 128): "chosen by its time on an H200",
+    ("sm_90", "backward_keys, short, packed", 256): "chosen by its time on an H200",
     ("sm_90", "backward_shared", 128): "chosen by its time on an H200",
 }

@@ -68,8 +68,9 @@ class Kind(NamedTuple):
         listed = masked and not self.packed and mask_functions(variant.mask).spans_read == 2
         short = is_short(variant.mask, variant.mask_captured, *self.geometry.lengths())
         problem = KernelProblem(
-            self.architecture, which, width, wide, masked, inputs.seed is not None, listed, short
-        )
+            self.architecture, which, width, wide, masked, inputs.seed is not None, listed, short,
+            self.packed,
+        )  # fmt: skip
         config = configs.choose(problem, given, tuned.load())
         sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
