@@ -42,7 +42,7 @@ class PassLaunches:
         cuts["LONG"] = of.most_units > paged_pass.MOST_UNITS
         chained = of.chains and of.may_cut
         paired = kind.way_of_pairs if of.paired else 0
-        last = {"NOTED": of.noted, "PAIRED": paired, "CHAINED": chained, "ASKS": kind.runs_ptx}
+        last = {"NOTED": of.noted, "PAIRED": paired, "CHAINED": chained}
         self.attention = Launch(attention_pages, {**shared, **cuts, **last}, options)
         names = ("GROUP", "VALUE_DIM", "VALUE_WIDTH")
         merge = {name: kind.constants[name] for name in names} | tiles

@@ -19,7 +19,6 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from saccade.kernels.pages import (
     as_halves,
     as_numbers,
-    ask_for_table,
     find_page,
     load_scales,
     load_slots,
@@ -65,7 +64,7 @@ def attention_pages(
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
-    NOTED: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr, ASKS: tl.constexpr,
+    NOTED: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the work, split by split (kernels/schedule.py).
 
@@ -73,7 +72,6 @@ def attention_pages(
 
     PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX (paged_pairs.py);
     0: they do not. CHAINED: the merging kernel is to start early, and waits for this one by itself.
-    ASKS: pages are asked for before they are looked up (kernels/pages.py).
     """
     if CHAINED:
         gdc_launch_dependents()
@@ -115,17 +113,16 @@ def attention_pages(
         clean_first, clean_end, edge_first, edge_end = part_of_walk(walk, offset, end)
         kv_start = next_in_range(None, walk, clean_first, True) * KV_TILE
         page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE)
-        if ASKS:
-            ask_for_table(key, batch, kv_start, (clean_end - clean_first) * KV_TILE, PAGE_SIZE)
         for number in range(clean_first, clean_end):  # clean tiles: no mask arithmetic
             kv_start = next_in_range(None, walk, number, True) * KV_TILE
+            next_start = next_in_range(None, walk, number + 1, True) * KV_TILE
+            next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
                 False, PAIRED,
             )  # fmt: skip
-            next_start = next_in_range(None, walk, number + 1, True) * KV_TILE
-            page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
+            page = next_page
         kv_start = next_in_range(None, walk, edge_first, False) * KV_TILE
         page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE)
         # Edges: pair by pair. Without a mask there is one at most, which needs no pipeline.
@@ -133,13 +130,14 @@ def attention_pages(
             edge_first, edge_end, num_stages=1 if rules.mask.visible is None else None
         ):
             kv_start = next_in_range(None, walk, number, False) * KV_TILE
+            next_start = next_in_range(None, walk, number + 1, False) * KV_TILE
+            next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
                 True, PAIRED,
             )  # fmt: skip
-            next_start = next_in_range(None, walk, number + 1, False) * KV_TILE
-            page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
+            page = next_page
         row_max, row_sum, sums = state
         weighted_sum = finish_paired_sums(sums) if PAIRED else sums
         if (offset == 0) & (end == units):

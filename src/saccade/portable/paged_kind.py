@@ -128,14 +128,10 @@ class PagedKind(NamedTuple):
 
     @property
     def way_of_pairs(self) -> int:
-        """How pairs of eight-bit numbers are taken apart."""
-        return (paged_pairs.BY_PTX if self.runs_ptx else paged_pairs.BY_TRITON).value
-
-    @property
-    def runs_ptx(self) -> bool:
-        """Whether kernels may hold PTX; the interpreter, which counts as sm_75, runs none."""
+        """How pairs of eight-bit numbers are taken apart; the interpreter runs no PTX."""
         known = self.device is not None or self.architecture != "sm_75"
-        return known and self.architecture.startswith("sm_")
+        ptx = known and self.architecture.startswith("sm_")
+        return (paged_pairs.BY_PTX if ptx else paged_pairs.BY_TRITON).value
 
     def _in_pairs(self, inputs: PagedInputs) -> bool:
         """Whether pages can be read as pairs of eight-bit numbers."""
