@@ -68,4 +68,8 @@ PAGED_TARGETS = (
         "chunks of a prompt over pages: at most 1.08 of the dense kernel's time",
         ("gpu-pages-*-new*",), Peer("saccade/portable"), 1.08, ("forward",), WHO,
     ),
+    Target(
+        "chunks of a prompt over pages, Hopper: at most 1.08 of the dense Hopper kernel's time",
+        ("gpu-pages-*-new*",), Peer("saccade/hopper"), 1.08, ("forward",), "hopper/scattered-64",
+    ),
 )  # fmt: skip
