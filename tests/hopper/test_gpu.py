@@ -13,6 +13,7 @@ from torch import Tensor
 
 import saccade
 from saccade import masks
+from saccade.hopper import configs
 from saccade.testing import assert_exact, make_case
 
 pytestmark = pytest.mark.gpu
@@ -150,14 +151,31 @@ def test_two_backward_passes_agree(head_dim: int, mask: Any) -> None:
     torch.testing.assert_close(first[0], second[0], rtol=0.01, atol=1e-4)
 
 
-def test_deterministic_gradients_are_equal_bits() -> None:
-    tensors = [normal(2, 8, 1500, 128, seed=n) for n in range(3)]
-    grad_output = normal(2, 8, 1500, 128, seed=3)
-    first, second = (
-        differentiate(tensors, grad_output, mask=masks.causal(), deterministic=True)
-        for _ in range(2)
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.causal() & masks.window(300)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_gradients_are_equal_bits(head_dim: int, mask: masks.Mask | None) -> None:
+    """So many heads that programs take several tiles of keys, and shares wait for each other."""
+    tensors = [normal(4, 8, 1500, head_dim, seed=n) for n in range(3)]
+    grad_output = normal(4, 8, 1500, head_dim, seed=3)
+    first, *others = (
+        differentiate(tensors, grad_output, mask=mask, deterministic=True) for _ in range(4)
     )
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    for other in others:
+        assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_shares_in_turns(mask: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As deterministic passes have it; spoilt rows, ragged sequences, and heads that share keys."""
+    monkeypatch.setattr(configs, "in_turns", lambda problem: problem.prefixes)
+    for lengths in (((1300, 1260),), ((200, 300), (0, 440), (65, 0), (130, 130), (1, 1700))):
+        case = make_case(
+            packed=len(lengths) > 1, lengths=lengths, mask=mask, head_dim=head_dim,
+            value_dim=head_dim, group=2, dtype=BF16, sinks=True, spoil_hidden=mask == "causal",
+            device="cuda",
+        )  # fmt: skip
+        assert_exact(case, "hopper")
 
 
 def test_a_gradient_without_strides() -> None:

@@ -45,7 +45,9 @@ def test_all_widths_multiply_and_cover_their_exponents():
 def test_the_backward_pass_keeps_products_under_way():
     calls = [Call(dim, mask=mask) for dim in (64, 128) for mask in ("none", "causal")]
     results = compiled("hopper_shared", "hopper_backward", *calls)
-    for result in [*results, *compiled("hopper_ordered", "hopper_backward, ordered", calls[-1])]:
+    results += compiled("hopper_ordered", "hopper_backward, ordered", calls[-1])
+    results += compiled("hopper_turns", "hopper_backward, in turns", calls[-1])
+    for result in results:
         assert result.usage.looped == 0
         assert result.usage.products >= 96  # those of two consumers, and of a first tile
         # Were products waited for one by one, as ptxas has it when registers are short, there

@@ -83,21 +83,43 @@ def test_what_the_backward_kernel_does_not_serve(changes, what):
 
 
 @pytest.mark.parametrize(
-    ("mask", "length", "few"),
+    ("mask", "in_turns"),
     [
-        (None, 512, True),
-        (None, 1024, False),
-        (masks.causal(), 1024, True),
-        (masks.causal(), 2048, False),
-        (masks.causal() & masks.window(256), 1 << 14, True),
-        (masks.documents(torch.zeros(1, 2048, dtype=torch.int32)), 2048, False),
+        (None, True),
+        (masks.causal(), True),
+        (masks.causal("top_left"), True),
+        (masks.causal() & masks.window(256), False),
+        (masks.documents(torch.zeros(1, 4096, dtype=torch.int32)), False),
     ],
 )
-def test_the_ordered_form_is_for_equal_bits_and_for_few_keys(mask, length, few):
-    inputs, variant = make(Call(64, length=length), torch.device("cpu"))
+def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_turns):
+    inputs, variant = make(Call(64, length=4096), torch.device("cpu"))
     if mask is not None:
         variant = variant._replace(mask=mask.key, mask_captured=mask.captured)
-    problem = gradients.backward_problem(inputs, variant, False)
-    assert gradients.sees_few_keys(variant, problem) == few
-    assert configs.ordered(problem._replace(few_keys=few)) == few
-    assert configs.ordered(problem._replace(deterministic=True))
+    problem = gradients.backward_problem(inputs, variant, True)
+    assert configs.in_turns(problem) == in_turns
+    assert configs.ordered(problem) != in_turns
+    assert not configs.in_turns(problem._replace(deterministic=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_turns"),
+    [
+        ({}, True),
+        ({"kv_len": 1025}, False),
+        ({"head_width": 64, "value_width": 64}, False),
+        ({"masked": False}, False),
+        ({"prefixes": False}, False),
+    ],
+)
+def test_short_causal_passes_of_width_128_are_faster_in_turns(changes, in_turns):
+    problem = BACKWARD._replace(
+        head_width=128, value_width=128, query_len=1024, kv_len=1024, masked=True, prefixes=True
+    )
+    assert configs.in_turns(problem._replace(**changes)) == in_turns
+
+
+def test_programs_that_begin_together_stand_at_different_heads():
+    assert configs.heads_in_turns(8, 132) == 17
+    assert configs.heads_in_turns(128, 132) == 2
+    assert configs.heads_in_turns(500, 132) == 1

@@ -20,10 +20,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.careful import holds_spoilt
+from saccade.hopper.careful import note_spoilt
 from saccade.hopper.forward import as_matrix, as_operand, mma_layout, ticket_of
 from saccade.hopper.pipeline import (
-    add,
     here,
     make_backward_rings,
     store,
@@ -36,10 +35,12 @@ from saccade.hopper.schedule import (
     next_number,
     num_tiles,
     num_visits,
+    program_of,
     program_of_keys,
     tile_of,
     write_ticket,
 )
+from saccade.hopper.shares import add_share, give_turn, given_turns, multiply_grad_scores
 from saccade.hopper.weighing import ROWS, places_of
 from saccade.kernels.softmax import LOG2_E
 from saccade.kernels.tiles import num_rows, row_pointers
@@ -92,9 +93,12 @@ def produce(
     QUERY_TILE: gl.constexpr = query_desc.block_type.shape[2]
     tile_turn, ticket_turn, turn = 0, 0, 0
     number = gl.program_id(0)
-    following = number
     while number < num_tiles(schedule):
-        batch, kv_head, tile, slot = key.find(program_of_keys(schedule, number), key.data, KV_TILE)
+        if scratch.turns is None:
+            program = program_of_keys(schedule, number)
+        else:  # last tiles add first, so they come first: nobody waits for who has not begun
+            program = program_of(schedule, number)
+        batch, kv_head, tile, slot = key.find(program, key.data, KV_TILE)
         kv_start = tile * KV_TILE
         query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
         if kv_start < kv_len:  # packed sequences have slots without rows
@@ -127,14 +131,11 @@ def produce(
                         rings.values.acquire(tile_turn)
                         rings.values.load(tile_turn, value_desc, keys_at)
                     rings.grad_outputs.load(turn, grad_output_desc, queries_at)
-                    if begins:
-                        following = next_number(schedule, number)
                     turn += 1
                 ticket_turn += 1
             tile_turn += 1
-        else:
-            following = next_number(schedule, number)
-        number = following
+        # No sooner: who has a number and does not begin may keep others waiting.
+        number = next_number(schedule, number)
     # A ticket for no keys: there is nothing left.
     rings.tickets.acquire(ticket_turn)
     none = ticket_turn * 0
@@ -154,6 +155,7 @@ def consume(
     VALUE_WIDTH: gl.constexpr = rings.values.memory.shape[4]
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
     tile_turn, ticket_turn, turn = 0, 0, 0
+    added = -1
     place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
     while kv_len > 0:
         rings.keys.wait(tile_turn)
@@ -168,8 +170,8 @@ def consume(
             batch, query_head, kv_start = place
             first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
             at = (batch, query_head, kv_start + WHICH * ROWS, query_len, kv_len, first_slot)
-            of_key, of_value = sum_over_queries(
-                share_desc, rings, rules, at, walk, turn, of_key, of_value, WHICH
+            of_key, of_value, added = sum_over_queries(
+                share_desc, rings, rules, scratch, at, walk, turn, added, of_key, of_value, WHICH
             )
             turn += num_visits(walk)
         rings.values.release(tile_turn)
@@ -178,12 +180,15 @@ def consume(
         batch, query_head, kv_start = place
         kv_head = query_head // HEADS_PER_KV_HEAD
         at = (batch, kv_head, kv_start + WHICH * ROWS, kv_len)
-        if CAREFUL and (holds_spoilt(of_key) | holds_spoilt(of_value)):
-            gl.store(scratch.flag, 1)
+        if CAREFUL:
+            note_spoilt(scratch.flag, of_key)
+            note_spoilt(scratch.flag, of_value)
         memory = rings.outputs[WHICH]
         finish(of_value, grad_value_desc, grad_value, schedule, at, memory, VALUE_DIM)
         finish(of_key * rules.scale, grad_key_desc, grad_key, schedule, at, memory, HEAD_DIM)
         place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+        if scratch.turns is not None:
+            added = give_turn(scratch, added)
     wait_for_stores()
 
 
@@ -197,7 +202,8 @@ def next_ticket(rings, turn):
 
 @gluon.jit
 def sum_over_queries(
-    share_desc, rings, rules, at, walk, turn, of_key, of_value, WHICH: gl.constexpr
+    share_desc, rings, rules, scratch, at, walk, turn, added, of_key, of_value,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     """Add what every visited tile of one query head gives.
 
@@ -206,25 +212,29 @@ def sum_over_queries(
     of shares there are none.
     """
     SHARING: gl.constexpr = share_desc is not None
-    of_key, of_value = add_tile(
-        share_desc, rings, rules, at, walk, 0, turn, of_key, of_value, False, WHICH
+    of_key, of_value, added = add_tile(
+        share_desc, rings, rules, scratch, at, walk, 0, turn, added, of_key, of_value, False, WHICH
     )
     for index in range(1, num_visits(walk)):
         turn += 1
-        of_key, of_value = add_tile(
-            share_desc, rings, rules, at, walk, index, turn, of_key, of_value, SHARING, WHICH
-        )
+        of_key, of_value, added = add_tile(
+            share_desc, rings, rules, scratch, at, walk, index, turn, added, of_key, of_value,
+            SHARING, WHICH,
+        )  # fmt: skip
     if SHARING:
         share = multiply_grad_scores(rings, turn, WHICH)
         share = warpgroup_mma_wait(0, deps=[share])
         last = num_visits(walk) - 1
-        add_share(share_desc, rings, rules, at, walk, last, share, WHICH)
-    return of_key, of_value
+        given = given_turns(rings, rules, scratch, at, walk, last, WHICH)
+        added = add_share(
+            share_desc, rings, rules, scratch, at, walk, last, share, given, added, WHICH
+        )
+    return of_key, of_value, added
 
 
 @gluon.jit
 def add_tile(
-    share_desc, rings, rules, at, walk, index, turn, of_key, of_value,
+    share_desc, rings, rules, scratch, at, walk, index, turn, added, of_key, of_value,
     LATER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Add what one tile of queries gives to the gradients of the keys and values.
@@ -246,6 +256,8 @@ def add_tile(
     query_tile = as_matrix(rings.queries.at(turn))
     grad_tile = as_matrix(rings.grad_outputs.at(turn))
     nothing = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
+    if LATER:
+        given = given_turns(rings, rules, scratch, at, walk, index - 1, WHICH)
 
     rings.queries.wait(turn)
     starts = rings.starts.index(rings.queries.stage(turn)).reshape([2 * QUERY_TILE])
@@ -279,12 +291,14 @@ def add_tile(
     of_key = warpgroup_mma(operand, query_tile, of_key, is_async=True)
     if LATER:
         of_value, share = warpgroup_mma_wait(1, deps=[of_value, share])
-        add_share(share_desc, rings, rules, at, walk, index - 1, share, WHICH)
+        added = add_share(
+            share_desc, rings, rules, scratch, at, walk, index - 1, share, given, added, WHICH
+        )
         of_key = warpgroup_mma_wait(0, deps=[of_key])
     else:
         of_value, of_key = warpgroup_mma_wait(0, deps=[of_value, of_key])
     rings.queries.release(turn)
-    return of_key, of_value
+    return of_key, of_value, added
 
 
 @gluon.jit
@@ -315,39 +329,6 @@ def weigh(scores, score_start, rules, at, walk, index):
             scaled, batch, query_head, query_rows, key_rows, kv_len - query_len, rules.score.data
         )
     return weights, slopes
-
-
-@gluon.jit
-def multiply_grad_scores(rings, turn, WHICH: gl.constexpr):
-    """Start this consumer's half of grad_scores · keys: half of the rows, or of the channels."""
-    rings.grad_scores.wait(turn)
-    grad_scores = rings.grad_scores.at(turn)
-    keys = as_matrix(rings.keys.memory.index(here(turn - turn)))
-    if grad_scores.shape[1] > ROWS:
-        grad_scores = grad_scores.slice(WHICH * ROWS, ROWS, dim=1)
-        right = keys
-    else:
-        HALF: gl.constexpr = keys.shape[1] // 2
-        right = keys.slice(WHICH * HALF, HALF, dim=1)
-    WIDTH: gl.constexpr = right.shape[1]
-    nothing = gl.zeros([ROWS, WIDTH], gl.float32, mma_layout(WIDTH))
-    return warpgroup_mma(grad_scores.permute((1, 0)), right, nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def add_share(share_desc, rings, rules, at, walk, index, share, WHICH: gl.constexpr):
-    """Start to add a share of the gradients of queries to memory.
-
-    In the order of registers, 16 bytes of each thread side by side, so that no two threads want
-    the same bank of shared memory; `backward_rows.py` knows that order.
-    """
-    memory = rings.shares[WHICH]
-    numbers = gl.reshape(share, [4, 2, 8, share.shape[1] // 8, 4, 2])
-    numbers = gl.permute(numbers, [3, 0, 2, 4, 1, 5])
-    wait_for_stores()
-    memory.store(gl.reshape(numbers, memory.shape))
-    slot = at[5] + tile_of(rules, walk, index)
-    add(share_desc, [(slot * 2 + WHICH) * memory.shape[0], 0], memory)
 
 
 @gluon.jit

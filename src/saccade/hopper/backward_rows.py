@@ -24,6 +24,8 @@ class Scratch(NamedTuple):
     slot: Any  # dense_slot or packed_slot
     shares: Any  # of the gradients of queries: float32 in memory, by slot; None: there are none
     flag: Any  # int32 in memory: whether hidden rows may have spoilt something; None: they cannot
+    turns: Any = None  # int32 in memory, by part: how many shares were added; None: in any order
+    last_key: Any = None  # with turns: the last key row that a query row sees
 
 
 @triton.jit
@@ -37,6 +39,24 @@ def packed_slot(batch, head, data, TILE: tl.constexpr):
     """The same in a packed sequence; see `tiles.packed_program`."""
     slots = (data[3] - ADDED) // TILE + (data[1] - ADDED)
     return head * slots + tl.load(data[0] + batch) // TILE + batch
+
+
+@triton.jit
+def last_of_all(query_row, query_len, kv_len):
+    """The last key row that a query row sees if nothing is hidden."""
+    return kv_len - 1
+
+
+@triton.jit
+def last_from_bottom_right(query_row, query_len, kv_len):
+    """The same under a causal mask at whose end the last rows meet."""
+    return tl.minimum(tl.minimum(query_row, query_len - 1) + kv_len - query_len, kv_len - 1)
+
+
+@triton.jit
+def last_from_top_left(query_row, query_len, kv_len):
+    """The same under a causal mask at whose beginning the first rows meet."""
+    return tl.minimum(tl.minimum(query_row, query_len - 1), kv_len - 1)
 
 
 @triton.jit
@@ -58,7 +78,7 @@ def attention_backward_begin(
     the work, it writes what sums of scores and of grad_weights start at: -lse · factor, -row_dot.
 
     A row that saw nothing starts at -inf, which makes all its weights 0. Shares of the gradients
-    of queries are added to zeros.
+    of queries are added to zeros, unless they have turns.
     """
     batch, head, tile, _ = output.find(from_the_end(), output.data, QUERY_TILE)
     slot = scratch.slot(batch, head, output.data, QUERY_TILE) + tile
@@ -76,10 +96,13 @@ def attention_backward_begin(
     start = starts + slot * (2 * QUERY_TILE)
     tl.store(start + places, tl.where(saw_nothing, float("-inf"), -lse * factor))
     tl.store(start + QUERY_TILE + places, -dot)
-    if scratch.shares is not None:
+    if scratch.shares is not None and scratch.turns is None:
         share = scratch.shares + slot.to(tl.int64) * (QUERY_TILE * HEAD_WIDTH)
         numbers = tl.arange(0, QUERY_TILE * HEAD_WIDTH)
         tl.store(share + numbers, tl.zeros([QUERY_TILE * HEAD_WIDTH], tl.float32))
+    if scratch.turns is not None:
+        parts = slot * PARTS + tl.arange(0, PARTS)
+        tl.store(scratch.turns + parts, tl.zeros([PARTS], tl.int32))
 
 
 @triton.jit
@@ -96,7 +119,11 @@ def attention_backward_end(
     for part in tl.static_range(PARTS):
         numbers = tl.arange(0, PART_ROWS * WIDTH)
         place = (slot.to(tl.int64) * PARTS + part) * (PART_ROWS * WIDTH)
-        share = tl.load(scratch.shares + (place + numbers))
+        if scratch.turns is None:
+            share = tl.load(scratch.shares + (place + numbers))
+        else:  # who comes first writes; where nobody came, nobody wrote
+            written = tl.load(scratch.turns + slot * PARTS + part) > 0
+            share = tl.load(scratch.shares + (place + numbers), mask=written, other=0.0)
         # As registers lay: eight channels, warp, row, two of them, row + 8, channel.
         share = tl.reshape(share, [WIDTH // 8, 4, 8, 4, 2, 2])
         share = tl.reshape(tl.permute(share, [1, 4, 2, 0, 3, 5]), [PART_ROWS, WIDTH])

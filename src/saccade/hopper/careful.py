@@ -31,6 +31,17 @@ def holds_spoilt(tile):
 
 
 @gluon.jit
+def note_spoilt(flag, tile):
+    """Write 1 to memory if a tile holds NaN or inf anywhere.
+
+    No thread waits for another one, and hardly ever does one write.
+    """
+    parts = gl.reshape(tile * 0.0, [tile.shape[0], tile.shape[1] // 8, 4, 2])
+    spoilt = gl.sum(gl.sum(parts, 1), 2) != 0.0
+    gl.store(flag + spoilt.to(gl.int32) * 0, 1, mask=spoilt)
+
+
+@gluon.jit
 def attend_with_care(
     query, key, value, output, logsumexp, rules, sinks, at, walk,
     KV_TILE: gl.constexpr, HEADS_PER_KV_HEAD: gl.constexpr,

@@ -1,6 +1,6 @@
 """Gradients by Hopper kernels: which kernels a backward pass starts, and in which order.
 
-begin → backward → end                                  the fast form
+begin → backward → end                                  the fast form, and the one in turns
 begin → backward → end → again, keys → again, queries   … where hidden rows may spoil something
 begin → backward (without shares) → again, keys → portable queries          the ordered form
 … → one portable pass for each bias that wants a gradient
@@ -40,12 +40,15 @@ from saccade.portable.gradients import Results
 from saccade.portable.kind import Kind, memory_like, remembered
 from saccade.portable.pairs import Forward
 from saccade.portable.planning import Planner
-from saccade.portable.reach import is_short
 from saccade.prepare import strides_fit_tma
 from saccade.problem import Config, Gradients, Inputs, Variant, empty_gradients
 
+LAST_KEYS = {  # of masks under which a row sees all keys up to one of them
+    "": backward_rows.last_of_all,
+    "causal:bottom_right#": backward_rows.last_from_bottom_right,
+    "causal:top_left#": backward_rows.last_from_top_left,
+}
 LONGEST_SIDE = 256  # of what TMA moves at once
-FEW_KEYS = 512
 
 
 def backward(
@@ -92,17 +95,9 @@ def backward_problem(
     head_width, value_width = (width_of(rows.shape[-1]) for rows in (inputs.query, inputs.value))
     lengths = Geometry.of(inputs).lengths()
     return configs.BackwardProblem(
-        head_width, value_width, *lengths, variant.mask != "", deterministic
-    )
-
-
-def sees_few_keys(variant: Variant, problem: configs.BackwardProblem) -> bool:
-    """Whether a row sees few keys, by its mask's function if that reads no tensor."""
-    lengths = problem.query_len, problem.kv_len
-    if not variant.mask:
-        return problem.kv_len <= FEW_KEYS
-    few = is_short(variant.mask, variant.mask_captured, *lengths)
-    return few or problem.kv_len <= 2 * FEW_KEYS
+        head_width, value_width, *lengths, variant.mask != "", deterministic,
+        prefixes=variant.mask in LAST_KEYS,
+    )  # fmt: skip
 
 
 def readable(rows: Tensor) -> Tensor:
@@ -121,6 +116,7 @@ class Memory(NamedTuple):
     starts: Tensor  # what sums start at, by slot
     shares: Tensor | None  # of the gradients of queries, float32, by slot
     flag: Tensor | None
+    turns: Tensor | None
 
 
 class Backward:
@@ -136,9 +132,9 @@ class Backward:
         self.kind = kind = Kind.of(inputs, tiles.packed_program)
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         self.width = width = problem.head_width
-        problem = problem._replace(few_keys=sees_few_keys(variant, problem))
         self.schedule = chosen = configs.choose_backward(problem)
         self.ordered = configs.ordered(problem)
+        self.last_key = LAST_KEYS[variant.mask] if configs.in_turns(problem) else None
         self.tile = tile = chosen.query_tile
         self.careful = variant.mask != "" or kind.packed
         sizes = tile, configs.BACKWARD_KV_TILE
@@ -177,7 +173,7 @@ class Backward:
         self.over_keys = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
         self.order = self._order(problem.query_len)
         total = kind.geometry.keys.programs(configs.BACKWARD_KV_TILE)
-        self.programs = total if chosen.grid == "plain" else min(total, kind.multiprocessors)
+        self.programs = min(total, kind.multiprocessors)
 
     def _boxes(
         self, inputs: Inputs, results: Results, of_key: Tensor, of_value: Tensor
@@ -203,7 +199,11 @@ class Backward:
         of_query_head = 8 * self.width * query_len  # queries, gradients of outputs, float32 shares
         of_kv_head = of_query_head * self.kind.constants["HEADS_PER_KV_HEAD"]
         heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
-        return schedule.order_of(self.kind.geometry.keys, configs.BACKWARD_KV_TILE, heads)
+        keys = self.kind.geometry.keys
+        if self.last_key is not None:
+            slots = keys.slots(configs.BACKWARD_KV_TILE)
+            heads = configs.heads_in_turns(slots, self.kind.multiprocessors)
+        return schedule.order_of(keys, configs.BACKWARD_KV_TILE, heads)
 
     def memory(self, device: torch.device) -> Memory:
         """Memory for one pass."""
@@ -214,7 +214,11 @@ class Backward:
         if not self.ordered:
             shares = torch.empty(self.slots * self.tile, self.width, **numbers)
         flag = torch.zeros((), dtype=torch.int32, device=device) if self.careful else None
-        return Memory(of_query, of_key, of_value, starts, shares, flag)
+        turns = None
+        if self.last_key is not None:
+            parts = self.slots * backward_rows.PARTS.value
+            turns = torch.empty(parts, dtype=torch.int32, device=device)
+        return Memory(of_query, of_key, of_value, starts, shares, flag, turns)
 
 
 _backwards: dict[Any, Backward] = {}
@@ -341,10 +345,11 @@ class Call(NamedTuple):
         return pointer(self.memory.flag)
 
     def _scratch(self, pointer: Pointer) -> Scratch:
-        packed, flag = self.prepared.kind.packed, self.memory.flag
+        packed, memory = self.prepared.kind.packed, self.memory
         slot = backward_rows.packed_slot if packed else backward_rows.dense_slot
-        shares = self.memory.shares
-        return Scratch(slot, *(None if t is None else pointer(t) for t in (shares, flag)))
+        found = (memory.shares, memory.flag, memory.turns)
+        shares, flag, turns = (None if t is None else pointer(t) for t in found)
+        return Scratch(slot, shares, flag, turns, self.prepared.last_key)
 
     def _forward(self, pointer: Pointer) -> Forward:
         return Forward(

@@ -43,6 +43,10 @@ def _add_by_descriptor(desc, coordinates, memory, _semantic: Any = None):
 start_add = getattr(tma, "async_atomic_add", None) or _add_by_descriptor
 
 
+# And for this one.
+wait_for_each_other = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
 @aggregate
 class Ring:
     """Stages of shared memory, each with a barrier that says full and one that says empty."""
@@ -192,6 +196,34 @@ def add(desc, coordinates, memory):
 def wait_for_stores():
     """Wait until this partition's stores have read their shared memory."""
     tma.store_wait(0)
+
+
+@gluon.jit
+def wait_for_sums():
+    """Wait until this partition's additions are in memory, where another program may add more."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def count_at(pointer):
+    """A number in memory as it is now; asked for at once, and waited for where it is used."""
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def flag_at(pointer):
+    """The same of a number that this program alone writes; mostly it comes from the L1."""
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.cta.global.b32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @aggregate

@@ -41,6 +41,7 @@ PASSES = {
         "hopper_backward_again_queries",
     ),
     "hopper_ordered": ("hopper_backward, ordered",),
+    "hopper_turns": ("hopper_backward, in turns",),
     **PAGED_PASSES,
     **LINEAR_PASSES,
 }
@@ -179,7 +180,7 @@ def start(
         return
     output, lse = results
     if which.startswith("hopper_"):
-        _start_hopper_backward(inputs, variant, given, results, which == "hopper_ordered")
+        _start_hopper_backward(inputs, variant, given, results, which)
         return
     wanted = [0] if which == "bias" else []
     choose = gradients.ordered_is_faster
@@ -194,16 +195,19 @@ def start(
 
 
 def _start_hopper_backward(
-    inputs: Inputs, variant: Variant, config: Config, results: Any, ordered: bool
+    inputs: Inputs, variant: Variant, config: Config, results: Any, which: str
 ) -> None:
     from saccade.hopper import attention, configs
 
     output, lse = results
-    choose = configs.ordered
-    configs.ordered = lambda problem: ordered  # the pass says which form, not the sizes
+    forms = configs.ordered, configs.in_turns
+    # The pass says which form, not the sizes.
+    configs.ordered = lambda problem: which == "hopper_ordered"
+    configs.in_turns = lambda problem: which == "hopper_turns"
     try:
         attention.backward(
-            inputs, variant, config, output, lse, torch.zeros_like(output), None, [], ordered
-        )
+            inputs, variant, config, output, lse, torch.zeros_like(output), None, [],
+            which != "hopper_shared",
+        )  # fmt: skip
     finally:
-        configs.ordered = choose
+        configs.ordered, configs.in_turns = forms

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 OF_HOPPER = ("hopper_forward",)
 OF_HOPPER_GRADIENTS = ("hopper_backward",)
 AROUND = PASSES["hopper_shared"][1:]
-HOPPER_ORDERED = PASSES["hopper_ordered"]
+HOPPER_FORMS = (*PASSES["hopper_ordered"], *PASSES["hopper_turns"])
 HOPPER = (
     *(Entry(Call(dim, mask=mask), OF_HOPPER) for dim in (64, 128, 256) for mask in MASKS[:2]),
     Entry(Call(96), OF_HOPPER),
@@ -40,7 +40,7 @@ HOPPER = (
     Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER),
     Entry(Call(128, mask="causal", packed=True), OF_HOPPER),
     *(
-        Entry(Call(dim, mask=mask), (*OF_HOPPER_GRADIENTS, *HOPPER_ORDERED))
+        Entry(Call(dim, mask=mask), (*OF_HOPPER_GRADIENTS, *HOPPER_FORMS))
         for dim in (64, 128)
         for mask in MASKS[:2]
     ),

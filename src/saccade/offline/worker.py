@@ -84,6 +84,8 @@ def kernel_name(started: Launch, which: str) -> str:
     name = started.kernel.__name__.removeprefix("attention_")
     if which == "hopper_ordered":
         return f"hopper_{name}, ordered"
+    if which == "hopper_turns":
+        return f"hopper_{name}, in turns"
     if which.startswith("hopper"):
         return f"hopper_{name}"
     if "PASS" in started.constants:  # the sweep of linear attention is one kernel for all of them
