@@ -41,15 +41,24 @@ def test_a_schedule_can_be_given_to_measure_it(monkeypatch):
 
 
 def test_heads_take_turns_while_their_keys_fit_the_l2():
-    def heads(slots, megabytes, masked=True, group=1):
-        return configs.heads_at_once(masked, slots, 132, group, megabytes << 20)
+    def heads(number, slots, megabytes, masked=True, group=1):
+        return configs.heads_at_once(masked, number, slots, 132, group, megabytes << 20)
 
-    assert heads(8, 1, masked=False) == 1
-    assert heads(8, 1) == 32  # of 33 that would give two tiles a multiprocessor
-    assert heads(16, 1) == 17
-    assert heads(16, 8) == 4
-    assert heads(16, 8, group=2) == 8  # whose query heads share them
-    assert heads(16, 64) == 1
+    assert heads(128, 16, 1, masked=False) == 1
+    assert heads(128, 16, 1) == 32
+    assert heads(16, 128, 8) == 4
+    assert heads(16, 128, 8, group=2) == 8  # whose query heads share them
+    assert heads(16, 128, 64) == 1
+    assert heads(512, 4, 0) == 64
+    assert heads(512, 2, 0) == 128  # of 132 that would give two tiles a multiprocessor
+
+
+def test_no_turn_is_of_fewer_heads_than_others_by_much():
+    for number in range(1, 200):
+        at_once = configs.heads_at_once(True, number, 32, 132, 1, 2 << 20)
+        turns = -(-number // at_once)
+        assert at_once <= 16
+        assert number - (turns - 1) * at_once > at_once - turns
 
 
 BACKWARD = BackwardProblem(64, 64, 9, 9, masked=False, deterministic=False)

@@ -41,6 +41,7 @@ class Forward:
         self.output, self.lse = memory_like(output), memory_like(lse)
         self.alone = brings_three(inputs, variant) and not self.planner.needed
         self.counted = chosen.grid == "dynamic"
+        self.careful = variant.mask != "" or kind.packed
         self.boxes = (
             Box.of(inputs.query, kind.packed, configs.ROWS, widths[0]),
             Box.of(inputs.key, kind.packed, chosen.kv_tile, widths[0]),
@@ -56,7 +57,7 @@ class Forward:
                 "CONSUMERS": chosen.consumers,
                 "STAGES": chosen.stages,
                 "QUERY_STAGES": chosen.query_stages,
-                "CAREFUL": variant.mask != "" or kind.packed,
+                "CAREFUL": self.careful,
                 "CONSUMER_REGISTERS": chosen.consumer_registers,
                 "PRODUCER_REGISTERS": chosen.producer_registers,
             },
@@ -64,28 +65,28 @@ class Forward:
         )
         queries, tile = kind.geometry.queries, chosen.query_tile
         heads = configs.heads_at_once(
-            problem.masked, queries.slots(tile), kind.multiprocessors,
-            kind.constants["HEADS_PER_KV_HEAD"], 2 * sum(widths) * kind.geometry.lengths()[1],
+            problem.masked, queries.heads * queries.sequences, queries.slots(tile),
+            kind.multiprocessors, kind.constants["HEADS_PER_KV_HEAD"],
+            2 * sum(widths) * kind.geometry.lengths()[1],
         )  # fmt: skip
         self.order = schedule.order_of(queries, tile, heads)
-        total = queries.programs(tile)
-        self.programs = total if chosen.grid == "plain" else min(total, kind.multiprocessors)
+        self.programs = min(queries.programs(tile), kind.multiprocessors)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""
         output, lse = self.output(), self.lse()
-        counters = (counter.counter_of(self.device),) if self.counted else ()
-        plan, tensors = NO_PLAN, (*inputs[:3], output, lse, *counters)
+        numbers = counter.counter_of(self.device)
+        plan, tensors = NO_PLAN, (*inputs[:3], output, lse, numbers)
         if not self.alone:
             plan = self.planner(inputs, variant)
-            tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, *counters)
+            tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)
         if not self.launch.again(self.programs, self.kind.device, tensors):
-            self._start(aligned(inputs), variant, output, lse, plan, counters)
+            self._start(aligned(inputs), variant, output, lse, plan, numbers)
         return output, lse
 
     def _start(
         self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: Plan,
-        counters: tuple[Tensor, ...],
+        numbers: Tensor,
     ) -> None:  # fmt: skip
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             moved = (inputs.query, inputs.key, inputs.value, output)
@@ -98,12 +99,13 @@ class Forward:
                 None if inputs.sinks is None else pointer(inputs.sinks),
                 schedule.Schedule(
                     tiles.packed_origin if self.kind.packed else tiles.dense_origin,
-                    pointer(counters[0]) if counters else None,
+                    pointer(numbers) if self.counted else None,
                     *self.order,
+                    pointer(numbers) if self.careful else None,
                 ),
             )
 
-        tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, *counters)
+        tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)
         self.launch(self.programs, self.kind.device, tensors, arguments)
 
 
@@ -113,7 +115,7 @@ _forwards: dict[Any, Forward] = {}
 def kernel_problem(inputs: Inputs, variant: Variant) -> KernelProblem:
     """What the schedule of a call depends on."""
     head_width, value_width = (width_of(rows.shape[-1]) for rows in (inputs.query, inputs.value))
-    return KernelProblem(head_width, value_width, variant.mask != "")
+    return KernelProblem(head_width, value_width, variant.mask != "", variant.score != "")
 
 
 def prepared(

@@ -25,12 +25,6 @@ CHANNELS = gl.constexpr(64)  # that are multiplied at once
 
 
 @gluon.jit
-def holds_spoilt(tile):
-    """Whether a tile holds NaN or inf anywhere, as one truth for the whole consumer."""
-    return gl.max((gl.sum(tile * 0.0, 1) != 0.0).to(gl.int32), 0) > 0
-
-
-@gluon.jit
 def note_spoilt(flag, tile):
     """Write 1 to memory if a tile holds NaN or inf anywhere.
 

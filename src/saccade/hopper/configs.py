@@ -11,6 +11,7 @@ from typing import NamedTuple
 ROWS = 64  # query rows of a consumer, as in forward.py
 SHARED_MEMORY = 227 << 10  # bytes of one program
 L2_BYTES = 32 << 20  # keys and values of heads that take turns: most of the L2
+HEADS_AT_ONCE = 64
 ADDED_BYTES = 1 << 10  # for barriers and tickets
 
 
@@ -20,6 +21,7 @@ class KernelProblem(NamedTuple):
     head_width: int  # as the kernel widens them
     value_width: int
     masked: bool  # then tiles of query rows are not equally dear
+    scored: bool = False  # whether the caller changes scores
 
 
 class Schedule(NamedTuple):
@@ -32,7 +34,7 @@ class Schedule(NamedTuple):
     output_parts: int  # 1, or 2: halves of its channels go out one after the other
     consumer_registers: int
     producer_registers: int
-    grid: str  # "dynamic", "static" (both persistent) or "plain"
+    grid: str  # "dynamic": programs take numbers from a counter; "static": every so many-th
 
     @property
     def query_tile(self) -> int:
@@ -56,7 +58,8 @@ def choose(problem: KernelProblem) -> Schedule:
     if OVERRIDE is not None:
         return OVERRIDE
     width = max(problem.head_width, problem.value_width)
-    if width <= 64 and not problem.masked:
+    if width <= 64 and not problem.masked and not problem.scored:
+        # A tenth faster than two, and no registers are left for a mask or a score.
         return Schedule(3, 128, 2, 2, 1, 160, 32, "dynamic")
     if width <= 128:
         return Schedule(2, 128, 2, 2, 1, 240, 24, "dynamic")
@@ -65,25 +68,32 @@ def choose(problem: KernelProblem) -> Schedule:
 
 def forward_unsupported(problem: KernelProblem) -> str | None:
     """Why a forward pass goes to the portable kernel, or None."""
-    width = max(problem.head_width, problem.value_width)
-    if OVERRIDE is None and width <= 64 and not problem.masked:
-        return "without a mask, at widths up to 64, the portable kernel is faster"
+    narrow = max(problem.head_width, problem.value_width) <= 64
+    if OVERRIDE is None and narrow and problem.scored and not problem.masked:
+        # Two consumers were 6 to 13 % slower than it without a score, where three are faster.
+        return "for scores without a mask, registers hold too little at widths up to 64"
     return None
 
 
-def heads_at_once(masked: bool, slots: int, multiprocessors: int, group: int, size: int) -> int:
+def heads_at_once(
+    masked: bool, heads: int, slots: int, multiprocessors: int, group: int, size: int
+) -> int:
     """How many query heads take turns, their longest rows first.
 
     Without a mask all rows are equally long: one head after the other meets its keys in the L2.
-    Else there should be some tiles to choose from, but not so many that their keys leave the L2.
+    Else as many as fit it, 64 at most: more are slower at 512, by 3 % at width 128. All turns are
+    of equally many heads: the last one of 9, 9, …, 9 and 1 heads began long rows when all others
+    were done, which took an eighth of the time of 64 heads of 4k.
 
-    slots: tiles of query rows of a head. group: query heads of a kv head. size: bytes of the keys
-    and values of a kv head.
+    heads: query heads of all sequences. slots: tiles of query rows of a head. group: query heads of
+    a kv head. size: bytes of the keys and values of a kv head.
     """
     if not masked:
         return 1
-    enough = -(-2 * multiprocessors // max(slots, 1))
-    return max(1, min(enough, L2_BYTES // max(size, 1) * group))
+    enough = max(HEADS_AT_ONCE, -(-2 * multiprocessors // max(slots, 1)))
+    at_most = max(1, min(enough, L2_BYTES // max(size, 1) * group))
+    turns = -(-heads // at_most)
+    return -(-heads // max(turns, 1))
 
 
 class PagedProblem(NamedTuple):

@@ -1,9 +1,14 @@
-"""Counter: where the programs of a kernel take numbers from, 0 before and after each call."""
+"""Counter: where the programs of a kernel take numbers from, 0 before and after each call.
+
+Behind it are flags, 0 too: in the forward pass, one for each consumer.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+NUMBERS = 1024  # the counter, and more flags than consumers of all multiprocessors
 
 _counters: dict[tuple[int, int], Tensor] = {}
 
@@ -15,9 +20,9 @@ def counter_of(device: torch.device) -> Tensor:
     as it may run beside anything.
     """
     if torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros((), dtype=torch.int32, device=device)
+        return torch.zeros(NUMBERS, dtype=torch.int32, device=device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     found = _counters.get(key)
     if found is None:
-        found = _counters[key] = torch.zeros((), dtype=torch.int32, device=device)
+        found = _counters[key] = torch.zeros(NUMBERS, dtype=torch.int32, device=device)
     return found

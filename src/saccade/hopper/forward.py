@@ -16,12 +16,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.careful import attend_with_care, holds_spoilt
+from saccade.hopper.careful import attend_with_care, note_spoilt
 from saccade.hopper.pipeline import (
+    flag_at,
+    here,
     make_rings,
     pinned,
     store,
+    wait_for_each_other,
     wait_for_stores,
+    wait_for_sums,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -199,17 +203,27 @@ def consume(
             len(rings.queries) == 2,
         )  # fmt: skip
         kv_turn += num_visits(walk)
-        if CAREFUL and holds_spoilt(state[2]):
-            # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care.
-            attend_with_care(
-                query, key, value, output, logsumexp, rules, sinks, at, walk,
-                rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
-            )  # fmt: skip
-        else:
-            finish(
-                state, output_desc, output, logsumexp, sinks, schedule, at, rings.outputs[WHICH],
-                VALUE_DIM,
-            )  # fmt: skip
+        if CAREFUL:
+            # Behind the counter; computed anew, as there are no registers to keep it.
+            spoilt = schedule.spoilt + (1 + here(gl.program_id(0)) * 4 + WHICH)
+            note_spoilt(spoilt, state[2])
+            wait_for_each_other()
+            any_spoilt = flag_at(spoilt)  # it comes while the tile is finished
+        finish(
+            state, output_desc, output, logsumexp, sinks, schedule, at, rings.outputs[WHICH],
+            VALUE_DIM,
+        )  # fmt: skip
+        if CAREFUL:  # noqa: SIM102 (known when compiling; the next is not)
+            if any_spoilt != 0:
+                # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): all once more.
+                wait_for_sums()
+                wait_for_each_other()
+                gl.store(spoilt, 0)
+                attend_with_care(
+                    query, key, value, output, logsumexp, rules, sinks, at, walk,
+                    rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
+                )  # fmt: skip
+                wait_for_each_other()
         tile_turn += 1
         place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
     wait_for_stores()

@@ -70,8 +70,8 @@ class ChunkLaunch:
         )
         longest = inputs.page_table.shape[1] * inputs.page_size
         heads = configs.heads_at_once(
-            True, queries.slots(ROWS_OF_TILE), kind.multiprocessors, kind.constants["GROUP"],
-            2 * sum(widths) * longest,
+            True, queries.heads * queries.sequences, queries.slots(ROWS_OF_TILE),
+            kind.multiprocessors, kind.constants["GROUP"], 2 * sum(widths) * longest,
         )  # fmt: skip
         self.order = schedule.order_of(queries, ROWS_OF_TILE, heads)
         self.programs = min(problem.slots, kind.multiprocessors)
@@ -98,7 +98,7 @@ class ChunkLaunch:
                 *self.kind.results(pointer, inputs, output, lse),
                 schedule.with_own_walk(Rules(*changes, None, variant.scale)),
                 None if inputs.sinks is None else pointer(inputs.sinks),
-                schedule.Schedule(origin, pointer(taken), *self.order),
+                schedule.Schedule(origin, pointer(taken), *self.order, pointer(taken)),
             )
 
         self.launch(self.programs, self.kind.device, (*tensors, taken), arguments)

@@ -16,7 +16,7 @@ def remark(problem: Problem) -> str | None:
     lengths = problem.query_len, problem.kv_len
     masked = problem.mask != ""
     reasons = {
-        "forward": configs.forward_unsupported(KernelProblem(*widths, masked)),
+        "forward": configs.forward_unsupported(KernelProblem(*widths, masked, problem.score != "")),
         "backward": configs.backward_unsupported(BackwardProblem(*widths, *lengths, masked, False)),
     }
     left = [f"{name} by portable kernels ({reason})" for name, reason in reasons.items() if reason]

@@ -33,6 +33,7 @@ class Schedule(NamedTuple):
     total: int  # tiles of query rows, of all heads and sequences
     slots: int  # of one head (and sequence)
     heads_at_once: int  # heads whose tiles are taken in turn, so that their keys stay in the L2
+    spoilt: Any = None  # the memory of the counter, if there are flags behind it
 
 
 def as_odd(number: int) -> int:

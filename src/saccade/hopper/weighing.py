@@ -43,12 +43,14 @@ def hide(scores, rules, at, kv_start):
     """The scores with -inf where a pair is hidden, or a key row past the end."""
     batch, query_head, first_row, query_len, kv_len = at
     query_rows, kv_rows = places_of(scores, first_row, kv_start)
-    visible = kv_rows < kv_len
+    if kv_start + scores.shape[1] > kv_len:  # few edges do, and a comparison costs as a mask does
+        scores = gl.where(kv_rows < kv_len, scores, float("-inf"))
     if rules.mask.visible is not None:
-        visible = visible & rules.mask.visible(
+        visible = rules.mask.visible(
             batch, query_head, query_rows, kv_rows, kv_len - query_len, rules.mask.data
         )
-    return gl.where(visible, scores, float("-inf"))
+        scores = gl.where(visible, scores, float("-inf"))
+    return scores
 
 
 @gluon.jit
