@@ -256,7 +256,9 @@ def add_tile(
     query_tile = as_matrix(rings.queries.at(turn))
     grad_tile = as_matrix(rings.grad_outputs.at(turn))
     nothing = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
-    if LATER:
+    # The sooner the better, but twice as many pairs leave no registers for it any sooner.
+    SOON: gl.constexpr = QUERY_TILE == ROWS
+    if LATER and SOON:
         given = given_turns(rings, rules, scratch, at, walk, index - 1, WHICH)
 
     rings.queries.wait(turn)
@@ -279,14 +281,13 @@ def add_tile(
     grad_weights, slopes = warpgroup_mma_wait(1, deps=[grad_weights, slopes])
     grad_scores = (slopes * grad_weights).to(query_tile.dtype)
     operand = gl.convert_layout(grad_scores, gl.DotOperandLayout(0, OF_KEY, 2))
-    # The sooner the better, but twice as many pairs leave no registers for it any sooner.
-    SOON: gl.constexpr = QUERY_TILE == ROWS
     if LATER and SOON:
         share = multiply_grad_scores(rings, turn - 1, WHICH)
     if share_desc is not None:
         rings.queries.acquire(turn + 1)  # then both have read what lay here two tiles before
         rings.grad_scores.put_rows(turn, WHICH * ROWS, grad_scores)
     if LATER and not SOON:
+        given = given_turns(rings, rules, scratch, at, walk, index - 1, WHICH)
         share = multiply_grad_scores(rings, turn - 1, WHICH)
     of_key = warpgroup_mma(operand, query_tile, of_key, is_async=True)
     if LATER:
