@@ -96,6 +96,7 @@ LINEAR_IMPLEMENTATIONS = [
     Implementation("reference", device="cuda"),
     Implementation("cpu", small=_CPU_CHUNKS),
     Implementation("portable", _COMPILED, "cuda", slow=True),
+    Implementation("hopper", (BF16,), "cuda", slow=True, partial=True),
 ]
 PAGED_IMPLEMENTATIONS = [
     Implementation("reference", batch_invariant=False),

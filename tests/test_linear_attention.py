@@ -247,7 +247,8 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"initial_state": LinearState(STATE.kv, STATE.key_sum.int())}, TypeError, "key_sum"),
     ({"initial_state": LinearState(*STATE[:2], torch.zeros(2, 2))}, ValueError, "log_scale"),
     ({"return_state": 1}, TypeError, "return_state: got 1"),
-    ({"implementation": "hopper"}, ValueError, "implementation: got 'hopper'"),
+    ({"implementation": "flash"}, ValueError, "implementation: got 'flash'"),
+    ({"implementation": "hopper"}, NotImplementedError, "hopper: it takes bfloat16"),
     ({"implementation": "reference", "config": saccade.Config(kv_tile=8)}, NotImplementedError,
      "reference: it has no tiles"),
     ({"config": 128}, TypeError, "config: got int"),
@@ -302,7 +303,8 @@ class TestRefusals:
 def test_explain() -> None:
     found = saccade.explain_linear(*qkv(), normalize="abs")
     assert found.chosen == "cpu"
-    assert list(found.reasons) == ["cpu", "portable", "reference"]
+    assert list(found.reasons) == ["cpu", "portable", "reference", "hopper"]
+    assert found.reasons["hopper"] == "it takes bfloat16, not float32"
     assert found.reasons["cpu"] is None and found.reasons["reference"] is None
     assert found.flops == 2 * 2 * 12 * (2 * 2 * 8 * 8 + 2 * 64 * 16)
     assert found.bytes == 4 * 2 * 2 * 12 * 8 * 4

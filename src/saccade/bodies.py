@@ -106,7 +106,11 @@ PAGED_MODULES = {
     "hopper": "saccade.hopper.paged",
 }
 PAGE_WRITER = "saccade.portable.write"
-LINEAR_MODULES = {"cpu": "saccade.cpu.linear", "portable": "saccade.portable.linear"}
+LINEAR_MODULES = {
+    "cpu": "saccade.cpu.linear",
+    "portable": "saccade.portable.linear",
+    "hopper": "saccade.hopper.linear",
+}
 
 _imported: dict[str, Any] = {}
 

@@ -28,6 +28,7 @@ class Implementation(NamedTuple):
 
 
 WIDEST = 256  # channels that portable kernels hold at once
+WIDEST_KEYS = 128  # of a state that two consumers on Hopper hold
 
 
 def _portable_unsupported(problem: Problem) -> str | None:
@@ -88,6 +89,31 @@ def _linear_portable_unsupported(problem: LinearProblem) -> str | None:
     if widest > WIDEST:
         return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
     return _portable_misses(problem.device, None, problem.dtype, "", "")
+
+
+def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:
+    if problem.dtype != torch.bfloat16:  # in float16, sums are narrowed by factors of their own
+        return f"it takes bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    if not problem.causal:
+        return "it takes causal calls; others are two products"
+    if problem.packed or problem.decay:
+        return f"it takes no {'packed sequences' if problem.packed else 'decay'}"
+    if problem.head_dim % 8 or problem.value_dim % 8:
+        return (
+            "head_dim and value_dim must be multiples of 8, "
+            f"not {problem.head_dim} and {problem.value_dim}"
+        )
+    if problem.head_dim > WIDEST_KEYS:
+        return f"registers hold states of up to {WIDEST_KEYS} channels of keys"
+    sizes = problem.batch, problem.query_heads, problem.key_heads, problem.value_heads
+    if 0 in (*sizes, problem.head_dim, problem.value_dim, problem.query_len, problem.kv_len):
+        return "there is nothing to load"
+    if not problem.tma:
+        return "strides must be multiples of 8, and that of channels 1"
+    if problem.configured:
+        return "it has a schedule of its own and takes no config"
+    misses = _linear_portable_unsupported(problem)
+    return misses or _hopper_misses(problem.device, None)
 
 
 def no_kernels(device: torch.device) -> str | None:
@@ -163,6 +189,7 @@ LINEAR_IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
     Implementation("portable", _linear_portable_unsupported),
     Implementation("reference", _reference_unsupported),
+    Implementation("hopper", _linear_hopper_unsupported),  # last, as above
 )
 """The same for linear attention."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from saccade.offline import findings, known, pool
 from saccade.offline.calls import Call
+from saccade.offline.linear_calls import LinearCall
 from saccade.offline.paged_calls import PagedCall
 from saccade.offline.pool import Job
 
@@ -60,3 +61,12 @@ def test_chunks_over_pages_keep_products_under_way():
     for result in compiled("hopper_paged", "hopper_pages_forward", *calls):
         assert (result.usage.looped, result.usage.covered) == (0, 66)
         assert result.usage.products >= 64
+
+
+def test_linear_attention_keeps_products_under_way():
+    kernels = ("hopper_linear_forward", "hopper_linear_collect")
+    long = LinearCall(128, length=8192, batch=1, heads=2)
+    results = compiled("hopper_linear", kernels[0], LinearCall(64), long)
+    for result in [*results, *compiled("hopper_linear", kernels[1], long)]:
+        assert result.usage.looped == 0
+        assert result.usage.products >= (16 if result.kernel.endswith("collect") else 32)

@@ -6,7 +6,7 @@ nothing there, so rows past the end and channels past the last one need no care.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.experimental.gluon.language as gl
@@ -16,6 +16,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from saccade.kernels.driver import Described
 from saccade.kernels.launch import Pointer, next_width
 from saccade.kernels.places import ALIGNMENT
+from saccade.linear.problem import LinearInputs
 from saccade.problem import Inputs
 
 SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
@@ -62,7 +63,10 @@ def width_of(dim: int) -> int:
     return max(SMALLEST_WIDTH, next_width(dim))
 
 
-def aligned(inputs: Inputs) -> Inputs:
+AnyInputs = TypeVar("AnyInputs", Inputs, LinearInputs)
+
+
+def aligned(inputs: AnyInputs) -> AnyInputs:
     """The inputs at addresses that TMA takes; copied where they are not."""
     query, key, value = inputs[:3]
     if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT == 0:

@@ -1,7 +1,7 @@
 """Pipeline: how a producer hands tiles to consumers; the only file that knows barriers and phases.
 
-A ring is shared memory in stages, a power of two of them. Its users count *turns*, from 0 on and
-never back: turn t is in stage t % stages, for the (t // stages)-th time. A stage is full or empty;
+A ring is shared memory in stages. Its users count *turns*, from 0 on and never back: turn t is in
+stage t % stages, for the (t // stages)-th time. A stage is full or empty;
 who waits for turn t to be full, or for its stage to be empty, need know nothing else.
 
 What differs between versions of Triton's Gluon (3.6 to 3.9) stays in this file.
@@ -102,6 +102,24 @@ class Ring:
                 start_load(desc, [pages[place], head, slot, column * CHANNELS], ready, box)
 
     @gluon.jit
+    def expect(self, turn, desc):
+        """Say what will fill the stage of a turn, where it is several tiles: see `load_tile`."""
+        tiles: gl.constexpr = self.memory.shape[0] // self.full.shape[0]
+        mbarrier.expect(self.full.index(self.stage(turn)), tiles * desc.block_type.nbytes)
+
+    @gluon.jit
+    def load_tile(self, turn, which, desc, coordinates):
+        """Start to fill one of the tiles of a turn."""
+        memory = self.tile_of(turn, which).reshape(desc.block_type.shape)
+        start_load(desc, coordinates, self.full.index(self.stage(turn)), memory)
+
+    @gluon.jit
+    def tile_of(self, turn, which):
+        """One of the tiles of a turn."""
+        tiles: gl.constexpr = self.memory.shape[0] // self.full.shape[0]
+        return self.memory.index(tiles * self.stage(turn) + which)
+
+    @gluon.jit
     def put(self, turn, numbers):
         """Fill the stage of a turn from registers."""
         stage = self.stage(turn)
@@ -134,12 +152,14 @@ class Ring:
     @gluon.jit
     def stage(self, turn):
         """Where a turn is."""
-        return turn & (self.full.shape[0] - 1)
+        STAGES: gl.constexpr = self.full.shape[0]
+        return turn & (STAGES - 1) if is_power_of_two(STAGES) else turn % STAGES
 
     @gluon.jit
     def round(self, turn):
         """How often its stage was used before."""
-        return turn >> exponent_of(self.full.shape[0])
+        STAGES: gl.constexpr = self.full.shape[0]
+        return turn >> exponent_of(STAGES) if is_power_of_two(STAGES) else turn // STAGES
 
 
 @gluon.jit
@@ -148,7 +168,15 @@ def make_ring(
     WRITERS: gl.constexpr = 1,
 ):  # fmt: skip
     """A ring of shape[0] stages, each of which so many consumers empty, and so many fill."""
-    STAGES: gl.constexpr = shape[0]
+    return make_ring_in(dtype, shape, layout, shape[0], USERS, WRITERS)
+
+
+@gluon.jit
+def make_ring_in(
+    dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, STAGES: gl.constexpr,
+    USERS: gl.constexpr, WRITERS: gl.constexpr,
+):  # fmt: skip
+    """A ring of so many stages, whatever part of the memory each of them is."""
     memory = gl.allocate_shared_memory(dtype, shape, layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -193,9 +221,9 @@ def add(desc, coordinates, memory):
 
 
 @gluon.jit
-def wait_for_stores():
-    """Wait until this partition's stores have read their shared memory."""
-    tma.store_wait(0)
+def wait_for_stores(RUNNING: gl.constexpr = 0):
+    """Wait until this partition's stores, all but the last so many, have read their memory."""
+    tma.store_wait(RUNNING)
 
 
 @gluon.jit
@@ -336,6 +364,73 @@ def make_backward_rings(
     )
 
 
+@aggregate
+class LinearRings:
+    """The same of linear attention, where a stage is two tiles. Queries and keys are mapped
+    where they lie; that they are, and that totals stand beside them, is what `mapped` says."""
+
+    queries: Ring
+    keys: Ring
+    values: Ring
+    mapped: gl.shared_memory_descriptor  # a barrier for each stage of keys
+    totals: gl.shared_memory_descriptor  # [2 · stages, rows]
+    narrowed: gl.shared_memory_descriptor  # sums: a tile for each consumer and block of keys
+    outputs: gl.shared_memory_descriptor  # a tile for each stage and consumer
+
+    @gluon.constexpr_function
+    def __init__(self, queries, keys, values, mapped, totals, narrowed, outputs):
+        self.queries = queries
+        self.keys = keys
+        self.values = values
+        self.mapped = mapped
+        self.totals = totals
+        self.narrowed = narrowed
+        self.outputs = outputs
+
+    @gluon.jit
+    def say_mapped(self, turn):
+        """One partition has mapped its part of a turn's queries and keys."""
+        fence_async_shared()
+        mbarrier.arrive(self.mapped.index(self.keys.stage(turn)), count=1)
+
+    @gluon.jit
+    def wait_for_mapped(self, turn):
+        """Wait until all of a turn's queries and keys are mapped."""
+        mbarrier.wait(self.mapped.index(self.keys.stage(turn)), self.keys.round(turn) & 1)
+
+    @gluon.jit
+    def totals_of(self, turn, which):
+        """Where a turn's totals are that one of the mappers found."""
+        return self.totals.index(2 * self.keys.stage(turn) + which)
+
+
+@gluon.jit
+def make_linear_rings(
+    desc, BLOCKS: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr
+):  # fmt: skip
+    """Shared memory of a program of linear attention, whose consumers are two.
+
+    Without OUTPUT_STAGES there are neither outputs nor queries; others stand in for them.
+    """
+    # Tiles are matrices here: what was reshaped can be multiplied and moved, but not loaded.
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    TILE: gl.constexpr = [ROWS, desc.block_type.shape[3]]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype)
+    keys = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 2, 1)
+    values = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 2, 1)
+    mapped = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(mapped.index(stage), count=2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], PLAIN)
+    narrowed = gl.allocate_shared_memory(desc.dtype, in_stages(2 * BLOCKS, TILE), LAYOUT)
+    queries, outputs = keys, narrowed
+    if OUTPUT_STAGES > 0:
+        queries = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 2, 1)
+        outputs = gl.allocate_shared_memory(desc.dtype, in_stages(2 * OUTPUT_STAGES, TILE), LAYOUT)
+    return LinearRings(queries, keys, values, mapped, totals, narrowed, outputs)
+
+
 @gluon.jit
 def make_ring_for(desc, STAGES: gl.constexpr, USERS: gl.constexpr):
     """A ring of tiles as a descriptor loads them."""
@@ -358,6 +453,12 @@ def make_memory_for(desc):
     """Shared memory of one tile as a descriptor stores it."""
     LAYOUT: gl.constexpr = desc.layout
     return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, LAYOUT)
+
+
+@gluon.constexpr_function
+def is_power_of_two(number):
+    """Whether a remainder is a matter of bits."""
+    return number & (number - 1) == 0
 
 
 @gluon.constexpr_function

@@ -17,7 +17,7 @@ from saccade.captures import check_align
 from saccade.linear import arguments
 from saccade.linear.problem import LinearInputs, LinearProblem, LinearState, LinearVariant
 from saccade.linear.scaling import Scaling, scale_features
-from saccade.prepare import autocast
+from saccade.prepare import autocast, strides_fit_tma
 from saccade.problem import Config
 from saccade.reference.linear import features
 
@@ -157,4 +157,5 @@ def problem_of(
         decay=inputs.decay is not None,
         state=inputs.initial_kv is not None,
         configured=config is not None,
+        tma=all(map(strides_fit_tma, (query, key, value))),
     )

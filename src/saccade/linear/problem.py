@@ -177,6 +177,7 @@ class LinearProblem(NamedTuple):
     decay: bool = False
     state: bool = False
     configured: bool = False
+    tma: bool = False  # whether TMA can read query, key and value as they lie
 
     @property
     def bytes(self) -> int:

@@ -17,6 +17,9 @@ LINEAR_PASSES = {
         "linear_row_dot", "linear_grad_query", "linear_grad_key", "linear_grad_value",
     ),
     "linear step": ("linear_step",),
+    "hopper_linear": (
+        "hopper_linear_forward", "hopper_linear_collect", "hopper_linear_again",
+    ),
 }  # fmt: skip
 SWEEPS = ("linear_output", *LINEAR_PASSES["linear backward"][1:])
 
@@ -53,6 +56,11 @@ def start(inputs: LinearInputs, variant: LinearVariant, which: str, config: Conf
     from saccade.portable import linear
 
     given = config or Config()
+    if which == "hopper_linear":
+        from saccade.hopper import linear as hopper
+
+        hopper.forward(inputs, variant, given)
+        return
     results = empty_linear_results(inputs, variant)
     if which == "linear":
         linear.forward(inputs, variant, given)

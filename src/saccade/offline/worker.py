@@ -101,6 +101,8 @@ def config_of(started: Launch) -> tuple[int, int, int, int]:
     if "CONSUMERS" in constants:  # its tile of keys is a side of a descriptor, but for pages
         rows, warps = hopper_configs.ROWS * constants["CONSUMERS"], 4 * constants["CONSUMERS"] + 2
         return rows, constants.get("KV_TILE", 0), warps, constants["STAGES"]
+    if "MAPPER_REGISTERS" in constants:  # linear attention: two consumers, two that map, one loads
+        return hopper_configs.ROWS, hopper_configs.ROWS, 17, constants["STAGES"]
     if "CONSUMER_REGISTERS" in constants:  # two of them, which stand at a tile of keys
         return 0, hopper_configs.BACKWARD_KV_TILE, 9, constants["STAGES"]
     if "OUTER_TILE" in constants:  # of linear attention: channels and rows

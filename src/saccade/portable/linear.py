@@ -40,15 +40,15 @@ _kinds: dict[Any, LinearKind] = {}
 
 def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
-    passes = _passes(inputs, variant, config)
+    passes = passes_of(inputs, variant, config)
     results = empty_linear_results(inputs, variant)
     totals = None if variant.normalize == "none" else results.normaliser
-    before, after = _initial(passes), (results.kv, results.key_sum)
+    before, after = initial_of(passes), (results.kv, results.key_sum)
     segments = passes.segments(passes.kind.heads, passes.kind.value_dim)
     if segments == 1 and variant.causal:
         passes.output(results.output, totals, before, after, 1)
         return results
-    starts, last = _key_states(passes, before, segments)
+    starts, last = key_states(passes, before, segments)
     for into, found in zip(after, last, strict=True):
         into.copy_(found)
     passes.output(results.output, totals, starts, None, segments if variant.causal else 1)
@@ -66,7 +66,7 @@ def backward(
     grad_key_sum: Tensor | None,
 ) -> LinearGradients:
     """Gradients of the inputs, the same bits in every run."""
-    passes = _passes(inputs, variant, config)
+    passes = passes_of(inputs, variant, config)
     kind, inputs = passes.kind, passes.inputs
     gradients = empty_linear_gradients(inputs)
     given = _given(passes, output, normaliser, grad_output)
@@ -79,11 +79,11 @@ def backward(
     dots = _Dots(passes) if inputs.decay is not None else None
 
     segments = passes.segments(kind.heads, kind.head_dim) if variant.causal else 1
-    before = _initial(passes)
+    before = initial_of(passes)
     starts, last = before, None
     ending = _ending(passes, grad_kv, grad_key_sum)
     if segments > 1 or not variant.causal or (dots and ending is not None):
-        starts, last = _key_states(passes, before, segments)
+        starts, last = key_states(passes, before, segments)
         starts = starts if segments > 1 or not variant.causal else before
     passes.grad_query(given, of_query, dots and dots.query, starts, segments)
 
@@ -128,7 +128,7 @@ def step(
     copied back.
     """
     output = empty_linear_results(inputs, variant).output
-    passes = _passes(inputs, variant, Config())
+    passes = passes_of(inputs, variant, Config())
     pool = kv, key_sum
     if all(sums.dtype == torch.float32 and sums.is_contiguous() for sums in pool):
         start_step(passes._replace(slots=state_index), output, pool)
@@ -144,14 +144,16 @@ def step(
 # ---- states ------------------------------------------------------------------------------------
 
 
-def _passes(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Passes:
+def passes_of(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Passes:
+    """A call, ready for its passes."""
     inputs = with_unit_channels(inputs)
     key = signature(inputs, variant, config)
     kind = remembered(_kinds, key, lambda: LinearKind.of(inputs, variant, config))
     return Passes(kind, inputs, faded_of(inputs))
 
 
-def _initial(passes: Passes) -> State | None:
+def initial_of(passes: Passes) -> State | None:
+    """The state that a call starts from, as kernels read it."""
     kv, key_sum = passes.inputs.initial_kv, passes.inputs.initial_key_sum
     if kv is None or key_sum is None:
         return None
@@ -177,7 +179,7 @@ def _ending(
     return matrix, vector if grad_key_sum is None else grad_key_sum.float().contiguous()
 
 
-def _key_states(
+def key_states(
     passes: Passes, before: State | None, segments: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The states that segments start from (not causal: the last one), and the last ones."""

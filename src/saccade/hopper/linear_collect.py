@@ -1,0 +1,90 @@
+"""Linear attention on Hopper, collecting: the states of segments alone, from keys and values.
+
+What linear_forward.py does without queries: the same producer and the same mapping.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.hopper.linear_forward import produce, settled
+from saccade.hopper.linear_mapping import map_features
+from saccade.hopper.linear_program import (
+    channel_of,
+    chunks_of,
+    head_of,
+    keep_sums,
+    start_sums,
+    state_number,
+)
+from saccade.hopper.pipeline import make_linear_rings, warpgroup_mma
+
+
+@gluon.jit
+def linear_collect(
+    key_desc, value_desc, kept, after, sizes,
+    KEY_SHARE: gl.constexpr, VALUE_SHARE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, FEATURE_MAP: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: one segment of a head of the state, or of two; see `linear_forward`."""
+    rings = make_linear_rings(key_desc, BLOCKS, STAGES, 0)
+    gl.warp_specialize(
+        [
+            (add_up, (
+                after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, TILES, SEGMENTS, BOTTOM_RIGHT, 0,
+            )),
+            (add_up, (
+                after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, TILES, SEGMENTS, BOTTOM_RIGHT, 1,
+            )),
+            (map_features, (
+                kept, None, after, sizes, rings, 1, HEAD_DIM, BLOCKS, TILES, SEGMENTS,
+                BOTTOM_RIGHT, FEATURE_MAP, 1.0, "none", False, 0,
+            )),
+            (map_features, (
+                kept, None, after, sizes, rings, 1, HEAD_DIM, BLOCKS, TILES, SEGMENTS,
+                BOTTOM_RIGHT, FEATURE_MAP, 1.0, "none", False, 1,
+            )),
+            (produce, (
+                None, key_desc, value_desc, sizes, rings, 1, KEY_SHARE, VALUE_SHARE, BLOCKS,
+                TILES, SEGMENTS, BOTTOM_RIGHT,
+            )),
+        ],
+        [4, 4, 4, 1],
+        [CONSUMER_REGISTERS, MAPPER_REGISTERS, MAPPER_REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_up(
+    after, sizes, rings, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
+    TILES: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Sum up key features times 64 channels of values."""
+    batch, head = head_of(sizes, WHICH, BLOCKS, TILES, SEGMENTS)
+    _, chunks, _ = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
+    exists = batch < sizes.batches >> 1
+    number = state_number(sizes, batch, head, 1, SEGMENTS)
+    channel = channel_of(WHICH, BLOCKS, TILES, SEGMENTS)
+    LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's features
+    sums = start_sums(None, number, exists, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
+    for turn in range(0, chunks):
+        rings.wait_for_mapped(turn)
+        rings.values.wait(turn)
+        values = rings.values.tile_of(turn, WHICH)
+        added = ()
+        for block in gl.static_range(BLOCKS):
+            keys = rings.keys.tile_of(turn, LEFT + block)
+            token = warpgroup_mma(keys.permute((1, 0)), values, sums[block], is_async=True)
+            added = added + (token,)  # noqa: RUF005
+        sums = settled(added, 0)
+        rings.keys.release(turn)
+    keep_sums(after, sums, number, exists, channel, HEAD_DIM, VALUE_DIM)

@@ -1,0 +1,159 @@
+"""Linear attention on Hopper, mapping: features take the place of queries and keys.
+
+Products read their operands from shared memory, so features are put there, by warps that do nothing
+else. They also keep the sum of key features, and find what each query's scores with it sum up to.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.hopper.linear_program import (
+    BLOCK,
+    chunks_of,
+    head_of,
+    keys_there,
+    state_number,
+    tile_of_values,
+)
+from saccade.hopper.weighing import ROWS
+from saccade.kernels.features import exponential, relu
+
+# As `features.elu_plus_one`, two numbers at a time: e^x in float32, the tangent in bfloat16, where
+# it is rounded as its sum would be. The lesser of two rounded numbers is the lesser one rounded.
+ELU_PLUS_ONE = gl.constexpr("""{
+    .reg .b32 low, high, grown, tangent, one;
+    shl.b32 low, $1, 16;
+    and.b32 high, $1, 0xffff0000;
+    mul.f32 low, low, 0f3FB8AA3B;
+    mul.f32 high, high, 0f3FB8AA3B;
+    ex2.approx.ftz.f32 low, low;
+    ex2.approx.ftz.f32 high, high;
+    cvt.rn.bf16x2.f32 grown, high, low;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 tangent, 0;
+    max.bf16x2 tangent, $1, tangent;
+    add.rn.bf16x2 tangent, tangent, one;
+    min.NaN.bf16x2 $0, grown, tangent;
+}""")
+WIDEN = gl.constexpr("""{
+    .reg .b32 high;
+    and.b32 high, $2, 0xffff0000;
+    shl.b32 $0, $2, 16;
+    mov.b32 $1, high;
+}""")
+
+
+@gluon.jit
+def map_features(
+    kept, before, after, sizes, rings,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr,
+    SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    SCALE: gl.constexpr, NORMALIZE: gl.constexpr, QUERIES: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Put features in place of a block of keys, and of QUERIES; hidden keys have none, nor have
+    queries that see nothing."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    batch, head = head_of(sizes, WHICH, BLOCKS, TILES, SEGMENTS)
+    first, chunks, _ = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
+    num_keys = keys_there(kept, sizes, batch)
+    FIRST_CHANNEL: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
+    channels = FIRST_CHANNEL + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    inside = (channels < HEAD_DIM) & (batch < sizes.batches >> 1)
+    at = state_number(sizes, batch, head, GROUP, SEGMENTS) * HEAD_DIM + channels
+    key_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, LAYOUT))
+    if before is not None:
+        key_sum = gl.load(before.vector + at, mask=inside, other=0.0)
+    for turn in range(0, chunks):
+        place = first + turn * ROWS
+        if QUERIES:
+            map_queries(
+                rings, turn, place, num_keys, key_sum, before is None, FEATURE_MAP, SCALE,
+                NORMALIZE, WHICH, LAYOUT,
+            )  # fmt: skip
+        features = map_keys(
+            rings, turn, place, num_keys, channels < HEAD_DIM, HEAD_DIM != BLOCKS * BLOCK,
+            FEATURE_MAP, WHICH, LAYOUT,
+        )  # fmt: skip
+        rings.say_mapped(turn)
+        key_sum += gl.sum(widened(features), 0)
+    if after is not None:
+        mine = inside & (head % GROUP == 0) & (tile_of_values(TILES, SEGMENTS) == 0)
+        gl.store(after.vector + at, key_sum, mask=mine)
+
+
+@gluon.jit
+def map_queries(
+    rings, turn, place, num_keys, key_sum, UNSTARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Map a chunk's queries, and sum up their scores with all keys of chunks before it."""
+    rings.queries.wait(turn)
+    tile = rings.queries.tile_of(turn, WHICH)
+    features = mapped(tile.load(LAYOUT), FEATURE_MAP)
+    if UNSTARTED:  # noqa: SIM102 (to Triton the first is no branch)
+        if (place < 0) | (num_keys <= 0):  # some see nothing, whatever they are
+            rows = place + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+            see = (rows >= 0) & (num_keys > 0)
+            features = gl.where(see[:, None], features, 0.0)
+    if SCALE != 1.0:
+        features = (widened(features) * SCALE).to(tile.dtype)
+    tile.store(features)
+    if NORMALIZE != "none":
+        totals = gl.sum(widened(features) * key_sum[None, :], 1)
+        rings.totals_of(turn, WHICH).store(totals)
+
+
+@gluon.jit
+def map_keys(
+    rings, turn, place, num_keys, inside, PARTLY: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    WHICH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Map a chunk's keys; if PARTLY, some channels do not exist. Values of hidden keys become 0, as
+    a product does not hide what is not finite (0 · NaN is NaN)."""
+    rings.keys.wait(turn)
+    tile = rings.keys.tile_of(turn, WHICH)
+    features = mapped(tile.load(LAYOUT), FEATURE_MAP)
+    if PARTLY:  # what TMA found there is 0, and e⁰ is not
+        features = gl.where(inside[None, :], features, 0.0)
+    if (place < 0) | (place + ROWS > num_keys):
+        rows = place + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        there = ((rows >= 0) & (rows < num_keys))[:, None]
+        features = gl.where(there, features, 0.0)
+        rings.values.wait(turn)
+        values = rings.values.tile_of(turn, WHICH)
+        values.store(gl.where(there, values.load(LAYOUT), 0.0))
+    tile.store(features)
+    return features
+
+
+@gluon.jit
+def mapped(rows, FEATURE_MAP: gl.constexpr):
+    """Rows through a feature map; see `saccade.kernels.features`."""
+    if FEATURE_MAP == "elu+1":
+        features = gl.inline_asm_elementwise(
+            ELU_PLUS_ONE, "=r,r", [rows], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    elif FEATURE_MAP == "relu":
+        features = relu(rows.to(gl.float32), 0.0).to(rows.dtype)
+    elif FEATURE_MAP == "exp":
+        features = exponential(rows.to(gl.float32), 0.0).to(rows.dtype)
+    else:
+        gl.static_assert(FEATURE_MAP == "identity")
+        features = rows
+    return features
+
+
+@gluon.jit
+def widened(rows):
+    """Rows of bfloat16 in float32: two instructions for two numbers, where LLVM takes three."""
+    return gl.inline_asm_elementwise(
+        WIDEN, "=r,=r,r", [rows], dtype=gl.float32, is_pure=True, pack=2
+    )

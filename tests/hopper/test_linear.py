@@ -1,0 +1,147 @@
+"""Linear attention by Hopper kernels: what they refuse, how they split, and all forms on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+import saccade
+from saccade import dispatch
+from saccade.hopper import linear
+from saccade.linear.prepare import prepare
+from saccade.portable.linear_kind import LinearKind
+from saccade.testing import assert_linear_exact, make_linear_case, poisoned
+
+BF16 = torch.bfloat16
+
+
+def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def reason(query: Tensor, key: Tensor | None = None, **more: Any) -> str:
+    key = query if key is None else key
+    problem = prepare(query, key, key, **more).problem
+    return dispatch.LINEAR_BY_NAME["hopper"].unsupported(problem) or ""
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("not float16", lambda: reason(rows(1, 2, 8, 64, dtype=torch.float16))),
+        ("causal", lambda: reason(rows(1, 2, 8, 64), causal=False)),
+        ("decay", lambda: reason(rows(1, 2, 8, 64), decay=-torch.ones(2))),
+        ("packed", lambda: reason(rows(8, 2, 64), cu_seqlens_q=torch.tensor([0, 8]).int())),
+        ("multiples of 8", lambda: reason(rows(1, 2, 8, 60))),
+        ("up to 128", lambda: reason(rows(1, 2, 8, 136))),
+        ("nothing to load", lambda: reason(rows(1, 2, 8, 64), rows(1, 2, 0, 64))),
+        ("strides", lambda: reason(rows(1, 2, 8, 65)[..., :64])),
+        ("takes no config", lambda: reason(rows(1, 2, 8, 64), config=saccade.Config(kv_tile=64))),
+    ],
+)
+def test_reasons(what: str, found: Any) -> None:
+    assert what in found()
+
+
+def test_it_is_last_and_so_must_be_named() -> None:
+    assert tuple(dispatch.LINEAR_BY_NAME)[-1] == "hopper"
+    with pytest.raises(NotImplementedError, match="hopper: "):
+        saccade.linear_attention(*[rows(1, 2, 8, 64)] * 3, implementation="hopper")
+
+
+def split(*shape: int, lengths: tuple[int, int] | None = None, value_dim: int = 0) -> linear.Split:
+    batch, heads, length, dim = shape
+    query_len, kv_len = lengths or (length, length)
+    query, key = rows(1, 1, 1, 1), rows(1, 1, 1, 1)
+    inputs, variant = prepare(
+        query.expand(batch, heads, query_len, dim), key.expand(batch, heads, kv_len, dim),
+        key.expand(batch, heads, kv_len, value_dim or dim),
+    )[:2]  # fmt: skip
+    kind = LinearKind.of(inputs, variant, saccade.Config(kv_tile=64))
+    return linear.Split.of(kind._replace(multiprocessors=132))
+
+
+def test_splits() -> None:
+    assert split(8, 16, 8192, 128) == (2, 1, 1)
+    assert split(8, 32, 8192, 64) == (1, 1, 1)
+    assert split(1, 8, 131072, 128) == (2, 1, 16)
+    assert split(1, 8, 131072, 64) == (1, 1, 33)  # two heads to a program
+    assert split(1, 3, 1024, 128) == (2, 1, 2)  # segments are not shorter than 512
+    assert split(1, 2, 4096, 64, value_dim=256) == (2, 2, 8)
+    assert split(1, 2, 4096, 40, value_dim=96) == (2, 1, 8)
+
+
+def test_few_heads_are_whole_where_chunks_would_not_be_those_of_portable_kernels() -> None:
+    assert split(1, 2, 0, 64, lengths=(4096, 4096 + 64)).segments > 1
+    assert split(1, 2, 0, 64, lengths=(4096, 4096 + 63)).segments == 1
+    assert split(1, 2, 0, 64, lengths=(4096 + 63, 4096)).segments > 1
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("this GPU is no Hopper")
+
+
+FORMS = [
+    {"lengths": ((1, 1),)},
+    {"lengths": ((63, 129),)},
+    {"lengths": ((129, 63),)},
+    {"lengths": ((64, 228),), "align": "top_left"},
+    {"lengths": ((300, 100),), "align": "top_left", "state": True},
+    {"lengths": ((300, 100),), "state": True},
+    {"lengths": ((300, 300),), "padded": True},
+    {"lengths": ((300, 300),), "padded": True, "state": True, "heads": (4, 1, 2)},
+    {"lengths": ((130, 200),), "heads": (2, 2, 4), "normalize": "none", "scale": 0.3},
+    {"lengths": ((130, 200),), "feature_map": "relu", "normalize": "abs"},
+    {"lengths": ((130, 200),), "feature_map": "exp", "normalize": "clamp", "scale": 0.3},
+    {"lengths": ((130, 200),), "feature_map": "identity", "normalize": "abs", "eps": 1.0},
+    {"lengths": ((2000, 2000),), "batch": 1, "heads": (3, 3, 3)},
+    {"lengths": ((2100, 2100),), "batch": 1, "heads": (1, 1, 1), "state": True, "padded": True},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 96), (64, 256)], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form(hopper: None, form: dict[str, Any], dims: tuple[int, int]) -> None:
+    case = make_linear_case(
+        dtype=BF16, head_dim=dims[0], value_dim=dims[1], device="cuda", **form
+    )  # fmt: skip
+    with poisoned():
+        assert_linear_exact(case, "hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spoilt", ["query", "key", "value"])
+@pytest.mark.parametrize("heads", [1, 64], ids=["segments", "whole"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_before_a_spoilt_row_stay_clean(
+    hopper: None, dim: int, heads: int, spoilt: str
+) -> None:
+    tensors = [torch.randn(1, heads, 1500, dim, device="cuda").to(BF16) for _ in range(3)]
+    clean = saccade.linear_attention(*tensors, implementation="hopper")
+    place, which = 1100, ("query", "key", "value").index(spoilt)
+    tensors[which][:, :, place] = torch.nan
+    output = saccade.linear_attention(*tensors, implementation="hopper")
+    torch.testing.assert_close(output[:, :, :place], clean[:, :, :place], atol=0.02, rtol=0.02)
+    assert bool(output[:, :, place].isnan().all())
+    assert bool(output[:, :, place + 1 :].isfinite().all()) == (spoilt == "query")
+
+
+@pytest.mark.gpu
+def test_projections_are_read_as_they_lie_and_runs_are_bit_equal(hopper: None) -> None:
+    joint = torch.randn(2, 700, 12, 128, device="cuda").to(BF16)
+    query, key, value = (part.transpose(1, 2) for part in joint.split([8, 2, 2], 2))
+    found = saccade.linear_attention(query, key, value, implementation="hopper")
+    again = saccade.linear_attention(
+        *(t.contiguous() for t in (query, key, value)), implementation="hopper"
+    )
+    assert torch.equal(found, again)
