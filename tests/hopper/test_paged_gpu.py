@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import saccade
-from saccade import masks
+from saccade import masks, recall
 from saccade.testing import assert_exact, make_paged_case, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +33,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         lambda problem: judge(problem._replace(query_tiles=10**6, slots=10**6)),
     )  # fmt: skip
     monkeypatch.setattr(paged, "_forwards", {})
+    monkeypatch.setattr(recall, "_calls", {})
 
     def recorded(self: Any, *arguments: Any) -> None:
         launched.append("chunk")
@@ -96,7 +97,9 @@ def test_a_long_chunk_equals_the_dense_kernel_and_replays_in_a_graph() -> None:
     options: dict[str, Any] = {"mask": masks.causal(), "implementation": "hopper"}
 
     def attend() -> torch.Tensor:
-        return saccade.attention_paged(query, *pools, table, lens, **options)
+        output = saccade.attention_paged(query, pools[0], pools[1], table, lens, **options)
+        assert isinstance(output, torch.Tensor)
+        return output
 
     wanted = saccade.attention(query, key[None], value[None], **options)
     assert torch.equal(attend(), wanted)

@@ -198,10 +198,7 @@ def test_sliding_layers_hold_what_can_be_seen(seed, monkeypatch):
         length = chance.choice([1, 1, 1, 4, 6, 7, 30])
         for layer, window in enumerate([None, WINDOW]):
             key, value = rows(batch, length)
-            for cache in (ours, own):
-                given = cache.update(key, value, layer)
-                if cache is ours:
-                    mine = given
+            mine, given = (cache.update(key, value, layer) for cache in (ours, own))
             seen = slice(0 if window is None else max(given[0].shape[2] - length - window, 0), None)
             for got, wanted in zip(mine, given, strict=True):
                 assert got.shape == wanted.shape
@@ -211,7 +208,7 @@ def test_sliding_layers_hold_what_can_be_seen(seed, monkeypatch):
             for cache in (ours, own):
                 cache.crop(-removed)
         if chance.random() < 0.3:
-            picks = torch.tensor([chance.randrange(batch) for _ in range(batch)])
+            picks: Any = torch.tensor([chance.randrange(batch) for _ in range(batch)])
             for cache in (ours, own):
                 cache.reorder_cache(picks)
         assert ours.pages is not None

@@ -73,10 +73,10 @@ def test_prompts_come_from_a_file_too(folder, tmp_path):
 
 
 def test_few_pages_make_requests_take_turns(folder):
-    options = ("--max-new-tokens", "60", "--num-pages", "6", "--max-sequences", "4")
+    options = ("--max-new-tokens", "60", "--num-pages", "6", "--max-sequences", "4")  # of two kinds
     done = run(folder, *("some text " + c for c in "abcd"), *options)
     assert done.exit_code == 0, done.output
-    assert "6 pages" in done.output and " 0 preemptions" not in done.output
+    assert "12 pages" in done.output and " 0 preemptions" not in done.output
 
 
 @pytest.mark.parametrize(

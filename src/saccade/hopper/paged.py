@@ -119,8 +119,9 @@ def problem_of(kind: PagedKind, inputs: PagedInputs, variant: Variant) -> PagedP
     dims = inputs.query.shape[-1], inputs.value_pages.shape[3]
     queries, masked = kind.queries, variant.mask != ""
     whole = queries.length // ROWS_OF_TILE * queries.heads
+    head_width, value_width = map(width_of, dims)
     return PagedProblem(
-        *map(width_of, dims), inputs.page_size, whole * queries.sequences,
+        head_width, value_width, inputs.page_size, whole * queries.sequences,
         queries.programs(ROWS_OF_TILE), kind.multiprocessors,
         masked and mask_functions(variant.mask).spans_read > 0,
     )  # fmt: skip

@@ -49,7 +49,7 @@ SequencesOption = typer.Option(
 )
 PagesOption = typer.Option(
     "--num-pages", min=1, rich_help_panel=RUN, show_default=False,
-    help="Pages of 16 tokens in the cache. With too few, requests take turns.",
+    help="Pages of 16 tokens for each kind of layer. With too few, requests take turns.",
 )  # fmt: skip
 DeviceOption = typer.Option(
     help="cpu, cuda, cuda:1 … By default a GPU if there is one.", rich_help_panel=RUN,

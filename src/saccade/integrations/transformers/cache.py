@@ -1,9 +1,9 @@
 """Cache: keys and values of transformers' generate in pages.
 
 One `saccade.LayeredCache` serves all layers, with one table for those of one window. The first
-layer of a step makes room for the new tokens, each layer writes its own, and attention reads the
-pages where they lie. What is behind the window of a sliding layer is let go of. A chunk longer than
-a window would need more pages than are left in the end, so it is attended to where it is.
+layer of a step makes room for the new tokens, each layer writes its own, and attention reads pages
+where they lie. What is behind a sliding layer's window is let go of; a chunk longer than the window
+would need more pages than are left in the end, so it is attended to where it is.
 
 How attention finds the pages: `update` returns `PagedRows` in place of keys and values, which know
 them. A layer's number finds them only with a global context beside it, and a Python attribute on a
@@ -227,16 +227,17 @@ class PagedGenerationCache(Cache):
 
     def step_before(self, layer: int) -> Step | None:
         """What a layer held before a chunk longer than its window, as a step; else None."""
-        assert self.pages is not None  # the step made them
-        return self._before[self.pages.places[layer].kind]
+        return self._before[self.pages.places[layer].kind] if self.pages is not None else None
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> Any:
         """Write a layer's new tokens; its pages."""
         assert self.pages is not None  # the step made them
         key, value = (each.detach().transpose(1, 2).flatten(0, 1) for each in (key, value))
         pages = self.pages.pages(layer)
-        scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-        saccade.cache_write(key, value, pages.key_pages, pages.value_pages, step.slots, **scales)
+        saccade.cache_write(
+            key, value, pages.key_pages, pages.value_pages, step.slots,
+            key_scales=pages.key_scales, value_scales=pages.value_scales,
+        )  # fmt: skip
         return pages
 
     # ---- what generate does to all sequences ---------------------------------------------------
