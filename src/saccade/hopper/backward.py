@@ -24,12 +24,12 @@ from saccade.hopper.careful import note_spoilt
 from saccade.hopper.forward import as_matrix, as_operand, mma_layout, ticket_of
 from saccade.hopper.pipeline import (
     here,
-    make_backward_rings,
     store,
     wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from saccade.hopper.rings import make_backward_rings
 from saccade.hopper.schedule import (
     is_edge,
     next_number,

@@ -20,7 +20,6 @@ from saccade.hopper.careful import attend_with_care, note_spoilt
 from saccade.hopper.pipeline import (
     flag_at,
     here,
-    make_rings,
     pinned,
     store,
     wait_for_each_other,
@@ -29,6 +28,7 @@ from saccade.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from saccade.hopper.rings import make_rings
 from saccade.hopper.schedule import (
     next_number,
     num_tiles,

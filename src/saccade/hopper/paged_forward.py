@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.forward import announce, consume, ticket_of
-from saccade.hopper.pipeline import make_page_rings
+from saccade.hopper.rings import make_page_rings
 from saccade.hopper.schedule import num_visits, tile_of
 from saccade.hopper.weighing import ROWS
 from saccade.kernels.tiles import ADDED, wide
