@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.careful import holds_spoilt
 from saccade.hopper.forward import mma_layout
 from saccade.hopper.weighing import ROWS
 from saccade.kernels.tiles import wide
@@ -159,6 +158,12 @@ def keep_sums(
     for block in gl.static_range(len(sums)):
         place, inside = sums_at(number, mine, block, channel, HEAD_DIM, VALUE_DIM)
         gl.store(after.matrix + place, sums[block], mask=inside)
+
+
+@gluon.jit
+def holds_spoilt(tile):
+    """Whether a tile holds NaN or inf anywhere, as one truth for the whole consumer."""
+    return gl.max((gl.sum(tile * 0.0, 1) != 0.0).to(gl.int32), 0) > 0
 
 
 @gluon.jit
