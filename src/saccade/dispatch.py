@@ -20,14 +20,18 @@ class Implementation(NamedTuple):
     Attributes:
         unsupported: gives the reason why a problem cannot be served, or None.
         remark: gives what is to be said of a problem that it serves, or None.
+        yields: gives the reason why those after it are preferred for a problem that it could serve,
+            or None. One that is named does not ask.
     """
 
     name: str
     unsupported: Callable[[Any], str | None]
     remark: Callable[[Any], str | None] = lambda problem: None
+    yields: Callable[[Any], str | None] = lambda problem: None
 
 
 WIDEST = 256  # channels that portable kernels hold at once
+WIDTH_OF_TMA = 64  # channels that Hopper's kernels compute with at least
 WIDEST_KEYS = 128  # of a state that two consumers on Hopper hold
 
 
@@ -68,6 +72,19 @@ def _hopper_remark(problem: Problem) -> str | None:
     from saccade.hopper import remarks
 
     return remarks.remark(problem)
+
+
+def _hopper_yields(problem: Problem) -> str | None:
+    """What was not measured beside the portable kernels is theirs."""
+    if problem.page_size:
+        return None
+    if problem.mask and not problem.mask.startswith("causal:"):
+        return "without a name it takes causal masks and none, for which its lead is measured"
+    if problem.score:
+        return "without a name it takes scores as they are, for which its lead is measured"
+    if max(problem.head_dim, problem.value_dim) <= WIDTH_OF_TMA // 2:
+        return f"it computes with {WIDTH_OF_TMA} channels at least"
+    return None
 
 
 @functools.cache
@@ -179,7 +196,7 @@ def _reference_unsupported(problem: Problem | LinearProblem) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
-    Implementation("hopper", _hopper_unsupported, _hopper_remark),
+    Implementation("hopper", _hopper_unsupported, _hopper_remark, _hopper_yields),
     Implementation("portable", _portable_unsupported),
     Implementation("reference", _reference_unsupported),
 )
@@ -222,7 +239,8 @@ def choose(
         raise ValueError(f"implementation: got {name!r}, takes one of {tuple(among)} or None")
     reasons = []
     for candidate in among if name is None else (name,):
-        reason = among[candidate].unsupported(problem)
+        entry = among[candidate]
+        reason = entry.unsupported(problem) or (entry.yields(problem) if name is None else None)
         if reason is None:
             return candidate
         reasons.append(f"{candidate}: {reason}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Explanation:
         flops: operations of a forward pass over them.
         bytes: bytes that a forward pass moves at least.
         remark: what else there is to say of the implementation that was chosen, or None.
+        yields: for each implementation, why without a name those after it go first (None: they do
+            not).
     """
 
     problem: Problem
@@ -42,6 +44,7 @@ class Explanation:
     flops: int
     bytes: int
     remark: str | None = None
+    yields: Mapping[str, str | None] | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -59,7 +62,7 @@ class Explanation:
             f"  {self.visible_pairs:,} of {p.pairs:,} pairs visible: "
             f"{self.flops / 1e9:.3f} GFLOP forward, at least {self.bytes / 2**20:.2f} MiB moved",
         ]
-        lines += answers(self.reasons, self.chosen, self.config, self.remark)
+        lines += answers(self.reasons, self.chosen, self.config, self.remark, self.yields)
         return "\n".join(lines)
 
 
@@ -68,6 +71,7 @@ def answers(
     chosen: str | None,
     config: Config | None,
     remark: str | None = None,
+    yields: Mapping[str, str | None] | None = None,
 ) -> Iterator[str]:
     """A line for each implementation: whether it can serve, or why not, and which one is taken."""
     for name, reason in reasons.items():
@@ -77,7 +81,9 @@ def answers(
         if name == chosen:
             yield ", ".join(filter(None, [f"  {name}: yes, taken", config and str(config), remark]))
         else:
-            yield f"  {name}: yes, not asked for"
+            yield ", ".join(
+                filter(None, [f"  {name}: yes, not asked for", (yields or {}).get(name)])
+            )
 
 
 def explain(
@@ -125,7 +131,8 @@ def explain(
     pairs = _visible_pairs(inputs, variant, problem)
     costs = pairs, problem.flops(pairs), problem.bytes
     remark = chosen and dispatch.BY_NAME[chosen].remark(problem)
-    return Explanation(problem, chosen, reasons, config, *costs, remark)
+    yields = {name: entry.yields(problem) for name, entry in dispatch.BY_NAME.items()}
+    return Explanation(problem, chosen, reasons, config, *costs, remark, yields)
 
 
 DENSE_OPTIONS: dict[str, Any] = {

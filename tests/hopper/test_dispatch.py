@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import saccade
-from saccade import dispatch, masks
+from saccade import dispatch, masks, scores
 from saccade.explain import answers
 from saccade.prepare import prepare
 
@@ -74,3 +74,27 @@ def test_explain_says_which_passes_it_leaves(found, said):
     assert (remark is None) if said is None else (said in remark)
     text = ", ".join(["  hopper: yes, taken", remark or ""])
     assert next(answers({"hopper": None}, "hopper", None, remark)) == text.removesuffix(", ")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (lambda: problem(rows(1, 2, 512, 128)), None),
+        (lambda: problem(rows(1, 2, 512, 128), mask=masks.causal(align="top_left")), None),
+        (lambda: problem(rows(1, 2, 512, 128), mask=masks.window(64)), "causal masks and none"),
+        (lambda: problem(rows(1, 2, 512, 128), score=scores.softcap(30.0)), "scores as they are"),
+        (lambda: problem(rows(1, 2, 512, 32)), "64 channels"),
+    ],
+)
+def test_what_was_not_measured_goes_to_portable_kernels_unless_it_is_named(
+    found, said, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "_hopper_misses", lambda device, index: None)
+    monkeypatch.setattr(dispatch, "_portable_misses", lambda *problem: None)
+    asked = found()._replace(device="cuda")
+    assert dispatch.choose(asked) == ("hopper" if said is None else "portable")
+    assert dispatch.choose(asked, "hopper") == "hopper"
+    why = dispatch.BY_NAME["hopper"].yields(asked)
+    assert (why is None) if said is None else (said in why)
+    line = next(answers({"hopper": None}, "portable", None, None, {"hopper": why}))
+    assert line == ", ".join(filter(None, ["  hopper: yes, not asked for", why]))
