@@ -76,6 +76,9 @@ _FLOAT32: dict[bool, Row] = {
     False: ((16, 32, 4, 1, 2), (16, 16, 8, 1, 2), (16, 16, 4, 1, 2), (16, 16, 8, 1, 1)),
     True: ((32, 32, 4, 1, 2), (32, 32, 4, 1, 2), (16, 16, 8, 1, 2), (16, 16, 8, 1, 1)),
 }
+_FEW_FLOAT32: dict[str, Row] = {  # where the second tile above spills two registers
+    "sm_120": ((16, 32, 4, 1, 2), (16, 32, 8, 1, 2), (16, 16, 4, 1, 2), (16, 16, 8, 1, 1)),
+}
 _FEW["sm_100"] = _FEW["sm_90"]
 # The same for pages of eight bits, where a tile of 16 rows holds all heads of a group: twice the
 # keys are as many bytes, and share what is done once for a tile.
@@ -95,6 +98,8 @@ def default(problem: PagedProblem) -> PagedConfig:
     row = (chunks if problem.chunks else _FEW)[architecture]
     if problem.wide:
         row = _FLOAT32[problem.chunks]
+        if not problem.chunks:
+            row = _FEW_FLOAT32.get(problem.architecture, row)
     config = PagedConfig(*row[column])
     if problem.chunks or problem.wide or architecture == "sm_75":
         return config
