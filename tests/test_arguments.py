@@ -253,7 +253,7 @@ SCORES = [
 ]
 
 NAMES, A_CONFIG = (
-    "takes one of ('cpu', 'portable', 'reference', 'hopper')",
+    "takes one of ('cpu', 'hopper', 'portable', 'reference')",
     "a Config, or a mapping from (major, minor)",
 )
 CHOICES = [

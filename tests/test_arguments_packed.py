@@ -153,7 +153,7 @@ def test_longest_lengths_are_refused(name, longest):
         (
             {"implementation": "x"},
             ValueError,
-            ("implementation: ", "'cpu', 'portable'"),
+            ("implementation: ", "'cpu', 'hopper', 'portable'"),
         ),
         ({"config": 1}, TypeError, ("config: ", "got int", "takes a Config")),
     ],
