@@ -10,7 +10,7 @@ from saccade.offline.calls import Call
 from saccade.offline.pool import Compiled, Job, Usage
 
 JOB = Job("sm_90", Call(64), "forward", ("forward",))
-KNOWN = {f"{number:024x}": [number, 0, 1024, 0, 0, 0, 0, "binary"] for number in range(64)}
+KNOWN = {f"{number:024x}": [number, 0, 1024, 0, 0, 0, 0, 0, "binary"] for number in range(64)}
 
 
 def compiled(key, usage):
@@ -40,7 +40,7 @@ def test_a_kernel_that_failed_is_not_known(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "nothing", '{"3.6.0": {"00": [1, 2, 3, 4, 5, 6, 7, 8, 9]}}']
+    "text", ["[]", "nothing", '{"3.6.0": {"00": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]}}']
 )
 def test_another_file_is_refused_by_name(tmp_path, text):
     file = tmp_path / "kernels.json"
