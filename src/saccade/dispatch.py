@@ -31,7 +31,7 @@ class Implementation(NamedTuple):
 
 
 WIDEST = 256  # channels that portable kernels hold at once
-WIDTH_OF_TMA = 64  # channels that Hopper's kernels compute with at least
+SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least, as in descriptors.py
 WIDEST_KEYS = 128  # of a state that two consumers on Hopper hold
 
 
@@ -82,8 +82,8 @@ def _hopper_yields(problem: Problem) -> str | None:
         return "without a name it takes causal masks and none, for which its lead is measured"
     if problem.score:
         return "without a name it takes scores as they are, for which its lead is measured"
-    if max(problem.head_dim, problem.value_dim) <= WIDTH_OF_TMA // 2:
-        return f"it computes with {WIDTH_OF_TMA} channels at least"
+    if max(problem.head_dim, problem.value_dim) <= SMALLEST_WIDTH // 2:
+        return f"it computes with {SMALLEST_WIDTH} channels at least"
     return None
 
 
@@ -206,7 +206,8 @@ LINEAR_IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
     Implementation("portable", _linear_portable_unsupported),
     Implementation("reference", _reference_unsupported),
-    Implementation("hopper", _linear_hopper_unsupported),  # last, as above
+    # Last, so that it must be named: of the shared suite it has met a sample, and of peers none.
+    Implementation("hopper", _linear_hopper_unsupported),
 )
 """The same for linear attention."""
 

@@ -78,12 +78,10 @@ def answers(
         if reason is not None:
             yield f"  {name}: no, {reason}"
             continue
+        said = ["yes, not asked for", (yields or {}).get(name)]
         if name == chosen:
-            yield ", ".join(filter(None, [f"  {name}: yes, taken", config and str(config), remark]))
-        else:
-            yield ", ".join(
-                filter(None, [f"  {name}: yes, not asked for", (yields or {}).get(name)])
-            )
+            said = ["yes, taken", config and str(config), remark]
+        yield f"  {name}: {', '.join(filter(None, said))}"
 
 
 def explain(
