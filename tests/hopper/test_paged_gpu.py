@@ -25,6 +25,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("this GPU is no Hopper")
     from saccade.hopper import configs, paged
+    from saccade.portable import paged as portable
 
     judge, launched = configs.pages_unsupported, []
     start = paged.ChunkLaunch.__call__
@@ -32,7 +33,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         configs, "pages_unsupported",
         lambda problem: judge(problem._replace(query_tiles=10**6, slots=10**6)),
     )  # fmt: skip
-    monkeypatch.setattr(paged, "_forwards", {})
+    monkeypatch.setattr(portable, "_forwards", {})
     monkeypatch.setattr(recall, "_calls", {})
 
     def recorded(self: Any, *arguments: Any) -> None:

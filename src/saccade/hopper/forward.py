@@ -169,12 +169,8 @@ def produce(
             rings.keys.acquire(kv_turn)
             rings.keys.load(kv_turn, key_desc, coordinates)
             if index == 0:
-                for which in gl.static_range(len(rings.queries)):
-                    first_row = query_row + query_start + which * ROWS
-                    rings.queries[which].acquire(tile_turn)
-                    rings.queries[which].load(
-                        tile_turn, query_desc, [query_batch, query_head, first_row, 0]
-                    )
+                first = query_batch, query_head, query_row + query_start
+                load_queries(query_desc, rings, first, tile_turn)
             rings.values.acquire(kv_turn)
             rings.values.load(kv_turn, value_desc, coordinates)
             if index == gl.maximum(visits - 2, 0):
@@ -182,6 +178,15 @@ def produce(
             kv_turn += 1
         tile_turn += 1
         place, query_len, _, walk = ticket_of(rings, tile_turn)
+
+
+@gluon.jit
+def load_queries(query_desc, rings, first, turn):
+    """Load each consumer's rows of a tile, whose first one lies there: batch entry, head, row."""
+    batch, head, row = first
+    for which in gl.static_range(len(rings.queries)):
+        rings.queries[which].acquire(turn)
+        rings.queries[which].load(turn, query_desc, [batch, head, row + which * ROWS, 0])
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ those of `saccade.portable.linear`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -97,10 +98,38 @@ class Split(NamedTuple):
         units = -(-units // 2) if self.blocks == 1 else units
         return units * self.tiles * self.segments
 
+    def constants(self, kind: LinearKind) -> dict[str, Any]:
+        """What every kernel of a call is compiled for."""
+        return {
+            "HEAD_DIM": kind.head_dim,
+            "VALUE_DIM": kind.value_dim,
+            "BLOCKS": self.blocks,
+            "TILES": self.tiles,
+            "SEGMENTS": self.segments,
+            "BOTTOM_RIGHT": kind.bottom_right,
+            "FEATURE_MAP": kind.variant.feature_map,
+        }
+
     @property
     def parts(self) -> int:
         """Blocks of values' channels in a head."""
         return 1 if self.blocks == 1 else 2 * self.tiles
+
+
+def moved(pointer: Pointer, tensors: tuple[Tensor, ...]) -> Iterator[Any]:
+    """Tensors as TMA moves them, a block at a time."""
+    for tensor in tensors:
+        yield descriptor(pointer, tensor, Box.of(tensor, False, BLOCK, BLOCK))
+
+
+def maybe(pointer: Pointer, tensor: Tensor | None) -> Any:
+    """The address of a tensor, if there is one."""
+    return None if tensor is None else pointer(tensor)
+
+
+def sizes(kind: LinearKind, heads: int) -> Sizes:
+    """The sizes of a call, for programs of so many heads."""
+    return Sizes(*map(as_odd, (kind.query_len, kind.kv_len, heads, kind.sequences)))
 
 
 def collect(passes: Passes, split: Split) -> State:
@@ -115,13 +144,7 @@ def collect(passes: Passes, split: Split) -> State:
         constants = {
             "KEY_SHARE": kind.state_heads // kind.key_heads,
             "VALUE_SHARE": kind.state_heads // kind.value_heads,
-            "HEAD_DIM": kind.head_dim,
-            "VALUE_DIM": kind.value_dim,
-            "BLOCKS": split.blocks,
-            "TILES": split.tiles,
-            "SEGMENTS": split.segments,
-            "BOTTOM_RIGHT": kind.bottom_right,
-            "FEATURE_MAP": kind.variant.feature_map,
+            **split.constants(kind),
             "STAGES": COLLECT_STAGES,
             "CONSUMER_REGISTERS": SCHEDULE.consumer_registers,
             "MAPPER_REGISTERS": SCHEDULE.mapper_registers,
@@ -129,13 +152,11 @@ def collect(passes: Passes, split: Split) -> State:
         return Launch(linear_collect, constants, {"num_warps": 4})
 
     def arguments(pointer: Pointer) -> tuple[Any, ...]:
-        boxes = (Box.of(rows, False, BLOCK, BLOCK) for rows in inputs[1:3])
-        lengths = inputs.key_lengths
         return (
-            *(descriptor(pointer, t, box) for t, box in zip(inputs[1:3], boxes, strict=True)),
-            Kept(None, None if lengths is None else pointer(lengths), None),
+            *moved(pointer, inputs[1:3]),
+            Kept(None, maybe(pointer, inputs.key_lengths), None),
             sums(pointer, (matrix, vector)),
-            Sizes(*map(as_odd, (kind.query_len, kind.kv_len, kind.state_heads, kind.sequences))),
+            sizes(kind, kind.state_heads),
         )
 
     programs = split.programs(kind, kind.state_heads)
@@ -171,8 +192,7 @@ class Forward(NamedTuple):
         passes, totals = self.passes, self._totals()
         kind, inputs = passes.kind, passes.inputs
         split = self.split
-        schedule = OVERRIDE or SCHEDULE
-        moved = (*inputs[:3], self.results.output)
+        schedule, output = OVERRIDE or SCHEDULE, self.results.output
 
         def make() -> Launch:
             constants = {
@@ -180,13 +200,7 @@ class Forward(NamedTuple):
                 "KEY_SHARE": passes.share(kind.key_heads),
                 "VALUE_SHARE": passes.share(kind.value_heads),
                 "GROUP": kind.group,
-                "HEAD_DIM": kind.head_dim,
-                "VALUE_DIM": kind.value_dim,
-                "BLOCKS": split.blocks,
-                "TILES": split.tiles,
-                "SEGMENTS": split.segments,
-                "BOTTOM_RIGHT": kind.bottom_right,
-                "FEATURE_MAP": kind.variant.feature_map,
+                **split.constants(kind),
                 "SCALE": kind.variant.scale,
                 "NORMALIZE": kind.variant.normalize,
                 "STAGES": schedule.stages,
@@ -197,22 +211,17 @@ class Forward(NamedTuple):
             return Launch(linear_forward, constants, {"num_warps": 4})
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
-            boxes = (Box.of(rows, False, BLOCK, BLOCK) for rows in moved)
             lengths = inputs.key_lengths
             return (
-                *(descriptor(pointer, t, box) for t, box in zip(moved, boxes, strict=True)),
-                Kept(
-                    None if totals is None else pointer(totals),
-                    None if lengths is None else pointer(lengths),
-                    pointer(spoilt),
-                ),
+                *moved(pointer, (*inputs[:3], output)),
+                Kept(maybe(pointer, totals), maybe(pointer, lengths), pointer(spoilt)),
                 sums(pointer, self.before),
                 sums(pointer, self.after),
-                Sizes(*map(as_odd, (kind.query_len, kind.kv_len, kind.heads, kind.sequences))),
+                sizes(kind, kind.heads),
                 kind.variant.eps,
             )
 
-        tensors = (*passes.known(), *there_are((*moved[3:], totals, spoilt)), *self._states())
+        tensors = (*passes.known(), *there_are((output, totals, spoilt)), *self._states())
         key = "hopper", split, self.before is None, schedule
         launch = remembered(kind.launches, key, make)
         launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)

@@ -22,9 +22,8 @@ from saccade.kernels.places import ALIGNMENT
 from saccade.kernels.rules import Rules
 from saccade.portable import paged as portable
 from saccade.portable.arguments import mask_argument, score_argument
-from saccade.portable.kind import remembered
 from saccade.portable.paged import PassLaunches
-from saccade.portable.paged_kind import PagedKind, signature
+from saccade.portable.paged_kind import PagedKind
 from saccade.portable.paged_pass import Pass
 from saccade.problem import Config, PagedInputs, Variant, empty_rows
 
@@ -127,17 +126,11 @@ def problem_of(kind: PagedKind, inputs: PagedInputs, variant: Variant) -> PagedP
     )  # fmt: skip
 
 
-_forwards: dict[Any, PagedForward] = {}
-
-
 def prepared(
     inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
-) -> PagedForward:
+) -> portable.PagedForward:
     """`forward` for calls of the same kind; call it with inputs of that kind."""
-    key = signature(inputs, variant), config, batch_invariant
-    return remembered(
-        _forwards, key, lambda: PagedForward(inputs, variant, config, batch_invariant)
-    )
+    return portable.prepared(inputs, variant, config, batch_invariant, PagedForward)
 
 
 def forward(

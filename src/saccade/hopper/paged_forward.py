@@ -15,10 +15,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.forward import announce, consume, ticket_of
+from saccade.hopper.forward import announce, consume, load_queries, ticket_of
 from saccade.hopper.rings import make_page_rings
 from saccade.hopper.schedule import num_visits, tile_of
-from saccade.hopper.weighing import ROWS
 from saccade.kernels.tiles import ADDED, wide
 
 NO_PAGE = gl.constexpr(-1)  # outside of any pool, where TMA finds zeros
@@ -86,12 +85,8 @@ def produce_pages(
             rings.keys.acquire(kv_turn)
             rings.keys.load_boxes(kv_turn, key_desc, pages, kv_head, slot)
             if index == 0:
-                for which in gl.static_range(len(rings.queries)):
-                    first_row = query_row + query_start + which * ROWS
-                    rings.queries[which].acquire(tile_turn)
-                    rings.queries[which].load(
-                        tile_turn, query_desc, [query_batch, query_head, first_row, 0]
-                    )
+                first = query_batch, query_head, query_row + query_start
+                load_queries(query_desc, rings, first, tile_turn)
             rings.values.acquire(kv_turn)
             rings.values.load_boxes(kv_turn, value_desc, pages, kv_head, slot)
             if index == gl.maximum(visits - 2, 0):

@@ -47,14 +47,10 @@ def make_rings(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Shared memory of a program."""
-    TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tickets = make_ring(gl.int32, [1, 16], TICKETS, CONSUMERS + 1)
+    tickets = make_tickets(CONSUMERS)
     keys = make_ring_for(key_desc, STAGES, CONSUMERS)
     values = make_ring_for(value_desc, STAGES, CONSUMERS)
-    queries, outputs = (), ()
-    for _ in gl.static_range(CONSUMERS):
-        queries = queries + (make_ring_for(query_desc, QUERY_STAGES, 1),)  # noqa: RUF005
-        outputs = outputs + (make_memory_for(output_desc),)  # noqa: RUF005
+    queries, outputs = make_rows(query_desc, output_desc, CONSUMERS, QUERY_STAGES)
     return Rings(tickets, queries, keys, values, outputs)
 
 
@@ -64,15 +60,28 @@ def make_page_rings(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The same where tiles of keys and values, of such shapes, come from pages in boxes."""
-    TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tickets = make_ring(gl.int32, [1, 16], TICKETS, CONSUMERS + 1)
+    tickets = make_tickets(CONSUMERS)
     keys = make_ring_of(query_desc.dtype, KEYS, STAGES, CONSUMERS)
     values = make_ring_of(query_desc.dtype, VALUES, STAGES, CONSUMERS)
+    queries, outputs = make_rows(query_desc, output_desc, CONSUMERS, QUERY_STAGES)
+    return Rings(tickets, queries, keys, values, outputs)
+
+
+@gluon.jit
+def make_tickets(CONSUMERS: gl.constexpr):
+    """A ring of tickets, which consumers read and the producer does."""
+    TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return make_ring(gl.int32, [1, 16], TICKETS, CONSUMERS + 1)
+
+
+@gluon.jit
+def make_rows(query_desc, output_desc, CONSUMERS: gl.constexpr, QUERY_STAGES: gl.constexpr):
+    """For each consumer, a ring of queries, and memory for its output."""
     queries, outputs = (), ()
     for _ in gl.static_range(CONSUMERS):
         queries = queries + (make_ring_for(query_desc, QUERY_STAGES, 1),)  # noqa: RUF005
         outputs = outputs + (make_memory_for(output_desc),)  # noqa: RUF005
-    return Rings(tickets, queries, keys, values, outputs)
+    return queries, outputs
 
 
 @aggregate

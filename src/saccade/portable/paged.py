@@ -175,13 +175,15 @@ _forwards: dict[Any, PagedForward] = {}
 
 
 def prepared(
-    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+    inputs: PagedInputs,
+    variant: Variant,
+    config: Config,
+    batch_invariant: bool,
+    by: type[PagedForward] = PagedForward,
 ) -> PagedForward:
-    """`forward` for calls of the same kind; call it with inputs of that kind."""
-    key = signature(inputs, variant), config, batch_invariant
-    return remembered(
-        _forwards, key, lambda: PagedForward(inputs, variant, config, batch_invariant)
-    )
+    """`forward` for calls of the same kind, prepared as `by` has it; call it with such inputs."""
+    key = by, signature(inputs, variant), config, batch_invariant
+    return remembered(_forwards, key, lambda: by(inputs, variant, config, batch_invariant))
 
 
 def forward(
