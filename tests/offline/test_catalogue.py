@@ -73,9 +73,9 @@ def test_every_worker_has_one_architecture_and_something_to_do():
 
 
 def test_equal_binaries_count_once():
-    def result(architecture, identity):
+    def result(architecture, key):
         job = Job(architecture, Call(64), "ordered", ("row_statistics",))
-        return Compiled(job, "row_statistics", (64, 0, 4, 1), 0.1, Usage(1, 0, 0), "", identity)
+        return Compiled(job, "row_statistics", (64, 0, 4, 1), 0.1, Usage(1, 0, 0), "", key)
 
-    given = [result("sm_80", "a"), result("sm_80", "a"), result("sm_90", "a"), result("sm_80", "")]
+    given = [result("sm_80", "a"), result("sm_80", "a"), result("sm_90", "b"), result("sm_80", "")]
     assert pool._once([*given, given[3]]) == [given[0], given[2], given[3], given[3]]

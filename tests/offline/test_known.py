@@ -1,7 +1,6 @@
 """Known: what is kept of compiled kernels, what is compiled again, and what is found wrong."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -10,14 +9,14 @@ from saccade.offline.calls import Call
 from saccade.offline.pool import Compiled, Job, Usage
 
 JOB = Job("sm_90", Call(64), "forward", ("forward",))
-KNOWN = {f"{number:024x}": [number, 0, 1024, 0, 0, 0, 0, 0, "binary"] for number in range(64)}
+KNOWN = {f"{number:024x}": [number, 0, 1024, 0, 0, 0, 0, 0] for number in range(64)}
 
 
 def compiled(key, usage):
-    return Compiled(JOB, "forward", (64, 64, 4, 3), 1.0, usage, "", "binary", key)
+    return Compiled(JOB, "forward", (64, 64, 4, 3), 1.0, usage, "", key)
 
 
-RESULTS = [compiled(key, Usage(*entry[:-1])) for key, entry in KNOWN.items()]
+RESULTS = [compiled(key, Usage(*entry)) for key, entry in KNOWN.items()]
 
 
 def test_what_is_written_is_read_again_by_version(tmp_path):
@@ -54,7 +53,7 @@ def test_a_sample_is_compiled_again_and_changes_with_the_kernels():
     assert len(again) == len(KNOWN) // known.SAMPLE
     samples = set()
     for number in range(64):
-        more = {**KNOWN, f"{1000 + number:024x}": [1, 0, 0, ""]}
+        more = {**KNOWN, f"{1000 + number:024x}": [1, 0, 0]}
         samples.add(tuple(sorted(KNOWN.keys() - known.trusted(more).keys())))
     assert len(samples) > known.SAMPLE // 2
     assert known.trusted({}) == {}
@@ -73,8 +72,14 @@ def test_what_is_new_is_counted_and_what_is_wrong_is_named(tmp_path):
     assert len(known.faults(file, KNOWN, [compiled(first, None)])) == 1
 
 
-def test_a_key_stands_for_the_source():
-    assert len(known.source_digest()) == 64
-    root = Path(known.__file__).parents[1]
-    for glob in known.SOURCES:
-        assert list(root.glob(glob)), glob
+def test_a_key_stands_for_all_that_it_is_made_of(monkeypatch, tmp_path):
+    asked = ("3.6.0", "sm_90", "text"), ("3.9.0", "sm_90", "text"), ("3.6.0", "sm_80", "text")
+    keys = {known.key_of(*one) for one in (*asked, ("3.6.0", "sm_90", "other"))}
+    assert len(keys) == 4 and known.key_of(*asked[0]) in keys
+    monkeypatch.setattr(known, "READER", tmp_path / "compiler.py")
+    known.READER.write_text("reads it otherwise")
+    known._reader.cache_clear()
+    try:
+        assert known.key_of(*asked[0]) not in keys
+    finally:
+        known._reader.cache_clear()

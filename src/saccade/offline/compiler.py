@@ -16,8 +16,12 @@ from typing import Any
 import networkx as nx  # comes with torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime import jit
 
+from saccade.kernels.launch import Launch, opened
 from saccade.offline.pool import Usage
+
+DEVICE = 0  # the number that a pretended GPU goes by
 
 
 def target(architecture: str) -> GPUTarget:
@@ -39,7 +43,7 @@ class PretendDriver:
 
     def get_current_device(self) -> int:
         """A device number, which Triton keeps compiled kernels by."""
-        return 0
+        return DEVICE
 
     def get_current_stream(self, device: int) -> int:
         """A stream on which nothing will run."""
@@ -50,6 +54,18 @@ def pretend(architecture: str) -> None:
     """From now on this process compiles for an architecture, whatever GPU there is."""
     driver: Any = PretendDriver(architecture)  # less than Triton's own base class asks for
     triton.runtime.driver.set_active(driver)
+
+
+def given(started: Launch, arguments: tuple[Any, ...]) -> str:
+    """All that Triton would be given to compile, but for itself and the architecture.
+
+    Triton knows compiled kernels by the same: the text of a function and of all that it calls, with
+    the values of their global constants; the types of arguments, and constants; the options.
+    """
+    kernel = started.kernel
+    bind = kernel.device_caches[DEVICE][-1]
+    _, types, options = bind(*opened(arguments), **started.constants, **started.options)
+    return f"{kernel.cache_key} {jit.compute_cache_key({}, types, options)}"
 
 
 def usage(compiled: Any) -> Usage:

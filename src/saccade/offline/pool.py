@@ -53,8 +53,7 @@ class Compiled(NamedTuple):
     seconds: float
     usage: Usage | None
     error: str
-    identity: str  # equal for equal binaries
-    key: str = ""  # of all that the compiler was given, see known.py
+    key: str  # of all that the compiler was given, see known.py: equal for equal binaries
 
 
 def compile_all(
@@ -90,8 +89,8 @@ def _once(results: Sequence[Compiled]) -> list[Compiled]:
     """Several calls start the same kernel (row_statistics, say): it counts for the first."""
     kept: dict[object, Compiled] = {}
     for number, compiled in enumerate(results):
-        identity = (compiled.job.architecture, compiled.kernel, compiled.identity)
-        kept.setdefault(identity if compiled.identity else number, compiled)
+        identity = compiled.kernel, compiled.key
+        kept.setdefault(identity if compiled.key else number, compiled)
     return list(kept.values())
 
 

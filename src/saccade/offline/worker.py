@@ -8,7 +8,6 @@ hence one for each architecture.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
@@ -24,7 +23,7 @@ from saccade.kernels import launch
 from saccade.kernels.launch import Launch
 from saccade.offline import calls, compiler, linear_calls, paged_calls
 from saccade.offline.calls import Call
-from saccade.offline.known import source_digest
+from saccade.offline.known import key_of
 from saccade.offline.linear_calls import LINEAR_PASSES, LinearCall
 from saccade.offline.paged_calls import PAGED_PASSES, PagedCall
 from saccade.portable import kind
@@ -40,7 +39,6 @@ class Answer(NamedTuple):
     seconds: float
     usage: tuple[int, ...] | None  # a pool.Usage
     error: str = ""
-    identity: str = ""  # equal for equal binaries
     key: str = ""  # of all that the compiler was given, see known.py
 
 
@@ -48,10 +46,9 @@ class Recorder:
     """Stands in for starting kernels: compiles those that are wanted, and tells of them."""
 
     def __init__(
-        self, tell: Callable[[Answer], None], given: str, known: Mapping[str, Any]
+        self, tell: Callable[[Answer], None], architecture: str, known: Mapping[str, Any]
     ) -> None:
-        self.tell, self.given, self.known = tell, given, known
-        self.call: list[Any] = []
+        self.tell, self.architecture, self.known = tell, architecture, known
         self.job, self.which, self.wanted = 0, "", frozenset[str]()
 
     def __call__(
@@ -62,21 +59,17 @@ class Recorder:
         if name not in self.wanted:
             return
         begin = time.perf_counter()
-        used, error, identity = None, "", ""
-        asked = (self.given, self.call, self.which, name, started.constants, started.options)
-        key = hashlib.sha256(repr(asked).encode()).hexdigest()[:24]
+        used, error, key = None, "", ""
         try:
-            if key in self.known:
-                *used, identity = self.known[key]
-            else:
-                compiled = started.compile(arguments(launch.itself))
-                used, identity = compiler.usage(compiled), compiled.hash[:24]
+            asked = arguments(launch.itself)
+            key = key_of(triton.__version__, self.architecture, compiler.given(started, asked))
+            used = self.known.get(key) or compiler.usage(started.compile(asked))
         except Exception as failure:  # whatever the compiler raises is what is to be told
             error = f"{type(failure).__name__}: {failure}"[:400]
         seconds = time.perf_counter() - begin
         config = config_of(started)
         used = None if used is None else tuple(used)
-        self.tell(Answer(self.job, name, config, seconds, used, error, identity, key))
+        self.tell(Answer(self.job, name, config, seconds, used, error, key))
 
 
 def kernel_name(started: Launch, which: str) -> str:
@@ -117,7 +110,6 @@ def run_job(recorder: Recorder, number: int, job: list[Any]) -> None:
     """Compile the wanted kernels that a pass of a call starts."""
     call, which, kernels, numbers = job
     recorder.job, recorder.which, recorder.wanted = number, which, frozenset(kernels)
-    recorder.call = [call, numbers]
     config = None if numbers is None else Config.of_numbers(numbers)
     if which in PAGED_PASSES:
         paged_inputs, variant = paged_calls.make(PagedCall(*call), torch.device("cpu"))
@@ -140,8 +132,7 @@ def main() -> None:
     def tell(answer: Answer) -> None:
         print(json.dumps(answer), flush=True)
 
-    given = f"{triton.__version__} {architecture} {source_digest()}"
-    recorder = Recorder(tell, given, request["known"])
+    recorder = Recorder(tell, architecture, request["known"])
     compiler.pretend(architecture)
     # The library's own code makes the arguments; only its last step, and the question which GPU
     # the tensors lie on, are answered differently.
