@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.testing import Case, make_case
+from saccade.testing import Case, LinearCase, make_case, make_linear_case
 from saccade.testing.strategies import LAYOUTS
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -32,6 +32,7 @@ class Implementation:
     partial: bool = False  # what it does not serve it refuses, and dispatch takes another one
     drops: bool = True  # whether it drops weights
     draws: Mapping[str, Any] = field(default_factory=dict)  # of `descriptions`, what it serves
+    instead: Mapping[str, Any] = field(default_factory=dict)  # of what it does not serve
 
     @property
     def interpreted(self) -> bool:
@@ -43,6 +44,10 @@ class Implementation:
         if not self.drops:
             description["dropout_p"] = 0.0
         return make_case(**{"dtype": self.dtypes[0], **description, "device": self.device})
+
+    def linear_case(self, **description: Any) -> LinearCase:
+        """The same of linear attention; what it does not serve gives way to what it does."""
+        return make_linear_case(**{**description, **self.instead, "device": self.device})
 
     def dtypes_of(self, case: int) -> Sequence[torch.dtype]:
         """The dtypes that one of many cases is tested in."""
@@ -96,7 +101,15 @@ LINEAR_IMPLEMENTATIONS = [
     Implementation("reference", device="cuda"),
     Implementation("cpu", small=_CPU_CHUNKS),
     Implementation("portable", _COMPILED, "cuda", slow=True),
-    Implementation("hopper", (BF16,), "cuda", slow=True, partial=True),
+    Implementation(
+        "hopper",
+        (BF16,),
+        "cuda",
+        slow=True,
+        partial=True,
+        draws={"dims": (16, 8, 24, 40), "layouts": LAYOUTS[:2], "least": 1},
+        instead={"dtype": BF16, "causal": True, "packed": False, "decay": "none"},
+    ),
 ]
 PAGED_IMPLEMENTATIONS = [
     Implementation("reference", batch_invariant=False),

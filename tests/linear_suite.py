@@ -16,7 +16,6 @@ from torch import Tensor
 import saccade
 from saccade.linear.problem import FUSED_MAPS, NORMALIZERS
 from saccade.testing import (
-    LinearCase,
     assert_linear_exact,
     linear_oracle,
     make_linear_case,
@@ -35,7 +34,7 @@ implementation = fixture_of(LINEAR_IMPLEMENTATIONS)
 
 def check(implementation: Implementation, **description: Any) -> None:
     """Compare one case with float64, in memory that holds NaN; small chunks too where there are."""
-    case = make_linear_case(**{**description, "device": implementation.device})
+    case = implementation.linear_case(**description)
     with poisoned():
         for config in implementation.configs_of(0):
             given_config = {} if config is None else {"config": config}
@@ -111,7 +110,7 @@ class TestExactness:
             derandomize=True,
             suppress_health_check=[HealthCheck.too_slow],
         )
-        @given(description=descriptions(implementation.dtypes))
+        @given(description=descriptions(implementation.dtypes, **implementation.draws))
         def run(description: LinearDescription) -> None:
             check(implementation, **description.__dict__)
 
@@ -134,17 +133,26 @@ class TestExactness:
 
 
 @st.composite
-def descriptions(draw: Any, dtypes: Sequence[torch.dtype]) -> LinearDescription:
-    """Descriptions of linear cases: anything goes with anything, zero lengths included."""
+def descriptions(
+    draw: Any,
+    dtypes: Sequence[torch.dtype],
+    dims: Sequence[int] = (16, 8, 1, 5),
+    layouts: Sequence[str] = LAYOUTS,
+    least: int = 0,
+) -> LinearDescription:
+    """Descriptions of linear cases: anything goes with anything, zero lengths included.
+
+    least: of lengths, and of batch entries.
+    """
     packed = draw(st.booleans())
-    length = st.integers(0, 24)
+    length = st.integers(least, 24)
     pairs = st.lists(st.tuples(length, length), min_size=1, max_size=4 if packed else 1)
     return LinearDescription(
-        batch=draw(st.integers(0, 3)),
+        batch=draw(st.integers(least, 3)),
         heads=draw(st.sampled_from(HEADS)),
         lengths=tuple(draw(pairs)),
-        head_dim=draw(st.sampled_from([16, 8, 1, 5])),
-        value_dim=draw(st.sampled_from([16, 8, 1, 5])),
+        head_dim=draw(st.sampled_from(list(dims))),
+        value_dim=draw(st.sampled_from(list(dims))),
         dtype=draw(st.sampled_from(list(dtypes))),
         packed=packed,
         causal=draw(st.booleans()),
@@ -156,7 +164,7 @@ def descriptions(draw: Any, dtypes: Sequence[torch.dtype]) -> LinearDescription:
         decay=draw(st.sampled_from(DECAYS)),
         state=draw(st.booleans()),
         padded=draw(st.booleans()),
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=draw(st.sampled_from(list(layouts))),
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -188,9 +196,7 @@ class TestEmpty:
     def test_rows_that_see_nothing(
         self, implementation: Implementation, normalize: str, eps: float
     ) -> None:
-        case = make_linear_case(
-            lengths=((9, 4),), normalize=normalize, eps=eps, device=implementation.device
-        )
+        case = implementation.linear_case(lengths=((9, 4),), normalize=normalize, eps=eps)
         case.grads["output"][:, :, :5] = torch.nan  # nobody may listen to these rows
         results = case.run(implementation.name)
         assert not bool(results["output"][:, :, :5].any())
@@ -198,7 +204,7 @@ class TestEmpty:
         assert all(bool(result.isfinite().all()) for result in results.values())
 
     def test_keys_that_are_all_padding(self, implementation: Implementation) -> None:
-        case = make_linear_case(lengths=((9, 9),), eps=0.0, device=implementation.device)
+        case = implementation.linear_case(lengths=((9, 9),), eps=0.0)
         case.key_lengths = torch.tensor([0, 9], device=implementation.device)
         case.tensors["key"][0], case.tensors["value"][0] = torch.nan, torch.inf
         case.grads["output"][0] = torch.nan
@@ -220,9 +226,7 @@ class TestHidden:
         for config, dtype in itertools.product(
             implementation.configs_of(0), implementation.dtypes_of(len(spoilt))
         ):
-            case = make_linear_case(
-                heads=(4, 2, 2), dtype=dtype, decay=decay, device=implementation.device
-            )
+            case = implementation.linear_case(heads=(4, 2, 2), dtype=dtype, decay=decay)
             exact = linear_oracle(case)
             place = 20
             case.tensors[spoilt][:, :, place] = trash
@@ -238,7 +242,7 @@ class TestHidden:
         self, implementation: Implementation
     ) -> None:
         for config in implementation.configs_of(0):
-            case = make_linear_case(heads=(4, 2, 2), device=implementation.device)
+            case = implementation.linear_case(heads=(4, 2, 2))
             case.tensors["query"][:, :, 7] = torch.nan
             more: dict[str, Any] = {} if config is None else {"config": config}
             results = case.run(implementation.name, **more)
@@ -256,7 +260,7 @@ class TestHidden:
 
 class TestResults:
     def test_gradients_come_in_any_layout(self, implementation: Implementation) -> None:
-        case = make_linear_case(decay="rows", device=implementation.device)
+        case = implementation.linear_case(decay="rows")
         results = []
         for shape in ("expanded", "permuted", "contiguous"):
             leaves = case.leaves()
@@ -303,8 +307,6 @@ class TestResults:
         torch.testing.assert_close(state.kv, last.kv, atol=1e-5, rtol=1e-4)
 
     def test_runs_are_bit_equal(self, implementation: Implementation) -> None:
-        case: LinearCase = make_linear_case(
-            lengths=((100, 100),), decay="rows", device=implementation.device
-        )
+        case = implementation.linear_case(lengths=((100, 100),), decay="rows")
         first, again = (case.run(implementation.name) for _ in range(2))
         assert all(torch.equal(first[name], again[name]) for name in first)
