@@ -12,10 +12,13 @@ from saccade.bench.results import Result, latest
 
 Series = dict[str, list[tuple[int, float]]]  # who -> (length, TFLOP/s)
 
-# Saccade first, then colours that stay apart for most kinds of colour blindness (Okabe and Ito).
-OUR_COLOR = "#d55e00"
+# Saccade in shades of one colour, then colours that stay apart for most kinds of colour blindness
+# (Okabe and Ito).
+OURS = ("saccade/", "hopper/")
+OUR_COLORS = ("#d55e00", "#8a3c00", "#f3a56b")
 PEER_COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 MARKERS = "osD^vP*X"
+BASES = ("sdpa", "sdpa/cudnn", "flex", "sdpa/flash", "fla", "read")  # the first that took part
 
 
 def require() -> None:
@@ -72,16 +75,20 @@ def plot(results: Sequence[Result], path: Path) -> None:
         Line2D([], [], color=color, marker=marker, label=who)
         for who, (color, marker) in styles.items()
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(len(handles), int(width / 2))
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
 def _title(results: Sequence[Result]) -> str:
-    devices = ", ".join(dict.fromkeys(result.device for result in results))
-    threads = ", ".join(dict.fromkeys(str(result.threads) for result in results))
-    return f"{devices}, {threads} threads: attention throughput by length"
+    devices = dict.fromkeys(
+        result.device if "NVIDIA" in result.device else f"{result.device}, {result.threads} threads"
+        for result in results
+    )
+    return f"{'; '.join(devices)}: attention throughput by length"
 
 
 def _curves(results: Sequence[Result]) -> dict[tuple[str, str], Series]:
@@ -100,16 +107,20 @@ def _curves(results: Sequence[Result]) -> dict[tuple[str, str], Series]:
 
 
 def _singles(results: Sequence[Result]) -> list[tuple[str, dict[str, float]]]:
-    """(case and pass, who -> time over SDPA's) for what has one length, hence no curve."""
+    """(case and pass, who -> time over a peer's) for what has one length, hence no curve."""
     curves = _curves(results)
     singles = []
     for (name, which_pass), members in latest(results).items():
         some = next(iter(members.values()))
-        if _panel(some, which_pass) in curves or "sdpa" not in members:
+        base = next((who for who in BASES if who in members), None)
+        if _panel(some, which_pass) in curves or base is None:
             continue
-        base = members["sdpa"].median_ms
-        ratios = {who: result.median_ms / base for who, result in members.items()}
-        singles.append((f"{name}, {which_pass}", ratios))
+        ratios = {
+            who: result.median_ms / members[base].median_ms
+            for who, result in members.items()
+            if who != "copy"  # of so many bytes as it likes
+        }
+        singles.append((f"{name}, {which_pass}, over {base}", ratios))
     return singles
 
 
@@ -123,9 +134,12 @@ def _panel(result: Result, which_pass: str) -> tuple[str, str]:
 def _styles(results: Sequence[Result]) -> dict[str, tuple[str, str]]:
     """A color and a marker for each peer, the same in every panel."""
     names = list(dict.fromkeys(result.who for result in results))
-    ours = [who for who in names if who.startswith("saccade/")]
+    ours = [who for who in names if who.startswith(OURS)]
     peers = [who for who in names if who not in ours]
-    styles = {who: (OUR_COLOR, MARKERS[index % 8]) for index, who in enumerate(ours)}
+    styles = {
+        who: (OUR_COLORS[index % len(OUR_COLORS)], MARKERS[index % 8])
+        for index, who in enumerate(ours)
+    }
     for index, who in enumerate(peers):
         styles[who] = (PEER_COLORS[index % len(PEER_COLORS)], MARKERS[(index + 1) % 8])
     return styles
@@ -135,7 +149,7 @@ def _draw_curves(axes: Any, series: Series, styles: dict[str, tuple[str, str]], 
     factor = 1000 if unit == "G" else 1
     for who, points in series.items():
         color, marker = styles[who]
-        ours = who.startswith("saccade/")
+        ours = who.startswith(OURS)
         axes.plot(
             [length for length, _ in points], [rate * factor for _, rate in points],
             color=color, marker=marker, markersize=4,
@@ -165,7 +179,7 @@ def _draw_singles(
     shown = [tick for tick in ticks if min(ratios) / 2.5 <= tick <= max(ratios) * 2.5]
     axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
     axes.minorticks_off()
-    axes.set_xlabel("time over SDPA's in the same run (left of 1 is faster)", fontsize=9)
+    axes.set_xlabel("time over a peer's in the same run (left of 1 is faster)", fontsize=9)
     axes.grid(alpha=0.25)
 
 
