@@ -27,8 +27,9 @@ from saccade.linear.problem import (
 from saccade.portable.kind import remembered, with_unit_channels
 from saccade.portable.linear_chain import chained
 from saccade.portable.linear_decay import decay_gradient, faded_of, whole_fades
+from saccade.portable.linear_given import Given, State
 from saccade.portable.linear_kind import LinearKind, signature
-from saccade.portable.linear_passes import Given, Passes, State
+from saccade.portable.linear_passes import Passes
 from saccade.portable.linear_row_dot import linear_row_dot
 from saccade.portable.linear_step import start_step
 from saccade.problem import Config
@@ -67,9 +68,14 @@ def backward(
 ) -> LinearGradients:
     """Gradients of the inputs, the same bits in every run."""
     passes = passes_of(inputs, variant, config)
-    kind, inputs = passes.kind, passes.inputs
+    given = given_of(passes, output, normaliser, grad_output)
+    return gradients_by(passes, given, ending_of(passes, grad_kv, grad_key_sum))
+
+
+def gradients_by(passes: Passes, given: Given, ending: State | None) -> LinearGradients:
+    """Gradients of the inputs by such passes. ending: those of the last state."""
+    kind, inputs, variant = passes.kind, passes.inputs, passes.kind.variant
     gradients = empty_linear_gradients(inputs)
-    given = _given(passes, output, normaliser, grad_output)
     of_query, of_key, of_value = (
         into if into.shape[1] == count else _wide_like(into, count)
         for into, count in zip(
@@ -78,10 +84,9 @@ def backward(
     )
     dots = _Dots(passes) if inputs.decay is not None else None
 
-    segments = passes.segments(kind.heads, kind.head_dim) if variant.causal else 1
+    segments = passes.gradient_segments(keys=False)
     before = initial_of(passes)
     starts, last = before, None
-    ending = _ending(passes, grad_kv, grad_key_sum)
     if segments > 1 or not variant.causal or (dots and ending is not None):
         starts, last = key_states(passes, before, segments)
         starts = starts if segments > 1 or not variant.causal else before
@@ -91,14 +96,12 @@ def backward(
     if inputs.initial_kv is not None:
         matrix, vector = ending or _zeros(passes)
         first = torch.empty_like(matrix), torch.empty_like(vector)
-    segments = passes.segments(kind.state_heads, kind.head_dim) if variant.causal else 1
+    segments = passes.gradient_segments(keys=True)
     if segments == 1 and variant.causal:
-        passes.grad_key(given, of_key, dots and dots.key, ending, first, 1)
-        passes.grad_value(given, of_value, ending, 1)
+        ends, after = ending, first
     else:
-        ends, first = _query_states(passes, given, ending, segments)
-        passes.grad_key(given, of_key, dots and dots.key, ends, None, segments)
-        passes.grad_value(given, of_value, ends, segments)
+        (ends, first), after = _query_states(passes, given, ending, segments), None
+    passes.grad_key_value(given, (of_key, of_value), dots and dots.key, ends, after, segments)
 
     for into, found in zip(gradients[:3], (of_query, of_key, of_value), strict=True):
         if into is not found:
@@ -168,7 +171,7 @@ def _zeros(passes: Passes) -> tuple[Tensor, Tensor]:
     return wide, query.new_zeros(shape, dtype=torch.float32)
 
 
-def _ending(
+def ending_of(
     passes: Passes, grad_kv: Tensor | None, grad_key_sum: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
     """The gradients of the last state, from which the backward sweeps start."""
@@ -208,7 +211,7 @@ def _query_states(
 # ---- rows --------------------------------------------------------------------------------------
 
 
-def _given(passes: Passes, output: Tensor, normaliser: Tensor, grad_output: Tensor) -> Given:
+def given_of(passes: Passes, output: Tensor, normaliser: Tensor, grad_output: Tensor) -> Given:
     """The output's gradients, 1 / divisor and −δ."""
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()

@@ -19,7 +19,8 @@ from saccade.kernels.tiles import wide
 from saccade.portable.arguments import there_are
 from saccade.portable.kind import remembered
 from saccade.portable.linear_decay import whole_fades
-from saccade.portable.linear_passes import Passes, State
+from saccade.portable.linear_given import State
+from saccade.portable.linear_passes import Passes
 
 NUMBERS = 256  # of a state, which one program follows through the segments
 

@@ -13,19 +13,10 @@ from saccade.linear.problem import LinearInputs
 from saccade.portable.arguments import there_are
 from saccade.portable.kind import remembered
 from saccade.portable.linear_collect import linear_collect
+from saccade.portable.linear_given import Again, Given, State, sums
 from saccade.portable.linear_kind import LinearKind, plain
 from saccade.portable.linear_places import Sequence, Sums
 from saccade.portable.linear_sweep import linear_sweep
-
-State = tuple[Tensor, Tensor]  # matrices and vectors, float32
-
-
-class Given(NamedTuple):
-    """What a backward pass adds to the inputs."""
-
-    grad_output: Tensor
-    factors: Tensor | None  # 1 / divisor; None without a normaliser
-    minus_delta: Tensor
 
 
 class Passes(NamedTuple):
@@ -93,18 +84,16 @@ class Passes(NamedTuple):
     def collect(self, given: Given | None, segments: int) -> State:
         """The states of each segment alone: of keys, or of queries where gradients are given."""
         kind = self.kind
-        counts = kind.sequences, kind.state_heads, segments
-        matrix = torch.empty(
-            *counts, kind.head_dim, kind.value_dim, dtype=torch.float32, device=self._device()
-        )
-        vector = torch.empty(*counts, kind.head_dim, dtype=torch.float32, device=self._device())
+        counts = kind.sequences, kind.state_heads, segments, kind.head_dim
+        empty = self.inputs.query.new_empty
+        matrix = empty(*counts, kind.value_dim, dtype=torch.float32)
+        vector = empty(counts, dtype=torch.float32)
         tiles = self.tiles(kind.value_dim)
-        shares = (kind.key_heads, kind.value_heads)
-        if given is not None:
-            shares = (kind.query_heads, kind.heads)
+        of_keys, of_queries = (kind.key_heads, kind.value_heads), (kind.query_heads, kind.heads)
+        shares = of_keys if given is None else of_queries
         launch = self._launch(
             linear_collect,
-            ("collect", given is not None, segments),
+            ("collect", segments, given and given.grad_output.stride()),
             ROWS_SHARE=self.share(shares[0]),
             OTHERS_SHARE=self.share(shares[1]),
             INNER=kind.head_dim,
@@ -126,7 +115,7 @@ class Passes(NamedTuple):
                 read = (*of_queries, self._factors(pointer, given), weights)
             return (*read, self.sequence(pointer), Sums(pointer(matrix), pointer(vector)))
 
-        tensors = (*self.known(), *there_are(given or ()), matrix, vector)
+        tensors = (*self.known(), *there_are((given or ())[:3]), matrix, vector)
         launch(
             kind.sequences * kind.state_heads * segments * tiles, kind.device, tensors, arguments
         )
@@ -153,11 +142,12 @@ class Passes(NamedTuple):
 
         heads = kind.query_heads, kind.key_heads, kind.value_heads, 1
         more = there_are((output, totals))
-        self._sweep("output", operands, more, heads, before, after, segments, totals is not None)
+        self._sweep("output", operands, more, heads, (before, after), segments, totals is not None)
 
     def grad_query(
-        self, given: Given, result: Tensor, dots: Tensor | None, before: State | None, segments: int
-    ) -> None:
+        self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
+        segments: int, again: Again | None = None,
+    ) -> None:  # fmt: skip
         """Write the gradients of queries, one for each output head."""
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
@@ -169,12 +159,13 @@ class Passes(NamedTuple):
 
         kind = self.kind
         heads = kind.heads, kind.value_heads, kind.key_heads, kind.query_heads
-        more = there_are((*given, result, dots))
-        self._sweep("grad_query", operands, more, heads, before, None, segments, dots is not None)
+        more = there_are((*given[:3], result, dots))
+        ends, numbered = (before, None), dots is not None
+        self._sweep("grad_query", operands, more, heads, ends, segments, numbered, again)
 
     def grad_key(
         self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
-        after: State | None, segments: int,
+        after: State | None, segments: int, again: Again | None = None,
     ) -> None:  # fmt: skip
         """Write the gradients of keys, one for each head of the state, and of the first states."""
         kind = self.kind
@@ -193,10 +184,14 @@ class Passes(NamedTuple):
             return (*rows, *more, *written, self.keys(pointer), 0.0)
 
         heads = kind.value_heads, kind.heads, kind.query_heads, kind.key_heads
-        more = there_are((*given, result, dots))
-        self._sweep("grad_key", operands, more, heads, before, after, segments, dots is not None)
+        more = there_are((*given[:3], result, dots))
+        ends, numbered = (before, after), dots is not None
+        self._sweep("grad_key", operands, more, heads, ends, segments, numbered, again)
 
-    def grad_value(self, given: Given, result: Tensor, before: State | None, segments: int) -> None:
+    def grad_value(
+        self, given: Given, result: Tensor, before: State | None, segments: int,
+        again: Again | None = None,
+    ) -> None:  # fmt: skip
         """Write the gradients of values, one for each head of the state."""
         kind = self.kind
 
@@ -210,22 +205,34 @@ class Passes(NamedTuple):
             return (*rows, *more, None, None, 0.0)
 
         heads = kind.key_heads, kind.query_heads, kind.heads, 1
-        more = there_are((*given, result))
-        self._sweep("grad_value", operands, more, heads, before, None, segments, False)
+        more = there_are((*given[:3], result))
+        self._sweep("grad_value", operands, more, heads, (before, None), segments, False, again)
+
+    def grad_key_value(
+        self, given: Given, results: tuple[Tensor, Tensor], dots: Tensor | None,
+        before: State | None, after: State | None, segments: int, again: Again | None = None,
+    ) -> None:  # fmt: skip
+        """Write the gradients of keys and of values, and of the first states."""
+        self.grad_key(given, results[0], dots, before, after, segments, again)
+        self.grad_value(given, results[1], before, segments, again)
 
     def _sweep(
         self, which: str, operands: Any, more: Several[Tensor], heads: tuple[int, ...],
-        before: State | None, after: State | None, segments: int, numbered: bool,
+        states: tuple[State | None, State | None], segments: int, numbered: bool,
+        again: Again | None = None,
     ) -> None:  # fmt: skip
-        kind = self.kind
+        kind, (before, after) = self.kind, states
         inner, outer = kind.head_dim, kind.value_dim
         if which in ("grad_query", "grad_key"):
             inner, outer = outer, inner
         tiles = self.tiles(outer)
         shares = zip(("A", "B", "C", "THROUGH"), heads, strict=True)
+        parts = {} if again is None else {"PARTS": again.spoilt.shape[-1]}
+        strides = tuple(rows.stride() for rows in more)
         launch = self._launch(
-            linear_sweep,
-            (which, segments, before is None, after is None, numbered),
+            linear_sweep if again is None else again.kernel,
+            (which, segments, before is None, after is None, numbered, again is None, strides),
+            **parts,
             **{f"{name}_SHARE": self.share(count) for name, count in shares},
             INNER=inner,
             INNER_WIDTH=next_width(inner),
@@ -242,9 +249,13 @@ class Passes(NamedTuple):
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             ends = sums(pointer, before), sums(pointer, after)
-            return (*operands(pointer), self.sequence(pointer), *ends)
+            given = operands(pointer)
+            if again is not None:
+                given, ends = (pointer(again.spoilt), *given[:6], given[7]), ends[:1]
+            return (*given, self.sequence(pointer), *ends)
 
-        tensors = (*self.known(), *more, *there_are((*(before or ()), *(after or ()))))
+        flags = None if again is None else again.spoilt
+        tensors = (*self.known(), *more, *there_are((*(before or ()), *(after or ()), flags)))
         count = kind.state_heads if which in ("grad_key", "grad_value") else kind.heads
         launch(kind.sequences * count * segments * tiles, kind.device, tensors, arguments)
 
@@ -272,6 +283,11 @@ class Passes(NamedTuple):
         """Programs along so many channels of a result."""
         return max(-(-outer // self._tile(outer)), 1)
 
+    def gradient_segments(self, keys: bool) -> int:
+        """Into how many parts sequences are cut for gradients of queries, or of keys and values."""
+        heads = self.kind.state_heads if keys else self.kind.heads
+        return self.segments(heads, self.kind.head_dim) if self.kind.variant.causal else 1
+
     def segments(self, heads: int, outer: int) -> int:
         """Into how many parts sequences are cut for a pass of so many heads and channels."""
         return self.kind.segments(self.kind.sequences * heads * self.tiles(outer))
@@ -282,14 +298,3 @@ class Passes(NamedTuple):
 
     def _tile(self, outer: int) -> int:
         return min(self.kind.config.tile, next_width(max(outer, 1)))
-
-    def _device(self) -> torch.device:
-        return self.inputs.query.device
-
-
-def sums(pointer: Pointer, state: State | None) -> Sums | None:
-    """States as kernels take them."""
-    if state is None:
-        return None
-    matrix, vector = state
-    return Sums(pointer(matrix), pointer(vector))

@@ -16,7 +16,8 @@ from saccade.kernels.launch import Launch, Pointer, next_width
 from saccade.kernels.tiles import row_pointers, wide
 from saccade.portable.kind import remembered
 from saccade.portable.linear_finish import divisor_of
-from saccade.portable.linear_passes import Passes, State
+from saccade.portable.linear_given import State
+from saccade.portable.linear_passes import Passes
 from saccade.portable.linear_places import faded_until
 
 NUMBERS = 4096  # of a state, in registers at a time
