@@ -108,10 +108,10 @@ def produce(
     for turn in range(0, chunks):
         place = first + turn * ROWS
         rings.keys.acquire(turn)  # consumers release all three together
-        load_blocks(rings.keys, turn, key_desc, one, other, place, 0, KEY_SHARE, BLOCKS)
         if query_desc is not None:
             row = place - shift
             load_blocks(rings.queries, turn, query_desc, one, other, row, 0, QUERY_SHARE, BLOCKS)
+        load_blocks(rings.keys, turn, key_desc, one, other, place, 0, KEY_SHARE, BLOCKS)
         load_blocks(rings.values, turn, value_desc, one, other, place, channel, VALUE_SHARE, BLOCKS)
 
 

@@ -43,6 +43,8 @@ ELU_PLUS_ONE = gl.constexpr("""{
     add.rn.bf16x2 tangent, tangent, one;
     min.NaN.bf16x2 $0, grown, tangent;
 }""")
+KEEP = gl.constexpr("and.b32 $0, $1, $2;")
+NARROW = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 WIDEN = gl.constexpr("""{
     .reg .b32 high;
     and.b32 high, $2, 0xffff0000;
@@ -73,14 +75,22 @@ def map_features(
         key_sum = gl.load(before.vector + at, mask=inside, other=0.0)
     for turn in range(0, chunks):
         place = first + turn * ROWS
+        rows = place + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        there = (rows >= 0) & (rows < num_keys)
+        # All waits and branches come first: behind them ptxas mixes queries and keys.
+        if QUERIES:
+            rings.queries.wait(turn)
+        rings.keys.wait(turn)
+        if (place < 0) | (place + ROWS > num_keys):
+            clear_hidden(rings, turn, there, WHICH, LAYOUT)
         if QUERIES:
             map_queries(
-                rings, turn, place, num_keys, key_sum, before is None, FEATURE_MAP, SCALE,
-                NORMALIZE, WHICH, LAYOUT,
+                rings, turn, (rows >= 0) & (num_keys > 0), key_sum, before is None, FEATURE_MAP,
+                SCALE, NORMALIZE, WHICH, LAYOUT,
             )  # fmt: skip
         features = map_keys(
-            rings, turn, place, num_keys, channels < HEAD_DIM, HEAD_DIM != BLOCKS * BLOCK,
-            FEATURE_MAP, WHICH, LAYOUT,
+            rings, turn, there, channels < HEAD_DIM, HEAD_DIM != BLOCKS * BLOCK, FEATURE_MAP,
+            WHICH, LAYOUT,
         )  # fmt: skip
         rings.say_mapped(turn)
         key_sum += gl.sum(widened(features), 0)
@@ -90,19 +100,24 @@ def map_features(
 
 
 @gluon.jit
+def clear_hidden(rings, turn, there, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Put zeros in values of hidden keys, as a product does not hide what is not finite (0 · NaN is
+    NaN)."""
+    rings.values.wait(turn)
+    values = rings.values.tile_of(turn, WHICH)
+    values.store(only(values.load(LAYOUT), there))
+
+
+@gluon.jit
 def map_queries(
-    rings, turn, place, num_keys, key_sum, UNSTARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    rings, turn, seeing, key_sum, UNSTARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
     SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Map a chunk's queries, and sum up their scores with all keys of chunks before it."""
-    rings.queries.wait(turn)
     tile = rings.queries.tile_of(turn, WHICH)
     features = mapped(tile.load(LAYOUT), FEATURE_MAP)
-    if UNSTARTED:  # noqa: SIM102 (to Triton the first is no branch)
-        if (place < 0) | (num_keys <= 0):  # some see nothing, whatever they are
-            rows = place + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-            see = (rows >= 0) & (num_keys > 0)
-            features = gl.where(see[:, None], features, 0.0)
+    if UNSTARTED:  # those that see nothing find 0, whatever they are
+        features = only(features, seeing)
     if SCALE != 1.0:
         features = (widened(features) * SCALE).to(tile.dtype)
     tile.store(features)
@@ -113,23 +128,15 @@ def map_queries(
 
 @gluon.jit
 def map_keys(
-    rings, turn, place, num_keys, inside, PARTLY: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    rings, turn, there, inside, PARTLY: gl.constexpr, FEATURE_MAP: gl.constexpr,
     WHICH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Map a chunk's keys; if PARTLY, some channels do not exist. Values of hidden keys become 0, as
-    a product does not hide what is not finite (0 · NaN is NaN)."""
-    rings.keys.wait(turn)
+    """Map a chunk's keys; if PARTLY, some channels do not exist."""
     tile = rings.keys.tile_of(turn, WHICH)
     features = mapped(tile.load(LAYOUT), FEATURE_MAP)
     if PARTLY:  # what TMA found there is 0, and e⁰ is not
         features = gl.where(inside[None, :], features, 0.0)
-    if (place < 0) | (place + ROWS > num_keys):
-        rows = place + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        there = ((rows >= 0) & (rows < num_keys))[:, None]
-        features = gl.where(there, features, 0.0)
-        rings.values.wait(turn)
-        values = rings.values.tile_of(turn, WHICH)
-        values.store(gl.where(there, values.load(LAYOUT), 0.0))
+    features = only(features, there)
     tile.store(features)
     return features
 
@@ -152,8 +159,27 @@ def mapped(rows, FEATURE_MAP: gl.constexpr):
 
 
 @gluon.jit
+def only(rows, there):
+    """Rows of bfloat16, zeros where they are hidden: an instruction for two numbers, and no branch,
+    which would keep ptxas from mixing what is before it with what is behind."""
+    kept = gl.where(there, -1, 0).to(gl.int16)[:, None]
+    return gl.inline_asm_elementwise(
+        KEEP, "=r,r,r", [rows, kept], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
 def widened(rows):
     """Rows of bfloat16 in float32: two instructions for two numbers, where LLVM takes three."""
     return gl.inline_asm_elementwise(
         WIDEN, "=r,=r,r", [rows], dtype=gl.float32, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def narrowed(rows):
+    """Rows of float32 in bfloat16, two at once: LLVM would move a selection behind this, and then
+    select each half of what was narrowed."""
+    return gl.inline_asm_elementwise(
+        NARROW, "=r,r,r", [rows], dtype=gl.bfloat16, is_pure=True, pack=2
     )
