@@ -11,7 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 import saccade
 from saccade import dispatch
-from saccade.hopper import linear
+from saccade.hopper.linear_gradients import split_of
+from saccade.hopper.linear_split import Split
 from saccade.linear.prepare import prepare
 from saccade.portable.linear_kind import LinearKind
 from saccade.testing import assert_linear_exact, make_linear_case, poisoned
@@ -53,16 +54,23 @@ def test_it_is_last_and_so_must_be_named() -> None:
         saccade.linear_attention(*[rows(1, 2, 8, 64)] * 3, implementation="hopper")
 
 
-def split(*shape: int, lengths: tuple[int, int] | None = None, value_dim: int = 0) -> linear.Split:
+def kind_of(
+    *shape: int, lengths: tuple[int, int] | None = None, value_dim: int = 0, key_heads: int = 0
+) -> LinearKind:
     batch, heads, length, dim = shape
     query_len, kv_len = lengths or (length, length)
     query, key = rows(1, 1, 1, 1), rows(1, 1, 1, 1)
     inputs, variant = prepare(
-        query.expand(batch, heads, query_len, dim), key.expand(batch, heads, kv_len, dim),
-        key.expand(batch, heads, kv_len, value_dim or dim),
-    )[:2]  # fmt: skip
+        query.expand(batch, heads, query_len, dim),
+        key.expand(batch, key_heads or heads, kv_len, dim),
+        key.expand(batch, key_heads or heads, kv_len, value_dim or dim),
+    )[:2]
     kind = LinearKind.of(inputs, variant, saccade.Config(kv_tile=64))
-    return linear.Split.of(kind._replace(multiprocessors=132))
+    return kind._replace(multiprocessors=132)
+
+
+def split(*shape: int, **more: Any) -> Split:
+    return Split.of(kind_of(*shape, **more))
 
 
 def test_splits() -> None:
@@ -79,6 +87,21 @@ def test_few_heads_are_whole_where_chunks_would_not_be_those_of_portable_kernels
     assert split(1, 2, 0, 64, lengths=(4096, 4096 + 64)).segments > 1
     assert split(1, 2, 0, 64, lengths=(4096, 4096 + 63)).segments == 1
     assert split(1, 2, 0, 64, lengths=(4096 + 63, 4096)).segments > 1
+
+
+def test_which_gradients_are_left_to_portable_kernels() -> None:
+    taken, left = (2, 1, 1), None
+    for keys in (False, True):
+        assert split_of(kind_of(8, 16, 8192, 128), keys) == taken
+        assert split_of(kind_of(8, 16, 8192, 64, value_dim=136), keys) is left
+    shared = kind_of(8, 16, 8192, 128, key_heads=4)
+    assert split_of(shared, keys=False) == taken
+    assert split_of(shared, keys=True) is left  # their gradients are sums
+    # Segments begin where those of portable kernels do, or there are none.
+    assert split_of(kind_of(1, 2, 0, 64, lengths=(4096, 4096 + 63)), keys=False) is left
+    assert split_of(kind_of(1, 2, 0, 64, lengths=(4096, 4096 + 63)), keys=True) == (1, 1, 8)
+    assert split_of(kind_of(1, 2, 0, 64, lengths=(4096 + 63, 4096)), keys=False) == (1, 1, 8)
+    assert split_of(kind_of(1, 2, 0, 64, lengths=(4096 + 63, 4096)), keys=True) is left
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
@@ -145,3 +168,36 @@ def test_projections_are_read_as_they_lie_and_runs_are_bit_equal(hopper: None) -
         *(t.contiguous() for t in (query, key, value)), implementation="hopper"
     )
     assert torch.equal(found, again)
+
+
+def gradients(tensors: list[Tensor], grad: Tensor, implementation: str) -> tuple[Tensor, ...]:
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = saccade.linear_attention(*leaves, implementation=implementation)
+    return torch.autograd.grad(output, leaves, grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spoilt", ["query", "key", "value", "grad"])
+@pytest.mark.parametrize("heads", [1, 64], ids=["segments", "whole"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_that_know_nothing_of_a_spoilt_row_stay_clean(
+    hopper: None, dim: int, heads: int, spoilt: str
+) -> None:
+    tensors = [torch.randn(1, heads, 1500, dim, device="cuda").to(BF16) for _ in range(4)]
+    tensors[("query", "key", "value", "grad").index(spoilt)][:, :, 1100] = torch.nan
+    found = gradients(tensors[:3], tensors[3], "hopper")
+    expected = gradients(tensors[:3], tensors[3], "portable")
+    for got, by_portable in zip(found, expected, strict=True):
+        reached = by_portable.isnan().any(-1)
+        assert torch.equal(got.isnan().any(-1), reached)
+        torch.testing.assert_close(got[~reached], by_portable[~reached], atol=0.05, rtol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["hopper", "portable"])
+def test_gradients_come_in_any_layout_and_are_bit_equal(hopper: None, implementation: str) -> None:
+    tensors = [torch.randn(2, 3, 700, 128, device="cuda").to(BF16) for _ in range(4)]
+    turned = tensors[3].transpose(1, 2).contiguous().transpose(1, 2)
+    expected = gradients(tensors[:3], tensors[3], implementation)
+    for got, other in zip(gradients(tensors[:3], turned, implementation), expected, strict=True):
+        assert torch.equal(got, other)

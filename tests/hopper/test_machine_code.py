@@ -73,3 +73,14 @@ def test_linear_attention_keeps_products_under_way():
         for _, usage in usages:
             assert usage.looped == 0
             assert usage.products >= least
+
+
+def test_gradients_of_linear_attention_keep_products_under_way():
+    of_queries = compiled(
+        "hopper_linear backward", "hopper_linear_backward_queries", LinearCall(128)
+    )
+    of_keys = compiled("hopper_linear backward", "hopper_linear_backward_keys", LinearCall(128))
+    for least, usages in ((56, of_queries), (80, of_keys)):
+        for _, usage in usages:
+            assert usage.products >= least
+            assert usage.looped <= 8  # what two consumers of gradients of keys keep elsewhere

@@ -1,7 +1,8 @@
-"""Again: a portable sweep of linear attention, where a value may have spoilt rows before it.
+"""Again: portable sweeps of linear attention, where a row may have spoilt rows before it.
 
-NaN or inf in a value reaches all rows of its chunk in a product, as 0 · NaN is NaN. Where the sums
-of a head hold such, all of its rows are computed once more, with the care of portable kernels.
+NaN or inf in a row, a value say, reaches all rows of its chunk in a product, as 0 · NaN is NaN.
+Where the sums of a head hold such, all of its rows are computed once more, with the care of
+portable kernels.
 """
 
 from __future__ import annotations
@@ -32,4 +33,28 @@ def linear_again(
             A_SHARE, B_SHARE, C_SHARE, THROUGH_SHARE, GROUP, STATE_HEADS, SEGMENTS,
             INNER, INNER_WIDTH, OUTER, OUTER_TILE, TILES, CHUNK, PASS, CAUSAL, BOTTOM_RIGHT,
             STARTED, NORMALIZE, PRECISION, BEFORE, False, NUMBERS,
+        )  # fmt: skip
+
+
+@triton.jit
+def linear_gradient_again(
+    spoilt, a, b, c, factors, minus_delta, result, through, sequence, before,
+    A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
+    THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    INNER: tl.constexpr, INNER_WIDTH: tl.constexpr, OUTER: tl.constexpr, OUTER_TILE: tl.constexpr,
+    TILES: tl.constexpr, CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NUMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """The same for a gradient. States after segments stay as they are: NaN in either case."""
+    segment = tl.program_id(0) // TILES
+    flags = tl.load(spoilt + segment * PARTS + tl.arange(0, PARTS))
+    if tl.max(flags, 0) > 0:
+        linear_sweep(
+            a, b, c, factors, minus_delta, result, None, through, 0.0, sequence, before, None,
+            A_SHARE, B_SHARE, C_SHARE, THROUGH_SHARE, GROUP, STATE_HEADS, SEGMENTS,
+            INNER, INNER_WIDTH, OUTER, OUTER_TILE, TILES, CHUNK, PASS, CAUSAL, BOTTOM_RIGHT,
+            STARTED, NORMALIZE, PRECISION, BEFORE, False, False,
         )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Linear attention on Hopper, collecting: the states of segments alone, from keys and values.
+"""Linear attention on Hopper, collecting: the states of segments alone.
 
-What linear_forward.py does without queries: the same producer and the same mapping.
+Of keys and values it is what linear_forward.py does without queries, with the same producer and the
+same mapping; of queries and gradients of the output, linear_backward_keys.py without keys.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
@@ -14,6 +15,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.hopper import linear_backward_rows as backward_rows
+from saccade.hopper.linear_backward_rows import GRADS, QUERIES
 from saccade.hopper.linear_forward import produce, settled
 from saccade.hopper.linear_mapping import map_features
 from saccade.hopper.linear_program import (
@@ -25,6 +28,7 @@ from saccade.hopper.linear_program import (
     state_number,
 )
 from saccade.hopper.pipeline import make_linear_rings, warpgroup_mma
+from saccade.hopper.rings import make_sweep_rings
 
 
 @gluon.jit
@@ -87,4 +91,66 @@ def add_up(
             added = added + (token,)  # noqa: RUF005
         sums = settled(added, 0)
         rings.keys.release(turn)
+    keep_sums(after, sums, number, exists, channel, HEAD_DIM, VALUE_DIM)
+
+
+@gluon.jit
+def linear_collect_queries(
+    query_desc, grad_desc, given, kept, after, sizes,
+    QUERY_SHARE: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: one segment of a head, or of two; see `linear_backward_keys`."""
+    rings = make_sweep_rings(query_desc, 2, BLOCKS, STAGES, 0)
+    gl.warp_specialize(
+        [
+            (add_up_queries, (
+                after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS, BOTTOM_RIGHT, 0,
+            )),
+            (add_up_queries, (
+                after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS, BOTTOM_RIGHT, 1,
+            )),
+            (backward_rows.map_queries, (
+                given, kept, None, after, sizes, rings, HEAD_DIM, BLOCKS, SEGMENTS,
+                BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, False, 0,
+            )),
+            (backward_rows.map_queries, (
+                given, kept, None, after, sizes, rings, HEAD_DIM, BLOCKS, SEGMENTS,
+                BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, False, 1,
+            )),
+            (backward_rows.produce, (
+                query_desc, grad_desc, None, None, None, sizes, rings, QUERY_SHARE, 1, 1,
+                BLOCKS, SEGMENTS, BOTTOM_RIGHT, True,
+            )),
+        ],
+        [4, 4, 4, 1],
+        [CONSUMER_REGISTERS, MAPPER_REGISTERS, MAPPER_REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_up_queries(
+    after, sizes, rings, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
+    SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Sum up query features times 64 channels of the output's gradients."""
+    batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
+    _, chunks, _ = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, True)
+    exists = batch < sizes.batches >> 1
+    number = state_number(sizes, batch, head, 1, SEGMENTS)
+    channel = channel_of(WHICH, BLOCKS, 1, SEGMENTS)
+    LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's features
+    sums = start_sums(None, number, exists, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
+    for turn in range(0, chunks):
+        rings.wait_for_mapped(turn)
+        grads = rings.tile_of(turn, GRADS, WHICH)
+        added = ()
+        for block in gl.static_range(BLOCKS):
+            queries = rings.tile_of(turn, QUERIES, LEFT + block)
+            token = warpgroup_mma(queries.permute((1, 0)), grads, sums[block], is_async=True)
+            added = added + (token,)  # noqa: RUF005
+        sums = settled(added, 0)
+        rings.tiles.release(turn)
     keep_sums(after, sums, number, exists, channel, HEAD_DIM, VALUE_DIM)

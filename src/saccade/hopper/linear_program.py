@@ -80,17 +80,23 @@ def channel_of(
 
 
 @gluon.jit
-def chunks_of(sizes, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr):
+def chunks_of(
+    sizes, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, KEYS: gl.constexpr = False
+):  # fmt: skip
     """The first place of this program's segment, how many chunks it has, and the first query's.
 
-    Chunks begin where the first query does, or a multiple of 64 before: what TMA writes to must not
-    begin before a tensor. A segment without any has one past the end.
+    Chunks begin where the first row of the result does, which is a query's, or one of KEYS, or a
+    multiple of 64 before: what TMA writes to must not begin before a tensor. A segment without any
+    has one past the end.
     """
     query_len, kv_len = sizes.query_len >> 1, sizes.kv_len >> 1
     shift = 0 * kv_len
     if BOTTOM_RIGHT:
         shift = kv_len - query_len
-    first = shift - (gl.maximum(shift, 0) + ROWS - 1) // ROWS * ROWS
+    if KEYS:
+        first = 0 - (gl.maximum(-shift, 0) + ROWS - 1) // ROWS * ROWS
+    else:
+        first = shift - (gl.maximum(shift, 0) + ROWS - 1) // ROWS * ROWS
     places = gl.maximum(query_len + shift, kv_len) - first
     chunks = (places + ROWS - 1) // ROWS
     of_segment = (chunks + SEGMENTS - 1) // SEGMENTS
@@ -123,12 +129,16 @@ def state_number(
 
 @gluon.jit
 def sums_at(
-    number, exists, block, channel, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr
+    number, exists, block, channel, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Where 64 channels of keys times 64 of values are, in elements, and what of them exists."""
+    """Where 64 channels of keys times 64 of values are, in elements, and what of them exists; if
+    TRANSPOSED, the block is one of values, and the channels are those of keys."""
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
     keys = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
     values = channel + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
+    if TRANSPOSED:
+        keys, values = values, keys
     inside = (keys < HEAD_DIM) & (values < VALUE_DIM) & exists
     return number * (HEAD_DIM * VALUE_DIM) + (keys * VALUE_DIM + values), inside
 
@@ -136,7 +146,7 @@ def sums_at(
 @gluon.jit
 def start_sums(
     before, number, exists, channel, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    BLOCKS: gl.constexpr,
+    BLOCKS: gl.constexpr, TRANSPOSED: gl.constexpr = False,
 ):  # fmt: skip
     """Sums to add to: of nothing, or those that lie in memory."""
     sums = ()
@@ -144,7 +154,9 @@ def start_sums(
         if before is None:
             part = gl.zeros([BLOCK, BLOCK], gl.float32, mma_layout(BLOCK))
         else:
-            place, inside = sums_at(number, exists, block, channel, HEAD_DIM, VALUE_DIM)
+            place, inside = sums_at(
+                number, exists, block, channel, HEAD_DIM, VALUE_DIM, TRANSPOSED
+            )  # fmt: skip
             part = gl.load(before.matrix + place, mask=inside, other=0.0)
         sums = sums + (part,)  # noqa: RUF005
     return sums
@@ -152,11 +164,12 @@ def start_sums(
 
 @gluon.jit
 def keep_sums(
-    after, sums, number, mine, channel, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr
+    after, sums, number, mine, channel, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    TRANSPOSED: gl.constexpr = False,
 ):  # fmt: skip
     """Write sums, if they are this partition's to write."""
     for block in gl.static_range(len(sums)):
-        place, inside = sums_at(number, mine, block, channel, HEAD_DIM, VALUE_DIM)
+        place, inside = sums_at(number, mine, block, channel, HEAD_DIM, VALUE_DIM, TRANSPOSED)
         gl.store(after.matrix + place, sums[block], mask=inside)
 
 

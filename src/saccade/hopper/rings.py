@@ -14,11 +14,14 @@ from triton.language.core import _aggregate as aggregate
 
 from saccade.hopper.pipeline import (
     Ring,
+    fence_async_shared,
     in_stages,
     make_memory_for,
     make_ring,
     make_ring_for,
+    make_ring_in,
     make_ring_of,
+    mbarrier,
 )
 
 
@@ -139,3 +142,98 @@ def make_backward_rings(
     return BackwardRings(
         tickets, keys, values, queries, starts, grad_outputs, grad_scores, shares, outputs
     )
+
+
+@aggregate
+class SweepRings:
+    """All that producer, mappers and consumers share in the backward pass of linear attention.
+
+    A stage is two tiles of each kind of rows. Queries and keys are mapped where they lie; that they
+    are, and that numbers stand beside them, is what `mapped` says."""
+
+    tiles: Ring
+    mapped: gl.shared_memory_descriptor  # a barrier for each stage
+    shared: gl.shared_memory_descriptor  # two barriers: consumers wrote their sums, and read all
+    numbers: gl.shared_memory_descriptor  # for each stage and mapper, 64 of each of three kinds
+    narrowed: gl.shared_memory_descriptor  # sums: a tile for each consumer and block of them
+    outputs: gl.shared_memory_descriptor  # a tile for each stage and consumer
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, mapped, shared, numbers, narrowed, outputs):
+        self.tiles = tiles
+        self.mapped = mapped
+        self.shared = shared
+        self.numbers = numbers
+        self.narrowed = narrowed
+        self.outputs = outputs
+
+    @gluon.jit
+    def tile_of(self, turn, what, block):
+        """A tile of a turn."""
+        return self.tiles.tile_of(turn, 2 * what + block)
+
+    @gluon.jit
+    def say_mapped(self, turn):
+        """One partition has mapped its part of a turn."""
+        fence_async_shared()
+        mbarrier.arrive(self.mapped.index(self.tiles.stage(turn)), count=1)
+
+    @gluon.jit
+    def wait_for_mapped(self, turn):
+        """Wait until all of a turn is there, and mapped."""
+        self.tiles.wait(turn)
+        mbarrier.wait(self.mapped.index(self.tiles.stage(turn)), self.tiles.round(turn) & 1)
+
+    @gluon.jit
+    def say_written(self, turn):
+        """One consumer has narrowed its sums, as a turn reads them."""
+        mbarrier.arrive(self.shared.index(turn * 0), count=1)
+
+    @gluon.jit
+    def wait_for_written(self, turn):
+        """Wait until both have."""
+        mbarrier.wait(self.shared.index(turn * 0), turn & 1)
+
+    @gluon.jit
+    def say_read(self, turn):
+        """One consumer needs the sums of a turn no more."""
+        mbarrier.arrive(self.shared.index(turn * 0 + 1), count=1)
+
+    @gluon.jit
+    def wait_for_read(self, turn):
+        """Wait until neither does."""
+        mbarrier.wait(self.shared.index(turn * 0 + 1), turn & 1)
+
+    @gluon.jit
+    def numbers_of(self, turn, which, kind):
+        """Where a turn's numbers of one kind are that one of the mappers put there."""
+        return self.numbers.index(3 * (2 * self.tiles.stage(turn) + which) + kind)
+
+
+@gluon.jit
+def make_sweep_rings(
+    desc, KINDS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUT_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Shared memory of a program of that pass, for so many kinds of rows.
+
+    Without OUTPUT_STAGES there are no outputs; others stand in for them.
+    """
+    # Tiles are matrices here: what was reshaped can be multiplied and moved, but not loaded.
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    TILE: gl.constexpr = [ROWS, desc.block_type.shape[3]]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype)
+    tiles = make_ring_in(desc.dtype, in_stages(2 * KINDS * STAGES, TILE), LAYOUT, STAGES, 2, 1)
+    mapped = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(mapped.index(stage), count=2)
+    shared = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for which in gl.static_range(2):
+        mbarrier.init(shared.index(which), count=2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.float32, [6 * STAGES, ROWS], PLAIN)
+    narrowed = gl.allocate_shared_memory(desc.dtype, in_stages(2 * BLOCKS, TILE), LAYOUT)
+    outputs = narrowed
+    if OUTPUT_STAGES > 0:
+        outputs = gl.allocate_shared_memory(desc.dtype, in_stages(2 * OUTPUT_STAGES, TILE), LAYOUT)
+    return SweepRings(tiles, mapped, shared, numbers, narrowed, outputs)

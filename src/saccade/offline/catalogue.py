@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from saccade.offline.calls import KERNELS, MASKS, PASSES, Call
-from saccade.offline.linear_calls import LINEAR_PASSES, SWEEPS, LinearCall
+from saccade.offline.linear_calls import SWEEPS, LinearCall
 from saccade.offline.paged_calls import PagedCall
 from saccade.offline.pool import Job
 
@@ -53,9 +53,21 @@ HOPPER = (
         Entry(PagedCall(dim, "bf16", "causal", size, query_len=512), ("hopper_pages_forward",))
         for dim, size in ((64, 64), (128, 64), (128, 16), (128, 256), (256, 64))
     ),
-    Entry(LinearCall(64), LINEAR_PASSES["hopper_linear"][:1]),
-    Entry(LinearCall(128), ("hopper_linear_forward", "hopper_linear_again")),
-    Entry(LinearCall(128, length=8192, batch=1, heads=2), LINEAR_PASSES["hopper_linear"][:2]),
+    Entry(LinearCall(64), ("hopper_linear_forward", "hopper_linear_backward_keys")),
+    Entry(
+        LinearCall(128),
+        (
+            "hopper_linear_forward",
+            "hopper_linear_again",
+            "hopper_linear_backward_queries",
+            "hopper_linear_backward_keys",
+            "hopper_linear_grad_key_again",
+        ),
+    ),
+    Entry(
+        LinearCall(128, length=8192, batch=1, heads=2),
+        ("hopper_linear_forward", "hopper_linear_collect", "hopper_linear_collect_queries"),
+    ),
 )
 
 

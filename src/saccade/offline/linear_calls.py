@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,11 @@ LINEAR_PASSES = {
     "linear step": ("linear_step",),
     "hopper_linear": (
         "hopper_linear_forward", "hopper_linear_collect", "hopper_linear_again",
+    ),
+    "hopper_linear backward": (
+        "hopper_linear_backward_queries", "hopper_linear_backward_keys",
+        "hopper_linear_collect_queries",
+        "hopper_linear_grad_key_again",  # of three that are like it
     ),
 }  # fmt: skip
 SWEEPS = ("linear_output", *LINEAR_PASSES["linear backward"][1:])
@@ -56,14 +61,12 @@ def start(inputs: LinearInputs, variant: LinearVariant, which: str, config: Conf
     from saccade.portable import linear
 
     given = config or Config()
-    if which == "hopper_linear":
-        from saccade.hopper import linear as hopper
-
-        hopper.forward(inputs, variant, given)
-        return
+    body: Any = linear
+    if which.startswith("hopper"):
+        from saccade.hopper import linear as body
     results = empty_linear_results(inputs, variant)
-    if which == "linear":
-        linear.forward(inputs, variant, given)
+    if which in ("linear", "hopper_linear"):
+        body.forward(inputs, variant, given)
     elif which == "linear step":
         one = [rows[:, :, :1] for rows in inputs[:3]]
         here = inputs._replace(query=one[0], key=one[1], value=one[2])
@@ -72,6 +75,6 @@ def start(inputs: LinearInputs, variant: LinearVariant, which: str, config: Conf
         linear.step(results.kv, results.key_sum, None, here, variant)
     else:
         gradient = torch.zeros_like(results.output)
-        linear.backward(
+        body.backward(
             inputs, variant, given, results.output, results.normaliser, gradient, None, None
         )

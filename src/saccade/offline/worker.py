@@ -79,6 +79,8 @@ def kernel_name(started: Launch, which: str) -> str:
         return f"hopper_{name}, ordered"
     if which == "hopper_turns":
         return f"hopper_{name}, in turns"
+    if name == "linear_gradient_again":  # one kernel for three passes
+        return f"hopper_linear_{started.constants['PASS']}_again"
     if which.startswith("hopper"):
         return f"hopper_{name}"
     if "PASS" in started.constants:  # the sweep of linear attention is one kernel for all of them

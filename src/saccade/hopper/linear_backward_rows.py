@@ -1,0 +1,301 @@
+"""Linear attention backward on Hopper, rows: they are loaded, and features take their place.
+
+Products read their operands from shared memory, so features are put there, by warps that do nothing
+else. They also find the numbers that a row has, and keep the sum of features before a chunk.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.hopper.linear_mapping import mapped, only, widened
+from saccade.hopper.linear_program import BLOCK, chunks_of, head_of, keys_there, state_number
+from saccade.hopper.weighing import ROWS
+from saccade.kernels.features import elu_plus_one, exponential, relu
+from saccade.kernels.tiles import wide
+from saccade.portable.linear_finish import divisor_of
+
+# What a stage holds two tiles of: the first two where queries are collected, the first four for
+# gradients of keys and values, all for those of queries.
+QUERIES, GRADS = gl.constexpr(0), gl.constexpr(1)  # of the output
+KEYS, VALUES, OUTPUTS = gl.constexpr(2), gl.constexpr(3), gl.constexpr(4)
+# Kinds of numbers beside them: 64 each.
+SUM = gl.constexpr(0)  # of features, over the chunks that were visited before
+MINUS_DELTA, FACTOR = gl.constexpr(1), gl.constexpr(2)  # of each query
+
+
+class RowNumbers(NamedTuple):
+    """What each query row has, float32 [batch, heads, query_len]."""
+
+    factors: Any  # 1 / divisor; None without a normaliser
+    minus_delta: Any
+
+
+# ---- places -------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def place_of(first, chunks, turn, BACKWARDS: gl.constexpr):
+    """The first place of the chunk that is visited in a turn."""
+    if BACKWARDS:
+        turn = chunks - 1 - turn
+    return first + turn * ROWS
+
+
+@gluon.jit
+def keys_seen(num_keys):
+    """From which place on, and up to which one, keys are there to be seen."""
+    return 0 * num_keys, num_keys
+
+
+@gluon.jit
+def queries_seeing(sizes, shift, num_keys, exists, STARTED: gl.constexpr):
+    """From which place on, and up to which one, queries exist and see something: nothing before
+    the first key, unless a state came before it (STARTED)."""
+    begin, end = shift, shift + (sizes.query_len >> 1)
+    if not STARTED:
+        begin = gl.maximum(begin, 0)
+        end = gl.where(num_keys > 0, end, begin)
+    return begin, gl.where(exists, end, begin)
+
+
+@gluon.jit
+def within(bounds, place, ROWS_OF: gl.constexpr):
+    """Which of 64 places lie in such bounds, rows as in a layout."""
+    places = place + gl.arange(0, ROWS, ROWS_OF)
+    return (places >= bounds[0]) & (places < bounds[1])
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def produce(
+    query_desc, grad_desc, key_desc, value_desc, output_desc, sizes, rings,
+    QUERY_SHARE: gl.constexpr, KEY_SHARE: gl.constexpr, VALUE_SHARE: gl.constexpr,
+    BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    BACKWARDS: gl.constexpr,
+):  # fmt: skip
+    """Load the rows of chunk after chunk, as soon as there is room: those that are asked for."""
+    one = head_of(sizes, 0, BLOCKS, 1, SEGMENTS)
+    other = head_of(sizes, 1, BLOCKS, 1, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, BACKWARDS)
+    for turn in range(0, chunks):
+        place = place_of(first, chunks, turn, BACKWARDS)
+        row = place - shift
+        rings.tiles.acquire(turn)
+        rings.tiles.expect(turn, query_desc)
+        if key_desc is not None:
+            load_pair(rings.tiles, turn, KEYS, key_desc, one, other, place, KEY_SHARE, BLOCKS)
+        load_pair(rings.tiles, turn, QUERIES, query_desc, one, other, row, QUERY_SHARE, BLOCKS)
+        load_pair(rings.tiles, turn, GRADS, grad_desc, one, other, row, 1, BLOCKS)
+        if output_desc is not None:
+            load_pair(rings.tiles, turn, OUTPUTS, output_desc, one, other, row, 1, BLOCKS)
+        if value_desc is not None:
+            load_pair(rings.tiles, turn, VALUES, value_desc, one, other, place, VALUE_SHARE, BLOCKS)
+
+
+@gluon.jit
+def load_pair(
+    tiles, turn, WHAT: gl.constexpr, desc, one, other, row, SHARE: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Load two tiles of a stage: of one head and another, or of channels of one head."""
+    tiles.load_tile(turn, 2 * WHAT, desc, [one[0], one[1] // SHARE, row, 0])
+    if BLOCKS == 1:
+        tiles.load_tile(turn, 2 * WHAT + 1, desc, [other[0], other[1] // SHARE, row, 0])
+    else:
+        tiles.load_tile(turn, 2 * WHAT + 1, desc, [one[0], one[1] // SHARE, row, BLOCK])
+
+
+# ---- mapping ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def map_keys(
+    given, kept, before, sizes, eps, rings,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Put features in place of a block of keys, going forwards; find what queries have as numbers:
+    factors, which go to memory too, and the parts of −δ that this block of channels has."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
+    exists = batch < sizes.batches >> 1
+    num_keys = keys_there(kept, sizes, batch)
+    queries, keys = queries_seeing(sizes, shift, num_keys, exists, STARTED), keys_seen(num_keys)
+    at, inside = sum_at(
+        sizes, batch, head, exists, HEAD_DIM, GROUP, BLOCKS, SEGMENTS, WHICH, LAYOUT
+    )
+    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, LAYOUT))
+    if before is not None:
+        total = gl.load(before.vector + at, mask=inside, other=0.0)
+    unit = unit_of(sizes, batch, head, shift)
+    if NORMALIZE != "none":
+        scores = numbers_at(kept.normaliser, unit, queries, first, ROWS_OF)
+    for turn in range(0, chunks):
+        place = first + turn * ROWS
+        rings.tiles.wait(turn)
+        clear_hidden(rings, turn, place, keys, VALUES, WHICH, LAYOUT)
+        if NORMALIZE != "none":
+            seeing = within(queries, place, ROWS_OF)
+            factor, slope = quotient(scores, eps, NORMALIZE)
+            if WHICH == 0 or BLOCKS == 1:
+                rows = unit + place + gl.arange(0, ROWS, ROWS_OF)
+                gl.store(given.factors + rows, factor, mask=seeing)
+            rings.numbers_of(turn, WHICH, FACTOR).store(factor * SCALE)
+            # Asked for early, as nothing hides how long it takes.
+            scores = numbers_at(kept.normaliser, unit, queries, place + ROWS, ROWS_OF)
+            grads = widened(rings.tile_of(turn, GRADS, WHICH).load(LAYOUT))
+            outputs = widened(rings.tile_of(turn, OUTPUTS, WHICH).load(LAYOUT))
+            minus_delta = gl.where(seeing, -slope * gl.sum(grads * outputs, 1), 0.0)
+            rings.numbers_of(turn, WHICH, MINUS_DELTA).store(minus_delta)
+        rings.numbers_of(turn, WHICH, SUM).store(total)
+        tile = rings.tile_of(turn, KEYS, WHICH)
+        features = mapped(tile.load(LAYOUT), FEATURE_MAP)
+        features = only(features, within(keys, place, ROWS_OF))
+        tile.store(features)
+        rings.say_mapped(turn)
+        # Read back, so that no registers hold it while rows are mapped.
+        total = rings.numbers_of(turn, WHICH, SUM).load(gl.SliceLayout(0, LAYOUT))
+        total += gl.sum(widened(features), 0)
+
+
+@gluon.jit
+def map_queries(
+    given, kept, before, after, sizes, rings,
+    HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    SCALE: gl.constexpr, KEYS_TOO: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Put features, each row's times its factor, in place of a block of queries, going backwards;
+    features of keys in place of them if KEYS_TOO."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    # Numbers come in few registers, and go to their rows through shared memory.
+    EACH_ONCE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
+    batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, True)
+    exists = batch < sizes.batches >> 1
+    num_keys = keys_there(kept, sizes, batch)
+    queries = queries_seeing(sizes, shift, num_keys, exists, STARTED)
+    at, inside = sum_at(sizes, batch, head, exists, HEAD_DIM, 1, BLOCKS, SEGMENTS, WHICH, LAYOUT)
+    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, LAYOUT))
+    if before is not None:
+        total = gl.load(before.vector + at, mask=inside, other=0.0)
+    unit = unit_of(sizes, batch, head, shift)
+    place = place_of(first, chunks, 0, True)
+    factor = factors_at(given, unit, queries, place, SCALE, EACH_ONCE)
+    minus_delta = numbers_at(given.minus_delta, unit, queries, place, EACH_ONCE)
+    for turn in range(0, chunks):
+        place = place_of(first, chunks, turn, True)
+        rings.tiles.wait(turn)
+        clear_hidden(rings, turn, place, queries, GRADS, WHICH, LAYOUT)
+        rings.numbers_of(turn, WHICH, FACTOR).store(factor)
+        rings.numbers_of(turn, WHICH, MINUS_DELTA).store(minus_delta)
+        rings.numbers_of(turn, WHICH, SUM).store(total)
+        # Asked for early, as nothing hides how long it takes.
+        factor = factors_at(given, unit, queries, place - ROWS, SCALE, EACH_ONCE)
+        minus_delta = numbers_at(given.minus_delta, unit, queries, place - ROWS, EACH_ONCE)
+        if KEYS_TOO:
+            keys = rings.tile_of(turn, KEYS, WHICH)
+            keys.store(mapped(keys.load(LAYOUT), FEATURE_MAP))
+        tile = rings.tile_of(turn, QUERIES, WHICH)
+        features = mapped_wide(widened(tile.load(LAYOUT)), FEATURE_MAP)
+        factors = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)
+        features = (features * factors[:, None]).to(tile.dtype)
+        if HEAD_DIM != BLOCKS * BLOCK:  # what TMA found there is 0, and e⁰ is not
+            channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+            features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
+        features = only(features, within(queries, place, ROWS_OF))
+        tile.store(features)
+        rings.say_mapped(turn)
+        deltas = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(ROWS_OF)
+        # Read back, so that no registers hold it while rows are mapped.
+        total = rings.numbers_of(turn, WHICH, SUM).load(gl.SliceLayout(0, LAYOUT))
+        total += gl.sum(widened(features) * deltas[:, None], 0)
+    if after is not None:
+        gl.store(after.vector + at, total, mask=inside)
+
+
+@gluon.jit
+def sum_at(
+    sizes, batch, head, exists, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr,
+    BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr, WHICH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Where the sum of features of a block lies in memory, and what of it exists."""
+    FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
+    channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    number = state_number(sizes, batch, head, GROUP, SEGMENTS)
+    return number * HEAD_DIM + channels, (channels < HEAD_DIM) & exists
+
+
+@gluon.jit
+def unit_of(sizes, batch, head, shift):
+    """Where a head's numbers begin, counted by place."""
+    return wide(batch * (sizes.heads >> 1) + head) * (sizes.query_len >> 1) - shift
+
+
+@gluon.jit
+def numbers_at(numbers, unit, queries, place, ROWS_OF: gl.constexpr):
+    """Numbers of the queries at 64 places, 0 where these see nothing."""
+    rows = unit + place + gl.arange(0, ROWS, ROWS_OF)
+    return gl.load(numbers + rows, mask=within(queries, place, ROWS_OF), other=0.0)
+
+
+@gluon.jit
+def factors_at(given, unit, queries, place, SCALE: gl.constexpr, ROWS_OF: gl.constexpr):
+    """scale / divisor of the queries at 64 places."""
+    factor = gl.full([ROWS], SCALE, gl.float32, ROWS_OF)
+    if given.factors is not None:
+        factor = factor * numbers_at(given.factors, unit, queries, place, ROWS_OF)
+    return factor
+
+
+@gluon.jit
+def quotient(scores, eps, NORMALIZE: gl.constexpr):
+    """1 / divisor of sums of scores, and its derivative; as in `portable.linear_row_dot`."""
+    divisor = divisor_of(scores, eps, NORMALIZE)
+    factor = gl.where(divisor == 0, 0.0, 1.0 / divisor)
+    slope = scores * 0.0 + 1.0
+    if NORMALIZE == "clamp":
+        slope = gl.where(scores >= eps, 1.0, 0.0)
+    elif NORMALIZE == "abs":
+        slope = gl.where(gl.abs(scores) >= eps, gl.where(scores < 0, -1.0, 1.0), 0.0)
+        slope = gl.where(scores == 0, 0.0, slope)
+    return factor, slope
+
+
+@gluon.jit
+def clear_hidden(rings, turn, place, bounds, WHAT: gl.constexpr, WHICH, LAYOUT: gl.constexpr):
+    """Put zeros in hidden rows that stand beside features of 0, as a product does not hide what is
+    not finite (0 · NaN is NaN)."""
+    if (place < bounds[0]) | (place + ROWS > bounds[1]):
+        rows = rings.tile_of(turn, WHAT, WHICH)
+        rows.store(only(rows.load(LAYOUT), within(bounds, place, gl.SliceLayout(1, LAYOUT))))
+
+
+@gluon.jit
+def mapped_wide(rows, FEATURE_MAP: gl.constexpr):
+    """Rows in float32 through a feature map."""
+    features = rows
+    if FEATURE_MAP == "elu+1":
+        features = elu_plus_one(rows, 0.0)
+    elif FEATURE_MAP == "relu":
+        features = relu(rows, 0.0)
+    elif FEATURE_MAP == "exp":
+        features = exponential(rows, 0.0)
+    return features

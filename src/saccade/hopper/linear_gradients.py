@@ -1,0 +1,211 @@
+"""Linear attention by Hopper kernels, backwards: passes of `saccade.portable.linear` that have one.
+
+    grad_query        linear_backward_queries.py, which also finds what rows have as numbers
+    grad_key_value    linear_backward_keys.py, in one sweep
+
+A gradient that heads share is summed in float32, which portable passes do; so do those of more than
+128 channels, and long sequences of few heads whose chunks would begin elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.hopper.descriptors import aligned
+from saccade.hopper.gradients import readable
+from saccade.hopper.linear_again import linear_gradient_again
+from saccade.hopper.linear_backward_keys import linear_backward_keys
+from saccade.hopper.linear_backward_queries import linear_backward_queries
+from saccade.hopper.linear_backward_rows import RowNumbers
+from saccade.hopper.linear_program import Kept
+from saccade.hopper.linear_split import BLOCK, Split, maybe, moved, sizes, unlike_portable
+from saccade.hopper.linear_states import collect_keys, collect_queries
+from saccade.kernels.launch import Launch, Pointer
+from saccade.linear.problem import LinearGradients, LinearInputs, LinearVariant
+from saccade.portable.arguments import there_are
+from saccade.portable.kind import remembered
+from saccade.portable.linear import ending_of, given_of, gradients_by, passes_of
+from saccade.portable.linear_given import Again, Given, State, sums
+from saccade.portable.linear_kind import LinearKind
+from saccade.portable.linear_passes import Passes
+from saccade.problem import Config
+
+WIDEST = 2 * BLOCK  # channels of a state's side
+
+
+class GradientSchedule(NamedTuple):
+    """How a kernel runs."""
+
+    stages: int  # of rows
+    consumer_registers: int
+    mapper_registers: int
+
+    def constants(self) -> dict[str, int]:
+        """What a kernel is compiled for."""
+        return {
+            "STAGES": self.stages,
+            "CONSUMER_REGISTERS": self.consumer_registers,
+            "MAPPER_REGISTERS": self.mapper_registers,
+        }
+
+
+OF_QUERIES = GradientSchedule(2, 168, 56)
+OF_KEYS = GradientSchedule(2, 176, 48)
+OUTPUT_STAGES = 1  # of gradients of queries: rows take the rest of shared memory
+
+
+def backward(
+    inputs: LinearInputs,
+    variant: LinearVariant,
+    config: Config,
+    output: Tensor,
+    normaliser: Tensor,
+    grad_output: Tensor,
+    grad_kv: Tensor | None,
+    grad_key_sum: Tensor | None,
+) -> LinearGradients:
+    """Gradients of the inputs, the same bits in every run."""
+    passes = HopperPasses(*passes_of(aligned(inputs), variant, Config(kv_tile=BLOCK)))
+    grad_output = readable(grad_output)
+    if variant.normalize == "none" or split_of(passes.kind, keys=False) is None:
+        given = given_of(passes, output, normaliser, grad_output)
+    else:
+        numbers = torch.empty_like(normaliser), torch.empty_like(normaliser)
+        given = Given(grad_output, *numbers, (readable(output), normaliser))
+    return gradients_by(passes, given, ending_of(passes, grad_kv, grad_key_sum))
+
+
+def split_of(kind: LinearKind, keys: bool) -> Split | None:
+    """How gradients of queries, or of keys and values, are split; None: portable kernels do it."""
+    shared = (kind.state_heads, kind.key_heads, kind.value_heads) if keys else (kind.query_heads,)
+    if any(heads != kind.heads for heads in shared):
+        return None
+    if max(kind.head_dim, kind.value_dim) > WIDEST:
+        return None
+    split = Split.whole(kind).cut(kind)
+    return None if split.segments > 1 and unlike_portable(kind, keys) else split
+
+
+class HopperPasses(Passes):
+    """One call under way."""
+
+    def gradient_segments(self, keys: bool) -> int:
+        """Into how many parts sequences are cut for gradients of queries, or of keys and values."""
+        split = split_of(self.kind, keys)
+        return super().gradient_segments(keys) if split is None else split.segments
+
+    def collect(self, given: Given | None, segments: int) -> State:
+        """The states of each segment alone: of keys, or of queries where gradients are given."""
+        split = split_of(self.kind, keys=given is not None)
+        if split is None:
+            return super().collect(given, segments)
+        return collect_keys(self, split) if given is None else collect_queries(self, split, given)
+
+    def grad_query(
+        self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
+        segments: int, again: Again | None = None,
+    ) -> None:  # fmt: skip
+        """Write the gradients of queries, one for each output head."""
+        split = split_of(self.kind, keys=False)
+        if split is not None:
+            again = self._grad_query(split, given, result, before)
+        super().grad_query(given, result, dots, before, segments, again)
+
+    def grad_key_value(
+        self, given: Given, results: tuple[Tensor, Tensor], dots: Tensor | None,
+        before: State | None, after: State | None, segments: int, again: Again | None = None,
+    ) -> None:  # fmt: skip
+        """Write the gradients of keys and of values, and of the first states."""
+        split = split_of(self.kind, keys=True)
+        if split is not None:
+            again, after = self._grad_key_value(split, given, results, before, after), None
+        super().grad_key_value(given, results, dots, before, after, segments, again)
+
+    def _grad_query(
+        self, split: Split, given: Given, result: Tensor, before: State | None
+    ) -> Again:
+        kind, spoilt = self.kind, self._spoilt(split)
+        query, key, value = self.inputs[:3]
+        output, normaliser = given.quotient or (None, None)
+
+        def make() -> Launch:
+            constants = {
+                "QUERY_SHARE": self.share(kind.query_heads),
+                "KEY_SHARE": self.share(kind.key_heads),
+                "VALUE_SHARE": self.share(kind.value_heads),
+                "GROUP": kind.group,
+                **self._constants(split),
+                "NORMALIZE": kind.variant.normalize,
+                **OF_QUERIES.constants(),
+                "OUTPUT_STAGES": OUTPUT_STAGES,
+            }
+            return Launch(linear_backward_queries, constants, {"num_warps": 4})
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            kept = Kept(
+                maybe(pointer, normaliser), maybe(pointer, self.inputs.key_lengths),
+                pointer(spoilt),
+            )  # fmt: skip
+            return (
+                *moved(pointer, (query, given.grad_output, key, value)),
+                None if output is None else next(moved(pointer, (output,))),
+                *moved(pointer, (result,)),
+                RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
+                kept, sums(pointer, before), sizes(kind, kind.heads), kind.variant.eps,
+            )  # fmt: skip
+
+        rows = there_are((*given[:3], *(given.quotient or ()), result, spoilt))
+        strides = given.grad_output.stride(), None if output is None else output.stride()
+        cache_key = "hopper grad_query", split, before is None, OF_QUERIES, strides
+        tensors = (*self.known(), *rows, *(before or ()))
+        launch = remembered(kind.launches, cache_key, make)
+        launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
+        return Again(linear_gradient_again, spoilt)
+
+    def _grad_key_value(
+        self, split: Split, given: Given, results: tuple[Tensor, Tensor],
+        before: State | None, after: State | None,
+    ) -> Again:  # fmt: skip
+        kind, spoilt = self.kind, self._spoilt(split)
+        query, key, value = self.inputs[:3]
+
+        def make() -> Launch:
+            constants = {
+                "QUERY_SHARE": self.share(kind.query_heads),
+                **self._constants(split),
+                **OF_KEYS.constants(),
+            }
+            return Launch(linear_backward_keys, constants, {"num_warps": 4})
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            return (
+                *moved(pointer, (query, given.grad_output, key, value, *results)),
+                RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
+                Kept(None, maybe(pointer, self.inputs.key_lengths), pointer(spoilt)),
+                sums(pointer, before), sums(pointer, after), sizes(kind, kind.heads),
+            )  # fmt: skip
+
+        states = (*(before or ()), *(after or ()))
+        strides = given.grad_output.stride()
+        cache_key = "hopper keys", split, before is None, after is None, OF_KEYS, strides
+        tensors = (*self.known(), *there_are(given[:3]), *results, spoilt, *states)
+        launch = remembered(kind.launches, cache_key, make)
+        launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
+        return Again(linear_gradient_again, spoilt)
+
+    def _constants(self, split: Split) -> dict[str, Any]:
+        kind = self.kind
+        constants = {
+            **split.constants(kind), "STARTED": kind.started, "SCALE": kind.variant.scale,
+        }  # fmt: skip
+        del constants["TILES"]  # one
+        return constants
+
+    def _spoilt(self, split: Split) -> Tensor:
+        """Memory for flags."""
+        kind = self.kind
+        shape = kind.sequences, kind.heads, split.segments, split.parts
+        return self.inputs.query.new_empty(shape, dtype=torch.int32)
