@@ -17,7 +17,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.kernels import launch, schedule
+from saccade.kernels import cuts, launch, schedule
 from saccade.kernels.schedule import GROUPS, PLAN, Schedule
 from saccade.kernels.tiles import ADDED
 
@@ -40,17 +40,34 @@ def write_shares(schedule, found, AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEA
         tl.store(found + program * 6 + number, share[number].to(tl.int32))
 
 
-def shares(groups: list[tuple[int, int]], programs: int, long: bool = False) -> list[list[int]]:
+@triton.jit
+def write_cuts(schedule, found, AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr):
+    """A row for each item: group, its number in it, in how many parts it was cut, by which."""
+    row = found + tl.program_id(0) * 4
+    cut = schedule.cut(
+        schedule, None, None, tl.load(row), tl.load(row + 1), 1, 1, AT_ONCE, LONG, LEAST, 1
+    )
+    tl.store(row + 2, cut[0])
+    tl.store(row + 3, cut[1])
+
+
+def shares(
+    groups: list[tuple[int, int]], programs: int, long: bool = False
+) -> tuple[list[list[int]], list[list[int]]]:
     """(group, index, offset, budget, share, goes_on) of each program, for (units, items) of each
-    group."""
+    group; and (group, index, parts, first program) of each item."""
     numbers = torch.tensor([*zip(*groups, strict=True)], dtype=torch.int32).flatten()
     found = torch.zeros(programs, 6, dtype=torch.int32)
     added = ADDED.value
     data: Any = (len(groups) + added, added, programs + added, added, added, added, added, numbers)
-    given = Schedule(schedule.equal_shares, count_given, None, data)
+    given = Schedule(schedule.equal_shares, cuts.cut_of_shares, count_given, None, data)
     at_once = 1 if len(groups) == 1 else 1 << (len(groups) - 1).bit_length()
     write_shares[(programs,)](given, found, at_once, long, 2)
-    return found.tolist()
+    pairs = [(group, index) for group, (_, items) in enumerate(groups) for index in range(items)]
+    cut = torch.tensor([(*pair, 0, 0) for pair in pairs], dtype=torch.int32)
+    if pairs:
+        write_cuts[(len(pairs),)](given, cut, at_once, long, 2)
+    return found.tolist(), cut.tolist()
 
 
 def covered(groups: list[tuple[int, int]], found: list[list[int]]) -> tuple[list[int], bool]:
@@ -77,7 +94,7 @@ def covered(groups: list[tuple[int, int]], found: list[list[int]]) -> tuple[list
 def test_every_unit_is_somebodys_once(
     groups: list[tuple[int, int]], programs: int, long: bool
 ) -> None:
-    found = shares(groups, programs, long)
+    found, cut = shares(groups, programs, long)
     line, crosses = covered(groups, found)
     assert set(line) <= {1}
     ideal = max(-(-len(line) // programs), 2)
@@ -92,6 +109,28 @@ def test_every_unit_is_somebodys_once(
             units = groups[group][0]
             parts = 1 + -(-(units - offset) // share)
             assert parts == 1 + sum(row[:2] == [group, index] and row[2] > 0 for row in begun)
+    for group, index, parts, first in cut:
+        # Found again from the item: who began it, without ending it, and how many had a part.
+        walked = line_of(groups, found)[group, index]
+        assert parts == (len(walked) if len(walked) > 1 else 0)
+        assert not parts or walked == list(range(first, first + parts))
+
+
+def line_of(
+    groups: list[tuple[int, int]], found: list[list[int]]
+) -> dict[tuple[int, int], list[int]]:
+    """The programs that have a part of each item."""
+    programs: dict[tuple[int, int], list[int]] = {
+        (group, index): [] for group, (_, items) in enumerate(groups) for index in range(items)
+    }
+    for program, (group, index, offset, budget, *_) in enumerate(found):
+        while budget > 0:
+            done = min(budget, groups[group][0] - offset)
+            programs[group, index].append(program)
+            budget, offset, index = budget - done, 0, index + 1
+            while budget > 0 and index >= groups[group][1]:
+                group, index = group + 1, 0
+    return programs
 
 
 @pytest.mark.parametrize(
@@ -100,7 +139,7 @@ def test_every_unit_is_somebodys_once(
     ids=str,
 )
 def test_few_items_begin_with_programs(groups: list[tuple[int, int]], programs: int) -> None:
-    found = shares(groups, programs)
+    found, _ = shares(groups, programs)
     line, crosses = covered(groups, found)
     assert set(line) == {1} and not crosses
     assert sum(offset == 0 and budget > 0 for _, _, offset, budget, *_ in found) == sum(

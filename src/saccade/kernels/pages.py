@@ -29,34 +29,33 @@ def paged(batch, strides, STEP: tl.constexpr, data):
 @triton.jit
 def find_page(
     view, batch, start, length,
-    ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The pages of ROWS adjacent rows: one for all where tiles fit into pages, as start is a
-    multiple of ROWS, else a column of them.
-
-    Loops look a tile's pages up while they work on the tile before. Looked up in the same step
-    they would keep Triton (3.6) from loading more than one tile ahead; looked up when the tile
-    before is done with, pages of 16 took up to 4 % longer on an H200.
+    multiple of ROWS, else a column of them. Unless WHOLE, some rows may lie past the end.
     """
     table = view.data[0] + wide(batch) * (view.data[1] - ADDED)
+    rows = tl.arange(0, ROWS)[:, None]
     if PAGE_SIZE % ROWS == 0:
-        page = tl.load(table + start // PAGE_SIZE, mask=start < length, other=0)
+        entries, exists = table + start // PAGE_SIZE, start < length
     elif ROWS % PAGE_SIZE == 0:  # then a tile begins with a page: what depends on rows is known
-        rows = tl.arange(0, ROWS)[:, None]
-        entries = table + start // PAGE_SIZE + rows // PAGE_SIZE
-        page = tl.load(entries, mask=rows < length - start, other=0)
+        entries, exists = table + start // PAGE_SIZE + rows // PAGE_SIZE, rows < length - start
     else:
-        rows = start + tl.arange(0, ROWS)[:, None]
-        page = tl.load(table + rows // PAGE_SIZE, mask=rows < length, other=0)
-    return page
+        entries, exists = table + (start + rows) // PAGE_SIZE, start + rows < length
+    if WHOLE:
+        return tl.load(entries)
+    return tl.load(entries, mask=exists, other=0)
 
 
 @triton.jit
 def slots_of(page, start, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Where rows lie: (pages, the first slot, slots counted from it)."""
+    """Where rows lie: (pages, the first slot, slots counted from it).
+
+    Slots of one page are counted by numbers that serve nothing else (`tile_pointers`).
+    """
     rows = tl.arange(0, ROWS)[:, None]
     if PAGE_SIZE % ROWS == 0:
-        first, slots = start % PAGE_SIZE, rows
+        first, slots = start % PAGE_SIZE - ROWS, tl.arange(ROWS, 2 * ROWS)[:, None]
     elif ROWS % PAGE_SIZE == 0:
         first, slots = 0, rows % PAGE_SIZE
     else:

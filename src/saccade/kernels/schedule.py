@@ -6,9 +6,10 @@ sequence, or all heads of a tile of query rows. Laid end to end, items make a li
 cut into equal shares; or each item is cut at places of its own. A program computes its share split
 by split, a split being what lies in one item.
 
-A split that is a whole item is written to the output. Others leave partial results, and a note
-tells the merging kernel which of them belong together. Where the line is cut into P shares there
-are at most two partial results a program, however many sequences there are:
+A split that is a whole item is written to the output. Others leave partial results. Where there are
+few items, merging programs find each one's by themselves (kernels/cuts.py); where there are many,
+notes tell them which belong together. Where the line is cut into P shares there are at most two
+partial results a program, however many sequences there are:
 
     place P + m: of the item that program m began and did not end
     place m: of the item that program m went on with
@@ -33,14 +34,15 @@ from saccade.kernels.tiles import ADDED, num_rows, wide
 from saccade.kernels.visibility import WALK_SIZE, everything
 
 PLAN_ROW = tl.constexpr(9)  # numbers in a row of a plan: a walk, then batch, head and tile
-# Numbers in a note: partial results, group, item in it, places of the first of them and the next.
-NOTE_SIZE = tl.constexpr(5)
+# Numbers in a program's note: partial results of the item that it goes on with, group, item in it.
+NOTE_SIZE = tl.constexpr(3)
 
 
 class Schedule(NamedTuple):
     """How a call's work is shared out."""
 
     begin: Any  # equal_shares or fixed_cuts: where a program starts
+    cut: Any  # cut_of_shares or cut_of_item: how an item was cut
     count: Any  # count_lengths or count_planned: units and items of groups
     item: Any  # item_of_lengths or item_of_plan: what an item works on, and its walk
     data: tuple[Any, ...]  # numbers, ADDED, in the order below; then the plan, if there is one
@@ -158,6 +160,42 @@ def parts_of(units, share):
 
 
 @triton.jit
+def share_out(
+    units, items, programs, LEAST: tl.constexpr, LONG: tl.constexpr, FEW: tl.constexpr,
+    ONE: tl.constexpr,
+):  # fmt: skip
+    """How all groups are shared out: the line as programs step along it, the share of each; whether
+    items begin with programs, their parts are then rounded up, and what a part has at the most.
+    ONE: one group, whose numbers are no vectors."""
+    line = wide(units) * items if LONG else units * items
+    total = line if ONE else tl.sum(line, 0)
+    share = tl.maximum(tl.cdiv(total, programs), LEAST)
+    own, up, own_most = programs < 0, programs < 0, programs * 0 + 1
+    if FEW and not LONG:
+        walked = (units - 1) * items if ONE else tl.sum((units - 1) * items, 0)
+        own_most = tl.maximum(tl.cdiv(walked, programs), LEAST)
+        more, fewer = parts_of(units, own_most)
+        used = more * items if ONE else tl.sum(more * items, 0)
+        up = used <= programs
+        parts = tl.where(up, more, fewer)
+        used = parts * items
+        longest = tl.where(items > 0, tl.cdiv(units - 1, parts), 0)
+        if not ONE:
+            longest, used = tl.max(longest, 0), tl.sum(used, 0)
+        own = (used <= programs) & (longest <= own_most + own_most // 16)
+        line = tl.where(own, parts * items, line)
+    return line, share, own, up, own_most
+
+
+@triton.jit
+def own_parts(units, up, own_most):
+    """Parts of an item that begins with a program, and units of each beside the first one."""
+    more, fewer = parts_of(units, own_most)
+    parts = tl.where(up, more, fewer)
+    return parts, tl.maximum(tl.cdiv(units - 1, parts), 1)
+
+
+@triton.jit
 def equal_shares(
     schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
@@ -173,28 +211,13 @@ def equal_shares(
     """
     num_groups, programs = schedule.data[GROUPS] - ADDED, schedule.data[PROGRAMS] - ADDED
     none = wide(program) * 0 if LONG else program * 0
-    own, up = program < 0, program < 0  # whether items begin with programs; parts rounded up
-    own_most = program * 0 + 1
+    own, up, own_most = program < 0, program < 0, program * 0 + 1
     if AT_ONCE < MOST_AT_ONCE:
         units, items = count_at_once(schedule, query, key, 0, TOKENS, KV_TILE, AT_ONCE)
-        line = wide(units) * items if LONG else units * items
-        total = line if AT_ONCE == 1 else tl.sum(line, 0)
-        share = tl.maximum(tl.cdiv(total, programs), LEAST)
-        start = program * share
-        if FEW and not LONG:
-            walked = (units - 1) * items if AT_ONCE == 1 else tl.sum((units - 1) * items, 0)
-            own_most = tl.maximum(tl.cdiv(walked, programs), LEAST)
-            more, fewer = parts_of(units, own_most)
-            used = more * items if AT_ONCE == 1 else tl.sum(more * items, 0)
-            up = used <= programs
-            parts = tl.where(up, more, fewer)
-            used = parts * items
-            longest = tl.where(items > 0, tl.cdiv(units - 1, parts), 0)
-            if AT_ONCE > 1:
-                longest, used = tl.max(longest, 0), tl.sum(used, 0)
-            own = (used <= programs) & (longest <= own_most + own_most // 16)
-            line = tl.where(own, parts * items, line)
-            start = tl.where(own, program, start)
+        line, share, own, up, own_most = share_out(
+            units, items, programs, LEAST, LONG, FEW, AT_ONCE == 1
+        )
+        start = tl.where(own, program, program * share)
         group, before = program * 0, none
         end = line
         if AT_ONCE > 1:
@@ -219,13 +242,9 @@ def equal_shares(
             before += tl.sum(tl.where(ended, line, 0), 0)
             reached_before += tl.sum(line, 0)
     group = tl.minimum(group, num_groups - 1)
-    if FEW and not LONG and AT_ONCE == 1:
-        own_share = tl.maximum(longest, 1)
-    else:
+    if AT_ONCE > 1:
         units, _ = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
-        more, fewer = parts_of(units, own_most)
-        parts = tl.where(up, more, fewer)
-        own_share = tl.maximum(tl.cdiv(units - 1, parts), 1)
+    parts, own_share = own_parts(units, up, own_most)
     within = tl.where(start < end, start - before, 0)
     step = tl.where(own, parts, units)  # from item to item
     index = (within // step).to(tl.int32)
@@ -275,26 +294,7 @@ def part_of_walk(walk, offset, end):
 def note_of_program(schedule, notes, program, group, index, offset, budget, share, goes_on, units):
     """Tell the merging kernel that an item was cut, once: by the program that goes on with it
     first. notes [programs, NOTE_SIZE]."""
-    parts = tl.where(goes_on & (budget > 0), 1 + tl.cdiv(units - offset, share), 0)
-    write_note(schedule, notes + program * NOTE_SIZE, parts, group, index, program)
-
-
-@triton.jit
-def note_of_item(
-    schedule, notes, program, group, index, end, share, units, OF_GROUP: tl.constexpr
-):  # fmt: skip
-    """The same by the program that begins it, whether it was cut or not, where there are few items:
-    OF_GROUP in each group. notes [items, NOTE_SIZE]."""
-    parts = tl.where(end < units, 1 + tl.cdiv(units - end, share), 0)
-    note = notes + (group * OF_GROUP + index) * NOTE_SIZE
-    write_note(schedule, note, parts, group, index, program + 1)
-
-
-@triton.jit
-def write_note(schedule, note, parts, group, index, program):
-    """program: the first that goes on with the item."""
-    tl.store(note, parts.to(tl.int32))
+    note = notes + program * NOTE_SIZE
+    tl.store(note, tl.where(goes_on & (budget > 0), 1 + tl.cdiv(units - offset, share), 0))
     tl.store(note + 1, group)
     tl.store(note + 2, index)
-    tl.store(note + 3, program - 1 + (schedule.data[BEGUN] - ADDED))
-    tl.store(note + 4, program)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from saccade.kernels.schedule import NOTE_SIZE
+from saccade.kernels.schedule import BEGUN, NOTE_SIZE
 from saccade.kernels.softmax import finish_softmax
 from saccade.kernels.tiles import ADDED, store_numbers, store_rows, wide
 from saccade.portable.paged_forward import rows_of_tile
@@ -24,35 +24,45 @@ def merge_partials(
     schedule, partials,
     GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
-    ROWS: tl.constexpr, ROW_PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    ROWS: tl.constexpr, ROW_PARTS: tl.constexpr, PARTIALS: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    ITEMS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of the item that a note tells of, one after the other.
+    """One program: ROWS rows of an item that was cut, one after the other.
 
-    Grid: ROW_PARTS programs a note. Partial results are added AT_ONCE together, in their order.
-    CHAINED: it starts while the attention kernel still runs, and waits for its results here.
+    Grid: ROW_PARTS programs an item, of which each group has ITEMS; or, if that is 0, as many for
+    each program's note. PARTIALS results are added together, in their order.
+    CHAINED: it starts while the attention kernel still runs, and waits for its results here, after
+    all that can be known before.
     """
-    if CHAINED:
-        gdc_wait()
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     number = tl.program_id(0) // ROW_PARTS
     first_row = (tl.program_id(0) - number * ROW_PARTS) * ROWS
-    note = partials.notes + number * NOTE_SIZE
-    parts, first_place, next_place = tl.load(note), tl.load(note + 3), tl.load(note + 4)
-    channels = tl.arange(0, VALUE_WIDTH)[None, :]
-    for row in range(first_row, tl.where(parts > 0, first_row + ROWS, first_row)):
-        batch, unit_head, tile, _ = schedule.item(
-            schedule, query, key, tl.load(note + 1), tl.load(note + 2), TOKENS, KV_TILE
+    if ITEMS > 0:
+        group, index = number // ITEMS, number % ITEMS
+        parts, begun = schedule.cut(
+            schedule, query, key, group, index, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS
         )
-        _, _, query_heads, query_rows, query_len, _ = rows_of_tile(
-            query, key, batch, unit_head, tile, row + tl.arange(0, 1),
+    else:
+        if CHAINED:
+            gdc_wait()
+        note, begun = partials.notes + number * NOTE_SIZE, number - 1
+        parts, group, index = tl.load(note), tl.load(note + 1), tl.load(note + 2)
+    first_place, next_place = begun + (schedule.data[BEGUN] - ADDED), begun + 1
+    item = schedule.item(schedule, query, key, group, index, TOKENS, KV_TILE)
+    channels = tl.arange(0, VALUE_WIDTH)[None, :]
+    if CHAINED and ITEMS > 0:
+        gdc_wait()
+    for row in range(first_row, tl.where(parts > 0, first_row + ROWS, first_row)):
+        batch, _, query_heads, query_rows, query_len, _ = rows_of_tile(
+            query, key, item[0], item[1], item[2], row + tl.arange(0, 1),
             GROUP, HEADS_IN_TILE, TOKENS,
         )  # fmt: skip
         row_max = tl.full([1], float("-inf"), tl.float32)
         row_sum = tl.zeros([1], tl.float32)
         weighted_sum = tl.zeros([VALUE_WIDTH], tl.float32)
-        for first in range(0, parts, AT_ONCE):
-            part = first + tl.arange(0, AT_ONCE)
+        for first in range(0, parts, PARTIALS):
+            part = first + tl.arange(0, PARTIALS)
             place = tl.where(part == 0, first_place, next_place + part - 1)
             entry, exists = wide(place) * QUERY_TILE + row, part < parts
             maxima = tl.load(

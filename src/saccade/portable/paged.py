@@ -35,23 +35,26 @@ class PassLaunches:
     def __init__(self, kind: PagedKind, of: Pass, device: torch.device):
         self.kind, self.of = kind, of
         config = of.config
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        # Tiles are as far ahead as elsewhere; their pages are looked up as far ahead of them.
+        options = {"num_warps": config.num_warps, "num_stages": 2 * config.num_stages - 1}
         tiles = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         shared = {**kind.constants, **tiles, "HEADS_IN_TILE": of.heads_in_tile}
         cuts = {"AT_ONCE": of.groups_at_once, "LEAST": of.least_share, "CUTS": of.most_cuts}
         cuts["LONG"] = of.most_units > paged_pass.MOST_UNITS
-        chained = of.chains and of.may_cut
         paired = kind.way_of_pairs if of.paired else 0
-        last = {"NOTED": of.noted, "PAIRED": paired, "CHAINED": chained}
-        self.attention = Launch(attention_pages, {**shared, **cuts, **last}, options)
+        last = {"ITEMS": of.few_items, "PAIRED": paired, "CHAINED": of.chains}
+        early = {"launch_pdl": True} if of.chains else {}
+        self.attention = Launch(
+            attention_pages, {**shared, **cuts, **last}, options | (early if of.planned else {})
+        )
         names = ("GROUP", "VALUE_DIM", "VALUE_WIDTH")
         merge = {name: kind.constants[name] for name in names} | tiles
         merge |= {"HEADS_IN_TILE": of.heads_in_tile, "ROWS": of.merged_rows}
-        merge |= {"ROW_PARTS": of.merge_parts, "AT_ONCE": of.merged_at_once, "CHAINED": chained}
-        early = {"launch_pdl": True} if chained else {}
+        merge |= {"ROW_PARTS": of.merge_parts, "PARTIALS": of.merged_at_once} | cuts
+        merge |= {"ITEMS": of.few_items, "CHAINED": of.chains}
         self.merge = Launch(merge_partials, merge, {"num_warps": 4, "num_stages": 1, **early})
-        notes = of.noted * of.groups if of.noted else of.programs
-        self.merging = notes * of.merge_parts if of.may_cut else 0  # programs
+        merged = of.few_items * of.groups or of.programs  # items, or notes of programs
+        self.merging = merged * of.merge_parts if of.may_cut else 0  # programs
         self.plan = Launch(plan_pages, of.plan_constants, {"num_warps": 4, "num_stages": 1})
         whole, single = (
             partial(torch.empty, dtype=dtype, device=device)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saccade.kernels.pages import (
     as_halves,
@@ -24,7 +24,7 @@ from saccade.kernels.pages import (
     load_slots,
     slots_of,
 )
-from saccade.kernels.schedule import BEGUN, note_of_item, note_of_program, part_of_walk
+from saccade.kernels.schedule import BEGUN, note_of_program, part_of_walk
 from saccade.kernels.softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
 from saccade.kernels.tiles import (
     ADDED,
@@ -64,32 +64,32 @@ def attention_pages(
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
-    NOTED: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
+    ITEMS: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the work, split by split (kernels/schedule.py).
 
-    NOTED: items of each group, where each has a note of its own; 0: programs have notes.
+    ITEMS: of each group, where they are few, and merging finds them; 0: programs leave notes.
 
     PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX (paged_pairs.py);
-    0: they do not. CHAINED: the merging kernel is to start early, and waits for this one by itself.
+    0: they do not. CHAINED: it may start while its plan is made, and waits for that here. The
+    merging kernel is to start early too, and waits for this one.
     """
     if CHAINED:
+        gdc_wait()
         gdc_launch_dependents()
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     program = tl.program_id(0)
     group, index, offset, budget, share, goes_on = schedule.begin(
         schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS,
-        NOTED > 0,
+        ITEMS > 0,
     )  # fmt: skip
     units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
-    if NOTED == 0:
+    if ITEMS == 0:
         note_of_program(
             schedule, partials.notes, program, group, index, offset, budget, share, goes_on, units
         )
     while budget > 0:
         end = tl.minimum(offset + budget, units).to(tl.int32)
-        if NOTED > 0 and offset == 0:
-            note_of_item(schedule, partials.notes, program, group, index, end, share, units, NOTED)
         batch, unit_head, tile, walk = schedule.item(
             schedule, query, key, group, index, TOKENS, KV_TILE
         )
@@ -111,33 +111,23 @@ def attention_pages(
             sums = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
         state = (row_max, row_sum, sums)
         clean_first, clean_end, edge_first, edge_end = part_of_walk(walk, offset, end)
-        kv_start = next_in_range(None, walk, clean_first, True) * KV_TILE
-        page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE)
         for number in range(clean_first, clean_end):  # clean tiles: no mask arithmetic
             kv_start = next_in_range(None, walk, number, True) * KV_TILE
-            next_start = next_in_range(None, walk, number + 1, True) * KV_TILE
-            next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
             state = fold_pages(
-                key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
+                key, value, key_scales, value_scales, rules, at, query_tile, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
                 False, PAIRED,
             )  # fmt: skip
-            page = next_page
-        kv_start = next_in_range(None, walk, edge_first, False) * KV_TILE
-        page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE)
         # Edges: pair by pair. Without a mask there is one at most, which needs no pipeline.
         for number in tl.range(
             edge_first, edge_end, num_stages=1 if rules.mask.visible is None else None
         ):
             kv_start = next_in_range(None, walk, number, False) * KV_TILE
-            next_start = next_in_range(None, walk, number + 1, False) * KV_TILE
-            next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE)
             state = fold_pages(
-                key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
+                key, value, key_scales, value_scales, rules, at, query_tile, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
                 True, PAIRED,
             )  # fmt: skip
-            page = next_page
         row_max, row_sum, sums = state
         weighted_sum = finish_paired_sums(sums) if PAIRED else sums
         if (offset == 0) & (end == units):
@@ -182,18 +172,20 @@ def rows_of_tile(
 
 @triton.jit
 def fold_pages(
-    key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
+    key, value, key_scales, value_scales, rules, at, query_tile, kv_start, state,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr, EDGE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Fold ROWS keys and values into the state (row_max, row_sum, weighted sums).
 
-    page: where the keys lie (find_page). EDGE: pairs may be hidden, and rows lie past the end.
+    EDGE: pairs may be hidden, and rows lie past the end. Pages are looked up here, so that Triton's
+    pipeline asks for them as many tiles ahead of their keys as for keys ahead of their use.
     """
     batch, kv_head, query_heads, query_rows, query_len, kv_len = at
     row_max, row_sum, sums = state
     PACKED: tl.constexpr = 1 + (PAIRED > 0)  # channels that one number of a page holds
+    page = find_page(key, batch, kv_start, kv_len, ROWS, PAGE_SIZE, not EDGE)
     place = slots_of(page, kv_start, ROWS, PAGE_SIZE)
     kv_rows = kv_start + tl.arange(0, ROWS)
     exists = (kv_rows < kv_len)[:, None]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from saccade.kernels import schedule, tiles
+from saccade.kernels import cuts, schedule, tiles
 from saccade.kernels.launch import Pointer, next_width
 from saccade.kernels.schedule import Schedule
 from saccade.portable import paged_configs
@@ -64,9 +64,9 @@ class Pass(NamedTuple):
         return min(MOST_AT_ONCE, next_width(self.groups)) if self.groups > 1 else 1
 
     @property
-    def noted(self) -> int:
-        """Items of each group, where they are known to be so few that each has a note; else 0."""
-        if not self.query_len:
+    def few_items(self) -> int:
+        """Items of each group, where all are known to be no more than programs; else 0."""
+        if not self.query_len or (not self.cuts and self.groups_at_once >= MOST_AT_ONCE):
             return 0
         of_group = 1 if self.told_apart else self.heads
         if not self.planned:
@@ -117,11 +117,14 @@ class Pass(NamedTuple):
             "HEADS_IN_TILE": self.heads_in_tile,
             "HEADS": min(self.heads_in_tile, self.group) if self.told_apart else 1,
             "AT_ONCE": self.judged_at_once,
+            "CHAINED": self.chains,
         }
 
     def schedule(self, pointer: Pointer, plan: Tensor | None) -> Schedule:
         """The schedule as kernels take it."""
-        begin = schedule.fixed_cuts if self.cuts else schedule.equal_shares
+        begin, cut = schedule.equal_shares, cuts.cut_of_shares
+        if self.cuts:
+            begin, cut = schedule.fixed_cuts, cuts.cut_of_item
         count, item = schedule.count_lengths, schedule.item_of_lengths
         heads, data = self.heads, ()
         if plan is not None:
@@ -130,4 +133,4 @@ class Pass(NamedTuple):
         begun = 0 if self.cuts else self.programs
         numbers = (self.groups, heads, self.programs, self.cuts, begun, *self.rows)
         added = tuple(number + ADDED for number in numbers)
-        return Schedule(begin, count, item, (*added, *data))
+        return Schedule(begin, cut, count, item, (*added, *data))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from saccade.kernels.schedule import GROUPS, PLAN_ROW, is_wanted
 from saccade.kernels.tiles import ADDED, num_rows, wide
@@ -15,12 +16,16 @@ def plan_pages(
     rows, key, mask, schedule, plan,
     TOKENS: tl.constexpr, TOKEN_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: one row of the plan (kernels/schedule.py), and its units in front of all rows.
 
     rows: the query rows as a View of no memory, whose heads are those that the mask tells apart.
-    HEADS: so many query heads share a tile and may see unlike things.
+    HEADS: so many query heads share a tile and may see unlike things. CHAINED: the attention kernel
+    is to start early, and waits for this one by itself.
     """
+    if CHAINED:
+        gdc_launch_dependents()
     group = tl.program_id(0)
     batch, head, tile, slot = rows.find(group, rows.data, TOKENS)
     query_len, kv_len = num_rows(rows, batch), num_rows(key, batch)
