@@ -35,14 +35,14 @@ class PassLaunches:
     def __init__(self, kind: PagedKind, of: Pass, device: torch.device):
         self.kind, self.of = kind, of
         config = of.config
-        # Tiles are as far ahead as elsewhere; their pages are looked up as far ahead of them.
-        options = {"num_warps": config.num_warps, "num_stages": 2 * config.num_stages - 1}
+        options = {"num_warps": config.num_warps, "num_stages": of.stages}
         tiles = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         shared = {**kind.constants, **tiles, "HEADS_IN_TILE": of.heads_in_tile}
         cuts = {"AT_ONCE": of.groups_at_once, "LEAST": of.least_share, "CUTS": of.most_cuts}
         cuts["LONG"] = of.most_units > paged_pass.MOST_UNITS
         paired = kind.way_of_pairs if of.paired else 0
         last = {"ITEMS": of.few_items, "PAIRED": paired, "CHAINED": of.chains}
+        last |= {"AHEAD": of.chunks, "EDGE_STAGES": of.edge_stages}
         early = {"launch_pdl": True} if of.chains else {}
         self.attention = Launch(
             attention_pages, {**shared, **cuts, **last}, options | (early if of.planned else {})
@@ -55,7 +55,7 @@ class PassLaunches:
         self.merge = Launch(merge_partials, merge, {"num_warps": 4, "num_stages": 1, **early})
         merged = of.few_items * of.groups or of.programs  # items, or notes of programs
         self.merging = merged * of.merge_parts if of.may_cut else 0  # programs
-        self.plan = Launch(plan_pages, of.plan_constants, {"num_warps": 4, "num_stages": 1})
+        self.plan = Launch(plan_pages, of.plan_constants, {"num_warps": 1, "num_stages": 1})
         whole, single = (
             partial(torch.empty, dtype=dtype, device=device)
             for dtype in (torch.int32, torch.float32)

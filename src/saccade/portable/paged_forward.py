@@ -65,6 +65,7 @@ def attention_pages(
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
     ITEMS: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
+    AHEAD: tl.constexpr, EDGE_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the work, split by split (kernels/schedule.py).
 
@@ -72,7 +73,8 @@ def attention_pages(
 
     PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX (paged_pairs.py);
     0: they do not. CHAINED: it may start while its plan is made, and waits for that here. The
-    merging kernel is to start early too, and waits for this one.
+    merging kernel is to start early too, and waits for this one. AHEAD: pages are looked up a tile
+    ahead, for loops that wait for products and not for memory.
     """
     if CHAINED:
         gdc_wait()
@@ -111,23 +113,38 @@ def attention_pages(
             sums = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
         state = (row_max, row_sum, sums)
         clean_first, clean_end, edge_first, edge_end = part_of_walk(walk, offset, end)
+        page = None
+        if AHEAD:
+            kv_start = next_in_range(None, walk, clean_first, True) * KV_TILE
+            page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE, False)
         for number in range(clean_first, clean_end):  # clean tiles: no mask arithmetic
             kv_start = next_in_range(None, walk, number, True) * KV_TILE
+            if AHEAD:
+                next_start = next_in_range(None, walk, number + 1, True) * KV_TILE
+                next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE, False)
             state = fold_pages(
-                key, value, key_scales, value_scales, rules, at, query_tile, kv_start, state,
+                key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
                 False, PAIRED,
             )  # fmt: skip
+            if AHEAD:
+                page = next_page
+        if AHEAD:
+            kv_start = next_in_range(None, walk, edge_first, False) * KV_TILE
+            page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE, False)
         # Edges: pair by pair. Without a mask there is one at most, which needs no pipeline.
-        for number in tl.range(
-            edge_first, edge_end, num_stages=1 if rules.mask.visible is None else None
-        ):
+        for number in tl.range(edge_first, edge_end, num_stages=EDGE_STAGES):
             kv_start = next_in_range(None, walk, number, False) * KV_TILE
+            if AHEAD:
+                next_start = next_in_range(None, walk, number + 1, False) * KV_TILE
+                next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE, False)
             state = fold_pages(
-                key, value, key_scales, value_scales, rules, at, query_tile, kv_start, state,
+                key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
                 True, PAIRED,
             )  # fmt: skip
+            if AHEAD:
+                page = next_page
         row_max, row_sum, sums = state
         weighted_sum = finish_paired_sums(sums) if PAIRED else sums
         if (offset == 0) & (end == units):
@@ -172,20 +189,22 @@ def rows_of_tile(
 
 @triton.jit
 def fold_pages(
-    key, value, key_scales, value_scales, rules, at, query_tile, kv_start, state,
+    key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr, EDGE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Fold ROWS keys and values into the state (row_max, row_sum, weighted sums).
 
-    EDGE: pairs may be hidden, and rows lie past the end. Pages are looked up here, so that Triton's
-    pipeline asks for them as many tiles ahead of their keys as for keys ahead of their use.
+    EDGE: pairs may be hidden, and rows lie past the end. page: where the keys lie, or None. Then it
+    is looked up here, so that Triton's pipeline asks for pages as many tiles ahead of their keys as
+    for keys ahead of their use.
     """
     batch, kv_head, query_heads, query_rows, query_len, kv_len = at
     row_max, row_sum, sums = state
     PACKED: tl.constexpr = 1 + (PAIRED > 0)  # channels that one number of a page holds
-    page = find_page(key, batch, kv_start, kv_len, ROWS, PAGE_SIZE, not EDGE)
+    if page is None:
+        page = find_page(key, batch, kv_start, kv_len, ROWS, PAGE_SIZE, not EDGE)
     place = slots_of(page, kv_start, ROWS, PAGE_SIZE)
     kv_rows = kv_start + tl.arange(0, ROWS)
     exists = (kv_rows < kv_len)[:, None]

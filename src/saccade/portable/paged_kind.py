@@ -122,7 +122,7 @@ class PagedKind(NamedTuple):
             apart, 32 if along else 128, self.constants["VALUE_WIDTH"],
             0 if packed else self.queries.length,
             not chunks and config.query_tile <= LARGEST_PAIRED and self._in_pairs(inputs),
-            most_items * longest,
+            most_items * longest, functions is not None,
             self.architecture in paged_configs.CHAINS,
         )  # fmt: skip
 

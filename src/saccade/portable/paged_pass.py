@@ -36,12 +36,25 @@ class Pass(NamedTuple):
     query_len: int  # of each sequence, if dense, else 0
     paired: bool  # whether pages of eight bits are read in pairs
     most_units: int  # at most so many are there in all
+    masked: bool  # whether a mask tells pairs apart
     chains: bool  # whether a kernel can start before the one that it waits for has ended
 
     @property
     def tokens(self) -> int:
         """Query rows of a tile."""
         return self.config.query_tile // self.heads_in_tile
+
+    @property
+    def stages(self) -> int:
+        """Stages of Triton's pipeline; where it looks pages up too, these take as many more."""
+        return self.config.num_stages if self.chunks else 2 * self.config.num_stages - 1
+
+    @property
+    def edge_stages(self) -> int | None:
+        """The same for edges, whose tiles take more memory; None: as many."""
+        if not self.masked:
+            return 1
+        return None if self.chunks else max(self.stages - 2, 1)
 
     @property
     def least_share(self) -> int:
@@ -103,8 +116,10 @@ class Pass(NamedTuple):
 
     @property
     def merged_at_once(self) -> int:
-        """Partial results that are added together."""
-        return 64 if self.value_width <= 128 else 32
+        """Partial results that are added together: as many as an item has if all are alike."""
+        most = 64 if self.value_width <= 128 else 32
+        parts = self.programs // max(self.few_items * self.groups, 1) if self.few_items else 1
+        return min(max(next_width(parts), 16), most)
 
     @property
     def plan_constants(self) -> dict[str, Any]:
