@@ -35,6 +35,7 @@ class PagedProblem(NamedTuple):
     rows: int = 0  # query rows × query heads of a key head, if they are known to be few
     converted: bool = False  # pages of eight bits, which take registers to convert
     by_pair: bool = False  # mask or score reads a captured tensor for each pair
+    plain: bool = False  # neither mask nor score, which take registers too
 
 
 CONVERTS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")  # float8_e4m3fn, that is
@@ -85,6 +86,10 @@ _FEW["sm_100"] = _FEW["sm_90"]
 _FEW_CONVERTED: dict[str, Row] = {
     "sm_90": ((16, 128, 4, 3, 2), (16, 128, 4, 3, 2), (16, 128, 4, 3, 2), (16, 32, 4, 4, 2)),
 }
+# The same where nothing is converted, hidden or changed.
+_FEW_PLAIN: dict[str, Row] = {
+    "sm_90": ((16, 128, 4, 3, 2), (16, 128, 4, 3, 2), (16, 128, 4, 3, 1), (16, 32, 4, 4, 2)),
+}
 _ALIKE = {"sm_89": "sm_86", "sm_120": "sm_86"}
 _MOST_FEW = 64  # rows of a tile that is read for few query rows
 
@@ -106,8 +111,9 @@ def default(problem: PagedProblem) -> PagedConfig:
     rows = max(problem.rows, min(problem.group, LARGEST_GROUP))
     rows = 1 << (max(rows, 1) - 1).bit_length()
     fitting = rows <= (_MOST_FEW if problem.width <= 128 else 32)
-    if problem.converted and rows <= 16 and architecture in _FEW_CONVERTED:
-        return PagedConfig(*_FEW_CONVERTED[architecture][column])
+    special = _FEW_CONVERTED if problem.converted else _FEW_PLAIN if problem.plain else {}
+    if rows <= 16 and architecture in special:
+        return PagedConfig(*special[architecture][column])
     return config._replace(query_tile=max(config.query_tile, rows)) if fitting else config
 
 

@@ -149,6 +149,7 @@ class PagedKind(NamedTuple):
         problem = PagedProblem(
             self.architecture, chunks, width, self.wide, self.constants["GROUP"], rows,
             inputs.key_pages.dtype.itemsize == 1, reads_by_pair(variant),
+            not (variant.mask or variant.score),
         )  # fmt: skip
         return paged_configs.choose(problem, given)
 
