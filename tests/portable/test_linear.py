@@ -25,6 +25,7 @@ ONE_HEAD = {"batch": 1, "heads": (2, 1, 1)}
     [
         {"lengths": ((70, 70),)},
         {"lengths": ((50, 70),), "decay": "rows", "state": True},
+        {"lengths": ((50, 70),), "decay": "rows", "state": True, "value_dim": 64},  # counted first
         {"lengths": ((70, 50),), "decay": "heads", "align": "top_left", "padded": True},
         {"lengths": ((70, 60),), "decay": "rows", "state": True, "causal": False},
     ],

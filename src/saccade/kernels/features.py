@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.kernels.tiles import row_pointers, wide
+from saccade.kernels.tiles import row_pointers, tile_pointers
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -90,14 +90,15 @@ def load_features(
     3.6 on Hopper: illegal memory access). SHARE output heads have these rows in common, but each
     has factors of its own: a View of one for each row, if FACTORED.
     """
-    rows = tl.arange(0, visible.shape[0])
     if TRANSPOSED:
-        rows_of, channels_of, exists = rows[None, :], channels[:, None], visible[None, :]
+        channels_of, exists = channels[:, None], visible[None, :]
     else:
-        rows_of, channels_of, exists = rows[:, None], channels[None, :], visible[:, None]
+        channels_of, exists = channels[None, :], visible[:, None]
     if DIM == 0 or DIM // channels.shape[0] * channels.shape[0] != DIM:
         exists = exists & (channels_of < DIM)
-    pointers = tile_pointers(operand.rows, batch, head // SHARE, first, rows_of, channels_of)
+    pointers = tile_pointers(
+        operand.rows, batch, head // SHARE, first, channels_of, visible.shape[0], True, TRANSPOSED
+    )
     raw = tl.load(pointers, mask=exists, other=0.0)
     mapped = raw
     if operand.apply is not None:
@@ -105,18 +106,10 @@ def load_features(
     if operand.scale is not None:
         mapped = mapped.to(tl.float32) * operand.scale
     if FACTORED:
-        of_rows = load_number(factors, batch, head, first + rows, visible)
+        rows = first + tl.arange(0, visible.shape[0])
+        of_rows = load_number(factors, batch, head, rows, visible)
         mapped = mapped.to(tl.float32) * (of_rows[None, :] if TRANSPOSED else of_rows[:, None])
     return mapped
-
-
-@triton.jit
-def tile_pointers(view, batch, head, first, rows, channels):
-    """`row_pointers` of rows that are counted from `first`: most of an address is then one number
-    for the whole program, and the rest is known when the kernel is compiled."""
-    start, _ = view.place(batch, view.strides, view.step, view.data)
-    base = view.ptr + (start + wide(head) * view.strides[1] + wide(first) * view.step)
-    return base + (wide(rows) * view.step + channels)
 
 
 @triton.jit

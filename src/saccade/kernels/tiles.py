@@ -169,9 +169,11 @@ def load_rows(
 
 @triton.jit
 def tile_pointers(
-    view, batch, head, start, channels, ROWS: tl.constexpr, SPARING: tl.constexpr
+    view, batch, head, start, channels, ROWS: tl.constexpr, SPARING: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """`row_pointers` of ROWS adjacent rows, from a start that all threads share.
+    """`row_pointers` of ROWS adjacent rows, from a start that all threads share; rows lie side by
+    side if TRANSPOSED.
 
     SPARING: rows are counted by numbers that serve nothing else. So the compiler sees that a
     thread's addresses differ by constants, and keeps one of them instead of all: fewer registers,
@@ -180,7 +182,7 @@ def tile_pointers(
     FIRST: tl.constexpr = ROWS if SPARING and is_hopper() else 0
     first, _ = view.place(batch, view.strides, view.step, view.data)
     base = view.ptr + (first + wide(head) * view.strides[1] + wide(start - FIRST) * view.step)
-    rows = tl.arange(FIRST, FIRST + ROWS)[:, None]
+    rows = tl.expand_dims(tl.arange(FIRST, FIRST + ROWS), 0 if TRANSPOSED else 1)
     return base + (wide(rows) * view.step + channels)
 
 

@@ -12,7 +12,7 @@ from saccade.problem import Config
 
 # The kernels, by what starts them.
 LINEAR_PASSES = {
-    "linear": ("linear_output", "linear_collect", "linear_chain"),
+    "linear": ("linear_output", "linear_count", "linear_collect", "linear_chain"),
     "linear backward": (
         "linear_row_dot", "linear_grad_query", "linear_grad_key", "linear_grad_value",
     ),

@@ -26,6 +26,7 @@ from saccade.linear.problem import (
 )
 from saccade.portable.kind import remembered, with_unit_channels
 from saccade.portable.linear_chain import chained
+from saccade.portable.linear_count import count, counts_first
 from saccade.portable.linear_decay import decay_gradient, faded_of, whole_fades
 from saccade.portable.linear_given import Given, State
 from saccade.portable.linear_kind import LinearKind, signature
@@ -46,13 +47,15 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Lin
     totals = None if variant.normalize == "none" else results.normaliser
     before, after = initial_of(passes), (results.kv, results.key_sum)
     segments = passes.segments(passes.kind.heads, passes.kind.value_dim)
-    if segments == 1 and variant.causal:
-        passes.output(results.output, totals, before, after, 1)
-        return results
-    starts, last = key_states(passes, before, segments)
-    for into, found in zip(after, last, strict=True):
-        into.copy_(found)
-    passes.output(results.output, totals, starts, None, segments if variant.causal else 1)
+    if segments > 1 or not variant.causal:
+        before, last = key_states(passes, before, segments)
+        for into, found in zip(after, last, strict=True):
+            into.copy_(found)
+        after, segments = None, segments if variant.causal else 1
+    if counted := counts_first(passes):
+        count(passes, results.normaliser, before, after, segments)
+        after = None if after is None else (after[0], torch.empty_like(after[1]))
+    passes.output(results.output, totals, before, after, segments, counted)
     return results
 
 

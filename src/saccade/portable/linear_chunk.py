@@ -11,11 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.kernels.features import load_features, load_number, narrow
+from saccade.kernels.features import load_features, load_number
 from saccade.kernels.tiles import spoilt_rows, without
-from saccade.portable.linear_finish import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, OUTPUT
-
-LEAST = tl.constexpr(16)  # rows of an operand of a product
+from saccade.portable.linear_finish import GRAD_KEY, GRAD_QUERY, OUTPUT
 
 
 @triton.jit
@@ -58,7 +56,7 @@ def add_others(
         faded = wide.to(tl.float32) * fade[:, None]
     if PASS == GRAD_KEY:
         vector += tl.sum(faded.to(tl.float32) * extra[:, None], 0)
-    elif PASS != GRAD_VALUE:
+    elif PASS == GRAD_QUERY or (PASS == OUTPUT and factors is None):
         vector += tl.sum(faded.to(tl.float32), 0)
     features, faded = wide.to(plain.dtype), faded.to(plain.dtype)
     matrix += tl.dot(plain, faded, input_precision=PRECISION)
@@ -78,15 +76,10 @@ def times_sums(tile, sums, factor, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def times_vector(tile, vector, PRECISION: tl.constexpr):
-    """Each row times a vector: a product with what it is narrowed to, and with what that loses."""
-    high, factor = narrow(vector[None, :], tile.dtype, 1)
-    low = vector[None, :] - high.to(tl.float32) * factor
-    if tile.dtype == tl.float16:
-        low = low / factor
-    row = tl.arange(0, LEAST)[:, None]
-    parts = tl.where(row == 0, high, tl.where(row == 1, low.to(tile.dtype), 0.0))
-    found = tl.sum(tl.dot(tile, tl.trans(parts), input_precision=PRECISION), 1)
-    if tile.dtype == tl.float16:
-        found = found * tl.max(factor)
-    return found
+def total_of(totals, features, vector, batch, head, first, seen):
+    """Sums of scores of adjacent rows: those that were counted, or those with earlier keys."""
+    if totals is not None:
+        total = load_number(totals, batch, head, first + tl.arange(0, seen.shape[0]), seen)
+    else:
+        total = tl.sum(features.to(tl.float32) * vector[None, :], 1)
+    return total

@@ -26,6 +26,8 @@ from saccade.portable.linear_places import (
     start_sums,
 )
 
+PARTS = tl.constexpr(16)  # of a sum of rows, each of them the sum of some
+
 
 @triton.jit
 def linear_collect(
@@ -44,7 +46,8 @@ def linear_collect(
     batch = program // (TILES * SEGMENTS * STATE_HEADS)
     bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
     inner, outer = tl.arange(0, INNER_WIDTH), tile * OUTER_TILE + tl.arange(0, OUTER_TILE)
-    matrix, vector = start_sums(after, 0, inner, outer, INNER, OUTER, False)
+    matrix, _ = start_sums(after, 0, inner, outer, INNER, OUTER, False)
+    vector = tl.zeros([PARTS, INNER_WIDTH], tl.float32)
     chunks = tl.cdiv(bounds[5], CHUNK)
     of_segment = tl.cdiv(chunks, SEGMENTS)
     num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
@@ -57,7 +60,7 @@ def linear_collect(
         )  # fmt: skip
     number = (wide(batch) * STATE_HEADS + head) * SEGMENTS + segment
     # Every tile writes the vector: to one place, and the same.
-    keep_sums(after, number, inner, outer, matrix, vector, True, INNER, OUTER)
+    keep_sums(after, number, inner, outer, matrix, tl.sum(vector, 0), True, INNER, OUTER)
 
 
 @triton.jit
@@ -94,5 +97,15 @@ def collect_chunk(
         matrix += tl.dot(tile_of_others, narrowed, input_precision=PRECISION)
         if QUERIES:
             faded = faded * load_number(weights, batch, common, here, seen)[:, None]
-        vector += tl.sum(faded, 0)
+        vector += in_parts(faded)
     return matrix, vector
+
+
+@triton.jit
+def in_parts(features):
+    """The sum of rows, as PARTS rows that are yet to be added up: no thread asks another for them.
+
+    Rows that lie so far apart in a tile lie with one thread, at least where a tile is no wider.
+    """
+    rows: tl.constexpr = features.shape[0] // PARTS
+    return tl.sum(tl.reshape(features, [rows, PARTS, features.shape[1]]), 0)

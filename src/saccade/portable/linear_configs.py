@@ -52,3 +52,13 @@ def choose(architecture: str, width: int, wide: bool, given: Config | None) -> L
         given.num_warps or config.num_warps,
         given.num_stages or config.num_stages,
     )
+
+
+def collecting(config: LinearConfig) -> LinearConfig:
+    """How states of segments are collected: next to nothing but loads takes shared memory."""
+    return config._replace(num_stages=3) if config.num_stages > 1 else config
+
+
+def counting(config: LinearConfig) -> LinearConfig:
+    """How sums of scores are counted: without a state several programs fit a multiprocessor."""
+    return config._replace(chunk=32, num_warps=4) if config.chunk >= 32 else config

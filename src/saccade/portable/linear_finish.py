@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.kernels.features import load_number, tile_pointers
+from saccade.kernels.features import load_number
 from saccade.kernels.language import maximum
-from saccade.kernels.tiles import row_pointers
+from saccade.kernels.tiles import row_pointers, tile_pointers
 
 OUTPUT, GRAD_QUERY = tl.constexpr("output"), tl.constexpr("grad_query")
 GRAD_KEY, GRAD_VALUE = tl.constexpr("grad_key"), tl.constexpr("grad_value")
@@ -33,9 +33,10 @@ def store_result(
         total = tl.where(seen, total, 0.0)
         if NUMBERS:
             tl.store(row_pointers(numbers, batch, head, rows, 0), total, mask=exist & (tile == 0))
-        divisor = divisor_of(total, eps, NORMALIZE)
-        factor = 1.0 / divisor
-        found = tl.where((divisor == 0)[:, None], 0.0, found * factor[:, None])
+        if NORMALIZE != "none":
+            divisor = divisor_of(total, eps, NORMALIZE)
+            factor = 1.0 / divisor
+            found = tl.where((divisor == 0)[:, None], 0.0, found * factor[:, None])
     if PASS == GRAD_QUERY or PASS == GRAD_KEY:  # noqa: SIM109 (a constexpr is in no tuple)
         mapped = raw.to(tl.float32)
         if through.apply is not None:
@@ -51,7 +52,7 @@ def store_result(
             tl.store(row_pointers(numbers, batch, head * tiles + tile, rows, 0), dots, mask=exist)
         if through.derivative is not None:
             found = found * through.derivative(mapped)
-    pointers = tile_pointers(result, batch, head, first, offsets[:, None], outer[None, :])
+    pointers = tile_pointers(result, batch, head, first, outer[None, :], exist.shape[0], True)
     shown, hidden = seen[:, None], (exist & (seen == 0))[:, None]
     if OUTER == 0 or OUTER // outer.shape[0] * outer.shape[0] != OUTER:
         inside = (outer < OUTER)[None, :]
@@ -72,7 +73,7 @@ def load_own(
     if DIM == 0 or DIM // channels.shape[0] * channels.shape[0] != DIM:
         inside = inside & (channels < DIM)[None, :]
     pointers = tile_pointers(
-        through.rows, batch, head // SHARE, first, offsets[:, None], channels[None, :]
+        through.rows, batch, head // SHARE, first, channels[None, :], seen.shape[0], True
     )
     raw, factor = tl.load(pointers, mask=inside, other=0.0), 1.0
     if FACTORED:

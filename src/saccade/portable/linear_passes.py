@@ -13,6 +13,7 @@ from saccade.linear.problem import LinearInputs
 from saccade.portable.arguments import there_are
 from saccade.portable.kind import remembered
 from saccade.portable.linear_collect import linear_collect
+from saccade.portable.linear_configs import LinearConfig, collecting
 from saccade.portable.linear_given import Again, Given, State, sums
 from saccade.portable.linear_kind import LinearKind, plain
 from saccade.portable.linear_places import Sequence, Sums
@@ -67,7 +68,7 @@ class Passes(NamedTuple):
         return plain(self.query_side(pointer, given.grad_output))
 
     def _factors(self, pointer: Pointer, given: Given) -> Any:
-        return None if given.factors is None else self._per_row(pointer, given.factors)
+        return None if given.factors is None else self.per_row(pointer, given.factors)
 
     def query_side(self, pointer: Pointer, rows: Tensor) -> Any:
         """A View of rows beside the queries."""
@@ -76,7 +77,8 @@ class Passes(NamedTuple):
     def _key_side(self, pointer: Pointer, rows: Tensor) -> Any:
         return self.kind.side(pointer, rows, self.inputs.cu_seqlens_k, keys=True)
 
-    def _per_row(self, pointer: Pointer, numbers: Tensor) -> Any:
+    def per_row(self, pointer: Pointer, numbers: Tensor) -> Any:
+        """A View of one number for each query row."""
         return self.kind.numbers(pointer, numbers, self.inputs.cu_seqlens_q, keys=False)
 
     # ---- sums over one side -------------------------------------------------------------------
@@ -91,9 +93,10 @@ class Passes(NamedTuple):
         tiles = self.tiles(kind.value_dim)
         of_keys, of_queries = (kind.key_heads, kind.value_heads), (kind.query_heads, kind.heads)
         shares = of_keys if given is None else of_queries
-        launch = self._launch(
+        launch = self.launch(
             linear_collect,
             ("collect", segments, given and given.grad_output.stride()),
+            collecting(kind.config),
             ROWS_SHARE=self.share(shares[0]),
             OTHERS_SHARE=self.share(shares[1]),
             INNER=kind.head_dim,
@@ -110,7 +113,7 @@ class Passes(NamedTuple):
             if given is None:
                 read = self.keys(pointer), self.values(pointer), None, None
             else:
-                weights = self._per_row(pointer, given.minus_delta)
+                weights = self.per_row(pointer, given.minus_delta)
                 of_queries = self.queries(pointer), self._grad(pointer, given)
                 read = (*of_queries, self._factors(pointer, given), weights)
             return (*read, self.sequence(pointer), Sums(pointer(matrix), pointer(vector)))
@@ -125,24 +128,24 @@ class Passes(NamedTuple):
 
     def output(
         self, output: Tensor, totals: Tensor | None, before: State | None, after: State | None,
-        segments: int,
+        segments: int, counted: bool,
     ) -> None:  # fmt: skip
-        """Write the output and, where wanted, each row's sum of scores and the last states."""
+        """Write the output and, where wanted, each row's sum of scores and the last states.
+
+        counted: the sums of scores are known. The last states have no sum of keys then.
+        """
         kind = self.kind
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
-            numbers = None if totals is None else self._per_row(pointer, totals)
-            rows = (
-                self.queries(pointer),
-                self.keys(pointer),
-                self.values(pointer),
-            )
+            numbers = None if totals is None else self.per_row(pointer, totals)
+            rows = self.queries(pointer), self.keys(pointer), self.values(pointer)
+            known, numbers = (numbers, None) if counted else (None, numbers)
             written = self.query_side(pointer, output), numbers
-            return (*rows, None, None, *written, None, kind.variant.eps)
+            return (*rows, known, None, *written, None, kind.variant.eps)
 
         heads = kind.query_heads, kind.key_heads, kind.value_heads, 1
-        more = there_are((output, totals))
-        self._sweep("output", operands, more, heads, (before, after), segments, totals is not None)
+        more, numbered = there_are((output, totals)), totals is not None and not counted
+        self._sweep("output", operands, more, heads, (before, after), segments, numbered)
 
     def grad_query(
         self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
@@ -151,9 +154,9 @@ class Passes(NamedTuple):
         """Write the gradients of queries, one for each output head."""
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
-            numbers = None if dots is None else self._per_row(pointer, dots)
+            numbers = None if dots is None else self.per_row(pointer, dots)
             rows = self._grad(pointer, given), self.values(pointer), self.keys(pointer)
-            more = self._factors(pointer, given), self._per_row(pointer, given.minus_delta)
+            more = self._factors(pointer, given), self.per_row(pointer, given.minus_delta)
             written = self.query_side(pointer, result), numbers
             return (*rows, *more, *written, self.queries(pointer), 0.0)
 
@@ -174,12 +177,8 @@ class Passes(NamedTuple):
             numbers = None
             if dots is not None:
                 numbers = kind.numbers(pointer, dots, self.inputs.cu_seqlens_k, keys=True)
-            rows = (
-                self.values(pointer),
-                self._grad(pointer, given),
-                self.queries(pointer),
-            )
-            more = self._factors(pointer, given), self._per_row(pointer, given.minus_delta)
+            rows = self.values(pointer), self._grad(pointer, given), self.queries(pointer)
+            more = self._factors(pointer, given), self.per_row(pointer, given.minus_delta)
             written = self._key_side(pointer, result), numbers
             return (*rows, *more, *written, self.keys(pointer), 0.0)
 
@@ -229,9 +228,10 @@ class Passes(NamedTuple):
         shares = zip(("A", "B", "C", "THROUGH"), heads, strict=True)
         parts = {} if again is None else {"PARTS": again.spoilt.shape[-1]}
         strides = tuple(rows.stride() for rows in more)
-        launch = self._launch(
+        launch = self.launch(
             linear_sweep if again is None else again.kernel,
             (which, segments, before is None, after is None, numbered, again is None, strides),
+            kind.config,
             **parts,
             **{f"{name}_SHARE": self.share(count) for name, count in shares},
             INNER=inner,
@@ -261,20 +261,21 @@ class Passes(NamedTuple):
 
     # ---- launches -----------------------------------------------------------------------------
 
-    def _launch(self, kernel: Any, key: Any, **more: Any) -> Launch:
+    def launch(self, kernel: Any, key: Any, config: LinearConfig, /, **more: Any) -> Launch:
+        """A kernel, prepared once, with what all of them are told."""
         kind = self.kind
 
         def make() -> Launch:
             constants = {
                 "GROUP": kind.group,
                 "STATE_HEADS": kind.state_heads,
-                "CHUNK": kind.config.chunk,
+                "CHUNK": config.chunk,
                 "CAUSAL": kind.variant.causal,
                 "BOTTOM_RIGHT": kind.bottom_right,
                 "STARTED": kind.started,
                 "PRECISION": kind.precision,
             }
-            options = {"num_warps": kind.config.num_warps, "num_stages": kind.config.num_stages}
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
             return Launch(kernel, {**constants, **more}, options)
 
         return remembered(kind.launches, key, make)

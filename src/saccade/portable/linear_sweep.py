@@ -37,7 +37,7 @@ import triton.language as tl
 
 from saccade.kernels.features import load_features, load_number, narrow
 from saccade.kernels.tiles import any_spoilt, wide
-from saccade.portable.linear_chunk import add_others, times_sums, times_vector
+from saccade.portable.linear_chunk import add_others, times_sums, total_of
 from saccade.portable.linear_finish import GRAD_QUERY, GRAD_VALUE, OUTPUT, load_own, store_result
 from saccade.portable.linear_places import (
     bounds_of,
@@ -132,6 +132,7 @@ def visit(
     BACKWARDS: tl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
     AUGMENTED: tl.constexpr = PASS != OUTPUT and PASS != GRAD_VALUE
     FADED: tl.constexpr = sequence.faded is not None
+    COUNTED: tl.constexpr = PASS == OUTPUT and factors is not None
     at, bounds, start, inner, outer = place
     batch, head, state_head, tile = at
     matrix, vector = state
@@ -165,10 +166,13 @@ def visit(
             outer, state, B_SHARE, C_SHARE, INNER, OUTER, PASS, NORMALIZE, PRECISION, FADED,
             CAREFUL,
         )  # fmt: skip
-    a_tile = load_features(
+    a_wide = load_features(
         a, factors, batch, common, first, seen, inner, A_SHARE, INNER, False, False
-    ).to(a.rows.ptr.dtype.element_ty)
+    )
     total = tl.zeros([CHUNK], tl.float32)
+    if PASS == OUTPUT:
+        total = total_of(factors, a_wide, vector, batch, common, first, seen)
+    a_tile = a_wide.to(a.rows.ptr.dtype.element_ty)
     extra = seen.to(tl.float32)
     if AUGMENTED:
         found = tl.dot(a_tile, narrowed, input_precision=PRECISION) * factor
@@ -177,12 +181,12 @@ def visit(
         found += extra[:, None] * vector[None, :]
     else:
         found = times_sums(a_tile, narrowed, factor, PRECISION)
-    if PASS == OUTPUT:
-        total = times_vector(a_tile, vector, PRECISION)
     if FADED:
         if CAUSAL:
             left = tl.exp(whole - until if BACKWARDS else until)
-            found, total = found * left[:, None], total * left
+            found = found * left[:, None]
+            if not COUNTED:
+                total = total * left
         elif BACKWARDS:  # as far as a key has faded when rows see it: at the end
             end = faded_until(sequence, batch, state_head, bounds[2])
             left = tl.exp((end - faded_until(sequence, batch, state_head, places)).to(tl.float32))
@@ -211,7 +215,7 @@ def visit(
             if CAREFUL:
                 scores = tl.where(spoilt[None, :], float("nan"), scores)
             scores = tl.where(meet, scores, 0.0)
-            if PASS == OUTPUT:
+            if PASS == OUTPUT and not COUNTED:
                 total += tl.sum(scores, 1)
             scores, factor = narrow(scores, plain.dtype, 1)
             if AUGMENTED:

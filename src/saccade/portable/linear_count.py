@@ -1,0 +1,116 @@
+"""Linear attention, counting: each row's sum of scores, and the sum of all keys.
+
+    total_p = φ(query_p) · Σ_r fade(p, r) φ(key_r)
+
+A sweep of the output takes these sums along. But each tile of channels has a program of its own,
+and with many tiles each sum would be taken as often as there are tiles.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.features import load_features
+from saccade.kernels.launch import Pointer, next_width
+from saccade.kernels.tiles import row_pointers, wide
+from saccade.portable.arguments import there_are
+from saccade.portable.linear_configs import counting
+from saccade.portable.linear_passes import Passes, State
+from saccade.portable.linear_places import bounds_of, fades_of, keys_at, queries_at
+
+MANY_TILES = 4  # whose sums cost more than a pass of their own
+
+
+def counts_first(passes: Passes) -> bool:
+    """Whether sums of scores are taken before the output, once for all tiles of its channels."""
+    variant = passes.kind.variant
+    wanted = variant.causal and variant.normalize != "none"
+    return wanted and passes.tiles(passes.kind.value_dim) >= MANY_TILES
+
+
+def count(
+    passes: Passes, totals: Tensor, before: State | None, after: State | None, segments: int
+) -> None:
+    """Write each row's sum of scores and, into the last states, the sum of keys."""
+    kind = passes.kind
+    launch = passes.launch(
+        linear_count,
+        ("count", segments, before is None, after is None),
+        counting(kind.config),
+        QUERY_SHARE=passes.share(kind.query_heads),
+        KEY_SHARE=passes.share(kind.key_heads),
+        SEGMENTS=segments,
+        INNER=kind.head_dim,
+        INNER_WIDTH=next_width(kind.head_dim),
+        OF_SEGMENTS=kind.config.chunk,
+    )
+    ends = None if before is None else before[1], None if after is None else after[1]
+
+    def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        rows = passes.queries(pointer), passes.keys(pointer), passes.per_row(pointer, totals)
+        sums = (None if end is None else pointer(end) for end in ends)
+        return (*rows, passes.sequence(pointer), *sums)
+
+    tensors = (*passes.known(), totals, *there_are(ends))
+    launch(kind.sequences * kind.heads * segments, kind.device, tensors, arguments)
+
+
+@triton.jit
+def linear_count(
+    query, key, totals, sequence, before, after,  # before, after: addresses of sums of keys
+    QUERY_SHARE: tl.constexpr, KEY_SHARE: tl.constexpr, GROUP: tl.constexpr,
+    STATE_HEADS: tl.constexpr, SEGMENTS: tl.constexpr, INNER: tl.constexpr,
+    INNER_WIDTH: tl.constexpr, CHUNK: tl.constexpr, OF_SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, STARTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: all rows of a head, or of one segment of them, cut for chunks of OF_SEGMENTS."""
+    program = tl.program_id(0)
+    segment, head = program % SEGMENTS, (program // SEGMENTS) % (STATE_HEADS * GROUP)
+    batch = program // (SEGMENTS * STATE_HEADS * GROUP)
+    bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
+    inner = tl.arange(0, INNER_WIDTH)
+    number = (wide(batch) * STATE_HEADS + head // GROUP) * SEGMENTS + segment
+    vector = tl.zeros([INNER_WIDTH], tl.float32)
+    if before is not None:
+        vector += tl.load(before + number * INNER + inner, mask=inner < INNER, other=0.0)
+    chunks = tl.cdiv(bounds[5], CHUNK)
+    of_segment = tl.cdiv(tl.cdiv(bounds[5], OF_SEGMENTS), SEGMENTS) * (OF_SEGMENTS // CHUNK)
+    num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
+    for index in range(0, num_chunks):
+        start = bounds[4] + (segment * of_segment + index) * CHUNK
+        places = start + tl.arange(0, CHUNK)
+        rows, exist, seen = queries_at(bounds, places, STARTED, CAUSAL)
+        _, _, keys_seen = keys_at(bounds, places)
+        asked = load_features(
+            query, None, batch, head, start - bounds[0], seen, inner, QUERY_SHARE, INNER,
+            False, False,
+        )  # fmt: skip
+        total = tl.sum(asked.to(tl.float32) * vector[None, :], 1)
+        features = load_features(
+            key, None, batch, head, start, keys_seen, inner, KEY_SHARE, INNER, False, False
+        )
+        faded = features.to(tl.float32)
+        if sequence.faded is not None:
+            until, whole = fades_of(sequence, batch, head // GROUP, start, CHUNK)
+            total *= tl.exp(until)
+            vector, faded = vector * tl.exp(whole), faded * tl.exp(whole - until)[:, None]
+        vector += tl.sum(faded, 0)
+        element: tl.constexpr = key.rows.ptr.dtype.element_ty
+        scores = tl.dot(
+            asked.to(element), tl.trans(features.to(element)), input_precision=PRECISION
+        )
+        if sequence.faded is not None:
+            scores *= tl.exp(tl.minimum(until[:, None] - until[None, :], 0.0))
+        total += tl.sum(tl.where(places[None, :] <= places[:, None], scores, 0.0), 1)
+        at = row_pointers(totals, batch, head, rows, 0)
+        tl.store(at, tl.where(seen, total, 0.0), mask=exist)
+    if after is not None:
+        mine = (inner < INNER) & (head % GROUP == 0)
+        tl.store(after + number * INNER + inner, vector, mask=mine)
