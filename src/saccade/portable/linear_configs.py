@@ -61,4 +61,5 @@ def collecting(config: LinearConfig) -> LinearConfig:
 
 def counting(config: LinearConfig) -> LinearConfig:
     """How sums of scores are counted: without a state several programs fit a multiprocessor."""
-    return config._replace(chunk=32, num_warps=4) if config.chunk >= 32 else config
+    narrow = config._replace(chunk=32, num_warps=4) if config.chunk >= 32 else config
+    return narrow._replace(num_stages=3) if config.num_stages > 1 else narrow
