@@ -253,3 +253,10 @@ def test_pages():
     assert saccade.explain(query, key, value, **given, batch_invariant=True).reasons["reference"]
     with pytest.raises(TypeError, match=r"explain: got \['dropout_p'\]"):
         saccade.explain(query, key, value, **given, dropout_p=0.5)
+
+
+def test_a_single_row_under_a_causal_mask_has_none():
+    query, key = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 9, 16)
+    assert saccade.explain(query, key, key, mask=masks.causal()).problem.mask == ""
+    assert saccade.explain(query, key, key, mask=masks.causal(align="top_left")).problem.mask != ""
+    assert saccade.explain(key, key, key, mask=masks.causal()).problem.mask != ""

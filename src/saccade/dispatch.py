@@ -33,6 +33,7 @@ class Implementation(NamedTuple):
 WIDEST = 256  # channels that portable kernels hold at once
 SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least, as in descriptors.py
 WIDEST_KEYS = 128  # of a state that two consumers on Hopper hold
+SHORTEST_LEAD = 1024  # rows of linear attention; shorter calls are no more than starts and ends
 
 
 def _portable_unsupported(problem: Problem) -> str | None:
@@ -133,6 +134,15 @@ def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:
     return misses or _hopper_misses(problem.device, None)
 
 
+def _linear_hopper_yields(problem: LinearProblem) -> str | None:
+    """As `_hopper_yields`; its lead was measured from 8k on (h200/linear.txt)."""
+    if max(problem.query_len, problem.kv_len) < SHORTEST_LEAD:
+        return f"without a name it takes lengths from {SHORTEST_LEAD} on"
+    if problem.value_dim > WIDEST_KEYS:
+        return f"its gradients are of values of up to {WIDEST_KEYS} channels"
+    return None
+
+
 def no_kernels(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None."""
     return _portable_misses(device.type, device.index, torch.float32, "", "")
@@ -204,10 +214,9 @@ IMPLEMENTATIONS = (
 
 LINEAR_IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
+    Implementation("hopper", _linear_hopper_unsupported, yields=_linear_hopper_yields),
     Implementation("portable", _linear_portable_unsupported),
     Implementation("reference", _reference_unsupported),
-    # Last, so that it must be named: of the shared suite it has met a sample, and of peers none.
-    Implementation("hopper", _linear_hopper_unsupported),
 )
 """The same for linear attention."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.captures import Extents
-from saccade.masks import Mask, as_mask
+from saccade.masks import NOTHING_HIDDEN, Mask, as_mask, causal
 from saccade.paged_arguments import check_paged
 from saccade.problem import Config, Inputs, PagedInputs, Problem, Variant
 from saccade.scores import Score, as_score
@@ -55,6 +55,9 @@ def prepare(
     return inputs, variant, problem_of(inputs, variant, config), config
 
 
+LAST_ROW_SEES_ALL = causal().key  # and a single row is the last
+
+
 def _variant(
     mask: Mask | Tensor | None,
     score: Score | None,
@@ -65,6 +68,8 @@ def _variant(
 ) -> Variant:
     """Mask and score by key, once what they captured is known to fit."""
     mask, score = as_mask(mask), as_score(score)
+    if extents.query_len == 1 and mask.key == LAST_ROW_SEES_ALL:
+        mask = NOTHING_HIDDEN  # decoding: kernels without a mask are faster
     if mask.key:
         arguments.check_captured("mask", mask.key, mask.captured, extents, device)
     if score.key:

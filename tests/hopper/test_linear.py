@@ -48,8 +48,8 @@ def test_reasons(what: str, found: Any) -> None:
     assert what in found()
 
 
-def test_it_is_last_and_so_must_be_named() -> None:
-    assert tuple(dispatch.LINEAR_BY_NAME)[-1] == "hopper"
+def test_it_comes_before_portable_kernels_and_wants_a_hopper() -> None:
+    assert tuple(dispatch.LINEAR_BY_NAME).index("hopper") == 1
     with pytest.raises(NotImplementedError, match="hopper: "):
         saccade.linear_attention(*[rows(1, 2, 8, 64)] * 3, implementation="hopper")
 
@@ -102,6 +102,24 @@ def test_which_gradients_are_left_to_portable_kernels() -> None:
     assert split_of(kind_of(1, 2, 0, 64, lengths=(4096, 4096 + 63)), keys=True) == (1, 1, 8)
     assert split_of(kind_of(1, 2, 0, 64, lengths=(4096 + 63, 4096)), keys=False) == (1, 1, 8)
     assert split_of(kind_of(1, 2, 0, 64, lengths=(4096 + 63, 4096)), keys=True) is left
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [((1, 2, 1024, 128), None), ((1, 2, 1023, 128), "from 1024 on"), ((1, 2, 4096, 136), "128")],
+)
+def test_what_was_not_measured_goes_to_portable_kernels_unless_it_is_named(
+    shape, said, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "_hopper_misses", lambda device, index: None)
+    monkeypatch.setattr(dispatch, "_portable_misses", lambda *problem: None)
+    query = rows(*shape[:3], min(shape[3], 128))
+    asked = prepare(query, query, rows(*shape)).problem._replace(device="cuda")
+    chosen = dispatch.choose(asked, None, dispatch.LINEAR_BY_NAME)
+    assert chosen == ("hopper" if said is None else "portable")
+    assert dispatch.choose(asked, "hopper", dispatch.LINEAR_BY_NAME) == "hopper"
+    why = dispatch.LINEAR_BY_NAME["hopper"].yields(asked)
+    assert (why is None) if said is None else (said in why)
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

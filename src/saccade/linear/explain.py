@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ class LinearExplanation:
         config: the config that the call gives, if any.
         flops: operations of a forward pass, in chunks of 64 rows.
         bytes: bytes that a forward pass moves at least.
+        yields: for each implementation, why without a name those after it go first (None: they do
+            not).
     """
 
     problem: LinearProblem
@@ -33,6 +36,7 @@ class LinearExplanation:
     config: Config | None
     flops: int
     bytes: int
+    yields: Mapping[str, str | None] | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -46,7 +50,8 @@ class LinearExplanation:
             f"initial state {'yes' if p.state else 'no'}",
             f"  {self.flops / 1e9:.3f} GFLOP forward, at least {self.bytes / 2**20:.2f} MiB moved",
         ]
-        return "\n".join([*lines, *answers(self.reasons, self.chosen, self.config)])
+        lines += answers(self.reasons, self.chosen, self.config, yields=self.yields)
+        return "\n".join(lines)
 
 
 def explain_linear(
@@ -81,5 +86,6 @@ def explain_linear(
         chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
     except NotImplementedError:
         chosen = None
-    config = prepared.config
-    return LinearExplanation(problem, chosen, reasons, config, problem.flops, problem.bytes)
+    yields = {name: entry.yields(problem) for name, entry in dispatch.LINEAR_BY_NAME.items()}
+    costs = problem.flops, problem.bytes
+    return LinearExplanation(problem, chosen, reasons, prepared.config, *costs, yields)

@@ -114,14 +114,13 @@ class Passes(NamedTuple):
                 read = self.keys(pointer), self.values(pointer), None, None
             else:
                 weights = self.per_row(pointer, given.minus_delta)
-                of_queries = self.queries(pointer), self._grad(pointer, given)
-                read = (*of_queries, self._factors(pointer, given), weights)
+                mapped = self.queries(pointer), self._grad(pointer, given)
+                read = (*mapped, self._factors(pointer, given), weights)
             return (*read, self.sequence(pointer), Sums(pointer(matrix), pointer(vector)))
 
         tensors = (*self.known(), *there_are((given or ())[:3]), matrix, vector)
-        launch(
-            kind.sequences * kind.state_heads * segments * tiles, kind.device, tensors, arguments
-        )
+        programs = kind.sequences * kind.state_heads * segments * tiles
+        launch(programs, kind.device, tensors, arguments)
         return matrix, vector
 
     # ---- sweeps -------------------------------------------------------------------------------
