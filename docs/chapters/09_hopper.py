@@ -333,7 +333,9 @@ if not lesson.quick:
     )
     for name, usage in usages.items():
         assert usage["products"] > 0 and usage["looped"] == 0
-        assert usage["covered"] >= 64  # a thread's share of 64 × 128 pairs among 128 threads
+        # A thread's share of 64 × 128 pairs among 128 threads. Three groups, which have fewer
+        # registers each, cover one another's exponentials instead.
+        assert usage["covered"] >= 64 or usage["registers"] == 128
         assert (usage["registers"], round(usage["shared"] / 1024)) == committed[name]
 
 # %% [markdown]

@@ -83,3 +83,12 @@ def test_a_given_chunk_is_taken() -> None:
     assert linear_configs.choose("sm_90", 64, False, given).chunk == 32
     with pytest.raises(ValueError, match="kv_tile: got 24, takes a power of two"):
         linear_configs.choose("sm_90", 64, False, saccade.Config(kv_tile=24))
+
+
+@pytest.mark.parametrize("which", ["output", "grad_query", "grad_key", "grad_value"])
+def test_gradients_over_shared_heads_hold_the_rows_of_one_at_a_time(which: str) -> None:
+    config = linear_configs.choose("sm_90", 256, False, None)
+    assert config.num_stages > 1
+    assert linear_configs.sharing(config, which, 1) == config
+    stages = linear_configs.sharing(config, which, 2).num_stages
+    assert stages == (1 if which in ("grad_key", "grad_value") else config.num_stages)

@@ -132,6 +132,7 @@ def linear_entries(half: str) -> list[Entry]:
             ("linear_collect", "linear_chain"),
         ),
         Entry(LinearCall(128, half, decay=True), some),
+        Entry(LinearCall(128, half, group=4), ("linear_grad_key",)),
         Entry(LinearCall(256, half), (*some, "linear_grad_query", "linear_count")),
         Entry(LinearCall(64, "fp32"), some[:1]),
     ]

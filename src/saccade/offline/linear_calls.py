@@ -38,12 +38,14 @@ class LinearCall(NamedTuple):
     length: int = 1024
     batch: int = 2
     heads: int = 64
+    group: int = 1  # query heads of a state
 
     @property
     def name(self) -> str:
         """What tells the call from others of the same sizes."""
         extras = ["decay"] if self.decay else []
         extras += ["segments"] if self.batch * self.heads < 16 else []
+        extras += ["shared"] if self.group > 1 else []
         return " ".join([f"{self.dtype} d{self.head_dim} causal", *extras])
 
 
@@ -51,9 +53,10 @@ def make(call: LinearCall, device: torch.device) -> tuple[LinearInputs, LinearVa
     """The tensors of a call, and what it asks for."""
     shape = call.batch, call.heads, call.length, call.head_dim
     rows = torch.zeros(shape, dtype=DTYPES[call.dtype], device=device)
+    few = rows[:, : call.heads // call.group].contiguous()
     decay = torch.zeros(shape[:3], device=device) if call.decay else None
     variant = LinearVariant(True, "bottom_right", "elu+1", "sum", 1e-6, 1.0)
-    return LinearInputs(rows, rows.clone(), rows.clone(), decay), variant
+    return LinearInputs(rows, few, few.clone(), decay), variant
 
 
 def start(inputs: LinearInputs, variant: LinearVariant, which: str, config: Config | None) -> None:

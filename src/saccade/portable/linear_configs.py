@@ -22,6 +22,7 @@ class LinearConfig(NamedTuple):
     num_stages: int
 
 
+BACKWARDS = ("grad_key", "grad_value")  # the sweeps from the last row to the first
 SPILLING = "its tiles wait for a GPU; part lies in the loop that repeats what met NaN or inf"
 
 # Columns: configs.WIDTHS.
@@ -57,6 +58,12 @@ def choose(architecture: str, width: int, wide: bool, given: Config | None) -> L
 def collecting(config: LinearConfig) -> LinearConfig:
     """How states of segments are collected: next to nothing but loads takes shared memory."""
     return config._replace(num_stages=3) if config.num_stages > 1 else config
+
+
+def sharing(config: LinearConfig, which: str, group: int) -> LinearConfig:
+    """How a sweep runs where query heads share a state: gradients are summed over one such head
+    after the other, and a pipeline would hold rows of all of them (698 KB for eight of 256)."""
+    return config._replace(num_stages=1) if which in BACKWARDS and group > 1 else config
 
 
 def counting(config: LinearConfig) -> LinearConfig:

@@ -13,7 +13,7 @@ from saccade.linear.problem import LinearInputs
 from saccade.portable.arguments import there_are
 from saccade.portable.kind import remembered
 from saccade.portable.linear_collect import linear_collect
-from saccade.portable.linear_configs import LinearConfig, collecting
+from saccade.portable.linear_configs import BACKWARDS, LinearConfig, collecting, sharing
 from saccade.portable.linear_given import Again, Given, State, sums
 from saccade.portable.linear_kind import LinearKind, plain
 from saccade.portable.linear_places import Sequence, Sums
@@ -230,7 +230,7 @@ class Passes(NamedTuple):
         launch = self.launch(
             linear_sweep if again is None else again.kernel,
             (which, segments, before is None, after is None, numbered, again is None, strides),
-            kind.config,
+            sharing(kind.config, which, kind.group),
             **parts,
             **{f"{name}_SHARE": self.share(count) for name, count in shares},
             INNER=inner,
@@ -255,7 +255,7 @@ class Passes(NamedTuple):
 
         flags = None if again is None else again.spoilt
         tensors = (*self.known(), *more, *there_are((*(before or ()), *(after or ()), flags)))
-        count = kind.state_heads if which in ("grad_key", "grad_value") else kind.heads
+        count = kind.state_heads if which in BACKWARDS else kind.heads
         launch(kind.sequences * count * segments * tiles, kind.device, tensors, arguments)
 
     # ---- launches -----------------------------------------------------------------------------
