@@ -35,8 +35,13 @@ _TENSOR_CORES = ((32, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1))
 _FLOAT32 = ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1))
 
 
-def choose(architecture: str, width: int, wide: bool, given: Config | None) -> LinearConfig:
+def choose(
+    architecture: str, width: int, wide: bool, given: Config | None, group: int = 1
+) -> LinearConfig:
     """The config of a call: `kv_tile` of what the caller gave is the chunk.
+
+    group: query heads of a state. With 64 rows, products of Blackwell's take tensor memory for each
+    of them: 608 columns of 512 for four heads.
 
     Raises:
         ValueError: for a given number that no kernel can have.
@@ -44,6 +49,8 @@ def choose(architecture: str, width: int, wide: bool, given: Config | None) -> L
     column = next(column for column, widest in enumerate(WIDTHS) if width <= widest)
     row = _FLOAT32 if wide else _HALF.get(architecture, _TENSOR_CORES)
     config = LinearConfig(*row[column])
+    if architecture == "sm_100" and group > 1:
+        config = config._replace(chunk=min(config.chunk, 32))
     if given is None:
         return config
     check(given)

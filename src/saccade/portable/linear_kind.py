@@ -50,6 +50,7 @@ class LinearKind(NamedTuple):
         head_dim, value_dim = query.shape[-1], value.shape[-1]
         width = next_width(max(head_dim, value_dim, 1))
         wide = query.dtype == torch.float32
+        group = inputs.heads // max(inputs.state_heads, 1)
         return LinearKind(
             packed=inputs.packed,
             device=current_device(query),
@@ -66,7 +67,7 @@ class LinearKind(NamedTuple):
             started=inputs.initial_kv is not None,
             variant=variant,
             precision=precision(query.dtype),
-            config=choose(kind.architecture(query), width, wide, config),
+            config=choose(kind.architecture(query), width, wide, config, group),
             multiprocessors=kind.multiprocessors(query),
             launches={},
         )
