@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from saccade.expressions import leaves, parse
 from saccade.linear.problem import LinearProblem
 from saccade.problem import Problem
 
@@ -32,6 +33,8 @@ class Implementation(NamedTuple):
 
 WIDEST = 256  # channels that portable kernels hold at once
 SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least, as in descriptors.py
+SHORTEST_PACKED = 192  # rows on average; at 252 it is the faster one, at 128 the slower
+MEASURED_MASKS = {"causal", "window", "key_lengths", "documents", "blocks"}
 WIDEST_KEYS = 128  # of a state that two consumers on Hopper hold
 SHORTEST_LEAD = 1024  # rows of linear attention; shorter calls are no more than starts and ends
 
@@ -76,16 +79,35 @@ def _hopper_remark(problem: Problem) -> str | None:
 
 
 def _hopper_yields(problem: Problem) -> str | None:
-    """What was not measured beside the portable kernels is theirs."""
+    """What was not measured beside the portable kernels, or was slower, is theirs.
+
+    Of masks other than causal ones, windows, prefixes, documents and blocks were measured, with 128
+    channels: it took 0.94 to 0.67 of their time (benchmarks/results/h200/portable.jsonl).
+    """
+    width = max(problem.head_dim, problem.value_dim)
     if problem.page_size:
         return None
-    if problem.mask and not problem.mask.startswith("causal:"):
-        return "without a name it takes causal masks and none, for which its lead is measured"
     if problem.score:
         return "without a name it takes scores as they are, for which its lead is measured"
-    if max(problem.head_dim, problem.value_dim) <= SMALLEST_WIDTH // 2:
+    if width <= SMALLEST_WIDTH // 2:
         return f"it computes with {SMALLEST_WIDTH} channels at least"
+    if problem.packed and problem.query_len < SHORTEST_PACKED * problem.batch:
+        return f"packed sequences of fewer than {SHORTEST_PACKED} rows leave its tiles empty"
+    if problem.mask == "" or problem.mask.startswith("causal:"):
+        return None
+    if width <= SMALLEST_WIDTH:
+        return f"up to {SMALLEST_WIDTH} channels its lead is measured for causal masks and none"
+    if not _is_measured(problem.mask):
+        return "its lead is measured for causal masks, windows, lengths, documents and blocks"
     return None
+
+
+def _is_measured(mask: str) -> bool:
+    """Whether a mask is made of those that were measured. To a trace the answer is a constant."""
+    return "(~" not in mask and {leaf.name for leaf in leaves(parse(mask))} <= MEASURED_MASKS
+
+
+_is_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

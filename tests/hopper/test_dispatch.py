@@ -1,5 +1,6 @@
 """Hopper kernels come before portable ones, and say what they do not serve."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -25,6 +26,20 @@ def problem(query: Tensor, key: Tensor | None = None, **more: Any) -> Any:
 
 def reason(*tensors: Tensor, **more: Any) -> str:
     return dispatch.BY_NAME["hopper"].unsupported(problem(*tensors, **more)) or ""
+
+
+PREFIX = masks.prefix(torch.tensor([7], dtype=torch.int32))
+EVERY = masks.dense(torch.ones(512, 512, dtype=torch.bool))
+
+
+def packed(*lengths: int) -> Any:
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    query = rows(sum(lengths), 2, 128)
+    options: dict[str, Any] = {
+        "mask": None, "score": None, "scale": None, "sinks": None, "dropout_p": 0.0,
+        "return_lse": False, "deterministic": False, "config": None,
+    }  # fmt: skip
+    return prepare(query, query, query, ends, None, None, None, **options)[2]
 
 
 def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -81,7 +96,14 @@ def test_explain_says_which_passes_it_leaves(found, said):
     [
         (lambda: problem(rows(1, 2, 512, 128)), None),
         (lambda: problem(rows(1, 2, 512, 128), mask=masks.causal(align="top_left")), None),
-        (lambda: problem(rows(1, 2, 512, 128), mask=masks.window(64)), "causal masks and none"),
+        (lambda: problem(rows(1, 2, 512, 128), mask=masks.window(64)), None),
+        (lambda: problem(rows(1, 2, 512, 128), mask=PREFIX & masks.window(64)), None),
+        (lambda: problem(rows(1, 2, 512, 128), mask=~masks.window(64)), "measured for causal"),
+        (lambda: problem(rows(1, 2, 512, 128), mask=EVERY), "measured for causal"),
+        (lambda: problem(rows(1, 2, 512, 64), mask=masks.window(64)), "up to 64 channels"),
+        (lambda: problem(rows(1, 2, 512, 64), mask=masks.causal()), None),
+        (lambda: packed(192, 192), None),
+        (lambda: packed(191, 192), "fewer than 192 rows"),
         (lambda: problem(rows(1, 2, 512, 128), score=scores.softcap(30.0)), "scores as they are"),
         (lambda: problem(rows(1, 2, 512, 32)), "64 channels"),
     ],
