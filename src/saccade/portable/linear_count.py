@@ -22,7 +22,8 @@ from saccade.kernels.launch import Pointer, next_width
 from saccade.kernels.tiles import row_pointers, wide
 from saccade.portable.arguments import there_are
 from saccade.portable.linear_configs import counting
-from saccade.portable.linear_passes import Passes, State
+from saccade.portable.linear_given import State
+from saccade.portable.linear_passes import Passes
 from saccade.portable.linear_places import bounds_of, fades_of, keys_at, queries_at
 
 MANY_TILES = 4  # whose sums cost more than a pass of their own
