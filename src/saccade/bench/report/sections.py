@@ -232,10 +232,12 @@ def _ours_with_rate(points: Sequence[Point], unit: str) -> list[Point]:
 
 
 def _rate_text(point: Point) -> str:
-    """The rate, in GFLOP/s where it is small."""
+    """The rate, in a unit in which it has no thousands, and no zero before the point."""
     rate, unit = collect.rate_of(point.result) or (0.0, "")
     if unit == "TFLOP/s" and rate < 1:
         return f"{1000 * rate:.3g} GFLOP/s"
+    if unit == "GB/s" and rate >= 1000:
+        return f"{rate / 1000:.3g} TB/s"
     return f"{rate:.3g} {unit}"
 
 
