@@ -15,8 +15,9 @@ MOST_SECONDS, MOST_SECONDS_OF_ONE = 60, 12  # of the processor, in quick mode
 PROSE = "# %% [markdown]\n# # 00 · Nothing\n\n# %%\n"
 
 
-def run_chapters(*arguments):
-    command = [sys.executable, str(ROOT / "tools/chapters.py"), "--quick", *map(str, arguments)]
+def run_chapters(*arguments, quick=True):
+    options = [*(["--quick"] if quick else []), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "tools/chapters.py"), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
@@ -59,6 +60,14 @@ def test_every_chapter_runs_and_shows_a_table_and_a_picture(tmp_path):
     assert (tmp_path / "site/chapters/02_online_softmax.png").exists()
     first = (tmp_path / "site/index.md").read_text(encoding="utf-8")
     assert "(chapters/index.md)" in first
+
+
+def test_the_chapter_on_hopper_compiles_what_was_committed(tmp_path):
+    """In quick mode it reads docs/kernels.md instead."""
+    pytest.importorskip("triton")
+    done = run_chapters("--only", "09", "--out", tmp_path, quick=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "**compiled now**" in (tmp_path / "09_hopper.md").read_text(encoding="utf-8")
 
 
 def test_chapter_runs_as_a_program(tmp_path):
