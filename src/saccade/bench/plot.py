@@ -71,7 +71,8 @@ def plot(results: Sequence[Result], path: Path) -> None:
                     axes.set_ylabel(f"{unit}FLOP/s")
     if singles:
         _draw_singles(figure.add_subplot(grid[-1, :]), singles, styles)
-    figure.suptitle(_title(results), fontsize=11)
+    what = "attention throughput by length" if curves else "attention beside peers"
+    figure.suptitle(f"{_machines(results)}: {what}", fontsize=11)
     handles = [
         Line2D([], [], color=color, marker=marker, label=who)
         for who, (color, marker) in styles.items()
@@ -84,12 +85,12 @@ def plot(results: Sequence[Result], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _title(results: Sequence[Result]) -> str:
+def _machines(results: Sequence[Result]) -> str:
     devices = dict.fromkeys(
         result.device if "NVIDIA" in result.device else f"{result.device}, {result.threads} threads"
         for result in results
     )
-    return f"{'; '.join(devices)}: attention throughput by length"
+    return "; ".join(devices)
 
 
 def _curves(results: Sequence[Result]) -> dict[tuple[str, str], Series]:
@@ -135,7 +136,7 @@ def _panel(result: Result, which_pass: str) -> tuple[str, str]:
 def _styles(results: Sequence[Result]) -> dict[str, tuple[str, str]]:
     """A color and a marker for each peer, the same in every panel."""
     names = list(dict.fromkeys(result.who for result in results))
-    ours = [who for who in names if who.startswith(OURS)]
+    ours = sorted(who for who in names if who.startswith(OURS))  # of one colour in all files
     peers = [who for who in names if who not in ours]
     styles = {
         who: (OUR_COLORS[index % len(OUR_COLORS)], MARKERS[index % 8])
