@@ -374,3 +374,18 @@ def test_all_committed_results_paint_at_once(browser, tmp_path):
     outside = [url for url in browser.requests() if not url.startswith(("file:", "data:"))]
     assert outside == []
     assert browser.run("document.querySelectorAll('#chart .line').length") > 2
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        ({"tflops": 0.25}, "250 GFLOP/s"),
+        ({"tflops": 735.0}, "735 TFLOP/s"),
+        ({"tflops": None, "gbps": 19.8}, "19.8 GB/s"),
+        ({"tflops": None, "gbps": 4502.0}, "4.5 TB/s"),
+    ],
+)
+def test_a_rate_has_no_thousands(rate, text):
+    found = result("gpu-full-bf16-d128-4k", "saccade/hopper", **rate)
+    point = collect.Point(0, "", "", found, None, None, 1.0, {})
+    assert sections._rate_text(point) == text
