@@ -73,9 +73,11 @@ def plot(results: Sequence[Result], path: Path) -> None:
         _draw_singles(figure.add_subplot(grid[-1, :]), singles, styles)
     what = "attention throughput by length" if curves else "attention beside peers"
     figure.suptitle(f"{_machines(results)}: {what}", fontsize=11)
+    drawn = {who for members in (*curves.values(), *dict(singles).values()) for who in members}
     handles = [
         Line2D([], [], color=color, marker=marker, label=who)
         for who, (color, marker) in styles.items()
+        if who in drawn
     ]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(len(handles), int(width / 2))
