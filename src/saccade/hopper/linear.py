@@ -19,14 +19,14 @@ from saccade.hopper.linear_gradients import backward as backward
 from saccade.hopper.linear_program import Kept
 from saccade.hopper.linear_split import BLOCK, Split, maybe, moved, sizes
 from saccade.hopper.linear_states import collect_keys
-from saccade.kernels.launch import Launch, Pointer, next_width
+from saccade.kernels.launch import Launch, Pointer
 from saccade.linear.problem import LinearInputs, LinearResults, LinearVariant, empty_linear_results
 from saccade.portable.arguments import there_are
 from saccade.portable.kind import remembered
 from saccade.portable.linear import initial_of, passes_of
 from saccade.portable.linear import step as step
 from saccade.portable.linear_chain import chained
-from saccade.portable.linear_given import State, sums
+from saccade.portable.linear_given import Again, State, sums
 from saccade.portable.linear_passes import Passes
 from saccade.problem import Config
 
@@ -78,7 +78,10 @@ class Forward(NamedTuple):
         shape = kind.sequences, kind.heads, self.split.segments, self.split.parts
         spoilt = self.results.output.new_empty(shape, dtype=torch.int32)
         self._sweep(spoilt)
-        self._again(spoilt)
+        self.passes.output(
+            self.results.output, self._totals(), self.before, None, self.split.segments, False,
+            Again(linear_again, spoilt),
+        )  # fmt: skip
 
     def _totals(self) -> Tensor | None:
         return None if self.passes.kind.variant.normalize == "none" else self.results.normaliser
@@ -123,55 +126,3 @@ class Forward(NamedTuple):
         key = "hopper", split, self.before is None, schedule
         launch = remembered(kind.launches, key, make)
         launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
-
-    def _again(self, spoilt: Tensor) -> None:
-        passes, totals = self.passes, self._totals()
-        kind = passes.kind
-        tiles = passes.tiles(kind.value_dim)
-
-        def make() -> Launch:
-            constants = {
-                "A_SHARE": passes.share(kind.query_heads),
-                "B_SHARE": passes.share(kind.key_heads),
-                "C_SHARE": passes.share(kind.value_heads),
-                "THROUGH_SHARE": passes.share(1),
-                "GROUP": kind.group,
-                "STATE_HEADS": kind.state_heads,
-                "SEGMENTS": self.split.segments,
-                "INNER": kind.head_dim,
-                "INNER_WIDTH": next_width(kind.head_dim),
-                "OUTER": kind.value_dim,
-                "OUTER_TILE": min(kind.config.tile, next_width(kind.value_dim)),
-                "TILES": tiles,
-                "CHUNK": kind.config.chunk,
-                "PASS": "output",
-                "CAUSAL": True,
-                "BOTTOM_RIGHT": kind.bottom_right,
-                "STARTED": kind.started,
-                "NORMALIZE": kind.variant.normalize,
-                "PRECISION": kind.precision,
-                "BEFORE": self.before is not None,
-                "NUMBERS": totals is not None,
-                "PARTS": self.split.parts,
-            }
-            options = {"num_warps": kind.config.num_warps, "num_stages": kind.config.num_stages}
-            return Launch(linear_again, constants, options)
-
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
-            rows = passes.queries(pointer), passes.keys(pointer), passes.values(pointer)
-            numbers = None
-            if totals is not None:
-                numbers = kind.numbers(pointer, totals, None, keys=False)
-            written = passes.query_side(pointer, self.results.output), numbers
-            return (
-                pointer(spoilt), *rows, *written, kind.variant.eps, passes.sequence(pointer),
-                sums(pointer, self.before),
-            )  # fmt: skip
-
-        tensors = (
-            *passes.known(), spoilt, self.results.output, *there_are((totals,)),
-            *(self.before or ()),
-        )  # fmt: skip
-        key = "again", self.split, self.before is None
-        programs = kind.sequences * kind.heads * self.split.segments * tiles
-        remembered(kind.launches, key, make)(programs, kind.device, tensors, arguments)

@@ -15,30 +15,7 @@ from saccade.portable.linear_sweep import linear_sweep
 
 @triton.jit
 def linear_again(
-    spoilt, a, b, c, result, numbers, eps, sequence, before,
-    A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
-    THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    INNER: tl.constexpr, INNER_WIDTH: tl.constexpr, OUTER: tl.constexpr, OUTER_TILE: tl.constexpr,
-    TILES: tl.constexpr, CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr, BEFORE: tl.constexpr, NUMBERS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """As `linear_sweep` for the output, of segments of which one of PARTS numbers is not 0."""
-    segment = tl.program_id(0) // TILES
-    flags = tl.load(spoilt + segment * PARTS + tl.arange(0, PARTS))
-    if tl.max(flags, 0) > 0:
-        linear_sweep(
-            a, b, c, None, None, result, numbers, None, eps, sequence, before, None,
-            A_SHARE, B_SHARE, C_SHARE, THROUGH_SHARE, GROUP, STATE_HEADS, SEGMENTS,
-            INNER, INNER_WIDTH, OUTER, OUTER_TILE, TILES, CHUNK, PASS, CAUSAL, BOTTOM_RIGHT,
-            STARTED, NORMALIZE, PRECISION, BEFORE, False, NUMBERS,
-        )  # fmt: skip
-
-
-@triton.jit
-def linear_gradient_again(
-    spoilt, a, b, c, factors, minus_delta, result, through, sequence, before,
+    spoilt, a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before,
     A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
     THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -48,13 +25,14 @@ def linear_gradient_again(
     PRECISION: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NUMBERS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The same for a gradient. States after segments stay as they are: NaN in either case."""
+    """As `linear_sweep`, of segments of which one of PARTS numbers is not 0. States after segments
+    stay as they are: NaN in either case."""
     segment = tl.program_id(0) // TILES
     flags = tl.load(spoilt + segment * PARTS + tl.arange(0, PARTS))
     if tl.max(flags, 0) > 0:
         linear_sweep(
-            a, b, c, factors, minus_delta, result, None, through, 0.0, sequence, before, None,
+            a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, None,
             A_SHARE, B_SHARE, C_SHARE, THROUGH_SHARE, GROUP, STATE_HEADS, SEGMENTS,
             INNER, INNER_WIDTH, OUTER, OUTER_TILE, TILES, CHUNK, PASS, CAUSAL, BOTTOM_RIGHT,
-            STARTED, NORMALIZE, PRECISION, BEFORE, False, False,
+            STARTED, NORMALIZE, PRECISION, BEFORE, False, NUMBERS,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from saccade.hopper.linear_program import BLOCK, chunks_of, head_of, keys_there,
 from saccade.hopper.weighing import ROWS
 from saccade.kernels.features import elu_plus_one, exponential, relu
 from saccade.kernels.tiles import wide
-from saccade.portable.linear_finish import divisor_of
+from saccade.portable.linear_finish import quotient_of
 
 # What a stage holds two tiles of: the first two where queries are collected, the first four for
 # gradients of keys and values, all for those of queries.
@@ -151,7 +151,7 @@ def map_keys(
         clear_hidden(rings, turn, place, keys, VALUES, WHICH, LAYOUT)
         if NORMALIZE != "none":
             seeing = within(queries, place, ROWS_OF)
-            factor, slope = quotient(scores, eps, NORMALIZE)
+            factor, slope = quotient_of(scores, eps, NORMALIZE)
             if WHICH == 0 or BLOCKS == 1:
                 rows = unit + place + gl.arange(0, ROWS, ROWS_OF)
                 gl.store(given.factors + rows, factor, mask=seeing)
@@ -263,20 +263,6 @@ def factors_at(given, unit, queries, place, SCALE: gl.constexpr, ROWS_OF: gl.con
     if given.factors is not None:
         factor = factor * numbers_at(given.factors, unit, queries, place, ROWS_OF)
     return factor
-
-
-@gluon.jit
-def quotient(scores, eps, NORMALIZE: gl.constexpr):
-    """1 / divisor of sums of scores, and its derivative; as in `portable.linear_row_dot`."""
-    divisor = divisor_of(scores, eps, NORMALIZE)
-    factor = gl.where(divisor == 0, 0.0, 1.0 / divisor)
-    slope = scores * 0.0 + 1.0
-    if NORMALIZE == "clamp":
-        slope = gl.where(scores >= eps, 1.0, 0.0)
-    elif NORMALIZE == "abs":
-        slope = gl.where(gl.abs(scores) >= eps, gl.where(scores < 0, -1.0, 1.0), 0.0)
-        slope = gl.where(scores == 0, 0.0, slope)
-    return factor, slope
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade.hopper.descriptors import aligned
 from saccade.hopper.gradients import readable
-from saccade.hopper.linear_again import linear_gradient_again
+from saccade.hopper.linear_again import linear_again
 from saccade.hopper.linear_backward_keys import linear_backward_keys
 from saccade.hopper.linear_backward_queries import linear_backward_queries
 from saccade.hopper.linear_backward_rows import RowNumbers
@@ -163,7 +163,7 @@ class HopperPasses(Passes):
         tensors = (*self.known(), *rows, *(before or ()))
         launch = remembered(kind.launches, cache_key, make)
         launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
-        return Again(linear_gradient_again, spoilt)
+        return Again(linear_again, spoilt)
 
     def _grad_key_value(
         self, split: Split, given: Given, results: tuple[Tensor, Tensor],
@@ -194,7 +194,7 @@ class HopperPasses(Passes):
         tensors = (*self.known(), *there_are(given[:3]), *results, spoilt, *states)
         launch = remembered(kind.launches, cache_key, make)
         launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
-        return Again(linear_gradient_again, spoilt)
+        return Again(linear_again, spoilt)
 
     def _constants(self, split: Split) -> dict[str, Any]:
         kind = self.kind

@@ -58,7 +58,7 @@ HOPPER = (
         LinearCall(128),
         (
             "hopper_linear_forward",
-            "hopper_linear_again",
+            "hopper_linear_output_again",
             "hopper_linear_backward_queries",
             "hopper_linear_backward_keys",
             "hopper_linear_grad_key_again",

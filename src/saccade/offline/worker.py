@@ -79,7 +79,7 @@ def kernel_name(started: Launch, which: str) -> str:
         return f"hopper_{name}, ordered"
     if which == "hopper_turns":
         return f"hopper_{name}, in turns"
-    if name == "linear_gradient_again":  # one kernel for three passes
+    if name == "linear_again":  # one kernel for four passes
         return f"hopper_linear_{started.constants['PASS']}_again"
     if which.startswith("hopper"):
         return f"hopper_{name}"

@@ -92,3 +92,17 @@ def divisor_of(total, eps, NORMALIZE: tl.constexpr):
     elif NORMALIZE == "abs":
         divisor = maximum(tl.abs(total), eps)
     return divisor
+
+
+@triton.jit
+def quotient_of(total, eps, NORMALIZE: tl.constexpr):
+    """1 / divisor, 0 where that is 0, and the derivative of the divisor."""
+    divisor = divisor_of(total, eps, NORMALIZE)
+    factor = tl.where(divisor == 0, 0.0, 1.0 / divisor)
+    slope = total * 0.0 + 1.0
+    if NORMALIZE == "clamp":
+        slope = tl.where(total >= eps, 1.0, 0.0)
+    elif NORMALIZE == "abs":
+        slope = tl.where(tl.abs(total) >= eps, tl.where(total < 0, -1.0, 1.0), 0.0)
+        slope = tl.where(total == 0, 0.0, slope)
+    return factor, slope

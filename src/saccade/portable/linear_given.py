@@ -23,7 +23,7 @@ class Given(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What does a gradient once more where a flag says so."""
+    """What does a pass once more where a flag says so."""
 
     kernel: Any  # takes the flags, and what linear_sweep takes of rows and states
     spoilt: Tensor  # int32 [sequences, heads, segments, parts]

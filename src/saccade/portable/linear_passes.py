@@ -127,7 +127,7 @@ class Passes(NamedTuple):
 
     def output(
         self, output: Tensor, totals: Tensor | None, before: State | None, after: State | None,
-        segments: int, counted: bool,
+        segments: int, counted: bool, again: Again | None = None,
     ) -> None:  # fmt: skip
         """Write the output and, where wanted, each row's sum of scores and the last states.
 
@@ -144,7 +144,7 @@ class Passes(NamedTuple):
 
         heads = kind.query_heads, kind.key_heads, kind.value_heads, 1
         more, numbered = there_are((output, totals)), totals is not None and not counted
-        self._sweep("output", operands, more, heads, (before, after), segments, numbered)
+        self._sweep("output", operands, more, heads, (before, after), segments, numbered, again)
 
     def grad_query(
         self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
@@ -250,7 +250,7 @@ class Passes(NamedTuple):
             ends = sums(pointer, before), sums(pointer, after)
             given = operands(pointer)
             if again is not None:
-                given, ends = (pointer(again.spoilt), *given[:6], given[7]), ends[:1]
+                given, ends = (pointer(again.spoilt), *given), ends[:1]
             return (*given, self.sequence(pointer), *ends)
 
         flags = None if again is None else again.spoilt

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from saccade.kernels.tiles import load_numbers, load_rows, num_rows, store_numbers
-from saccade.portable.linear_finish import divisor_of
+from saccade.portable.linear_finish import quotient_of
 
 
 @triton.jit
@@ -28,14 +28,7 @@ def linear_row_dot(
     attended = load_rows(output, batch, head, rows, length, VALUE_DIM, VALUE_WIDTH, False)
     grad = load_rows(grad_output, batch, head, rows, length, VALUE_DIM, VALUE_WIDTH, False)
     total = load_numbers(totals, batch, head, rows, length, 0.0)
-    divisor = divisor_of(total, eps, NORMALIZE)
-    factor = tl.where(divisor == 0, 0.0, 1.0 / divisor)
-    slope = total * 0.0 + 1.0
-    if NORMALIZE == "clamp":
-        slope = tl.where(total >= eps, 1.0, 0.0)
-    elif NORMALIZE == "abs":
-        slope = tl.where(tl.abs(total) >= eps, tl.where(total < 0, -1.0, 1.0), 0.0)
-        slope = tl.where(total == 0, 0.0, slope)
+    factor, slope = quotient_of(total, eps, NORMALIZE)
     dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1) * slope
     store_numbers(factors, batch, head, rows, length, factor)
     store_numbers(minus_delta, batch, head, rows, length, -dot)
