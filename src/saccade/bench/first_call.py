@@ -73,6 +73,7 @@ def first_calls(case: Case, peer: Peer, device: torch.device) -> dict[str, float
     if isinstance(call, str):
         raise SystemExit(call)
     leaves, grad_output = in_layout(call, case.make(device), gradients=not case.decodes)
+    _differentiate_something(device)
     _wait(device)
     seconds = {}
     with call.around():
@@ -86,6 +87,13 @@ def first_calls(case: Case, peer: Peer, device: torch.device) -> dict[str, float
             _wait(device)
             seconds["backward"] = time.perf_counter() - start
     return seconds
+
+
+def _differentiate_something(device: torch.device) -> None:
+    """PyTorch imports a good part of itself in a process's first backward pass, whosever it is:
+    2 s where Python may not keep what it compiled of SymPy."""
+    number = torch.zeros((), device=device, requires_grad=True)
+    torch.autograd.grad(number + number, number, torch.zeros_like(number))
 
 
 def _wait(device: torch.device) -> None:
