@@ -50,12 +50,25 @@ def test_lengths_around_tiles(head_dim: int, mask: str, lengths: tuple[int, int]
 
 @pytest.mark.parametrize("mask", ["none", "causal", "documents"])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_packed(mask: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_packed(head_dim: int, mask: str, dtype: torch.dtype) -> None:
     case = make_case(
         packed=True, lengths=((200, 300), (0, 40), (65, 0), (130, 130), (1, 700)), mask=mask,
-        head_dim=128, value_dim=128, group=3, dtype=dtype, sinks=True, device="cuda",
+        head_dim=head_dim, value_dim=head_dim, group=3, dtype=dtype, sinks=True, device="cuda",
     )  # fmt: skip
     assert_exact(case, "hopper")
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+@pytest.mark.parametrize("dims", [(192, 128), (128, 256)], ids=str)
+def test_values_of_another_width(dims: tuple[int, int], mask: str) -> None:
+    for packed in (False, True):
+        case = make_case(
+            mask=mask, lengths=((300, 260), (65, 400)) if packed else ((300, 260),),
+            packed=packed, head_dim=dims[0], value_dim=dims[1], dtype=BF16, group=2, sinks=True,
+            device="cuda", spoil_hidden=True,
+        )  # fmt: skip
+        assert_exact(case, "hopper")
 
 
 def test_a_graph_replays_beside_calls_on_its_stream() -> None:
@@ -110,7 +123,7 @@ def differentiate(tensors: list[Tensor], grad_output: Tensor, **options: Any) ->
 
 
 @pytest.mark.parametrize("score", ["softcap", "alibi", "bias", "own"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradients_through_scores(head_dim: int, score: str) -> None:
     case = make_case(
         mask="causal", score=score, sinks=True, lengths=((300, 333),), head_dim=head_dim,
@@ -128,19 +141,19 @@ def test_gradients_with_any_scale(scale: float) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_hidden_rows_of_nan_reach_no_gradient(head_dim: int, packed: bool) -> None:
-    for mask in ("causal", "window", "documents", "blocks"):
-        case = make_case(
-            mask=mask, lengths=((300, 260), (150, 400)) if packed else ((300, 260),),
-            packed=packed, head_dim=head_dim, value_dim=head_dim, dtype=BF16, group=2,
-            device="cuda", spoil_hidden=True,
-        )  # fmt: skip
-        assert_exact(case, "hopper")
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "blocks"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hidden_rows_of_nan_reach_no_gradient(head_dim: int, mask: str, packed: bool) -> None:
+    case = make_case(
+        mask=mask, lengths=((300, 260), (150, 400)) if packed else ((300, 260),),
+        packed=packed, head_dim=head_dim, value_dim=head_dim, dtype=BF16, group=2,
+        device="cuda", spoil_hidden=True,
+    )  # fmt: skip
+    assert_exact(case, "hopper")
 
 
 @pytest.mark.parametrize("mask", [None, masks.causal()], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_two_backward_passes_agree(head_dim: int, mask: Any) -> None:
     """Gradients of keys and values add up in order; those of queries in any order, in float32."""
     tensors = [normal(2, 8, 1500, head_dim, seed=n) for n in range(3)]
@@ -152,7 +165,7 @@ def test_two_backward_passes_agree(head_dim: int, mask: Any) -> None:
 
 
 @pytest.mark.parametrize("mask", [None, masks.causal(), masks.causal() & masks.window(300)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_gradients_are_equal_bits(head_dim: int, mask: masks.Mask | None) -> None:
     """So many heads that programs take several tiles of keys, and shares wait for each other."""
     tensors = [normal(4, 8, 1500, head_dim, seed=n) for n in range(3)]

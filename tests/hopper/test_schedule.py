@@ -76,13 +76,37 @@ def test_a_backward_schedule_fits_a_multiprocessor(width, masked):
     assert 128 * registers <= REGISTERS
 
 
+@pytest.mark.parametrize("widths", [(256, 256), (256, 128), (128, 256), (64, 256)])
+def test_two_passes_fit_a_multiprocessor(widths):
+    problem = BACKWARD._replace(head_width=widths[0], value_width=widths[1])
+    of_keys, of_queries = configs.choose_backward(problem), configs.QuerySchedule()
+    assert of_keys.shared_memory_apart(*widths) <= configs.SHARED_MEMORY
+    assert of_queries.shared_memory(*widths) <= configs.SHARED_MEMORY
+    for schedule in (of_keys, of_queries):
+        assert schedule.stages & (schedule.stages - 1) == 0
+        registers = 2 * schedule.consumer_registers + schedule.producer_registers
+        assert 128 * registers <= REGISTERS
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministic):
+    problem = BACKWARD._replace(
+        head_width=width, value_width=width, deterministic=deterministic, prefixes=True
+    )
+    assert configs.apart(problem) == (width > 128)
+    assert configs.in_turns(problem) == (deterministic and width <= 128)
+    assert configs.ordered(problem) == (width > 128)
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
         ({}, None),
         ({"deterministic": True}, None),
         ({"value_width": 128}, "same memory"),
-        ({"head_width": 256, "value_width": 256}, "128 channels"),
+        ({"head_width": 256, "value_width": 256}, None),
+        ({"head_width": 256, "value_width": 128}, None),
         ({"query_len": 0}, "no queries"),
     ],
 )

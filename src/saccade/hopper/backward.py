@@ -75,7 +75,7 @@ def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out 
             )),
             (produce, (
                 query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
-                rules, schedule, scratch, rings, HEADS_PER_KV_HEAD,
+                rules, schedule, scratch, rings, HEADS_PER_KV_HEAD, False,
             )),
         ],
         [4, 1],
@@ -86,9 +86,12 @@ def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out 
 @gluon.jit
 def produce(
     query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
-    rules, schedule, scratch, rings, HEADS_PER_KV_HEAD: gl.constexpr,
+    rules, schedule, scratch, rings, HEADS_PER_KV_HEAD: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    """Load what consumers will need, as soon as there is room for it."""
+    """Load what consumers will need, as soon as there is room for it.
+
+    APART: who releases queries does not release gradients of outputs with them.
+    """
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
     QUERY_TILE: gl.constexpr = query_desc.block_type.shape[2]
     tile_turn, ticket_turn, turn = 0, 0, 0
@@ -130,6 +133,8 @@ def produce(
                     if begins:
                         rings.values.acquire(tile_turn)
                         rings.values.load(tile_turn, value_desc, keys_at)
+                    if APART:
+                        rings.grad_outputs.acquire(turn)
                     rings.grad_outputs.load(turn, grad_output_desc, queries_at)
                     turn += 1
                 ticket_turn += 1

@@ -140,16 +140,26 @@ class BackwardSchedule(NamedTuple):
     producer_registers: int
     grid: str  # as in Schedule
     at_once_mb: int
+    kv_tile: int
 
     def shared_memory(self, width: int) -> int:
         """Bytes of shared memory, for elements of 2 bytes: keys, values and the way out of their
         gradients; queries, gradients of outputs and of scores; shares in float32."""
-        keys = 2 * width * (2 * BACKWARD_KV_TILE + BACKWARD_KV_TILE)
-        of_stage = 2 * self.query_tile * (2 * width + BACKWARD_KV_TILE) + 8 * self.query_tile
+        keys = 2 * width * (2 * self.kv_tile + self.kv_tile)
+        of_stage = 2 * self.query_tile * (2 * width + self.kv_tile) + 8 * self.query_tile
         return keys + self.stages * of_stage + 4 * self.query_tile * width + ADDED_BYTES
 
+    def shared_memory_apart(self, head_width: int, value_width: int) -> int:
+        """The same where gradients of queries are a pass of their own: there are no shares, slopes
+        in place of gradients of scores, and the gradients of keys and values leave through the
+        memory of values and keys, if that is as wide."""
+        widths = head_width + value_width
+        keys = 2 * self.kv_tile * widths * (1 if head_width == value_width else 2)
+        of_stage = 2 * self.query_tile * (widths + self.kv_tile) + 8 * self.query_tile
+        return keys + self.stages * of_stage + ADDED_BYTES
 
-BACKWARD_KV_TILE = 128
+
+BACKWARD_KV_TILE, WIDE_KV_TILE = 128, 64  # up to 128 channels, and above
 LONG, SHORT = 12288, 1024  # of keys
 BACKWARD_OVERRIDE: BackwardSchedule | None = None
 """As OVERRIDE, for the backward pass."""
@@ -163,11 +173,13 @@ def choose_backward(problem: BackwardProblem) -> BackwardSchedule:
     """
     if BACKWARD_OVERRIDE is not None:
         return BACKWARD_OVERRIDE
+    if apart(problem):
+        return BackwardSchedule(64, 2, 240, 24, "dynamic", 0, WIDE_KV_TILE)
     # With 128 queries and no shares ptxas finds too few registers, and waits for each product.
     query_tile = 128 if problem.head_width == 64 and not ordered(problem) else 64
     long = problem.kv_len >= (LONG // 4 if problem.masked else LONG)
     at_once_mb = 32 if long and not in_turns(problem) else 0
-    return BackwardSchedule(query_tile, 2, 240, 24, "dynamic", at_once_mb)
+    return BackwardSchedule(query_tile, 2, 240, 24, "dynamic", at_once_mb, BACKWARD_KV_TILE)
 
 
 class BackwardProblem(NamedTuple):
@@ -184,21 +196,43 @@ class BackwardProblem(NamedTuple):
 
 def backward_unsupported(problem: BackwardProblem) -> str | None:
     """Why a backward pass goes to the portable kernels, or None."""
-    if problem.head_width != problem.value_width:
+    if problem.head_width != problem.value_width and not apart(problem):
         return "gradients of keys and values leave through the same memory"
-    if problem.head_width > 128:
-        return "registers do not hold gradients of keys and values of more than 128 channels"
     if problem.query_len == 0:
         return "there are no queries to load"
     return None
 
 
+def apart(problem: BackwardProblem) -> bool:
+    """Whether gradients of queries are a pass of their own for want of registers: above 128
+    channels, a consumer has none for shares beside the gradients of keys or values."""
+    return max(problem.head_width, problem.value_width) > 128
+
+
+class QuerySchedule(NamedTuple):
+    """How the pass for gradients of queries runs: two consumers of 64 rows each."""
+
+    query_tile: int = 2 * ROWS
+    kv_tile: int = WIDE_KV_TILE
+    stages: int = 2  # of keys; a power of two
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+    def shared_memory(self, head_width: int, value_width: int) -> int:
+        """Bytes of shared memory, for elements of 2 bytes: queries and gradients of outputs, a tile
+        of values, and `stages` of keys. Gradients of queries leave through the queries' memory."""
+        rows = self.query_tile * (head_width + value_width)
+        tiles = self.kv_tile * (self.stages * head_width + value_width)
+        return 2 * (rows + tiles) + ADDED_BYTES
+
+
 def ordered(problem: BackwardProblem) -> bool:
     """Whether gradients of queries are a pass of their own, in the order of keys.
 
-    It is for equal bits where shares cannot take turns: two of the products are done again.
+    It is for equal bits where shares cannot take turns, and above 128 channels: two of the products
+    are done again.
     """
-    return problem.deterministic and not problem.prefixes
+    return apart(problem) or (problem.deterministic and not problem.prefixes)
 
 
 def in_turns(problem: BackwardProblem) -> bool:
@@ -210,7 +244,7 @@ def in_turns(problem: BackwardProblem) -> bool:
     a tenth more.
     """
     short = problem.masked and problem.head_width == 128 and problem.kv_len <= SHORT
-    return problem.prefixes and (problem.deterministic or short)
+    return not apart(problem) and problem.prefixes and (problem.deterministic or short)
 
 
 def heads_in_turns(slots: int, multiprocessors: int) -> int:

@@ -3,6 +3,7 @@
 begin → backward → end                                  the fast form, and the one in turns
 begin → backward → end → again, keys → again, queries   … where hidden rows may spoil something
 begin → backward (without shares) → again, keys → portable queries          the ordered form
+begin → backward_keys → backward_queries → again, keys → again, queries     above 128 channels
 … → one portable pass for each bias that wants a gradient
 
 What these kernels do not serve goes to the portable ones; `configs.backward_unsupported` says
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from saccade.hopper import again, backward_rows, configs, counter, schedule
 from saccade.hopper.backward import attention_backward
+from saccade.hopper.backward_keys import attention_backward_keys
 from saccade.hopper.backward_rows import Scratch, attention_backward_begin, attention_backward_end
 from saccade.hopper.descriptors import Box, aligned, descriptor, width_of
+from saccade.hopper.query_gradients import Queries
 from saccade.kernels import tiles
 from saccade.kernels.launch import Launch, Pointer, next_width
 from saccade.kernels.places import ALIGNMENT
@@ -134,10 +137,11 @@ class Backward:
         self.width = width = problem.head_width
         self.schedule = chosen = configs.choose_backward(problem)
         self.ordered = configs.ordered(problem)
+        apart = configs.apart(problem)
         self.last_key = LAST_KEYS[variant.mask] if configs.in_turns(problem) else None
         self.tile = tile = chosen.query_tile
         self.careful = variant.mask != "" or kind.packed
-        sizes = tile, configs.BACKWARD_KV_TILE
+        sizes = tile, chosen.kv_tile
         self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=False)
         gradients = empty_gradients(inputs)[:3]
         self.gradients = tuple(map(memory_like, gradients))
@@ -158,7 +162,8 @@ class Backward:
             "CONSUMER_REGISTERS": chosen.consumer_registers,
             "PRODUCER_REGISTERS": chosen.producer_registers,
         }
-        self.main = Launch(attention_backward, constants, options)
+        kernel = attention_backward_keys if apart else attention_backward
+        self.main = Launch(kernel, constants, options)
         constants = {"HEAD_DIM": head_dim, **rows, "CAREFUL": self.careful}
         self.end = Launch(attention_backward_end, constants, options)
         call = inputs, variant
@@ -166,32 +171,36 @@ class Backward:
             again.attention_backward_again_keys, "backward_keys", call, None
         )
         of_queries = again.attention_backward_again_queries
-        if self.ordered:
+        if self.ordered and not apart:
             of_queries = attention_backward_queries
         self.queries = kind.launch(of_queries, "backward_queries", call, None)
         sizes = self.queries.constants["QUERY_TILE"], self.queries.constants["KV_TILE"]
         self.over_keys = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
         self.order = self._order(problem.query_len)
-        total = kind.geometry.keys.programs(configs.BACKWARD_KV_TILE)
+        total = kind.geometry.keys.programs(self.schedule.kv_tile)
         self.programs = min(total, kind.multiprocessors)
+        self.own_queries = None
+        if apart:
+            self.own_queries = Queries(kind, inputs, variant, results, gradients[0], self.careful)
 
     def _boxes(
         self, inputs: Inputs, results: Results, of_key: Tensor, of_value: Tensor
     ) -> tuple[Box, ...]:
         """What TMA moves at once, in the kernel's order."""
         packed, width, tile = self.kind.packed, self.width, self.tile
+        value_width = width_of(inputs.value.shape[-1])
         of_part = tile * width // backward_rows.PARTS.value
         return (
             Box.of(inputs.query, packed, tile, width),
-            Box.of(inputs.key, packed, configs.BACKWARD_KV_TILE, width),
-            Box.of(inputs.value, packed, configs.BACKWARD_KV_TILE, width),
-            Box.of(results.grad_output, packed, tile, width),
+            Box.of(inputs.key, packed, self.schedule.kv_tile, width),
+            Box.of(inputs.value, packed, self.schedule.kv_tile, value_width),
+            Box.of(results.grad_output, packed, tile, value_width),
             Box.plain(self.slots, 2 * tile, 1),
             Box.plain(
                 self.slots * tile * width // LONGEST_SIDE, LONGEST_SIDE, of_part // LONGEST_SIDE
             ),
             Box.of(of_key, packed, configs.ROWS, width),
-            Box.of(of_value, packed, configs.ROWS, width),
+            Box.of(of_value, packed, configs.ROWS, value_width),
         )
 
     def _order(self, query_len: int) -> tuple[int, int, int]:
@@ -201,9 +210,9 @@ class Backward:
         heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
         keys = self.kind.geometry.keys
         if self.last_key is not None:
-            slots = keys.slots(configs.BACKWARD_KV_TILE)
+            slots = keys.slots(self.schedule.kv_tile)
             heads = configs.heads_in_turns(slots, self.kind.multiprocessors)
-        return schedule.order_of(keys, configs.BACKWARD_KV_TILE, heads)
+        return schedule.order_of(keys, self.schedule.kv_tile, heads)
 
     def memory(self, device: torch.device) -> Memory:
         """Memory for one pass."""
@@ -249,6 +258,11 @@ class Call(NamedTuple):
         )  # fmt: skip
         if memory.shares is not None:
             prepared.end(slots, kind.device, known, self._end_arguments)
+        if prepared.own_queries is not None:
+            prepared.own_queries(
+                self.inputs, self.variant, self.results, (memory.of_query, memory.flag), known,
+                counters,
+            )  # fmt: skip
         if memory.flag is not None:
             programs = kind.geometry.keys.programs(prepared.again_keys.constants["KV_TILE"])
             prepared.again_keys(programs, kind.device, known, self._again_keys_arguments)
@@ -260,7 +274,7 @@ class Call(NamedTuple):
         prepared, memory = self.prepared, self.memory
         launch = prepared.queries
         programs = prepared.kind.geometry.queries.programs(launch.constants["QUERY_TILE"])
-        if prepared.ordered:
+        if prepared.ordered and prepared.own_queries is None:
             plan = prepared.over_keys(self.inputs, self.variant)
             tensors = (*known, *plan.tensors)
             launch(

@@ -145,6 +145,89 @@ def make_backward_rings(
 
 
 @aggregate
+class KeyRings:
+    """All that the roles of the pass for gradients of wide keys and values share."""
+
+    tickets: Ring
+    keys: Ring  # read by the first consumer alone
+    values: Ring  # by the second one
+    queries: Ring
+    starts: gl.shared_memory_descriptor  # beside the queries: two numbers of each row
+    grad_outputs: Ring
+    slopes: Ring  # what grad_weights are multiplied by, from the first consumer to the second
+    outputs: gl.tuple  # memory for each consumer
+
+    @gluon.constexpr_function
+    def __init__(self, tickets, keys, values, queries, starts, grad_outputs, slopes, outputs):
+        self.tickets = tickets
+        self.keys = keys
+        self.values = values
+        self.queries = queries
+        self.starts = starts
+        self.grad_outputs = grad_outputs
+        self.slopes = slopes
+        self.outputs = outputs
+
+
+@gluon.jit
+def make_key_rings(
+    query_desc, key_desc, value_desc, grad_output_desc, starts_desc,
+    grad_key_desc, grad_value_desc, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Shared memory of a program of that pass, whose consumers are two."""
+    TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tickets = make_ring(gl.int32, [2, 16], TICKETS, 2)
+    keys, values = make_ring_for(key_desc, 1, 1), make_ring_for(value_desc, 1, 1)
+    queries = make_ring_for(query_desc, STAGES, 2)
+    grad_outputs = make_ring_for(grad_output_desc, STAGES, 2)
+    START_SHAPE: gl.constexpr = in_stages(STAGES, starts_desc.block_type.shape)
+    START_LAYOUT: gl.constexpr = starts_desc.layout
+    starts = gl.allocate_shared_memory(gl.float32, START_SHAPE, START_LAYOUT)
+    PAIRS: gl.constexpr = [key_desc.block_type.shape[2], query_desc.block_type.shape[2]]
+    slopes = make_ring_of(query_desc.dtype, PAIRS, STAGES, 1)
+    if key_desc.block_type.shape == value_desc.block_type.shape:
+        outputs = (keys.memory.index(0), values.memory.index(0))
+    else:
+        outputs = (make_memory_for(grad_value_desc), make_memory_for(grad_key_desc))
+    return KeyRings(tickets, keys, values, queries, starts, grad_outputs, slopes, outputs)
+
+
+@aggregate
+class QueryRings:
+    """All that the roles of the pass for gradients of queries share. Gradients of outputs have the
+    turns of queries: who releases queries releases them too."""
+
+    tickets: Ring
+    queries: gl.tuple  # a ring for each consumer
+    grad_outputs: gl.tuple  # the same
+    keys: Ring
+    values: Ring
+
+    @gluon.constexpr_function
+    def __init__(self, tickets, queries, grad_outputs, keys, values):
+        self.tickets = tickets
+        self.queries = queries
+        self.grad_outputs = grad_outputs
+        self.keys = keys
+        self.values = values
+
+
+@gluon.jit
+def make_query_rings(
+    query_desc, key_desc, value_desc, grad_output_desc, STAGES: gl.constexpr
+):  # fmt: skip
+    """Shared memory of a program of that pass, whose consumers are two. Keys stay for a step
+    longer than values, of which there is one tile."""
+    tickets = make_tickets(2)
+    keys, values = make_ring_for(key_desc, STAGES, 2), make_ring_for(value_desc, 1, 2)
+    queries, grad_outputs = (), ()
+    for _ in gl.static_range(2):
+        queries = queries + (make_ring_for(query_desc, 1, 1),)  # noqa: RUF005
+        grad_outputs = grad_outputs + (make_ring_for(grad_output_desc, 1, 1),)  # noqa: RUF005
+    return QueryRings(tickets, queries, grad_outputs, keys, values)
+
+
+@aggregate
 class SweepRings:
     """All that producer, mappers and consumers share in the backward pass of linear attention.
 

@@ -42,6 +42,7 @@ PASSES = {
     ),
     "hopper_ordered": ("hopper_backward, ordered",),
     "hopper_turns": ("hopper_backward, in turns",),
+    "hopper_apart": ("hopper_backward_keys", "hopper_backward_queries"),
     **PAGED_PASSES,
     **LINEAR_PASSES,
 }
@@ -202,7 +203,8 @@ def _start_hopper_backward(
     output, lse = results
     forms = configs.ordered, configs.in_turns
     # The pass says which form, not the sizes.
-    configs.ordered = lambda problem: which == "hopper_ordered"
+    apart = configs.apart
+    configs.ordered = lambda problem: which == "hopper_ordered" or apart(problem)
     configs.in_turns = lambda problem: which == "hopper_turns"
     try:
         attention.backward(

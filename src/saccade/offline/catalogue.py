@@ -29,6 +29,7 @@ OF_HOPPER = ("hopper_forward",)
 OF_HOPPER_GRADIENTS = ("hopper_backward",)
 AROUND = PASSES["hopper_shared"][1:]
 HOPPER_FORMS = (*PASSES["hopper_ordered"], *PASSES["hopper_turns"])
+HOPPER_APART = PASSES["hopper_apart"]  # above 128 channels
 HOPPER = (
     *(Entry(Call(dim, mask=mask), OF_HOPPER) for dim in (64, 128, 256) for mask in MASKS[:2]),
     Entry(Call(96), OF_HOPPER),
@@ -49,6 +50,10 @@ HOPPER = (
     Entry(Call(128, mask="blocks"), OF_HOPPER_GRADIENTS),
     Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER_GRADIENTS),
     Entry(Call(128, mask="causal", packed=True), (*OF_HOPPER_GRADIENTS, *AROUND)),
+    *(Entry(Call(256, mask=mask), HOPPER_APART) for mask in (*MASKS[:2], "documents")),
+    Entry(Call(256, mask="causal", score="softcap"), HOPPER_APART),
+    Entry(Call(256, mask="causal", packed=True), (*HOPPER_APART, AROUND[0], *AROUND[2:])),
+    Entry(Call(192, mask="causal", value_dim=128), HOPPER_APART),
     *(
         Entry(PagedCall(dim, "bf16", "causal", size, query_len=512), ("hopper_pages_forward",))
         for dim, size in ((64, 64), (128, 64), (128, 16), (128, 256), (256, 64))

@@ -24,7 +24,9 @@ ROLES = {
     "hopper_forward": "the product of values",
     "hopper_pages_forward": "the product of values",
     "hopper_backward": "the product of values and gradients",
+    "hopper_backward_queries": "the product of values and gradients",
 }
+FEW = 16  # reads and writes of two consumers, of 3,000 cycles a tile
 CAPTION = (
     "config: query tile × kv tile, warps, stages. spills: instructions that move registers to"
     " memory or back (gfx942: registers). s: seconds"
@@ -85,8 +87,10 @@ def excuse(compiled: Compiled) -> str:
         return configs.every_tile_spills(architecture, call.dtype == "fp32", call.head_dim)
     if which in ROLES and call.mask in (*READ_BY_PAIR, "documents"):
         return "its one loop serves edges too, in which every pair reads a captured tensor"
-    if which == "hopper_backward" and call.score != "none":
+    if which.startswith("hopper_backward") and call.score != "none":
         return "changed scores and their derivatives have no registers beside the gradients"
+    if which == "hopper_backward_queries" and usage.looped <= FEW:
+        return "a few numbers of its walk, read once a tile, have no registers beside the gradients"
     if which not in configs.PASSES:
         return ""
     if call.mask in READ_BY_PAIR:

@@ -98,14 +98,23 @@ def config_of(started: Launch) -> tuple[int, int, int, int]:
         return rows, constants.get("KV_TILE", 0), warps, constants["STAGES"]
     if "MAPPER_REGISTERS" in constants:  # linear attention: two consumers, two that map, one loads
         return hopper_configs.ROWS, hopper_configs.ROWS, 17, constants["STAGES"]
-    if "CONSUMER_REGISTERS" in constants:  # two of them, which stand at a tile of keys
-        return 0, hopper_configs.BACKWARD_KV_TILE, 9, constants["STAGES"]
+    if "CONSUMER_REGISTERS" in constants:  # two of them; tiles are sides of descriptors
+        return _backward_config(started)
     if "OUTER_TILE" in constants:  # of linear attention: channels and rows
         tile, chunk = constants["OUTER_TILE"], constants["CHUNK"]
         return tile, chunk, options["num_warps"], options["num_stages"]
     query_tile = constants.get("QUERY_TILE", constants.get("TILE", 0))
     kv_tile = constants.get("KV_TILE", constants.get("OTHER", 0))
     return query_tile, kv_tile, options["num_warps"], options["num_stages"]
+
+
+def _backward_config(started: Launch) -> tuple[int, int, int, int]:
+    stages = started.constants["STAGES"]
+    if started.kernel.__name__ == "attention_backward_queries":
+        chosen = hopper_configs.QuerySchedule()
+        return chosen.query_tile, chosen.kv_tile, 10, stages
+    apart = started.kernel.__name__ == "attention_backward_keys"
+    return 0, hopper_configs.WIDE_KV_TILE if apart else hopper_configs.BACKWARD_KV_TILE, 9, stages
 
 
 def run_job(recorder: Recorder, number: int, job: list[Any]) -> None:

@@ -1,0 +1,87 @@
+"""Gradients of queries by a Hopper kernel of their own, prepared: see `backward_queries.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from saccade.hopper import configs, schedule
+from saccade.hopper.backward_queries import attention_backward_queries
+from saccade.hopper.descriptors import Box, descriptor, width_of
+from saccade.kernels import tiles
+from saccade.kernels.launch import Launch, Pointer
+from saccade.portable.arguments import rules
+from saccade.portable.gradients import Results
+from saccade.portable.kind import Kind
+from saccade.portable.planning import Planner
+from saccade.problem import Inputs, Variant
+
+
+class Queries:
+    """The pass of one kind of call, which comes after the one for keys and values."""
+
+    def __init__(
+        self, kind: Kind, inputs: Inputs, variant: Variant, results: Results, of_query: Tensor,
+        careful: bool,
+    ):  # fmt: skip
+        self.kind = kind
+        chosen = configs.QuerySchedule()
+        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+        widths = width_of(head_dim), width_of(value_dim)
+        sizes = tile, kv_tile = chosen.query_tile, chosen.kv_tile
+        self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
+        self.boxes = (
+            Box.of(inputs.query, kind.packed, configs.ROWS, widths[0]),
+            Box.of(inputs.key, kind.packed, kv_tile, widths[0]),
+            Box.of(inputs.value, kind.packed, kv_tile, widths[1]),
+            Box.of(results.grad_output, kind.packed, configs.ROWS, widths[1]),
+            Box.of(of_query, kind.packed, configs.ROWS, widths[0]),
+        )
+        constants = {
+            "HEADS_PER_KV_HEAD": kind.constants["HEADS_PER_KV_HEAD"],
+            "HEAD_DIM": head_dim,
+            "VALUE_DIM": value_dim,
+            "STAGES": chosen.stages,
+            "CAREFUL": careful,
+            "CONSUMER_REGISTERS": chosen.consumer_registers,
+            "PRODUCER_REGISTERS": chosen.producer_registers,
+        }
+        options = {"num_warps": 4, "num_stages": 1}
+        self.launch = Launch(attention_backward_queries, constants, options)
+        queries = kind.geometry.queries
+        heads = configs.heads_at_once(
+            variant.mask != "", queries.heads * queries.sequences, queries.slots(tile),
+            kind.multiprocessors, kind.constants["HEADS_PER_KV_HEAD"],
+            2 * sum(widths) * kind.geometry.lengths()[1],
+        )  # fmt: skip
+        self.order = schedule.order_of(queries, tile, heads)
+        self.programs = min(queries.programs(tile), kind.multiprocessors)
+
+    def __call__(
+        self, inputs: Inputs, variant: Variant, results: Results,
+        written: tuple[Tensor, Tensor | None], known: tuple[Tensor, ...],
+        counters: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        """Write gradients of queries; raise the flag, if there is one, for NaN or inf."""
+        of_query, flag = written
+        kind, plan = self.kind, self.planner(inputs, variant)
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            moved = (inputs.query, inputs.key, inputs.value, results.grad_output, of_query)
+            return (
+                *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
+                *kind.inputs(pointer, inputs)[:2],
+                kind.rows(pointer, of_query, inputs),
+                kind.numbers(pointer, results.lse_log2, inputs),
+                kind.numbers(pointer, results.row_dot, inputs),
+                schedule.with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
+                schedule.Schedule(
+                    tiles.packed_origin if kind.packed else tiles.dense_origin,
+                    pointer(counters[0]) if counters else None,
+                    *self.order,
+                    None if flag is None else pointer(flag),
+                ),
+            )
+
+        self.launch(self.programs, kind.device, (*known, *plan.tensors, *counters), arguments)
