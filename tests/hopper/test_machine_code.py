@@ -58,6 +58,17 @@ def test_the_backward_pass_keeps_products_under_way():
         assert usage.covered >= 28
 
 
+def test_gradients_of_wide_heads_keep_products_under_way():
+    calls = [Call(256), Call(256, mask="causal"), Call(192, mask="causal", value_dim=128)]
+    for _, usage in compiled("hopper_apart", "hopper_backward_keys", *calls):
+        assert usage.looped == 0
+        assert usage.products >= 64
+    for _, usage in compiled("hopper_apart", "hopper_backward_queries", *calls):
+        assert usage.looped <= 16  # numbers of a walk, of both consumers
+        assert usage.products >= 112
+        assert usage.covered >= 28
+
+
 def test_chunks_over_pages_keep_products_under_way():
     calls = [PagedCall(128, "bf16", "causal", size, query_len=512) for size in (16, 64)]
     for _, usage in compiled("hopper_paged", "hopper_pages_forward", *calls):

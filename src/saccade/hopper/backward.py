@@ -90,7 +90,8 @@ def produce(
 ):  # fmt: skip
     """Load what consumers will need, as soon as there is room for it.
 
-    APART: who releases queries does not release gradients of outputs with them.
+    APART: who releases queries does not release gradients of outputs with them. Then gradients
+    leave through the memory of keys and values, so all else comes before these.
     """
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
     QUERY_TILE: gl.constexpr = query_desc.block_type.shape[2]
@@ -122,20 +123,26 @@ def produce(
                     query_tile = tile_of(rules, walk, index)
                     queries_at = [query_batch, query_head, query_row + query_tile * QUERY_TILE, 0]
                     begins = (group_head == 0) & (index == 0)
-                    if begins:
-                        rings.keys.acquire(tile_turn)
-                        rings.keys.load(tile_turn, key_desc, keys_at)
+                    if not APART:  # noqa: SIM102 (known when compiling; the next is not)
+                        if begins:
+                            rings.keys.acquire(tile_turn)
+                            rings.keys.load(tile_turn, key_desc, keys_at)
                     rings.queries.acquire(turn)
                     rings.queries.load_with(
                         turn, query_desc, queries_at,
                         starts_desc, [first_slot + query_tile, 0], rings.starts,
                     )  # fmt: skip
+                    if APART:
+                        rings.grad_outputs.acquire(turn)
+                        rings.grad_outputs.load(turn, grad_output_desc, queries_at)
+                        if begins:
+                            rings.keys.acquire(tile_turn)
+                            rings.keys.load(tile_turn, key_desc, keys_at)
                     if begins:
                         rings.values.acquire(tile_turn)
                         rings.values.load(tile_turn, value_desc, keys_at)
-                    if APART:
-                        rings.grad_outputs.acquire(turn)
-                    rings.grad_outputs.load(turn, grad_output_desc, queries_at)
+                    if not APART:
+                        rings.grad_outputs.load(turn, grad_output_desc, queries_at)
                     turn += 1
                 ticket_turn += 1
             tile_turn += 1

@@ -90,14 +90,15 @@ def produce(
             coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
             rings.keys.acquire(kv_turn)
             rings.keys.load(kv_turn, key_desc, coordinates)
+            rings.values.acquire(kv_turn)
+            rings.values.load(kv_turn, value_desc, coordinates)
             if index == 0:
+                # Their memory is the last to come free: what they leave behind goes out of it.
                 for which in gl.static_range(2):
                     first = [query_batch, query_head, query_row + query_start + which * ROWS, 0]
                     rings.queries[which].acquire(tile_turn)
                     rings.queries[which].load(tile_turn, query_desc, first)
                     rings.grad_outputs[which].load(tile_turn, grad_output_desc, first)
-            rings.values.acquire(kv_turn)
-            rings.values.load(kv_turn, value_desc, coordinates)
             if index == gl.maximum(visits - 2, 0):
                 rings.tickets.release(tile_turn)  # now is the time to announce the next tile
             kv_turn += 1

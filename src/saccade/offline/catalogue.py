@@ -50,9 +50,9 @@ HOPPER = (
     Entry(Call(128, mask="blocks"), OF_HOPPER_GRADIENTS),
     Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER_GRADIENTS),
     Entry(Call(128, mask="causal", packed=True), (*OF_HOPPER_GRADIENTS, *AROUND)),
-    *(Entry(Call(256, mask=mask), HOPPER_APART) for mask in (*MASKS[:2], "documents")),
+    *(Entry(Call(256, mask=mask), HOPPER_APART) for mask in MASKS[:2]),
     Entry(Call(256, mask="causal", score="softcap"), HOPPER_APART),
-    Entry(Call(256, mask="causal", packed=True), (*HOPPER_APART, AROUND[0], *AROUND[2:])),
+    Entry(Call(256, mask="causal", packed=True), HOPPER_APART),
     Entry(Call(192, mask="causal", value_dim=128), HOPPER_APART),
     *(
         Entry(PagedCall(dim, "bf16", "causal", size, query_len=512), ("hopper_pages_forward",))

@@ -26,7 +26,7 @@ ROLES = {
     "hopper_backward": "the product of values and gradients",
     "hopper_backward_queries": "the product of values and gradients",
 }
-FEW = 16  # reads and writes of two consumers, of 3,000 cycles a tile
+FEW = 32  # reads and writes of two consumers, of 3,000 cycles a tile
 CAPTION = (
     "config: query tile × kv tile, warps, stages. spills: instructions that move registers to"
     " memory or back (gfx942: registers). s: seconds"
