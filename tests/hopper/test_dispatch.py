@@ -82,6 +82,11 @@ def test_projections_and_single_rows_are_taken_as_they_lie():
     [
         (lambda: problem(rows(1, 2, 512, 128)), None),
         (lambda: problem(rows(1, 2, 512, 256)), None),
+        (lambda: problem(rows(1, 2, 512, 256), mask=masks.causal(align="top_left")), None),
+        (
+            lambda: problem(rows(1, 2, 512, 256), mask=masks.window(64)),
+            "backward by portable kernels (above 128 channels",
+        ),
         (
             lambda: problem(rows(1, 2, 0, 128), rows(1, 2, 512, 128)),
             "backward by portable kernels (there are no queries",

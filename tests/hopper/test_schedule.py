@@ -105,8 +105,18 @@ def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministi
         ({}, None),
         ({"deterministic": True}, None),
         ({"value_width": 128}, "same memory"),
-        ({"head_width": 256, "value_width": 256}, None),
-        ({"head_width": 256, "value_width": 128}, None),
+        ({"head_width": 256, "value_width": 256, "prefixes": True}, None),
+        ({"head_width": 256, "value_width": 128, "prefixes": True}, "values as wide as keys"),
+        ({"head_width": 256, "value_width": 256, "masked": True}, "measured for causal"),
+        (
+            {"head_width": 256, "value_width": 256, "prefixes": True, "packed": True},
+            "dense rows",
+        ),
+        (
+            {"head_width": 256, "value_width": 256, "prefixes": True, "scored": True},
+            "scores as they are",
+        ),
+        ({"packed": True, "scored": True}, None),
         ({"query_len": 0}, "no queries"),
     ],
 )

@@ -174,7 +174,9 @@ def choose_backward(problem: BackwardProblem) -> BackwardSchedule:
     if BACKWARD_OVERRIDE is not None:
         return BACKWARD_OVERRIDE
     if apart(problem):
-        return BackwardSchedule(64, 2, 240, 24, "dynamic", 0, WIDE_KV_TILE)
+        # At 1k and 4k it gives a twentieth under a causal mask, and nothing without one.
+        at_once_mb = 32 if problem.masked else 0
+        return BackwardSchedule(64, 2, 240, 24, "dynamic", at_once_mb, WIDE_KV_TILE)
     # With 128 queries and no shares ptxas finds too few registers, and waits for each product.
     query_tile = 128 if problem.head_width == 64 and not ordered(problem) else 64
     long = problem.kv_len >= (LONG // 4 if problem.masked else LONG)
@@ -192,6 +194,8 @@ class BackwardProblem(NamedTuple):
     masked: bool
     deterministic: bool
     prefixes: bool = False  # whether a row sees all keys up to one of them, as causal masks have it
+    packed: bool = False
+    scored: bool = False  # whether the caller changes scores
 
 
 def backward_unsupported(problem: BackwardProblem) -> str | None:
@@ -200,7 +204,18 @@ def backward_unsupported(problem: BackwardProblem) -> str | None:
         return "gradients of keys and values leave through the same memory"
     if problem.query_len == 0:
         return "there are no queries to load"
+    compared = problem.prefixes and problem.head_width == problem.value_width
+    if apart(problem) and (problem.packed or problem.scored or not compared) and not TAKE_ALL:
+        return (
+            "above 128 channels its lead is measured for causal masks and none, dense rows, scores "
+            "as they are, and values as wide as keys"
+        )
     return None
+
+
+TAKE_ALL = False
+"""Whether the backward pass above 128 channels takes what was not timed beside the portable one, to
+test it and to time it."""
 
 
 def apart(problem: BackwardProblem) -> bool:

@@ -99,7 +99,8 @@ def backward_problem(
     lengths = Geometry.of(inputs).lengths()
     return configs.BackwardProblem(
         head_width, value_width, *lengths, variant.mask != "", deterministic,
-        prefixes=variant.mask in LAST_KEYS,
+        prefixes=variant.mask in LAST_KEYS, packed=inputs.cu_seqlens_q is not None,
+        scored=variant.score != "",
     )  # fmt: skip
 
 

@@ -14,10 +14,14 @@ def remark(problem: Problem) -> str | None:
         return "but rows that wait for memory (decode) go to portable kernels"
     widths = width_of(problem.head_dim), width_of(problem.value_dim)
     lengths = problem.query_len, problem.kv_len
-    masked = problem.mask != ""
+    masked, scored = problem.mask != "", problem.score != ""
+    prefixes = not masked or problem.mask.startswith("causal:")
+    backward = BackwardProblem(
+        *widths, *lengths, masked, False, prefixes=prefixes, packed=problem.packed, scored=scored
+    )
     reasons = {
-        "forward": configs.forward_unsupported(KernelProblem(*widths, masked, problem.score != "")),
-        "backward": configs.backward_unsupported(BackwardProblem(*widths, *lengths, masked, False)),
+        "forward": configs.forward_unsupported(KernelProblem(*widths, masked, scored)),
+        "backward": configs.backward_unsupported(backward),
     }
     left = [f"{name} by portable kernels ({reason})" for name, reason in reasons.items() if reason]
     return "but " + ", ".join(left) if left else None

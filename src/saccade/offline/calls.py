@@ -201,15 +201,16 @@ def _start_hopper_backward(
     from saccade.hopper import attention, configs
 
     output, lse = results
-    forms = configs.ordered, configs.in_turns
+    forms = configs.ordered, configs.in_turns, configs.TAKE_ALL
     # The pass says which form, not the sizes.
     apart = configs.apart
     configs.ordered = lambda problem: which == "hopper_ordered" or apart(problem)
     configs.in_turns = lambda problem: which == "hopper_turns"
+    configs.TAKE_ALL = True
     try:
         attention.backward(
             inputs, variant, config, output, lse, torch.zeros_like(output), None, [],
             which != "hopper_shared",
         )  # fmt: skip
     finally:
-        configs.ordered, configs.in_turns = forms
+        configs.ordered, configs.in_turns, configs.TAKE_ALL = forms
