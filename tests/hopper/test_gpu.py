@@ -184,14 +184,14 @@ def test_deterministic_gradients_are_equal_bits(head_dim: int, mask: masks.Mask 
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "prefix", "key_lengths"])
 def test_shares_in_turns(mask: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As deterministic passes have it; spoilt rows, ragged sequences, and heads that share keys."""
-    monkeypatch.setattr(configs, "in_turns", lambda problem: problem.prefixes)
+    monkeypatch.setattr(configs, "in_turns", lambda problem: problem.stretch is not None)
     for lengths in (((1300, 1260),), ((200, 300), (0, 440), (65, 0), (130, 130), (1, 1700))):
         case = make_case(
             packed=len(lengths) > 1, lengths=lengths, mask=mask, head_dim=head_dim,
-            value_dim=head_dim, group=2, dtype=BF16, sinks=True, spoil_hidden=mask == "causal",
+            value_dim=head_dim, group=2, dtype=BF16, sinks=True, spoil_hidden=mask != "none",
             device="cuda",
         )  # fmt: skip
         assert_exact(case, "hopper")

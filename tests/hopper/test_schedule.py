@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from saccade import masks
-from saccade.hopper import configs, gradients
+from saccade.hopper import configs, gradients, stretches
 from saccade.hopper.configs import BackwardProblem, KernelProblem
 from saccade.offline.calls import Call, make
 
@@ -131,7 +131,7 @@ def test_what_the_backward_kernel_does_not_serve(changes, what):
         (None, True),
         (masks.causal(), True),
         (masks.causal("top_left"), True),
-        (masks.causal() & masks.window(256), False),
+        (masks.causal() & masks.window(256), True),
         (masks.documents(torch.zeros(1, 4096, dtype=torch.int32)), False),
     ],
 )
@@ -152,13 +152,15 @@ def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_tu
         ({"kv_len": 1025}, False),
         ({"head_width": 64, "value_width": 64}, False),
         ({"masked": False}, False),
-        ({"prefixes": False}, False),
+        ({"stretch": stretches.WITHIN}, False),
+        ({"stretch": None}, False),
     ],
 )
 def test_short_causal_passes_of_width_128_are_faster_in_turns(changes, in_turns):
     problem = BACKWARD._replace(
-        head_width=128, value_width=128, query_len=1024, kv_len=1024, masked=True, prefixes=True
-    )
+        head_width=128, value_width=128, query_len=1024, kv_len=1024, masked=True,
+        stretch=stretches.PREFIX,
+    )  # fmt: skip
     assert configs.in_turns(problem._replace(**changes)) == in_turns
 
 

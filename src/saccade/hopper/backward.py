@@ -31,16 +31,21 @@ from saccade.hopper.pipeline import (
 )
 from saccade.hopper.rings import make_backward_rings
 from saccade.hopper.schedule import (
-    is_edge,
     next_number,
     num_tiles,
     num_visits,
     program_of,
     program_of_keys,
-    tile_of,
     write_ticket,
 )
-from saccade.hopper.shares import add_share, give_turn, given_turns, multiply_grad_scores
+from saccade.hopper.shares import (
+    add_share,
+    give_turn,
+    given_turn,
+    may_hide,
+    multiply_grad_scores,
+    query_tile_of,
+)
 from saccade.hopper.weighing import ROWS, places_of
 from saccade.kernels.softmax import LOG2_E
 from saccade.kernels.tiles import num_rows, row_pointers
@@ -120,7 +125,7 @@ def produce(
                 rings.tickets.put(ticket_turn, write_ticket(place, query_len, kv_len, walk))
                 first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
                 for index in range(0, num_visits(walk)):
-                    query_tile = tile_of(rules, walk, index)
+                    query_tile = query_tile_of(rules, scratch, walk, index)
                     queries_at = [query_batch, query_head, query_row + query_tile * QUERY_TILE, 0]
                     begins = (group_head == 0) & (index == 0)
                     if not APART:  # noqa: SIM102 (known when compiling; the next is not)
@@ -200,7 +205,7 @@ def consume(
         finish(of_key * rules.scale, grad_key_desc, grad_key, schedule, at, memory, HEAD_DIM)
         place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
         if scratch.turns is not None:
-            added = give_turn(scratch, added)
+            added = give_turn(rings, scratch, kv_start, added)
     wait_for_stores()
 
 
@@ -237,7 +242,7 @@ def sum_over_queries(
         share = multiply_grad_scores(rings, turn, WHICH)
         share = warpgroup_mma_wait(0, deps=[share])
         last = num_visits(walk) - 1
-        given = given_turns(rings, rules, scratch, at, walk, last, WHICH)
+        given = given_turn(rules, scratch, at, walk, last, WHICH)
         added = add_share(
             share_desc, rings, rules, scratch, at, walk, last, share, given, added, WHICH
         )
@@ -271,7 +276,7 @@ def add_tile(
     # The sooner the better, but twice as many pairs leave no registers for it any sooner.
     SOON: gl.constexpr = QUERY_TILE == ROWS
     if LATER and SOON:
-        given = given_turns(rings, rules, scratch, at, walk, index - 1, WHICH)
+        given = given_turn(rules, scratch, at, walk, index - 1, WHICH)
 
     rings.queries.wait(turn)
     starts = rings.starts.index(rings.queries.stage(turn)).reshape([2 * QUERY_TILE])
@@ -287,7 +292,7 @@ def add_tile(
         value_half, grad_tile.permute((1, 0)), nothing + grad_start[None, :], is_async=True
     )
     scores = warpgroup_mma_wait(1, deps=[scores])
-    weights, slopes = weigh(scores, score_start, rules, at, walk, index)
+    weights, slopes = weigh(scores, score_start, rules, scratch, at, walk, index)
     operand = as_operand(weights, query_tile.dtype, OF_VALUE)
     of_value = warpgroup_mma(operand, grad_tile, of_value, is_async=True)
     grad_weights, slopes = warpgroup_mma_wait(1, deps=[grad_weights, slopes])
@@ -299,7 +304,7 @@ def add_tile(
         rings.queries.acquire(turn + 1)  # then both have read what lay here two tiles before
         rings.grad_scores.put_rows(turn, WHICH * ROWS, grad_scores)
     if LATER and not SOON:
-        given = given_turns(rings, rules, scratch, at, walk, index - 1, WHICH)
+        given = given_turn(rules, scratch, at, walk, index - 1, WHICH)
         share = multiply_grad_scores(rings, turn - 1, WHICH)
     of_key = warpgroup_mma(operand, query_tile, of_key, is_async=True)
     if LATER:
@@ -315,11 +320,11 @@ def add_tile(
 
 
 @gluon.jit
-def weigh(scores, score_start, rules, at, walk, index):
+def weigh(scores, score_start, rules, scratch, at, walk, index):
     """Weights of a tile of pairs, and what grad_weights - row_dot are multiplied by."""
     batch, query_head, first_key, query_len, kv_len, _ = at
-    query_start = tile_of(rules, walk, index) * scores.shape[1]
-    key_rows, query_rows = places_of(scores, first_key, query_start)
+    query_tile = query_tile_of(rules, scratch, walk, index)
+    key_rows, query_rows = places_of(scores, first_key, query_tile * scores.shape[1])
     if rules.score is None:
         weights = gl.exp2(scores * (rules.scale * LOG2_E))  # they started at -lse
     else:
@@ -328,7 +333,7 @@ def weigh(scores, score_start, rules, at, walk, index):
             scaled, batch, query_head, query_rows, key_rows, kv_len - query_len, rules.score.data
         )
         weights = gl.exp2(changed * LOG2_E + score_start[None, :])
-    if is_edge(walk, index):  # all others run without mask arithmetic
+    if may_hide(scratch, walk, index, query_tile):  # all others run without mask arithmetic
         visible = (key_rows < kv_len) & (query_rows < query_len)
         if rules.mask.visible is not None:
             visible = visible & rules.mask.visible(

@@ -4,6 +4,9 @@ Both kernels stand at a slot of the scratch, which holds as many rows of one hea
 kernel takes at once. No slot is shared by two sequences, so rows past an end harm nobody.
 """
 
+# Triton's own annotations make its functions look as if they never returned.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -12,6 +15,7 @@ import triton
 import triton.language as tl
 
 from saccade.kernels.tiles import ADDED, any_spoilt, num_rows, row_pointers, store_numbers
+from saccade.kernels.visibility import first_and_end
 from saccade.portable.row_statistics import in_base_2, statistics_of
 
 PARTS = tl.constexpr(2)  # of a slot's share of the gradients of queries: one of each consumer
@@ -24,8 +28,7 @@ class Scratch(NamedTuple):
     slot: Any  # dense_slot or packed_slot
     shares: Any  # of the gradients of queries: float32 in memory, by slot; None: there are none
     flag: Any  # int32 in memory: whether hidden rows may have spoilt something; None: they cannot
-    turns: Any = None  # int32 in memory, by part: how many shares were added; None: in any order
-    last_key: Any = None  # with turns: the last key row that a query row sees
+    turns: Any = None  # int32 in memory, by part: whose turn it is (shares.py); None: in any order
 
 
 @triton.jit
@@ -42,21 +45,16 @@ def packed_slot(batch, head, data, TILE: tl.constexpr):
 
 
 @triton.jit
-def last_of_all(query_row, query_len, kv_len):
-    """The last key row that a query row sees if nothing is hidden."""
-    return kv_len - 1
-
-
-@triton.jit
-def last_from_bottom_right(query_row, query_len, kv_len):
-    """The same under a causal mask at whose end the last rows meet."""
-    return tl.minimum(tl.minimum(query_row, query_len - 1) + kv_len - query_len, kv_len - 1)
-
-
-@triton.jit
-def last_from_top_left(query_row, query_len, kv_len):
-    """The same under a causal mask at whose beginning the first rows meet."""
-    return tl.minimum(tl.minimum(query_row, query_len - 1), kv_len - 1)
+def first_turn(
+    mask, batch, head, tile, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr
+):  # fmt: skip
+    """Whose turn it is to begin with: the last tile of keys of which a tile of queries may see
+    something, as `shares.py` writes it down. lengths: of queries and keys."""
+    walk = mask.walk(
+        mask, batch, head, tile, tile * QUERY_TILE, lengths, QUERY_TILE, KV_TILE, True
+    )  # fmt: skip
+    _, end = first_and_end(walk)
+    return (end - 1) * 2 + 1
 
 
 @triton.jit
@@ -67,12 +65,12 @@ def from_the_end():
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["mask"])
 def attention_backward_begin(
     output, grad_output, logsumexp, grad_lse, lse_log2, row_dot,  # Views; grad_lse may be None
-    scratch, starts, factor,
+    key, mask, scratch, starts, factor,  # key and mask are None unless there are turns
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, HEAD_WIDTH: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: one slot. Beside the two row statistics, for kernels that may have to repeat
     the work, it writes what sums of scores and of grad_weights start at: -lse · factor, -row_dot.
@@ -101,8 +99,10 @@ def attention_backward_begin(
         numbers = tl.arange(0, QUERY_TILE * HEAD_WIDTH)
         tl.store(share + numbers, tl.zeros([QUERY_TILE * HEAD_WIDTH], tl.float32))
     if scratch.turns is not None:
+        lengths = query_len, num_rows(key, batch)
+        turn = first_turn(mask, batch, head, tile, lengths, QUERY_TILE, KV_TILE)
         parts = slot * PARTS + tl.arange(0, PARTS)
-        tl.store(scratch.turns + parts, tl.zeros([PARTS], tl.int32))
+        tl.store(scratch.turns + parts, tl.zeros([PARTS], tl.int32) + turn)
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def attention_backward_end(
         if scratch.turns is None:
             share = tl.load(scratch.shares + (place + numbers))
         else:  # who comes first writes; where nobody came, nobody wrote
-            written = tl.load(scratch.turns + slot * PARTS + part) > 0
+            written = tl.load(scratch.turns + slot * PARTS + part) & 1 == 0
             share = tl.load(scratch.shares + (place + numbers), mask=written, other=0.0)
         # As registers lay: eight channels, warp, row, two of them, row + 8, channel.
         share = tl.reshape(share, [WIDTH // 8, 4, 8, 4, 2, 2])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from saccade.hopper import stretches
+
 ROWS = 64  # query rows of a consumer, as in forward.py
 SHARED_MEMORY = 227 << 10  # bytes of one program
 L2_BYTES = 32 << 20  # keys and values of heads that take turns: most of the L2
@@ -193,7 +195,7 @@ class BackwardProblem(NamedTuple):
     kv_len: int
     masked: bool
     deterministic: bool
-    prefixes: bool = False  # whether a row sees all keys up to one of them, as causal masks have it
+    stretch: str | None = None  # of keys that a row sees, see stretches.py; None: not known
     packed: bool = False
     scored: bool = False  # whether the caller changes scores
 
@@ -247,19 +249,22 @@ def ordered(problem: BackwardProblem) -> bool:
     It is for equal bits where shares cannot take turns, and above 128 channels: two of the products
     are done again.
     """
-    return apart(problem) or (problem.deterministic and not problem.prefixes)
+    return apart(problem) or (problem.deterministic and problem.stretch is None)
 
 
 def in_turns(problem: BackwardProblem) -> bool:
     """Whether shares of gradients of queries are added in the order of keys.
 
-    Who comes before whom must be known without looking: a row sees all keys up to one of them. It
-    is for equal bits; under a causal mask at width 128 it is also faster, by a tenth at 512 and a
+    Who comes before whom must be known without looking: a row sees one stretch of keys. It is for
+    equal bits; under a causal mask at width 128 it is also faster, by a tenth at 512 and a
     twentieth at 1k, as who comes first writes and nobody has to write zeros before. At 4k it takes
     a tenth more.
     """
     short = problem.masked and problem.head_width == 128 and problem.kv_len <= SHORT
-    return not apart(problem) and problem.prefixes and (problem.deterministic or short)
+    faster = short and problem.stretch == stretches.PREFIX
+    if apart(problem) or problem.stretch is None:
+        return False
+    return problem.deterministic or faster
 
 
 def heads_in_turns(slots: int, multiprocessors: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.hopper import again, backward_rows, configs, counter, schedule
+from saccade.hopper import again, backward_rows, configs, counter, schedule, stretches
 from saccade.hopper.backward import attention_backward
 from saccade.hopper.backward_keys import attention_backward_keys
 from saccade.hopper.backward_rows import Scratch, attention_backward_begin, attention_backward_end
@@ -31,6 +31,7 @@ from saccade.kernels.softmax import LOG2_E
 from saccade.portable import gradients as portable
 from saccade.portable.arguments import (
     Geometry,
+    mask_argument,
     refuse_missing_derivative,
     rules,
     signature,
@@ -46,11 +47,6 @@ from saccade.portable.planning import Planner
 from saccade.prepare import strides_fit_tma
 from saccade.problem import Config, Gradients, Inputs, Variant, empty_gradients
 
-LAST_KEYS = {  # of masks under which a row sees all keys up to one of them
-    "": backward_rows.last_of_all,
-    "causal:bottom_right#": backward_rows.last_from_bottom_right,
-    "causal:top_left#": backward_rows.last_from_top_left,
-}
 LONGEST_SIDE = 256  # of what TMA moves at once
 
 
@@ -99,7 +95,7 @@ def backward_problem(
     lengths = Geometry.of(inputs).lengths()
     return configs.BackwardProblem(
         head_width, value_width, *lengths, variant.mask != "", deterministic,
-        prefixes=variant.mask in LAST_KEYS, packed=inputs.cu_seqlens_q is not None,
+        stretch=stretches.stretch_of(variant.mask), packed=inputs.cu_seqlens_q is not None,
         scored=variant.score != "",
     )  # fmt: skip
 
@@ -139,7 +135,7 @@ class Backward:
         self.schedule = chosen = configs.choose_backward(problem)
         self.ordered = configs.ordered(problem)
         apart = configs.apart(problem)
-        self.last_key = LAST_KEYS[variant.mask] if configs.in_turns(problem) else None
+        self.in_turns = configs.in_turns(problem)
         self.tile = tile = chosen.query_tile
         self.careful = variant.mask != "" or kind.packed
         sizes = tile, chosen.kv_tile
@@ -153,7 +149,8 @@ class Backward:
         rows = {"QUERY_TILE": tile, "HEAD_WIDTH": width}
         options = {"num_warps": 4, "num_stages": 1}
         widths = {"VALUE_DIM": value_dim, "VALUE_WIDTH": next_width(value_dim)}
-        self.begin = Launch(attention_backward_begin, {**widths, **rows}, options)
+        of_begin = {**widths, **rows, "KV_TILE": configs.BACKWARD_KV_TILE}
+        self.begin = Launch(attention_backward_begin, of_begin, options)
         constants = {
             "HEADS_PER_KV_HEAD": kind.constants["HEADS_PER_KV_HEAD"],
             "HEAD_DIM": head_dim,
@@ -210,7 +207,7 @@ class Backward:
         of_kv_head = of_query_head * self.kind.constants["HEADS_PER_KV_HEAD"]
         heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
         keys = self.kind.geometry.keys
-        if self.last_key is not None:
+        if self.in_turns:
             slots = keys.slots(self.schedule.kv_tile)
             heads = configs.heads_in_turns(slots, self.kind.multiprocessors)
         return schedule.order_of(keys, self.schedule.kv_tile, heads)
@@ -225,7 +222,7 @@ class Backward:
             shares = torch.empty(self.slots * self.tile, self.width, **numbers)
         flag = torch.zeros((), dtype=torch.int32, device=device) if self.careful else None
         turns = None
-        if self.last_key is not None:
+        if self.in_turns:
             parts = self.slots * backward_rows.PARTS.value
             turns = torch.empty(parts, dtype=torch.int32, device=device)
         return Memory(of_query, of_key, of_value, starts, shares, flag, turns)
@@ -294,6 +291,7 @@ class Call(NamedTuple):
             None if grad_lse is None else self._numbers(pointer, grad_lse),
             self._numbers(pointer, results.lse_log2),
             self._numbers(pointer, results.row_dot),
+            *self._whose_turn(pointer),
             self._scratch(pointer),
             pointer(self.memory.starts),
             self.prepared.factor,
@@ -364,7 +362,14 @@ class Call(NamedTuple):
         slot = backward_rows.packed_slot if packed else backward_rows.dense_slot
         found = (memory.shares, memory.flag, memory.turns)
         shares, flag, turns = (None if t is None else pointer(t) for t in found)
-        return Scratch(slot, shares, flag, turns, self.prepared.last_key)
+        return Scratch(slot, shares, flag, turns)
+
+    def _whose_turn(self, pointer: Pointer) -> tuple[Any, Any]:
+        """What `begin` finds the last tile of keys of a tile of queries by."""
+        if not self.prepared.in_turns:
+            return None, None
+        keys = self.prepared.kind.inputs(pointer, self.inputs)[1]
+        return keys, mask_argument(self.variant, pointer)
 
     def _forward(self, pointer: Pointer) -> Forward:
         return Forward(

@@ -4,13 +4,18 @@ Each consumer multiplies half of a tile's share, its *part*, and TMA adds it to 
 Without turns, parts are added as they come. With turns they are added in the order of keys, from
 the last ones to the first, which gives equal bits each time:
 
-    a part's count    how many shares it holds; begin sets it to 0
-    add               wait until the count says that all before are in memory; the first one writes
-    the next add      wait until the sum is in memory; raise the count
+    a part's turn     twice the number of the tile of keys that adds next, and 1 while nobody has
+    begin             sets it to the last tile of keys that may see the part's tile of queries
+    add               wait for the turn; the first one writes
+    the next add      wait until the sum is in memory; hand the turn to the tile of keys before
+
+So the tiles of keys that add to a tile of queries must follow each other without a hole. Both sides
+find them by the same verdicts of the mask, and `stretches.py` says for which masks they do.
 
 Programs that stand at the last keys that a tile of queries sees come first in the order of numbers,
-and take a number only when they can begin, so that who waits, waits for somebody who works. Under
-a causal mask they are the first to get there, too: nobody has to wait for long.
+and take a number only when they can begin, so that who waits, waits for somebody who works. They
+visit tiles of queries from the first to the last, and so behind each other: nobody has to wait for
+long.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
@@ -34,8 +39,11 @@ from saccade.hopper.pipeline import (
     wait_for_sums,
     warpgroup_mma,
 )
-from saccade.hopper.schedule import tile_of
+from saccade.hopper.schedule import is_edge, tile_of
 from saccade.hopper.weighing import ROWS
+from saccade.kernels.visibility import first_and_end, is_outside_of_clean
+
+NEVER = gl.constexpr(1 << 30)  # a tile of keys behind all others
 
 
 @gluon.jit
@@ -64,8 +72,8 @@ def add_share(
     In the order of registers, 16 bytes of each thread side by side, so that no two threads want
     the same bank of shared memory; `backward_rows.py` knows that order.
 
-    given: turns as they were some time ago. added: the part that was added to before, whose turn
-    is still to be given; the result is the one of this time.
+    given: the turn as it was some time ago. added: the part that was added to before, whose turn
+    is still to be handed on; the result is the one of this time.
     """
     memory = rings.shares[WHICH]
     numbers = gl.reshape(share, [4, 2, 8, share.shape[1] // 8, 4, 2])
@@ -73,55 +81,76 @@ def add_share(
     if scratch.turns is None:
         wait_for_stores()
     else:
-        give_turn(scratch, added)
+        give_turn(rings, scratch, at[2], added)
     memory.store(gl.reshape(numbers, memory.shape))
-    part = part_of(rules, at, walk, index, WHICH)
-    if scratch.turns is not None:
-        before = turns_before(rings, rules, scratch, at, walk, index, WHICH)
-        while given < before:
-            given = count_at(scratch.turns + part)
-        added = gl.where(before < 0, -1, part)
-        if before == 0:
-            store(share_desc, [part * memory.shape[0], 0], memory)
-        elif before > 0:
-            add(share_desc, [part * memory.shape[0], 0], memory)
-    else:
+    part = part_of(rules, scratch, at, walk, index, WHICH)
+    if scratch.turns is None:
         add(share_desc, [part * memory.shape[0], 0], memory)
+    else:
+        # A walk of no tiles visits one and has nothing to add: its turn has passed, as it were.
+        first, end = first_and_end(walk)
+        mine = gl.where(first == end, NEVER, key_tile(rings, at[2]))
+        while given >> 1 > mine:
+            given = count_at(scratch.turns + part)
+        added = gl.where(given >> 1 == mine, part, -1)
+        if given >> 1 == mine:
+            if given & 1 == 1:
+                store(share_desc, [part * memory.shape[0], 0], memory)
+            else:
+                add(share_desc, [part * memory.shape[0], 0], memory)
     return added
 
 
 @gluon.jit
-def part_of(rules, at, walk, index, WHICH: gl.constexpr):
+def part_of(rules, scratch, at, walk, index, WHICH: gl.constexpr):
     """The part of the scratch that this consumer's share of a tile of queries is added to."""
-    return (at[5] + tile_of(rules, walk, index)) * 2 + WHICH
+    return (at[5] + query_tile_of(rules, scratch, walk, index)) * 2 + WHICH
 
 
 @gluon.jit
-def turns_before(rings, rules, scratch, at, walk, index, WHICH: gl.constexpr):
-    """How many tiles of keys add to a tile of queries before this one; less than 0 if this one
-    has nothing to add. The first one writes."""
+def query_tile_of(rules, scratch, walk, index):
+    """The tile of queries that is visited as number `index`: in their order if there are turns."""
+    if scratch.turns is None:
+        tile = tile_of(rules, walk, index)
+    else:
+        first, end = first_and_end(walk)
+        tile = gl.where(first == end, 0, first + index)  # see `tile_of`
+    return tile
+
+
+@gluon.jit
+def may_hide(scratch, walk, index, tile):
+    """Whether pairs of the tile that is visited as number `index` may be hidden."""
+    if scratch.turns is None:  # noqa: SIM108
+        edge = is_edge(walk, index)
+    else:
+        edge = is_outside_of_clean(walk, tile)
+    return edge
+
+
+@gluon.jit
+def key_tile(rings, key_row):
+    """The tile of keys that holds a row."""
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
-    QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
-    _, _, first_key, query_len, kv_len, _ = at
-    last_row = tile_of(rules, walk, index) * QUERY_TILE + QUERY_TILE - 1
-    last_tile = scratch.last_key(last_row, query_len, kv_len) // KV_TILE
-    return last_tile - first_key // KV_TILE
+    return key_row // KV_TILE
 
 
 @gluon.jit
-def given_turns(rings, rules, scratch, at, walk, index, WHICH: gl.constexpr):
-    """Ask how many have added to a tile of queries; long before it matters, as this takes long."""
+def given_turn(rules, scratch, at, walk, index, WHICH: gl.constexpr):
+    """Ask whose turn it is to add to a tile of queries; long before it matters, as this takes
+    long."""
     if scratch.turns is None:
         given = 0
     else:
-        given = count_at(scratch.turns + part_of(rules, at, walk, index, WHICH))
+        given = count_at(scratch.turns + part_of(rules, scratch, at, walk, index, WHICH))
     return given
 
 
 @gluon.jit
-def give_turn(scratch, added):
+def give_turn(rings, scratch, key_row, added):
     """Say that what was added last is in memory; nothing is left to be said then."""
     wait_for_sums()
     if added >= 0:
-        gl.atomic_add(scratch.turns + added, 1, sem="relaxed")
+        following = key_tile(rings, key_row) - 1
+        gl.atomic_xchg(scratch.turns + added, following * 2, sem="relaxed")
     return -1

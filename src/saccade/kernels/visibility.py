@@ -244,6 +244,20 @@ def next_in_list(mask, walk, index, CLEAN: tl.constexpr):
 
 
 @triton.jit
+def first_and_end(walk):
+    """The first tile of a walk that no list guides, and the one after its last: it visits all
+    between them."""
+    first = tl.minimum(walk[0].to(tl.int32), walk[4])
+    return first, first + walk[3] + walk[5]
+
+
+@triton.jit
+def is_outside_of_clean(walk, tile):
+    """Whether one of its tiles is an edge."""
+    return (tile < walk[4]) | (tile >= walk[4] + walk[5])
+
+
+@triton.jit
 def if_present(walk, present):
     """A walk, or none at all for a program that has no rows.
 
