@@ -98,6 +98,8 @@ def attention_backward_begin(
         share = scratch.shares + slot.to(tl.int64) * (QUERY_TILE * HEAD_WIDTH)
         numbers = tl.arange(0, QUERY_TILE * HEAD_WIDTH)
         tl.store(share + numbers, tl.zeros([QUERY_TILE * HEAD_WIDTH], tl.float32))
+    if scratch.flag is not None:
+        tl.store(scratch.flag, 0)
     if scratch.turns is not None:
         lengths = query_len, num_rows(key, batch)
         turn = first_turn(mask, batch, head, tile, lengths, QUERY_TILE, KV_TILE)

@@ -12,7 +12,7 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from saccade.hopper import again, backward_rows, configs, counter, schedule, stretches
 from saccade.hopper.backward import attention_backward
 from saccade.hopper.backward_keys import attention_backward_keys
+from saccade.hopper.backward_memory import Given, Makers, Memory
 from saccade.hopper.backward_rows import Scratch, attention_backward_begin, attention_backward_end
 from saccade.hopper.descriptors import Box, aligned, descriptor, width_of
 from saccade.hopper.query_gradients import Queries
@@ -31,6 +32,7 @@ from saccade.kernels.softmax import LOG2_E
 from saccade.portable import gradients as portable
 from saccade.portable.arguments import (
     Geometry,
+    brings_three,
     mask_argument,
     refuse_missing_derivative,
     rules,
@@ -41,7 +43,7 @@ from saccade.portable.arguments import (
 )
 from saccade.portable.backward_queries import attention_backward_queries
 from saccade.portable.gradients import Results
-from saccade.portable.kind import Kind, memory_like, remembered
+from saccade.portable.kind import Kind, remembered
 from saccade.portable.pairs import Forward
 from saccade.portable.planning import Planner
 from saccade.prepare import strides_fit_tma
@@ -62,29 +64,36 @@ def backward(
     deterministic: bool,
 ) -> Gradients:
     """Gradients of the inputs, and of the wanted tensors that the score captured."""
+    if grad_output.data_ptr() % ALIGNMENT:  # TMA could not read it
+        grad_output = grad_output.clone(memory_format=torch.contiguous_format)
+    key = (
+        signature(inputs, variant), output.stride(), lse.stride(), grad_output.stride(),
+        None if grad_lse is None else grad_lse.stride(), len(wanted_tables) > 0, deterministic,
+        configs.BACKWARD_OVERRIDE, configs.TAKE_ALL,
+    )  # fmt: skip
+    given = output, lse, grad_output, grad_lse, wanted_tables, deterministic
+    prepared = remembered(_backwards, key, lambda: prepare(inputs, variant, *given))
+    return prepared(inputs, variant, config, *given)
+
+
+def prepare(
+    inputs: Inputs,
+    variant: Variant,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    wanted_tables: Sequence[int],
+    deterministic: bool,
+) -> Callable[..., Gradients]:
+    """The backward pass of a call's kind; call it as `backward`."""
     if variant.score:
         refuse_missing_derivative(variant.score)
     problem = backward_problem(inputs, variant, deterministic)
     if configs.backward_unsupported(problem) is not None:
-        return portable.backward(
-            inputs, variant, config, output, lse, grad_output, grad_lse, wanted_tables,
-            deterministic,
-        )  # fmt: skip
-    inputs, grad_output = aligned(inputs), readable(grad_output)
-    statistics = torch.empty_like(lse), torch.empty_like(lse)
-    results = Results(output, lse, grad_output, grad_lse, *statistics)
-    strides = output.stride(), grad_output.stride(), lse.stride()
-    strides += (None if grad_lse is None else grad_lse.stride(),)
-    key = (signature(inputs, variant), strides, deterministic, configs.BACKWARD_OVERRIDE)
-    prepared = remembered(_backwards, key, lambda: Backward(inputs, variant, results, problem))
-    call = Call(prepared, inputs, variant, results, prepared.memory(inputs.query.device))
-    found = call.run()
-    if inputs.sinks is None and not wanted_tables:
-        return found
-    launches = portable.prepare(inputs, variant, config, deterministic)
-    rest = portable.Call(inputs, variant, launches, results)
-    tables = {place: rest.table(place, rest.known(), config) for place in wanted_tables}
-    return found._replace(sinks=rest.sinks(), tables=tables)
+        return portable.backward
+    call = aligned(inputs), variant, lse, grad_output
+    return Backward(*call, problem, len(wanted_tables) > 0)
 
 
 def backward_problem(
@@ -100,25 +109,6 @@ def backward_problem(
     )  # fmt: skip
 
 
-def readable(rows: Tensor) -> Tensor:
-    """Rows as TMA can read them; copied where it could not (gradients of a sum have no strides)."""
-    if strides_fit_tma(rows) and rows.data_ptr() % ALIGNMENT == 0:
-        return rows
-    return rows.clone(memory_format=torch.contiguous_format)
-
-
-class Memory(NamedTuple):
-    """What the kernels of one pass write."""
-
-    of_query: Tensor
-    of_key: Tensor
-    of_value: Tensor
-    starts: Tensor  # what sums start at, by slot
-    shares: Tensor | None  # of the gradients of queries, float32, by slot
-    flag: Tensor | None
-    turns: Tensor | None
-
-
 class Backward:
     """The backward pass of one kind of call, prepared."""
 
@@ -126,50 +116,41 @@ class Backward:
         self,
         inputs: Inputs,
         variant: Variant,
-        results: Results,
+        lse: Tensor,
+        grad_output: Tensor,
         problem: configs.BackwardProblem,
+        wants_tables: bool,
     ):
+        self.copies = not strides_fit_tma(grad_output)  # gradients of a sum have no strides
+        if self.copies:
+            grad_output = torch.empty(grad_output.shape, dtype=grad_output.dtype, device="meta")
         self.kind = kind = Kind.of(inputs, tiles.packed_program)
-        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
-        self.width = width = problem.head_width
-        self.schedule = chosen = configs.choose_backward(problem)
-        self.ordered = configs.ordered(problem)
-        apart = configs.apart(problem)
-        self.in_turns = configs.in_turns(problem)
-        self.tile = tile = chosen.query_tile
+        self.alone = brings_three(inputs, variant)
         self.careful = variant.mask != "" or kind.packed
+        self.rest = inputs.sinks is not None or wants_tables
+        self.ordered, self.in_turns = configs.ordered(problem), configs.in_turns(problem)
+        self.apart = configs.apart(problem)
+        self.schedule = chosen = configs.choose_backward(problem)
+        self.width, self.tile = width, tile = problem.head_width, chosen.query_tile
+        self.slots = kind.geometry.queries.programs(tile)
         sizes = tile, chosen.kv_tile
         self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=False)
         gradients = empty_gradients(inputs)[:3]
-        self.gradients = tuple(map(memory_like, gradients))
-        self.slots = kind.geometry.queries.programs(tile)
-        self.boxes = self._boxes(inputs, results, *gradients[1:])
+        self.boxes = self._boxes(inputs, grad_output, *gradients[1:])
+        self.memory = Makers.of(
+            gradients, lse, self.slots, (tile, width), shares=not self.ordered,
+            portable=self.careful or self.ordered or self.rest, flag=self.careful,
+            turns=self.in_turns,
+        )  # fmt: skip
         scored = variant.score != "" or variant.scale <= 0
         self.factor = LOG2_E.value if scored else 1.0 / variant.scale
-        rows = {"QUERY_TILE": tile, "HEAD_WIDTH": width}
-        options = {"num_warps": 4, "num_stages": 1}
-        widths = {"VALUE_DIM": value_dim, "VALUE_WIDTH": next_width(value_dim)}
-        of_begin = {**widths, **rows, "KV_TILE": configs.BACKWARD_KV_TILE}
-        self.begin = Launch(attention_backward_begin, of_begin, options)
-        constants = {
-            "HEADS_PER_KV_HEAD": kind.constants["HEADS_PER_KV_HEAD"],
-            "HEAD_DIM": head_dim,
-            "VALUE_DIM": value_dim,
-            "STAGES": chosen.stages,
-            "CAREFUL": self.careful,
-            "CONSUMER_REGISTERS": chosen.consumer_registers,
-            "PRODUCER_REGISTERS": chosen.producer_registers,
-        }
-        kernel = attention_backward_keys if apart else attention_backward
-        self.main = Launch(kernel, constants, options)
-        constants = {"HEAD_DIM": head_dim, **rows, "CAREFUL": self.careful}
-        self.end = Launch(attention_backward_end, constants, options)
+        self.begin, self.main, self.end = self._launches(inputs)
         call = inputs, variant
         self.again_keys = kind.launch(
             again.attention_backward_again_keys, "backward_keys", call, None
         )
         of_queries = again.attention_backward_again_queries
-        if self.ordered and not apart:
+        if self.ordered and not self.apart:
             of_queries = attention_backward_queries
         self.queries = kind.launch(of_queries, "backward_queries", call, None)
         sizes = self.queries.constants["QUERY_TILE"], self.queries.constants["KV_TILE"]
@@ -178,11 +159,35 @@ class Backward:
         total = kind.geometry.keys.programs(self.schedule.kv_tile)
         self.programs = min(total, kind.multiprocessors)
         self.own_queries = None
-        if apart:
-            self.own_queries = Queries(kind, inputs, variant, results, gradients[0], self.careful)
+        if self.apart:
+            rows = grad_output, gradients[0]
+            self.own_queries = Queries(kind, inputs, variant, rows, self.careful)
+
+    def _launches(self, inputs: Inputs) -> tuple[Launch, Launch, Launch]:
+        """The kernels that are Hopper's own."""
+        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+        values = {"VALUE_DIM": value_dim}
+        rows = {"QUERY_TILE": self.tile, "HEAD_WIDTH": self.width}
+        of_begin = {"VALUE_WIDTH": next_width(value_dim), "KV_TILE": configs.BACKWARD_KV_TILE}
+        of_main = {
+            "HEADS_PER_KV_HEAD": self.kind.constants["HEADS_PER_KV_HEAD"],
+            "HEAD_DIM": head_dim,
+            "STAGES": self.schedule.stages,
+            "CAREFUL": self.careful,
+            "CONSUMER_REGISTERS": self.schedule.consumer_registers,
+            "PRODUCER_REGISTERS": self.schedule.producer_registers,
+        }
+        of_end = {"HEAD_DIM": head_dim, "CAREFUL": self.careful}
+        kernel = attention_backward_keys if self.apart else attention_backward
+        options = {"num_warps": 4, "num_stages": 1}
+        return (
+            Launch(attention_backward_begin, {**values, **rows, **of_begin}, options),
+            Launch(kernel, {**values, **of_main}, options),
+            Launch(attention_backward_end, {**rows, **of_end}, options),
+        )
 
     def _boxes(
-        self, inputs: Inputs, results: Results, of_key: Tensor, of_value: Tensor
+        self, inputs: Inputs, grad_output: Tensor, of_key: Tensor, of_value: Tensor
     ) -> tuple[Box, ...]:
         """What TMA moves at once, in the kernel's order."""
         packed, width, tile = self.kind.packed, self.width, self.tile
@@ -192,7 +197,7 @@ class Backward:
             Box.of(inputs.query, packed, tile, width),
             Box.of(inputs.key, packed, self.schedule.kv_tile, width),
             Box.of(inputs.value, packed, self.schedule.kv_tile, value_width),
-            Box.of(results.grad_output, packed, tile, value_width),
+            Box.of(grad_output, packed, tile, value_width),
             Box.plain(self.slots, 2 * tile, 1),
             Box.plain(
                 self.slots * tile * width // LONGEST_SIDE, LONGEST_SIDE, of_part // LONGEST_SIDE
@@ -212,23 +217,36 @@ class Backward:
             heads = configs.heads_in_turns(slots, self.kind.multiprocessors)
         return schedule.order_of(keys, self.schedule.kv_tile, heads)
 
-    def memory(self, device: torch.device) -> Memory:
-        """Memory for one pass."""
-        of_query, of_key, of_value = (memory() for memory in self.gradients)
-        numbers = {"dtype": torch.float32, "device": device}
-        starts = torch.empty(self.slots, 2 * self.tile, **numbers)
-        shares = None
-        if not self.ordered:
-            shares = torch.empty(self.slots * self.tile, self.width, **numbers)
-        flag = torch.zeros((), dtype=torch.int32, device=device) if self.careful else None
-        turns = None
-        if self.in_turns:
-            parts = self.slots * backward_rows.PARTS.value
-            turns = torch.empty(parts, dtype=torch.int32, device=device)
-        return Memory(of_query, of_key, of_value, starts, shares, flag, turns)
+    def __call__(
+        self,
+        inputs: Inputs,
+        variant: Variant,
+        config: Config,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        wanted_tables: Sequence[int],
+        deterministic: bool,
+    ) -> Gradients:
+        """As `backward`, for calls of this kind."""
+        if self.copies:
+            grad_output = grad_output.clone(memory_format=torch.contiguous_format)
+        inputs, memory = aligned(inputs), self.memory()
+        given = Given(output, lse, grad_output, grad_lse)
+        Call(self, inputs, variant, given, memory).run()
+        found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
+        if not self.rest:
+            return found
+        launches = portable.prepare(inputs, variant, config, deterministic)
+        assert memory.lse_log2 is not None and memory.row_dot is not None
+        results = Results(*given, memory.lse_log2, memory.row_dot)
+        rest = portable.Call(inputs, variant, launches, results)
+        tables = {place: rest.table(place, rest.known(), config) for place in wanted_tables}
+        return found._replace(sinks=rest.sinks(), tables=tables)
 
 
-_backwards: dict[Any, Backward] = {}
+_backwards: dict[Any, Callable[..., Gradients]] = {}
 
 
 class Call(NamedTuple):
@@ -237,14 +255,15 @@ class Call(NamedTuple):
     prepared: Backward
     inputs: Inputs
     variant: Variant
-    results: Results
+    given: Given
     memory: Memory
 
-    def run(self) -> Gradients:
+    def run(self) -> None:
         """Start every kernel of the pass, but for sinks and tables."""
         prepared, memory = self.prepared, self.memory
         kind, slots = prepared.kind, prepared.slots
-        known = (*tensors_of(self.inputs, self.variant), *there_are((*self.results, *memory)))
+        brought = self.inputs[:3] if prepared.alone else tensors_of(self.inputs, self.variant)
+        known = (*brought, *there_are((*self.given, *memory)))
         prepared.begin(slots, kind.device, known, self._begin_arguments)
         plan = prepared.planner(self.inputs, self.variant)
         counters: tuple[Tensor, ...] = ()
@@ -258,14 +277,12 @@ class Call(NamedTuple):
             prepared.end(slots, kind.device, known, self._end_arguments)
         if prepared.own_queries is not None:
             prepared.own_queries(
-                self.inputs, self.variant, self.results, (memory.of_query, memory.flag), known,
-                counters,
-            )  # fmt: skip
+                self.inputs, self.variant, self.given.grad_output, memory, known, counters
+            )
         if memory.flag is not None:
             programs = kind.geometry.keys.programs(prepared.again_keys.constants["KV_TILE"])
             prepared.again_keys(programs, kind.device, known, self._again_keys_arguments)
         self._start_queries(known)
-        return Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
 
     def _start_queries(self, known: tuple[Tensor, ...]) -> None:
         """Gradients of queries by the portable pass: in the ordered form, or once more."""
@@ -283,14 +300,14 @@ class Call(NamedTuple):
             launch(programs, prepared.kind.device, known, self._again_queries_arguments)
 
     def _begin_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
-        results, grad_lse = self.results, self.results.grad_lse
+        output, lse, grad_output, grad_lse = self.given
         return (
-            self._rows(pointer, results.output),
-            self._rows(pointer, results.grad_output),
-            self._numbers(pointer, results.lse),
-            None if grad_lse is None else self._numbers(pointer, grad_lse),
-            self._numbers(pointer, results.lse_log2),
-            self._numbers(pointer, results.row_dot),
+            self._rows(pointer, output),
+            self._rows(pointer, grad_output),
+            self._numbers(pointer, lse),
+            self._numbers(pointer, grad_lse),
+            self._numbers(pointer, self.memory.lse_log2),
+            self._numbers(pointer, self.memory.row_dot),
             *self._whose_turn(pointer),
             self._scratch(pointer),
             pointer(self.memory.starts),
@@ -303,7 +320,7 @@ class Call(NamedTuple):
         prepared, inputs, memory = self.prepared, self.inputs, self.memory
         packed = prepared.kind.packed
         moved = (
-            inputs.query, inputs.key, inputs.value, self.results.grad_output, memory.starts,
+            inputs.query, inputs.key, inputs.value, self.given.grad_output, memory.starts,
             memory.shares, memory.of_key, memory.of_value,
         )  # fmt: skip
         return (
@@ -346,7 +363,9 @@ class Call(NamedTuple):
     def _rows(self, pointer: Pointer, rows: Tensor) -> Any:
         return self.prepared.kind.rows(pointer, rows, self.inputs)
 
-    def _numbers(self, pointer: Pointer, numbers: Tensor) -> Any:
+    def _numbers(self, pointer: Pointer, numbers: Tensor | None) -> Any:
+        if numbers is None:
+            return None
         return self.prepared.kind.numbers(pointer, numbers, self.inputs)
 
     def _of_keys(self, pointer: Pointer, rows: Tensor) -> Any:
@@ -374,9 +393,9 @@ class Call(NamedTuple):
     def _forward(self, pointer: Pointer) -> Forward:
         return Forward(
             *self.prepared.kind.inputs(pointer, self.inputs),
-            self._rows(pointer, self.results.grad_output),
-            self._numbers(pointer, self.results.lse_log2),
-            self._numbers(pointer, self.results.row_dot),
+            self._rows(pointer, self.given.grad_output),
+            self._numbers(pointer, self.memory.lse_log2),
+            self._numbers(pointer, self.memory.row_dot),
         )
 
     def _rules(self, pointer: Pointer) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from saccade.hopper import configs, schedule
+from saccade.hopper.backward_memory import Memory
 from saccade.hopper.backward_queries import attention_backward_queries
 from saccade.hopper.descriptors import Box, descriptor, width_of
 from saccade.kernels import tiles
 from saccade.kernels.launch import Launch, Pointer
 from saccade.portable.arguments import rules
-from saccade.portable.gradients import Results
 from saccade.portable.kind import Kind
 from saccade.portable.planning import Planner
 from saccade.problem import Inputs, Variant
@@ -22,10 +22,11 @@ class Queries:
     """The pass of one kind of call, which comes after the one for keys and values."""
 
     def __init__(
-        self, kind: Kind, inputs: Inputs, variant: Variant, results: Results, of_query: Tensor,
+        self, kind: Kind, inputs: Inputs, variant: Variant, rows: tuple[Tensor, Tensor],
         careful: bool,
     ):  # fmt: skip
         self.kind = kind
+        grad_output, of_query = rows
         chosen = configs.QuerySchedule()
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         widths = width_of(head_dim), width_of(value_dim)
@@ -35,7 +36,7 @@ class Queries:
             Box.of(inputs.query, kind.packed, configs.ROWS, widths[0]),
             Box.of(inputs.key, kind.packed, kv_tile, widths[0]),
             Box.of(inputs.value, kind.packed, kv_tile, widths[1]),
-            Box.of(results.grad_output, kind.packed, configs.ROWS, widths[1]),
+            Box.of(grad_output, kind.packed, configs.ROWS, widths[1]),
             Box.of(of_query, kind.packed, configs.ROWS, widths[0]),
         )
         constants = {
@@ -59,28 +60,30 @@ class Queries:
         self.programs = min(queries.programs(tile), kind.multiprocessors)
 
     def __call__(
-        self, inputs: Inputs, variant: Variant, results: Results,
-        written: tuple[Tensor, Tensor | None], known: tuple[Tensor, ...],
-        counters: tuple[Tensor, ...],
+        self, inputs: Inputs, variant: Variant, grad_output: Tensor, memory: Memory,
+        known: tuple[Tensor, ...], counters: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
         """Write gradients of queries; raise the flag, if there is one, for NaN or inf."""
-        of_query, flag = written
         kind, plan = self.kind, self.planner(inputs, variant)
+        of_query, lse_log2, row_dot = memory.of_query, memory.lse_log2, memory.row_dot
+        assert (
+            lse_log2 is not None and row_dot is not None
+        )  # the first kernel of the pass wrote them
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
-            moved = (inputs.query, inputs.key, inputs.value, results.grad_output, of_query)
+            moved = (inputs.query, inputs.key, inputs.value, grad_output, of_query)
             return (
                 *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
                 *kind.inputs(pointer, inputs)[:2],
                 kind.rows(pointer, of_query, inputs),
-                kind.numbers(pointer, results.lse_log2, inputs),
-                kind.numbers(pointer, results.row_dot, inputs),
+                kind.numbers(pointer, lse_log2, inputs),
+                kind.numbers(pointer, row_dot, inputs),
                 schedule.with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
                 schedule.Schedule(
                     tiles.packed_origin if kind.packed else tiles.dense_origin,
                     pointer(counters[0]) if counters else None,
                     *self.order,
-                    None if flag is None else pointer(flag),
+                    None if memory.flag is None else pointer(memory.flag),
                 ),
             )
 
