@@ -45,7 +45,7 @@ HOPPER = (
         for dim in (64, 128)
         for mask in MASKS[:2]
     ),
-    Entry(Call(128, "fp16", "window"), OF_HOPPER_GRADIENTS),
+    Entry(Call(128, "fp16", "window"), (*OF_HOPPER_GRADIENTS, *PASSES["hopper_turns"])),
     Entry(Call(128, mask="documents"), OF_HOPPER_GRADIENTS),
     Entry(Call(128, mask="blocks"), OF_HOPPER_GRADIENTS),
     Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER_GRADIENTS),
