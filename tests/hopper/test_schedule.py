@@ -92,8 +92,9 @@ def test_two_passes_fit_a_multiprocessor(widths):
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministic):
     problem = BACKWARD._replace(
-        head_width=width, value_width=width, deterministic=deterministic, prefixes=True
-    )
+        head_width=width, value_width=width, deterministic=deterministic,
+        stretch=stretches.PREFIX,
+    )  # fmt: skip
     assert configs.apart(problem) == (width > 128)
     assert configs.in_turns(problem) == (deterministic and width <= 128)
     assert configs.ordered(problem) == (width > 128)
@@ -105,15 +106,15 @@ def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministi
         ({}, None),
         ({"deterministic": True}, None),
         ({"value_width": 128}, "same memory"),
-        ({"head_width": 256, "value_width": 256, "prefixes": True}, None),
-        ({"head_width": 256, "value_width": 128, "prefixes": True}, "values as wide as keys"),
+        ({"head_width": 256, "value_width": 256}, None),
+        ({"head_width": 256, "value_width": 128}, "values as wide as keys"),
         ({"head_width": 256, "value_width": 256, "masked": True}, "measured for causal"),
         (
-            {"head_width": 256, "value_width": 256, "prefixes": True, "packed": True},
+            {"head_width": 256, "value_width": 256, "packed": True},
             "dense rows",
         ),
         (
-            {"head_width": 256, "value_width": 256, "prefixes": True, "scored": True},
+            {"head_width": 256, "value_width": 256, "scored": True},
             "scores as they are",
         ),
         ({"packed": True, "scored": True}, None),
@@ -151,8 +152,7 @@ def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_tu
         ({}, True),
         ({"kv_len": 1025}, False),
         ({"head_width": 64, "value_width": 64}, False),
-        ({"masked": False}, False),
-        ({"stretch": stretches.WITHIN}, False),
+        ({"causal": False}, False),
         ({"stretch": None}, False),
     ],
 )

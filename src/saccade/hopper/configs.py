@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from saccade.hopper import stretches
-
 ROWS = 64  # query rows of a consumer, as in forward.py
 SHARED_MEMORY = 227 << 10  # bytes of one program
 L2_BYTES = 32 << 20  # keys and values of heads that take turns: most of the L2
@@ -196,6 +194,7 @@ class BackwardProblem(NamedTuple):
     masked: bool
     deterministic: bool
     stretch: str | None = None  # of keys that a row sees, see stretches.py; None: not known
+    causal: bool = False  # whether the mask is causal and nothing else
     packed: bool = False
     scored: bool = False  # whether the caller changes scores
 
@@ -206,7 +205,7 @@ def backward_unsupported(problem: BackwardProblem) -> str | None:
         return "gradients of keys and values leave through the same memory"
     if problem.query_len == 0:
         return "there are no queries to load"
-    compared = problem.prefixes and problem.head_width == problem.value_width
+    compared = (problem.causal or not problem.masked) and problem.head_width == problem.value_width
     if apart(problem) and (problem.packed or problem.scored or not compared) and not TAKE_ALL:
         return (
             "above 128 channels its lead is measured for causal masks and none, dense rows, scores "
@@ -260,8 +259,7 @@ def in_turns(problem: BackwardProblem) -> bool:
     twentieth at 1k, as who comes first writes and nobody has to write zeros before. At 4k it takes
     a tenth more.
     """
-    short = problem.masked and problem.head_width == 128 and problem.kv_len <= SHORT
-    faster = short and problem.stretch == stretches.PREFIX
+    faster = problem.causal and problem.head_width == 128 and problem.kv_len <= SHORT
     if apart(problem) or problem.stretch is None:
         return False
     return problem.deterministic or faster

@@ -17,6 +17,7 @@ from saccade.kernels.driver import Described
 from saccade.kernels.launch import Pointer, next_width
 from saccade.kernels.places import ALIGNMENT
 from saccade.linear.problem import LinearInputs
+from saccade.prepare import strides_fit_tma
 from saccade.problem import Inputs
 
 SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
@@ -76,3 +77,10 @@ def aligned(inputs: AnyInputs) -> AnyInputs:
         for tensor in (query, key, value)
     )
     return inputs._replace(query=query, key=key, value=value)
+
+
+def readable(rows: Tensor) -> Tensor:
+    """Rows as TMA can read them; copied where it could not (gradients of a sum have no strides)."""
+    if strides_fit_tma(rows) and rows.data_ptr() % ALIGNMENT == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)

@@ -104,8 +104,8 @@ def backward_problem(
     lengths = Geometry.of(inputs).lengths()
     return configs.BackwardProblem(
         head_width, value_width, *lengths, variant.mask != "", deterministic,
-        stretch=stretches.stretch_of(variant.mask), packed=inputs.cu_seqlens_q is not None,
-        scored=variant.score != "",
+        stretch=stretches.stretch_of(variant.mask), causal=variant.mask.startswith("causal:"),
+        packed=inputs.cu_seqlens_q is not None, scored=variant.score != "",
     )  # fmt: skip
 
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.hopper.descriptors import aligned
-from saccade.hopper.gradients import readable
+from saccade.hopper.descriptors import aligned, readable
 from saccade.hopper.linear_again import linear_again
 from saccade.hopper.linear_backward_keys import linear_backward_keys
 from saccade.hopper.linear_backward_queries import linear_backward_queries

@@ -15,10 +15,10 @@ def remark(problem: Problem) -> str | None:
     widths = width_of(problem.head_dim), width_of(problem.value_dim)
     lengths = problem.query_len, problem.kv_len
     masked, scored = problem.mask != "", problem.score != ""
-    prefixes = not masked or problem.mask.startswith("causal:")
     backward = BackwardProblem(
-        *widths, *lengths, masked, False, prefixes=prefixes, packed=problem.packed, scored=scored
-    )
+        *widths, *lengths, masked, False, causal=problem.mask.startswith("causal:"),
+        packed=problem.packed, scored=scored,
+    )  # fmt: skip
     reasons = {
         "forward": configs.forward_unsupported(KernelProblem(*widths, masked, scored)),
         "backward": configs.backward_unsupported(backward),
