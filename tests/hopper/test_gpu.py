@@ -15,6 +15,7 @@ import saccade
 from saccade import masks
 from saccade.hopper import configs
 from saccade.testing import assert_exact, make_case
+from saccade.testing.oracle import oracle, tolerances
 
 pytestmark = pytest.mark.gpu
 
@@ -75,6 +76,42 @@ def test_values_of_another_width(dims: tuple[int, int], mask: str) -> None:
             device="cuda", spoil_hidden=True,
         )  # fmt: skip
         assert_exact(case, "hopper")
+
+
+@pytest.mark.parametrize("last", [8.0, 90.0], ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scores_that_leave_their_references_behind(head_dim: int, mask: str, last: float) -> None:
+    """The farther on, the larger are scores; the largest overflow what they are measured by."""
+    case = make_case(
+        mask=mask, lengths=((333, 909),), head_dim=head_dim, value_dim=head_dim, dtype=BF16,
+        group=1, device="cuda",
+    )  # fmt: skip
+    key = case.tensors["key"]
+    for ramp in (torch.linspace(0.1, last, 909), torch.linspace(last, 0.1, 909)):
+        case.tensors["key"] = key * ramp.to(key)[:, None]
+        exact = oracle(case)
+        allowed = tolerances(case, exact)
+        leaves = {name: tensor.detach() for name, tensor in case.tensors.items()}
+        output, lse = case.call(leaves, implementation="hopper")
+        for name, found in (("output", output), ("lse", lse)):
+            assert bool(((found.double() - exact[name]).abs() <= allowed[name]).all()), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_calls_that_start_early_wait_for_what_they_read(head_dim: int) -> None:
+    rows = normal(4, 9, 700, head_dim)
+
+    def chain(wait: bool) -> Tensor:
+        found = rows
+        for _ in range(8):
+            found = attend(found, found, found, mask=masks.causal())
+            if wait:
+                torch.cuda.synchronize()
+        return found
+
+    wanted = chain(True)
+    assert all(torch.equal(chain(False), wanted) for _ in range(5))
 
 
 def test_a_graph_replays_beside_calls_on_its_stream() -> None:

@@ -41,7 +41,6 @@ class Forward:
         self.output, self.lse = memory_like(output), memory_like(lse)
         self.alone = brings_three(inputs, variant) and not self.planner.needed
         self.counted = chosen.grid == "dynamic"
-        self.careful = variant.mask != "" or kind.packed
         self.boxes = (
             Box.of(inputs.query, kind.packed, configs.ROWS, widths[0]),
             Box.of(inputs.key, kind.packed, chosen.kv_tile, widths[0]),
@@ -57,11 +56,10 @@ class Forward:
                 "CONSUMERS": chosen.consumers,
                 "STAGES": chosen.stages,
                 "QUERY_STAGES": chosen.query_stages,
-                "CAREFUL": self.careful,
                 "CONSUMER_REGISTERS": chosen.consumer_registers,
                 "PRODUCER_REGISTERS": chosen.producer_registers,
             },
-            {"num_warps": 4, "num_stages": chosen.stages},
+            {"num_warps": 4, "num_stages": chosen.stages, "launch_pdl": True},
         )
         queries, tile = kind.geometry.queries, chosen.query_tile
         heads = configs.heads_at_once(
@@ -101,7 +99,7 @@ class Forward:
                     tiles.packed_origin if self.kind.packed else tiles.dense_origin,
                     pointer(numbers) if self.counted else None,
                     *self.order,
-                    pointer(numbers) if self.careful else None,
+                    pointer(numbers),
                 ),
             )
 

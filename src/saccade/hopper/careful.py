@@ -16,8 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.pipeline import mma_v2
-from saccade.hopper.weighing import ROWS, change, hide, places_of, settle, weigh
+from saccade.hopper.weighing import ROWS, change, exponent_factor, hide, places_of, settle
 from saccade.kernels.pages import slot_pointers
+from saccade.kernels.softmax import softmax_step
 from saccade.kernels.tiles import ADDED, row_pointers, store_numbers, wide
 from saccade.kernels.visibility import CAREFUL_ROWS, careful_parts, careful_start
 
@@ -115,8 +116,9 @@ def fold_part(
     of_column = gl.convert_layout(spoilt.to(gl.int32), gl.SliceLayout(0, MMA)) > 0
     scores = gl.where(of_column[None, :], float("nan"), scores)
     scores = hide(scores, rules, at, kv_start)
-    weights, rescale, row_max = weigh(scores, rules, row_max)
-    row_sum = row_sum * rescale + gl.sum(weights, 1)
+    weights, rescale, row_max, row_sum = softmax_step(
+        scores, exponent_factor(rules), row_max, row_sum, True
+    )
     weights = gl.convert_layout(weights.to(values.dtype), LEFT)
     weighted_sum = mma_v2(weights, values, weighted_sum * rescale[:, None])
     return row_max, row_sum, weighted_sum

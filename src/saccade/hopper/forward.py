@@ -17,11 +17,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.careful import attend_with_care, note_spoilt
+from saccade.hopper.finishing import as_matrix, finish
 from saccade.hopper.pipeline import (
     flag_at,
+    follow,
     here,
     pinned,
-    store,
     wait_for_each_other,
     wait_for_stores,
     wait_for_sums,
@@ -39,17 +40,17 @@ from saccade.hopper.schedule import (
     write_ticket,
 )
 from saccade.hopper.weighing import (
+    NOTHING,
     ROWS,
-    along_rows,
     change_and_hide,
-    places_of,
-    raise_maximum,
-    settle,
+    moderate,
+    no_references,
+    raise_references,
+    rescaled,
     sum_by_thread,
-    weigh,
     weights_of,
 )
-from saccade.kernels.tiles import num_rows, row_pointers, store_numbers
+from saccade.kernels.tiles import num_rows
 
 
 @gluon.jit(do_not_specialize=["rules"])
@@ -59,23 +60,24 @@ def attention_forward(
     rules, sinks, schedule,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
-    CAREFUL: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of CONSUMERS · 64 rows of one head, one after the other."""
     rings = make_rings(
         query_desc, key_desc, value_desc, output_desc, CONSUMERS, STAGES, QUERY_STAGES
     )
+    follow()
     # A tuple that holds functions cannot be given a name, so arguments are written out each time.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, CAREFUL, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, CAREFUL, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, 1,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
@@ -92,15 +94,15 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, CAREFUL, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, CAREFUL, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, 1,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, CAREFUL, 2,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, 2,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
@@ -193,7 +195,7 @@ def load_queries(query_desc, rings, first, turn):
 def consume(
     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, CAREFUL: gl.constexpr, WHICH: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of each tile of query rows that is announced. PAGE_SIZE: 0 without pages."""
     tile_turn, kv_turn = 0, 0
@@ -208,27 +210,26 @@ def consume(
             len(rings.queries) == 2,
         )  # fmt: skip
         kv_turn += num_visits(walk)
-        if CAREFUL:
-            # Behind the counter; computed anew, as there are no registers to keep it.
-            spoilt = schedule.spoilt + (1 + here(gl.program_id(0)) * 4 + WHICH)
-            note_spoilt(spoilt, state[2])
-            wait_for_each_other()
-            any_spoilt = flag_at(spoilt)  # it comes while the tile is finished
+        # Behind the counter; computed anew, as there are no registers to keep it.
+        spoilt = schedule.spoilt + (1 + here(gl.program_id(0)) * 4 + WHICH)
+        note_spoilt(spoilt, state[2])
+        wait_for_each_other()
+        any_spoilt = flag_at(spoilt)  # it comes while the tile is finished
         finish(
             state, output_desc, output, logsumexp, sinks, schedule, at, rings.outputs[WHICH],
             VALUE_DIM,
         )  # fmt: skip
-        if CAREFUL:  # noqa: SIM102 (known when compiling; the next is not)
-            if any_spoilt != 0:
-                # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): all once more.
-                wait_for_sums()
-                wait_for_each_other()
-                gl.store(spoilt, 0)
-                attend_with_care(
-                    query, key, value, output, logsumexp, rules, sinks, at, walk,
-                    rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
-                )  # fmt: skip
-                wait_for_each_other()
+        if any_spoilt != 0:
+            # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN), perhaps as scores left
+            # their reference far behind: all once more.
+            wait_for_sums()
+            wait_for_each_other()
+            gl.store(spoilt, 0)
+            attend_with_care(
+                query, key, value, output, logsumexp, rules, sinks, at, walk,
+                rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
+            )  # fmt: skip
+            wait_for_each_other()
         tile_turn += 1
         place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
     wait_for_stores()
@@ -262,11 +263,12 @@ def attend(
     scores = warpgroup_mma_wait(0, deps=[token])
     keys.release(kv_turn)
     scores = change_and_hide(scores, rules, at, walk, 0)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    weights, rescale, row_max = weigh(scores, rules, row_max)
+    references = no_references(scores)
+    references, rescale = raise_references(scores, rules, references)
+    weights = weights_of(scores, rules, references)
     weighted_sum = gl.zeros([ROWS, VALUE_WIDTH], gl.float32, SUMS)
     state = (
-        row_max,
+        references,
         sum_by_thread(weights),
         weighted_sum,
         as_operand(weights, query_tile.dtype, SUMS),
@@ -278,10 +280,12 @@ def attend(
         )  # fmt: skip
         kv_turn += 1
     queries.release(tile_turn)
-    row_max, row_sum, weighted_sum, weights, rescale = state
+    references, row_sum, weighted_sum, weights, rescale = state
     values.wait(kv_turn)
-    weighted_sum = weighted_sum * along_rows(rescale, weighted_sum)
+    weighted_sum = rescaled(weighted_sum, rescale)
     token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
+    row_max = gl.convert_layout(gl.max(references, 1), gl.SliceLayout(1, SCORES))
+    row_max = gl.where(row_max == NOTHING, float("-inf"), row_max)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, SCORES))
     weighted_sum, row_sum = warpgroup_mma_wait(0, deps=[token, row_sum])
     values.release(kv_turn)
@@ -298,29 +302,41 @@ def fold_tile(
     """
     SCORES: gl.constexpr = mma_layout(keys.memory.shape[3])
     SUMS: gl.constexpr = mma_layout(values.memory.shape[4])
-    row_max, row_sum, weighted_sum, weights, rescale = state
+    references, row_sum, weighted_sum, weights, rescale = state
     keys.wait(kv_turn + 1)
     scores_token = multiply_keys(query_tile, as_matrix(keys.at(kv_turn + 1)), SCORES)
-    values.wait(kv_turn)  # it is full already, but what is pinned stays below this loop
-    weighted_sum = weighted_sum * along_rows(pinned(rescale), weighted_sum)
+    values.wait(kv_turn)
+    weighted_sum = rescaled(weighted_sum, pinned(rescale))
     sum_token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores_token])
-    keys.release(kv_turn + 1)
     scores = change_and_hide(scores, rules, at, walk, index)
-    row_max, shift, rescale = raise_maximum(scores, rules, row_max)
     if not COVERED:
         weighted_sum, scores = warpgroup_mma_wait(0, deps=[sum_token, scores])
         values.release(kv_turn)
-    new_weights = weights_of(scores, rules, shift)
-    row_sum = row_sum * along_rows(rescale, row_sum) + sum_by_thread(new_weights)
+    # After the edges and one clean tile every row has seen a key. The branches keep the exponents
+    # above the wait for the sum: else ptxas has that first.
+    if (rules.score is None) & (index > walk[3]):
+        new_weights = weights_of(scores, rules, references)
+        sums = sum_by_thread(new_weights)
+        rescale, raised = moderate(sums)
+        new_weights = rescaled(new_weights, rescale)
+        sums = sums * rescale
+        references += raised
+    else:
+        references, rescale = raise_references(scores, rules, references)
+        new_weights = weights_of(scores, rules, references)
+        sums = sum_by_thread(new_weights)
+    row_sum = row_sum * rescale + sums
     if COVERED:
-        # Without this loop in between, ptxas waits for the sum above the exponents.
-        values.wait(kv_turn + 1)
+        if rules.score is not None:  # one branch is no border, but this loop is
+            values.wait(kv_turn + 1)
         weighted_sum, new_weights, row_sum, rescale = warpgroup_mma_wait(
             0, deps=[sum_token, new_weights, row_sum, rescale]
         )
         values.release(kv_turn)
-    return row_max, row_sum, weighted_sum, as_operand(new_weights, query_tile.dtype, SUMS), rescale
+    keys.release(kv_turn + 1)
+    new_weights = as_operand(new_weights, query_tile.dtype, SUMS)
+    return references, row_sum, weighted_sum, new_weights, rescale
 
 
 @gluon.jit
@@ -333,63 +349,12 @@ def multiply_keys(query_tile, key_tile, LAYOUT: gl.constexpr):
     )
 
 
-@gluon.jit
-def finish(
-    state, output_desc, output, logsumexp, sinks, schedule, at, memory, VALUE_DIM: gl.constexpr
-):  # fmt: skip
-    """Divide by the sums of the weights; write output and lse."""
-    row_max, row_sum, weighted_sum = state
-    batch, query_head, first_row, query_len, _ = at
-    factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
-    attended = (weighted_sum * along_rows(factor, weighted_sum)).to(output_desc.dtype)
-    rows = first_row + gl.arange(0, ROWS, row_max.type.layout)
-    store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
-    if first_row + ROWS <= query_len:
-        output_batch, output_row = schedule.origin(batch, output.data)
-        place = (output_batch, query_head, output_row + first_row)
-        store_in_parts(output_desc, place, attended, memory)
-    else:  # rows past the end are another sequence's, or nobody's
-        row, channel = places_of(attended, first_row, 0)
-        pointers = row_pointers(output, batch, query_head, row, channel)
-        gl.store(pointers, attended, mask=(row < query_len) & (channel < VALUE_DIM))
-
-
-@gluon.jit
-def store_in_parts(output_desc, place, attended, memory):
-    """Write a tile by TMA through shared memory that may hold half of its channels only."""
-    WIDTH: gl.constexpr = memory.shape[-1]
-    if attended.shape[1] == WIDTH:
-        store_part(output_desc, place, 0, attended, memory)
-    else:
-        gl.static_assert(attended.shape[1] == 2 * WIDTH)
-        halves = gl.split(gl.permute(gl.reshape(attended, [ROWS, 2, WIDTH]), (0, 2, 1)))
-        store_part(output_desc, place, 0, halves[0], memory)
-        store_part(output_desc, place, WIDTH, halves[1], memory)
-
-
-@gluon.jit
-def store_part(output_desc, place, channel, part, memory):
-    """Start to write some channels of 64 rows, once the shared memory is free."""
-    wait_for_stores()
-    as_matrix(memory).store(part)
-    store(output_desc, [place[0], place[1], place[2], channel], memory)
-
-
-# ---- layouts --------------------------------------------------------------------------------
-
-
 @gluon.constexpr_function
 def mma_layout(width):
     """How the four warps of a consumer hold 64 rows of a result."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16]
     )
-
-
-@gluon.jit
-def as_matrix(memory):
-    """Shared memory of one tile without its batch and head: [rows, channels]."""
-    return memory.reshape([memory.shape[-2], memory.shape[-1]])
 
 
 @gluon.jit

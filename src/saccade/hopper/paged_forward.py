@@ -41,17 +41,16 @@ def attention_pages_forward(
         query_desc, output_desc, [1, 1, KV_TILE, HEAD_WIDTH], [1, 1, KV_TILE, VALUE_WIDTH],
         CONSUMERS, STAGES, QUERY_STAGES,
     )  # fmt: skip
-    # What lies behind a sequence's end in its last page may be NaN, and is multiplied by 0: hence
-    # with care. A tuple that holds functions cannot be given a name.
+    # A tuple that holds functions cannot be given a name.
     gl.warp_specialize(
         [
             (consume, (
                 output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, 0,
+                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, 0,
             )),
             (consume, (
                 output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, 1,
+                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, 1,
             )),
             (produce_pages, (
                 query_desc, key_desc, value_desc, query, key, rules, schedule, rings,

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 fence_async_shared = hopper.fence_async_shared
 warpgroup_mma = hopper.warpgroup_mma
@@ -45,6 +46,13 @@ start_add = getattr(tma, "async_atomic_add", None) or _add_by_descriptor
 
 # And for this one.
 wait_for_each_other = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def follow():
+    """Wait until all kernels before are done; then the next may begin to get ready."""
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @aggregate

@@ -1,4 +1,13 @@
-"""Weighing: from scores to weights, on tiles in any layout of registers."""
+"""Weighing: from scores to weights, on tiles as products leave them in registers.
+
+A weight is 2 to the power of a score less the reference of its row. The reference is the largest
+score that was met when it was last raised, and as long as no score exceeds it by more than a few
+powers of 2 it stays: then all that was summed before stays as it is, too (as in FlashAttention-4).
+For edges, references are raised before scores are weighed; for other tiles the sums tell afterwards
+whether they should have been, which saves looking for the largest score.
+
+Numbers of each row are held by thread: [rows, 8], of which a thread has two for each of its rows.
+"""
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
 # has no types that a checker follows.
@@ -14,6 +23,8 @@ from triton.experimental.gluon import language as gl
 from saccade.hopper.schedule import is_edge, tile_of
 from saccade.kernels.softmax import LN_2, LOG2_E
 
+NOTHING = gl.constexpr(-3e38)  # the reference of a row that has seen no key
+SLACK = gl.constexpr(8.0)  # powers of 2 by which scores may exceed their reference: 256
 ROWS = gl.constexpr(64)  # query rows of one consumer, as many as one WGMMA takes
 
 
@@ -54,34 +65,34 @@ def hide(scores, rules, at, kv_start):
 
 
 @gluon.jit
-def weigh(scores, rules, row_max):
-    """Weights of a tile, what shrinks everything summed before it, and the new row_max.
-
-    As `softmax.softmax_step`, but no thread waits for another one, except for the maximum.
-    """
-    new_max, shift, rescale = raise_maximum(scores, rules, row_max)
-    return weights_of(scores, rules, shift), rescale, new_max
+def no_references(scores):
+    """The references of rows that have seen no key."""
+    of_thread = sum_by_thread(scores)  # for its layout
+    LAYOUT: gl.constexpr = of_thread.type.layout
+    return gl.full([scores.shape[0], 8], NOTHING, gl.float32, LAYOUT)
 
 
 @gluon.jit
-def raise_maximum(scores, rules, row_max):
-    """The new row_max, what exponents are shifted by, and what shrinks everything summed before.
+def raise_references(scores, rules, references):
+    """The references that suit a tile, and what shrinks everything summed before.
 
     The maximum is taken in two steps: four short chains of instructions take less time than two
     long ones.
     """
     in_parts = gl.reshape(scores, [scores.shape[0], scores.shape[1] // 8, 8])
-    tile_max = gl.max(gl.max(in_parts, 1), 1)
-    tile_max = gl.convert_layout(tile_max, row_max.type.layout) * exponent_factor(rules)
-    new_max = gl.maximum(row_max, tile_max)
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    return new_max, shift, gl.exp2(row_max - shift)
+    largest = gl.max(in_parts, 1)
+    LAYOUT: gl.constexpr = largest.type.layout
+    nothing = gl.zeros([scores.shape[0], 8], gl.float32, LAYOUT)
+    largest = gl.max(largest, 1)[:, None] * exponent_factor(rules) + nothing
+    references = gl.convert_layout(references, LAYOUT)
+    raised = gl.where(largest > references + SLACK, largest, references)
+    return raised, gl.exp2(references - raised)
 
 
 @gluon.jit
-def weights_of(scores, rules, shift):
+def weights_of(scores, rules, references):
     """The weights of scores."""
-    return gl.exp2(scores * exponent_factor(rules) - shift[:, None])
+    return gl.exp2(scores * exponent_factor(rules) - spread(references, scores))
 
 
 @gluon.jit
@@ -91,9 +102,113 @@ def exponent_factor(rules):
 
 
 @gluon.jit
+def moderate(sums):
+    """What shrinks a tile and everything before, as sums of its weights by thread tell, and by how
+    much that raises the references: 1 and 0, unless a sum of the warp exceeds 256.
+
+    Sums near the end of float32 are made NaN, and the tile of query rows is done once more.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .f32 a, b, t;
+        .reg .b32 k;
+        max.f32 a, $8, $9;
+        max.f32 b, $10, $11;
+        mov.f32 $0, 0f3F800000;
+        mov.f32 $2, 0f3F800000;
+        mov.f32 $4, 0f00000000;
+        mov.f32 $6, 0f00000000;
+        max.f32 t, a, b;
+        setp.gt.f32 p, t, 0f43800000;
+        vote.sync.any.pred p, p, 0xffffffff;
+        @!p bra.uni DONE;
+        shfl.sync.bfly.b32 t, a, 1, 0x1f, 0xffffffff;
+        max.f32 a, a, t;
+        shfl.sync.bfly.b32 t, a, 2, 0x1f, 0xffffffff;
+        max.f32 a, a, t;
+        shfl.sync.bfly.b32 t, b, 1, 0x1f, 0xffffffff;
+        max.f32 b, b, t;
+        shfl.sync.bfly.b32 t, b, 2, 0x1f, 0xffffffff;
+        max.f32 b, b, t;
+        mov.b32 k, a;
+        shr.u32 k, k, 23;
+        sub.s32 k, k, 127;
+        setp.gt.f32 p, a, 0f43800000;
+        selp.b32 k, k, 0, p;
+        cvt.rn.f32.s32 $4, k;
+        sub.s32 k, 127, k;
+        shl.b32 k, k, 23;
+        setp.ge.f32 p, a, 0f7B800000;
+        selp.b32 k, 0x7FFFFFFF, k, p;
+        mov.b32 $0, k;
+        mov.b32 k, b;
+        shr.u32 k, k, 23;
+        sub.s32 k, k, 127;
+        setp.gt.f32 p, b, 0f43800000;
+        selp.b32 k, k, 0, p;
+        cvt.rn.f32.s32 $6, k;
+        sub.s32 k, 127, k;
+        shl.b32 k, k, 23;
+        setp.ge.f32 p, b, 0f7B800000;
+        selp.b32 k, 0x7FFFFFFF, k, p;
+        mov.b32 $2, k;
+        DONE:
+        mov.f32 $1, $0;
+        mov.f32 $3, $2;
+        mov.f32 $5, $4;
+        mov.f32 $7, $6;
+        }""",
+        "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f", [sums], dtype=(gl.float32, gl.float32),
+        is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
 def sum_by_thread(weights):
     """Sums of each row, of what one thread holds of it: [rows, 8]."""
     return gl.sum(gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def spread(numbers, tile):
+    """Numbers of each row and thread, [rows, 8], beside a tile."""
+    SHAPE: gl.constexpr = [tile.shape[0], tile.shape[1] // 8, 8]
+    parts = gl.reshape(tile, SHAPE)
+    LAYOUT: gl.constexpr = parts.type.layout
+    numbers = gl.convert_layout(numbers, gl.SliceLayout(1, LAYOUT))
+    wide = gl.expand_dims(numbers, 1) * gl.full(SHAPE, 1.0, gl.float32, LAYOUT)
+    return gl.convert_layout(gl.reshape(wide, tile.shape), tile.type.layout)
+
+
+@gluon.constexpr_function
+def multiply_in_assembly(numbers):
+    """Inline assembly: so many numbers of a thread times as many others, unless those are 1. A
+    thread has two rows, and two numbers of each by turns."""
+    lines = ["{", ".reg .pred p;", ".reg .pred q;"]
+    lines += [f"setp.neu.f32 p, ${2 * numbers}, 0f3F800000;"]
+    lines += [f"setp.neu.or.f32 p, ${2 * numbers + 2}, 0f3F800000, p;"]
+    lines += ["vote.sync.any.pred q, p, 0xffffffff;", "@!q bra.uni DONE;"]
+    lines += [f"mul.f32 ${n}, ${n}, ${2 * numbers + n};" for n in range(numbers)]
+    return "\n".join([*lines, "DONE:", "}"])
+
+
+@gluon.constexpr_function
+def multiply_operands(numbers):
+    """Its operands: results, which are the first numbers at first, and the others."""
+    return ",".join(["=f"] * numbers + [str(n) for n in range(numbers)] + ["f"] * numbers)
+
+
+@gluon.jit
+def rescaled(tile, rescale):
+    """A tile times numbers of each row; a warp that finds nothing but 1 among them goes past it."""
+    NUMBERS: gl.constexpr = tile.shape[0] * tile.shape[1] // (32 * gl.num_warps())
+    ASSEMBLY: gl.constexpr = multiply_in_assembly(NUMBERS)
+    OPERANDS: gl.constexpr = multiply_operands(NUMBERS)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, OPERANDS, [tile, spread(rescale, tile)], dtype=gl.float32, is_pure=False,
+        pack=NUMBERS,
+    )  # fmt: skip
 
 
 @gluon.jit
