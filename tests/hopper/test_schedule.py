@@ -159,7 +159,7 @@ def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_tu
 def test_short_causal_passes_of_width_128_are_faster_in_turns(changes, in_turns):
     problem = BACKWARD._replace(
         head_width=128, value_width=128, query_len=1024, kv_len=1024, masked=True,
-        stretch=stretches.PREFIX,
+        stretch=stretches.PREFIX, causal=True,
     )  # fmt: skip
     assert configs.in_turns(problem._replace(**changes)) == in_turns
 
