@@ -96,12 +96,11 @@ def attention(  # breaks function-length: most of it is the docstring
     """
     arguments.check_flag("return_lse", return_lse)
     recall_key = None
-    dropless = type(dropout_p) is float and dropout_p == 0.0
-    if sinks is None and dropless and type(deterministic) is bool:
+    if recall.plain_options(sinks, dropout_p, deterministic):
         recall_key = recall.key_of(query, key, value, mask, score, scale, implementation, config)
     found = recall.recalled(recall_key)
     if found is not None:
-        output, lse = doors.attention_again(query, key, value, found, deterministic)
+        output, lse = doors.attention_again((query, key, value), found, deterministic)
         return (output, lse) if return_lse else output
     inputs, variant, problem, checked = prepare(
         query, key, value, None, None, None, None,
@@ -140,7 +139,7 @@ def attention_packed(
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
-def attention_packed(
+def attention_packed(  # breaks function-length: most of it is the docstring
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -182,11 +181,23 @@ def attention_packed(
     """
     if cu_seqlens_q is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {arguments.OFFSETS}")
-    inputs, variant, problem, config = prepare(
+    arguments.check_flag("return_lse", return_lse)
+    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    tensors, recall_key = (query, key, value, *offsets), None
+    if recall.plain_options(sinks, dropout_p, deterministic):
+        recall_key = recall.packed_key_of(
+            tensors, (max_seqlen_q, max_seqlen_k), mask, score, scale, implementation, config
+        )
+    found = recall.recalled(recall_key)
+    if found is not None:
+        output, lse = doors.attention_again(tensors, found, deterministic)
+        return (output, lse) if return_lse else output
+    inputs, variant, problem, checked = prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
         return_lse=return_lse, deterministic=deterministic, config=config,
     )  # fmt: skip
-    found = Recalled(variant, config, dispatch.choose(problem, implementation))
+    found = Recalled(variant, checked, dispatch.choose(problem, implementation))
+    recall.keep(recall_key, found)
     output, lse = doors.attention(with_seed(inputs, variant), found, deterministic)
     return (output, lse) if return_lse else output

@@ -52,19 +52,27 @@ def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Ten
 
 
 def attention_again(
-    query: Tensor, key: Tensor, value: Tensor, found: Recalled, deterministic: bool
+    tensors: tuple[Tensor, ...], found: Recalled, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same for a call that is recalled: eager, and with no tensors but these three plain ones.
+    """The same for a call that is recalled: eager, and with no tensors but query, key and value,
+    and the offsets of packed sequences, all of them plain.
 
     A small problem takes less time on a GPU than its way there, so this one has no detours.
     """
     if somebody_listens() or forward_ad._current_level >= 0 or found.chosen == "reference":
-        return attention(Inputs(query, key, value), found, deterministic)
+        return attention(_inputs_again(tensors), found, deterministic)
+    query, key, value = tensors[:3]
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
-        return _enter_again(found, deterministic, query, key, value)
-    return _straight(Inputs(query, key, value), found)
+        return _enter_again(found, deterministic, *tensors)
+    return _straight(_inputs_again(tensors), found)
+
+
+def _inputs_again(tensors: Sequence[Tensor]) -> Inputs:
+    """The tensors of a call that is recalled, in their places."""
+    query, key, value, *offsets = tensors
+    return Inputs(query, key, value, None, None, *offsets)
 
 
 def _straight(inputs: Inputs, found: Recalled) -> tuple[Tensor, Tensor]:
@@ -106,16 +114,16 @@ def somebody_listens() -> bool:
 
 class _AttentionAgain(torch.autograd.Function):
     """The body itself with gradients: of calls that no transform, mode or subclass sees, and that
-    have no tensors but three.
+    have no tensors but three and offsets.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, found: Recalled, deterministic: bool, query: Tensor, key: Tensor, value: Tensor
+        ctx: Any, found: Recalled, deterministic: bool, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        results = _straight(Inputs(query, key, value), found)
+        results = _straight(_inputs_again(tensors), found)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, *results)
+        ctx.save_for_backward(*results, *tensors)
         ctx.found = found
         ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         return results
@@ -123,22 +131,22 @@ class _AttentionAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad_output, grad_lse = grads
+        output, lse, *tensors = ctx.saved_tensors
+        none = (None,) * (len(tensors) - 3)  # for offsets
         if grad_output is None and grad_lse is None:
-            return (None,) * 5
-        found, deterministic = ctx.found, ctx.deterministic
-        query, key, value, output, lse = ctx.saved_tensors
-        tensors = (grad_output, grad_lse, output, lse, query, key, value)
-        if torch.is_grad_enabled() or not nobody_listens(tensors):
-            absent = (None,) * (NUM_INPUTS - 3)
-            gradients = _backward([], _plain(found, deterministic), *tensors, *absent)
-            return (None, None, *gradients[:3])
+            return (None,) * 5 + none
+        found, deterministic, inputs = ctx.found, ctx.deterministic, _inputs_again(tensors)
+        results = (grad_output, grad_lse, output, lse)
+        if torch.is_grad_enabled() or not nobody_listens((*results, *tensors)):
+            gradients = _backward([], _plain(found, deterministic), *results, *inputs)
+            return (None, None, *gradients[:3], *none)
         if grad_output is None:
             grad_output = torch.zeros_like(output)
         gradients = body_of(found.chosen).backward(
-            Inputs(query, key, value), found.variant, found.config or NO_CHOICE,
+            inputs, found.variant, found.config or NO_CHOICE,
             output, lse, grad_output, grad_lse, (), deterministic,
         )  # fmt: skip
-        return (None, None, *gradients[:3])
+        return (None, None, *gradients[:3], *none)
 
 
 class _Attention(torch.autograd.Function):

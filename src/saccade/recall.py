@@ -3,12 +3,12 @@
 Checking every argument takes longer than a small problem does on a GPU. So what `prepare` and
 `dispatch` made of a plain eager call is kept under all that they look at: shapes, strides, dtypes,
 devices, mask, score and options. Anything out of the ordinary (captured tensors, dropout, autocast,
-tracing, tensor subclasses, lengths that can be read) is checked every time.
+tracing, tensor subclasses, lengths and offsets that can be read) is checked every time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from saccade.scores import Score
 MOST_CALLS = 4096  # kinds of calls that are kept
 PLAIN = frozenset({Tensor, Parameter})  # types that nothing but PyTorch itself looks into
 PLAIN_OR_ABSENT = PLAIN | {type(None)}
+LENGTHS = frozenset({int, type(None)})  # types of lengths that are known, or are not
 
 AnyConfig = Config | Mapping[tuple[int, int], Config] | None
 
@@ -42,6 +43,12 @@ class Recalled:
 
 
 _calls: dict[Any, Recalled] = {}
+
+
+def plain_options(sinks: Tensor | None, dropout_p: float, deterministic: bool) -> bool:
+    """Whether a call has nothing that its key does not speak of."""
+    dropless = type(dropout_p) is float and dropout_p == 0.0
+    return sinks is None and dropless and type(deterministic) is bool
 
 
 def key_of(
@@ -63,6 +70,33 @@ def key_of(
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
         query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
         mask, score, scale, implementation, config,
+        torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
+    )  # fmt: skip
+
+
+def packed_key_of(
+    tensors: Sequence[Tensor],
+    longest: tuple[int | None, int | None],
+    mask: Mask | Tensor | None,
+    score: Score | None,
+    scale: float | None,
+    implementation: str | None,
+    config: AnyConfig,
+) -> tuple[Any, ...] | None:
+    """The same of packed sequences: query, key, value and both sides' offsets.
+
+    Where offsets can be read, they are checked.
+    """
+    if _must_be_checked(mask, score, scale, implementation, config):
+        return None
+    if not (PLAIN.issuperset(map(type, tensors)) and LENGTHS.issuperset(map(type, longest))):
+        return None
+    if any(map(values_readable, tensors[3:])):
+        return None
+    query = tensors[0]
+    kinds = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
+    return (
+        *kinds, longest, mask, score, scale, implementation, config,
         torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
     )  # fmt: skip
 

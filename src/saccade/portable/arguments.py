@@ -243,6 +243,4 @@ def brings_three(inputs: Inputs, variant: Variant) -> bool:
 def tensors_of(inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
     """All tensors that a call brings with it, those that its mask and score captured too."""
     captured = *variant.mask_captured.tensors, *variant.score_captured.tensors
-    if inputs[3:] == NO_OTHERS:
-        return (*inputs[:3], *captured)
     return (*there_are(inputs), *captured)

@@ -1,0 +1,110 @@
+"""A packed call like one that was checked before is recalled, and never confused with another.
+
+On a CPU offsets are read and checked in every call; here they pretend that they cannot be read, as
+on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade import attention_packed, masks, recall
+from saccade.arguments import check_tensors
+
+call: Any = attention_packed
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "_calls", {})
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for each call whose tensors were checked."""
+    seen: list[Any] = []
+
+    def counted(*arguments: Any) -> None:
+        seen.append(arguments)
+        check_tensors(*arguments)
+
+    monkeypatch.setattr("saccade.prepare.arguments.check_tensors", counted)
+    return seen
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "values_readable", lambda tensor: False)
+
+
+def tensors(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(24, heads, 16, generator=generator) for heads in (4, 2, 2)]
+
+
+def offsets(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def results(given: list[Tensor], *sides: Tensor, **options: Any) -> list[Tensor]:
+    """Output, lse, and gradients of a sum of both."""
+    leaves = [tensor.detach().requires_grad_() for tensor in given]
+    output, lse = call(*leaves, *sides, return_lse=True, **options)
+    total = output.square().sum() + lse.sum()
+    return [output.detach(), lse.detach(), *torch.autograd.grad(total, leaves)]
+
+
+CUTS = [(0, 5, 24), (0, 20, 24), (0, 0, 24)]
+
+
+def test_an_alike_call_is_not_checked_again_and_has_its_own_answer(
+    unreadable: None, checks: list[Any]
+) -> None:
+    options: dict[str, Any] = {"mask": masks.causal(), "max_seqlen_q": 24}
+    for seed, cut in enumerate(CUTS):
+        given, sides = tensors(seed), (offsets(*cut), offsets(*CUTS[seed - 1]))
+        found = results(given, *sides, **options)
+        alone = call(*given, *sides, **options)
+        assert torch.equal(alone, found[0])
+        wide = [tensor.double() for tensor in given]
+        wanted = results(wide, *sides, implementation="reference", **options)
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine.double(), theirs, atol=1e-5, rtol=1e-4)
+    assert len(checks) == 2  # the first, and the first of the reference
+
+
+def test_calls_that_differ_are_not_confused(unreadable: None) -> None:
+    given, cut = tensors(0), offsets(0, 5, 24)
+    choices: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = [
+        ((cut,), {}),
+        ((cut,), {"mask": masks.causal()}),
+        ((cut, offsets(0, 24, 24)), {}),
+        ((offsets(0, 5, 9, 24),), {}),
+        ((cut,), {"scale": 0.5}),
+    ]
+    for _ in range(2):
+        for sides, options in choices:
+            found = call(*given, *sides, **options)
+            wide = [tensor.double() for tensor in given]
+            wanted = call(*wide, *sides, implementation="reference", **options)
+            torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_offsets_that_can_be_read_are_checked_every_time(checks: list[Any]) -> None:
+    given = tensors(0)
+    for _ in range(2):
+        call(*given, offsets(0, 5, 24))
+    assert len(checks) == 2
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        call(*given, offsets(0, 25, 24))
+
+
+def test_what_is_no_length_is_refused_every_time(unreadable: None) -> None:
+    given, cut = tensors(0), offsets(0, 5, 24)
+    call(*given, cut, max_seqlen_q=19)
+    with pytest.raises(TypeError, match="max_seqlen_q"):
+        call(*given, cut, max_seqlen_q=True)
