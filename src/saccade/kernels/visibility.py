@@ -258,6 +258,14 @@ def is_outside_of_clean(walk, tile):
 
 
 @triton.jit
+def next_of_both(mask, walk, index):
+    """The tile that comes as number `index` of a whole walk, edges first, then clean ones."""
+    edge = mask.tile(mask, walk, index, False)
+    clean = mask.tile(mask, walk, index - walk[3], True)
+    return tl.where(index < walk[3], edge, clean)
+
+
+@triton.jit
 def if_present(walk, present):
     """A walk, or none at all for a program that has no rows.
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from saccade.kernels.launch import Pointer
+from saccade.portable import configs
 from saccade.portable.arguments import brings_three, rules, signature, tensors_of
 from saccade.portable.forward import attention_forward
 from saccade.portable.gradients import backward as backward
@@ -27,7 +28,11 @@ class Forward:
         self.unit_channels = all(tensor.stride(-1) == 1 for tensor in inputs[:3])
         inputs = with_unit_channels(inputs)
         self.kind = Kind.of(inputs)
-        self.launch = self.kind.launch(attention_forward, "forward", (inputs, variant), config)
+        call = inputs, variant
+        one_loop = configs.in_one_loop(self.kind.problem("forward", call))
+        self.launch = self.kind.launch(
+            attention_forward, "forward", call, config, ONE_LOOP=one_loop
+        )
         tiles = self.launch.constants["QUERY_TILE"], self.launch.constants["KV_TILE"]
         self.programs = self.kind.geometry.queries.programs(tiles[0])
         self.planner = Planner(inputs, variant, self.kind.geometry, tiles, over_keys=True)

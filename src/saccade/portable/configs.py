@@ -134,6 +134,16 @@ def row_of(problem: KernelProblem) -> tuple[str, tuple[Config, ...]]:
     return name, rows[name]
 
 
+def in_one_loop(problem: KernelProblem) -> bool:
+    """Whether clean tiles and edges of a short walk share a loop in the forward pass.
+
+    Timed on an H200 for causal masks of 1k and less and a window of 256, at width 128; at width 64
+    it takes longer.
+    """
+    timed = problem.architecture == "sm_90" and 64 < problem.width <= 128
+    return timed and problem.short and not (problem.wide or problem.dropout)
+
+
 def _column(width: int) -> int:
     return next(column for column, widest in enumerate(WIDTHS) if width <= widest)
 

@@ -24,7 +24,13 @@ from saccade.kernels.tiles import (
     store_tile,
     without,
 )
-from saccade.kernels.visibility import CAREFUL_ROWS, careful_parts, careful_start, if_present
+from saccade.kernels.visibility import (
+    CAREFUL_ROWS,
+    careful_parts,
+    careful_start,
+    if_present,
+    next_of_both,
+)
 
 
 @triton.jit(do_not_specialize=["rules"])
@@ -34,8 +40,13 @@ def attention_forward(
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """One program: QUERY_TILE rows of one head. Grid: every tile of every head and sequence."""
+    """One program: QUERY_TILE rows of one head. Grid: every tile of every head and sequence.
+
+    ONE_LOOP: clean tiles and edges share one, as walks are so short that the start of another
+    takes longer than a branch in each tile.
+    """
     batch, query_head, tile, slot = query.find(tl.program_id(0), query.data, QUERY_TILE)
     query_start = tile * QUERY_TILE
     query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
@@ -60,7 +71,7 @@ def attention_forward(
     row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)
     weighted_sum = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
     state = (row_max, row_sum, weighted_sum)
-    if rules.mask.visible is not None or walk[5] > 0:
+    if not ONE_LOOP and (rules.mask.visible is not None or walk[5] > 0):
         tile = rules.mask.tile(rules.mask, walk, 0, True)
         for index in range(0, walk[5]):  # clean tiles: no mask arithmetic
             following = rules.mask.tile(rules.mask, walk, index + 1, True)
@@ -69,13 +80,22 @@ def attention_forward(
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
             )  # fmt: skip
             tile = following
-    if walk[3] > 0 or (rules.mask.visible is not None and not is_hopper()):
+    if not ONE_LOOP and (walk[3] > 0 or (rules.mask.visible is not None and not is_hopper())):
         tile = rules.mask.tile(rules.mask, walk, 0, False)
         for index in range(0, walk[3]):  # edges: pair by pair
             following = rules.mask.tile(rules.mask, walk, index + 1, False)
             state = fold_tile(
                 key, value, rules, at, query_tile, tile * KV_TILE, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
+            )  # fmt: skip
+            tile = following
+    if ONE_LOOP:
+        tile = next_of_both(rules.mask, walk, 0)
+        for index in range(0, walk[3] + walk[5]):
+            following = next_of_both(rules.mask, walk, index + 1)
+            state = fold_tile(
+                key, value, rules, at, query_tile, tile * KV_TILE, state,
+                HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False, index < walk[3],
             )  # fmt: skip
             tile = following
     if rules.mask.visible is not None and any_spoilt(state[2], True):
@@ -106,12 +126,12 @@ def attention_forward(
 def fold_tile(
     key, value, rules, at, query_tile, kv_start, state,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_TILE: tl.constexpr,
-    PRECISION: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr, is_edge=True,
 ):  # fmt: skip
     """Fold one tile of keys and values into the state (row_max, row_sum, weighted_sum).
 
-    EDGE: pairs may be hidden, and rows may lie past the end. CAREFUL: a row that holds NaN or inf
-    spoils the pairs that it is visible in and no others.
+    EDGE: pairs may be hidden, and rows may lie past the end, unless a tile `is_edge` not. CAREFUL:
+    a row that holds NaN or inf spoils the pairs that it is visible in and no others.
     """
     batch, query_head, kv_head, query_rows, query_len, kv_len = at
     row_max, row_sum, weighted_sum = state
@@ -138,13 +158,15 @@ def fold_tile(
         )  # fmt: skip
     if CAREFUL:
         scores = tl.where(spoilt, float("nan"), scores)
-    if EDGE:
-        visible = (kv_rows < kv_len)[None, :]
-        if rules.mask.visible is not None:
-            visible = visible & rules.mask.visible(
-                batch, query_head, query_rows[:, None], kv_rows[None, :], shift, rules.mask.data
-            )
-        scores = tl.where(visible, scores, float("-inf"))
+    if EDGE:  # noqa: SIM102 (known when compiling; the next may not be)
+        if is_edge:
+            visible = (kv_rows < kv_len)[None, :]
+            if rules.mask.visible is not None:
+                visible = visible & rules.mask.visible(
+                    batch, query_head, query_rows[:, None], kv_rows[None, :], shift,
+                    rules.mask.data,
+                )  # fmt: skip
+            scores = tl.where(visible, scores, float("-inf"))
 
     factor = LOG2_E if rules.score is not None else rules.scale * LOG2_E
     weights, rescale, row_max, row_sum = softmax_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from saccade.portable.configs import KernelProblem
 from saccade.portable.reach import is_short
 from saccade.problem import Config, Inputs, Variant
 
+NOTHING: Mapping[str, Any] = {}
 MOST_KINDS = 4096  # kinds of calls that are kept prepared
 
 
@@ -53,27 +54,32 @@ class Kind(NamedTuple):
         arch, count = architecture(inputs.query), multiprocessors(inputs.query)
         return Kind(geometry, packed, device, arch, count, constants, strides, find)
 
+    def problem(self, which: str, call: tuple[Inputs, Variant]) -> KernelProblem:
+        """What the config of one of this kind's kernels depends on."""
+        width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
+        inputs, variant = call
+        wide, masked = inputs.query.dtype == torch.float32, variant.mask != ""
+        listed = masked and not self.packed and mask_functions(variant.mask).spans_read == 2
+        short = is_short(variant.mask, variant.mask_captured, *self.geometry.lengths())
+        return KernelProblem(
+            self.architecture, which, width, wide, masked, inputs.seed is not None, listed, short,
+            self.packed,
+        )  # fmt: skip
+
     def launch(
         self,
         kernel: Any,
         which: str,
         call: tuple[Inputs, Variant],
         given: Config | None,
+        start: Mapping[str, Any] = NOTHING,
         **more: Any,
     ) -> Launch:
-        """A kernel with its config, and with more constants than all kernels have."""
-        width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
-        inputs, variant = call
-        wide, masked = inputs.query.dtype == torch.float32, variant.mask != ""
-        listed = masked and not self.packed and mask_functions(variant.mask).spans_read == 2
-        short = is_short(variant.mask, variant.mask_captured, *self.geometry.lengths())
-        problem = KernelProblem(
-            self.architecture, which, width, wide, masked, inputs.seed is not None, listed, short,
-            self.packed,
-        )  # fmt: skip
+        """A kernel with its config, more options for its start, and constants of its own."""
+        problem = self.problem(which, call)
         config = configs.choose(problem, given, tuned.load())
         sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **start}
         return Launch(kernel, {**self.constants, **sizes, **more}, options)
 
     def inputs(self, pointer: Pointer, inputs: Inputs) -> tuple[Any, Any, Any]:
