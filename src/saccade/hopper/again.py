@@ -25,7 +25,7 @@ def attention_backward_again_keys(
         differentiate_keys(
             forward, grad_key, grad_value, None, rules, None, tl.program_id(0), AGAIN,
             HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
-            QUERY_TILE, KV_TILE, PRECISION, True,
+            QUERY_TILE, KV_TILE, PRECISION, True, False,
         )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def attention_backward_again_queries(
         attention_backward_queries(
             forward, grad_query, rules, None, None, None,
             HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
-            QUERY_TILE, KV_TILE, PRECISION,
+            QUERY_TILE, KV_TILE, PRECISION, False,
         )  # fmt: skip
 
 

@@ -149,10 +149,11 @@ class Backward:
         self.again_keys = kind.launch(
             again.attention_backward_again_keys, "backward_keys", call, None
         )
-        of_queries = again.attention_backward_again_queries
+        of_queries: Any = again.attention_backward_again_queries
+        more: dict[str, Any] = {}
         if self.ordered and not self.apart:
-            of_queries = attention_backward_queries
-        self.queries = kind.launch(of_queries, "backward_queries", call, None)
+            of_queries, more = attention_backward_queries, {"CHAINED": False}
+        self.queries = kind.launch(of_queries, "backward_queries", call, None, **more)
         sizes = self.queries.constants["QUERY_TILE"], self.queries.constants["KV_TILE"]
         self.over_keys = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
         self.order = self._order(problem.query_len)

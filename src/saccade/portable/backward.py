@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saccade.kernels.target import is_hopper
 from saccade.kernels.tiles import (
@@ -21,7 +22,7 @@ from saccade.kernels.tiles import (
     load_tile,
     num_rows,
     spoilt_rows,
-    store_rows,
+    store_tile,
     without,
 )
 from saccade.kernels.visibility import CAREFUL_ROWS, careful_parts, careful_start, if_present
@@ -44,16 +45,23 @@ def attention_backward_keys(
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CAREFUL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: KV_TILE rows of one kv head, and every query row of its heads that sees them.
 
     Where pairs are hidden, NaN or inf may go where it must not (0 · NaN is NaN). A program that
     finds some writes a verdict, and its work is done again by a program of a second launch, which
     is CAREFUL and takes longer. As that seldom happens, a program there looks at many verdicts.
+
+    CHAINED: it may start while kernels before it run. Where the one for queries makes the row
+    statistics (under a mask), it is waited for before they are read; elsewhere they were there
+    before that one's programs let this one start, and it is waited for at the end, so that who
+    follows finds both done.
     """
     program = tl.program_id(0)
     if CAREFUL:
+        if CHAINED:
+            gdc_wait()
         first = program * VERDICTS_AT_ONCE
         several = first + tl.arange(0, VERDICTS_AT_ONCE)
         found = tl.load(verdicts + several, mask=several < num_verdicts, other=AS_IT_IS)
@@ -65,13 +73,13 @@ def attention_backward_keys(
                         forward, grad_key, grad_value, grad_query, rules, verdicts,
                         place, verdict,
                         HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
-                        QUERY_TILE, KV_TILE, PRECISION, True,
+                        QUERY_TILE, KV_TILE, PRECISION, True, False,
                     )  # fmt: skip
     else:
         differentiate_keys(
             forward, grad_key, grad_value, grad_query, rules, verdicts, program, AS_IT_IS,
             HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
-            QUERY_TILE, KV_TILE, PRECISION, False,
+            QUERY_TILE, KV_TILE, PRECISION, False, CHAINED,
         )  # fmt: skip
 
 
@@ -81,7 +89,7 @@ def differentiate_keys(
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CAREFUL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """What one program does. verdict: that of the first launch, if this is the second."""
     batch, kv_head, tile, slot = forward.key.find(program, forward.key.data, KV_TILE)
@@ -96,7 +104,7 @@ def differentiate_keys(
         forward.value, batch, kv_head, kv_rows, kv_len, VALUE_DIM, VALUE_WIDTH, False
     )
     spoilt = False  # these keys would spoil gradients of queries that do not see them
-    if rules.mask.visible is not None and not CAREFUL:
+    if rules.mask.visible is not None and grad_query is not None and not CAREFUL:
         spoilt = any_spoilt(key_tile) | any_spoilt(value_tile)
         present = present & (spoilt == 0)
     grads = (
@@ -106,13 +114,16 @@ def differentiate_keys(
         forward, grad_query, rules, (batch, kv_head, slot, kv_start, query_len, kv_len),
         (key_tile, value_tile), grads, present, added_len,
         HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, QUERY_TILE, KV_TILE, PRECISION, CAREFUL,
+        CHAINED,
     )  # fmt: skip
     if rules.mask.visible is not None and not CAREFUL:
         again = tl.where(any_spoilt(grads[0], True) | any_spoilt(grads[1], True), AGAIN, AS_IT_IS)
         tl.store(verdicts + program, tl.where(spoilt, AGAIN_WITH_QUERIES, again))
     of_key = grads[0] * rules.scale
-    store_rows(grad_key, batch, kv_head, kv_rows, kv_len, of_key, HEAD_DIM)
-    store_rows(grad_value, batch, kv_head, kv_rows, kv_len, grads[1], VALUE_DIM)
+    store_tile(grad_key, batch, kv_head, kv_start, kv_len, of_key, HEAD_DIM)
+    store_tile(grad_value, batch, kv_head, kv_start, kv_len, grads[1], VALUE_DIM)
+    if CHAINED and rules.mask.visible is None:
+        gdc_wait()
 
 
 @triton.jit
@@ -120,7 +131,7 @@ def sum_over_queries(
     forward, grad_query, rules, at, tiles, grads, present, added_len,
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CAREFUL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Add what every visited tile of every query head gives; none if not `present`."""
     batch, kv_head, slot, kv_start, query_len, kv_len = at
@@ -131,6 +142,9 @@ def sum_over_queries(
             KV_TILE, QUERY_TILE, False,
         )  # fmt: skip
         walk = if_present(walk, present)
+        if CHAINED and rules.mask.visible is not None:
+            gdc_wait()
+            gdc_launch_dependents()
         here = (batch, query_head, kv_start, query_len, kv_len, added_len)
         if CAREFUL:
             for index in tl.range(0, careful_parts(walk, QUERY_TILE), num_stages=1):
@@ -201,8 +215,11 @@ def add_tile(
         spoilt = of_keys[:, None] | of_queries[None, :]
         query_tile, grad_tile = without(of_queries, query_tile), without(of_queries, grad_tile)
         key_tile, value_tile = without(of_keys, key_tile), without(of_keys, value_tile)
-    if EDGE:
-        inside = (kv_rows < kv_len)[:, None] & (query_rows < query_len)[None, :]
+    if EDGE:  # rows past the end are 0: they add nothing to finite sums, and no more is asked
+        if CAREFUL or grad_query is not None or rules.score is not None:
+            inside = (kv_rows < kv_len)[:, None] & (query_rows < query_len)[None, :]
+        elif rules.mask.visible is not None:
+            inside = True
 
     scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
     pairs = (batch, query_head, query_rows[None, :], kv_rows[:, None], kv_len - query_len)

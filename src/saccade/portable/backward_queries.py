@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saccade.kernels.tiles import (
     any_spoilt,
@@ -20,7 +21,7 @@ from saccade.kernels.tiles import (
 )
 from saccade.kernels.visibility import CAREFUL_ROWS, careful_parts, careful_start, if_present
 from saccade.portable.pairs import differentiate, drop, load_statistics, weigh
-from saccade.portable.row_statistics import in_base_2, statistics_of
+from saccade.portable.row_statistics import in_base_2, load_given, statistics_from
 
 
 @triton.jit(do_not_specialize=["rules"])
@@ -29,11 +30,13 @@ def attention_backward_queries(
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: QUERY_TILE rows of one head, and every key row that they see.
 
     With `output`, the row statistics are made here, from rows that are read anyway, and written
-    for kernels that follow; without, they are read.
+    for kernels that follow; without, they are read. CHAINED: the kernel that makes them may still
+    run, and is waited for here; then the kernel for keys may start.
     """
     batch, query_head, tile, slot = forward.query.find(
         tl.program_id(0), forward.query.data, QUERY_TILE
@@ -44,28 +47,37 @@ def attention_backward_queries(
     query_tile = load_rows(
         forward.query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
     )
-    grad_tile = load_rows(
-        forward.grad_output, batch, query_head, query_rows, query_len, VALUE_DIM, VALUE_WIDTH, False
-    )
     if output is None:
-        lse_log2, row_dot = load_statistics(
-            forward, batch, query_head, query_rows, query_len, False
-        )
+        grad_tile = load_rows(
+            forward.grad_output, batch, query_head, query_rows, query_len, VALUE_DIM, VALUE_WIDTH,
+            False,
+        )  # fmt: skip
     else:
-        lse, row_dot, saw_nothing = statistics_of(
+        given = load_given(
             output, forward.grad_output, logsumexp, grad_lse, batch, query_head, query_rows,
             query_len, VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
-        lse_log2 = in_base_2(lse, saw_nothing)
-        store_numbers(forward.lse_log2, batch, query_head, query_rows, query_len, lse_log2)
-        store_numbers(forward.row_dot, batch, query_head, query_rows, query_len, row_dot)
-    rows = (query_tile, grad_tile, lse_log2, row_dot)
+        grad_tile = given[1]
     at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_start, query_len, kv_len)
     walk = rules.mask.walk(
         rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
         QUERY_TILE, KV_TILE, True,
     )  # fmt: skip
     walk = if_present(walk, query_start < query_len)
+    if CHAINED:
+        if output is None:
+            gdc_wait()
+        gdc_launch_dependents()
+    if output is None:
+        lse_log2, row_dot = load_statistics(
+            forward, batch, query_head, query_rows, query_len, False
+        )
+    else:
+        lse, row_dot, saw_nothing = statistics_from(given)
+        lse_log2 = in_base_2(lse, saw_nothing)
+        store_numbers(forward.lse_log2, batch, query_head, query_rows, query_len, lse_log2)
+        store_numbers(forward.row_dot, batch, query_head, query_rows, query_len, row_dot)
+    rows = (query_tile, grad_tile, lse_log2, row_dot)
     of_query = tl.zeros([QUERY_TILE, HEAD_WIDTH], tl.float32)
     tile = rules.mask.tile(rules.mask, walk, 0, True)
     for index in range(0, walk[5]):
@@ -132,7 +144,9 @@ def add_tile(
         query_tile, grad_tile = without(of_queries, query_tile), without(of_queries, grad_tile)
         key_tile, value_tile = without(of_keys, key_tile), without(of_keys, value_tile)
     if EDGE:
-        inside = (kv_rows < kv_len)[None, :] & (query_rows < query_len)[:, None]
+        inside = (kv_rows < kv_len)[None, :]  # a query row past the end has sums of its own
+        if CAREFUL or rules.score is not None:
+            inside = inside & (query_rows < query_len)[:, None]
 
     scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
     pairs = (batch, query_head, query_rows[:, None], kv_rows[None, :], kv_len - query_len)

@@ -4,8 +4,7 @@ row statistics → keys (with queries, atomically) → careful keys        the f
 row statistics → queries → keys → careful keys                  the ordered form: equal bits
 … → one pass for each bias that wants a gradient
 
-Careful keys repeat, under a mask, what met NaN or inf; and under a mask the queries' kernel makes
-the row statistics on its way.
+Careful keys repeat, under a mask, what met NaN or inf; there the queries' kernel makes statistics.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from saccade.portable.row_statistics import attention_row_statistics
 from saccade.problem import Config, Gradients, Inputs, Variant, empty_gradients
 
 STATISTICS_TILE = 64
+CHAINED = ("sm_90",)  # where kernels start before those ahead of them have ended
 FEW_QUERIES = 64  # rows of queries that one program of the ordered form takes, about
 
 
@@ -100,23 +100,24 @@ def backward(
 
 def prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bool) -> Launches:
     """The kernels of a backward pass, chosen; none is compiled before it is started."""
-    kind, call = Kind.of(inputs), (inputs, variant)
-    constants = {name: kind.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
+    kind, call, given = Kind.of(inputs), (inputs, variant), config.backward
     ordered = deterministic or ordered_is_faster(kind)
+    chained = {"CHAINED": ordered and kind.architecture in CHAINED}
+    early = {"launch_pdl": True} if chained["CHAINED"] else {}
     which = "backward_keys" if ordered else "backward_shared"
     keys, careful = (
-        kind.launch(attention_backward_keys, which, call, config.backward, CAREFUL=careful)
-        for careful in (False, True)
+        kind.launch(attention_backward_keys, which, call, given, early, CAREFUL=c, **chained)
+        for c in (False, True)
     )
-    statistics = queries = None
+    statistics, queries, which = None, None, "backward_queries"
+    if not (ordered and variant.mask):  # without a mask queries have no registers for them
+        sizes = {name: kind.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
+        sizes |= {"QUERY_TILE": STATISTICS_TILE, **chained}
+        options = {"num_warps": 4, "num_stages": 1}
+        statistics = Launch(attention_row_statistics, sizes, options)
     if ordered:
-        queries = kind.launch(attention_backward_queries, "backward_queries", call, config.backward)
-    if not (ordered and variant.mask):  # without a mask it has no registers for them
-        statistics = Launch(
-            attention_row_statistics,
-            {**constants, "QUERY_TILE": STATISTICS_TILE},
-            {"num_warps": 4, "num_stages": 1},
-        )
+        early = early if statistics else {}
+        queries = kind.launch(attention_backward_queries, which, call, given, early, **chained)
     sizes = [
         (launch.constants["QUERY_TILE"], launch.constants["KV_TILE"])
         for launch in (keys, queries or keys)

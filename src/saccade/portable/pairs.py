@@ -34,12 +34,13 @@ class Forward(NamedTuple):
 
 @triton.jit
 def load_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.constexpr):
-    """lse_log2 and row_dot of each row. Unless WHOLE, rows past the end get +inf and 0."""
+    """lse_log2 and row_dot of each row. Unless WHOLE, rows past the end get 0, which copies into
+    shared memory can fill in; with queries and gradients of 0 nothing comes of them."""
     if WHOLE:
         lse_log2 = tl.load(row_pointers(forward.lse_log2, batch, head, query_rows, 0))
         row_dot = tl.load(row_pointers(forward.row_dot, batch, head, query_rows, 0))
     else:
-        lse_log2 = load_numbers(forward.lse_log2, batch, head, query_rows, query_len, float("inf"))
+        lse_log2 = load_numbers(forward.lse_log2, batch, head, query_rows, query_len, 0.0)
         row_dot = load_numbers(forward.row_dot, batch, head, query_rows, query_len, 0.0)
     return lse_log2, row_dot
 
@@ -57,10 +58,10 @@ def load_both_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.
         row_pointers(forward.row_dot, batch, head, rows, 0),
         row_pointers(forward.lse_log2, batch, head, rows, 0),
     )
-    if WHOLE:
+    if WHOLE:  # noqa: SIM108
         both = tl.load(pointers)
     else:
-        both = tl.load(pointers, mask=rows < query_len, other=tl.where(second, 0.0, float("inf")))
+        both = tl.load(pointers, mask=rows < query_len, other=0.0)
     return tl.split(both)
 
 
@@ -72,7 +73,8 @@ def weigh(scores, lse_log2, spoilt, inside, rules, at):
     is a plain True; the compiler removes both.
 
     at: (batch, head, query rows, key rows, shift). spoilt: pairs that hold NaN or inf, or None.
-    inside: pairs inside the sequences on an edge tile, or None where all pairs are visible.
+    inside: pairs inside the sequences on an edge tile, True where nothing comes of others, or None
+    where all pairs are visible.
     """
     batch, head, query_rows, kv_rows, shift = at
     derivative, visible = 1.0, True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from saccade.kernels.softmax import LOG2_E
 from saccade.kernels.tiles import load_numbers, load_rows, num_rows, store_numbers
@@ -18,11 +19,14 @@ from saccade.kernels.tiles import load_numbers, load_rows, num_rows, store_numbe
 def attention_row_statistics(
     output, grad_output, logsumexp, grad_lse, lse_log2, row_dot,  # Views; grad_lse may be None
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program: QUERY_TILE rows of one head.
+    """One program: QUERY_TILE rows of one head. CHAINED: the next kernel may start early.
 
     A row that saw nothing gets row_dot 0 and lse_log2 +inf, which makes all its weights 0.
     """
+    if CHAINED:
+        gdc_launch_dependents()
     batch, head, tile, _ = output.find(tl.program_id(0), output.data, QUERY_TILE)
     query_len = num_rows(output, batch)
     rows = tile * QUERY_TILE + tl.arange(0, QUERY_TILE)
@@ -41,12 +45,32 @@ def statistics_of(
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The natural lse of some rows, their row_dot, and which of them saw nothing."""
+    given = load_given(
+        output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
+        VALUE_DIM, VALUE_WIDTH,
+    )  # fmt: skip
+    return statistics_from(given)
+
+
+@triton.jit
+def load_given(
+    output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What the statistics of some rows are made from: output, its gradient, lse, its gradient."""
     attended = load_rows(output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
     grad = load_rows(grad_output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
-    dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1)
+    lse, of_lse = load_numbers(logsumexp, batch, head, rows, query_len, 0.0), 0.0
     if grad_lse is not None:
-        dot -= load_numbers(grad_lse, batch, head, rows, query_len, 0.0)
-    lse = load_numbers(logsumexp, batch, head, rows, query_len, 0.0)
+        of_lse = load_numbers(grad_lse, batch, head, rows, query_len, 0.0)
+    return attended, grad, lse, of_lse
+
+
+@triton.jit
+def statistics_from(given):
+    """`statistics_of` what `load_given` gave: loads may wait together with others."""
+    attended, grad, lse, of_lse = given
+    dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1) - of_lse
     saw_nothing = lse == float("-inf")
     return lse, tl.where(saw_nothing, 0.0, dot), saw_nothing
 
