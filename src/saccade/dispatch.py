@@ -82,7 +82,7 @@ def _hopper_yields(problem: Problem) -> str | None:
     """What was not measured beside the portable kernels, or was slower, is theirs.
 
     Of masks other than causal ones, windows, prefixes, documents and blocks were measured, with 128
-    channels: it took 0.94 to 0.67 of their time (benchmarks/results/h200/portable.jsonl).
+    channels: it took 1.00 to 0.67 of their time (benchmarks/results/h200/portable.jsonl).
     """
     width = max(problem.head_dim, problem.value_dim)
     if problem.page_size:
