@@ -15,7 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from saccade.kernels.tiles import ADDED, wide
+from saccade.kernels.tiles import ADDED, packed_program_by_heads, wide
 
 # A View's data for pages: table, how far apart its sequences are, lengths.
 
@@ -71,6 +71,61 @@ def slot_pointers(view, head, place, channels):
         wide(page) * view.strides[0] + wide(head) * view.strides[1] + wide(first) * view.step
     )
     return base + (wide(slots) * view.step + channels)
+
+
+# ---- as the dense kernel reads them; data of their Views ends with the size of pages ------------
+
+FEW_PAGES = tl.constexpr(8)  # of a tile: so many are looked up one by one
+
+
+@triton.constexpr_function
+def plain(number: int) -> int:
+    """A constant, which under the interpreter may still be wrapped."""
+    return number
+
+
+@triton.jit
+def pages_ahead(view, batch, start, length, ROWS: tl.constexpr):
+    """The pages of ROWS rows from `start` on, of which some may lie past the end.
+
+    Few pages are numbers, each in one register of a thread; as a column, a thread would keep one
+    for each of its rows. They are plain loads, a tile ahead of the keys that they lead to: Triton's
+    pipeline would copy them through shared memory, and wait there for keys asked for before.
+    """
+    PAGE_SIZE: tl.constexpr = plain(view.data[3])
+    TILE: tl.constexpr = plain(ROWS)
+    if PAGE_SIZE % TILE == 0 or TILE % PAGE_SIZE != 0 or TILE > FEW_PAGES * PAGE_SIZE:
+        pages = (find_page(view, batch, start, length, TILE, PAGE_SIZE, False),)
+    else:
+        entries = view.data[0] + wide(batch) * (view.data[1] - ADDED) + start // PAGE_SIZE
+        pages = ()
+        for number in tl.static_range(TILE // PAGE_SIZE):
+            exists = start + number * PAGE_SIZE < length
+            pages = pages + (tl.load(entries + number, mask=exists, other=0),)  # noqa: RUF005
+    return pages
+
+
+@triton.jit
+def in_pages(view, pages, batch, head, start, channels, ROWS: tl.constexpr, SPARING: tl.constexpr):
+    """Addresses of ROWS rows from `start`, a multiple of ROWS, on × channels."""
+    PAGE_SIZE: tl.constexpr = plain(view.data[3])
+    TILE: tl.constexpr = plain(ROWS)
+    page = pages[0]
+    for number in tl.static_range(1, len(pages)):
+        # The compiler knows in which page a thread's row lies: nothing is left of this choice.
+        page = tl.where(tl.arange(0, TILE)[:, None] < number * PAGE_SIZE, page, pages[number])
+    return slot_pointers(view, head, slots_of(page, start, TILE, PAGE_SIZE), channels)
+
+
+@triton.jit
+def chunk_program(program, data, TILE: tl.constexpr):
+    """`packed_program_by_heads`, where sequences of data[4] query rows or fewer have no rows."""
+    batch, head, tile, slot = packed_program_by_heads(program, data, TILE)
+    length = tl.load(data[0] + batch + 1) - tl.load(data[0] + batch)
+    return batch, head, tl.where(length > data[4] - ADDED, tile, tl.cdiv(length, TILE)), slot
+
+
+# ---- as the other kernels read them -------------------------------------------------------------
 
 
 @triton.jit

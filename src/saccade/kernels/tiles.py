@@ -19,6 +19,20 @@ from saccade.kernels.softmax import sum_of_rows
 from saccade.kernels.target import is_hopper
 
 
+@triton.jit
+def nothing_ahead(view, batch, start, length, ROWS: tl.constexpr):
+    """Of rows that follow each other in memory nothing is read ahead, to know where they are."""
+    return (start * 0,)
+
+
+@triton.jit
+def side_by_side(
+    view, ahead, batch, head, start, channels, ROWS: tl.constexpr, SPARING: tl.constexpr
+):
+    """Addresses of ROWS such rows from `start` on × channels."""
+    return tile_pointers(view, batch, head, start, channels, ROWS, SPARING)
+
+
 class View(NamedTuple):
     """A tensor as a kernel argument: rows of channels, by batch entry (or sequence) and head."""
 
@@ -27,7 +41,9 @@ class View(NamedTuple):
     step: Any  # tl.constexpr, from row to row: addresses within a tile then cost next to nothing
     place: Any  # dense or packed: where a sequence lives
     find: Any  # dense_program, packed_program, …: what a program works on
-    data: tuple[Any, ...]  # what the two functions need
+    data: tuple[Any, ...]  # what the functions need
+    ahead: Any = nothing_ahead  # or pages_ahead (pages.py): what is read a tile ahead of its rows
+    rows: Any = side_by_side  # or in_pages: where they are then
 
 
 @triton.jit
@@ -190,11 +206,17 @@ def tile_pointers(
 def load_tile(
     view, batch, head, start, length,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-    SPARING: tl.constexpr = False,
+    SPARING: tl.constexpr = False, ahead=None,
 ):  # fmt: skip
-    """`load_rows` of ROWS adjacent rows, for loops that have no register to spare."""
+    """`load_rows` of ROWS adjacent rows, for loops that have no register to spare.
+
+    ahead: what `view.ahead` found of them, where they may lie in pages.
+    """
     rows, channels = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-    pointers = tile_pointers(view, batch, head, start, channels, ROWS, SPARING)
+    if ahead is None:
+        pointers = tile_pointers(view, batch, head, start, channels, ROWS, SPARING)
+    else:
+        pointers = view.rows(view, ahead, batch, head, start, channels, ROWS, SPARING)
     if WHOLE:
         if DIM == WIDTH:
             return tl.load(pointers)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from saccade.offline.calls import KERNELS, MASKS, PASSES, Call
 from saccade.offline.linear_calls import SWEEPS, LinearCall
-from saccade.offline.paged_calls import PagedCall
+from saccade.offline.paged_calls import LONG_CHUNK, PagedCall
 from saccade.offline.pool import Job
 
 CAREFUL = ("backward_keys, careful", "backward_shared, careful")
@@ -55,7 +55,9 @@ HOPPER = (
     Entry(Call(256, mask="causal", packed=True), HOPPER_APART),
     Entry(Call(192, mask="causal", value_dim=128), HOPPER_APART),
     *(
-        Entry(PagedCall(dim, "bf16", "causal", size, query_len=512), ("hopper_pages_forward",))
+        Entry(
+            PagedCall(dim, "bf16", "causal", size, query_len=LONG_CHUNK), ("hopper_pages_forward",)
+        )
         for dim, size in ((64, 64), (128, 64), (128, 16), (128, 256), (256, 64))
     ),
     Entry(LinearCall(64), ("hopper_linear_forward", "hopper_linear_backward_keys")),
@@ -104,22 +106,26 @@ def entries(architecture: str) -> list[Entry]:
 
 
 def paged_entries(half: str) -> list[Entry]:
-    """The calls over pages."""
-    chunk = 512
+    """The calls over pages. Short chunks are cut into shares, long ones take the dense kernel."""
+    chunk, few = LONG_CHUNK, 20
     return [
         Entry(PagedCall(64, half), ("pages", "merge_partials")),
         Entry(PagedCall(128, half), ("pages", "merge_partials")),
         Entry(PagedCall(128, half, "causal", 16), ("pages", "plan_pages")),
         Entry(PagedCall(128, half, pages="fp8"), ("pages",)),
         Entry(PagedCall(256, half), ("pages", "merge_partials")),
-        Entry(PagedCall(64, half, "causal", query_len=chunk), ("pages",)),
-        Entry(PagedCall(128, half, "causal", query_len=chunk), ("pages", "merge_partials")),
-        Entry(PagedCall(128, half, "causal", 16, query_len=chunk), ("pages",)),
+        Entry(PagedCall(64, half, "causal", query_len=few), ("pages",)),
+        Entry(PagedCall(128, half, "causal", query_len=few), ("pages", "merge_partials")),
+        Entry(PagedCall(128, half, "causal", 16, query_len=few), ("pages",)),
         Entry(PagedCall(128, half, "causal", pages="int8", query_len=chunk), ("pages",)),
         Entry(PagedCall(128, half, "tree", query_len=chunk), ("pages", "plan_pages")),
-        Entry(PagedCall(256, half, "causal", query_len=chunk), ("pages",)),
+        Entry(PagedCall(256, half, "causal", query_len=few), ("pages",)),
+        *(
+            Entry(PagedCall(dim, half, "causal", size, query_len=chunk), ("pages_forward",))
+            for dim, size in ((64, 64), (128, 64), (128, 16), (256, 64))
+        ),
         Entry(PagedCall(64, "fp32", "causal"), ("pages",)),
-        Entry(PagedCall(128, "fp32", "causal", query_len=chunk), ("pages",)),
+        Entry(PagedCall(128, "fp32", "causal", query_len=few), ("pages",)),
         Entry(PagedCall(128, half), ("write_pages",)),
         Entry(PagedCall(128, half, pages="fp8"), ("write_pages",)),
     ]

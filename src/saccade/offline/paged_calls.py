@@ -15,10 +15,11 @@ from saccade.problem import Config, PagedInputs, Variant
 
 # The kernels, by what starts them.
 PAGED_PASSES = {
-    "paged": ("pages", "merge_partials", "plan_pages"),
+    "paged": ("pages", "merge_partials", "plan_pages", "pages_forward"),
     "hopper_paged": ("hopper_pages_forward",),  # by kernels for sm_90 alone
     "write": ("write_pages",),
 }
+LONG_CHUNK = 512  # query rows
 
 
 class PagedCall(NamedTuple):
@@ -39,7 +40,8 @@ class PagedCall(NamedTuple):
     def name(self) -> str:
         """What tells the call from others of the same sizes."""
         extras = [self.pages] if self.pages else []
-        extras += ["chunk" if self.query_len > 1 else "decode", f"p{self.page_size}"]
+        short = "short chunk" if self.query_len > 1 else "decode"
+        extras += ["chunk" if self.query_len >= LONG_CHUNK else short, f"p{self.page_size}"]
         return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
 
 

@@ -79,6 +79,8 @@ def kernel_name(started: Launch, which: str) -> str:
         return f"hopper_{name}, ordered"
     if which == "hopper_turns":
         return f"hopper_{name}, in turns"
+    if (which, name) == ("paged", "forward"):  # the dense kernel, whose keys lie in pages
+        return "pages_forward"
     if name == "linear_again":  # one kernel for four passes
         return f"hopper_linear_{started.constants['PASS']}_again"
     if which.startswith("hopper"):

@@ -73,31 +73,37 @@ def attention_forward(
     state = (row_max, row_sum, weighted_sum)
     if not ONE_LOOP and (rules.mask.visible is not None or walk[5] > 0):
         tile = rules.mask.tile(rules.mask, walk, 0, True)
+        ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
         for index in range(0, walk[5]):  # clean tiles: no mask arithmetic
             following = rules.mask.tile(rules.mask, walk, index + 1, True)
+            next_ahead = key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
             state = fold_tile(
-                key, value, rules, at, query_tile, tile * KV_TILE, state,
+                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
             )  # fmt: skip
-            tile = following
+            tile, ahead = following, next_ahead
     if not ONE_LOOP and (walk[3] > 0 or (rules.mask.visible is not None and not is_hopper())):
         tile = rules.mask.tile(rules.mask, walk, 0, False)
+        ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
         for index in range(0, walk[3]):  # edges: pair by pair
             following = rules.mask.tile(rules.mask, walk, index + 1, False)
+            next_ahead = key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
             state = fold_tile(
-                key, value, rules, at, query_tile, tile * KV_TILE, state,
+                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
             )  # fmt: skip
-            tile = following
+            tile, ahead = following, next_ahead
     if ONE_LOOP:
         tile = next_of_both(rules.mask, walk, 0)
+        ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
         for index in range(0, walk[3] + walk[5]):
             following = next_of_both(rules.mask, walk, index + 1)
+            next_ahead = key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
             state = fold_tile(
-                key, value, rules, at, query_tile, tile * KV_TILE, state,
+                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False, index < walk[3],
             )  # fmt: skip
-            tile = following
+            tile, ahead = following, next_ahead
     if rules.mask.visible is not None and any_spoilt(state[2], True):
         # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care. The
         # queries are read again, or they would take registers all the time.
@@ -108,8 +114,9 @@ def attention_forward(
         state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
         for index in tl.range(0, careful_parts(walk, KV_TILE), num_stages=1):
             kv_start = careful_start(rules.mask, walk, index, KV_TILE)
+            found = key.ahead(key, batch, kv_start, kv_len, CAREFUL_ROWS)
             state = fold_tile(
-                key, value, rules, at, query_tile, kv_start, state,
+                key, value, rules, at, query_tile, kv_start, found, state,
                 HEAD_DIM, VALUE_DIM, CAREFUL_ROWS, PRECISION, True, True,
             )  # fmt: skip
 
@@ -124,7 +131,7 @@ def attention_forward(
 
 @triton.jit
 def fold_tile(
-    key, value, rules, at, query_tile, kv_start, state,
+    key, value, rules, at, query_tile, kv_start, ahead, state,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_TILE: tl.constexpr,
     PRECISION: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr, is_edge=True,
 ):  # fmt: skip
@@ -137,11 +144,12 @@ def fold_tile(
     row_max, row_sum, weighted_sum = state
     kv_rows = kv_start + tl.arange(0, KV_TILE)
     key_tile = load_tile(
-        key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not EDGE
-    )
+        key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not EDGE,
+        ahead=ahead,
+    )  # fmt: skip
     value_tile = load_tile(
         value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, weighted_sum.shape[1],
-        not EDGE,
+        not EDGE, ahead=ahead,
     )  # fmt: skip
     if CAREFUL:
         spoilt_query, spoilt_value = spoilt_rows(query_tile), spoilt_rows(value_tile)

@@ -1,6 +1,7 @@
 """Attention over pages by portable kernels: the body that the operator runs on GPUs.
 
-    (plan) → attention → merge        for sequences of few query rows, and again for those of many
+    (plan) → attention → merge        for sequences of few query rows, and again for those of many,
+                                      unless these take the dense kernel (paged_chunks.py)
 
 A kind of call is prepared once, as in `attention.py`. Nothing is read by the host, and what a call
 allocates depends on shapes only, so it can be captured in a CUDA graph.
@@ -18,7 +19,7 @@ from saccade.kernels.launch import Launch, Pointer
 from saccade.kernels.rules import Rules
 from saccade.kernels.schedule import NOTE_SIZE, PLAN_ROW
 from saccade.kernels.tiles import ADDED
-from saccade.portable import paged_pass
+from saccade.portable import paged_chunks, paged_pass
 from saccade.portable.arguments import mask_argument, score_argument
 from saccade.portable.kind import memory_like, remembered
 from saccade.portable.merge import merge_partials
@@ -144,7 +145,7 @@ class PagedForward:
         self, inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
     ):
         self.regular = made_regular(inputs) is inputs
-        inputs = made_regular(inputs)
+        inputs, self.given = made_regular(inputs), config
         kind = PagedKind.of(inputs)
         self.passes = [
             self.launches(kind, of, inputs, variant)
@@ -155,10 +156,10 @@ class PagedForward:
             memory_like, empty_rows(inputs.query, inputs.value_pages.shape[3], packed)
         )
 
-    def launches(
-        self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant
-    ) -> PassLaunches:
+    def launches(self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant) -> Any:
         """What starts the kernels of a pass."""
+        if paged_chunks.unsupported(kind, of, inputs, variant, self.given) is None:
+            return paged_chunks.ChunkLaunch(kind, of, inputs, variant, self.given)
         return PassLaunches(kind, of, inputs.query.device)
 
     def __call__(self, inputs: PagedInputs, variant: Variant) -> tuple[Tensor, Tensor]:
