@@ -65,10 +65,15 @@ def _variant(
     dropout_p: float,
     extents: Extents,
     device: torch.device,
+    batch_invariant: bool = False,
 ) -> Variant:
-    """Mask and score by key, once what they captured is known to fit."""
+    """Mask and score by key, once what they captured is known to fit.
+
+    Whether all sequences have one row, lengths on a GPU do not tell: where bits are to be the same
+    in any batch, the mask stays.
+    """
     mask, score = as_mask(mask), as_score(score)
-    if extents.query_len == 1 and mask.key == LAST_ROW_SEES_ALL:
+    if extents.query_len == 1 and mask.key == LAST_ROW_SEES_ALL and not batch_invariant:
         mask = NOTHING_HIDDEN  # decoding: kernels without a mask are faster
     if mask.key:
         arguments.check_captured("mask", mask.key, mask.captured, extents, device)
@@ -105,7 +110,7 @@ def prepare_paged(
     longest_k = int(inputs.kv_lens.max()) if readable and inputs.batch else None
     longest_q = query.shape[2] if offsets is None else longest_q
     extents = Extents(inputs.batch, query.shape[1], longest_q, longest_k, packed=True)
-    variant = _variant(mask, score, scale, 0.0, extents, query.device)
+    variant = _variant(mask, score, scale, 0.0, extents, query.device, batch_invariant)
     slots = inputs.page_table.numel() * inputs.page_size
     problem = Problem(
         batch=inputs.batch,

@@ -15,7 +15,8 @@ from saccade.portable import kind, paged, paged_chunks
 from saccade.portable.paged import PassLaunches
 from saccade.portable.paged_chunks import ChunkLaunch
 from saccade.portable.paged_kind import PagedKind
-from saccade.problem import Config
+from saccade.prepare import prepare_paged
+from saccade.problem import Config, PagedInputs
 from saccade.testing import PagedCase, assert_exact, make_paged_case, poisoned
 
 F16, I8 = torch.float16, torch.int8
@@ -88,6 +89,15 @@ def test_the_same_bits_in_any_batch() -> None:
         )  # fmt: skip
         assert torch.equal(alone[0].transpose(0, 1), together["output"][at])
         assert torch.equal(lse[0], together["lse"][:, at])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_row_alone_keeps_its_mask_where_bits_must_not_change(batch_invariant: bool) -> None:
+    arguments = make(lengths=((1, 40),), spoil_hidden=False).arguments()
+    options = {name: arguments.pop(name) for name in ("mask", "score", "scale")}
+    options |= {"batch_invariant": batch_invariant, "return_lse": False, "config": None}
+    _, variant, _, _ = prepare_paged(PagedInputs(**arguments), **options)
+    assert (variant.mask != "") == batch_invariant
 
 
 @interpreted

@@ -114,7 +114,10 @@ def in_pages(view, pages, batch, head, start, channels, ROWS: tl.constexpr, SPAR
     for number in tl.static_range(1, len(pages)):
         # The compiler knows in which page a thread's row lies: nothing is left of this choice.
         page = tl.where(tl.arange(0, TILE)[:, None] < number * PAGE_SIZE, page, pages[number])
-    return slot_pointers(view, head, slots_of(page, start, TILE, PAGE_SIZE), channels)
+    place = slots_of(page, start, TILE, PAGE_SIZE)
+    if PAGE_SIZE == TILE:  # what is taken from the first slot would be taken from each address
+        place = (page, 0, tl.arange(0, TILE)[:, None])
+    return slot_pointers(view, head, place, channels)
 
 
 @triton.jit

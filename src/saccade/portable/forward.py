@@ -76,34 +76,31 @@ def attention_forward(
         ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
         for index in range(0, walk[5]):  # clean tiles: no mask arithmetic
             following = rules.mask.tile(rules.mask, walk, index + 1, True)
-            next_ahead = key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
             state = fold_tile(
                 key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
             )  # fmt: skip
-            tile, ahead = following, next_ahead
+            tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
     if not ONE_LOOP and (walk[3] > 0 or (rules.mask.visible is not None and not is_hopper())):
         tile = rules.mask.tile(rules.mask, walk, 0, False)
         ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
         for index in range(0, walk[3]):  # edges: pair by pair
             following = rules.mask.tile(rules.mask, walk, index + 1, False)
-            next_ahead = key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
             state = fold_tile(
                 key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
             )  # fmt: skip
-            tile, ahead = following, next_ahead
+            tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
     if ONE_LOOP:
         tile = next_of_both(rules.mask, walk, 0)
         ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
         for index in range(0, walk[3] + walk[5]):
             following = next_of_both(rules.mask, walk, index + 1)
-            next_ahead = key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
             state = fold_tile(
                 key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False, index < walk[3],
             )  # fmt: skip
-            tile, ahead = following, next_ahead
+            tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
     if rules.mask.visible is not None and any_spoilt(state[2], True):
         # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care. The
         # queries are read again, or they would take registers all the time.
