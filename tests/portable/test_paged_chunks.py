@@ -22,6 +22,7 @@ from saccade.testing import PagedCase, assert_exact, make_paged_case, poisoned
 F16, I8 = torch.float16, torch.int8
 ALIKE = ((40, 70), (40, 41), (40, 12))
 MIXED = ((40, 70), (1, 33), (20, 20), (3, 9), (35, 90))
+SHORT = 30  # here; tiles have 32 rows and fewer
 
 interpreted = pytest.mark.skipif(
     not launch.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
@@ -29,8 +30,9 @@ interpreted = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def _prepared_anew() -> Iterator[None]:
+def _prepared_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     paged._forwards.clear()
+    monkeypatch.setattr(paged_chunks, "SHORT", SHORT)
     yield
     paged._forwards.clear()
 
@@ -108,13 +110,12 @@ def test_sequences_of_few_rows_are_left_to_their_own_pass() -> None:
     tensors = tuple(tensor for tensor in given if tensor is not None)
     prepared = paged.prepared(inputs, variant, Config(), True)
     results = [prepared.output().fill_(torch.nan), prepared.lse().fill_(torch.nan)]
-    few, many = prepared.passes
-    assert (type(few), type(many)) == (PassLaunches, ChunkLaunch)
+    few, short, many = prepared.passes
+    assert [type(each) for each in (few, short, many)] == [PassLaunches] * 2 + [ChunkLaunch]
     many(inputs, variant, *results, (*tensors, *results))
-    border = few.of.rows[1]
+    assert few.of.rows[1] == short.of.rows[0]
     written = ~results[0].isnan().flatten(1).any(1)
-    expected = [n > border for n, _ in MIXED for _ in range(n)]
-    assert written.tolist() == expected and len(set(expected)) == 2
+    assert written.tolist() == [n > SHORT for n, _ in MIXED for _ in range(n)]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +126,10 @@ def test_sequences_of_few_rows_are_left_to_their_own_pass() -> None:
         ({"page_dtype": I8}, True, "are converted"),
         ({"mask": "documents"}, True, "planned ahead"),
         ({"lengths": ((24, 70),)}, False, "few query rows"),
-        ({"lengths": ((24, 70),)}, True, None),
+        ({"lengths": ((24, 70),)}, True, "fill no tiles"),
+        ({"lengths": ((31, 70),)}, True, None),
         ({"lengths": ((64, 64), *((1, 9),) * 90), "packed": True}, False, "most sequences"),
-        ({"lengths": ((64, 64), *((1, 9),) * 90), "packed": True}, True, None),
+        ({"lengths": ((64, 64), *((1, 9),) * 90), "packed": True}, True, "fill no tiles"),
     ],
     ids=str,
 )

@@ -147,9 +147,10 @@ class PagedForward:
         self.regular = made_regular(inputs) is inputs
         inputs, self.given = made_regular(inputs), config
         kind = PagedKind.of(inputs)
+        passes = kind.passes(inputs, variant, config, batch_invariant)
         self.passes = [
             self.launches(kind, of, inputs, variant)
-            for of in kind.passes(inputs, variant, config, batch_invariant)
+            for of in paged_chunks.told_apart(kind, passes, inputs, variant, config)
         ]
         packed = inputs.cu_seqlens_q is not None
         self.output, self.lse = map(

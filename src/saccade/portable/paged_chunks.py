@@ -21,11 +21,13 @@ from saccade.portable import configs, tuned
 from saccade.portable.arguments import mask_argument, score_argument
 from saccade.portable.configs import KernelProblem
 from saccade.portable.forward import attention_forward
-from saccade.portable.paged_kind import PagedKind
+from saccade.portable.paged_kind import ANY_NUMBER, PagedKind
 from saccade.portable.paged_pass import Pass
 from saccade.problem import Config, PagedInputs, Variant
 
 BUSY = 6  # warps on each multiprocessor: fewer are slower than what shares keys out
+# Query rows of a sequence that leave tiles of one head too empty, where its own number decides.
+SHORT = 63
 
 
 class ChunkLaunch:
@@ -78,6 +80,21 @@ class ChunkLaunch:
         ]
 
 
+def told_apart(
+    kind: PagedKind, passes: list[Pass], inputs: PagedInputs, variant: Variant, given: Config
+) -> list[Pass]:
+    """The passes, where packed sequences get equal bits in any batch: long chunks are another."""
+    if not passes or not passes[-1].cuts or not kind.queries.packed:
+        return passes
+    last = passes[-1]
+    short, long = (
+        last._replace(rows=rows) for rows in ((last.rows[0], SHORT), (SHORT, ANY_NUMBER))
+    )
+    if last.rows[0] >= SHORT or unsupported(kind, long, inputs, variant, given) is not None:
+        return passes
+    return [*passes[:-1], short, long]
+
+
 def config_of(kind: PagedKind, variant: Variant, given: Config) -> Config:
     """The config of the dense kernel: the same for any batch, packed or not."""
     width = max(kind.constants["HEAD_WIDTH"], kind.constants["VALUE_WIDTH"])
@@ -101,7 +118,8 @@ def unsupported(
     if variant.mask and mask_functions(variant.mask).spans_read:
         return "the mask reads tensors along rows, which is planned ahead"
     if of.cuts:  # batch_invariant
-        return None
+        fewest = of.rows[0] + 1 if kind.queries.packed else kind.queries.length
+        return None if fewest > SHORT else "sequences of few query rows fill no tiles of one head"
     config, queries = config_of(kind, variant, given), kind.queries
     tiles = queries.length // config.query_tile * queries.heads * queries.sequences
     if tiles * config.num_warps < BUSY * kind.multiprocessors:
