@@ -65,8 +65,9 @@ PAGED_TARGETS = (
         tuple(WIDER.others), WIDER, 1 / 1.7, ("forward",), WHO,
     ),
     Target(
-        "chunks of a prompt over pages: at most 1.08 of the dense kernel's time",
-        ("gpu-pages-*-new*",), Peer("saccade/portable"), 1.08, ("forward",), WHO,
+        "chunks of a prompt over pages, portable: at most 1.08 of the dense kernel's time",
+        ("gpu-pages-*-new*",), Peer("saccade/portable"), 1.08, ("forward",),
+        "portable/scattered-64",
     ),
     Target(
         "chunks of a prompt over pages, Hopper: at most 1.08 of the dense Hopper kernel's time",

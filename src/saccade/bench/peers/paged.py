@@ -45,6 +45,7 @@ def peers() -> list[Peer]:
         found += [
             _peer(f"saccade/paged-{size}", f"{call}, neighbouring {pages}", size, False, _ours),
             _peer(f"saccade/scattered-{size}", f"{call}, scattered {pages}", size, True, _ours),
+            _peer(f"portable/scattered-{size}", "the same by portable ones", size, True, _portable),
             _peer(f"hopper/scattered-{size}", "the same by Hopper kernels", size, True, _hopper),
             _peer(f"sdpa/gathered-{size}", f"gathers {pages}, then SDPA", size, True, _gathered),
         ]
@@ -56,8 +57,9 @@ def _peer(who: str, about: str, size: int, scattered: bool, attend: Attend) -> P
         lens, new = _sequences(case)
         if not lens or any(length % size for length in lens):
             return f"it takes new tokens of sequences of whole pages of {size}"
-        if attend is _hopper and (reason := _not_by_hopper(case, device)):
-            return reason
+        for by, implementation in ((_portable, "portable"), (_hopper, "hopper")):
+            if attend is by and (reason := _not_by(implementation, case, device)):
+                return reason
         if attend is _gathered and (len(lens) > 1 or not case.decodes):
             return "it decodes one sequence"
         kept: list[tuple[Tensor, Pages]] = []
@@ -118,12 +120,16 @@ def _ours(query: Tensor, pages: Pages, implementation: str | None = None) -> Ten
     return output
 
 
+def _portable(query: Tensor, pages: Pages) -> Tensor:
+    return _ours(query, pages, "portable")
+
+
 def _hopper(query: Tensor, pages: Pages) -> Tensor:
     return _ours(query, pages, "hopper")
 
 
-def _not_by_hopper(case: Case, device: torch.device) -> str | None:
-    """Why Hopper kernels cannot serve such queries and pages, or None."""
+def _not_by(implementation: str, case: Case, device: torch.device) -> str | None:
+    """Why an implementation cannot serve such queries and pages, or None."""
     stored = getattr(torch, case.page_dtype) if isinstance(case, PagedCase) else case.torch_dtype
     scales = torch.ones(1, 1, 1, device=device) if stored.itemsize == 1 else None
     query = torch.zeros(1, 1, 1, case.head_dim, dtype=case.torch_dtype, device=device)
@@ -132,7 +138,7 @@ def _not_by_hopper(case: Case, device: torch.device) -> str | None:
         query, page, page, page_table=one[None] - 1, kv_lens=one,
         key_scales=scales, value_scales=scales,
     )  # fmt: skip
-    return found.reasons["hopper"]
+    return found.reasons[implementation]
 
 
 def _gathered(query: Tensor, pages: Pages) -> Tensor:
