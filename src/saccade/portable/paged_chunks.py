@@ -41,7 +41,7 @@ class ChunkLaunch:
         constants = dict(kind.constants)
         self.page_size = constants.pop("PAGE_SIZE")
         constants["HEADS_PER_KV_HEAD"] = constants.pop("GROUP")
-        constants |= {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
+        constants |= {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile, "ONE_LOOP": False}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         self.launch = Launch(attention_forward, constants, options)
         self.programs = kind.queries.programs(config.query_tile)
