@@ -40,8 +40,8 @@ def test_a_tiny_run_from_end_to_end(tmp_path):
     assert {"saccade/cpu", "sdpa", "sdpa/math"} <= {result.who for result in results}
     assert all(0 < result.min_ms <= result.median_ms <= result.max_ms for result in results)
     assert all(result.threads == torch.get_num_threads() for result in results)
-    forward = {"forward", "decode"}
-    assert all((result.error is not None) == (result.which_pass in forward) for result in results)
+    checked = {"forward", "backward", "decode"}
+    assert all((result.error is not None) == (result.which_pass in checked) for result in results)
     assert "sdpa/cudnn" in done.output  # in the footnotes, with its reason
     assert image.exists()
     again = run("--read", str(file))

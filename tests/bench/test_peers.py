@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import saccade
 from saccade.bench.cases import CASES, Case
-from saccade.bench.check import OUTPUT_LIMITS, check, exact
+from saccade.bench.check import GRADIENT_LIMITS, OUTPUT_LIMITS, check, exact
 from saccade.bench.measure import fit
 from saccade.bench.paged_cases import INT8_SCALE
 from saccade.bench.peers import Call, Peer, all_peers, flex, from_layout, installed, ours, to_layout
@@ -54,7 +54,9 @@ def test_who_has_no_linear_attention_says_so():
     reasons = {absence.who: absence.reason for absence in absences}
     assert reasons["sdpa"] == reasons["flex"] == "it has no linear attention"
     assert "bmm" not in errors
-    assert 0 < errors["saccade/cpu"] < OUTPUT_LIMITS["float32"]
+    found = errors["saccade/cpu"]
+    assert 0 < found["forward"] < OUTPUT_LIMITS["float32"]
+    assert 0 < found["backward"] < GRADIENT_LIMITS["float32"]
 
 
 def test_bmm_does_as_many_operations_as_the_case():
@@ -223,10 +225,56 @@ def test_the_error_of_a_result_is_that_of_its_worst_row():
         return output
 
     checked = check(Call(off_by_a_hundredth), truth, tensors, gradients=False)
-    assert checked.error == pytest.approx(0.01, rel=1e-3)
+    assert checked.errors["forward"] == pytest.approx(0.01, rel=1e-3)
     assert "1.0e-02 away" in str(checked.fault)
     narrower = Call(lambda query, key, value: query[..., 1:])
-    assert check(narrower, truth, tensors, gradients=False).error == float("inf")
+    assert check(narrower, truth, tensors, gradients=False).errors == {}
+
+
+class OutputOffByAFewBits(torch.autograd.Function):
+    """Linear attention whose backward pass takes δ from an output that was rounded."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, off):
+        ctx.off = off
+        ctx.save_for_backward(query, key, value)
+        return linear_attention(query, key, value)[0]
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (grad,) = grad_outputs
+        query, key, value = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            output, divisor = linear_attention(query, key, value)
+            sizes = (output.detach() * grad).norm(dim=-1, keepdim=True)
+            signs = 1 - 2 * (torch.arange(grad.shape[2]) % 2).unsqueeze(-1)
+            off = ctx.off * signs * sizes / grad.square().sum(-1, keepdim=True)
+            rounded = output.detach() + off * grad  # δ is off by ctx.off of its size
+            whole = linear_attention(query, key, value, whole=True)
+            flow = (whole - rounded * divisor) / divisor.detach()
+        return (*torch.autograd.grad(flow, (query, key, value), grad), None)
+
+
+def linear_attention(query, key, value, whole=False):
+    of_query, of_key = (torch.nn.functional.elu(rows) + 1 for rows in (query, key))
+    scores = (of_query @ of_key.mT).tril()
+    divisor = scores.sum(-1, keepdim=True) + 1e-6
+    return scores @ value if whole else (scores @ value / divisor, divisor)
+
+
+def test_what_is_left_of_a_difference_is_judged_by_what_it_is_a_difference_of():
+    case = CASES["tiny-linear-fp32-d16-48"]
+    tensors = case.make(CPU)
+    truth = exact(case, tensors)
+
+    def rounded(off):
+        call = Call(lambda *rows: OutputOffByAFewBits.apply(*rows, off))
+        return check(call, truth, tensors, gradients=True)
+
+    assert rounded(0.0).fault is None
+    fine = rounded(GRADIENT_LIMITS["float32"])
+    assert fine.fault is None and fine.errors["backward"] > rounded(0.0).errors["backward"]
+    assert "grad_query" in str(rounded(100 * GRADIENT_LIMITS["float32"]).fault)
 
 
 def test_nan_is_no_result():

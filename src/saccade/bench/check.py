@@ -25,6 +25,11 @@ MOST_ROWS, MOST_HEADS, MOST_BATCHES = 48, 4, 2
 # tile, go beyond.
 OUTPUT_LIMITS = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 GRADIENT_LIMITS = {"float64": 1e-11, "float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
+# Gradients of linear attention's queries and keys are differences; one side of them is
+# δ = grad_output · output. Numbers of the output that are rounded, each by its share ε, move δ by
+# ε · ‖grad_output ∘ output‖, and gradients by that times ∂gradient / ∂δ. ‖exact‖ does not tell how
+# much that is: of the first row's difference, which sees one key, nothing is left. So each row may
+# be off by the limit times ‖grad_output ∘ output‖ · ‖∂gradient / ∂δ‖; what is beyond is judged.
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Exact:
         output: [rows, value_dim].
         grad_query: [rows, head_dim].
         grad_key, grad_value: [kv_len, dim], this query head's part of its kv head's gradients.
+        through_delta: ‖grad_output ∘ output‖ · ‖∂gradient / ∂δ‖ of each row of queries and of keys.
     """
 
     batch: int
@@ -44,6 +50,7 @@ class Exact:
     grad_query: Tensor
     grad_key: Tensor
     grad_value: Tensor
+    through_delta: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,11 +68,20 @@ class Checked(NamedTuple):
 
     Attributes:
         fault: what is wrong with it, in one line, or None.
-        error: the largest ‖result − exact‖ / ‖exact‖ of a row of the output.
+        errors: the largest ‖result − exact‖ / ‖exact‖ of a row of the output ("forward"), and of a
+            head's gradients ("backward"), if there are any.
     """
 
     fault: str | None
-    error: float
+    errors: dict[str, float]
+
+
+class Error(NamedTuple):
+    """How far one result is from what is exact, and how far as limits count it."""
+
+    name: str
+    relative: float
+    limited: float
 
 
 def exact(case: Case, tensors: Tensors) -> Truth:
@@ -95,22 +111,30 @@ def _exact_head(case: Case, tensors: Tensors, batch: int, head: int, rows: Tenso
     output = weights @ value
     row_dot = (grad_output * output).sum(-1, keepdim=True)
     grad_scores = weights * (grad_output @ value.T - row_dot) * scale
-    return Exact(
-        batch, head, output, grad_scores @ key, grad_scores.T @ query, weights.T @ grad_output
-    )
+    gradients = grad_scores @ key, grad_scores.T @ query, weights.T @ grad_output
+    nothing = output.new_zeros(1)  # what is left of these differences tells enough
+    return Exact(batch, head, output, *gradients, (nothing, nothing))
 
 
 def _linear_head(
     query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, rows: Tensor
-) -> tuple[Tensor, ...]:
-    """Output and gradients of causal linear attention with elu + 1, by all pairs of some rows."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """What `Exact` has of causal linear attention with elu + 1, by all pairs of some rows."""
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
         of_query, of_key = (torch.nn.functional.elu(leaf) + 1 for leaf in leaves[:2])
         seen = torch.arange(key.shape[0], device=rows.device) <= rows.unsqueeze(-1)
         scores = (of_query @ of_key.T).masked_fill(~seen, 0)
-        output = scores @ leaves[2] / (scores.sum(-1, keepdim=True) + 1e-6)
-        return (output.detach(), *torch.autograd.grad(output, leaves, grad_output))
+        divisor = scores.sum(-1, keepdim=True) + 1e-6
+        output = scores @ leaves[2] / divisor
+        of_q, of_k, of_v = torch.autograd.grad(output, leaves, grad_output)
+    output, divisor, of_query, of_key = (t.detach() for t in (output, divisor, of_query, of_key))
+    size, seen = (grad_output * output).norm(dim=-1, keepdim=True) / divisor, seen.to(key.dtype)
+    through_delta = (
+        (size * of_query.clamp(max=1) * (seen @ of_key)).norm(dim=-1),
+        (of_key.clamp(max=1) * (seen.T @ (size * of_query).square()).sqrt()).norm(dim=-1),
+    )
+    return output, of_q, of_k, of_v, through_delta
 
 
 def check(call: Call, truth: Truth, tensors: Tensors, *, gradients: bool) -> Checked:
@@ -124,35 +148,48 @@ def check(call: Call, truth: Truth, tensors: Tensors, *, gradients: bool) -> Che
             results += torch.autograd.grad(output, leaves, grad_output)
     results = [from_layout(tensor, call.layout, truth.case.batch) for tensor in results]
     if results[0].shape != truth.grad_output.shape:
-        return Checked(f"wrong: its output is {list(results[0].shape)}", math.inf)
-    errors = list(_errors(truth, results))
-    of_output = max(error for name, error in errors if name == "output")
-    return Checked(_fault(errors, truth.case.dtype), of_output)
+        return Checked(f"wrong: its output is {list(results[0].shape)}", {})
+    limit = GRADIENT_LIMITS[truth.case.dtype]
+    errors = list(_errors(truth, results, limit))
+    largest = {"forward": max(error.relative for error in errors if error.name == "output")}
+    if gradients:
+        largest["backward"] = max(error.relative for error in errors if error.name != "output")
+    return Checked(_fault(errors, truth.case.dtype), largest)
 
 
-def _fault(errors: list[tuple[str, float]], dtype: str) -> str | None:
+def _fault(errors: list[Error], dtype: str) -> str | None:
     """The first error beyond its limit, in words."""
-    for name, error in errors:
+    for name, _, limited in errors:
         limit = (OUTPUT_LIMITS if name == "output" else GRADIENT_LIMITS)[dtype]
-        if not error <= limit:  # NaN is no result either
-            return f"wrong: {name} is {error:.1e} away from float64, more than {limit:.0e}"
+        if not limited <= limit:  # NaN is no result either
+            return f"wrong: {name} is {limited:.1e} away from float64, more than {limit:.0e}"
     return None
 
 
-def _errors(truth: Truth, results: list[Tensor]) -> Iterator[tuple[str, float]]:
+def _errors(truth: Truth, results: list[Tensor], limit: float) -> Iterator[Error]:
     """Every error that is limited: of the output's rows, and of gradients by head."""
     group = truth.case.query_heads // truth.case.kv_heads
     for item in truth.heads:
         output = results[0][item.batch, item.head, truth.rows]
-        yield "output", float(_distance(output, item.output).max())
+        of_output = float(_distance(output, item.output).max())
+        yield Error("output", of_output, of_output)
         if len(results) > 1:
             grad_query = results[1][item.batch, item.head, truth.rows]
-            yield "grad_query", float(_distance(grad_query.flatten(), item.grad_query.flatten()))
+            yield _error("grad_query", grad_query, item.grad_query, limit * item.through_delta[0])
     for place in {(item.batch, item.head // group) for item in truth.heads if len(results) > 1}:
         parts = [item for item in truth.heads if (item.batch, item.head // group) == place]
         for name, result in (("grad_key", results[2]), ("grad_value", results[3])):
             total = torch.stack([getattr(item, name) for item in parts]).sum(0)
-            yield name, float(_distance(result[place].flatten(), total.flatten()))
+            through = torch.stack([item.through_delta[1] for item in parts]).norm(dim=0)
+            allowed = limit * through if name == "grad_key" else torch.zeros_like(through)
+            yield _error(name, result[place], total, allowed)
+
+
+def _error(name: str, result: Tensor, true: Tensor, allowed: Tensor) -> Error:
+    """Of a gradient. allowed: what each row may be off by."""
+    off, size = (result.double() - true).norm(dim=-1), true.norm()
+    beyond = (off - allowed).clamp(min=0)
+    return Error(name, float(off.norm() / size), float(beyond.norm() / size))
 
 
 def _distance(result: Tensor, true: Tensor) -> Tensor:

@@ -68,12 +68,12 @@ class Fitted(NamedTuple):
     """The peers that serve a case and serve it right, and why the others do not.
 
     Attributes:
-        errors: how far each one's output is from float64; a mere yardstick has none.
+        errors: how far each one's results are from float64; a mere yardstick has none.
     """
 
     calls: dict[str, Call]
     absences: list[Absence]
-    errors: dict[str, float]
+    errors: dict[str, dict[str, float]]
 
 
 class Progress:
@@ -146,7 +146,7 @@ def fit(
     """Ask every peer for a call, and check what it gives."""
     calls: dict[str, Call] = {}
     absences = []
-    errors: dict[str, float] = {}
+    errors: dict[str, dict[str, float]] = {}
     truth = exact(case, tensors)
     for peer in peers:
         if case.attention not in peer.attention:
@@ -159,8 +159,8 @@ def fit(
                 reason = call if isinstance(call, str) else None
                 if isinstance(call, Call):
                     if peer.computes_attention:
-                        reason, error = check(call, truth, tensors, gradients=gradients)
-                        errors[peer.who] = error
+                        checked = check(call, truth, tensors, gradients=gradients)
+                        reason, errors[peer.who] = checked
                     calls[peer.who] = call
             except Exception as error:  # whatever a peer raises, the others are to be measured
                 reason = f"fails: {type(error).__name__}: {first_line(error)}"

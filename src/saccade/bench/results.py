@@ -39,8 +39,8 @@ class Result:
             yardstick that moves other bytes than the case's, those.
         run: the same for all that took turns; only within one run are times comparable.
         peak_mb: memory at the worst moment beyond the inputs, where it was measured.
-        error: of a forward pass: the largest ‖output − exact‖ / ‖exact‖ of the rows that were
-            compared with float64.
+        error: the largest ‖result − exact‖ / ‖exact‖ of what was compared with float64: of rows of
+            a forward pass, of a head's gradients of a backward pass.
     """
 
     date: str
@@ -94,7 +94,7 @@ def record(
     timings: Mapping[str, Timing],
     device: torch.device,
     peaks: Mapping[str, float] | None = None,
-    errors: Mapping[str, float] | None = None,
+    errors: Mapping[str, Mapping[str, float]] | None = None,
     moves: Mapping[str, int] | None = None,
 ) -> list[Result]:
     """The results of one run: of all that took turns in one pass of a case.
@@ -107,7 +107,7 @@ def record(
     for who, timing in timings.items():
         seconds = timing.median_ms / 1e3
         operates = which_pass in PASSES
-        is_forward = which_pass in FORWARD_PASSES
+        of_pass = "forward" if which_pass in FORWARD_PASSES else which_pass
         reads = which_pass == "decode"  # decoding reads a cache and computes little
         results.append(
             Result(
@@ -127,7 +127,7 @@ def record(
                 rounds=timing.rounds,
                 tflops=case.flops(which_pass) / seconds / 1e12 if operates else None,
                 gbps=(moves or {}).get(who, case.bytes) / seconds / 1e9 if reads else None,
-                error=(errors or {}).get(who) if is_forward else None,
+                error=(errors or {}).get(who, {}).get(of_pass),
             )
         )
     return results

@@ -101,7 +101,8 @@ def errors(found: Sequence[Point]) -> Table:
         rows.append((*_place(point), number(error, "{:.1e}"), number(of_least, "{:.2f}")))
     columns = ("machine", "case", "pass", "who", "error", "× the least of its run")
     return Table(
-        "Error against float64: the largest ‖output − exact‖ / ‖exact‖ of the compared rows",
+        "Error against float64: the largest ‖result − exact‖ / ‖exact‖ of the compared rows, or of "
+        "a head's gradients",
         columns, rows,
     )  # fmt: skip
 
