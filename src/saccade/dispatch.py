@@ -35,7 +35,7 @@ WIDEST = 256  # channels that portable kernels hold at once
 SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least, as in descriptors.py
 SHORTEST_PACKED = 192  # rows on average; at 252 it is the faster one, at 128 the slower
 MEASURED_MASKS = {"causal", "window", "key_lengths", "documents", "blocks"}
-WIDEST_KEYS = 128  # of a state that two consumers on Hopper hold
+WIDEST_KEYS = 128  # of linear attention's narrow kernels on Hopper; wide ones pad to 256
 SHORTEST_LEAD = 1024  # rows of linear attention; shorter calls are no more than starts and ends
 
 
@@ -143,8 +143,6 @@ def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:
             "head_dim and value_dim must be multiples of 8, "
             f"not {problem.head_dim} and {problem.value_dim}"
         )
-    if problem.head_dim > WIDEST_KEYS:
-        return f"registers hold states of up to {WIDEST_KEYS} channels of keys"
     sizes = problem.batch, problem.query_heads, problem.key_heads, problem.value_heads
     if 0 in (*sizes, problem.head_dim, problem.value_dim, problem.query_len, problem.kv_len):
         return "there is nothing to load"
@@ -160,8 +158,8 @@ def _linear_hopper_yields(problem: LinearProblem) -> str | None:
     """As `_hopper_yields`; its lead was measured from 8k on (h200/linear.txt)."""
     if max(problem.query_len, problem.kv_len) < SHORTEST_LEAD:
         return f"without a name it takes lengths from {SHORTEST_LEAD} on"
-    if problem.value_dim > WIDEST_KEYS:
-        return f"its gradients are of values of up to {WIDEST_KEYS} channels"
+    if problem.value_dim > WIDEST_KEYS >= problem.head_dim:
+        return f"values of more than {WIDEST_KEYS} channels were measured with keys of as many"
     return None
 
 

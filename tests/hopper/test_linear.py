@@ -38,7 +38,7 @@ def reason(query: Tensor, key: Tensor | None = None, **more: Any) -> str:
         ("decay", lambda: reason(rows(1, 2, 8, 64), decay=-torch.ones(2))),
         ("packed", lambda: reason(rows(8, 2, 64), cu_seqlens_q=torch.tensor([0, 8]).int())),
         ("multiples of 8", lambda: reason(rows(1, 2, 8, 60))),
-        ("up to 128", lambda: reason(rows(1, 2, 8, 136))),
+        ("up to 256", lambda: reason(rows(1, 2, 8, 264))),
         ("nothing to load", lambda: reason(rows(1, 2, 8, 64), rows(1, 2, 0, 64))),
         ("strides", lambda: reason(rows(1, 2, 8, 65)[..., :64])),
         ("takes no config", lambda: reason(rows(1, 2, 8, 64), config=saccade.Config(kv_tile=64))),
@@ -81,6 +81,8 @@ def test_splits() -> None:
     assert split(1, 3, 1024, 128) == (2, 1, 2)  # segments are not shorter than 512
     assert split(1, 2, 4096, 64, value_dim=256) == (2, 2, 8)
     assert split(1, 2, 4096, 40, value_dim=96) == (2, 1, 8)
+    assert split(8, 32, 2048, 256) == (4, 2, 1)  # blocks of wide kernels, and two programs a head
+    assert split(1, 2, 4096, 136, value_dim=64) == (4, 1, 8)
 
 
 def test_few_heads_are_whole_where_chunks_would_not_be_those_of_portable_kernels() -> None:
@@ -94,6 +96,7 @@ def test_which_gradients_are_left_to_portable_kernels() -> None:
     for keys in (False, True):
         assert split_of(kind_of(8, 16, 8192, 128), keys) == taken
         assert split_of(kind_of(8, 16, 8192, 64, value_dim=136), keys) is left
+        assert split_of(kind_of(8, 32, 2048, 256), keys) is left
     shared = kind_of(8, 16, 8192, 128, key_heads=4)
     assert split_of(shared, keys=False) == taken
     assert split_of(shared, keys=True) is left  # their gradients are sums
@@ -106,20 +109,26 @@ def test_which_gradients_are_left_to_portable_kernels() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "said"),
-    [((1, 2, 1024, 128), None), ((1, 2, 1023, 128), "from 1024 on"), ((1, 2, 4096, 136), "128")],
+    [
+        ((1, 2, 1024, 128), None),
+        ((1, 2, 1023, 128), "from 1024 on"),
+        ((1, 2, 4096, 136), None),
+        ((1, 2, 4096, 256), None),
+    ],
 )
 def test_what_was_not_measured_goes_to_portable_kernels_unless_it_is_named(
     shape, said, monkeypatch
 ):
     monkeypatch.setattr(dispatch, "_hopper_misses", lambda device, index: None)
     monkeypatch.setattr(dispatch, "_portable_misses", lambda *problem: None)
-    query = rows(*shape[:3], min(shape[3], 128))
-    asked = prepare(query, query, rows(*shape)).problem._replace(device="cuda")
+    asked = prepare(*[rows(*shape)] * 3).problem._replace(device="cuda")
     chosen = dispatch.choose(asked, None, dispatch.LINEAR_BY_NAME)
     assert chosen == ("hopper" if said is None else "portable")
     assert dispatch.choose(asked, "hopper", dispatch.LINEAR_BY_NAME) == "hopper"
     why = dispatch.LINEAR_BY_NAME["hopper"].yields(asked)
     assert (why is None) if said is None else (said in why)
+    values_alone = asked._replace(head_dim=128, value_dim=256)
+    assert dispatch.choose(values_alone, None, dispatch.LINEAR_BY_NAME) == "portable"
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
@@ -161,9 +170,26 @@ def test_every_form(hopper: None, form: dict[str, Any], dims: tuple[int, int]) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "form"),
+    [
+        *(((256, 256), FORMS[place]) for place in (0, 1, 2, 4, 7, 8, 10, 11, 13)),
+        *((dims, FORMS[6]) for dims in ((136, 200), (192, 64))),
+    ],
+    ids=str,
+)
+def test_wide_heads(hopper: None, form: dict[str, Any], dims: tuple[int, int]) -> None:
+    case = make_linear_case(
+        dtype=BF16, head_dim=dims[0], value_dim=dims[1], device="cuda", **form
+    )  # fmt: skip
+    with poisoned():
+        assert_linear_exact(case, "hopper")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("spoilt", ["query", "key", "value"])
 @pytest.mark.parametrize("heads", [1, 64], ids=["segments", "whole"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_rows_before_a_spoilt_row_stay_clean(
     hopper: None, dim: int, heads: int, spoilt: str
 ) -> None:

@@ -96,3 +96,9 @@ def test_gradients_of_linear_attention_keep_products_under_way():
         for _, usage in usages:
             assert usage.products >= least
             assert usage.looped <= 8  # what two consumers of gradients of keys keep elsewhere
+
+
+def test_wide_heads_of_linear_attention_keep_products_under_way():
+    for _, usage in compiled("hopper_linear", "hopper_linear_wide_output", LinearCall(256)):
+        assert usage.products == 88  # those of two consumers
+        assert usage.looped <= 12  # of what they keep elsewhere

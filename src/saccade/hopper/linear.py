@@ -17,8 +17,9 @@ from saccade.hopper.linear_again import linear_again
 from saccade.hopper.linear_forward import linear_forward
 from saccade.hopper.linear_gradients import backward as backward
 from saccade.hopper.linear_program import Kept
-from saccade.hopper.linear_split import BLOCK, Split, maybe, moved, sizes
+from saccade.hopper.linear_split import BLOCK, WIDE, Split, maybe, moved, sizes
 from saccade.hopper.linear_states import collect_keys
+from saccade.hopper.linear_wide_passes import WidePass
 from saccade.kernels.launch import Launch, Pointer
 from saccade.linear.problem import LinearInputs, LinearResults, LinearVariant, empty_linear_results
 from saccade.portable.arguments import there_are
@@ -77,7 +78,10 @@ class Forward(NamedTuple):
         kind = self.passes.kind
         shape = kind.sequences, kind.heads, self.split.segments, self.split.parts
         spoilt = self.results.output.new_empty(shape, dtype=torch.int32)
-        self._sweep(spoilt)
+        if self.split.blocks == WIDE:
+            self._wide().start(self.passes, self.before, self.after, self.split.segments, spoilt)
+        else:
+            self._sweep(spoilt)
         self.passes.output(
             self.results.output, self._totals(), self.before, None, self.split.segments, False,
             Again(linear_again, spoilt),
@@ -85,6 +89,11 @@ class Forward(NamedTuple):
 
     def _totals(self) -> Tensor | None:
         return None if self.passes.kind.variant.normalize == "none" else self.results.normaliser
+
+    def _wide(self) -> WidePass:
+        return WidePass(
+            "output", *self.passes.inputs[:3], self.results.output, totals=self._totals()
+        )
 
     def _states(self) -> list[Tensor]:
         return there_are((*(self.before or ()), *(self.after or ())))

@@ -14,10 +14,11 @@ from saccade.kernels.launch import Pointer
 from saccade.portable.linear_kind import SHORTEST_SEGMENT, LinearKind
 
 BLOCK = 64  # channels of a partition, and rows of a chunk
+WIDE = 4  # blocks of keys' channels that linear_wide.py has, however many exist
 
 
 class Split(NamedTuple):
-    """How a call is split into programs; see linear_program.py."""
+    """How a call is split into programs; see linear_program.py, and linear_wide.py for WIDE."""
 
     blocks: int
     tiles: int  # of 128 channels of values
@@ -34,6 +35,7 @@ class Split(NamedTuple):
     def whole(kind: LinearKind) -> Split:
         """The same with nothing cut along the length."""
         blocks = 1 if max(kind.head_dim, kind.value_dim) <= BLOCK else 2
+        blocks = WIDE if kind.head_dim > 2 * BLOCK else blocks
         tiles = 1 if blocks == 1 else -(-kind.value_dim // (2 * BLOCK))
         return Split(blocks, tiles, 1)
 

@@ -9,7 +9,7 @@ import torch
 from saccade.hopper.linear_backward_rows import RowNumbers
 from saccade.hopper.linear_collect import linear_collect, linear_collect_queries
 from saccade.hopper.linear_program import Kept
-from saccade.hopper.linear_split import Split, maybe, moved, sizes
+from saccade.hopper.linear_split import WIDE, Split, maybe, moved, sizes
 from saccade.kernels.launch import Launch, Pointer
 from saccade.portable.arguments import there_are
 from saccade.portable.kind import remembered
@@ -30,6 +30,8 @@ def empty_states(passes: Passes, split: Split) -> State:
 
 def collect_keys(passes: Passes, split: Split) -> State:
     """Of keys and values."""
+    if split.blocks == WIDE:
+        return Passes.collect(passes, None, split.segments)
     kind, inputs = passes.kind, passes.inputs
     matrix, vector = empty_states(passes, split)
 

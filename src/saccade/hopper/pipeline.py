@@ -44,6 +44,13 @@ def _add_by_descriptor(desc, coordinates, memory, _semantic: Any = None):
 start_add = getattr(tma, "async_atomic_add", None) or _add_by_descriptor
 
 
+@builtin
+def reinterpreted(memory, dtype, shape, layout, _semantic: Any = None):
+    """The same shared memory as tiles of another shape; 3.9 has another name for it."""
+    function = getattr(memory, "_reinterpret", None) or memory.reinterpret
+    return function(dtype, shape, layout, _semantic=_semantic)
+
+
 # And for this one.
 wait_for_each_other = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -102,7 +109,7 @@ class Ring:
         BOXES: gl.constexpr = in_stages(
             self.memory.shape[0] * COLUMNS * len(pages), desc.block_type.shape
         )
-        boxes = self.memory._reinterpret(desc.dtype, BOXES, desc.layout)
+        boxes = reinterpreted(self.memory, desc.dtype, BOXES, desc.layout)
         mbarrier.expect(ready, COLUMNS * len(pages) * desc.block_type.nbytes)
         for column in gl.static_range(COLUMNS):
             for place in gl.static_range(len(pages)):

@@ -19,6 +19,7 @@ LINEAR_PASSES = {
     "linear step": ("linear_step",),
     "hopper_linear": (
         "hopper_linear_forward", "hopper_linear_collect", "hopper_linear_output_again",
+        "hopper_linear_wide_output",
     ),
     "hopper_linear backward": (
         "hopper_linear_backward_queries", "hopper_linear_backward_keys",

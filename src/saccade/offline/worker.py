@@ -83,6 +83,8 @@ def kernel_name(started: Launch, which: str) -> str:
         return "pages_forward"
     if name == "linear_again":  # one kernel for four passes
         return f"hopper_linear_{started.constants['PASS']}_again"
+    if name == "linear_wide":
+        return f"hopper_linear_wide_{started.constants['PASS']}"
     if which.startswith("hopper"):
         return f"hopper_{name}"
     if "PASS" in started.constants:  # the sweep of linear attention is one kernel for all of them
@@ -99,7 +101,8 @@ def config_of(started: Launch) -> tuple[int, int, int, int]:
         rows, warps = hopper_configs.ROWS * constants["CONSUMERS"], 4 * constants["CONSUMERS"] + 2
         return rows, constants.get("KV_TILE", 0), warps, constants["STAGES"]
     if "MAPPER_REGISTERS" in constants:  # linear attention: two consumers, two that map, one loads
-        return hopper_configs.ROWS, hopper_configs.ROWS, 17, constants["STAGES"]
+        warps = 16 if "PASS" in constants else 17  # the wide kernel's load as well
+        return hopper_configs.ROWS, hopper_configs.ROWS, warps, constants["STAGES"]
     if "CONSUMER_REGISTERS" in constants:  # two of them; tiles are sides of descriptors
         return _backward_config(started)
     if "OUTER_TILE" in constants:  # of linear attention: channels and rows
