@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from saccade import masks
-from saccade.hopper import configs, gradients, stretches
+from saccade.hopper import configs, problems, stretches
 from saccade.hopper.configs import BackwardProblem, KernelProblem
 from saccade.offline.calls import Call, make
 
@@ -140,7 +140,7 @@ def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_tu
     inputs, variant = make(Call(64, length=4096), torch.device("cpu"))
     if mask is not None:
         variant = variant._replace(mask=mask.key, mask_captured=mask.captured)
-    problem = gradients.backward_problem(inputs, variant, True)
+    problem = problems.backward_problem(inputs, variant, True)
     assert configs.in_turns(problem) == in_turns
     assert configs.ordered(problem) != in_turns
     assert not configs.in_turns(problem._replace(deterministic=False))

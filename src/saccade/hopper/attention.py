@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from saccade.hopper import configs, counter, schedule
-from saccade.hopper.configs import KernelProblem
-from saccade.hopper.descriptors import Box, aligned, descriptor, width_of
+from saccade.hopper.descriptors import Box, aligned, descriptor
 from saccade.hopper.forward import attention_forward
 from saccade.hopper.gradients import backward as backward
+from saccade.hopper.problems import kernel_problem
 from saccade.kernels import tiles
 from saccade.kernels.launch import Launch, Pointer
 from saccade.portable import attention as portable
@@ -108,12 +108,6 @@ class Forward:
 
 
 _forwards: dict[Any, Forward] = {}
-
-
-def kernel_problem(inputs: Inputs, variant: Variant) -> KernelProblem:
-    """What the schedule of a call depends on."""
-    head_width, value_width = (width_of(rows.shape[-1]) for rows in (inputs.query, inputs.value))
-    return KernelProblem(head_width, value_width, variant.mask != "", variant.score != "")
 
 
 def prepared(

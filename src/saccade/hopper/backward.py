@@ -21,7 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.careful import note_spoilt
-from saccade.hopper.forward import as_matrix, as_operand, mma_layout, ticket_of
+from saccade.hopper.finishing import as_matrix
+from saccade.hopper.forward import as_operand, mma_layout, ticket_of
 from saccade.hopper.pipeline import (
     here,
     store,

@@ -26,7 +26,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.backward import next_ticket, produce, weigh
-from saccade.hopper.forward import as_matrix, as_operand, mma_layout
+from saccade.hopper.finishing import as_matrix
+from saccade.hopper.forward import as_operand, mma_layout
 from saccade.hopper.pipeline import (
     here,
     warpgroup_mma_wait,
@@ -103,7 +104,7 @@ def consume(
             ticket_turn += 1
             batch, query_head, kv_start = place
             at = (batch, query_head, kv_start, query_len, kv_len, 0)
-            sums = sum_over_queries(rings, rules, at, walk, turn, sums, OTHERS, WHICH)
+            sums = sum_over_queries(rings, rules, scratch, at, walk, turn, sums, OTHERS, WHICH)
             turn += num_visits(walk)
         factor = 1.0 if WHICH == 0 else rules.scale
         batch, query_head, kv_start = place
@@ -120,18 +121,20 @@ def consume(
 
 @gluon.jit
 def sum_over_queries(
-    rings, rules, at, walk, turn, sums, PARTS: gl.constexpr, WHICH: gl.constexpr
+    rings, rules, scratch, at, walk, turn, sums, PARTS: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """Add what every visited tile of one query head gives, each one step late: its product and the
     first one of the next step follow each other without a pause."""
     if WHICH == 0:
-        pairs, sums = add_weights(rings, rules, at, walk, 0, turn, 0, sums, PARTS, False)
+        pairs, sums = add_weights(rings, rules, scratch, at, walk, 0, turn, 0, sums, PARTS, False)
     else:
         pairs, sums = add_grad_scores(rings, turn, 0, sums, PARTS, False)
     for index in range(1, num_visits(walk)):
         turn += 1
         if WHICH == 0:
-            pairs, sums = add_weights(rings, rules, at, walk, index, turn, pairs, sums, PARTS, True)
+            pairs, sums = add_weights(
+                rings, rules, scratch, at, walk, index, turn, pairs, sums, PARTS, True
+            )
         else:
             pairs, sums = add_grad_scores(rings, turn, pairs, sums, PARTS, True)
     ring = rings.grad_outputs if WHICH == 0 else rings.queries
@@ -143,7 +146,7 @@ def sum_over_queries(
 
 @gluon.jit
 def add_weights(
-    rings, rules, at, walk, index, turn, weights, of_value,
+    rings, rules, scratch, at, walk, index, turn, weights, of_value,
     PARTS: gl.constexpr, LATER: gl.constexpr,
 ):  # fmt: skip
     """Add what the tile of queries before gives to the gradients of values, from its weights; and
@@ -170,7 +173,7 @@ def add_weights(
         rings.grad_outputs.release(turn - 1)
     scores = warpgroup_mma_wait(0, deps=[scores])
     rings.queries.release(turn)
-    weights, slopes = weigh(scores, score_start, rules, at, walk, index)
+    weights, slopes = weigh(scores, score_start, rules, scratch, at, walk, index)
     rings.slopes.acquire(turn)
     rings.slopes.put(turn, slopes.to(query_tile.dtype))
     return as_operand(weights, query_tile.dtype, PAIRS), of_value

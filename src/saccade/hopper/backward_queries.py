@@ -19,14 +19,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.backward import next_ticket
-from saccade.hopper.forward import announce, as_matrix, as_operand, mma_layout, ticket_of
+from saccade.hopper.finishing import as_matrix
+from saccade.hopper.forward import announce, as_operand, mma_layout, ticket_of
 from saccade.hopper.pipeline import (
     here,
     warpgroup_mma_wait,
 )
 from saccade.hopper.rings import make_query_rings
 from saccade.hopper.schedule import is_edge, num_visits, tile_of
-from saccade.hopper.weighing import ROWS, change, hide, places_of, weights_of
+from saccade.hopper.weighing import ROWS, change, exponent_factor, hide, places_of
 from saccade.hopper.wide import (
     add_rows,
     finish_wide,
@@ -205,7 +206,7 @@ def weigh(scores, rules, at, walk, index, lse):
         changed = change(scores, rules, at, kv_start)
     if is_edge(walk, index):  # all others run without mask arithmetic
         changed = hide(changed, rules, at, kv_start)
-    slopes = weights_of(changed, rules, lse)
+    slopes = gl.exp2(changed * exponent_factor(rules) - lse[:, None])
     if rules.score is not None:
         query_rows, key_rows = places_of(scores, first_row, kv_start)
         slopes = slopes * rules.score.derivative(

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.hopper import again, backward_rows, configs, counter, schedule, stretches
+from saccade.hopper import again, backward_rows, configs, counter, schedule
 from saccade.hopper.backward import attention_backward
 from saccade.hopper.backward_keys import attention_backward_keys
 from saccade.hopper.backward_memory import Given, Makers, Memory
 from saccade.hopper.backward_rows import Scratch, attention_backward_begin, attention_backward_end
 from saccade.hopper.descriptors import Box, aligned, descriptor, width_of
+from saccade.hopper.problems import backward_problem
 from saccade.hopper.query_gradients import Queries
 from saccade.kernels import tiles
 from saccade.kernels.launch import Launch, Pointer, next_width
@@ -31,7 +32,6 @@ from saccade.kernels.places import ALIGNMENT
 from saccade.kernels.softmax import LOG2_E
 from saccade.portable import gradients as portable
 from saccade.portable.arguments import (
-    Geometry,
     brings_three,
     mask_argument,
     refuse_missing_derivative,
@@ -94,19 +94,6 @@ def prepare(
         return portable.backward
     call = aligned(inputs), variant, lse, grad_output
     return Backward(*call, problem, len(wanted_tables) > 0)
-
-
-def backward_problem(
-    inputs: Inputs, variant: Variant, deterministic: bool
-) -> configs.BackwardProblem:
-    """What decides whether and how these kernels serve a backward pass."""
-    head_width, value_width = (width_of(rows.shape[-1]) for rows in (inputs.query, inputs.value))
-    lengths = Geometry.of(inputs).lengths()
-    return configs.BackwardProblem(
-        head_width, value_width, *lengths, variant.mask != "", deterministic,
-        stretch=stretches.stretch_of(variant.mask), causal=variant.mask.startswith("causal:"),
-        packed=inputs.cu_seqlens_q is not None, scored=variant.score != "",
-    )  # fmt: skip
 
 
 class Backward:

@@ -29,7 +29,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.forward import as_matrix, mma_layout
+from saccade.hopper.finishing import as_matrix
+from saccade.hopper.forward import mma_layout
 from saccade.hopper.pipeline import (
     add,
     count_at,

@@ -16,7 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.careful import note_spoilt
-from saccade.hopper.forward import as_matrix, mma_layout
+from saccade.hopper.finishing import as_matrix
+from saccade.hopper.forward import mma_layout
 from saccade.hopper.pipeline import (
     store,
     wait_for_each_other,
