@@ -7,6 +7,7 @@ from rich.console import Console
 
 from saccade.offline import compiler, findings, markdown
 from saccade.offline.calls import Call
+from saccade.offline.paged_calls import PagedCall
 from saccade.offline.pool import Compiled, Job, Usage
 from saccade.portable import configs
 
@@ -45,6 +46,9 @@ def test_spills_are_excused_where_the_table_says_so_but_nothing_else_is():
     assert findings.offenders([compiled(255, 17, 0, job=timed, kernel="plan_walks")])
     turing = Job("sm_75", Call(256, "fp16"), "ordered", ("backward_keys, careful",))
     assert findings.excused([compiled(255, 9, 0, job=turing, kernel="backward_keys, careful")])
+    chunk = Job("sm_90", PagedCall(256, mask="causal", query_len=20), "paged", ("pages",))
+    assert "a few numbers" in findings.excused([compiled(255, 13, 0, job=chunk, kernel="pages")])[0]
+    assert findings.offenders([compiled(255, 33, 0, job=chunk, kernel="pages")])
 
 
 def test_tables_show_every_kernel():

@@ -26,7 +26,7 @@ ROLES = {
     "hopper_backward": "the product of values and gradients",
     "hopper_backward_queries": "the product of values and gradients",
 }
-FEW = 32  # reads and writes of two consumers, of 3,000 cycles a tile
+FEW = 32  # reads and writes; of two consumers on Hopper, of 3,000 cycles a tile
 CAPTION = (
     "config: query tile × kv tile, warps, stages. spills: instructions that move registers to"
     " memory or back (gfx942: registers). s: seconds"
@@ -83,6 +83,8 @@ def excuse(compiled: Compiled) -> str:
     architecture, call = compiled.job.architecture, compiled.job.call
     if isinstance(call, LinearCall):
         return linear_configs.SPILLING
+    if isinstance(call, PagedCall) and call.query_len > 1 and usage.looped <= FEW:
+        return "a few numbers, once a tile, which short chunks wait for memory to bring"
     if isinstance(call, PagedCall):
         return configs.every_tile_spills(architecture, call.dtype == "fp32", call.head_dim)
     if which in ROLES and call.mask in (*READ_BY_PAIR, "documents"):
