@@ -33,7 +33,9 @@ class Implementation(NamedTuple):
 
 WIDEST = 256  # channels that portable kernels hold at once
 SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least, as in descriptors.py
-SHORT = 512  # rows: causal at 64 channels they take 1.05 of the portable kernels' time, and 1.08
+# Rows: at 64 channels they take 1.05 of the portable kernels' time forwards, and 1.08 backwards
+# (benchmarks/results/h200/hopper.jsonl).
+SHORT_CAUSAL = 512
 SHORTEST_PACKED = 192  # rows on average; at 252 it is the faster one, at 128 the slower
 MEASURED_MASKS = {"causal", "window", "key_lengths", "documents", "blocks"}
 WIDEST_KEYS = 128  # of linear attention's narrow kernels on Hopper; wide ones pad to 256
@@ -94,12 +96,12 @@ def _hopper_yields(problem: Problem) -> str | None:
         return f"it computes with {SMALLEST_WIDTH} channels at least"
     if problem.packed and problem.query_len < SHORTEST_PACKED * problem.batch:
         return f"packed sequences of fewer than {SHORTEST_PACKED} rows leave its tiles empty"
-    causal = problem.mask.startswith("causal:")
-    if causal and width <= SMALLEST_WIDTH and not problem.packed and problem.query_len <= SHORT:
-        return f"up to {SMALLEST_WIDTH} channels causal calls of {SHORT} rows are slower"
+    causal, narrow = problem.mask.startswith("causal:"), width <= SMALLEST_WIDTH
+    if causal and narrow and not problem.packed and problem.query_len <= SHORT_CAUSAL:
+        return f"up to {SMALLEST_WIDTH} channels causal calls of {SHORT_CAUSAL} rows are slower"
     if causal or problem.mask == "":
         return None
-    if width <= SMALLEST_WIDTH:
+    if narrow:
         return f"up to {SMALLEST_WIDTH} channels its lead is measured for causal masks and none"
     if not _is_measured(problem.mask):
         return "its lead is measured for causal masks, windows, lengths, documents and blocks"
