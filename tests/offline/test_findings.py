@@ -69,6 +69,7 @@ def test_tables_show_every_kernel():
         "products": 0,
         "covered": 0,
         "guarded": 0,
+        "unfenced": 0,
     }
     assert rows[0]["call"]["head_dim"] == 128
     assert rows[0]["fault"] == "spills (3)"
@@ -162,6 +163,27 @@ def test_reductions_behind_a_condition_are_no_default():
     assert findings.fault(found) == ""
     guarded = found._replace(usage=found.usage._replace(guarded=2))
     assert findings.fault(guarded) == "2 reductions behind a condition, which ptxas gets wrong"
+
+
+def test_barriers_are_made_before_a_fence_and_roles_after_it():
+    """TMA's first tile may else come before them; see `compiler.unfenced_barriers`."""
+    ptx = """
+        @%p1 mbarrier.init.shared::cta.b64 [%r1], 1;
+        bar.sync 0, 128;
+        @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
+        fence.proxy.async.shared::cta;
+        barrier.sync 1;
+    """
+    assert compiler.unfenced_barriers(ptx) == 0
+    assert compiler.unfenced_barriers(ptx.replace("fence.proxy.async.shared::cta;", "")) == 2
+    later = ptx.replace(
+        "barrier.sync", "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1;\nbarrier.sync"
+    )
+    assert compiler.unfenced_barriers(later) == 1
+    found = compiled(168, 0, 1000)
+    assert found.usage is not None
+    unfenced = found._replace(usage=found.usage._replace(unfenced=3))
+    assert findings.fault(unfenced) == "3 barriers without a fence before roles start"
 
 
 def test_only_innermost_loops_that_multiply_count_for_kernels_with_roles():

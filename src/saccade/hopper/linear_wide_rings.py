@@ -13,9 +13,11 @@ from saccade.hopper.pipeline import (
     Ring,
     fence_async_shared,
     in_stages,
+    make_barriers,
     make_ring_in,
     mbarrier,
     reinterpreted,
+    settle,
 )
 
 # Kinds of numbers beside a chunk: 64 each.
@@ -113,9 +115,9 @@ def make_wide_rings(a_desc, c_desc, own_desc, STAGES: gl.constexpr):
     dtype: gl.constexpr = a_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(INNER, dtype)
     a = make_ring_in(dtype, in_stages(STAGES, INNER), LAYOUT, STAGES, 2, 1)
-    b = make_ring_in(dtype, in_stages(STAGES, INNER), LAYOUT, STAGES, 2, 1)
+    b = make_ring_in(dtype, in_stages(STAGES, INNER), LAYOUT, STAGES, 0, 1)
     OF_C: gl.constexpr = gl.NVMMASharedLayout.get_default_for(OUTER, dtype)
-    c = make_ring_in(dtype, in_stages(STAGES, OUTER), OF_C, STAGES, 2, 1)
+    c = make_ring_in(dtype, in_stages(STAGES, OUTER), OF_C, STAGES, 0, 1)
     OF_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, dtype)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     own = a
@@ -123,9 +125,7 @@ def make_wide_rings(a_desc, c_desc, own_desc, STAGES: gl.constexpr):
         totals = gl.allocate_shared_memory(gl.float32, [4 * STAGES, ROWS], PLAIN)
     else:
         own = make_ring_in(dtype, in_stages(2, TILE), OF_TILE, 1, 2, 1)
-    mapped = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(mapped.index(stage), count=1)
+    mapped = make_barriers(STAGES, 1)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], PLAIN)
     if own_desc is not None:
         totals = numbers
@@ -133,4 +133,5 @@ def make_wide_rings(a_desc, c_desc, own_desc, STAGES: gl.constexpr):
     OF_HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for(HALF, dtype)
     narrowed = gl.allocate_shared_memory(dtype, in_stages(2, HALF), OF_HALF)
     outputs = gl.allocate_shared_memory(dtype, in_stages(2, TILE), OF_TILE)
+    settle()
     return WideRings(a, b, c, own, mapped, totals, numbers, sums, narrowed, outputs)

@@ -191,14 +191,35 @@ def make_ring_in(
     dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, STAGES: gl.constexpr,
     USERS: gl.constexpr, WRITERS: gl.constexpr,
 ):  # fmt: skip
-    """A ring of so many stages, whatever part of the memory each of them is."""
+    """A ring of so many stages, whatever part of the memory each of them is.
+
+    Without USERS, those of another ring say when it is empty: it has no barriers that do.
+    """
     memory = gl.allocate_shared_memory(dtype, shape, layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=WRITERS)
-        mbarrier.init(empty.index(stage), count=USERS)
+    full = make_barriers(STAGES, WRITERS)
+    empty = full
+    if USERS > 0:
+        empty = make_barriers(STAGES, USERS)
     return Ring(memory, full, empty)
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many barriers, each of which waits for so many arrivals; see `settle`.
+
+    All of them have to be used: the memory of those that are not is given to tiles, and what makes
+    a barrier of it may come later than what TMA writes there.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for number in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(number), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def settle():
+    """Make barriers known to TMA, before any role starts: once, when all of them are made."""
+    fence_async_shared()
 
 
 @gluon.jit
@@ -274,7 +295,7 @@ class LinearRings:
     """All that producer and consumers of linear attention share; a stage is two tiles.
 
     Queries and keys are mapped where they lie; that they are, and that totals stand beside them,
-    is what `mapped` says."""
+    is what `mapped` says. Who releases keys releases queries and values with them."""
 
     queries: Ring
     keys: Ring
@@ -324,17 +345,16 @@ def make_linear_rings(
     TILE: gl.constexpr = [ROWS, desc.block_type.shape[3]]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype)
     keys = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 2, 1)
-    values = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 2, 1)
-    mapped = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(mapped.index(stage), count=2)
+    values = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 0, 1)
+    mapped = make_barriers(STAGES, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], PLAIN)
     narrowed = gl.allocate_shared_memory(desc.dtype, in_stages(2 * BLOCKS, TILE), LAYOUT)
     queries, outputs = keys, narrowed
     if OUTPUT_STAGES > 0:
-        queries = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 2, 1)
+        queries = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 0, 1)
         outputs = gl.allocate_shared_memory(desc.dtype, in_stages(2 * OUTPUT_STAGES, TILE), LAYOUT)
+    settle()
     return LinearRings(queries, keys, values, mapped, totals, narrowed, outputs)
 
 

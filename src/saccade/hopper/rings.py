@@ -16,12 +16,14 @@ from saccade.hopper.pipeline import (
     Ring,
     fence_async_shared,
     in_stages,
+    make_barriers,
     make_memory_for,
     make_ring,
     make_ring_for,
     make_ring_in,
     make_ring_of,
     mbarrier,
+    settle,
 )
 
 
@@ -54,6 +56,7 @@ def make_rings(
     keys = make_ring_for(key_desc, STAGES, CONSUMERS)
     values = make_ring_for(value_desc, STAGES, CONSUMERS)
     queries, outputs = make_rows(query_desc, output_desc, CONSUMERS, QUERY_STAGES)
+    settle()
     return Rings(tickets, queries, keys, values, outputs)
 
 
@@ -67,6 +70,7 @@ def make_page_rings(
     keys = make_ring_of(query_desc.dtype, KEYS, STAGES, CONSUMERS)
     values = make_ring_of(query_desc.dtype, VALUES, STAGES, CONSUMERS)
     queries, outputs = make_rows(query_desc, output_desc, CONSUMERS, QUERY_STAGES)
+    settle()
     return Rings(tickets, queries, keys, values, outputs)
 
 
@@ -127,18 +131,18 @@ def make_backward_rings(
     tickets = make_ring(gl.int32, [2, 16], TICKETS, 2)
     keys, values = make_ring_for(key_desc, 1, 2), make_ring_for(value_desc, 1, 2)
     queries = make_ring_for(query_desc, STAGES, 2)
-    grad_outputs = make_ring_for(grad_output_desc, STAGES, 2)
+    grad_outputs = make_ring_for(grad_output_desc, STAGES, 0)
     START_SHAPE: gl.constexpr = in_stages(STAGES, starts_desc.block_type.shape)
     START_LAYOUT: gl.constexpr = starts_desc.layout
     starts = gl.allocate_shared_memory(gl.float32, START_SHAPE, START_LAYOUT)
-    PAIRS: gl.constexpr = [key_desc.block_type.shape[2], query_desc.block_type.shape[2]]
-    PAIR_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(PAIRS, query_desc.dtype)
-    grad_scores = make_ring(query_desc.dtype, in_stages(STAGES, PAIRS), PAIR_LAYOUT, 2, 2)
-    if share_desc is None:
-        shares = ()
-    else:
+    grad_scores, shares = queries, ()
+    if share_desc is not None:
+        PAIRS: gl.constexpr = [key_desc.block_type.shape[2], query_desc.block_type.shape[2]]
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(PAIRS, query_desc.dtype)
+        grad_scores = make_ring(query_desc.dtype, in_stages(STAGES, PAIRS), LAYOUT, 0, 2)
         shares = (make_memory_for(share_desc), make_memory_for(share_desc))
     outputs = (make_memory_for(output_desc), make_memory_for(output_desc))
+    settle()
     return BackwardRings(
         tickets, keys, values, queries, starts, grad_outputs, grad_scores, shares, outputs
     )
@@ -189,6 +193,7 @@ def make_key_rings(
         outputs = (keys.memory.index(0), values.memory.index(0))
     else:
         outputs = (make_memory_for(grad_value_desc), make_memory_for(grad_key_desc))
+    settle()
     return KeyRings(tickets, keys, values, queries, starts, grad_outputs, slopes, outputs)
 
 
@@ -223,7 +228,8 @@ def make_query_rings(
     queries, grad_outputs = (), ()
     for _ in gl.static_range(2):
         queries = queries + (make_ring_for(query_desc, 1, 1),)  # noqa: RUF005
-        grad_outputs = grad_outputs + (make_ring_for(grad_output_desc, 1, 1),)  # noqa: RUF005
+        grad_outputs = grad_outputs + (make_ring_for(grad_output_desc, 1, 0),)  # noqa: RUF005
+    settle()
     return QueryRings(tickets, queries, grad_outputs, keys, values)
 
 
@@ -307,16 +313,15 @@ def make_sweep_rings(
     TILE: gl.constexpr = [ROWS, desc.block_type.shape[3]]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype)
     tiles = make_ring_in(desc.dtype, in_stages(2 * KINDS * STAGES, TILE), LAYOUT, STAGES, 2, 1)
-    mapped = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(mapped.index(stage), count=2)
-    shared = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for which in gl.static_range(2):
-        mbarrier.init(shared.index(which), count=2)
+    mapped = make_barriers(STAGES, 2)
+    shared = mapped
+    if BLOCKS == 2 and OUTPUT_STAGES > 0:
+        shared = make_barriers(2, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     numbers = gl.allocate_shared_memory(gl.float32, [6 * STAGES, ROWS], PLAIN)
     narrowed = gl.allocate_shared_memory(desc.dtype, in_stages(2 * BLOCKS, TILE), LAYOUT)
     outputs = narrowed
     if OUTPUT_STAGES > 0:
         outputs = gl.allocate_shared_memory(desc.dtype, in_stages(2 * OUTPUT_STAGES, TILE), LAYOUT)
+    settle()
     return SweepRings(tiles, mapped, shared, numbers, narrowed, outputs)

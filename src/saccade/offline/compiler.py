@@ -90,6 +90,7 @@ def usage(compiled: Any) -> Usage:
     used = used._replace(guarded=guarded_reductions(listing))
     if not has_roles:
         return used._replace(looped=len(in_loops(listing)))
+    used = used._replace(unfenced=unfenced_barriers(compiled.asm["ptx"]))
     looped = sum(len(spilling(listing[start:end])) for start, end in multiplying(listing))
     products = sum("HGMMA" in line for line in listing)
     return used._replace(looped=looped, products=products, covered=covered(listing))
@@ -124,6 +125,23 @@ def guarded_reductions(listing: Sequence[str]) -> int:
     makes them of a short branch that holds a reduction; there should be no such branch.
     """
     return sum(bool(re.search(r"@!?U?P\d+\s+REDUX\b", line)) for line in listing)
+
+
+def unfenced_barriers(ptx: str) -> int:
+    """How many barriers are made with no fence between them and the start of roles.
+
+    TMA writes past the order that threads keep. Where Triton finds no use for a barrier it gives
+    its memory to a tile, and what makes the barrier came later than the tile's first row: NaN.
+    """
+    made = 0
+    for line in ptx.splitlines():
+        if "mbarrier.init" in line:
+            made += 1
+        elif "fence.proxy.async" in line:
+            made = 0
+        elif made and "barrier.sync" in line:
+            return made
+    return 0
 
 
 def multiplying(listing: Sequence[str]) -> list[tuple[int, int]]:

@@ -49,6 +49,8 @@ def _excesses(usage: Usage, architecture: str) -> list[str]:
         found.append(f"{usage.shared} bytes of shared memory, more than {limit}")
     if usage.columns > TENSOR_MEMORY_COLUMNS:
         found.append(f"{usage.columns} columns of tensor memory, more than {TENSOR_MEMORY_COLUMNS}")
+    if usage.unfenced:
+        found.append(f"{usage.unfenced} barriers without a fence before roles start")
     if usage.guarded:
         found.append(f"{usage.guarded} reductions behind a condition, which ptxas gets wrong")
     return found

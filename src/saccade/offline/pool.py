@@ -42,6 +42,7 @@ class Usage(NamedTuple):
     products: int = 0
     covered: int = 0
     guarded: int = 0  # reductions behind a condition, which ptxas gets wrong
+    unfenced: int = 0  # barriers that TMA may overtake, or what it writes in their place
 
 
 class Compiled(NamedTuple):
