@@ -9,7 +9,7 @@ from saccade.offline.calls import Call
 from saccade.offline.pool import Compiled, Job, Usage
 
 JOB = Job("sm_90", Call(64), "forward", ("forward",))
-KNOWN = {f"{number:024x}": [number, 0, 1024, 0, 0, 0, 0, 0] for number in range(64)}
+KNOWN = {f"{number:024x}": [number, 0, 1024, 0, 0, 0, 0, 0, 0] for number in range(64)}
 
 
 def compiled(key, usage):
