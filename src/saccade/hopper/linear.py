@@ -82,9 +82,10 @@ class Forward(NamedTuple):
             self._wide().start(self.passes, self.before, self.after, self.split.segments, spoilt)
         else:
             self._sweep(spoilt)
+        totals = self._totals()  # of queries and keys alone: no value spoils them, so they are kept
         self.passes.output(
-            self.results.output, self._totals(), self.before, None, self.split.segments, False,
-            Again(linear_again, spoilt),
+            self.results.output, totals, self.before, None, self.split.segments,
+            totals is not None, Again(linear_again, spoilt),
         )  # fmt: skip
 
     def _totals(self) -> Tensor | None:
