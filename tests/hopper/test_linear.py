@@ -95,8 +95,8 @@ def test_which_gradients_are_left_to_portable_kernels() -> None:
     taken, left = (2, 1, 1), None
     for keys in (False, True):
         assert split_of(kind_of(8, 16, 8192, 128), keys) == taken
-        assert split_of(kind_of(8, 16, 8192, 64, value_dim=136), keys) is left
-        assert split_of(kind_of(8, 32, 2048, 256), keys) is left
+        assert split_of(kind_of(8, 16, 8192, 64, value_dim=136), keys) == (2, 2, 1)
+        assert split_of(kind_of(8, 32, 2048, 256), keys) == (4, 2, 1)
     shared = kind_of(8, 16, 8192, 128, key_heads=4)
     assert split_of(shared, keys=False) == taken
     assert split_of(shared, keys=True) is left  # their gradients are sums
@@ -220,21 +220,35 @@ def gradients(tensors: list[Tensor], grad: Tensor, implementation: str) -> tuple
     return torch.autograd.grad(output, leaves, grad)
 
 
+ROWS, SPOILT = 1500, 1100
+ALONE, FROM, UP_TO = (SPOILT, SPOILT + 1), (SPOILT, ROWS), (0, SPOILT + 1)
+ALL, NONE = (0, ROWS), (0, 0)
+REACHED = {  # by NaN in one row: which gradients of queries, keys and values
+    "query": (ALONE, UP_TO, UP_TO),
+    "key": (FROM, ALL, ALL),  # divisors of all rows that see it
+    "value": (FROM, ALL, NONE),  # their δ
+    "grad": (ALONE, UP_TO, UP_TO),
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("spoilt", ["query", "key", "value", "grad"])
+@pytest.mark.parametrize("spoilt", list(REACHED))
 @pytest.mark.parametrize("heads", [1, 64], ids=["segments", "whole"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_gradients_that_know_nothing_of_a_spoilt_row_stay_clean(
     hopper: None, dim: int, heads: int, spoilt: str
 ) -> None:
-    tensors = [torch.randn(1, heads, 1500, dim, device="cuda").to(BF16) for _ in range(4)]
-    tensors[("query", "key", "value", "grad").index(spoilt)][:, :, 1100] = torch.nan
+    tensors = [torch.randn(1, heads, ROWS, dim, device="cuda").to(BF16) for _ in range(4)]
+    clean = gradients(tensors[:3], tensors[3], "portable")
+    tensors[list(REACHED).index(spoilt)][:, :, SPOILT] = torch.nan
     found = gradients(tensors[:3], tensors[3], "hopper")
-    expected = gradients(tensors[:3], tensors[3], "portable")
-    for got, by_portable in zip(found, expected, strict=True):
-        reached = by_portable.isnan().any(-1)
-        assert torch.equal(got.isnan().any(-1), reached)
-        torch.testing.assert_close(got[~reached], by_portable[~reached], atol=0.05, rtol=0.05)
+    for got, by_portable, (first, end) in zip(found, clean, REACHED[spoilt], strict=True):
+        reached = torch.zeros(ROWS, dtype=torch.bool, device="cuda")
+        reached[first:end] = True
+        assert torch.equal(got.isnan().any(-1), reached.expand(1, heads, -1))
+        rest, wanted = got[:, :, ~reached].float(), by_portable[:, :, ~reached].float()
+        # Both are off by less than 1e-2 of what gradients are (bfloat16).
+        assert float((rest - wanted).norm()) <= 0.02 * float(wanted.norm())
 
 
 @pytest.mark.gpu

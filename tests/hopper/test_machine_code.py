@@ -99,6 +99,12 @@ def test_gradients_of_linear_attention_keep_products_under_way():
 
 
 def test_wide_heads_of_linear_attention_keep_products_under_way():
-    for _, usage in compiled("hopper_linear", "hopper_linear_wide_output", LinearCall(256)):
-        assert usage.products == 88  # those of two consumers
-        assert usage.looped <= 12  # of what they keep elsewhere
+    for which, results in (
+        ("hopper_linear", ("output",)),
+        ("hopper_linear backward", ("grad_query", "grad_key", "grad_value")),
+    ):
+        for result in results:
+            kernel = f"hopper_linear_wide_{result}"
+            for _, usage in compiled(which, kernel, LinearCall(256)):
+                assert usage.products == 88  # those of two consumers
+                assert usage.looped <= 12  # of what they keep elsewhere

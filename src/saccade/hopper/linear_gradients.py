@@ -2,9 +2,10 @@
 
     grad_query        linear_backward_queries.py, which also finds what rows have as numbers
     grad_key_value    linear_backward_keys.py, in one sweep
+    the same of more than 128 channels    linear_wide.py, a sweep for each of the three
 
-A gradient that heads share is summed in float32, which portable passes do; so do those of more than
-128 channels, and long sequences of few heads whose chunks would begin elsewhere.
+A gradient that heads share is summed in float32, which portable passes do; so are long sequences of
+few heads whose chunks would begin elsewhere.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from saccade.hopper.linear_backward_rows import RowNumbers
 from saccade.hopper.linear_program import Kept
 from saccade.hopper.linear_split import BLOCK, Split, maybe, moved, sizes, unlike_portable
 from saccade.hopper.linear_states import collect_keys, collect_queries
+from saccade.hopper.linear_wide_passes import WidePass
 from saccade.kernels.launch import Launch, Pointer
 from saccade.linear.problem import LinearGradients, LinearInputs, LinearVariant
 from saccade.portable.arguments import there_are
@@ -32,7 +34,7 @@ from saccade.portable.linear_kind import LinearKind
 from saccade.portable.linear_passes import Passes
 from saccade.problem import Config
 
-WIDEST = 2 * BLOCK  # channels of a state's side
+WIDEST = 2 * BLOCK  # channels of a state's side in kernels of their own
 
 
 class GradientSchedule(NamedTuple):
@@ -69,7 +71,8 @@ def backward(
     """Gradients of the inputs, the same bits in every run."""
     passes = HopperPasses(*passes_of(aligned(inputs), variant, Config(kv_tile=BLOCK)))
     grad_output = readable(grad_output)
-    if variant.normalize == "none" or split_of(passes.kind, keys=False) is None:
+    split = split_of(passes.kind, keys=False)
+    if variant.normalize == "none" or split is None or is_wide(passes.kind):
         given = given_of(passes, output, normaliser, grad_output)
     else:
         numbers = torch.empty_like(normaliser), torch.empty_like(normaliser)
@@ -82,10 +85,13 @@ def split_of(kind: LinearKind, keys: bool) -> Split | None:
     shared = (kind.state_heads, kind.key_heads, kind.value_heads) if keys else (kind.query_heads,)
     if any(heads != kind.heads for heads in shared):
         return None
-    if max(kind.head_dim, kind.value_dim) > WIDEST:
-        return None
     split = Split.whole(kind).cut(kind)
     return None if split.segments > 1 and unlike_portable(kind, keys) else split
+
+
+def is_wide(kind: LinearKind) -> bool:
+    """Whether gradients are those of linear_wide.py."""
+    return max(kind.head_dim, kind.value_dim) > WIDEST
 
 
 class HopperPasses(Passes):
@@ -99,7 +105,7 @@ class HopperPasses(Passes):
     def collect(self, given: Given | None, segments: int) -> State:
         """The states of each segment alone: of keys, or of queries where gradients are given."""
         split = split_of(self.kind, keys=given is not None)
-        if split is None:
+        if split is None or is_wide(self.kind):
             return super().collect(given, segments)
         return collect_keys(self, split) if given is None else collect_queries(self, split, given)
 
@@ -109,7 +115,11 @@ class HopperPasses(Passes):
     ) -> None:  # fmt: skip
         """Write the gradients of queries, one for each output head."""
         split = split_of(self.kind, keys=False)
-        if split is not None:
+        if split is not None and is_wide(self.kind):
+            rows = given.grad_output, self.inputs.value, self.inputs.key
+            wide = WidePass("grad_query", *rows, result, self._own(self.inputs.query), given)
+            again = self._wide(wide, before, None, segments)
+        elif split is not None:
             again = self._grad_query(split, given, result, before)
         super().grad_query(given, result, dots, before, segments, again)
 
@@ -119,9 +129,38 @@ class HopperPasses(Passes):
     ) -> None:  # fmt: skip
         """Write the gradients of keys and of values, and of the first states."""
         split = split_of(self.kind, keys=True)
+        if split is not None and is_wide(self.kind):
+            self._wide_key_value(given, results, before, after, segments)
+            return
         if split is not None:
             again, after = self._grad_key_value(split, given, results, before, after), None
         super().grad_key_value(given, results, dots, before, after, segments, again)
+
+    def _wide_key_value(
+        self, given: Given, results: tuple[Tensor, Tensor], before: State | None,
+        after: State | None, segments: int,
+    ) -> None:  # fmt: skip
+        query, key, value = self.inputs[:3]
+        wide = WidePass(
+            "grad_key", value, given.grad_output, query, results[0], self._own(key), given
+        )
+        again = self._wide(wide, before, after, segments)
+        self.grad_key(given, results[0], None, before, None, segments, again)
+        wide = WidePass("grad_value", key, query, given.grad_output, results[1], None, given)
+        again = self._wide(wide, before, None, segments)
+        self.grad_value(given, results[1], before, segments, again)
+
+    def _wide(
+        self, wide: WidePass, before: State | None, after: State | None, segments: int
+    ) -> Again:
+        shape = self.kind.sequences, self.kind.heads, segments, wide.parts
+        spoilt = self.inputs.query.new_empty(shape, dtype=torch.int32)
+        wide.start(self, before, after, segments, spoilt)
+        return Again(linear_again, spoilt)
+
+    def _own(self, rows: Tensor) -> Tensor | None:
+        """Rows that a gradient goes through the feature map of, if it does more than scale."""
+        return None if self.kind.variant.feature_map == "identity" else rows
 
     def _grad_query(
         self, split: Split, given: Given, result: Tensor, before: State | None

@@ -1,8 +1,4 @@
-"""Passes of wide linear attention: the kernel of linear_wide.py, started for each of them.
-
-Only the output is, so far (linear.py). Gradients by it were right in all but two calls, for an
-unknown reason (benchmarks/results/h200/linear.txt), so portable kernels compute them.
-"""
+"""Passes of wide linear attention: the kernel of linear_wide.py, started for each of them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,15 @@ HOPPER = (
         LinearCall(128, length=8192, batch=1, heads=2),
         ("hopper_linear_forward", "hopper_linear_collect", "hopper_linear_collect_queries"),
     ),
-    Entry(LinearCall(256), ("hopper_linear_wide_output",)),
+    Entry(
+        LinearCall(256),
+        (
+            "hopper_linear_wide_output",
+            "hopper_linear_wide_grad_query",
+            "hopper_linear_wide_grad_key",
+            "hopper_linear_wide_grad_value",
+        ),
+    ),
 )
 
 

@@ -25,6 +25,8 @@ LINEAR_PASSES = {
         "hopper_linear_backward_queries", "hopper_linear_backward_keys",
         "hopper_linear_collect_queries",
         "hopper_linear_grad_key_again",  # of three that are like it
+        "hopper_linear_wide_grad_query", "hopper_linear_wide_grad_key",
+        "hopper_linear_wide_grad_value",
     ),
 }  # fmt: skip
 SWEEPS = ("linear_output", *LINEAR_PASSES["linear backward"][1:])
