@@ -55,6 +55,17 @@ def test_lengths_around_tiles(head_dim: int, mask: str, lengths: tuple[int, int]
     assert_exact(case, "hopper")
 
 
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+def test_narrow_heads_with_many_keys(mask: str) -> None:
+    """Few keys have a schedule of their own."""
+    many = configs.SHORT + 277
+    case = make_case(
+        mask=mask, lengths=((129, many),), head_dim=64, value_dim=64, dtype=BF16, group=2,
+        device="cuda", spoil_hidden=True,
+    )  # fmt: skip
+    assert_exact(case, "hopper")
+
+
 @pytest.mark.parametrize("mask", ["none", "causal", "documents"])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("head_dim", [128, 256])
@@ -128,6 +139,24 @@ def test_a_graph_replays_beside_calls_on_its_stream() -> None:
         torch.cuda.synchronize()
         assert torch.equal(captured, wanted)
         assert torch.equal(beside, wanted)
+
+
+def test_graphs_do_not_share_a_counter() -> None:
+    tensors = [normal(2, 8, 2000, 64, seed=n) for n in range(3)]
+    wanted = attend(*tensors, mask=masks.causal())
+    torch.cuda.synchronize()
+    graphs, streams, found = [], [torch.cuda.Stream() for _ in range(2)], []
+    for stream in streams:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found.append([attend(*tensors, mask=masks.causal()) for _ in range(3)])
+        graphs.append(graph)
+    for _ in range(10):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, wanted) for outputs in found for output in outputs)
 
 
 def test_calls_on_two_streams_do_not_share_a_counter() -> None:
