@@ -332,10 +332,12 @@ if not lesson.quick:
         [(name, *(usage[field] for field in fields)) for name, usage in usages.items()],
     )
     for name, usage in usages.items():
-        assert usage["products"] > 0 and usage["looped"] == 0
-        # A thread's share of 64 × 128 pairs among 128 threads. Three groups, which have fewer
-        # registers each, cover one another's exponentials instead.
-        assert usage["covered"] >= 64 or usage["registers"] == 128
+        # Where two programs share a multiprocessor (80 registers at first), a few weights stay in
+        # memory.
+        assert usage["products"] > 0 and (usage["looped"] == 0 or usage["registers"] == 80)
+        # A thread's share of 64 × 128 pairs among 128 threads. Three groups or two programs, which
+        # have fewer registers each, cover one another's exponentials instead.
+        assert usage["covered"] >= 64 or usage["registers"] in (80, 128)
         assert (usage["registers"], round(usage["shared"] / 1024)) == committed[name]
 
 # %% [markdown]

@@ -39,11 +39,20 @@ def compiled(which, kernel, *calls):
 
 
 def test_all_widths_multiply_and_cover_their_exponents():
-    calls = [Call(128, mask="causal"), Call(64), Call(256)]
+    calls = [Call(128, mask="causal", length=4096), Call(64, length=4096), Call(256)]
     for head_dim, usage in compiled("hopper", "hopper_forward", *calls):
         assert usage.looped == 0
         assert usage.products >= 64
         assert usage.covered == EXPONENTS[head_dim]
+
+
+def test_two_programs_share_a_multiprocessor():
+    calls = [Call(64), Call(64, mask="causal")]
+    for _, usage in compiled("hopper", "hopper_forward", *calls):
+        assert usage.looped <= findings.FEW  # of 16 weights that a thread keeps for the next step
+        assert usage.products == 32
+        assert 2 * (usage.shared + 1024) <= 228 << 10
+        assert usage.registers == 80
 
 
 def test_the_backward_pass_keeps_products_under_way():

@@ -8,17 +8,18 @@ import torch
 pytest.importorskip("triton")
 
 from saccade import masks
-from saccade.hopper import configs, problems, stretches
+from saccade.hopper import configs, counter, problems, stretches
 from saccade.hopper.configs import BackwardProblem, KernelProblem
 from saccade.offline.calls import Call, make
 
-REGISTERS = 65536  # of a multiprocessor
+MEMORY = 228 << 10  # bytes of a multiprocessor, of which each program takes one KB more
 WIDTHS = (64, 128, 256)
 PROBLEMS = [
     KernelProblem(head_width, value_width, masked)
     for head_width, value_width in itertools.product(WIDTHS, WIDTHS)
     for masked in (False, True)
 ]
+PROBLEMS += [problem._replace(causal=problem.masked, kv_len=configs.SHORT) for problem in PROBLEMS]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
@@ -26,10 +27,15 @@ def test_a_schedule_fits_a_multiprocessor(problem):
     schedule = configs.choose(problem)
     used = schedule.shared_memory(problem.head_width, problem.value_width)
     assert used <= configs.SHARED_MEMORY
+    assert schedule.programs * (used + 1024) <= MEMORY
     assert schedule.stages & (schedule.stages - 1) == 0
     warpgroups = [schedule.consumer_registers] * schedule.consumers + [schedule.producer_registers]
     assert all(registers % 8 == 0 and registers <= 256 for registers in warpgroups)
-    assert 128 * sum(warpgroups) <= REGISTERS
+    # Programs begin with equally many for all warps; consumers take those of the others.
+    begun_with = len(warpgroups) * schedule.launch_registers
+    assert sum(warpgroups) <= begun_with <= configs.REGISTERS // 128 // schedule.programs
+    assert 1 + 4 * schedule.programs * 132 <= counter.NUMBERS
+    assert not schedule.trim or (problem.causal and schedule.query_tile == 2 * schedule.kv_tile)
     if problem.masked:  # the kernels that plan have tiles with sides of a power of two
         assert schedule.query_tile & (schedule.query_tile - 1) == 0
 
@@ -38,6 +44,26 @@ def test_a_schedule_can_be_given_to_measure_it(monkeypatch):
     given = configs.choose(PROBLEMS[0])._replace(stages=4)
     monkeypatch.setattr(configs, "OVERRIDE", given)
     assert configs.choose(PROBLEMS[-1]) == given
+
+
+def test_few_keys_have_schedules_of_their_own():
+    def schedule(width, kv_len, **changes):
+        return configs.choose(KernelProblem(width, width, **changes, kv_len=kv_len))
+
+    causal = {"masked": True, "causal": True}
+    narrow = schedule(64, configs.SHORT, **causal)
+    assert (narrow.programs, narrow.look, narrow.trim) == (2, True, True)
+    plain = schedule(64, configs.SHORT, masked=False)
+    assert (plain.programs, plain.look, plain.trim) == (2, False, False)
+    assert schedule(128, configs.SHORT, **causal).look
+    assert not schedule(128, configs.SHORT, masked=False).look
+    for other in ({"masked": True}, {"masked": False, "scored": True}, causal | {"packed": True}):
+        assert schedule(64, configs.SHORT, **other) == schedule(64, configs.LONG, masked=True)
+    assert schedule(256, configs.LONG, **causal).trim
+    assert not schedule(256, configs.LONG, masked=True).trim
+    for width, changes in ((64, causal), (64, {"masked": False}), (128, causal)):
+        long = schedule(width, configs.SHORT + 1, **changes)
+        assert (long.programs, long.look, long.trim) == (1, False, False)
 
 
 def test_heads_take_turns_while_their_keys_fit_the_l2():
@@ -73,7 +99,7 @@ def test_a_backward_schedule_fits_a_multiprocessor(width, masked):
     # Half of a tile's share is 64 rows: all of its channels, or half of them.
     assert schedule.query_tile * width == 2 * configs.ROWS * 64
     registers = 2 * schedule.consumer_registers + schedule.producer_registers
-    assert 128 * registers <= REGISTERS
+    assert 128 * registers <= configs.REGISTERS
 
 
 @pytest.mark.parametrize("widths", [(256, 256), (256, 128), (128, 256), (64, 256)])
@@ -85,7 +111,7 @@ def test_two_passes_fit_a_multiprocessor(widths):
     for schedule in (of_keys, of_queries):
         assert schedule.stages & (schedule.stages - 1) == 0
         registers = 2 * schedule.consumer_registers + schedule.producer_registers
-        assert 128 * registers <= REGISTERS
+        assert 128 * registers <= configs.REGISTERS
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -118,6 +144,9 @@ def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministi
             "scores as they are",
         ),
         ({"packed": True, "scored": True}, None),
+        ({"masked": True, "causal": True}, "512 rows are slower"),
+        ({"masked": True, "causal": True, "packed": True}, None),
+        ({"masked": True, "causal": True, "query_len": 513}, None),
         ({"query_len": 0}, "no queries"),
     ],
 )

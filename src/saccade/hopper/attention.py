@@ -47,6 +47,9 @@ class Forward:
             Box.of(inputs.value, kind.packed, chosen.kv_tile, widths[1]),
             Box.of(output, kind.packed, configs.ROWS, widths[1] // chosen.output_parts),
         )
+        options = {"num_warps": 4, "num_stages": chosen.stages, "launch_pdl": True}
+        if chosen.programs > 1:
+            options["maxnreg"] = chosen.launch_registers
         self.launch = Launch(
             attention_forward,
             {
@@ -58,8 +61,11 @@ class Forward:
                 "QUERY_STAGES": chosen.query_stages,
                 "CONSUMER_REGISTERS": chosen.consumer_registers,
                 "PRODUCER_REGISTERS": chosen.producer_registers,
+                "COVERED": chosen.covered,
+                "LOOK": chosen.look,
+                "TRIM": chosen.trim,
             },
-            {"num_warps": 4, "num_stages": chosen.stages, "launch_pdl": True},
+            options,
         )
         queries, tile = kind.geometry.queries, chosen.query_tile
         heads = configs.heads_at_once(
@@ -68,7 +74,7 @@ class Forward:
             2 * sum(widths) * kind.geometry.lengths()[1],
         )  # fmt: skip
         self.order = schedule.order_of(queries, tile, heads)
-        self.programs = min(queries.programs(tile), kind.multiprocessors)
+        self.programs = min(queries.programs(tile), chosen.programs * kind.multiprocessors)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""

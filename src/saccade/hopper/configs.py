@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 ROWS = 64  # query rows of a consumer, as in forward.py
 SHARED_MEMORY = 227 << 10  # bytes of one program
+REGISTERS = 65536  # of a multiprocessor
 L2_BYTES = 32 << 20  # keys and values of heads that take turns: most of the L2
 HEADS_AT_ONCE = 64
 ADDED_BYTES = 1 << 10  # for barriers and tickets
+LONG, SHORT = 12288, 1024  # of keys
 
 
 class KernelProblem(NamedTuple):
@@ -22,6 +24,9 @@ class KernelProblem(NamedTuple):
     value_width: int
     masked: bool  # then tiles of query rows are not equally dear
     scored: bool = False  # whether the caller changes scores
+    causal: bool = False  # whether the mask is causal and nothing else
+    kv_len: int = LONG  # of all sequences together, if they are packed
+    packed: bool = False
 
 
 class Schedule(NamedTuple):
@@ -35,6 +40,21 @@ class Schedule(NamedTuple):
     consumer_registers: int
     producer_registers: int
     grid: str  # "dynamic": programs take numbers from a counter; "static": every so many-th
+    programs: int = 1  # of one multiprocessor
+    look: bool = False  # for the largest score of every tile, before its scores are weighed
+    trim: bool = False  # whether a consumer's edges are those of its rows, and not of the tile's
+
+    @property
+    def covered(self) -> bool:
+        """Whether exponents are computed while values are summed; where more than two consumers
+        share a multiprocessor, others compute meanwhile, and registers are short."""
+        return self.consumers * self.programs == 2
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers of each thread that a program begins with, those of idle warps included."""
+        threads = 128 * (self.consumers + 1)
+        return REGISTERS // (self.programs * threads) // 8 * 8
 
     @property
     def query_tile(self) -> int:
@@ -54,16 +74,26 @@ OVERRIDE: Schedule | None = None
 
 
 def choose(problem: KernelProblem) -> Schedule:
-    """The schedule of a problem."""
+    """The schedule of a problem.
+
+    Where a causal mask leaves few tiles, each is looked through for its largest score first, as
+    edges and first ones are in any case. What was timed is dense, and its scores are as they are.
+    """
     if OVERRIDE is not None:
         return OVERRIDE
     width = max(problem.head_width, problem.value_width)
+    measured = not problem.scored and not problem.packed
+    short, causal = measured and problem.kv_len <= SHORT, measured and problem.causal
+    if width <= 64 and short and (causal or not problem.masked):
+        # Beginnings and ends of one program are hidden under the other one's loop. It costs more a
+        # step, so that others are as fast from 1.5k on, and without a mask a seventh faster.
+        return Schedule(2, 64, 2, 2, 1, 104, 24, "dynamic", 2, look=causal, trim=causal)
     if width <= 64 and not problem.masked and not problem.scored:
         # A tenth faster than two, and no registers are left for a mask or a score.
         return Schedule(3, 128, 2, 2, 1, 160, 32, "dynamic")
     if width <= 128:
-        return Schedule(2, 128, 2, 2, 1, 240, 24, "dynamic")
-    return Schedule(2, 64, 2, 1, 2, 240, 24, "dynamic")
+        return Schedule(2, 128, 2, 2, 1, 240, 24, "dynamic", look=short and causal)
+    return Schedule(2, 64, 2, 1, 2, 240, 24, "dynamic", trim=causal)
 
 
 def forward_unsupported(problem: KernelProblem) -> str | None:
@@ -160,7 +190,6 @@ class BackwardSchedule(NamedTuple):
 
 
 BACKWARD_KV_TILE, WIDE_KV_TILE = 128, 64  # up to 128 channels, and above
-LONG, SHORT = 12288, 1024  # of keys
 BACKWARD_OVERRIDE: BackwardSchedule | None = None
 """As OVERRIDE, for the backward pass."""
 
@@ -205,6 +234,10 @@ def backward_unsupported(problem: BackwardProblem) -> str | None:
         return "gradients of keys and values leave through the same memory"
     if problem.query_len == 0:
         return "there are no queries to load"
+    narrow = max(problem.head_width, problem.value_width) <= 64
+    short = problem.query_len <= SHORT_CAUSAL and not problem.packed
+    if narrow and short and problem.causal and not TAKE_ALL:
+        return f"up to 64 channels causal calls of {SHORT_CAUSAL} rows are slower"
     compared = (problem.causal or not problem.masked) and problem.head_width == problem.value_width
     if apart(problem) and (problem.packed or problem.scored or not compared) and not TAKE_ALL:
         return (
@@ -214,8 +247,11 @@ def backward_unsupported(problem: BackwardProblem) -> str | None:
     return None
 
 
+# Rows: at 64 channels they took 1.08 of the portable kernels' time
+# (benchmarks/results/h200/hopper.jsonl).
+SHORT_CAUSAL = 512
 TAKE_ALL = False
-"""Whether the backward pass above 128 channels takes what was not timed beside the portable one, to
+"""Whether the backward pass takes what was not timed beside the portable one, or was slower, to
 test it and to time it."""
 
 

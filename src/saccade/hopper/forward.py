@@ -32,11 +32,13 @@ from saccade.hopper.pipeline import (
 from saccade.hopper.rings import make_rings
 from saccade.hopper.schedule import (
     next_number,
+    num_edges,
     num_tiles,
     num_visits,
+    own_edges,
     program_of,
     read_ticket,
-    tile_of,
+    tile_from_last,
     write_ticket,
 )
 from saccade.hopper.weighing import (
@@ -61,6 +63,7 @@ def attention_forward(
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    COVERED: gl.constexpr, LOOK: gl.constexpr, TRIM: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of CONSUMERS · 64 rows of one head, one after the other."""
     rings = make_rings(
@@ -73,15 +76,15 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 1,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-                    HEADS_PER_KV_HEAD,
+                    HEADS_PER_KV_HEAD, TRIM,
                 )),
                 (announce, (query, key, rules, schedule, rings, 0)),
             ],
@@ -94,19 +97,19 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 1,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, 2,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 2,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-                    HEADS_PER_KV_HEAD,
+                    HEADS_PER_KV_HEAD, TRIM,
                 )),
                 (announce, (query, key, rules, schedule, rings, 0)),
             ],
@@ -153,7 +156,7 @@ def announce(query, key, rules, schedule, rings, FEWEST: gl.constexpr):
 @gluon.jit
 def produce(
     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-    HEADS_PER_KV_HEAD: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, TRIM: gl.constexpr,
 ):  # fmt: skip
     """Load what consumers will need, as soon as there is room for it."""
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
@@ -166,13 +169,13 @@ def produce(
         kv_head = query_head // HEADS_PER_KV_HEAD
         visits = num_visits(walk)
         for index in range(0, visits):
-            kv_start = tile_of(rules, walk, index) * KV_TILE
+            kv_start = tile_from_last(rules, walk, index) * KV_TILE
             coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
             rings.keys.acquire(kv_turn)
             rings.keys.load(kv_turn, key_desc, coordinates)
             if index == 0:
                 first = query_batch, query_head, query_row + query_start
-                load_queries(query_desc, rings, first, tile_turn)
+                load_queries(query_desc, rings, first, tile_turn, TRIM)
             rings.values.acquire(kv_turn)
             rings.values.load(kv_turn, value_desc, coordinates)
             if index == gl.maximum(visits - 2, 0):
@@ -183,31 +186,40 @@ def produce(
 
 
 @gluon.jit
-def load_queries(query_desc, rings, first, turn):
+def load_queries(query_desc, rings, first, turn, TRIM: gl.constexpr):
     """Load each consumer's rows of a tile, whose first one lies there: batch entry, head, row."""
     batch, head, row = first
     for which in gl.static_range(len(rings.queries)):
         rings.queries[which].acquire(turn)
-        rings.queries[which].load(turn, query_desc, [batch, head, row + which * ROWS, 0])
+        first_row = row + share_of(which, turn, TRIM) * ROWS
+        rings.queries[which].load(turn, query_desc, [batch, head, first_row, 0])
+
+
+@gluon.jit
+def share_of(WHICH: gl.constexpr, turn, TRIM: gl.constexpr):
+    """Which 64 rows of a tile a consumer takes: by turns if some have less to do than others."""
+    return (WHICH + turn) & 1 if TRIM else WHICH
 
 
 @gluon.jit
 def consume(
     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, WHICH: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, COVERED: gl.constexpr, LOOK: gl.constexpr, TRIM: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 rows of each tile of query rows that is announced. PAGE_SIZE: 0 without pages."""
+    """Compute 64 rows of each tile of query rows that is announced. PAGE_SIZE: 0 without pages;
+    COVERED, LOOK, TRIM: as in configs.Schedule."""
     tile_turn, kv_turn = 0, 0
     place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
     while query_len > 0:
         rings.tickets.release(tile_turn)
         batch, query_head, query_start = place
-        first_row = query_start + WHICH * ROWS
+        first_row = query_start + share_of(WHICH, tile_turn, TRIM) * ROWS
         at = (batch, query_head, first_row, query_len, kv_len)
         state = attend(
             rings.queries[WHICH], rings.keys, rings.values, rules, at, walk, tile_turn, kv_turn,
-            len(rings.queries) == 2,
+            COVERED, LOOK or rules.score is not None, TRIM,
         )  # fmt: skip
         kv_turn += num_visits(walk)
         # Behind the counter; computed anew, as there are no registers to keep it.
@@ -245,7 +257,8 @@ def ticket_of(rings, turn):
 
 @gluon.jit
 def attend(
-    queries, keys, values, rules, at, walk, tile_turn, kv_turn, COVERED: gl.constexpr
+    queries, keys, values, rules, at, walk, tile_turn, kv_turn, COVERED: gl.constexpr,
+    LOOK: gl.constexpr, TRIM: gl.constexpr,
 ):  # fmt: skip
     """Visit the tiles of keys of a walk: row_max, row_sum and weighted_sum of 64 query rows.
 
@@ -257,12 +270,21 @@ def attend(
     SCORES: gl.constexpr = mma_layout(KV_TILE)
     SUMS: gl.constexpr = mma_layout(VALUE_WIDTH)
     query_tile = as_matrix(queries.at(tile_turn))
+    begin, edges = 0, num_edges(walk)
+    if TRIM:
+        begin, edges = own_edges(rules, at, walk, KV_TILE)
+        if begin > 0:
+            keys.wait(kv_turn)
+            keys.release(kv_turn)
+            values.wait(kv_turn)
+            values.release(kv_turn)
+        kv_turn += begin
     queries.wait(tile_turn)
     keys.wait(kv_turn)
     token = multiply_keys(query_tile, as_matrix(keys.at(kv_turn)), SCORES)
     scores = warpgroup_mma_wait(0, deps=[token])
     keys.release(kv_turn)
-    scores = change_and_hide(scores, rules, at, walk, 0)
+    scores = change_and_hide(scores, rules, at, walk, begin, edges)
     references = no_references(scores)
     references, rescale = raise_references(scores, rules, references)
     weights = weights_of(scores, rules, references)
@@ -274,9 +296,9 @@ def attend(
         as_operand(weights, query_tile.dtype, SUMS),
         rescale,  # 0, unknown to the compiler: else it moves the product with it elsewhere
     )
-    for index in range(1, num_visits(walk)):
+    for index in range(begin + 1, num_visits(walk)):
         state = fold_tile(
-            query_tile, keys, values, rules, at, walk, index, kv_turn, state, COVERED
+            query_tile, keys, values, rules, at, walk, index, edges, kv_turn, state, COVERED, LOOK
         )  # fmt: skip
         kv_turn += 1
     queries.release(tile_turn)
@@ -294,11 +316,13 @@ def attend(
 
 @gluon.jit
 def fold_tile(
-    query_tile, keys, values, rules, at, walk, index, kv_turn, state, COVERED: gl.constexpr
+    query_tile, keys, values, rules, at, walk, index, edges, kv_turn, state, COVERED: gl.constexpr,
+    LOOK: gl.constexpr,
 ):  # fmt: skip
     """Weigh the tile of keys after turn kv_turn, while the values of kv_turn are summed up.
 
-    If COVERED, the exponents are computed under that sum. A third consumer covers them as well.
+    If COVERED, the exponents are computed under that sum; else other consumers' are.
+    If LOOK, references are raised first in every tile, not in edges and the first clean tile only.
     """
     SCORES: gl.constexpr = mma_layout(keys.memory.shape[3])
     SUMS: gl.constexpr = mma_layout(values.memory.shape[4])
@@ -309,13 +333,13 @@ def fold_tile(
     weighted_sum = rescaled(weighted_sum, pinned(rescale))
     sum_token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores_token])
-    scores = change_and_hide(scores, rules, at, walk, index)
+    scores = change_and_hide(scores, rules, at, walk, index, edges)
     if not COVERED:
         weighted_sum, scores = warpgroup_mma_wait(0, deps=[sum_token, scores])
         values.release(kv_turn)
     # After the edges and one clean tile every row has seen a key. The branches keep the exponents
     # above the wait for the sum: else ptxas has that first.
-    if (rules.score is None) & (index > walk[3]):
+    if (not LOOK) & (index > walk[3]):
         new_weights = weights_of(scores, rules, references)
         sums = sum_by_thread(new_weights)
         rescale, raised = moderate(sums)
@@ -328,7 +352,7 @@ def fold_tile(
         sums = sum_by_thread(new_weights)
     row_sum = row_sum * rescale + sums
     if COVERED:
-        if rules.score is not None:  # one branch is no border, but this loop is
+        if LOOK:  # one branch is no border, but this loop is
             values.wait(kv_turn + 1)
         weighted_sum, new_weights, row_sum, rescale = warpgroup_mma_wait(
             0, deps=[sum_token, new_weights, row_sum, rescale]

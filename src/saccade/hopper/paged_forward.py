@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from saccade.hopper.forward import announce, consume, load_queries, ticket_of
 from saccade.hopper.rings import make_page_rings
-from saccade.hopper.schedule import num_visits, tile_of
+from saccade.hopper.schedule import num_visits, tile_from_last
 from saccade.kernels.tiles import ADDED, wide
 
 NO_PAGE = gl.constexpr(-1)  # outside of any pool, where TMA finds zeros
@@ -46,11 +46,11 @@ def attention_pages_forward(
         [
             (consume, (
                 output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, 0,
+                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, False, False, 0,
             )),
             (consume, (
                 output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, 1,
+                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, False, False, 1,
             )),
             (produce_pages, (
                 query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
@@ -78,14 +78,14 @@ def produce_pages(
         kv_head = query_head // HEADS_PER_KV_HEAD
         visits = num_visits(walk)
         for index in range(0, visits):
-            kv_start = tile_of(rules, walk, index) * KV_TILE
+            kv_start = tile_from_last(rules, walk, index) * KV_TILE
             pages = pages_of(key, batch, kv_start, kv_len, KV_TILE, PAGE_SIZE)
             slot = kv_start % PAGE_SIZE if PAGE_SIZE > KV_TILE else 0
             rings.keys.acquire(kv_turn)
             rings.keys.load_boxes(kv_turn, key_desc, pages, kv_head, slot)
             if index == 0:
                 first = query_batch, query_head, query_row + query_start
-                load_queries(query_desc, rings, first, tile_turn)
+                load_queries(query_desc, rings, first, tile_turn, False)
             rings.values.acquire(kv_turn)
             rings.values.load_boxes(kv_turn, value_desc, pages, kv_head, slot)
             if index == gl.maximum(visits - 2, 0):

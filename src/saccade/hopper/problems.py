@@ -12,7 +12,10 @@ from saccade.problem import Inputs, Variant
 def kernel_problem(inputs: Inputs, variant: Variant) -> KernelProblem:
     """What the schedule of a call depends on."""
     head_width, value_width = (width_of(rows.shape[-1]) for rows in (inputs.query, inputs.value))
-    return KernelProblem(head_width, value_width, variant.mask != "", variant.score != "")
+    return KernelProblem(
+        head_width, value_width, variant.mask != "", variant.score != "",
+        variant.mask.startswith("causal:"), inputs.key.shape[-2], inputs.cu_seqlens_q is not None,
+    )  # fmt: skip
 
 
 def backward_problem(inputs: Inputs, variant: Variant, deterministic: bool) -> BackwardProblem:

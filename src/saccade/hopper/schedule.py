@@ -105,15 +105,51 @@ def tile_of(rules, walk, index):
 
 
 @gluon.jit
+def tile_from_last(rules, walk, index):
+    """The same where the last edge comes first: `own_edges` passes over it."""
+    return tile_of(rules, walk, gl.where(index < walk[3], walk[3] - 1 - index, index))
+
+
+@gluon.jit
 def num_visits(walk):
     """How many tiles of keys are visited: at least one, see `tile_of`."""
     return gl.maximum(walk[3] + walk[5], 1)
 
 
 @gluon.jit
+def own_edges(rules, at, walk, KV_TILE: gl.constexpr):
+    """Of a walk by `tile_from_last`, where one consumer begins, and from where on nothing is hidden
+    from its 64 rows.
+
+    Tiles of keys are half as long as those of query rows: under a causal mask the first edge may be
+    hidden from all of the upper rows, and the second one from none of the lower.
+    """
+    batch, query_head, first_row, query_len, kv_len = at
+    first_key = tile_from_last(rules, walk, 0) * KV_TILE
+    possible, _ = rules.mask.judge(
+        batch, query_head, first_row, first_row + 63, first_key, first_key + KV_TILE - 1,
+        kv_len - query_len, rules.mask.data, 64, KV_TILE,
+    )  # fmt: skip
+    second_key = tile_from_last(rules, walk, 1) * KV_TILE
+    _, certain = rules.mask.judge(
+        batch, query_head, first_row, first_row + 63, second_key, second_key + KV_TILE - 1,
+        kv_len - query_len, rules.mask.data, 64, KV_TILE,
+    )  # fmt: skip
+    begin = gl.where(possible, 0, gl.minimum(num_visits(walk) - 1, 1)).to(gl.int32)
+    only_first = certain & (walk[3] == 2) & (second_key + KV_TILE <= kv_len)
+    return begin, num_edges(walk) - only_first.to(gl.int32)
+
+
+@gluon.jit
 def is_edge(walk, index):
     """Whether pairs of that tile may be hidden."""
-    return index < gl.maximum(walk[3], 1 - walk[5])
+    return index < num_edges(walk)
+
+
+@gluon.jit
+def num_edges(walk):
+    """How many of the first tiles of a walk may hold hidden pairs."""
+    return gl.maximum(walk[3], 1 - walk[5])
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.schedule import is_edge, tile_of
+from saccade.hopper.schedule import tile_from_last
 from saccade.kernels.softmax import LN_2, LOG2_E
 
 NOTHING = gl.constexpr(-3e38)  # the reference of a row that has seen no key
@@ -29,12 +29,13 @@ ROWS = gl.constexpr(64)  # query rows of one consumer, as many as one WGMMA take
 
 
 @gluon.jit
-def change_and_hide(scores, rules, at, walk, index):
-    """The scores of tile number `index` of a walk, ready to be weighed."""
+def change_and_hide(scores, rules, at, walk, index, edges):
+    """The scores of tile number `index` of a walk that begins with so many edges, ready to be
+    weighed."""
     if rules.score is not None:
-        scores = change(scores, rules, at, tile_of(rules, walk, index) * scores.shape[1])
-    if is_edge(walk, index):  # all others run without mask arithmetic
-        scores = hide(scores, rules, at, tile_of(rules, walk, index) * scores.shape[1])
+        scores = change(scores, rules, at, tile_from_last(rules, walk, index) * scores.shape[1])
+    if index < edges:  # all others run without mask arithmetic
+        scores = hide(scores, rules, at, tile_from_last(rules, walk, index) * scores.shape[1])
     return scores
 
 

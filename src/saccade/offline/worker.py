@@ -99,6 +99,7 @@ def config_of(started: Launch) -> tuple[int, int, int, int]:
     constants, options = started.constants, started.options
     if "CONSUMERS" in constants:  # its tile of keys is a side of a descriptor, but for pages
         rows, warps = hopper_configs.ROWS * constants["CONSUMERS"], 4 * constants["CONSUMERS"] + 2
+        warps *= 2 if "maxnreg" in options else 1  # of the programs that share a multiprocessor
         return rows, constants.get("KV_TILE", 0), warps, constants["STAGES"]
     if "MAPPER_REGISTERS" in constants:  # linear attention: two consumers, two that map, one loads
         warps = 16 if "PASS" in constants else 17  # the wide kernel's load as well
