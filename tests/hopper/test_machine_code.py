@@ -101,10 +101,10 @@ def test_gradients_of_linear_attention_keep_products_under_way():
         "hopper_linear backward", "hopper_linear_backward_queries", LinearCall(128)
     )
     of_keys = compiled("hopper_linear backward", "hopper_linear_backward_keys", LinearCall(128))
-    for least, usages in ((56, of_queries), (80, of_keys)):
+    for least, usages in ((64, of_queries), (104, of_keys)):
         for _, usage in usages:
             assert usage.products >= least
-            assert usage.looped <= 8  # what two consumers of gradients of keys keep elsewhere
+            assert usage.looped <= 12  # what keys' consumers and mappers keep elsewhere
 
 
 def test_wide_heads_of_linear_attention_keep_products_under_way():

@@ -10,6 +10,8 @@ Each consumer sums up 64 channels of values of R, and has both gradients of one 
 channels; or, of a head of up to 128, the first has grad_key and the second grad_value. Then both
 read all of R, so each says when it has written its part and when it has read the other's. Others
 map queries and keys, and load all rows (linear_backward_rows.py).
+
+Of elu + 1, Q and R have elu alone: what the ones of queries add is in linear_ones.py.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
@@ -24,21 +26,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.forward import as_operand, mma_layout
-from saccade.hopper.linear_backward_rows import (
+from saccade.hopper.linear_backward_rows import keys_seen, map_queries, place_of, produce, within
+from saccade.hopper.linear_forward import narrow_sums, row_of_output, settled
+from saccade.hopper.linear_kinds import (
+    ACROSS,
     GRADS,
     KEYS,
+    LINE,
     MINUS_DELTA,
+    ONES,
     QUERIES,
     SUM,
     VALUES,
-    keys_seen,
-    map_queries,
-    place_of,
-    produce,
-    within,
 )
-from saccade.hopper.linear_forward import narrow_sums, row_of_output, settled
-from saccade.hopper.linear_mapping import narrowed, only
+from saccade.hopper.linear_mapping import at_most_one, narrowed, only
+from saccade.hopper.linear_ones import (
+    no_sums,
+    put_ones,
+    start_sizes,
+    summed,
+    with_line,
+    without_line,
+)
 from saccade.hopper.linear_program import (
     BLOCK,
     channel_of,
@@ -75,7 +84,7 @@ def linear_backward_keys(
     given: RowNumbers. before, after: states (Sums) that the segment starts from, at its end, and
     ends with, at its beginning, or None. Output heads share queries at most (QUERY_SHARE).
     """
-    rings = make_sweep_rings(query_desc, 4, BLOCKS, STAGES, 2)
+    rings = make_sweep_rings(query_desc, 4, BLOCKS, STAGES, 2, FEATURE_MAP == "elu+1")
     gl.warp_specialize(
         [
             (consume, (
@@ -87,11 +96,11 @@ def linear_backward_keys(
                 VALUE_DIM, BLOCKS, SEGMENTS, BOTTOM_RIGHT, FEATURE_MAP, 1,
             )),
             (map_queries, (
-                given, kept, before, after, sizes, rings, HEAD_DIM, BLOCKS, SEGMENTS,
+                given, kept, before, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
                 BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, True, 0,
             )),
             (map_queries, (
-                given, kept, before, after, sizes, rings, HEAD_DIM, BLOCKS, SEGMENTS,
+                given, kept, before, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
                 BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, True, 1,
             )),
             (produce, (
@@ -116,6 +125,7 @@ def consume(
     # What the tiles are of.
     ONE: gl.constexpr = is_of_values(BLOCKS, WHICH, 0)
     TWO: gl.constexpr = is_of_values(BLOCKS, WHICH, 1)
+    LESS_ONE: gl.constexpr = FEATURE_MAP == "elu+1"
     batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
     first, chunks, _ = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, True)
     number = state_number(sizes, batch, head, 1, SEGMENTS)
@@ -123,13 +133,17 @@ def consume(
     there = batch < sizes.batches >> 1
     keys = keys_seen(keys_there(kept, sizes, batch))
     sums = start_sums(before, number, there, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
+    if LESS_ONE:
+        put_ones(rings, HEAD_DIM, BLOCKS, WHICH)
+        if before is not None:
+            sums = without_line(sums, HEAD_DIM)
     narrow_sums(sums, rings, WHICH, 0 * chunks)
     if BLOCKS == 2:
         rings.say_written(0 * chunks)
     for turn in range(0, chunks):
         place = place_of(first, chunks, turn, True)
         rings.wait_for_mapped(turn)
-        sums, one, two = fold_chunk(sums, rings, turn, WHICH)
+        sums, one, two = fold_chunk(sums, rings, turn, LESS_ONE, WHICH)
         if BLOCKS == 2:
             rings.say_read(turn)
         at = row_of_output(sizes, batch, head, place, 0)
@@ -146,6 +160,8 @@ def consume(
             rings.say_written(turn + 1)
     keep_spoilt(kept.spoilt, sums, sizes, batch, head, there, BLOCKS, 1, SEGMENTS, WHICH)
     if after is not None:
+        if LESS_ONE:
+            sums = with_line(sums, rings, chunks, WHICH)
         keep_sums(after, sums, number, there, channel, HEAD_DIM, VALUE_DIM)
     wait_for_stores()
 
@@ -157,36 +173,42 @@ def is_of_values(blocks, which, tile):
 
 
 @gluon.jit
-def fold_chunk(sums, rings, turn, WHICH: gl.constexpr):
-    """The sums with a chunk added, and both tiles of gradients.
+def fold_chunk(sums, rings, turn, LESS_ONE: gl.constexpr, WHICH: gl.constexpr):
+    """The sums with a chunk added, and both tiles of gradients, each with numbers of its rows.
 
     Scores become weights before gradients are begun: registers hold no more at once."""
     BLOCKS: gl.constexpr = len(sums)
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's rows
     ONE: gl.constexpr = is_of_values(BLOCKS, WHICH, 0)
     TWO: gl.constexpr = is_of_values(BLOCKS, WHICH, 1)
+    THIN: gl.constexpr = 1 if LESS_ONE else 0  # products of eight columns
     origin = here(turn - turn)
     scores, others = start_scores(rings, turn, ONE, BLOCKS, LEFT), 0.0
     if BLOCKS == 1:  # else both tiles have the same scores
         others = start_scores(rings, turn, TWO, BLOCKS, LEFT)
+    size = no_sums()
+    if LESS_ONE and TWO:
+        size = start_sizes(rings, turn, BLOCKS, LEFT, WHICH)
     grads, added = rings.tile_of(turn, GRADS, WHICH), ()
     for block in gl.static_range(BLOCKS):
         queries = rings.tile_of(turn, QUERIES, LEFT + block)
         token = warpgroup_mma(queries.permute((1, 0)), grads, sums[block], is_async=True)
         added = added + (token,)  # noqa: RUF005
-    scores = warpgroup_mma_wait(2, deps=[scores])
-    weights = weights_of(scores, rings, turn, ONE, WHICH)
-    other_weights = weights
     if BLOCKS == 1:
-        others = warpgroup_mma_wait(1, deps=[others])
-        other_weights = weights_of(others, rings, turn, TWO, WHICH)
+        scores = warpgroup_mma_wait(2 + THIN, deps=[scores])
+        weights, of_one = weights_of(scores, size, rings, turn, ONE, LESS_ONE, BLOCKS, WHICH)
+        others, size = warpgroup_mma_wait(1, deps=[others, size])
+        others, of_two = weights_of(others, size, rings, turn, TWO, LESS_ONE, BLOCKS, WHICH)
     else:
+        scores, size = warpgroup_mma_wait(2, deps=[scores, size])
+        weights, of_one = weights_of(scores, size, rings, turn, ONE, LESS_ONE, BLOCKS, WHICH)
+        others, of_two = weights, of_one
         rings.wait_for_written(turn)
     one = start_tile(rings, turn, weights, origin, ONE, 0, BLOCKS, LEFT)
-    two = start_tile(rings, turn, other_weights, origin, TWO, 1, BLOCKS, LEFT)
+    two = start_tile(rings, turn, others, origin, TWO, 1, BLOCKS, LEFT)
     sums = settled(added, 2 * (BLOCKS + 1))
     one, two = warpgroup_mma_wait(0, deps=[one, two])
-    return sums, one, two
+    return sums, (one, of_one), (two, of_two)
 
 
 @gluon.jit
@@ -205,16 +227,32 @@ def start_scores(rings, turn, OF_VALUES: gl.constexpr, BLOCKS: gl.constexpr, LEF
 
 
 @gluon.jit
-def weights_of(scores, rings, turn, OF_VALUES: gl.constexpr, WHICH: gl.constexpr):
-    """Scores as weights; a key is seen by the queries of its own place and later ones."""
+def weights_of(
+    scores, size, rings, turn, OF_VALUES: gl.constexpr, LESS_ONE: gl.constexpr,
+    BLOCKS: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Scores as weights; a key is seen by the queries of its own place and later ones. With them
+    the number of each row that ones add something by: see linear_ones.py."""
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH
+    number = 0.0
+    if LESS_ONE:
+        factors = rings.numbers_of(turn, WHICH, ONES).load(gl.SliceLayout(0, LAYOUT))
     if not OF_VALUES:
         beta = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(gl.SliceLayout(0, LAYOUT))
         scores = scores + beta[None, :]
+    elif LESS_ONE:
+        number = summed(size)
+        scores = scores + number[:, None] * factors[None, :]
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
     scores = gl.where(row <= column, scores, 0.0)
-    return as_operand(narrowed(scores), gl.bfloat16, LAYOUT)
+    if LESS_ONE and not OF_VALUES:
+        number = gl.sum(scores * factors[None, :], 1)
+        for block in gl.static_range(BLOCKS):
+            across = rings.numbers_of(turn, LEFT + block, ACROSS)
+            number += across.load(gl.SliceLayout(1, LAYOUT))
+    return as_operand(narrowed(scores), gl.bfloat16, LAYOUT), number
 
 
 @gluon.jit
@@ -241,18 +279,28 @@ def start_tile(
 
 @gluon.jit
 def finished(
-    found, rings, turn, place, keys, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
+    tile, rings, turn, place, keys, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
     FEATURE_MAP: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """A tile of gradients as it is stored: those of keys through the feature map; 0 if hidden."""
+    """A tile of gradients as it is stored: those of keys through the feature map; 0 if hidden.
+
+    tile: with the number of each row that ones add something by.
+    """
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    found, number = tile
     if not OF_VALUES:
         SOURCE: gl.constexpr = TILE if BLOCKS == 2 else WHICH  # block, and who mapped it
         vector = rings.numbers_of(turn, SOURCE, SUM).load(gl.SliceLayout(0, LAYOUT))
         found = found + vector[None, :]
+        if FEATURE_MAP == "elu+1":
+            found = found + number[:, None]
         if FEATURE_MAP != "identity":
-            features = rings.tile_of(turn, KEYS, SOURCE).load(LAYOUT).to(gl.float32)
+            features = rings.tile_of(turn, KEYS, SOURCE).load(LAYOUT)
             found = found * derivative_at(features, FEATURE_MAP)
+    elif FEATURE_MAP == "elu+1":
+        OWNER: gl.constexpr = TILE if BLOCKS == 2 else WHICH
+        line = rings.numbers_of(turn, OWNER, LINE).load(gl.SliceLayout(0, LAYOUT))
+        found = found + number[:, None] * line[None, :]
     seen = within(keys, place, gl.SliceLayout(1, LAYOUT))
     return only(found.to(gl.bfloat16), seen)
 
@@ -261,10 +309,12 @@ def finished(
 def derivative_at(features, FEATURE_MAP: gl.constexpr):
     """The derivative of a feature map, from its result; see `saccade.kernels.features`."""
     if FEATURE_MAP == "elu+1":
-        features = gl.minimum(features, 1.0)
+        slope = at_most_one(features)
     elif FEATURE_MAP == "relu":
-        features = gl.where(features > 0, 1.0, 0.0)
-    return features
+        slope = gl.where(features.to(gl.float32) > 0, 1.0, 0.0)
+    else:
+        slope = features.to(gl.float32)
+    return slope
 
 
 @gluon.jit

@@ -8,6 +8,17 @@ before it, δ = (G · output) · ∂divisor/∂total:
 
 Consumers keep Sᵀ: 64 channels of keys times all of values. The numbers of each row, 1 / divisor and
 −δ, are left in memory for the gradients of keys and values.
+
+Balanced (elu + 1, divided by the sum): K is elu alone, which is exact above 0 and small on average,
+so what is rounded counts for less. What the ones of keys would add to the parentheses is one number
+W in all channels, and it need not be summed up: a normalised row hardly changes as its features
+grow together, so with E for what the parentheses are without it
+
+    φ(query) · (E + W 1) = eps δ / scale        W = (eps δ / scale − φ(query) · E) / Σ φ(query)
+
+That also undoes most of δ's error, and holds whatever part of S has ones, or any 1 ⊗ v: no sum of
+values is kept, and a state to start from is centred. Two consumers with half of the channels each
+exchange their parts of the dot product and of the sum.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
@@ -22,19 +33,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.forward import as_operand, mma_layout
-from saccade.hopper.linear_backward_rows import (
-    FACTOR,
-    GRADS,
-    KEYS,
-    MINUS_DELTA,
-    QUERIES,
-    SUM,
-    VALUES,
-    map_keys,
-    produce,
-    queries_seeing,
-    within,
-)
+from saccade.hopper.linear_backward_rows import map_keys, produce, queries_seeing, within
 from saccade.hopper.linear_forward import (
     narrow_sums,
     row_of_output,
@@ -42,7 +41,17 @@ from saccade.hopper.linear_forward import (
     store_output,
     store_totals,
 )
-from saccade.hopper.linear_mapping import narrowed, only
+from saccade.hopper.linear_kinds import (
+    FACTOR,
+    GRADS,
+    KEYS,
+    MINUS_DELTA,
+    QUERIES,
+    SUM,
+    VALUES,
+    is_balanced,
+)
+from saccade.hopper.linear_mapping import narrowed, only, widened
 from saccade.hopper.linear_program import (
     BLOCK,
     channel_of,
@@ -52,6 +61,7 @@ from saccade.hopper.linear_program import (
     keys_there,
     start_sums,
     state_number,
+    sums_at,
 )
 from saccade.hopper.pipeline import here, wait_for_stores, warpgroup_mma, warpgroup_mma_wait
 from saccade.hopper.rings import make_sweep_rings
@@ -81,12 +91,12 @@ def linear_backward_queries(
     gl.warp_specialize(
         [
             (consume, (
-                result_desc, given, kept, before, sizes, rings, GROUP, HEAD_DIM, VALUE_DIM, BLOCKS,
-                SEGMENTS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 0,
+                result_desc, given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, VALUE_DIM,
+                BLOCKS, SEGMENTS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 0,
             )),
             (consume, (
-                result_desc, given, kept, before, sizes, rings, GROUP, HEAD_DIM, VALUE_DIM, BLOCKS,
-                SEGMENTS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 1,
+                result_desc, given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, VALUE_DIM,
+                BLOCKS, SEGMENTS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 1,
             )),
             (map_keys, (
                 given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, BLOCKS, SEGMENTS,
@@ -108,7 +118,7 @@ def linear_backward_queries(
 
 @gluon.jit
 def consume(
-    result_desc, given, kept, before, sizes, rings,
+    result_desc, given, kept, before, sizes, eps, rings,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
     SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
     FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr,
@@ -123,22 +133,30 @@ def consume(
     there = batch < sizes.batches >> 1
     queries = queries_seeing(sizes, shift, keys_there(kept, sizes, batch), there, STARTED)
     sums = start_sums(before, number, there, channel, HEAD_DIM, VALUE_DIM, BLOCKS, True)
+    if is_balanced(FEATURE_MAP, NORMALIZE) and before is not None:
+        sums = centred(sums, before, number, there, HEAD_DIM, VALUE_DIM, WHICH)
     narrow_sums(sums, rings, WHICH, 0 * chunks)
     unit = batch * (sizes.heads >> 1) + head
     for turn in range(0, chunks):
         place = first + turn * ROWS
         row = place - shift
         products = start_products(sums, rings, turn, WHICH)
-        sums, found, minus_delta = fold_chunk(products, rings, turn, NORMALIZE, WHICH)
-        if FEATURE_MAP != "identity":
-            rows = rings.tile_of(turn, QUERIES, WHICH).load(LAYOUT).to(gl.float32)
-            found = found * derivative(rows, FEATURE_MAP)
-        if NORMALIZE != "none":
-            factor = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)
-            found = found * factor[:, None]
+        sums, found, minus_delta = fold_chunk(
+            products, rings, turn, is_balanced(FEATURE_MAP, NORMALIZE), NORMALIZE, WHICH
+        )
+        if is_balanced(FEATURE_MAP, NORMALIZE):
+            wanted = minus_delta * (eps * reciprocal(-SCALE))
+            found = balanced(found, wanted, rings, turn, HEAD_DIM, BLOCKS, WHICH)
         else:
-            found = found * SCALE
-        rings.tiles.release(turn)
+            if FEATURE_MAP != "identity":
+                rows = rings.tile_of(turn, QUERIES, WHICH).load(LAYOUT).to(gl.float32)
+                found = found * derivative(rows, FEATURE_MAP)
+            if NORMALIZE != "none":
+                factor = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)
+                found = found * factor[:, None]
+            else:
+                found = found * SCALE
+            rings.tiles.release(turn)
         done = only(found.to(result_desc.dtype), within(queries, place, ROWS_OF))
         coordinates = row_of_output(sizes, batch, head, row, channel)
         store_output(result_desc, rings, coordinates, done, turn, WHICH)
@@ -177,8 +195,13 @@ def start_products(sums, rings, turn, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def fold_chunk(products, rings, turn, NORMALIZE: gl.constexpr, WHICH: gl.constexpr):
-    """The sums with a chunk added, narrowed beside that; weighted sums of its rows, and −δ."""
+def fold_chunk(
+    products, rings, turn, TWICE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    """The sums with a chunk added, narrowed beside that; weighted sums of its rows, and −δ.
+
+    TWICE: weights are multiplied as two numbers, rounded and what that lacks.
+    """
     scores, found, added = products
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
     ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -195,15 +218,80 @@ def fold_chunk(products, rings, turn, NORMALIZE: gl.constexpr, WHICH: gl.constex
     column = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     scores = gl.where(row[:, None] >= column[None, :], scores, 0.0)
     features = rings.tile_of(turn, KEYS, WHICH)
-    weights = as_operand(narrowed(scores), features.dtype, LAYOUT)
-    found = warpgroup_mma(weights, features, found, is_async=True)
-    sums = settled(added, 1)
+    high = narrowed(scores)
+    weights = as_operand(high, features.dtype, LAYOUT)
+    if TWICE:
+        rest = as_operand(narrowed(scores - widened(high)), features.dtype, LAYOUT)
+        found = warpgroup_mma(weights, features, found, is_async=True)
+        found = warpgroup_mma(rest, features, found, is_async=True)
+        sums = settled(added, 2)
+    else:
+        found = warpgroup_mma(weights, features, found, is_async=True)
+        sums = settled(added, 1)
     narrow_sums(sums, rings, WHICH, here(turn - turn))
     found = warpgroup_mma_wait(0, deps=[found])
     if NORMALIZE != "none":
         total = rings.numbers_of(turn, WHICH, SUM).load(gl.SliceLayout(0, LAYOUT))
         found = found + minus_delta[:, None] * total[None, :]
     return sums, found, minus_delta
+
+
+@gluon.jit
+def centred(
+    sums, before, number, exists, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    """A state less its mean over channels of keys, which both consumers find alike."""
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    OWN: gl.constexpr = WHICH * BLOCK if len(sums) == 2 else 0
+    channels = OWN + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    rest = ()
+    for block in gl.static_range(len(sums)):
+        mean = gl.sum(sums[block], 1)
+        if len(sums) == 2:
+            place, inside = sums_at(number, exists, block, BLOCK - OWN, HEAD_DIM, VALUE_DIM, True)
+            mean += gl.sum(gl.load(before.matrix + place, mask=inside, other=0.0), 1)
+        mean = (mean / HEAD_DIM)[:, None]
+        part = sums[block] - gl.where((channels < HEAD_DIM)[None, :], mean, 0.0)
+        rest = rest + (part,)  # noqa: RUF005
+    return rest
+
+
+@gluon.constexpr_function
+def reciprocal(scale):
+    """Of a scale; of 0, by which all is multiplied in the end, any number."""
+    return 1.0 / scale if scale else 0.0
+
+
+@gluon.jit
+def balanced(
+    found, wanted, rings, turn, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    """Gradients of queries, of what keys less 1 make of those of φ(query); see above.
+
+    wanted: what φ(query) · that is with the ones. The chunk is given back.
+    """
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    rows = rings.tile_of(turn, QUERIES, WHICH).load(LAYOUT).to(gl.float32)
+    slope = derivative(rows, "elu+1")
+    features = slope + gl.maximum(rows, 0.0)
+    if HEAD_DIM != BLOCKS * BLOCK:  # what TMA found there is 0, and e⁰ is not
+        FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
+        channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+        features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
+    dot, size = gl.sum(features * found, 1), gl.sum(features, 1)
+    if BLOCKS == 2:  # half of the channels each
+        rings.parts_of(turn, WHICH, 0).store(dot)
+        rings.parts_of(turn, WHICH, 1).store(size)
+        rings.say_written(turn)
+    factor = rings.numbers_of(turn, WHICH, FACTOR).load(gl.SliceLayout(1, LAYOUT))
+    rings.tiles.release(turn)
+    if BLOCKS == 2:
+        rings.wait_for_written(turn)
+        dot += rings.parts_of(turn, 1 - WHICH, 0).load(gl.SliceLayout(1, LAYOUT))
+        size += rings.parts_of(turn, 1 - WHICH, 1).load(gl.SliceLayout(1, LAYOUT))
+    lacking = (wanted - dot) / gl.where(size > 0, size, 1.0)
+    return (found * factor[:, None] + (lacking * factor)[:, None]) * slope
 
 
 @gluon.jit

@@ -17,20 +17,38 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.linear_mapping import mapped, only, widened
+from saccade.hopper.linear_kinds import (
+    FACTOR,
+    GRADS,
+    KEYS,
+    MINUS_DELTA,
+    ONES,
+    OUTPUTS,
+    QUERIES,
+    SUM,
+    VALUES,
+    is_balanced,
+)
+from saccade.hopper.linear_mapping import (
+    COLUMNS,
+    less,
+    mapped,
+    no_rows,
+    only,
+    sum_in_threads,
+    sum_over_threads,
+    widened,
+)
+from saccade.hopper.linear_ones import add_to_line, keep_line, start_line
 from saccade.hopper.linear_program import BLOCK, chunks_of, head_of, keys_there, state_number
 from saccade.hopper.weighing import ROWS
-from saccade.kernels.features import elu_plus_one, exponential, relu
+from saccade.kernels.features import LOG2_E, elu_plus_one, elu_plus_one_less, exponential, relu
 from saccade.kernels.tiles import wide
 from saccade.portable.linear_finish import quotient_of
 
-# What a stage holds two tiles of: the first two where queries are collected, the first four for
-# gradients of keys and values, all for those of queries.
-QUERIES, GRADS = gl.constexpr(0), gl.constexpr(1)  # of the output
-KEYS, VALUES, OUTPUTS = gl.constexpr(2), gl.constexpr(3), gl.constexpr(4)
-# Kinds of numbers beside them: 64 each.
-SUM = gl.constexpr(0)  # of features, over the chunks that were visited before
-MINUS_DELTA, FACTOR = gl.constexpr(1), gl.constexpr(2)  # of each query
+# The mean slope of φ from which on 1 is taken from features. Below 0, e^x and e^x − 1 are rounded
+# alike where x has a slope of 1/2; above 0 only what is less 1 is not rounded.
+LEAST_SLOPE = gl.constexpr(0.4)
 
 
 class RowNumbers(NamedTuple):
@@ -131,20 +149,23 @@ def map_keys(
     factors, which go to memory too, and the parts of −δ that this block of channels has."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    BALANCED: gl.constexpr = is_balanced(FEATURE_MAP, NORMALIZE)
     batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
     exists = batch < sizes.batches >> 1
     num_keys = keys_there(kept, sizes, batch)
     queries, keys = queries_seeing(sizes, shift, num_keys, exists, STARTED), keys_seen(num_keys)
     at, inside = sum_at(
-        sizes, batch, head, exists, HEAD_DIM, GROUP, BLOCKS, SEGMENTS, WHICH, LAYOUT
+        sizes, batch, head, exists, HEAD_DIM, GROUP, BLOCKS, SEGMENTS, WHICH, COLUMNS
     )
-    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, LAYOUT))
+    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, COLUMNS))
     if before is not None:
         total = gl.load(before.vector + at, mask=inside, other=0.0)
     unit = unit_of(sizes, batch, head, shift)
     if NORMALIZE != "none":
         scores = numbers_at(kept.normaliser, unit, queries, first, ROWS_OF)
+    if BALANCED:
+        taken = what_to_take(rings, keys, first, 0 * chunks, KEYS, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
     for turn in range(0, chunks):
         place = first + turn * ROWS
         rings.tiles.wait(turn)
@@ -164,71 +185,153 @@ def map_keys(
             rings.numbers_of(turn, WHICH, MINUS_DELTA).store(minus_delta)
         rings.numbers_of(turn, WHICH, SUM).store(total)
         tile = rings.tile_of(turn, KEYS, WHICH)
-        features = mapped(tile.load(LAYOUT), FEATURE_MAP)
+        if BALANCED:
+            features = less(tile.load(LAYOUT), taken)
+        else:
+            features = mapped(tile.load(LAYOUT), FEATURE_MAP)
         features = only(features, within(keys, place, ROWS_OF))
         tile.store(features)
         rings.say_mapped(turn)
-        # Read back, so that no registers hold it while rows are mapped.
-        total = rings.numbers_of(turn, WHICH, SUM).load(gl.SliceLayout(0, LAYOUT))
-        total += gl.sum(widened(features), 0)
+        sums = sum_in_threads(widened(features), LAYOUT)
+        total += sum_over_threads(sums, rings.scratch.index(WHICH))
 
 
 @gluon.jit
 def map_queries(
     given, kept, before, after, sizes, rings,
-    HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
     SCALE: gl.constexpr, KEYS_TOO: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Put features, each row's times its factor, in place of a block of queries, going backwards;
-    features of keys in place of them if KEYS_TOO."""
+    features of keys in place of them if KEYS_TOO. Then those of queries are less 1 where that is
+    better, and numbers say what the ones add: see linear_ones.py."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     # Numbers come in few registers, and go to their rows through shared memory.
     EACH_ONCE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
+    LESS_ONE: gl.constexpr = KEYS_TOO and FEATURE_MAP == "elu+1"
     batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, True)
     exists = batch < sizes.batches >> 1
     num_keys = keys_there(kept, sizes, batch)
     queries = queries_seeing(sizes, shift, num_keys, exists, STARTED)
-    at, inside = sum_at(sizes, batch, head, exists, HEAD_DIM, 1, BLOCKS, SEGMENTS, WHICH, LAYOUT)
-    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, LAYOUT))
+    at, inside = sum_at(sizes, batch, head, exists, HEAD_DIM, 1, BLOCKS, SEGMENTS, WHICH, COLUMNS)
+    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, COLUMNS))
     if before is not None:
         total = gl.load(before.vector + at, mask=inside, other=0.0)
+    parts = no_rows(LAYOUT)
     unit = unit_of(sizes, batch, head, shift)
     place = place_of(first, chunks, 0, True)
+    if LESS_ONE:
+        number = state_number(sizes, batch, head, 1, SEGMENTS)
+        line = start_line(before, number, exists, HEAD_DIM, VALUE_DIM, BLOCKS, WHICH)
+        taken = what_to_take(
+            rings, queries, place, 0 * chunks, QUERIES, HEAD_DIM, BLOCKS, WHICH, LAYOUT
+        )
     factor = factors_at(given, unit, queries, place, SCALE, EACH_ONCE)
     minus_delta = numbers_at(given.minus_delta, unit, queries, place, EACH_ONCE)
     for turn in range(0, chunks):
         place = place_of(first, chunks, turn, True)
         rings.tiles.wait(turn)
         clear_hidden(rings, turn, place, queries, GRADS, WHICH, LAYOUT)
+        if LESS_ONE:
+            clear_hidden(rings, turn, place, queries, QUERIES, WHICH, LAYOUT)
         rings.numbers_of(turn, WHICH, FACTOR).store(factor)
+        if LESS_ONE:
+            rings.numbers_of(turn, WHICH, ONES).store(factor * taken)
         rings.numbers_of(turn, WHICH, MINUS_DELTA).store(minus_delta)
-        rings.numbers_of(turn, WHICH, SUM).store(total)
+        if KEYS_TOO:
+            rings.numbers_of(turn, WHICH, SUM).store(total)
         # Asked for early, as nothing hides how long it takes.
         factor = factors_at(given, unit, queries, place - ROWS, SCALE, EACH_ONCE)
         minus_delta = numbers_at(given.minus_delta, unit, queries, place - ROWS, EACH_ONCE)
+        if LESS_ONE:
+            line = add_to_line(line, rings, turn, WHICH)
         if KEYS_TOO:
             keys = rings.tile_of(turn, KEYS, WHICH)
             keys.store(mapped(keys.load(LAYOUT), FEATURE_MAP))
-        tile = rings.tile_of(turn, QUERIES, WHICH)
-        features = mapped_wide(widened(tile.load(LAYOUT)), FEATURE_MAP)
-        factors = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)
-        features = (features * factors[:, None]).to(tile.dtype)
-        if HEAD_DIM != BLOCKS * BLOCK:  # what TMA found there is 0, and e⁰ is not
-            channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-            features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
-        features = only(features, within(queries, place, ROWS_OF))
-        tile.store(features)
+        if LESS_ONE:
+            added = put_less_one(rings, turn, taken, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
+        else:
+            added = put_features(
+                rings, turn, within(queries, place, ROWS_OF), HEAD_DIM, BLOCKS, FEATURE_MAP, WHICH,
+                LAYOUT,
+            )  # fmt: skip
         rings.say_mapped(turn)
-        deltas = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(ROWS_OF)
-        # Read back, so that no registers hold it while rows are mapped.
-        total = rings.numbers_of(turn, WHICH, SUM).load(gl.SliceLayout(0, LAYOUT))
-        total += gl.sum(widened(features) * deltas[:, None], 0)
+        if KEYS_TOO:
+            total += sum_over_threads(added, rings.scratch.index(WHICH))
+        else:
+            parts += added
+    if not KEYS_TOO:  # nobody needs the sum before the end
+        total += sum_over_threads(parts, rings.scratch.index(WHICH))
     if after is not None:
         gl.store(after.vector + at, total, mask=inside)
+        if LESS_ONE:
+            keep_line(line, rings, chunks, WHICH)
+
+
+@gluon.jit
+def put_features(
+    rings, turn, seen, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    WHICH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Put features, each row's times its factor, in place of queries; −δ times them, added up."""
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    tile = rings.tile_of(turn, QUERIES, WHICH)
+    features = mapped_wide(widened(tile.load(LAYOUT)), FEATURE_MAP)
+    factors = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)
+    features = (features * factors[:, None]).to(tile.dtype)
+    if HEAD_DIM != BLOCKS * BLOCK:  # what TMA found there is 0, and e⁰ is not
+        FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
+        channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+        features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
+    features = only(features, seen)
+    tile.store(features)
+    deltas = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(ROWS_OF)
+    return sum_in_threads(widened(features) * deltas[:, None], LAYOUT)
+
+
+@gluon.jit
+def put_less_one(
+    rings, turn, taken, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The same of features less what is taken from them; but what is added up has that, and is not
+    rounded. Hidden queries were cleared, and so were their gradients."""
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    tile = rings.tile_of(turn, QUERIES, WHICH)
+    factors = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)[:, None]
+    deltas = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(ROWS_OF)[:, None]
+    features = elu_plus_one_less(widened(tile.load(LAYOUT)), taken) * factors
+    if HEAD_DIM != BLOCKS * BLOCK:  # what TMA found there is 0, and e⁰ is not
+        FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
+        channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+        features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
+    tile.store(features.to(tile.dtype))
+    return sum_in_threads((features + factors * taken) * deltas, LAYOUT)
+
+
+@gluon.jit
+def what_to_take(
+    rings, bounds, place, turn, WHAT: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr,
+    WHICH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """What is to be taken from features: 1, or 0 where most are nearer to 0 than to 1 in the first
+    chunk. Both mappers of a head look at all of it, before either changes it."""
+    LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH
+    rings.tiles.wait(turn)
+    seen = within(bounds, place, gl.SliceLayout(1, LAYOUT))
+    total = 0.0
+    for block in gl.static_range(BLOCKS):
+        rows = widened(only(rings.tile_of(turn, WHAT, LEFT + block).load(LAYOUT), seen))
+        slope = gl.minimum(gl.exp2(rows * LOG2_E), 1.0) - LEAST_SLOPE
+        channels = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+        slope = gl.where(seen[:, None] & (channels < HEAD_DIM)[None, :], slope, 0.0)
+        total += gl.sum(gl.sum(slope, 1), 0)
+    if BLOCKS == 2:
+        rings.meet(turn)
+    return gl.where(total < 0, 0.0, 1.0)
 
 
 @gluon.jit

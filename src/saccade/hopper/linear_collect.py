@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper import linear_backward_rows as backward_rows
-from saccade.hopper.linear_backward_rows import GRADS, QUERIES
 from saccade.hopper.linear_forward import produce, settled
+from saccade.hopper.linear_kinds import GRADS, QUERIES
 from saccade.hopper.linear_mapping import map_features
 from saccade.hopper.linear_program import (
     channel_of,
@@ -113,11 +113,11 @@ def linear_collect_queries(
                 after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS, BOTTOM_RIGHT, 1,
             )),
             (backward_rows.map_queries, (
-                given, kept, None, after, sizes, rings, HEAD_DIM, BLOCKS, SEGMENTS,
+                given, kept, None, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
                 BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, False, 0,
             )),
             (backward_rows.map_queries, (
-                given, kept, None, after, sizes, rings, HEAD_DIM, BLOCKS, SEGMENTS,
+                given, kept, None, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
                 BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, False, 1,
             )),
             (backward_rows.produce, (

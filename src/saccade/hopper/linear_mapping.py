@@ -43,7 +43,32 @@ ELU_PLUS_ONE = gl.constexpr("""{
     add.rn.bf16x2 tangent, tangent, one;
     min.NaN.bf16x2 $0, grown, tangent;
 }""")
+# The same less a number c, 0 or 1, of which $2 has 1 − c twice, and $3 and $4 c each.
+ELU = gl.constexpr("""{
+    .reg .b32 low, high, grown, above;
+    shl.b32 low, $1, 16;
+    and.b32 high, $1, 0xffff0000;
+    mul.f32 low, low, 0f3FB8AA3B;
+    mul.f32 high, high, 0f3FB8AA3B;
+    ex2.approx.ftz.f32 low, low;
+    ex2.approx.ftz.f32 high, high;
+    sub.f32 low, low, $3;
+    sub.f32 high, high, $4;
+    cvt.rn.bf16x2.f32 grown, high, low;
+    mov.b32 above, 0;
+    max.bf16x2 above, $1, above;
+    add.rn.bf16x2 above, above, $2;
+    min.NaN.bf16x2 $0, grown, above;
+}""")
 KEEP = gl.constexpr("and.b32 $0, $1, $2;")
+AT_MOST_ONE = gl.constexpr("""{
+    .reg .b32 slope, high;
+    mov.b32 slope, 0x3f803f80;
+    min.NaN.bf16x2 slope, $2, slope;
+    and.b32 high, slope, 0xffff0000;
+    shl.b32 $0, slope, 16;
+    mov.b32 $1, high;
+}""")
 NARROW = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 WIDEN = gl.constexpr("""{
     .reg .b32 high;
@@ -71,6 +96,7 @@ def map_features(
     inside = (channels < HEAD_DIM) & (batch < sizes.batches >> 1)
     at = state_number(sizes, batch, head, GROUP, SEGMENTS) * HEAD_DIM + channels
     key_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, LAYOUT))
+    parts = no_rows(LAYOUT)
     if before is not None:
         key_sum = gl.load(before.vector + at, mask=inside, other=0.0)
     for turn in range(0, chunks):
@@ -93,10 +119,39 @@ def map_features(
             WHICH, LAYOUT,
         )  # fmt: skip
         rings.say_mapped(turn)
-        key_sum += gl.sum(widened(features), 0)
+        if QUERIES:
+            key_sum += gl.sum(widened(features), 0)
+        else:
+            parts += sum_in_threads(widened(features), LAYOUT)
+    if not QUERIES:  # who has none needs no sum before the end
+        key_sum += gl.sum(parts, 0)
     if after is not None:
         mine = inside & (head % GROUP == 0) & (tile_of_values(TILES, SEGMENTS) == 0)
         gl.store(after.vector + at, key_sum, mask=mine)
+
+
+@gluon.jit
+def no_rows(LAYOUT: gl.constexpr):
+    """As many rows of zeros as `sum_in_threads` gives."""
+    return gl.zeros([ROWS // 4, BLOCK], gl.float32, LAYOUT)
+
+
+# Who adds up such rows has all of a column.
+COLUMNS = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [1, 4], [0, 1]))
+
+
+@gluon.jit
+def sum_over_threads(sums, memory):
+    """The sum of such rows, one channel to a thread, through shared memory."""
+    memory.store(sums)
+    return gl.sum(memory.load(COLUMNS), 0)
+
+
+@gluon.jit
+def sum_in_threads(rows, LAYOUT: gl.constexpr):
+    """Rows in float32 added up as far as a thread has them: every sixteenth of 64."""
+    sums = gl.sum(rows.reshape([4, ROWS // 4, BLOCK]), 0)
+    return gl.convert_layout(sums, LAYOUT)
 
 
 @gluon.jit
@@ -159,6 +214,15 @@ def mapped(rows, FEATURE_MAP: gl.constexpr):
 
 
 @gluon.jit
+def less(rows, taken):
+    """Features of elu + 1 less a number, 0 or 1."""
+    left = (1.0 - taken).to(gl.bfloat16)
+    return gl.inline_asm_elementwise(
+        ELU, "=r,r,r,r,r", [rows, left, taken], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
 def only(rows, there):
     """Rows of bfloat16, zeros where they are hidden: an instruction for two numbers, and no branch,
     which would keep ptxas from mixing what is before it with what is behind."""
@@ -173,6 +237,14 @@ def widened(rows):
     """Rows of bfloat16 in float32: two instructions for two numbers, where LLVM takes three."""
     return gl.inline_asm_elementwise(
         WIDEN, "=r,=r,r", [rows], dtype=gl.float32, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def at_most_one(rows):
+    """The lesser of 1 and rows of bfloat16, in float32: found before they are widened."""
+    return gl.inline_asm_elementwise(
+        AT_MOST_ONE, "=r,=r,r", [rows], dtype=gl.float32, is_pure=True, pack=2
     )
 
 
