@@ -28,7 +28,8 @@ def linear_again(
     """As `linear_sweep`, of segments of which one of PARTS numbers is not 0. States after segments
     stay as they are: NaN in either case."""
     segment = tl.program_id(0) // TILES
-    flags = tl.load(spoilt + segment * PARTS + tl.arange(0, PARTS))
+    part = tl.arange(0, triton.next_power_of_2(PARTS))
+    flags = tl.load(spoilt + segment * PARTS + part, mask=part < PARTS, other=0)
     if tl.max(flags, 0) > 0:
         linear_sweep(
             a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, None,

@@ -28,7 +28,7 @@ from saccade.kernels.launch import Launch, Pointer
 from saccade.linear.problem import LinearGradients, LinearInputs, LinearVariant
 from saccade.portable.arguments import there_are
 from saccade.portable.kind import remembered
-from saccade.portable.linear import ending_of, given_of, gradients_by, passes_of
+from saccade.portable.linear import ending_of, given_of, gradients_by, initial_of, passes_of
 from saccade.portable.linear_given import Again, Given, State, sums
 from saccade.portable.linear_kind import LinearKind
 from saccade.portable.linear_passes import Passes
@@ -107,7 +107,9 @@ class HopperPasses(Passes):
         split = split_of(self.kind, keys=given is not None)
         if split is None or is_wide(self.kind):
             return super().collect(given, segments)
-        return collect_keys(self, split) if given is None else collect_queries(self, split, given)
+        if given is not None:
+            return collect_queries(self, split, given)
+        return collect_keys(self, split, less_one=self.kind.balanced)
 
     def grad_query(
         self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
@@ -121,6 +123,9 @@ class HopperPasses(Passes):
             again = self._wide(wide, before, None, segments)
         elif split is not None:
             again = self._grad_query(split, given, result, before)
+            # Done again from the first state on: segments may start from others than portable ones.
+            again = again._replace(spoilt=again.spoilt.flatten(2))
+            before, segments = initial_of(self), 1
         super().grad_query(given, result, dots, before, segments, again)
 
     def grad_key_value(

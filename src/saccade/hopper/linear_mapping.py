@@ -203,6 +203,8 @@ def mapped(rows, FEATURE_MAP: gl.constexpr):
         features = gl.inline_asm_elementwise(
             ELU_PLUS_ONE, "=r,r", [rows], dtype=gl.bfloat16, is_pure=True, pack=2
         )
+    elif FEATURE_MAP == "elu":
+        features = less(rows, gl.to_tensor(1.0))
     elif FEATURE_MAP == "relu":
         features = relu(rows.to(gl.float32), 0.0).to(rows.dtype)
     elif FEATURE_MAP == "exp":

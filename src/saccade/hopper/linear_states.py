@@ -28,8 +28,8 @@ def empty_states(passes: Passes, split: Split) -> State:
     return matrix, query.new_empty(counts, dtype=torch.float32)
 
 
-def collect_keys(passes: Passes, split: Split) -> State:
-    """Of keys and values."""
+def collect_keys(passes: Passes, split: Split, less_one: bool = False) -> State:
+    """Of keys and values. less_one: of features of keys less 1."""
     if split.blocks == WIDE:
         return Passes.collect(passes, None, split.segments)
     kind, inputs = passes.kind, passes.inputs
@@ -44,6 +44,8 @@ def collect_keys(passes: Passes, split: Split) -> State:
             "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
             "MAPPER_REGISTERS": MAPPER_REGISTERS,
         }
+        if less_one:
+            constants["FEATURE_MAP"] = "elu"
         return Launch(linear_collect, constants, {"num_warps": 4})
 
     def arguments(pointer: Pointer) -> tuple[Any, ...]:
@@ -55,7 +57,7 @@ def collect_keys(passes: Passes, split: Split) -> State:
         )
 
     programs = split.programs(kind, kind.state_heads)
-    launch = remembered(kind.launches, ("hopper collect", split), make)
+    launch = remembered(kind.launches, ("hopper collect", split, less_one), make)
     launch(programs, kind.device, (*passes.known(), matrix, vector), arguments)
     return matrix, vector
 
