@@ -59,6 +59,7 @@ from saccade.hopper.linear_program import (
     start_sums,
     state_number,
 )
+from saccade.hopper.linear_rings import make_sweep_rings
 from saccade.hopper.pipeline import (
     here,
     store,
@@ -66,7 +67,6 @@ from saccade.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from saccade.hopper.rings import make_sweep_rings
 from saccade.hopper.weighing import ROWS
 
 
@@ -149,7 +149,7 @@ def consume(
         at = row_of_output(sizes, batch, head, place, 0)
         one = finished(one, rings, turn, place, keys, ONE, 0, FEATURE_MAP, BLOCKS, WHICH)
         two = finished(two, rings, turn, place, keys, TWO, 1, FEATURE_MAP, BLOCKS, WHICH)
-        rings.tiles.release(turn)
+        rings.tiles.release_loaded(turn)
         wait_for_stores()
         store_tile(grad_key_desc, grad_value_desc, rings, at, one, ONE, 0, BLOCKS, WHICH)
         store_tile(grad_key_desc, grad_value_desc, rings, at, two, TWO, 1, BLOCKS, WHICH)

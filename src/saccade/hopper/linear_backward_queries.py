@@ -63,8 +63,8 @@ from saccade.hopper.linear_program import (
     state_number,
     sums_at,
 )
+from saccade.hopper.linear_rings import make_sweep_rings
 from saccade.hopper.pipeline import here, wait_for_stores, warpgroup_mma, warpgroup_mma_wait
-from saccade.hopper.rings import make_sweep_rings
 from saccade.hopper.weighing import ROWS
 from saccade.kernels.features import LOG2_E
 
@@ -156,7 +156,7 @@ def consume(
                 found = found * factor[:, None]
             else:
                 found = found * SCALE
-            rings.tiles.release(turn)
+            rings.tiles.release_loaded(turn)
         done = only(found.to(result_desc.dtype), within(queries, place, ROWS_OF))
         coordinates = row_of_output(sizes, batch, head, row, channel)
         store_output(result_desc, rings, coordinates, done, turn, WHICH)
@@ -285,7 +285,7 @@ def balanced(
         rings.parts_of(turn, WHICH, 1).store(size)
         rings.say_written(turn)
     factor = rings.numbers_of(turn, WHICH, FACTOR).load(gl.SliceLayout(1, LAYOUT))
-    rings.tiles.release(turn)
+    rings.tiles.release_loaded(turn)
     if BLOCKS == 2:
         rings.wait_for_written(turn)
         dot += rings.parts_of(turn, 1 - WHICH, 0).load(gl.SliceLayout(1, LAYOUT))

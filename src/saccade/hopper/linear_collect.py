@@ -27,8 +27,8 @@ from saccade.hopper.linear_program import (
     start_sums,
     state_number,
 )
-from saccade.hopper.pipeline import make_linear_rings, warpgroup_mma
-from saccade.hopper.rings import make_sweep_rings
+from saccade.hopper.linear_rings import make_linear_rings, make_sweep_rings
+from saccade.hopper.pipeline import warpgroup_mma
 
 
 @gluon.jit

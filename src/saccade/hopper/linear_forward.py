@@ -33,10 +33,10 @@ from saccade.hopper.linear_program import (
     state_number,
     tile_of_values,
 )
+from saccade.hopper.linear_rings import make_linear_rings
 from saccade.hopper.pipeline import (
     fence_async_shared,
     here,
-    make_linear_rings,
     store,
     wait_for_stores,
     warpgroup_mma,

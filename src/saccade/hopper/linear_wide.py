@@ -154,10 +154,7 @@ def consume(
                 rings.own.wait(turn)
                 rows = rings.own.tile_of(turn, WHICH).load(LAYOUT).to(gl.float32)
                 found = found * derivative(rows, FEATURE_MAP)
-                # Else a barrier may be passed while rows are on their way, and those of the next
-                # turn take their place.
-                fence_async_shared()
-                rings.own.release(turn)
+                rings.own.release_loaded(turn)
             done = only(found.to(result_desc.dtype), within(seen, place, gl.SliceLayout(1, LAYOUT)))
         at = row_of_output(sizes, batch, head, row, channel)
         store_output(result_desc, rings, at, done, turn, WHICH)

@@ -165,6 +165,13 @@ class Ring:
         mbarrier.arrive(self.empty.index(self.stage(turn)), count=1)
 
     @gluon.jit
+    def release_loaded(self, turn):
+        """The same where loads have read it, and not products alone: they may still be on their
+        way, and TMA would overtake them."""
+        fence_async_shared()
+        self.release(turn)
+
+    @gluon.jit
     def stage(self, turn):
         """Where a turn is."""
         STAGES: gl.constexpr = self.full.shape[0]
@@ -288,74 +295,6 @@ def flag_at(pointer):
         "ld.relaxed.cta.global.b32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@aggregate
-class LinearRings:
-    """All that producer and consumers of linear attention share; a stage is two tiles.
-
-    Queries and keys are mapped where they lie; that they are, and that totals stand beside them,
-    is what `mapped` says. Who releases keys releases queries and values with them."""
-
-    queries: Ring
-    keys: Ring
-    values: Ring
-    mapped: gl.shared_memory_descriptor  # a barrier for each stage of keys
-    totals: gl.shared_memory_descriptor  # [2 · stages, rows]
-    narrowed: gl.shared_memory_descriptor  # sums: a tile for each consumer and block of keys
-    outputs: gl.shared_memory_descriptor  # a tile for each stage and consumer
-
-    @gluon.constexpr_function
-    def __init__(self, queries, keys, values, mapped, totals, narrowed, outputs):
-        self.queries = queries
-        self.keys = keys
-        self.values = values
-        self.mapped = mapped
-        self.totals = totals
-        self.narrowed = narrowed
-        self.outputs = outputs
-
-    @gluon.jit
-    def say_mapped(self, turn):
-        """One partition has mapped its part of a turn's queries and keys."""
-        fence_async_shared()
-        mbarrier.arrive(self.mapped.index(self.keys.stage(turn)), count=1)
-
-    @gluon.jit
-    def wait_for_mapped(self, turn):
-        """Wait until all of a turn's queries and keys are mapped."""
-        mbarrier.wait(self.mapped.index(self.keys.stage(turn)), self.keys.round(turn) & 1)
-
-    @gluon.jit
-    def totals_of(self, turn, which):
-        """Where a turn's totals are that one of the mappers found."""
-        return self.totals.index(2 * self.keys.stage(turn) + which)
-
-
-@gluon.jit
-def make_linear_rings(
-    desc, BLOCKS: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr
-):  # fmt: skip
-    """Shared memory of a program of linear attention, whose consumers are two.
-
-    Without OUTPUT_STAGES there are neither outputs nor queries; others stand in for them.
-    """
-    # Tiles are matrices here: what was reshaped can be multiplied and moved, but not loaded.
-    ROWS: gl.constexpr = desc.block_type.shape[2]
-    TILE: gl.constexpr = [ROWS, desc.block_type.shape[3]]
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype)
-    keys = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 2, 1)
-    values = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 0, 1)
-    mapped = make_barriers(STAGES, 2)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], PLAIN)
-    narrowed = gl.allocate_shared_memory(desc.dtype, in_stages(2 * BLOCKS, TILE), LAYOUT)
-    queries, outputs = keys, narrowed
-    if OUTPUT_STAGES > 0:
-        queries = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 0, 1)
-        outputs = gl.allocate_shared_memory(desc.dtype, in_stages(2 * OUTPUT_STAGES, TILE), LAYOUT)
-    settle()
-    return LinearRings(queries, keys, values, mapped, totals, narrowed, outputs)
 
 
 @gluon.jit
