@@ -43,6 +43,34 @@ def test_segments_side_by_side_are_one_sequence(
 
 
 @interpreted
+@pytest.mark.parametrize("segments", [1, 2])
+def test_float16_has_gradients_after_a_long_past(
+    monkeypatch: pytest.MonkeyPatch, segments: int
+) -> None:
+    """Features over a divisor of a million are 1e-6, which float16 holds with four bits."""
+    monkeypatch.setattr(linear_kind.LinearKind, "segments", lambda *_: segments)
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(1, 1, 70, 16, generator=generator).half() for _ in range(4)]
+    past = LinearState(torch.zeros(1, 1, 16, 16), torch.full((1, 1, 16), 60_000.0))
+    found, exact = (
+        gradients([part.to(dtype) for part in rows], past, implementation)
+        for dtype, implementation in ((torch.float16, "portable"), (torch.float64, "reference"))
+    )
+    for got, true in zip(found, exact, strict=True):
+        assert (got.double() - true).norm() <= 2 * torch.finfo(torch.float16).eps * true.norm()
+
+
+def gradients(
+    rows: list[torch.Tensor], past: LinearState, implementation: str
+) -> tuple[torch.Tensor, ...]:
+    leaves = [part.requires_grad_() for part in rows[:3]]
+    wide = torch.promote_types(rows[0].dtype, torch.float32)
+    state = LinearState(*(sums.to(wide) for sums in past[:2]))
+    output = saccade.linear_attention(*leaves, initial_state=state, implementation=implementation)
+    return torch.autograd.grad(output, leaves, 1000 * rows[3])
+
+
+@interpreted
 @pytest.mark.parametrize("heads", [2, 4], ids=["own states", "shared states"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_step_changes_states_as_the_cpu_does(dtype: torch.dtype, heads: int) -> None:

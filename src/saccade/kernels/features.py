@@ -141,3 +141,26 @@ def narrow(tile, DTYPE: tl.constexpr, AXIS: tl.constexpr):
         factor = 1.0
         narrowed = tile.to(DTYPE)
     return narrowed, factor
+
+
+@triton.jit
+def in_units(features, DTYPE: tl.constexpr, FACTORED: tl.constexpr):
+    """Features of a chunk as an operand of products, and the unit that they are counted in.
+
+    Where FACTORED by 1 / divisor, they fall as the length grows, out of the range of float16; so
+    there the largest of a chunk is the unit.
+    """
+    unit = 1.0
+    if FACTORED and tl.float16 == DTYPE:
+        largest = tl.max(tl.max(tl.abs(features), 1), 0)
+        unit = tl.where((largest > 0) & (largest < float("inf")), largest, 1.0)
+        features = features / unit
+    return features.to(DTYPE), unit
+
+
+@triton.jit
+def of_units(product, unit):
+    """What a product with such features is in all."""
+    if not isinstance(unit, tl.constexpr):
+        product = product * unit
+    return product

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.kernels.features import load_features, load_number
+from saccade.kernels.features import in_units, load_features, load_number, of_units
 from saccade.kernels.tiles import spoilt_rows, without
 from saccade.portable.linear_finish import GRAD_KEY, GRAD_QUERY, OUTPUT
 
@@ -24,7 +24,8 @@ def add_others(
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The state with a chunk of the other side added to it, and the chunk: its rows as they are
-    [channels, rows], its features [rows, channels], β, and which of its rows are spoilt."""
+    [channels, rows], its features [rows, channels] and what they are to be multiplied by, β, and
+    which of its rows are spoilt."""
     matrix, vector = state
     OF_QUERIES: tl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
     FACTORED: tl.constexpr = OF_QUERIES and NORMALIZE != "none"
@@ -58,12 +59,13 @@ def add_others(
         vector += tl.sum(faded.to(tl.float32) * extra[:, None], 0)
     elif PASS == GRAD_QUERY or (PASS == OUTPUT and factors is None):
         vector += tl.sum(faded.to(tl.float32), 0)
-    features, faded = wide.to(plain.dtype), faded.to(plain.dtype)
-    matrix += tl.dot(plain, faded, input_precision=PRECISION)
+    features, unit = in_units(wide, plain.dtype, FACTORED)
+    faded, faded_unit = in_units(faded, plain.dtype, FACTORED)
+    matrix += of_units(tl.dot(plain, faded, input_precision=PRECISION), faded_unit)
     if CAREFUL:
         poison = tl.where(tl.max(spoilt.to(tl.int32), 0) > 0, float("nan"), 0.0)
         matrix, vector = matrix + poison, vector + poison
-    return (matrix, vector), (plain, features, extra, spoilt)
+    return (matrix, vector), (plain, features, unit, extra, spoilt)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.kernels.features import load_features, load_number
+from saccade.kernels.features import in_units, load_features, load_number, of_units
 from saccade.kernels.tiles import wide
 from saccade.portable.linear_places import (
     bounds_of,
@@ -71,6 +71,7 @@ def collect_chunk(
     CAUSAL: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one chunk to the sums, after what was there has faded."""
+    FACTORED: tl.constexpr = QUERIES and NORMALIZE != "none"
     batch, head = at
     places = start + tl.arange(0, CHUNK)
     if QUERIES:
@@ -86,15 +87,15 @@ def collect_chunk(
     for member in tl.static_range(GROUP if QUERIES else 1):
         common = head * GROUP + member
         wide = load_features(
-            rows, factors, batch, common, first, seen, inner, ROWS_SHARE, INNER, False,
-            QUERIES and NORMALIZE != "none",
-        )  # fmt: skip
+            rows, factors, batch, common, first, seen, inner, ROWS_SHARE, INNER, False, FACTORED
+        )
         tile_of_others = load_features(
             others, factors, batch, common, first, seen, outer, OTHERS_SHARE, OUTER, True, False
         )
         faded = wide.to(tl.float32) * fade[:, None]
-        narrowed = faded.to(tile_of_others.dtype)
-        matrix += tl.dot(tile_of_others, narrowed, input_precision=PRECISION)
+        narrowed, unit = in_units(faded, tile_of_others.dtype, FACTORED)
+        product = tl.dot(tile_of_others, narrowed, input_precision=PRECISION)
+        matrix += of_units(product, unit)
         if QUERIES:
             faded = faded * load_number(weights, batch, common, here, seen)[:, None]
         vector += in_parts(faded)

@@ -35,7 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.kernels.features import load_features, load_number, narrow
+from saccade.kernels.features import load_features, load_number, narrow, of_units
 from saccade.kernels.tiles import any_spoilt, wide
 from saccade.portable.linear_chunk import add_others, times_sums, total_of
 from saccade.portable.linear_finish import GRAD_QUERY, GRAD_VALUE, OUTPUT, load_own, store_result
@@ -202,12 +202,13 @@ def visit(
                     fade, inner, outer, state, B_SHARE, C_SHARE, INNER, OUTER, PASS, NORMALIZE,
                     PRECISION, FADED, CAREFUL,
                 )  # fmt: skip
-            plain, features, other_extra, spoilt = others
+            plain, features, unit, other_extra, spoilt = others
             if AUGMENTED:
                 scores = tl.dot(a_tile, plain, input_precision=PRECISION)
                 scores += extra[:, None] * other_extra[None, :]
             else:
                 scores = tl.dot(a_tile, tl.trans(features), input_precision=PRECISION)
+                scores = of_units(scores, unit)
             if FADED:
                 gap = until[:, None] - until[None, :]
                 gap = -gap if BACKWARDS else gap
@@ -219,7 +220,7 @@ def visit(
                 total += tl.sum(scores, 1)
             scores, factor = narrow(scores, plain.dtype, 1)
             if AUGMENTED:
-                found += tl.dot(scores, features, input_precision=PRECISION) * factor
+                found += tl.dot(scores, features, input_precision=PRECISION) * (factor * unit)
             else:
                 found += tl.dot(scores, tl.trans(plain), input_precision=PRECISION) * factor
     store_result(
