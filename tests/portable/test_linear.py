@@ -11,7 +11,7 @@ from saccade.kernels import launch
 from saccade.linear.problem import LinearState
 from saccade.portable import kind, linear_configs, linear_kind
 from saccade.portable.configs import ARCHITECTURES
-from saccade.testing import assert_linear_exact, make_linear_case
+from saccade.testing import assert_linear_exact, make_linear_case, poisoned
 
 interpreted = pytest.mark.skipif(
     not launch.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
@@ -115,8 +115,17 @@ def test_a_given_chunk_is_taken() -> None:
 
 @pytest.mark.parametrize("which", ["output", "grad_query", "grad_key", "grad_value"])
 def test_gradients_over_shared_heads_hold_the_rows_of_one_at_a_time(which: str) -> None:
-    config = linear_configs.choose("sm_90", 256, False, None)
+    config = linear_configs.choose("sm_90", 128, False, None)
     assert config.num_stages > 1
     assert linear_configs.sharing(config, which, 1) == config
     stages = linear_configs.sharing(config, which, 2).num_stages
     assert stages == (1 if which in ("grad_key", "grad_value") else config.num_stages)
+
+
+@interpreted
+def test_features_are_written_once_where_many_tiles_read_them() -> None:
+    # Two heads of queries and values have keys in common; rows behind a key length are NaN.
+    form = {"lengths": ((40, 50),), "heads": (2, 1, 2), "value_dim": 64, "padded": True}
+    case = make_linear_case(batch=1, scale=0.5, **form)
+    with poisoned():
+        assert_linear_exact(case, "portable", config=saccade.Config(query_tile=16))

@@ -42,7 +42,7 @@ _kinds: dict[Any, LinearKind] = {}
 
 def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
-    passes = passes_of(inputs, variant, config)
+    passes = passes_of(inputs, variant, config, forward=True)
     results = empty_linear_results(inputs, variant)
     totals = None if variant.normalize == "none" else results.normaliser
     before, after = initial_of(passes), (results.kv, results.key_sum)
@@ -52,10 +52,11 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Lin
         for into, found in zip(after, last, strict=True):
             into.copy_(found)
         after, segments = None, segments if variant.causal else 1
+    mapped = None
     if counted := counts_first(passes):
-        count(passes, results.normaliser, before, after, segments)
+        mapped = count(passes, results.normaliser, before, after, segments)
         after = None if after is None else (after[0], torch.empty_like(after[1]))
-    passes.output(results.output, totals, before, after, segments, counted)
+    passes.output(results.output, totals, before, after, segments, counted, mapped=mapped)
     return results
 
 
@@ -150,11 +151,13 @@ def step(
 # ---- states ------------------------------------------------------------------------------------
 
 
-def passes_of(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Passes:
-    """A call, ready for its passes."""
+def passes_of(
+    inputs: LinearInputs, variant: LinearVariant, config: Config, forward: bool = False
+) -> Passes:
+    """A call, ready for its passes: for the output alone if `forward`."""
     inputs = with_unit_channels(inputs)
-    key = signature(inputs, variant, config)
-    kind = remembered(_kinds, key, lambda: LinearKind.of(inputs, variant, config))
+    key = signature(inputs, variant, config), forward
+    kind = remembered(_kinds, key, lambda: LinearKind.of(inputs, variant, config, forward))
     return Passes(kind, inputs, faded_of(inputs))
 
 

@@ -43,14 +43,19 @@ class LinearKind(NamedTuple):
     launches: dict[Any, Launch]
 
     @staticmethod
-    def of(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearKind:
-        """The kind of a call."""
+    def of(
+        inputs: LinearInputs, variant: LinearVariant, config: Config, forward: bool = False
+    ) -> LinearKind:
+        """The kind of a call, or of its output alone if `forward`."""
         query, key, value = inputs[:3]
         rows = 0 if inputs.packed else 2
         head_dim, value_dim = query.shape[-1], value.shape[-1]
         width = next_width(max(head_dim, value_dim, 1))
         wide = query.dtype == torch.float32
         group = inputs.heads // max(inputs.state_heads, 1)
+        # Narrower values leave programs of a forward config idle; with decay and float16 it spills.
+        forward = forward and inputs.decay is None and query.dtype == torch.bfloat16
+        forward = forward and next_width(value_dim) == width
         return LinearKind(
             packed=inputs.packed,
             device=current_device(query),
@@ -67,7 +72,7 @@ class LinearKind(NamedTuple):
             started=inputs.initial_kv is not None,
             variant=variant,
             precision=precision(query.dtype),
-            config=choose(kind.architecture(query), width, wide, config, group),
+            config=choose(kind.architecture(query), width, wide, config, group, forward),
             multiprocessors=kind.multiprocessors(query),
             launches={},
         )

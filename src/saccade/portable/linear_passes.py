@@ -3,83 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.kernels.launch import Launch, Pointer, next_width
-from saccade.linear.problem import LinearInputs
 from saccade.portable.arguments import there_are
 from saccade.portable.kind import remembered
 from saccade.portable.linear_collect import linear_collect
 from saccade.portable.linear_configs import BACKWARDS, LinearConfig, collecting, sharing
 from saccade.portable.linear_given import Again, Given, State, sums
-from saccade.portable.linear_kind import LinearKind, plain
-from saccade.portable.linear_places import Sequence, Sums
+from saccade.portable.linear_kind import plain
+from saccade.portable.linear_places import Sums
+from saccade.portable.linear_rows import Rows
 from saccade.portable.linear_sweep import linear_sweep
 
 
-class Passes(NamedTuple):
-    """One call under way."""
-
-    kind: LinearKind
-    inputs: LinearInputs
-    faded: Tensor | None
-    slots: Tensor | None = None
-
-    # ---- what kernels read --------------------------------------------------------------------
-
-    def known(self) -> list[Tensor]:
-        """The tensors that every kernel may read."""
-        return there_are((*self.inputs, self.faded, self.slots))
-
-    def sequence(self, pointer: Pointer) -> Sequence:
-        """Where rows meet."""
-        kind, inputs, faded = self.kind, self.inputs, None
-        if self.faded is not None:
-            head_step = self.faded.shape[-1]
-            batch_step = kind.state_heads * head_step if self.faded.dim() == 3 else 0
-            faded = (pointer(self.faded), batch_step, head_step)
-        in_faded = kind.packed and self.faded is not None
-        return Sequence(
-            kind.side(pointer, None, inputs.cu_seqlens_q, keys=False),
-            kind.side(pointer, None, inputs.cu_seqlens_k, keys=True),
-            None if inputs.key_lengths is None else pointer(inputs.key_lengths),
-            faded,
-            pointer(inputs.cu_seqlens_k) if in_faded and inputs.cu_seqlens_k is not None else None,
-            None if self.slots is None else pointer(self.slots),
-        )
-
-    def queries(self, pointer: Pointer) -> Any:
-        """Queries, to be mapped and scaled."""
-        view = self.query_side(pointer, self.inputs.query)
-        return self.kind.features(view, True)
-
-    def keys(self, pointer: Pointer) -> Any:
-        """Keys, to be mapped."""
-        return self.kind.features(self._key_side(pointer, self.inputs.key), False)
-
-    def values(self, pointer: Pointer) -> Any:
-        """Values, as they are."""
-        return plain(self._key_side(pointer, self.inputs.value))
-
-    def _grad(self, pointer: Pointer, given: Given) -> Any:
-        return plain(self.query_side(pointer, given.grad_output))
-
-    def _factors(self, pointer: Pointer, given: Given) -> Any:
-        return None if given.factors is None else self.per_row(pointer, given.factors)
-
-    def query_side(self, pointer: Pointer, rows: Tensor) -> Any:
-        """A View of rows beside the queries."""
-        return self.kind.side(pointer, rows, self.inputs.cu_seqlens_q, keys=False)
-
-    def _key_side(self, pointer: Pointer, rows: Tensor) -> Any:
-        return self.kind.side(pointer, rows, self.inputs.cu_seqlens_k, keys=True)
-
-    def per_row(self, pointer: Pointer, numbers: Tensor) -> Any:
-        """A View of one number for each query row."""
-        return self.kind.numbers(pointer, numbers, self.inputs.cu_seqlens_q, keys=False)
+class Passes(Rows):
+    """One call under way, and what can be started for it."""
 
     # ---- sums over one side -------------------------------------------------------------------
 
@@ -96,7 +38,7 @@ class Passes(NamedTuple):
         launch = self.launch(
             linear_collect,
             ("collect", segments, given and given.grad_output.stride()),
-            collecting(kind.config),
+            collecting(kind.config, 1 if given is None else kind.group),
             ROWS_SHARE=self.share(shares[0]),
             OTHERS_SHARE=self.share(shares[1]),
             INNER=kind.head_dim,
@@ -114,8 +56,8 @@ class Passes(NamedTuple):
                 read = self.keys(pointer), self.values(pointer), None, None
             else:
                 weights = self.per_row(pointer, given.minus_delta)
-                mapped = self.queries(pointer), self._grad(pointer, given)
-                read = (*mapped, self._factors(pointer, given), weights)
+                mapped = self.queries(pointer), self.grad(pointer, given)
+                read = (*mapped, self.factors(pointer, given), weights)
             return (*read, self.sequence(pointer), Sums(pointer(matrix), pointer(vector)))
 
         tensors = (*self.known(), *there_are((given or ())[:3]), matrix, vector)
@@ -128,22 +70,28 @@ class Passes(NamedTuple):
     def output(
         self, output: Tensor, totals: Tensor | None, before: State | None, after: State | None,
         segments: int, counted: bool, again: Again | None = None,
+        mapped: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Write the output and, where wanted, each row's sum of scores and the last states.
 
-        counted: the sums of scores are known. The last states have no sum of keys then.
+        counted: the sums of scores are known. The last states have no sum of keys then. mapped:
+        features of queries and keys, where they are known, too.
         """
         kind = self.kind
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
             numbers = None if totals is None else self.per_row(pointer, totals)
-            rows = self.queries(pointer), self.keys(pointer), self.values(pointer)
+            rows = self.queries(pointer), self.keys(pointer)
+            if mapped is not None:
+                sides = self.query_side(pointer, mapped[0]), self.key_side(pointer, mapped[1])
+                rows = plain(sides[0]), plain(sides[1])
             known, numbers = (numbers, None) if counted else (None, numbers)
             written = self.query_side(pointer, output), numbers
-            return (*rows, known, None, *written, None, kind.variant.eps)
+            return (*rows, self.values(pointer), known, None, *written, None, kind.variant.eps)
 
         heads = kind.query_heads, kind.key_heads, kind.value_heads, 1
-        more, numbered = there_are((output, totals)), totals is not None and not counted
+        more = there_are((output, totals, *(mapped or ())))
+        numbered = totals is not None and not counted
         self._sweep("output", operands, more, heads, (before, after), segments, numbered, again)
 
     def grad_query(
@@ -154,8 +102,8 @@ class Passes(NamedTuple):
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
             numbers = None if dots is None else self.per_row(pointer, dots)
-            rows = self._grad(pointer, given), self.values(pointer), self.keys(pointer)
-            more = self._factors(pointer, given), self.per_row(pointer, given.minus_delta)
+            rows = self.grad(pointer, given), self.values(pointer), self.keys(pointer)
+            more = self.factors(pointer, given), self.per_row(pointer, given.minus_delta)
             written = self.query_side(pointer, result), numbers
             return (*rows, *more, *written, self.queries(pointer), 0.0)
 
@@ -176,9 +124,9 @@ class Passes(NamedTuple):
             numbers = None
             if dots is not None:
                 numbers = kind.numbers(pointer, dots, self.inputs.cu_seqlens_k, keys=True)
-            rows = self.values(pointer), self._grad(pointer, given), self.queries(pointer)
-            more = self._factors(pointer, given), self.per_row(pointer, given.minus_delta)
-            written = self._key_side(pointer, result), numbers
+            rows = self.values(pointer), self.grad(pointer, given), self.queries(pointer)
+            more = self.factors(pointer, given), self.per_row(pointer, given.minus_delta)
+            written = self.key_side(pointer, result), numbers
             return (*rows, *more, *written, self.keys(pointer), 0.0)
 
         heads = kind.value_heads, kind.heads, kind.query_heads, kind.key_heads
@@ -197,9 +145,9 @@ class Passes(NamedTuple):
             rows = (
                 self.keys(pointer),
                 self.queries(pointer),
-                self._grad(pointer, given),
+                self.grad(pointer, given),
             )
-            more = self._factors(pointer, given), None, self._key_side(pointer, result)
+            more = self.factors(pointer, given), None, self.key_side(pointer, result)
             return (*rows, *more, None, None, 0.0)
 
         heads = kind.key_heads, kind.query_heads, kind.heads, 1

@@ -120,10 +120,9 @@ def linear_sweep(
 def visit(
     a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, place, state,
     A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
-    THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr,
-    INNER: tl.constexpr, OUTER: tl.constexpr, CHUNK: tl.constexpr,
-    PASS: tl.constexpr, CAUSAL: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr, NUMBERS: tl.constexpr, CAREFUL: tl.constexpr,
+    THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
+    CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr, STARTED: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, NUMBERS: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Store the results of one chunk; the state with the chunk added to it.
 
