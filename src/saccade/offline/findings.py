@@ -97,6 +97,8 @@ def excuse(compiled: Compiled) -> str:
         return "a few numbers of its walk, read once a tile, have no registers beside the gradients"
     if which == "hopper_forward" and call.head_dim <= 64 and usage.looped <= FEW:
         return "a few weights, as two programs share the registers of a multiprocessor"
+    if which == "hopper_forward" and call.mask == "causal" and usage.looped <= FEW:
+        return "a number of its walk, read once a tile, as each consumer has edges of its own"
     if which not in configs.PASSES:
         return ""
     if call.mask in READ_BY_PAIR:
