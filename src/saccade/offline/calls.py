@@ -49,6 +49,9 @@ PASSES = {
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 
 
+SHORT = 1024  # rows, for which Hopper's forward pass has schedules of its own
+
+
 class Call(NamedTuple):
     """A call of attention. Plain numbers and words, so that it can be handed to a process."""
 
@@ -61,7 +64,7 @@ class Call(NamedTuple):
     batch: int = 2
     heads: int = 4
     kv_heads: int = 4
-    length: int = 1024
+    length: int = SHORT
     value_dim: int = 0  # 0: as head_dim
 
     @property
@@ -70,6 +73,7 @@ class Call(NamedTuple):
         extras = [self.score] if self.score != "none" else []
         extras += ["dropout"] if self.dropout_p else []
         extras += ["packed"] if self.packed else []
+        extras += [f"{self.length} rows"] if self.length != SHORT else []
         extras += [f"values of {self.value_dim}"] if self.value_dim else []
         return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
 

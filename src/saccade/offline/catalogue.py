@@ -8,7 +8,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from saccade.offline.calls import KERNELS, MASKS, PASSES, Call
+from saccade.offline.calls import KERNELS, MASKS, PASSES, SHORT, Call
 from saccade.offline.linear_calls import SWEEPS, LinearCall
 from saccade.offline.paged_calls import LONG_CHUNK, PagedCall
 from saccade.offline.pool import Job
@@ -32,6 +32,8 @@ HOPPER_FORMS = (*PASSES["hopper_ordered"], *PASSES["hopper_turns"])
 HOPPER_APART = PASSES["hopper_apart"]  # above 128 channels
 HOPPER = (
     *(Entry(Call(dim, mask=mask), OF_HOPPER) for dim in (64, 128, 256) for mask in MASKS[:2]),
+    *(Entry(Call(64, mask=mask, length=2 * SHORT), OF_HOPPER) for mask in MASKS[:2]),
+    Entry(Call(128, mask="causal", length=2 * SHORT), OF_HOPPER),
     Entry(Call(96), OF_HOPPER),
     Entry(Call(192, mask="causal"), OF_HOPPER),
     Entry(Call(192, mask="causal", value_dim=128), OF_HOPPER),
