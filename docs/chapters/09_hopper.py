@@ -320,7 +320,13 @@ def compiled_now():
         environment = {**os.environ, "SACCADE_CONFIGS": ""}  # none but the default configs
         subprocess.run(command, check=True, capture_output=True, env=environment)
         kernels = json.loads(file.read_text(encoding="utf-8"))["kernels"]
-    return {f"d64 {kernel['call']['mask']}": kernel["usage"] for kernel in kernels}
+    usages = {}
+    for kernel in kernels:
+        call = kernel["call"]
+        # Up to 1,024 rows there are schedules of their own.
+        rows = "" if call["length"] <= 1024 else f" {call['length']} rows"
+        usages[f"d64 {call['mask']}{rows}"] = kernel["usage"]
+    return usages
 
 
 if not lesson.quick:
