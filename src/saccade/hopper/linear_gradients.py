@@ -20,6 +20,7 @@ from saccade.hopper.linear_again import linear_again
 from saccade.hopper.linear_backward_keys import linear_backward_keys
 from saccade.hopper.linear_backward_queries import linear_backward_queries
 from saccade.hopper.linear_backward_rows import RowNumbers
+from saccade.hopper.linear_kinds import is_balanced
 from saccade.hopper.linear_program import Kept
 from saccade.hopper.linear_split import BLOCK, Split, maybe, moved, sizes, unlike_portable
 from saccade.hopper.linear_states import collect_keys, collect_queries
@@ -109,7 +110,8 @@ class HopperPasses(Passes):
             return super().collect(given, segments)
         if given is not None:
             return collect_queries(self, split, given)
-        return collect_keys(self, split, less_one=self.kind.balanced)
+        variant = self.kind.variant
+        return collect_keys(self, split, is_balanced(variant.feature_map, variant.normalize))
 
     def grad_query(
         self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,

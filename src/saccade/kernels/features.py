@@ -156,11 +156,3 @@ def in_units(features, DTYPE: tl.constexpr, FACTORED: tl.constexpr):
         unit = tl.where((largest > 0) & (largest < float("inf")), largest, 1.0)
         features = features / unit
     return features.to(DTYPE), unit
-
-
-@triton.jit
-def of_units(product, unit):
-    """What a product with such features is in all."""
-    if not isinstance(unit, tl.constexpr):
-        product = product * unit
-    return product

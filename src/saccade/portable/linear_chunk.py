@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.kernels.features import in_units, load_features, load_number, of_units
+from saccade.kernels.features import in_units, load_features, load_number
 from saccade.kernels.tiles import spoilt_rows, without
 from saccade.portable.linear_finish import GRAD_KEY, GRAD_QUERY, OUTPUT
 
@@ -61,7 +61,7 @@ def add_others(
         vector += tl.sum(faded.to(tl.float32), 0)
     features, unit = in_units(wide, plain.dtype, FACTORED)
     faded, faded_unit = in_units(faded, plain.dtype, FACTORED)
-    matrix += of_units(tl.dot(plain, faded, input_precision=PRECISION), faded_unit)
+    matrix += tl.dot(plain, faded, input_precision=PRECISION) * faded_unit
     if CAREFUL:
         poison = tl.where(tl.max(spoilt.to(tl.int32), 0) > 0, float("nan"), 0.0)
         matrix, vector = matrix + poison, vector + poison

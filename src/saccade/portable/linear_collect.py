@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.kernels.features import in_units, load_features, load_number, of_units
+from saccade.kernels.features import in_units, load_features, load_number
 from saccade.kernels.tiles import wide
 from saccade.portable.linear_places import (
     bounds_of,
@@ -94,8 +94,7 @@ def collect_chunk(
         )
         faded = wide.to(tl.float32) * fade[:, None]
         narrowed, unit = in_units(faded, tile_of_others.dtype, FACTORED)
-        product = tl.dot(tile_of_others, narrowed, input_precision=PRECISION)
-        matrix += of_units(product, unit)
+        matrix += tl.dot(tile_of_others, narrowed, input_precision=PRECISION) * unit
         if QUERIES:
             faded = faded * load_number(weights, batch, common, here, seen)[:, None]
         vector += in_parts(faded)

@@ -122,11 +122,6 @@ class LinearKind(NamedTuple):
         extent = Extent(self.sequences, length, self.heads, self.packed)
         return view(pointer, rows, number_strides(rows, self.packed), extent, offsets)
 
-    @property
-    def balanced(self) -> bool:
-        """Whether gradients of queries may be found from features of keys less 1."""
-        return self.variant.feature_map == "elu+1" and self.variant.normalize == "sum"
-
     def features(self, rows: Any, scaled: bool) -> Operand:
         """Queries or keys, as features."""
         apply, derivative = MAPS[self.variant.feature_map]

@@ -35,7 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.kernels.features import load_features, load_number, narrow, of_units
+from saccade.kernels.features import load_features, load_number, narrow
 from saccade.kernels.tiles import any_spoilt, wide
 from saccade.portable.linear_chunk import add_others, times_sums, total_of
 from saccade.portable.linear_finish import GRAD_QUERY, GRAD_VALUE, OUTPUT, load_own, store_result
@@ -206,8 +206,7 @@ def visit(
                 scores = tl.dot(a_tile, plain, input_precision=PRECISION)
                 scores += extra[:, None] * other_extra[None, :]
             else:
-                scores = tl.dot(a_tile, tl.trans(features), input_precision=PRECISION)
-                scores = of_units(scores, unit)
+                scores = tl.dot(a_tile, tl.trans(features), input_precision=PRECISION) * unit
             if FADED:
                 gap = until[:, None] - until[None, :]
                 gap = -gap if BACKWARDS else gap
