@@ -51,7 +51,7 @@ from saccade.hopper.linear_kinds import (
     VALUES,
     is_balanced,
 )
-from saccade.hopper.linear_mapping import narrowed, only, widened
+from saccade.hopper.linear_mapping import in_channels, narrowed, only, widened
 from saccade.hopper.linear_program import (
     BLOCK,
     channel_of,
@@ -275,10 +275,7 @@ def balanced(
     rows = rings.tile_of(turn, QUERIES, WHICH).load(LAYOUT).to(gl.float32)
     slope = derivative(rows, "elu+1")
     features = slope + gl.maximum(rows, 0.0)
-    if HEAD_DIM != BLOCKS * BLOCK:  # what TMA found there is 0, and e⁰ is not
-        FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
-        channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-        features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
+    features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
     dot, size = gl.sum(features * found, 1), gl.sum(features, 1)
     if BLOCKS == 2:  # half of the channels each
         rings.parts_of(turn, WHICH, 0).store(dot)

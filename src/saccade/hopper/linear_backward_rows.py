@@ -31,6 +31,7 @@ from saccade.hopper.linear_kinds import (
 )
 from saccade.hopper.linear_mapping import (
     COLUMNS,
+    in_channels,
     less,
     mapped,
     no_rows,
@@ -282,10 +283,7 @@ def put_features(
     features = mapped_wide(widened(tile.load(LAYOUT)), FEATURE_MAP)
     factors = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)
     features = (features * factors[:, None]).to(tile.dtype)
-    if HEAD_DIM != BLOCKS * BLOCK:  # what TMA found there is 0, and e⁰ is not
-        FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
-        channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-        features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
+    features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
     features = only(features, seen)
     tile.store(features)
     deltas = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(ROWS_OF)
@@ -304,10 +302,7 @@ def put_less_one(
     factors = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)[:, None]
     deltas = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(ROWS_OF)[:, None]
     features = elu_plus_one_less(widened(tile.load(LAYOUT)), taken) * factors
-    if HEAD_DIM != BLOCKS * BLOCK:  # what TMA found there is 0, and e⁰ is not
-        FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
-        channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-        features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
+    features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
     tile.store(features.to(tile.dtype))
     return sum_in_threads((features + factors * taken) * deltas, LAYOUT)
 

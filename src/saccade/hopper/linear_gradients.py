@@ -111,7 +111,8 @@ class HopperPasses(Passes):
         if given is not None:
             return collect_queries(self, split, given)
         variant = self.kind.variant
-        return collect_keys(self, split, is_balanced(variant.feature_map, variant.normalize))
+        balanced = bool(is_balanced(variant.feature_map, variant.normalize))
+        return collect_keys(self, split, balanced)
 
     def grad_query(
         self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,

@@ -216,6 +216,17 @@ def mapped(rows, FEATURE_MAP: gl.constexpr):
 
 
 @gluon.jit
+def in_channels(features, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr):
+    """Features of a block, 0 in channels that a head has not: what TMA found there is 0, and e⁰ is
+    not."""
+    if HEAD_DIM != BLOCKS * BLOCK:
+        FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
+        channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, features.type.layout))
+        features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
+    return features
+
+
+@gluon.jit
 def less(rows, taken):
     """Features of elu + 1 less a number, 0 or 1."""
     left = (1.0 - taken).to(gl.bfloat16)
