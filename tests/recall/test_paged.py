@@ -18,16 +18,6 @@ from saccade.testing import assert_exact, make_paged_case
 from saccade.testing.paged import PagedCase
 
 
-@pytest.fixture(autouse=True)
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "_calls", {})
-
-
-@pytest.fixture
-def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "values_readable", lambda tensor: False)
-
-
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for each call that was checked."""

@@ -10,27 +10,6 @@ from torch import Tensor
 
 import saccade
 from saccade import masks, recall, scores
-from saccade.arguments import check_tensors
-
-SEEN = "saccade.prepare.arguments.check_tensors"
-
-
-@pytest.fixture(autouse=True)
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "_calls", {})
-
-
-@pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One entry for each call whose tensors were checked."""
-    seen: list[Any] = []
-
-    def counted(*arguments: Any) -> None:
-        seen.append(arguments)
-        check_tensors(*arguments)
-
-    monkeypatch.setattr(SEEN, counted)
-    return seen
 
 
 def tensors(length: int = 24, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -12,33 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import attention_packed, masks, recall
-from saccade.arguments import check_tensors
+from saccade import attention_packed, masks
 
 call: Any = attention_packed
-
-
-@pytest.fixture(autouse=True)
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "_calls", {})
-
-
-@pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One entry for each call whose tensors were checked."""
-    seen: list[Any] = []
-
-    def counted(*arguments: Any) -> None:
-        seen.append(arguments)
-        check_tensors(*arguments)
-
-    monkeypatch.setattr("saccade.prepare.arguments.check_tensors", counted)
-    return seen
-
-
-@pytest.fixture
-def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "values_readable", lambda tensor: False)
 
 
 def tensors(seed: int) -> list[Tensor]:
