@@ -4,13 +4,15 @@ Usage: python tools/readme_table.py [--check] [ROOT]
 
 Rewrites what stands between ``<!-- table: begin -->`` and ``<!-- table: end -->`` in README.md from
 benchmarks/results/*/*.jsonl. With --check nothing is written, and the exit status is 1 if the
-README differs from what the files give. Globs of case names in the first mark choose rows, and
-`against=` the peer that Saccade stands beside (sdpa, if it is not given):
+README differs from what the files give. Globs of case names in the first mark choose rows,
+`against=` the peer that Saccade stands beside (sdpa, if it is not given), `by=` one of its
+implementations (the fastest of each run, if it is not given), and `from=` a glob of files:
 
     <!-- table: begin cpu-*-4k cpu-decode-* -->
-    <!-- table: begin against=sdpa/flash gpu-causal-* -->
+    <!-- table: begin against=sdpa/flash by=portable from=h200/portable.jsonl gpu-causal-* -->
 
 The line below the table then says how many measured rows are not shown, and the worst ratio of all.
+Memory has columns where it was measured.
 """
 
 from __future__ import annotations
@@ -23,11 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 REGION = re.compile(r"(<!-- table: begin([^>]*?)-->\n)(.*?)(<!-- table: end -->)", re.DOTALL)
-AGAINST = "against="
-HEADER = (
-    "| case | pass | Saccade ms | {0} ms | Saccade / {0} | Saccade MB | {0} MB |\n"
-    "|---|---|---:|---:|---:|---:|---:|\n"
-)
+RESULTS = "benchmarks/results"
+AGAINST, BY, FROM = "against=", "by=", "from="
+TIMES = "| case | pass | Saccade ms | {0} ms | Saccade / {0} |", "|---|---|---:|---:|---:|"
+MEMORY = " Saccade MB | {0} MB |", "---:|---:|"
 
 
 class Row(NamedTuple):
@@ -43,72 +44,88 @@ class Row(NamedTuple):
         """Saccade's time over the peer's."""
         return self.saccade["median_ms"] / self.peer["median_ms"]
 
-    def __str__(self) -> str:
+    @property
+    def has_memory(self) -> bool:
+        """Whether memory was measured beside the time."""
+        return "peak_mb" in self.saccade or "peak_mb" in self.peer
+
+    def cells(self, memory: bool) -> str:
+        """A line of the table."""
         cells = [
             f"`{self.case}`",
             self.which_pass,
             _milliseconds(self.saccade),
             _milliseconds(self.peer),
             f"{self.ratio:.2f}",
-            _megabytes(self.saccade),
-            _megabytes(self.peer),
         ]
+        if memory:
+            cells += [_megabytes(self.saccade), _megabytes(self.peer)]
         return f"| {' | '.join(cells)} |\n"
 
 
-def rows_of(path: Path, peer: str) -> list[Row]:
-    """The last run of each case and pass in a file in which saccade and a peer both took part."""
+def rows_of(path: Path, peer: str, by: str) -> list[Row]:
+    """The last run of each case and pass in which a peer and Saccade (`by`) both took part."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}
     places: dict[tuple[str, str], str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         result = json.loads(line)
         members = runs.setdefault(result["run"], {})
         members[result["who"]] = result
-        if peer in members and _ours(members):
+        if peer in members and _ours(members, by):
             places[result["case"]["name"], result["pass"]] = result["run"]
     return [
-        Row(case, which_pass, _ours(runs[run])[0], runs[run][peer])
+        Row(case, which_pass, _ours(runs[run], by)[0], runs[run][peer])
         for (case, which_pass), run in places.items()
     ]
 
 
-def _ours(members: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _ours(members: dict[str, dict[str, Any]], by: str) -> list[dict[str, Any]]:
     """Saccade's implementations in a run, the fastest first; the reference is no contestant."""
     ours = [
         result
         for who, result in members.items()
-        if who.startswith("saccade/") and who != "saccade/reference"
+        if fnmatchcase(who, f"saccade/{by}") and who != "saccade/reference"
     ]
     return sorted(ours, key=lambda result: result["median_ms"])
 
 
 def table(root: Path, words: list[str]) -> str:
     """The Markdown between the marks."""
-    parts, globs = [], [word for word in words if not word.startswith(AGAINST)]
-    peer = next((word.removeprefix(AGAINST) for word in words if word not in globs), "sdpa")
-    header = HEADER.format(peer.replace("sdpa", "SDPA"))
-    for path in sorted(root.glob("benchmarks/results/*/*.jsonl")):
-        rows = rows_of(path, peer)
+    peer, words = _option(words, AGAINST, "sdpa")
+    by, words = _option(words, BY, "*")
+    files, globs = _option(words, FROM, "*/*.jsonl")
+    parts = []
+    for path in sorted(root.glob(f"{RESULTS}/{files}")):
+        rows = rows_of(path, peer, by)
         shown = [row for row in rows if not globs or any(fnmatchcase(row.case, g) for g in globs)]
         if shown:
-            text = header + "".join(map(str, shown))
-            parts.append(f"{text}\n{_source(path.relative_to(root), rows, len(shown))}\n")
+            memory = any(row.has_memory for row in shown)
+            head = [times + more * memory for times, more in zip(TIMES, MEMORY, strict=True)]
+            lines = "\n".join(head).format(peer.replace("sdpa", "SDPA"))
+            text = f"{lines}\n{''.join(row.cells(memory) for row in shown)}"
+            parts.append(f"{text}\n{_source(path.relative_to(root), rows, shown, memory)}\n")
     return "\n".join(parts) or "Nothing has been measured yet.\n"
 
 
-def _source(path: Path, rows: list[Row], num_shown: int) -> str:
+def _option(words: list[str], name: str, default: str) -> tuple[str, list[str]]:
+    """What follows `name` in the last of the words that begin so, and the other words."""
+    found = [word.removeprefix(name) for word in words if word.startswith(name)]
+    return (found or [default])[-1], [word for word in words if not word.startswith(name)]
+
+
+def _source(path: Path, rows: list[Row], shown: list[Row], memory: bool) -> str:
     """Where the numbers come from, and what the table leaves out."""
     newest = max((row.saccade for row in rows), key=lambda result: result["date"])
     name = path.as_posix()
     text = (
         f"From [{name}]({name}): {newest['device']}, {newest['threads']} threads, "
-        f"torch {newest['versions']['torch']}, {newest['date'][:10]}. Medians; memory at the worst "
-        "moment beyond the inputs, where it was measured."
+        f"torch {newest['versions']['torch']}, {newest['date'][:10]}. Medians"
     )
-    if num_shown < len(rows):
+    text += "; memory at the worst moment beyond the inputs, where it was measured." * memory or "."
+    if len(shown) < len(rows):
         worst = max(rows, key=lambda row: row.ratio)
         text += (
-            f" Shown are {num_shown} of {len(rows)} measurements; the worst ratio of all is "
+            f" Shown are {len(shown)} of {len(rows)} measurements; the worst ratio of all is "
             f"{worst.ratio:.2f} (`{worst.case}`, {worst.which_pass})."
         )
     return text

@@ -102,8 +102,8 @@ def linear_attention(  # breaks function-length: most of it is the docstring
             neither read nor counted, and fades nothing.
         initial_state: what came before the first key; every row sees it.
         return_state: also return the state after the last key.
-        implementation: "cpu" or "reference"; None takes the first that fits. A named one never
-            falls back: it raises where it cannot serve.
+        implementation: "cpu", "hopper", "portable" or "reference"; None takes the first that fits.
+            A named one never falls back: it raises where it cannot serve.
         config: `kv_tile` is the number of rows in a chunk; or a mapping from (major, minor) GPU
             capabilities to such.
 

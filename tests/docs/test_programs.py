@@ -7,7 +7,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("docs/paged.md", "docs/switching.md", "docs/transformers.md", "docs/serving.md")
+PAGES = (
+    "README.md",  # what stands in its lists is a fragment
+    "docs/paged.md",
+    "docs/serving.md",
+    "docs/switching.md",
+    "docs/transformers.md",
+)
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 BLOCKS = {
     page: re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -18,7 +24,7 @@ WITHOUT_GRADIENTS = {"docs/paged.md"}
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_code_is_found(page):
-    assert len(BLOCKS[page]) == TEXTS[page].count("```python") > 4
+    assert len(BLOCKS[page]) == TEXTS[page].count("\n```python") >= 3
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -90,6 +90,38 @@ def test_milliseconds_have_three_figures_or_so(value, shown):
     assert readme_table._milliseconds({"median_ms": value}) == shown
 
 
+def test_memory_has_columns_where_it_was_measured(tmp_path):
+    make(tmp_path, line("a", "saccade/cpu", 1.0), line("a", "sdpa", 2.0))
+    readme_table.main([str(tmp_path)])
+    written = text(tmp_path)
+    assert "| `a` | forward | 1.00 | 2.00 | 0.50 |\n" in written
+    assert "MB" not in written and "memory" not in written
+
+
+def test_one_implementation_may_stand_for_saccade(tmp_path):
+    make(
+        tmp_path,
+        line("a", "saccade/hopper", 1.0),
+        line("a", "saccade/portable", 3.0),
+        line("a", "sdpa", 2.0),
+        line("a", "saccade/hopper", 1.5, run="2"),  # a later run without the portable one
+        line("a", "sdpa", 2.0, run="2"),
+        globs=" by=portable a ",
+    )
+    readme_table.main([str(tmp_path)])
+    assert "| `a` | forward | 3.00 | 2.00 | 1.50 |\n" in text(tmp_path)
+
+
+def test_files_may_be_chosen(tmp_path):
+    lines = line("a", "saccade/cpu", 1.0), line("a", "sdpa", 2.0)
+    make(tmp_path, *lines, globs=" from=cpu/sparse.jsonl")
+    readme_table.main([str(tmp_path)])
+    assert "Nothing has been measured yet." in text(tmp_path)
+    (tmp_path / "benchmarks/results/cpu/sparse.jsonl").write_text("".join(lines), encoding="utf-8")
+    readme_table.main([str(tmp_path)])
+    assert text(tmp_path).count("| `a` |") == 1 and "cpu/sparse.jsonl" in text(tmp_path)
+
+
 def test_another_peer_may_stand_beside_saccade(tmp_path):
     lines = [
         line("a", "saccade/portable", 1.0),
