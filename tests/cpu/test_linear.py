@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 import saccade
+from saccade.cpu import linear
 from saccade.cpu.linear_steps import Step, steps_of
 from saccade.linear.problem import LinearVariant
 from saccade.testing import make_linear_case
@@ -79,3 +81,36 @@ def test_errors_do_not_grow_with_the_length(dtype: torch.dtype) -> None:
         exact = saccade.linear_attention(*wide)
         assert bool(output.isfinite().all())
         assert float((output - exact).norm() / exact.norm()) < gate
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 200])  # one key, one chunk, two
+@pytest.mark.parametrize(
+    ("entries", "large", "at_once"),
+    [
+        (slice(0, 5), 1, 300),  # in place: four states of 64 numbers, and then the fifth
+        ([6, 0, 3, 1, 4], 1, 300),  # in place, one after the other
+        ([6, 0, 3, 1, 4], 1000, 150),  # copies of two
+        ([6, 0, 3, 1, 4], 1000, 1000),  # a copy of all
+    ],
+)
+def test_states_of_a_step_are_taken_a_few_at_a_time(
+    entries: Any, tokens: int, large: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "LARGE_STATE", large)
+    monkeypatch.setattr(linear, "STATES_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(5, heads, tokens, 4) for heads in (8, 4, 2))
+    sums = torch.rand(7, 4, 4, 4), torch.rand(7, 4, 4)
+    before = [part[entries].clone() for part in sums]
+    options: dict[str, Any] = {"decay": -torch.rand(4), "normalize": "clamp"}
+    index = None if isinstance(entries, slice) else torch.tensor(entries)
+    given = saccade.LinearState(*(part[entries] if index is None else part for part in sums))
+    untouched = [part.clone() for part in sums]
+    found = saccade.linear_attention_step(given, query, key, value, state_index=index, **options)
+    options |= {"initial_state": saccade.LinearState(*before), "return_state": True}
+    wanted, last = saccade.linear_attention(query, key, value, **options)
+    torch.testing.assert_close(found, wanted)
+    for part, new, old in zip(sums, last[:2], untouched, strict=True):
+        torch.testing.assert_close(part[entries], new)
+        old[entries] = part[entries]
+        assert torch.equal(part, old)

@@ -30,6 +30,8 @@ from saccade.problem import Config
 
 CHUNK = 128
 HEADS_AT_ONCE = 16
+STATES_AT_ONCE = 2**20  # numbers of them
+LARGE_STATE = 2**16  # numbers: copying it takes longer than a step of its own
 
 # Inputs have been cast already; products of what was widened must stay wide.
 WITHOUT_AUTOCAST = torch.autocast("cpu", enabled=False)
@@ -106,25 +108,47 @@ def step(
 ) -> Tensor:
     """Output of a few new rows; see `saccade.linear_attention_step`.
 
-    A state in the accumulation dtype, one for each batch entry in order, is changed where it lies;
-    others are copied, changed and copied back.
+    States in the accumulation dtype are changed where they lie; others, and small ones out of a
+    pool, are copied, changed and copied back.
     """
     output = empty_linear_results(inputs, variant).output
-    if inputs.heads == 0 or inputs.num_sequences == 0:
+    if inputs.heads == 0 or inputs.num_sequences == 0 or inputs.query.shape[2] == 0:
         return output
     (part,) = parts_of(inputs)
     dense = _Share(part, slice(None)).dense(inputs, variant)
-    sums = [kv, key_sum] if state_index is None else [kv[state_index], key_sum[state_index]]
-    own = [rows.to(dense.wide).contiguous() for rows in sums]
-    count = dense.batch * dense.state_heads
-    state = State(own[0].view(count, *kv.shape[2:]), own[1].view(count, key_sum.shape[-1]))
-    forwards.attend(dense, _steps(dense, Config()), state, output, None)
-    for pool, found, given in zip((kv, key_sum), own, sums, strict=True):
-        if state_index is not None:
-            pool[state_index] = found.to(pool.dtype)
-        elif found is not given:
-            pool.copy_(found)
+    tokens = inputs.query.shape[2]
+    chunks = [slice(at, min(at + CHUNK, tokens)) for at in range(0, tokens, CHUNK)]
+    rows = [(dense.queries(chunk), dense.beside(chunk)) for chunk in chunks]
+    found: list[list[forwards.Sums]] = [[] for _ in chunks]
+    for heads, state in _states(kv, key_sum, state_index, dense.wide):
+        for (query, keys), sums in zip(rows, found, strict=True):
+            sums.append(forwards.visit(dense, state, query[heads], keys.part(heads)))
+    for chunk, sums in zip(chunks, found, strict=True):
+        forwards.write(dense, forwards.joined(sums), output[:, :, chunk])
     return output
+
+
+def _states(
+    kv: Tensor, key_sum: Tensor, state_index: Tensor | None, wide: torch.dtype
+) -> Iterator[tuple[slice, State]]:
+    """So many states at a time as a cache holds, and which heads they are of, through the batch."""
+    count = kv.shape[0] if state_index is None else state_index.shape[0]
+    numbers = kv[0].numel()
+    at_once, places = max(STATES_AT_ONCE // max(numbers, 1), 1), None
+    if state_index is not None and numbers >= LARGE_STATE:
+        at_once, places = 1, state_index.tolist()
+    for first in range(0, count, at_once):
+        entries = slice(first, min(first + at_once, count))
+        where = entries if state_index is None else state_index[entries]
+        if places is not None:  # a view, where an index would copy
+            where = slice(places[first], places[first] + 1)
+        given = kv[where], key_sum[where]
+        own = [sums.to(wide).contiguous() for sums in given]
+        heads = slice(entries.start * kv.shape[1], entries.stop * kv.shape[1])
+        yield heads, State(own[0].flatten(0, 1), own[1].flatten(0, 1))
+        for pool, found, before in zip((kv, key_sum), own, given, strict=True):
+            if found is not before or isinstance(where, Tensor):
+                pool[where] = found.to(pool.dtype)
 
 
 def _decay_gradient(inputs: LinearInputs, decay: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 from saccade.cpu.linear_chunk import (
     Dense,
     Fade,
+    Keys,
     State,
     lower_,
     shared,
@@ -83,14 +84,12 @@ def _forwards(
     flow = torch.zeros(dense.batch * dense.state_heads, dtype=torch.float64)
     num_keys = 0
     for step in steps:
-        key = value = fade = None
+        keys = None
         if step.keys is not None:
-            key, value = dense.keys(step.keys), dense.values(step.keys)
-            fade = dense.fade(step.keys)
-            num_keys = step.keys.stop
+            keys, num_keys = dense.beside(step.keys), step.keys.stop
         if step.queries is not None:
             query, rows = dense.queries(step.queries), _arriving(dense, come, step.queries)
-            gradient = _grad_query(dense, state, rows, key, value, fade)
+            gradient = _grad_query(dense, state, rows, keys)
             if leave.decay is not None:
                 dots = (query * gradient).double().sum(-1)
                 if step.keys is not None:
@@ -99,8 +98,8 @@ def _forwards(
                 elif num_keys > 0:  # rows before the first key read no faded state
                     flow += dots.sum(-1)
             _write_query(dense, leave.query, step.queries, query, gradient)
-        if key is not None and value is not None:
-            state.add(key, value, fade)
+        if keys is not None:
+            state.add(keys)
     return state, flow
 
 
@@ -120,20 +119,14 @@ def _arriving(dense: Dense, come: Arriving, rows: slice) -> _RowGradients:
     return _RowGradients(grad, dots.unsqueeze(-1))
 
 
-def _grad_query(
-    dense: Dense,
-    state: State,
-    rows: _RowGradients,
-    key: Tensor | None,
-    value: Tensor | None,
-    fade: Fade | None,
-) -> Tensor:
+def _grad_query(dense: Dense, state: State, rows: _RowGradients, keys: Keys | None) -> Tensor:
     """The gradient of scaled query features."""
     gradient = rows.weighted @ state.kv.mT
     if rows.total is not None:
         gradient.addcmul_(rows.total, state.key_sum.unsqueeze(1))
-    if key is None or value is None:
+    if keys is None:
         return gradient
+    key, value, fade = keys
     if fade is not None:
         gradient.mul_(fade.until_row())
     pairs = _grad_scores(dense, rows, value, fade)
@@ -175,8 +168,7 @@ def _backwards(
             query, rows = dense.queries(step.queries), _arriving(dense, come, step.queries)
         fade = None
         if step.keys is not None:
-            key, value = dense.keys(step.keys), dense.values(step.keys)
-            fade = dense.fade(step.keys)
+            keys = key, value, fade = dense.beside(step.keys)
             grad_key = value @ later.kv.mT
             grad_key += later.key_sum.unsqueeze(1)
             grad_value = key @ later.kv
@@ -184,12 +176,10 @@ def _backwards(
                 grad_key.mul_(fade.from_key())
                 grad_value.mul_(fade.from_key())
             if query is not None and rows is not None:
-                _add_beside(dense, query, rows, key, value, fade, grad_key, grad_value)
+                _add_beside(dense, query, rows, keys, (grad_key, grad_value))
             _write_keys(dense, leave, step.keys, key, grad_key, grad_value)
         if fade is not None:
-            whole = fade.whole()
-            later.kv.mul_(whole)
-            later.key_sum.mul_(whole.squeeze(-1))
+            later.fade(fade)
         if query is not None and rows is not None:
             old = query if fade is None else query * fade.until_row()
             later.kv.baddbmm_(old.mT, rows.weighted)
@@ -201,13 +191,11 @@ def _add_beside(
     dense: Dense,
     query: Tensor,
     rows: _RowGradients,
-    key: Tensor,
-    value: Tensor,
-    fade: Fade | None,
-    grad_key: Tensor,
-    grad_value: Tensor,
+    keys: Keys,
+    gradients: tuple[Tensor, Tensor],
 ) -> None:
     """Add, in place, what the rows of the same chunk give to keys and values."""
+    key, value, fade = keys
 
     def shares(query: Tensor, rows: _RowGradients) -> tuple[Tensor, Tensor]:
         scores = query @ key.mT
@@ -226,8 +214,8 @@ def _add_beside(
         beside = spoilt.unflatten(1, (dense.group, -1)).any(1)
         seen = (beside.flip(-1).cumsum(-1).flip(-1) > 0).unsqueeze(-1)  # by such a row
         of_key, of_value = (share.masked_fill(seen, torch.nan) for share in (of_key, of_value))
-    grad_key += of_key
-    grad_value += of_value
+    for gradient, share in zip(gradients, (of_key, of_value), strict=True):
+        gradient += share
 
 
 def _write_keys(

@@ -7,6 +7,7 @@ heads that share a head of the state lie in the rows: [batch · state_heads, gro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +95,10 @@ class Dense:
             return row.expand(self.batch, 1, *row.shape)
         return row | (self.lengths == 0).view(-1, 1, 1, 1)
 
+    def beside(self, rows: slice) -> Keys:
+        """Key rows as products take them."""
+        return Keys(self.keys(rows), self.values(rows), self.fade(rows))
+
     # ---- decay -----------------------------------------------------------------------------
 
     def fade(self, rows: slice) -> Fade | None:
@@ -108,6 +113,18 @@ class Dense:
         return Fade(total, self.wide, self.group)
 
 
+class Keys(NamedTuple):
+    """Key rows of a chunk: their features, their values, and how the state fades along them."""
+
+    key: Tensor  # [batch · state_heads, rows, features]
+    value: Tensor  # [batch · state_heads, rows, value_dim]
+    fade: Fade | None
+
+    def part(self, heads: slice) -> Keys:
+        """The same of some of the heads, counted through the batch."""
+        return Keys(self.key[heads], self.value[heads], self.fade and self.fade.part(heads))
+
+
 class Fade:
     """Factors by which the state fades within a chunk.
 
@@ -116,6 +133,10 @@ class Fade:
 
     def __init__(self, faded: Tensor, wide: torch.dtype, group: int):
         self.faded, self.wide, self.group = faded, wide, group  # [batch · state_heads, rows]
+
+    def part(self, heads: slice) -> Fade:
+        """The same of some of the heads, counted through the batch."""
+        return Fade(self.faded[heads], self.wide, self.group)
 
     def whole(self) -> Tensor:
         """By all key rows, [batch · state_heads, 1, 1]."""
@@ -157,15 +178,23 @@ class State:
             else key_sum.to(dense.wide, copy=True).reshape(count, channels),
         )
 
-    def add(self, key: Tensor, value: Tensor, fade: Fade | None) -> None:
+    def add(self, keys: Keys) -> None:
         """Add a chunk of keys, after all that was there has faded."""
+        key, value, fade = keys
         if fade is not None:
-            whole = fade.whole()
-            self.kv.mul_(whole)
-            self.key_sum.mul_(whole.squeeze(-1))
+            self.fade(fade)
             key = key * fade.from_key()
-        self.kv.baddbmm_(key.mT, value)
+        if key.shape[1] == 1:  # bound by memory, where a product of one row is slower
+            self.kv.addcmul_(key.mT, value)
+        else:
+            self.kv.baddbmm_(key.mT, value)
         self.key_sum.add_(key.sum(1))
+
+    def fade(self, fade: Fade) -> None:
+        """Let all that is there fade by a chunk of keys."""
+        whole = fade.whole()
+        self.kv.mul_(whole)
+        self.key_sum.mul_(whole.squeeze(-1))
 
 
 def features(name: str, rows: Tensor) -> Tensor:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple, overload
+
 import torch
 from torch import Tensor
 
-from saccade.cpu.linear_chunk import Dense, Fade, State, lower_, spoilt_rows
+from saccade.cpu.linear_chunk import Dense, Keys, State, lower_, spoilt_rows
 from saccade.cpu.linear_steps import Step
 from saccade.linear.problem import LinearVariant
+
+
+class Sums(NamedTuple):
+    """What rows read: weighted sums of values and, where there is a normaliser, of ones."""
+
+    weighted: Tensor  # [batch · state_heads, group · rows, value_dim]
+    total: Tensor | None  # [batch · state_heads, group · rows]
 
 
 def attend(
@@ -15,65 +24,84 @@ def attend(
 ) -> None:
     """Write output [batch, heads, rows, value_dim] and, if wanted, normaliser; change the state."""
     for step in steps:
-        key = value = fade = None
-        if step.keys is not None:
-            key, value = dense.keys(step.keys), dense.values(step.keys)
-            fade = dense.fade(step.keys)
-        if step.queries is not None:
-            query = dense.queries(step.queries)
-            weighted, total = _read(dense, state, query, key, value, fade)
-            if total is not None:
-                if normaliser is not None:
-                    into = normaliser[:, :, step.queries]
-                    into.copy_(total.view(into.shape))
-                divisor, _ = divide_by(dense.variant, total)
-                weighted = divided(weighted, divisor.unsqueeze(-1))
-            output[:, :, step.queries].copy_(dense.from_query(weighted))
-        if key is not None and value is not None:
-            state.add(key, value, fade)
+        keys = None if step.keys is None else dense.beside(step.keys)
+        if step.queries is None:
+            visit(dense, state, None, keys)
+            continue
+        sums = visit(dense, state, dense.queries(step.queries), keys)
+        if sums.total is not None and normaliser is not None:
+            into = normaliser[:, :, step.queries]
+            into.copy_(sums.total.view(into.shape))
+        write(dense, sums, output[:, :, step.queries])
 
 
-def _read(
-    dense: Dense,
-    state: State,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    fade: Fade | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Weighted sums of values and of ones: from the state, and from the keys beside the rows."""
-    normalised = dense.variant.normalize != "none"
+@overload
+def visit(dense: Dense, state: State, query: Tensor, keys: Keys | None) -> Sums: ...
+@overload
+def visit(dense: Dense, state: State, query: None, keys: Keys | None) -> None: ...
+def visit(dense: Dense, state: State, query: Tensor | None, keys: Keys | None) -> Sums | None:
+    """What rows read of the state and of the keys beside them; those are added to the state."""
+    if keys is not None and keys.key.shape[1] == 1:  # a row beside one key sees the state after it
+        state.add(keys)
+        keys = None
+    sums = None
+    if query is not None:
+        sums = (
+            _read(dense, state, query) if keys is None else _read_pairs(dense, state, query, keys)
+        )
+    if keys is not None:
+        state.add(keys)
+    return sums
+
+
+def joined(parts: list[Sums]) -> Sums:
+    """What rows of some heads after others read, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    totals = [sums.total for sums in parts if sums.total is not None]
+    return Sums(torch.cat([sums.weighted for sums in parts]), torch.cat(totals) if totals else None)
+
+
+def write(dense: Dense, sums: Sums, output: Tensor) -> None:
+    """Write what rows read, divided by the normaliser, to output [batch, heads, rows, dim]."""
+    rows = sums.weighted
+    if sums.total is not None:
+        divisor, _ = divide_by(dense.variant, sums.total)
+        rows = divided(rows, divisor.unsqueeze(-1))
+    output.copy_(dense.from_query(rows))
+
+
+def _read(dense: Dense, state: State, query: Tensor) -> Sums:
+    """From the state alone."""
+    weighted = query @ state.kv
+    if dense.variant.normalize == "none":
+        return Sums(weighted, None)
+    return Sums(weighted, (query @ state.key_sum.unsqueeze(-1)).squeeze(-1))
+
+
+def _read_pairs(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
+    """From the state, and from keys beside the rows."""
+    key, value, fade = keys
     old = query if fade is None else query * fade.until_row()
-    if key is None or value is None:
-        weighted = old @ state.kv
-        total = (old @ state.key_sum.unsqueeze(-1)).squeeze(-1) if normalised else None
-        return weighted, total
     scores = query @ key.mT
     if fade is not None:
         scores.mul_(fade.pairs())
     lower_(scores, dense.group)
     weighted = (scores @ value).baddbmm_(old, state.kv)
-    total = None
-    if normalised:
-        total = scores.sum(-1)
-        total.add_((old @ state.key_sum.unsqueeze(-1)).squeeze(-1))
     if not bool(weighted.sum().isfinite()):
-        return _with_care(dense, state, query, key, value, fade)
-    return weighted, total
+        return _with_care(dense, state, query, keys)
+    if dense.variant.normalize == "none":
+        return Sums(weighted, None)
+    total = scores.sum(-1).add_((old @ state.key_sum.unsqueeze(-1)).squeeze(-1))
+    return Sums(weighted, total)
 
 
-def _with_care(
-    dense: Dense,
-    state: State,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    fade: Fade | None,
-) -> tuple[Tensor, Tensor | None]:
+def _with_care(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
     """The same where some number is not finite: it must not reach rows that do not see it.
 
     A product would carry it there: a hidden score is 0, and 0 · NaN is NaN.
     """
+    key, value, fade = keys
     spoilt = spoilt_rows(key, value)
     key, value = (rows.masked_fill(spoilt.unsqueeze(-1), 0) for rows in (key, value))
     scores = query @ key.mT
@@ -84,9 +112,9 @@ def _with_care(
     sees = (spoilt.cumsum(-1) > 0).repeat(1, dense.group)
     weighted = (scores @ value + old @ state.kv).masked_fill(sees.unsqueeze(-1), torch.nan)
     if dense.variant.normalize == "none":
-        return weighted, None
+        return Sums(weighted, None)
     total = scores.sum(-1) + (old @ state.key_sum.unsqueeze(-1)).squeeze(-1)
-    return weighted, total.masked_fill(sees, torch.nan)
+    return Sums(weighted, total.masked_fill(sees, torch.nan))
 
 
 def divide_by(variant: LinearVariant, total: Tensor) -> tuple[Tensor, Tensor | float]:
