@@ -24,7 +24,8 @@ def test_names_say_what_cases_are(case):
     assert machine in ("cpu", "gpu", "tiny")
     assert dim == f"d{case.head_dim}"
     assert case.query_heads % case.kv_heads == 0
-    assert case.flops("forward+backward") == pytest.approx(3.5 * case.flops("forward"))
+    if not case.decodes:
+        assert case.flops("forward+backward") == pytest.approx(3.5 * case.flops("forward"))
 
 
 def test_tensors_have_the_case_s_shapes_and_are_the_same_every_time():

@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 EVERY_TINY = [case for name, case in CASES.items() if name.startswith("tiny-")]
 TINY = [case for case in EVERY_TINY if case.attention == "softmax"]
 PAGED = [case for case in EVERY_TINY if case.attention == "paged"]
-LINEAR = [case for case in EVERY_TINY if case.attention == "linear"]
+LINEAR = CASES["tiny-linear-fp32-d16-48"]
+STEP = CASES["tiny-linear-step-fp32-d16-2x2"]
 PEERS = {peer.who: peer for peer in all_peers()}
 CHECKED = ("saccade/cpu", "saccade/reference", "plain", "sdpa", "sdpa/math")
 
@@ -40,15 +41,29 @@ def test_peers_agree_with_float64(who, case):
 
 @pytest.mark.parametrize("who", ["saccade/cpu", "saccade/reference"])
 def test_linear_attention_agrees_with_float64(who):
-    for case in LINEAR:
-        assert found_fault(case, PEERS[who].prepare(case, CPU)) is None
-        softmax = PEERS["plain"].prepare(TINY[1], CPU)
-        assert "wrong" in str(found_fault(case, softmax))
+    assert found_fault(LINEAR, PEERS[who].prepare(LINEAR, CPU)) is None
+    softmax = PEERS["plain"].prepare(TINY[1], CPU)
+    assert "wrong" in str(found_fault(LINEAR, softmax))
+
+
+def test_a_step_agrees_with_float64_and_changes_its_states():
+    call = PEERS["saccade/cpu"].prepare(STEP, CPU)
+    assert isinstance(call, Call)
+    assert found_fault(STEP, call, gradients=False) is None
+    assert "wrong" in str(found_fault(STEP, call, gradients=False))  # the token counts twice now
+    assert "in place" in str(PEERS["saccade/reference"].prepare(STEP, CPU))
+
+
+def test_a_step_has_memory_as_its_yardstick_and_a_call_has_products():
+    state, row = 16 * 16 + 16, 2 * (16 + 16)  # float32 numbers: read and written, or once
+    assert STEP.bytes == 4 * 4 * (2 * state + row)
+    for who, case in (("copy", LINEAR), ("read", LINEAR), ("bmm", STEP), ("fla", STEP)):
+        assert isinstance(PEERS[who].prepare(case, CPU), str)
+    assert isinstance(PEERS["copy"].prepare(STEP, CPU), Call)
 
 
 def test_who_has_no_linear_attention_says_so():
-    (case,) = LINEAR
-    calls, absences, errors = fit(case, all_peers(), case.make(CPU), CPU, gradients=True)
+    calls, absences, errors = fit(LINEAR, all_peers(), LINEAR.make(CPU), CPU, gradients=True)
     # Whether kernels serve CPU tensors depends on Triton's interpreter.
     assert set(calls) - {"saccade/portable"} == {"saccade/cpu", "saccade/reference", "bmm"}
     reasons = {absence.who: absence.reason for absence in absences}
@@ -60,17 +75,16 @@ def test_who_has_no_linear_attention_says_so():
 
 
 def test_bmm_does_as_many_operations_as_the_case():
-    (case,) = LINEAR
-    call = PEERS["bmm"].prepare(case, CPU)
+    call = PEERS["bmm"].prepare(LINEAR, CPU)
     assert isinstance(call, Call)
-    leaves = [rows.requires_grad_() for rows in case.make(CPU)[:3]]
+    leaves = [rows.requires_grad_() for rows in LINEAR.make(CPU)[:3]]
     with FlopCounterMode(display=False) as forward:
         output = call.run(*leaves)
     with FlopCounterMode(display=False) as backward:
         torch.autograd.grad(output, leaves, torch.ones_like(output))
     assert output.shape == (1, 2, 48, 16)
     counted = [counter.get_total_flops() for counter in (forward, backward)]
-    assert counted == [case.flops("forward"), case.flops("backward")]
+    assert counted == [LINEAR.flops("forward"), LINEAR.flops("backward")]
 
 
 @pytest.mark.parametrize("who", ["sdpa/cudnn", "sdpa/efficient"])
@@ -263,9 +277,8 @@ def linear_attention(query, key, value, whole=False):
 
 
 def test_what_is_left_of_a_difference_is_judged_by_what_it_is_a_difference_of():
-    case = CASES["tiny-linear-fp32-d16-48"]
-    tensors = case.make(CPU)
-    truth = exact(case, tensors)
+    tensors = LINEAR.make(CPU)
+    truth = exact(LINEAR, tensors)
 
     def rounded(off):
         call = Call(lambda *rows: OutputOffByAFewBits.apply(*rows, off))

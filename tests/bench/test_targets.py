@@ -16,6 +16,7 @@ from saccade.bench.targets import CPU_TARGETS, GPU_TARGETS, TARGETS
 from saccade.bench.yardsticks import (
     GOOD_RATE,
     Bytes,
+    Copying,
     Memory,
     Peer,
     Published,
@@ -42,15 +43,17 @@ def result(case, who, milliseconds, which_pass="forward", **changes):
 def time_of(case):
     """A time that grows with what a case is made of."""
     problem = CASES[case]
-    kinds = {"linear": problem.query_len, "paged": problem.bytes / 5e9}  # 5 TB/s, in ms
-    return kinds.get(problem.attention, problem.tiles((128, 64)) / 1000)
+    if problem.attention == "paged" or (problem.attention == "linear" and problem.decodes):
+        return problem.bytes / 5e9  # 5 TB/s, in ms
+    return problem.query_len if problem.attention == "linear" else problem.tiles((128, 64)) / 1000
 
 
 def peers_of(yardstick):
     """Whose times it compares with."""
     if isinstance(yardstick, Peer):
         return [yardstick.who]
-    return {Published: ["copy"], Reading: ["read"]}.get(type(yardstick), [])
+    kinds = {Published: ["copy"], Reading: ["read"], Copying: ["copy"]}
+    return kinds.get(type(yardstick), [])
 
 
 def complete(targets=TARGETS):
@@ -150,6 +153,14 @@ def test_published_times_are_scaled_by_the_rate_of_a_copy():
     history = History([result(case, who, 0.05, "decode"), result(case, "copy", copy, "decode")])
     value = Published({case: 20.0}, 4000.0).value(history, who, case, "decode")
     assert value == pytest.approx(50 / 40)
+
+
+def test_a_copy_of_a_step_s_states_is_one_of_as_many_bytes():
+    case, who = "gpu-linear-step-bf16-d128-64x16", "saccade/portable"
+    copy = COPY_BYTES / 4e9  # ms, at 4000 GB/s
+    ours = CASES[case].bytes / 3.2e9  # at 3200
+    history = History([result(case, who, ours, "decode"), result(case, "copy", copy, "decode")])
+    assert Copying().value(history, who, case, "decode") == pytest.approx(1 / 0.8)
 
 
 def test_a_read_is_the_bound_unless_it_is_slow_itself():

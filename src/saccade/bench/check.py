@@ -103,7 +103,8 @@ def _exact_head(case: Case, tensors: Tensors, batch: int, head: int, rows: Tenso
     key, value = (tensor[batch, kv_head].double() for tensor in (tensors.key, tensors.value))
     grad_output = tensors.grad_output[batch, head, rows].double()
     if case.attention == "linear":
-        return Exact(batch, head, *_linear_head(query, key, value, grad_output, rows))
+        ends = rows + case.kv_len - case.query_len  # the last row sees the last key
+        return Exact(batch, head, *_linear_head(query, key, value, grad_output, ends))
     scale = 1 / math.sqrt(case.head_dim)
     kv_rows = torch.arange(case.kv_len, device=rows.device)
     scores = (query @ key.T * scale).masked_fill(~case.sees(rows, kv_rows), -torch.inf)
@@ -117,13 +118,16 @@ def _exact_head(case: Case, tensors: Tensors, batch: int, head: int, rows: Tenso
 
 
 def _linear_head(
-    query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, rows: Tensor
+    query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """What `Exact` has of causal linear attention with elu + 1, by all pairs of some rows."""
+    """What `Exact` has of causal linear attention with elu + 1, by all pairs of some rows.
+
+    ends: the last key that each of them sees.
+    """
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
         of_query, of_key = (torch.nn.functional.elu(leaf) + 1 for leaf in leaves[:2])
-        seen = torch.arange(key.shape[0], device=rows.device) <= rows.unsqueeze(-1)
+        seen = torch.arange(key.shape[0], device=ends.device) <= ends.unsqueeze(-1)
         scores = (of_query @ of_key.T).masked_fill(~seen, 0)
         divisor = scores.sum(-1, keepdim=True) + 1e-6
         output = scores @ leaves[2] / divisor

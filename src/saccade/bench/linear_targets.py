@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from saccade.bench.target import Target
-from saccade.bench.yardsticks import Time
+from saccade.bench.yardsticks import Copying, Time
 
 PASSES = ("forward", "backward")
 # Milliseconds of the two passes, features and normaliser included: portable, Hopper.
@@ -24,4 +24,8 @@ def _targets(who: str, column: int) -> Iterator[Target]:
             yield Target(what, (case,), Time(), limit, (which,), f"saccade/{who}")
 
 
-LINEAR_TARGETS = (*_targets("portable", 0), *_targets("hopper", 1))
+STEP = Target(
+    "a step of 64 × 16 float32 states: at least 0.80 of a copy's bandwidth",
+    ("gpu-linear-step-*",), Copying(), 1 / 0.80, ("forward",), "saccade/portable",
+)  # fmt: skip
+LINEAR_TARGETS = (*_targets("portable", 0), *_targets("hopper", 1), STEP)

@@ -139,6 +139,18 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Copying:
+    """A copy in the same run, had it as many bytes."""
+
+    unit: ClassVar[str] = ""
+
+    def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
+        """The ratio of our time to it."""
+        ours, copy = history.together(case, which_pass, subject, "copy")
+        return ours.median_ms / (copy.median_ms * CASES[case].bytes / COPY_BYTES)
+
+
+@dataclass(frozen=True)
 class Memory:
     """Nothing but the least memory of any implementation, in megabytes."""
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import saccade
+from saccade import LinearState
 from saccade.bench.cases import Case
+from saccade.bench.linear_cases import StepCase
 from saccade.bench.peers import fla
 from saccade.bench.peers.peer import Call, Peer
 
@@ -43,8 +45,27 @@ def ours(name: str, case: Case, device: torch.device) -> Call | str:
     if reason is not None:
         return reason
 
+    if isinstance(case, StepCase):
+        return _step(name)
+
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return saccade.linear_attention(query, key, value, implementation=name)
+
+    return Call(run)
+
+
+def _step(name: str) -> Call | str:
+    """A step in place from the state of all keys but the last, which the first call makes."""
+    if name == "reference":
+        return "it changes no states in place"
+    made: list[LinearState] = []
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        token = [rows[:, :, -1:] for rows in (query, key, value)]
+        if not made:
+            before = [rows[:, :, :-1] for rows in (key, key, value)]
+            made.append(saccade.linear_attention(*before, return_state=True)[1])
+        return saccade.linear_attention_step(made[0], *token, implementation=name)
 
     return Call(run)
 
@@ -67,6 +88,8 @@ class _Products(torch.autograd.Function):
 
 def _bmm(case: Case, device: torch.device) -> Call | str:
     """Rows of head_dim times a matrix for each head, into memory that is there."""
+    if isinstance(case, StepCase):
+        return "a step is bound by memory: see copy"
     count = case.batch * case.query_heads
     products: dict[str, Any] = {
         "output": (case.batch, case.query_heads, case.query_len, case.value_dim)

@@ -1,4 +1,4 @@
-"""Traffic: how fast the memory is, as a yardstick for what must read all of a cache."""
+"""Traffic: how fast the memory is, as a yardstick for what must read all of a cache or state."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from saccade.bench.peers.peer import Call, Peer
 COPY_BYTES = 2**30
 """What "copy" moves, read and written together, whatever the case."""
 
+COMPUTES = "memory does not bound it"
+
 
 def peers() -> list[Peer]:
     """A pure read of a case's bytes, and a pure copy of many."""
     yardstick: dict[str, Any] = {
         "by_default": False,
-        "attention": ("paged",),
+        "attention": ("paged", "linear"),
         "computes_attention": False,
     }
     return [
@@ -30,7 +32,10 @@ def peers() -> list[Peer]:
     ]
 
 
-def _read(case: Case, device: torch.device) -> Call:
+def _read(case: Case, device: torch.device) -> Call | str:
+    if _computes(case):
+        return COMPUTES
+
     @functools.cache
     def memory() -> tuple[Tensor, Tensor]:
         return torch.ones(case.bytes // 4, device=device), torch.empty((), device=device)
@@ -42,7 +47,10 @@ def _read(case: Case, device: torch.device) -> Call:
     return Call(run)
 
 
-def _copy(case: Case, device: torch.device) -> Call:
+def _copy(case: Case, device: torch.device) -> Call | str:
+    if _computes(case):
+        return COMPUTES
+
     @functools.cache
     def memory() -> tuple[Tensor, Tensor]:
         source = torch.ones(COPY_BYTES // 8, device=device)
@@ -53,3 +61,8 @@ def _copy(case: Case, device: torch.device) -> Call:
         return torch.neg(source, out=target)  # an operation: copies have an engine of their own
 
     return Call(run)
+
+
+def _computes(case: Case) -> bool:
+    """Whether a case is a whole call of linear attention, and no step."""
+    return case.attention == "linear" and not case.decodes
