@@ -8,6 +8,7 @@ import torch
 
 import saccade
 from saccade import Config, dispatch, expressions, masks, scores
+from saccade.explain import costs
 from saccade.expressions import Coordinates
 from saccade.language import index_range
 from saccade.testing import make_paged_case
@@ -50,13 +51,21 @@ def test_text_tells_the_whole_call():
         "batch 2, 6 x 9", "heads 4/2", "dim 8/3", "bfloat16 on cpu",
         "mask window:bottom_right#ii", "score softcap:top_left#f", "sinks yes", "dropout yes",
         f"{found.visible_pairs:,} of {PAIRS:,} pairs visible",
-        f"{found.flops / 1e9:.3f} GFLOP", f"{found.bytes / 2**20:.2f} MiB",
+        f"{found.flops / 1e3:.4g} kFLOP forward", f"at least {found.bytes / 2**10:.4g} KiB moved",
     ):  # fmt: skip
         assert words in text
     plain = str(saccade.explain(*dense()))
     for words in ("mask none", "score none", "sinks no", "dropout no", "float32 on cpu"):
         assert words in plain
     assert "3 sequences, 7 x 11 tokens" in str(saccade.explain(*packed()))
+
+
+def test_costs_have_units_that_fit_them():
+    assert costs(0, 0) == "0 FLOP forward, at least 0 B moved"
+    assert costs(999, 1023) == "999 FLOP forward, at least 1023 B moved"
+    assert costs(1000, 1024) == "1 kFLOP forward, at least 1 KiB moved"
+    assert costs(2_150_400_000, 10 * 2**20) == "2.15 GFLOP forward, at least 10 MiB moved"
+    assert costs(10**20, 2**60) == "1e+05 PFLOP forward, at least 1.049e+06 TiB moved"
 
 
 def lines_of(text: str) -> dict[str, str]:

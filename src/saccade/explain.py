@@ -60,10 +60,29 @@ class Explanation:
             f"  mask {p.mask or 'none'}, score {p.score or 'none'}, "
             f"sinks {'yes' if p.sinks else 'no'}, dropout {'yes' if p.dropout else 'no'}",
             f"  {self.visible_pairs:,} of {p.pairs:,} pairs visible: "
-            f"{self.flops / 1e9:.3f} GFLOP forward, at least {self.bytes / 2**20:.2f} MiB moved",
+            + costs(self.flops, self.bytes),
         ]
         lines += answers(self.reasons, self.chosen, self.config, self.remark, self.yields)
         return "\n".join(lines)
+
+
+def costs(flops: int, moved: int) -> str:
+    """Operations and bytes of a forward pass, in units that fit them."""
+    return (
+        f"{_in_units(flops, 1000, FLOPS)} forward, at least {_in_units(moved, 1024, BYTES)} moved"
+    )
+
+
+FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
+BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def _in_units(number: int, base: int, units: tuple[str, ...]) -> str:
+    """A number in the largest of the units that it has one of."""
+    power = 0
+    while number >= base ** (power + 1) and power + 1 < len(units):
+        power += 1
+    return f"{number / base**power:.4g} {units[power]}"
 
 
 def answers(

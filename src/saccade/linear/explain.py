@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from saccade import dispatch
-from saccade.explain import answers
+from saccade.explain import answers, costs
 from saccade.linear.prepare import prepare
 from saccade.linear.problem import LinearProblem
 from saccade.problem import Config
@@ -48,7 +48,7 @@ class LinearExplanation:
             f"  {'causal' if p.causal else 'not causal'}, feature map {p.feature_map}, "
             f"normaliser {p.normalize}, decay {'yes' if p.decay else 'no'}, "
             f"initial state {'yes' if p.state else 'no'}",
-            f"  {self.flops / 1e9:.3f} GFLOP forward, at least {self.bytes / 2**20:.2f} MiB moved",
+            f"  {costs(self.flops, self.bytes)}",
         ]
         lines += answers(self.reasons, self.chosen, self.config, yields=self.yields)
         return "\n".join(lines)
