@@ -141,15 +141,60 @@ class TestFeatureMaps:
         assert not torch.equal(before, project.projection)
 
     @pytest.mark.parametrize("causal", [True, False])
-    def test_favor_does_not_underflow(self, causal: bool) -> None:
-        torch.manual_seed(0)
-        query, key, value = (torch.randn(1, 2, 256, 64) * std for std in (3.0, 3.0, 1.0))
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_favor_does_not_underflow(self, packed: bool, causal: bool) -> None:
+        """The first rows see keys that are e^-100 of later ones; float16 holds e^-16."""
         feature_map = feature_maps.Favor(64)
         options: dict[str, Any] = {"feature_map": feature_map, "causal": causal}
-        output = saccade.linear_attention(query, key, value, **options)
-        wide = (rows.double() for rows in (query, key, value))
-        exact = saccade.linear_attention(*wide, **options)
-        assert float((output - exact).norm() / exact.norm()) < 1e-4
+        call: Any = saccade.linear_attention
+        for dtype, std in ((torch.float32, 3), (torch.float32, 8), (torch.float16, 3)):
+            torch.manual_seed(0)
+            rows = [(torch.randn(1, 2, 256, 64) * s).to(dtype) for s in (std, std, 1)]
+            if packed:
+                call = saccade.linear_attention_packed
+                rows = [part[0].transpose(0, 1) for part in rows]
+                options["cu_seqlens_q"] = torch.tensor([0, 100, 100, 256], dtype=torch.int32)
+            exact = call(*(part.double() for part in rows), **options)
+            error = (call(*rows, **options) - exact).norm(dim=-1) / exact.norm(dim=-1)
+            assert float(error.max()) < max(2e-4, torch.finfo(dtype).eps)
+
+    def test_favor_goes_on_from_any_state(self) -> None:
+        """In parts, by steps, with decay, and with gradients of state and units: one call's."""
+        feature_map = made("favor")
+        query, key, value = (rows.requires_grad_() for rows in qkv(dtype=torch.float64))
+        decay = -torch.rand(2, 2, 12, dtype=torch.float64)
+        call: Any = saccade.linear_attention
+        sums = torch.rand(2, 2, 12, 8), torch.rand(2, 2, 12), torch.tensor([[9.0, -40.0]] * 2)
+        leaves = [query, key, value, *(part.double().requires_grad_() for part in sums)]
+        options: dict[str, Any] = {"feature_map": feature_map, "return_state": True}
+        first = LinearState(*leaves[3:])
+        whole, last = call(query, key, value, decay=decay, initial_state=first, **options)
+        outputs, state = [], first
+        for rows in (slice(0, 5), slice(5, 12)):
+            parts = [tensor[:, :, rows] for tensor in (query, key, value)]
+            output, state = call(*parts, decay=decay[:, :, rows], initial_state=state, **options)
+            outputs.append(output)
+        factors = [as_functions(feature_map)[0](rows) for rows in (query, key)]
+        fade = decay.cumsum(-1)
+        gap = (fade.unsqueeze(-1) - fade.unsqueeze(-2)).exp().tril()
+        scores = factors[0] @ factors[1].mT * gap
+        old = factors[0] * (fade + leaves[5].unsqueeze(-1)).exp().unsqueeze(-1)
+        total = scores.sum(-1, keepdim=True) + old @ leaves[4].unsqueeze(-1)
+        wanted = (scores @ value + old @ leaves[3]) / total
+        grad = torch.randn_like(wanted)
+        truth = torch.autograd.grad(wanted, leaves, grad)
+        for found in (whole, torch.cat(outputs, 2)):
+            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), truth)
+        for one, other in zip(last, state, strict=True):
+            torch.testing.assert_close(one, other)
+
+    def test_autocast_leaves_exponents_exact(self) -> None:
+        feature_map, tensors = made("favor"), qkv()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = saccade.linear_attention(*tensors, feature_map=feature_map)
+        cast = [rows.bfloat16() for rows in tensors]
+        assert torch.equal(found, saccade.linear_attention(*cast, feature_map=feature_map))
 
     def test_padded_keys_do_not_reach_a_map_or_its_scale(self) -> None:
         feature_map, (query, key, value) = made("favor"), qkv(dtype=torch.float64)

@@ -155,8 +155,13 @@ class Favor(_Projected, ScaledMap):
     φ(x) = exp([u, -u] - temperature · ‖x‖² / 2) / sqrt(num_features), with
     u = sqrt(temperature) · x · projection. No dtype holds them for rows of any length, so linear
     attention takes them divided by each row's largest one: a query's factor cancels in the
-    normaliser, and the keys' largest factor travels with the state as `log_scale`. So nothing
-    overflows, and no row of features is 0.
+    normaliser, and keys and state are in units of the largest key so far, whose logarithm travels
+    with the state as `log_scale`. So nothing overflows, and no row loses what it sees to larger
+    keys that it does not see. A product of two features below e^-87 is lost, so long rows whose
+    largest features lie apart may find no key.
+
+    Calls that are causal and normalised tell implementations of growing units by a decay, which
+    `hopper` does not take; float16 is computed in float32.
 
     Args: as `RandomFourierFeatures`; orthogonal by default.
 

@@ -77,7 +77,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     if state.log_scale is not None:
         into = slice(None) if index is None else index
         state.log_scale[into] = scaling.state.to(state.log_scale.dtype)
-    return scaling.undone(output, inputs) if variant.normalize == "none" else output
+    return scaling.finished(output, inputs, variant.normalize)
 
 
 def _picked(state: LinearState, index: Tensor) -> LinearState:
