@@ -327,11 +327,26 @@ class TestRefusals:
             saccade.linear_attention(*(torch.zeros(shape) for shape in shapes))
 
     def test_steps(self) -> None:
-        rows = qkv(1)
+        rows, index = qkv(1), torch.tensor([1, 0])
         with pytest.raises(ValueError, match="state_index: got an entry twice"):
             saccade.linear_attention_step(STATE, *rows, state_index=torch.tensor([1, 1]))
         with pytest.raises(ValueError, match="state_index: got 0 to 2"):
             saccade.linear_attention_step(STATE, *rows, state_index=torch.tensor([0, 2]))
+        with pytest.raises(ValueError, match="state_index: got meta, takes state's cpu"):
+            saccade.linear_attention_step(STATE, *rows, state_index=index.to("meta"))
+        kv, key_sum = STATE[:2]
+        for state, message in (
+            (LinearState(kv, key_sum[:1]), "state.key_sum: got 1 entries, takes kv's 2"),
+            (LinearState(kv[:1].expand_as(kv), key_sum), "state.kv: got an expanded tensor"),
+            (LinearState(kv[0], key_sum), "state.kv: got shape"),
+            (LinearState(kv, key_sum), "state.log_scale: got None"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                saccade.linear_attention_step(
+                    state, *rows, state_index=index, feature_map=feature_maps.Favor(8)
+                )
+        with pytest.raises(TypeError, match=r"state\.kv: got NoneType"):
+            saccade.linear_attention_step(LinearState(None, key_sum), *rows, state_index=index)  # type: ignore[arg-type]
         with pytest.raises(NotImplementedError, match="in place"):
             saccade.linear_attention_step(STATE, *rows, implementation="reference")
         with pytest.raises(ValueError, match="tokens"):

@@ -8,6 +8,7 @@ from torch import Tensor
 from saccade import dispatch
 from saccade.arguments import values_readable
 from saccade.captures import integers
+from saccade.linear.arguments import STATE_SHAPES
 from saccade.linear.operators import flatten, linear_step_op
 from saccade.linear.prepare import prepare
 from saccade.linear.problem import LinearInputs, LinearState
@@ -34,7 +35,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     Args:
         state: the states so far, as `return_state` gives them, changed in place: one for each
             batch entry, or a pool of them. The sums may be in any floating-point dtype; float32
-            keeps them exact over long sequences.
+            keeps them exact over long sequences. Maps that scale their features need log_scale.
         query: [batch, query_heads, tokens, head_dim], with as many tokens as keys.
         key, value: [batch, heads, tokens, dim].
         state_index: [batch] int32 or int64: which entry of the pool belongs to which batch entry,
@@ -53,6 +54,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     >>> output = saccade.linear_attention_step(state, query, key, value)
     """
     _check_wishes(state, query, key, value, decay)
+    _check_pools(state)
     index = _check_index(state, query, state_index)
     here = state if index is None else _picked(state, index)
     prepared = prepare(
@@ -69,12 +71,17 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
         )
     inputs = inputs._replace(initial_kv=None, initial_key_sum=None)
     if scaling is not None:
+        if state.log_scale is None:  # the sums would change their units, and nothing would say so
+            raise ValueError(
+                "state.log_scale: got None, takes a tensor [batch, state_heads] for a map that "
+                "scales its features; zeros for sums as they are, -inf for none so far"
+            )
         inputs = _in_new_units(inputs, scaling)
     plain = flatten(variant, None, chosen)
     output = linear_step_op(state.kv, state.key_sum, index, *inputs, *plain)
     if scaling is None:
         return output
-    if state.log_scale is not None:
+    if state.log_scale is not None and inputs.key.shape[2] > 0:
         into = slice(None) if index is None else index
         state.log_scale[into] = scaling.state.to(state.log_scale.dtype)
     return scaling.finished(output, inputs, variant.normalize)
@@ -115,6 +122,29 @@ def _check_wishes(
         raise ValueError(f"query: got {rows[0]} tokens, takes key's {rows[1]}")
 
 
+def _check_pools(state: LinearState) -> None:
+    """Refuse sums that are not one for each entry of the pool, in memory of its own."""
+    sizes = []
+    for field, tensor in zip(state._fields, state, strict=True):
+        if tensor is None and field == "log_scale":
+            continue
+        takes = f"a tensor {STATE_SHAPES[field]}"
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"state.{field}: got {type(tensor).__name__}, takes {takes}")
+        if tensor.dim() != takes.count(",") + 1:
+            raise ValueError(f"state.{field}: got shape {tuple(tensor.shape)}, takes {takes}")
+        sizes.append(tensor.shape[0])
+        if sizes[-1] != sizes[0]:
+            raise ValueError(f"state.{field}: got {sizes[-1]} entries, takes kv's {sizes[0]}")
+        if any(
+            n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"state.{field}: got an expanded tensor, takes one whose numbers all have memory "
+                "of their own"
+            )
+
+
 def _check_index(state: LinearState, query: Tensor, state_index: Tensor | None) -> Tensor | None:
     """Refuse an index that is not one different entry of the pool for each batch entry."""
     if state_index is None:
@@ -124,6 +154,8 @@ def _check_index(state: LinearState, query: Tensor, state_index: Tensor | None) 
         raise ValueError(
             f"state_index: got shape {tuple(state_index.shape)}, takes ({query.shape[0]},)"
         )
+    if state_index.device != state.kv.device:
+        raise ValueError(f"state_index: got {state_index.device}, takes state's {state.kv.device}")
     if values_readable(state_index) and state_index.numel():
         low, high = int(state_index.min()), int(state_index.max())
         if low < 0 or high >= state.kv.shape[0]:
