@@ -115,31 +115,6 @@ class TestFeatureMaps:
                 assert state.log_scale is not None and last.log_scale is not None
                 torch.testing.assert_close(state.log_scale[b], last.log_scale[0])
 
-    def test_random_features_estimate_their_kernels(self) -> None:
-        torch.manual_seed(0)
-        x, y = torch.randn(2, 40, 4, dtype=torch.float64) / 2
-        fourier = feature_maps.RandomFourierFeatures(4, 20000, temperature=0.5)
-        kernel = torch.exp(-0.25 * torch.cdist(x, y).square())
-        assert float((fourier(x) @ fourier(y).T - kernel).abs().max()) < 0.05
-        smoothed = feature_maps.SmoothedRandomFourierFeatures(4, 20001, 0.5, smoothing=2.0)
-        assert float((smoothed(x) @ smoothed(y).T - kernel - 4).abs().max()) < 0.05
-        for orthogonal in (False, True):
-            favor = feature_maps.Favor(4, 20000, temperature=0.5, orthogonal=orthogonal)
-            kernel = torch.exp(0.5 * x @ y.T)
-            assert float((favor(x) @ favor(y).T / kernel - 1).abs().max()) < 0.1
-
-    def test_orthogonal_directions(self) -> None:
-        project = feature_maps.RandomProjection(8, 20, orthogonal=True)
-        for start in (0, 8, 16):
-            block = project.projection[:, start : start + 8]
-            products = block.T @ block
-            torch.testing.assert_close(products, products.diag().diag(), atol=1e-4, rtol=0)
-        before = project.projection.clone()
-        project(torch.randn(3, 8))
-        assert torch.equal(before, project.projection)
-        project.redraw()
-        assert not torch.equal(before, project.projection)
-
     @pytest.mark.parametrize("causal", [True, False])
     @pytest.mark.parametrize("packed", [False, True])
     def test_favor_does_not_underflow(self, packed: bool, causal: bool) -> None:
@@ -272,6 +247,10 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"feature_map": lambda rows: rows.sum(2)}, ValueError, "feature_map: got"),
     ({"feature_map": (torch.relu, lambda rows: rows[..., :3])}, ValueError, "feature_map: got 3"),
     ({"feature_map": ("elu+1", feature_maps.Favor(8))}, ValueError, "ScaledMap"),
+    ({"feature_map": feature_maps.Favor}, TypeError, "feature_map: got the class Favor"),
+    ({"feature_map": feature_maps.Favor(9, 8)}, ValueError, "feature_map: got rows of 8 channels"),
+    ({"feature_map": (feature_maps.Favor(8), feature_maps.Favor(8, 4))}, ValueError, "got 4 feat"),
+    ({"feature_map": feature_maps.Favor(8), "initial_state": (1, 2)}, TypeError, "got tuple"),
     ({"normalize": "mean"}, ValueError, "normalize: got 'mean'"),
     ({"normalize": 1}, TypeError, "normalize: got 1"),
     ({"eps": -1.0}, ValueError, "eps: got -1.0"),
@@ -281,6 +260,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"align": "start"}, ValueError, "align: got 'start'"),
     ({"decay": 0.9}, TypeError, "decay: got float"),
     ({"decay": torch.tensor([0.9, 0.9])}, ValueError, "decay: got 0.8999"),
+    ({"decay": torch.full((2,), torch.nan)}, ValueError, "decay: got nan"),
     ({"decay": torch.full((2,), -torch.inf)}, ValueError, "decay: got -inf"),
     ({"decay": -torch.ones(3)}, ValueError, "decay: got shape (3,)"),
     ({"decay": -torch.ones(2, dtype=torch.int32)}, TypeError, "decay: got torch.int32"),
@@ -353,6 +333,17 @@ class TestRefusals:
             saccade.linear_attention_step(STATE, rows[0], *qkv(2)[1:])
         with pytest.raises(TypeError, match="cu_seqlens_q: got None"):
             saccade.linear_attention_packed(*rows, None)  # type: ignore[arg-type]
+
+    def test_explain(self) -> None:
+        offsets = torch.tensor([0, 2])
+        for wrong, message in (
+            ({"colour": 1}, "explain_linear: got the unknown arguments"),
+            ({"state_name": "x"}, "explain_linear: got the unknown arguments"),
+            ({"cu_seqlens_k": offsets}, "cu_seqlens_q: got None"),
+            ({"cu_seqlens_q": offsets, "key_lengths": offsets}, "unknown arguments"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                saccade.explain_linear(*qkv(), **wrong)
 
     def test_signed_features_without_a_divisor_are_warned_of(self) -> None:
         with pytest.warns(UserWarning, match="normalize: got 'sum'"):
