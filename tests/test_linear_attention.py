@@ -325,6 +325,13 @@ class TestRefusals:
                 saccade.linear_attention_step(
                     state, *rows, state_index=index, feature_map=feature_maps.Favor(8)
                 )
+        with pytest.raises(
+            TypeError, match=r"state\.log_scale: got torch\.bfloat16, takes float32"
+        ):
+            units = torch.zeros(2, 2, dtype=torch.bfloat16)
+            saccade.linear_attention_step(
+                LinearState(kv, key_sum, units), *rows, feature_map=feature_maps.Favor(8)
+            )
         with pytest.raises(TypeError, match=r"state\.kv: got NoneType"):
             saccade.linear_attention_step(LinearState(None, key_sum), *rows, state_index=index)  # type: ignore[arg-type]
         with pytest.raises(NotImplementedError, match="in place"):

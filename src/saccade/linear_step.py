@@ -35,7 +35,8 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     Args:
         state: the states so far, as `return_state` gives them, changed in place: one for each
             batch entry, or a pool of them. The sums may be in any floating-point dtype; float32
-            keeps them exact over long sequences. Maps that scale their features need log_scale.
+            keeps them exact over long sequences. Maps that scale their features need
+            log_scale, in float32 or float64.
         query: [batch, query_heads, tokens, head_dim], with as many tokens as keys.
         key, value: [batch, heads, tokens, dim].
         state_index: [batch] int32 or int64: which entry of the pool belongs to which batch entry,
@@ -71,11 +72,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
         )
     inputs = inputs._replace(initial_kv=None, initial_key_sum=None)
     if scaling is not None:
-        if state.log_scale is None:  # the sums would change their units, and nothing would say so
-            raise ValueError(
-                "state.log_scale: got None, takes a tensor [batch, state_heads] for a map that "
-                "scales its features; zeros for sums as they are, -inf for none so far"
-            )
+        _check_units(state.log_scale)
         inputs = _in_new_units(inputs, scaling)
     plain = flatten(variant, None, chosen)
     output = linear_step_op(state.kv, state.key_sum, index, *inputs, *plain)
@@ -143,6 +140,16 @@ def _check_pools(state: LinearState) -> None:
                 f"state.{field}: got an expanded tensor, takes one whose numbers all have memory "
                 "of their own"
             )
+
+
+def _check_units(log_scale: Tensor | None) -> None:
+    """Refuse a state that cannot hold the units that its sums will have."""
+    takes = "float32 or float64, [batch, state_heads], for a map that scales its features"
+    if log_scale is None:
+        more = "zeros for sums as they are, -inf for none so far"
+        raise ValueError(f"state.log_scale: got None, takes {takes}; {more}")
+    if log_scale.dtype.itemsize < 4:  # an exponent of 40 with eight bits is off by 8 %
+        raise TypeError(f"state.log_scale: got {log_scale.dtype}, takes {takes}")
 
 
 def _check_index(state: LinearState, query: Tensor, state_index: Tensor | None) -> Tensor | None:
