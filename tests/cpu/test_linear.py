@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
 
 import saccade
+from saccade.cpu import linear
 from saccade.cpu.linear_steps import Step, steps_of
-from saccade.linear.problem import LinearVariant
+from saccade.linear.problem import LinearInputs, LinearVariant
 from saccade.testing import make_linear_case
 
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -79,3 +81,35 @@ def test_errors_do_not_grow_with_the_length(dtype: torch.dtype) -> None:
         exact = saccade.linear_attention(*wide)
         assert bool(output.isfinite().all())
         assert float((output - exact).norm() / exact.norm()) < gate
+
+
+def test_threads_keep_their_own_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that comes in later, and leaves later, must not undo what another asked for."""
+    tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
+    entered, left = threading.Event(), threading.Event()
+    shares = linear._shares
+
+    def interleaved(inputs: LinearInputs) -> object:
+        if threading.current_thread() is other:
+            entered.set()
+            left.wait(10)
+        else:
+            other.start()
+            entered.wait(10)
+        return shares(inputs)
+
+    monkeypatch.setattr(linear, "_shares", interleaved)
+    other = threading.Thread(target=saccade.linear_attention, args=tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        saccade.linear_attention(*tensors)
+        kept = torch.is_autocast_enabled("cpu")
+    left.set()
+    other.join()
+    assert kept
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_default_device_is_not_asked() -> None:
+    case = make_linear_case(lengths=((9, 4),), padded=True, decay="heads")
+    with torch.device("meta"):
+        case.run("cpu")

@@ -80,7 +80,7 @@ def _forwards(
 ) -> tuple[State, Tensor]:
     """Gradients of queries; the last state, and Σ query · grad_query of rows that see all keys."""
     state = State.start(dense, dense.initial or (None, None))
-    flow = torch.zeros(dense.batch * dense.state_heads, dtype=torch.float64)
+    flow = state.kv.new_zeros(state.kv.shape[0], dtype=torch.float64)
     num_keys = 0
     for step in steps:
         key = value = fade = None
