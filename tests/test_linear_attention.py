@@ -235,6 +235,8 @@ class TestStep:
         rows = [tensor.requires_grad_() for tensor in qkv(1)]
         with pytest.raises(ValueError, match="initial_state and return_state"):
             saccade.linear_attention_step(state, *rows)
+        with pytest.raises(ValueError, match="features that require gradients"):
+            saccade.linear_attention_step(state, *qkv(1), feature_map=torch.nn.Linear(8, 8))
         with torch.no_grad():
             saccade.linear_attention_step(state, *rows)
 

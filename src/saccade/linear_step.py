@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
         initial_state=here, state_name="state",
     )  # fmt: skip
     inputs, variant, problem, _, scaling = prepared
+    _check_gradients("features", inputs.query, inputs.key)  # of a map with parameters
     chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
     if chosen == "reference":
         raise NotImplementedError(
@@ -108,15 +111,20 @@ def _check_wishes(
     """Refuse what a step in place cannot do."""
     if not isinstance(state, LinearState):
         raise TypeError(f"state: got {type(state).__name__}, takes a LinearState")
-    tensors = [t for t in (*state, query, key, value, decay) if isinstance(t, Tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise ValueError(
-            "linear_attention_step: got tensors that require gradients, takes none: call it under "
-            "torch.no_grad(), or linear_attention with initial_state and return_state"
-        )
+    _check_gradients("tensors", *state, query, key, value, decay)
     rows = [t.shape[2] for t in (query, key) if isinstance(t, Tensor) and t.dim() == 4]
     if len(rows) == 2 and rows[0] != rows[1]:
         raise ValueError(f"query: got {rows[0]} tokens, takes key's {rows[1]}")
+
+
+def _check_gradients(what: str, *tensors: Any) -> None:
+    """Refuse tensors that require gradients where these are recorded."""
+    wanted = any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled() and wanted:
+        raise ValueError(
+            f"linear_attention_step: got {what} that require gradients, takes none: call it under "
+            "torch.no_grad(), or linear_attention with initial_state and return_state"
+        )
 
 
 def _check_pools(state: LinearState) -> None:
