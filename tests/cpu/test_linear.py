@@ -83,6 +83,23 @@ def test_errors_do_not_grow_with_the_length(dtype: torch.dtype) -> None:
         assert float((output - exact).norm() / exact.norm()) < gate
 
 
+@pytest.mark.parametrize("decay", [None, -0.01])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_rounded_once(dtype: torch.dtype, decay: float | None) -> None:
+    """Values have much in common: of sums near 1 gradients of queries keep differences near 0."""
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 2, 1000, 32).to(dtype) for _ in range(4)]
+    rows[2] += 1
+    fade = None if decay is None else torch.full((2,), decay)
+    found, exact = [], []
+    for into, wide in ((found, dtype), (exact, torch.float64)):
+        leaves = [part.to(wide).requires_grad_() for part in rows[:3]]
+        output = saccade.linear_attention(*leaves, decay=fade)
+        into += torch.autograd.grad(output, leaves, rows[3].to(wide))
+    for got, true in zip(found, exact, strict=True):
+        assert (got.double() - true).norm() <= torch.finfo(dtype).eps / 2 * true.norm()
+
+
 def test_threads_keep_their_own_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that comes in later, and leaves later, must not undo what another asked for."""
     tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]

@@ -27,7 +27,7 @@ from saccade.linear.problem import (
     empty_linear_gradients,
     empty_linear_results,
 )
-from saccade.problem import Config
+from saccade.problem import Config, accumulate_dtype
 
 CHUNK = 128
 HEADS_AT_ONCE = 16
@@ -78,6 +78,7 @@ def backward(
 ) -> LinearGradients:
     """Gradients of the inputs, the same bits in every run."""
     gradients = empty_linear_gradients(inputs)
+    rounded = output.dtype != accumulate_dtype(output.dtype)
     decay = None
     if inputs.decay is not None:
         shape = (*inputs.key.shape[:1], inputs.state_heads)  # packed: [kv_tokens, state_heads]
@@ -85,7 +86,7 @@ def backward(
         decay = inputs.decay.new_zeros(shape, dtype=torch.float64)
     for share in _shares(inputs):
         come = backwards.Arriving(
-            share.queries(output),
+            None if rounded else share.queries(output),
             None if variant.normalize == "none" else share.per_row(normaliser),
             share.queries(grad_output),
             None if grad_kv is None else share.states(grad_kv),
