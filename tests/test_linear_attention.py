@@ -240,6 +240,14 @@ class TestStep:
         with torch.no_grad():
             saccade.linear_attention_step(state, *rows)
 
+    def test_vmap_is_refused(self) -> None:
+        def step(kv: Tensor, key_sum: Tensor) -> Tensor:
+            return saccade.linear_attention_step(LinearState(kv, key_sum), *qkv_of_one)
+
+        qkv_of_one = qkv(1)
+        with pytest.raises(NotImplementedError, match="linear_attention_step: got tensors under"):
+            torch.func.vmap(step)(torch.rand(3, 2, 2, 8, 8), torch.rand(3, 2, 2, 8))
+
 
 STATE = LinearState(torch.rand(2, 2, 8, 8), torch.rand(2, 2, 8))
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
