@@ -106,7 +106,7 @@ def test_simple_gla() -> None:
         fla.chunk_simple_gla(*tensors, g=g, g_gamma=constant)
 
 
-def test_states_in_the_wrong_form_are_refused() -> None:
+def test_states_and_gates_in_the_wrong_form_are_refused() -> None:
     tensors = qkv()
     _, state = fla.chunk_linear_attn(*tensors, output_final_state=True)
     for given in (state, list(state)):
@@ -115,3 +115,7 @@ def test_states_in_the_wrong_form_are_refused() -> None:
         fla.chunk_linear_attn(*tensors, initial_state=state[0])
     with pytest.raises(ValueError, match="initial_state: got int, takes a tensor"):
         fla.chunk_simple_gla(*tensors, initial_state=3)
+    with pytest.raises(ValueError, match=r"g: got shape \(2, 3, 9\), takes \(2, 9, 3\)"):
+        fla.chunk_simple_gla(*tensors, g=-torch.ones(2, 3, 9))
+    with pytest.raises(ValueError, match=r"g_gamma: got shape \(2,\), takes \(3,\)"):
+        fla.chunk_simple_gla(*tensors, g_gamma=-torch.ones(2))

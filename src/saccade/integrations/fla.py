@@ -95,6 +95,10 @@ def chunk_simple_gla(
     """
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got a tensor beside g, takes one of the two")
+    heads = max(k.shape[2], v.shape[2])
+    for name, given, shape in (("g", g, (*k.shape[:2], heads)), ("g_gamma", g_gamma, (heads,))):
+        if given is not None and tuple(given.shape) != tuple(shape):
+            raise ValueError(f"{name}: got shape {tuple(given.shape)}, takes {tuple(shape)}")
     decay = g_gamma
     if g is not None:
         decay = g.squeeze(0) if cu_seqlens is not None else g.transpose(1, 2)
