@@ -70,6 +70,15 @@ FLOATS = "takes float32, float64, bfloat16 or float16"
 TENSORS = [
     Refusal("a list", "query", [1.0], TypeError, "got list", QUERY),
     Refusal("None", "query", None, TypeError, "got NoneType", QUERY),
+    Refusal("sparse", "query", normal(2, 4, 6, 8).to_sparse(), TypeError, "sparse_coo", "dense"),
+    Refusal(
+        "nested",
+        "query",
+        torch.nested.nested_tensor([normal(4, 6, 8)], layout=torch.jagged),
+        TypeError,
+        "a nested tensor",
+        QUERY,
+    ),
     Refusal("3 dimensions", "query", normal(4, 6, 8), ValueError, "(4, 6, 8)", QUERY),
     Refusal("5 dimensions", "query", normal(1, 2, 4, 6, 8), ValueError, "(1, 2, 4, 6, 8)", QUERY),
     Refusal("int64", "query", torch.ones(2, 4, 6, 8).long(), TypeError, "torch.int64", FLOATS),

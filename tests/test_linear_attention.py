@@ -115,41 +115,61 @@ class TestFeatureMaps:
                 assert state.log_scale is not None and last.log_scale is not None
                 torch.testing.assert_close(state.log_scale[b], last.log_scale[0])
 
-    def test_random_features_estimate_their_kernels(self) -> None:
-        torch.manual_seed(0)
-        x, y = torch.randn(2, 40, 4, dtype=torch.float64) / 2
-        fourier = feature_maps.RandomFourierFeatures(4, 20000, temperature=0.5)
-        kernel = torch.exp(-0.25 * torch.cdist(x, y).square())
-        assert float((fourier(x) @ fourier(y).T - kernel).abs().max()) < 0.05
-        smoothed = feature_maps.SmoothedRandomFourierFeatures(4, 20001, 0.5, smoothing=2.0)
-        assert float((smoothed(x) @ smoothed(y).T - kernel - 4).abs().max()) < 0.05
-        for orthogonal in (False, True):
-            favor = feature_maps.Favor(4, 20000, temperature=0.5, orthogonal=orthogonal)
-            kernel = torch.exp(0.5 * x @ y.T)
-            assert float((favor(x) @ favor(y).T / kernel - 1).abs().max()) < 0.1
-
-    def test_orthogonal_directions(self) -> None:
-        project = feature_maps.RandomProjection(8, 20, orthogonal=True)
-        for start in (0, 8, 16):
-            block = project.projection[:, start : start + 8]
-            products = block.T @ block
-            torch.testing.assert_close(products, products.diag().diag(), atol=1e-4, rtol=0)
-        before = project.projection.clone()
-        project(torch.randn(3, 8))
-        assert torch.equal(before, project.projection)
-        project.redraw()
-        assert not torch.equal(before, project.projection)
-
     @pytest.mark.parametrize("causal", [True, False])
-    def test_favor_does_not_underflow(self, causal: bool) -> None:
-        torch.manual_seed(0)
-        query, key, value = (torch.randn(1, 2, 256, 64) * std for std in (3.0, 3.0, 1.0))
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_favor_does_not_underflow(self, packed: bool, causal: bool) -> None:
+        """The first rows see keys that are e^-100 of later ones; float16 holds e^-16."""
         feature_map = feature_maps.Favor(64)
         options: dict[str, Any] = {"feature_map": feature_map, "causal": causal}
-        output = saccade.linear_attention(query, key, value, **options)
-        wide = (rows.double() for rows in (query, key, value))
-        exact = saccade.linear_attention(*wide, **options)
-        assert float((output - exact).norm() / exact.norm()) < 1e-4
+        call: Any = saccade.linear_attention
+        for dtype, std in ((torch.float32, 3), (torch.float32, 8), (torch.float16, 3)):
+            torch.manual_seed(0)
+            rows = [(torch.randn(1, 2, 256, 64) * s).to(dtype) for s in (std, std, 1)]
+            if packed:
+                call = saccade.linear_attention_packed
+                rows = [part[0].transpose(0, 1) for part in rows]
+                options["cu_seqlens_q"] = torch.tensor([0, 100, 100, 256], dtype=torch.int32)
+            exact = call(*(part.double() for part in rows), **options)
+            error = (call(*rows, **options) - exact).norm(dim=-1) / exact.norm(dim=-1)
+            assert float(error.max()) < max(2e-4, torch.finfo(dtype).eps)
+
+    def test_favor_goes_on_from_any_state(self) -> None:
+        """In parts, by steps, with decay, and with gradients of state and units: one call's."""
+        feature_map = made("favor")
+        query, key, value = (rows.requires_grad_() for rows in qkv(dtype=torch.float64))
+        decay = -torch.rand(2, 2, 12, dtype=torch.float64)
+        call: Any = saccade.linear_attention
+        sums = torch.rand(2, 2, 12, 8), torch.rand(2, 2, 12), torch.tensor([[9.0, -40.0]] * 2)
+        leaves = [query, key, value, *(part.double().requires_grad_() for part in sums)]
+        options: dict[str, Any] = {"feature_map": feature_map, "return_state": True}
+        first = LinearState(*leaves[3:])
+        whole, last = call(query, key, value, decay=decay, initial_state=first, **options)
+        outputs, state = [], first
+        for rows in (slice(0, 5), slice(5, 12)):
+            parts = [tensor[:, :, rows] for tensor in (query, key, value)]
+            output, state = call(*parts, decay=decay[:, :, rows], initial_state=state, **options)
+            outputs.append(output)
+        factors = [as_functions(feature_map)[0](rows) for rows in (query, key)]
+        fade = decay.cumsum(-1)
+        gap = (fade.unsqueeze(-1) - fade.unsqueeze(-2)).exp().tril()
+        scores = factors[0] @ factors[1].mT * gap
+        old = factors[0] * (fade + leaves[5].unsqueeze(-1)).exp().unsqueeze(-1)
+        total = scores.sum(-1, keepdim=True) + old @ leaves[4].unsqueeze(-1)
+        wanted = (scores @ value + old @ leaves[3]) / total
+        grad = torch.randn_like(wanted)
+        truth = torch.autograd.grad(wanted, leaves, grad)
+        for found in (whole, torch.cat(outputs, 2)):
+            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), truth)
+        for one, other in zip(last, state, strict=True):
+            torch.testing.assert_close(one, other)
+
+    def test_autocast_leaves_exponents_exact(self) -> None:
+        feature_map, tensors = made("favor"), qkv()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = saccade.linear_attention(*tensors, feature_map=feature_map)
+        cast = [rows.bfloat16() for rows in tensors]
+        assert torch.equal(found, saccade.linear_attention(*cast, feature_map=feature_map))
 
     def test_padded_keys_do_not_reach_a_map_or_its_scale(self) -> None:
         feature_map, (query, key, value) = made("favor"), qkv(dtype=torch.float64)
@@ -215,8 +235,18 @@ class TestStep:
         rows = [tensor.requires_grad_() for tensor in qkv(1)]
         with pytest.raises(ValueError, match="initial_state and return_state"):
             saccade.linear_attention_step(state, *rows)
+        with pytest.raises(ValueError, match="features that require gradients"):
+            saccade.linear_attention_step(state, *qkv(1), feature_map=torch.nn.Linear(8, 8))
         with torch.no_grad():
             saccade.linear_attention_step(state, *rows)
+
+    def test_vmap_is_refused(self) -> None:
+        def step(kv: Tensor, key_sum: Tensor) -> Tensor:
+            return saccade.linear_attention_step(LinearState(kv, key_sum), *qkv_of_one)
+
+        qkv_of_one = qkv(1)
+        with pytest.raises(NotImplementedError, match="linear_attention_step: got tensors under"):
+            torch.func.vmap(step)(torch.rand(3, 2, 2, 8, 8), torch.rand(3, 2, 2, 8))
 
 
 STATE = LinearState(torch.rand(2, 2, 8, 8), torch.rand(2, 2, 8))
@@ -227,6 +257,10 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"feature_map": lambda rows: rows.sum(2)}, ValueError, "feature_map: got"),
     ({"feature_map": (torch.relu, lambda rows: rows[..., :3])}, ValueError, "feature_map: got 3"),
     ({"feature_map": ("elu+1", feature_maps.Favor(8))}, ValueError, "ScaledMap"),
+    ({"feature_map": feature_maps.Favor}, TypeError, "feature_map: got the class Favor"),
+    ({"feature_map": feature_maps.Favor(9, 8)}, ValueError, "feature_map: got rows of 8 channels"),
+    ({"feature_map": (feature_maps.Favor(8), feature_maps.Favor(8, 4))}, ValueError, "got 4 feat"),
+    ({"feature_map": feature_maps.Favor(8), "initial_state": (1, 2)}, TypeError, "got tuple"),
     ({"normalize": "mean"}, ValueError, "normalize: got 'mean'"),
     ({"normalize": 1}, TypeError, "normalize: got 1"),
     ({"eps": -1.0}, ValueError, "eps: got -1.0"),
@@ -236,6 +270,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"align": "start"}, ValueError, "align: got 'start'"),
     ({"decay": 0.9}, TypeError, "decay: got float"),
     ({"decay": torch.tensor([0.9, 0.9])}, ValueError, "decay: got 0.8999"),
+    ({"decay": torch.full((2,), torch.nan)}, ValueError, "decay: got nan"),
     ({"decay": torch.full((2,), -torch.inf)}, ValueError, "decay: got -inf"),
     ({"decay": -torch.ones(3)}, ValueError, "decay: got shape (3,)"),
     ({"decay": -torch.ones(2, dtype=torch.int32)}, TypeError, "decay: got torch.int32"),
@@ -282,17 +317,50 @@ class TestRefusals:
             saccade.linear_attention(*(torch.zeros(shape) for shape in shapes))
 
     def test_steps(self) -> None:
-        rows = qkv(1)
+        rows, index = qkv(1), torch.tensor([1, 0])
         with pytest.raises(ValueError, match="state_index: got an entry twice"):
             saccade.linear_attention_step(STATE, *rows, state_index=torch.tensor([1, 1]))
         with pytest.raises(ValueError, match="state_index: got 0 to 2"):
             saccade.linear_attention_step(STATE, *rows, state_index=torch.tensor([0, 2]))
+        with pytest.raises(ValueError, match="state_index: got meta, takes state's cpu"):
+            saccade.linear_attention_step(STATE, *rows, state_index=index.to("meta"))
+        kv, key_sum = STATE[:2]
+        for state, message in (
+            (LinearState(kv, key_sum[:1]), "state.key_sum: got 1 entries, takes kv's 2"),
+            (LinearState(kv[:1].expand_as(kv), key_sum), "state.kv: got an expanded tensor"),
+            (LinearState(kv[0], key_sum), "state.kv: got shape"),
+            (LinearState(kv, key_sum), "state.log_scale: got None"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                saccade.linear_attention_step(
+                    state, *rows, state_index=index, feature_map=feature_maps.Favor(8)
+                )
+        with pytest.raises(
+            TypeError, match=r"state\.log_scale: got torch\.bfloat16, takes float32"
+        ):
+            units = torch.zeros(2, 2, dtype=torch.bfloat16)
+            saccade.linear_attention_step(
+                LinearState(kv, key_sum, units), *rows, feature_map=feature_maps.Favor(8)
+            )
+        with pytest.raises(TypeError, match=r"state\.kv: got NoneType"):
+            saccade.linear_attention_step(LinearState(None, key_sum), *rows, state_index=index)  # type: ignore[arg-type]
         with pytest.raises(NotImplementedError, match="in place"):
             saccade.linear_attention_step(STATE, *rows, implementation="reference")
         with pytest.raises(ValueError, match="tokens"):
             saccade.linear_attention_step(STATE, rows[0], *qkv(2)[1:])
         with pytest.raises(TypeError, match="cu_seqlens_q: got None"):
             saccade.linear_attention_packed(*rows, None)  # type: ignore[arg-type]
+
+    def test_explain(self) -> None:
+        offsets = torch.tensor([0, 2])
+        for wrong, message in (
+            ({"colour": 1}, "explain_linear: got the unknown arguments"),
+            ({"state_name": "x"}, "explain_linear: got the unknown arguments"),
+            ({"cu_seqlens_k": offsets}, "cu_seqlens_q: got None"),
+            ({"cu_seqlens_q": offsets, "key_lengths": offsets}, "unknown arguments"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                saccade.explain_linear(*qkv(), **wrong)
 
     def test_signed_features_without_a_divisor_are_warned_of(self) -> None:
         with pytest.warns(UserWarning, match="normalize: got 'sum'"):

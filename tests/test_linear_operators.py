@@ -137,3 +137,9 @@ class TestTransforms:
         wanted, last = call(*cast, **arguments)
         assert torch.equal(output, wanted) and torch.equal(state.kv, last.kv)
         assert output.dtype == torch.bfloat16 and state.kv.dtype == torch.float32
+
+    def test_meta_tensors_have_shapes(self) -> None:
+        meta: Any = [rows.to("meta") for rows in qkv()]
+        output, state = saccade.linear_attention(*meta, return_state=True)
+        assert (output.device.type, output.shape) == ("meta", (2, 2, 12, 8))
+        assert state.kv.shape == (2, 2, 8, 8)

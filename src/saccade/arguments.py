@@ -65,6 +65,9 @@ def check_kinds(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, str
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, takes a tensor {shapes[name]}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            got = "a nested tensor" if tensor.is_nested else tensor.layout
+            raise TypeError(f"{name}: got {got}, takes a dense tensor {shapes[name]}")
         if tensor.dim() != shapes[name].count(",") + 1:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, takes {shapes[name]}")
         if tensor.dtype not in DTYPES:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from saccade.captures import check_whole_number
+
 Map = Callable[[Tensor], Tensor]
 
 
@@ -52,9 +54,8 @@ class RandomProjection(Module):
 
     def __init__(self, head_dim: int, num_directions: int, orthogonal: bool):
         super().__init__()
-        for name, size in (("head_dim", head_dim), ("num_features", num_directions)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}: got {size!r}, takes a whole number that is large enough")
+        for name, size in (("head_dim", head_dim), ("num_directions", num_directions)):
+            check_whole_number(name, size, least=1)
         self.orthogonal = orthogonal
         self.register_buffer("projection", torch.empty(head_dim, num_directions))
         self.redraw()
@@ -75,6 +76,9 @@ class RandomProjection(Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Rows on directions, [..., num_directions]."""
+        if rows.shape[-1] != self.projection.shape[0]:
+            got, takes = rows.shape[-1], self.projection.shape[0]
+            raise ValueError(f"feature_map: got rows of {got} channels, takes head_dim {takes}")
         return rows @ self.projection.to(rows.dtype)
 
 
@@ -127,7 +131,7 @@ class SmoothedRandomFourierFeatures(RandomFourierFeatures):
     """Random Fourier features and one that is constant, so that the kernel is larger by a number.
 
     The constant feature is `smoothing`, hence the kernel grows by its square. There are
-    num_features in all, an odd number.
+    num_features in all, an odd number; where None the first one from head_dim on (at least 3).
     """
 
     def __init__(
@@ -138,11 +142,16 @@ class SmoothedRandomFourierFeatures(RandomFourierFeatures):
         orthogonal: bool = False,
         smoothing: float = 1.0,
     ):
-        num_features = head_dim + 1 - head_dim % 2 if num_features is None else num_features
+        if num_features is None:
+            check_whole_number("head_dim", head_dim, least=1)
+            num_features = max(head_dim + 1 - head_dim % 2, 3)
+        check_whole_number("num_features", num_features, least=3)
         if num_features % 2 == 0:
             raise ValueError(f"num_features: got {num_features}, takes an odd number")
         super().__init__(head_dim, num_features - 1, temperature, orthogonal)
-        self.smoothing = smoothing
+        if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)):
+            raise TypeError(f"smoothing: got {smoothing!r}, takes a number")
+        self.smoothing = float(smoothing)
 
     def forward(self, rows: Tensor) -> Tensor:
         """The features, [..., num_features]."""
@@ -155,8 +164,13 @@ class Favor(_Projected, ScaledMap):
     φ(x) = exp([u, -u] - temperature · ‖x‖² / 2) / sqrt(num_features), with
     u = sqrt(temperature) · x · projection. No dtype holds them for rows of any length, so linear
     attention takes them divided by each row's largest one: a query's factor cancels in the
-    normaliser, and the keys' largest factor travels with the state as `log_scale`. So nothing
-    overflows, and no row of features is 0.
+    normaliser, and keys and state are in units of the largest key so far, whose logarithm travels
+    with the state as `log_scale`. So nothing overflows, and no row loses what it sees to larger
+    keys that it does not see. A product of two features below e^-87 is lost, so long rows whose
+    largest features lie apart may find no key.
+
+    Calls that are causal and normalised tell implementations of growing units by a decay, which
+    `hopper` does not take; float16 is computed in float32.
 
     Args: as `RandomFourierFeatures`; orthogonal by default.
 
@@ -199,6 +213,9 @@ class GeneralizedRandomFeatures(_Projected):
         function: Map | None = None,
     ):
         num_features = head_dim if num_features is None else num_features
+        check_whole_number("num_features", num_features, least=1)
+        if function is not None and not callable(function):
+            raise TypeError(f"function: got {function!r}, takes a function or None (the ReLU)")
         super().__init__(head_dim, num_features, temperature, orthogonal)
         self.function = torch.relu if function is None else function
 
@@ -209,10 +226,14 @@ class GeneralizedRandomFeatures(_Projected):
 
 def _half(head_dim: int, num_features: int | None) -> int:
     """Directions of a map that has two features for each."""
-    num_features = head_dim if num_features is None else num_features
-    if num_features % 2:
-        raise ValueError(f"num_features: got {num_features}, takes an even number")
-    return num_features // 2
+    name, number = "num_features", num_features
+    if number is None:
+        name, number = "head_dim", head_dim
+    check_whole_number(name, number, least=2)
+    if number % 2:
+        more = "" if num_features is not None else ", or num_features beside it"
+        raise ValueError(f"{name}: got {number}, takes an even number{more}")
+    return number // 2
 
 
 def _temperature(head_dim: int, temperature: float | None) -> float:

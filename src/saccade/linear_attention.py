@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -15,6 +14,7 @@ from saccade.linear import doors
 from saccade.linear.operators import flatten
 from saccade.linear.prepare import Prepared, prepare
 from saccade.linear.problem import LinearResults, LinearState
+from saccade.prepare import without_autocast
 from saccade.problem import Config
 from saccade.reference import linear as reference
 
@@ -199,13 +199,11 @@ def _run(prepared: Prepared, implementation: str | None) -> tuple[Tensor, Linear
     inputs, variant, problem, config, scaling = prepared
     chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
     if chosen == "reference":
-        with torch.autocast(problem.device, enabled=False):  # inputs have been cast already
+        with without_autocast(inputs.query.device):  # inputs have been cast already
             found: LinearResults = reference.attention(inputs, variant)
     else:
         found = doors.attention(inputs, flatten(variant, config, chosen))
     if scaling is None:
         return found.output, LinearState(found.kv, found.key_sum)
-    output = found.output
-    if variant.normalize == "none":
-        output = scaling.undone(output, inputs)
+    output = scaling.finished(found.output, inputs, variant.normalize)
     return output, LinearState(found.kv, found.key_sum, scaling.state)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from saccade import dispatch
 from saccade.arguments import values_readable
 from saccade.captures import integers
+from saccade.linear.arguments import STATE_SHAPES
 from saccade.linear.operators import flatten, linear_step_op
 from saccade.linear.prepare import prepare
 from saccade.linear.problem import LinearInputs, LinearState
@@ -34,7 +37,8 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     Args:
         state: the states so far, as `return_state` gives them, changed in place: one for each
             batch entry, or a pool of them. The sums may be in any floating-point dtype; float32
-            keeps them exact over long sequences.
+            keeps them exact over long sequences. Maps that scale their features need
+            log_scale, in float32 or float64.
         query: [batch, query_heads, tokens, head_dim], with as many tokens as keys.
         key, value: [batch, heads, tokens, dim].
         state_index: [batch] int32 or int64: which entry of the pool belongs to which batch entry,
@@ -53,6 +57,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     >>> output = saccade.linear_attention_step(state, query, key, value)
     """
     _check_wishes(state, query, key, value, decay)
+    _check_pools(state)
     index = _check_index(state, query, state_index)
     here = state if index is None else _picked(state, index)
     prepared = prepare(
@@ -61,6 +66,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
         initial_state=here, state_name="state",
     )  # fmt: skip
     inputs, variant, problem, _, scaling = prepared
+    _check_gradients("features", inputs.query, inputs.key)  # of a map with parameters
     chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
     if chosen == "reference":
         raise NotImplementedError(
@@ -69,15 +75,16 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
         )
     inputs = inputs._replace(initial_kv=None, initial_key_sum=None)
     if scaling is not None:
+        _check_units(state.log_scale)
         inputs = _in_new_units(inputs, scaling)
     plain = flatten(variant, None, chosen)
     output = linear_step_op(state.kv, state.key_sum, index, *inputs, *plain)
     if scaling is None:
         return output
-    if state.log_scale is not None:
+    if state.log_scale is not None and inputs.key.shape[2] > 0:
         into = slice(None) if index is None else index
         state.log_scale[into] = scaling.state.to(state.log_scale.dtype)
-    return scaling.undone(output, inputs) if variant.normalize == "none" else output
+    return scaling.finished(output, inputs, variant.normalize)
 
 
 def _picked(state: LinearState, index: Tensor) -> LinearState:
@@ -104,15 +111,53 @@ def _check_wishes(
     """Refuse what a step in place cannot do."""
     if not isinstance(state, LinearState):
         raise TypeError(f"state: got {type(state).__name__}, takes a LinearState")
-    tensors = [t for t in (*state, query, key, value, decay) if isinstance(t, Tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise ValueError(
-            "linear_attention_step: got tensors that require gradients, takes none: call it under "
-            "torch.no_grad(), or linear_attention with initial_state and return_state"
-        )
+    _check_gradients("tensors", *state, query, key, value, decay)
     rows = [t.shape[2] for t in (query, key) if isinstance(t, Tensor) and t.dim() == 4]
     if len(rows) == 2 and rows[0] != rows[1]:
         raise ValueError(f"query: got {rows[0]} tokens, takes key's {rows[1]}")
+
+
+def _check_gradients(what: str, *tensors: Any) -> None:
+    """Refuse tensors that require gradients where these are recorded."""
+    wanted = any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled() and wanted:
+        raise ValueError(
+            f"linear_attention_step: got {what} that require gradients, takes none: call it under "
+            "torch.no_grad(), or linear_attention with initial_state and return_state"
+        )
+
+
+def _check_pools(state: LinearState) -> None:
+    """Refuse sums that are not one for each entry of the pool, in memory of its own."""
+    sizes = []
+    for field, tensor in zip(state._fields, state, strict=True):
+        if tensor is None and field == "log_scale":
+            continue
+        takes = f"a tensor {STATE_SHAPES[field]}"
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"state.{field}: got {type(tensor).__name__}, takes {takes}")
+        if tensor.dim() != takes.count(",") + 1:
+            raise ValueError(f"state.{field}: got shape {tuple(tensor.shape)}, takes {takes}")
+        sizes.append(tensor.shape[0])
+        if sizes[-1] != sizes[0]:
+            raise ValueError(f"state.{field}: got {sizes[-1]} entries, takes kv's {sizes[0]}")
+        if any(
+            n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"state.{field}: got an expanded tensor, takes one whose numbers all have memory "
+                "of their own"
+            )
+
+
+def _check_units(log_scale: Tensor | None) -> None:
+    """Refuse a state that cannot hold the units that its sums will have."""
+    takes = "float32 or float64, [batch, state_heads], for a map that scales its features"
+    if log_scale is None:
+        more = "zeros for sums as they are, -inf for none so far"
+        raise ValueError(f"state.log_scale: got None, takes {takes}; {more}")
+    if log_scale.dtype.itemsize < 4:  # an exponent of 40 with eight bits is off by 8 %
+        raise TypeError(f"state.log_scale: got {log_scale.dtype}, takes {takes}")
 
 
 def _check_index(state: LinearState, query: Tensor, state_index: Tensor | None) -> Tensor | None:
@@ -124,6 +169,8 @@ def _check_index(state: LinearState, query: Tensor, state_index: Tensor | None) 
         raise ValueError(
             f"state_index: got shape {tuple(state_index.shape)}, takes ({query.shape[0]},)"
         )
+    if state_index.device != state.kv.device:
+        raise ValueError(f"state_index: got {state_index.device}, takes state's {state.kv.device}")
     if values_readable(state_index) and state_index.numel():
         low, high = int(state_index.min()), int(state_index.max())
         if low < 0 or high >= state.kv.shape[0]:

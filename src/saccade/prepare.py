@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,6 +170,13 @@ def autocast(tensor: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(device_type):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device_type))
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off, for what must be as exact as its inputs are."""
+    if device.type == "meta":  # meta knows no autocast
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def with_seed(inputs: Inputs, variant: Variant) -> Inputs:

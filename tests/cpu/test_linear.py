@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import saccade
 from saccade.cpu import linear
 from saccade.cpu.linear_steps import Step, steps_of
-from saccade.linear.problem import LinearVariant
+from saccade.linear.problem import LinearInputs, LinearVariant
 from saccade.testing import make_linear_case
 
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -114,3 +115,52 @@ def test_states_of_a_step_are_taken_a_few_at_a_time(
         torch.testing.assert_close(part[entries], new)
         old[entries] = part[entries]
         assert torch.equal(part, old)
+
+
+@pytest.mark.parametrize("decay", [None, -0.01])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_rounded_once(dtype: torch.dtype, decay: float | None) -> None:
+    """Values have much in common: of sums near 1 gradients of queries keep differences near 0."""
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 2, 1000, 32).to(dtype) for _ in range(4)]
+    rows[2] += 1
+    fade = None if decay is None else torch.full((2,), decay)
+    found, exact = [], []
+    for into, wide in ((found, dtype), (exact, torch.float64)):
+        leaves = [part.to(wide).requires_grad_() for part in rows[:3]]
+        output = saccade.linear_attention(*leaves, decay=fade)
+        into += torch.autograd.grad(output, leaves, rows[3].to(wide))
+    for got, true in zip(found, exact, strict=True):
+        assert (got.double() - true).norm() <= torch.finfo(dtype).eps / 2 * true.norm()
+
+
+def test_threads_keep_their_own_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that comes in later, and leaves later, must not undo what another asked for."""
+    tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
+    entered, left = threading.Event(), threading.Event()
+    shares = linear._shares
+
+    def interleaved(inputs: LinearInputs) -> object:
+        if threading.current_thread() is other:
+            entered.set()
+            left.wait(10)
+        else:
+            other.start()
+            entered.wait(10)
+        return shares(inputs)
+
+    monkeypatch.setattr(linear, "_shares", interleaved)
+    other = threading.Thread(target=saccade.linear_attention, args=tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        saccade.linear_attention(*tensors)
+        kept = torch.is_autocast_enabled("cpu")
+    left.set()
+    other.join()
+    assert kept
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_default_device_is_not_asked() -> None:
+    case = make_linear_case(lengths=((9, 4),), padded=True, decay="heads")
+    with torch.device("meta"):
+        case.run("cpu")

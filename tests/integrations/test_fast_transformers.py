@@ -44,6 +44,7 @@ FEATURES: dict[str, Any] = {
     "fourier": ft.RandomFourierFeatures.factory(n_dims=16, softmax_temp=0.1),
     "smoothed": ft.SmoothedRandomFourierFeatures.factory(n_dims=16),
     "favor": ft.Favor.factory(n_dims=16, stabilize=True),
+    "favor of 15": ft.Favor.factory(n_dims=15),
     "generalized": ft.GeneralizedRandomFeatures.factory(n_dims=12),
 }
 
@@ -141,6 +142,53 @@ def test_recurrent_twin(training: bool, name: str) -> None:
         assert bool(grad.any())
     with pytest.raises(ValueError, match="state: got batch 2"):
         twin(queries[:1, 0], keys[:1, 0], values[:1, 0], state)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_favor_underflows_nowhere(training: bool) -> None:
+    """Its features are near e^-100 here, far below eps: twins, and masks with holes."""
+    torch.manual_seed(3)
+    favor = ft.Favor.factory(n_dims=16, deterministic_eval=True)
+    layers: list[Any] = [ft.LinearAttention(8, favor), ft.CausalLinearAttention(8, favor)]
+    layers += [ft.RecurrentCrossLinearAttention(8, favor), ft.RecurrentLinearAttention(8, favor)]
+    layers[0].feature_map.new_feature_map(torch.device("cpu"))
+    for layer in layers:
+        layer.eval().load_state_dict(layers[0].state_dict())
+    tensors = [x.requires_grad_(training) for x in rows(dtype=torch.float64)]
+    queries, keys, values = tensors[0] * 8, tensors[1] * 8, tensors[2]
+    omega = layers[0].feature_map.omega.double()
+    length = (queries.square().sum(-1) + keys.square().sum(-1)).mean()
+    assert float(length.detach()) * layers[0].feature_map.softmax_temp / 2 > 100
+    kept = torch.rand(2, 7) > 0.4
+    kept[:, 0] = True
+    of = [x * layers[0].feature_map.root @ omega for x in (queries, keys)]
+    of = [torch.cat([u, -u], -1) for u in of]
+    logs = (of[0][:, :, None] + of[1][:, None]).logsumexp(-1)  # [N, L, S, H]
+    logs = logs - keys.square().sum(-1)[:, None] * layers[0].feature_map.softmax_temp / 2
+    outputs = []
+    for causal in (False, True):
+        seen = kept[:, None, :].expand(2, 7, 7)
+        seen = seen.tril() if causal else seen
+        weights = logs.masked_fill(~seen[..., None], -torch.inf).softmax(2)
+        wanted = torch.einsum("nlsh,nshm->nlhm", weights, values)
+        mask = ft.TriangularCausalMask(7) if causal else ft.FullMask(7)
+        found = layers[causal](queries, keys, values, mask, None, ft.FullMask(kept))
+        torch.testing.assert_close(found, wanted)
+        outputs.append(wanted)
+        if training:
+            grad = torch.randn_like(wanted)
+            torch.testing.assert_close(
+                torch.autograd.grad(found, tensors, grad, retain_graph=True),
+                torch.autograd.grad(wanted, tensors, grad, retain_graph=True),
+            )
+    whole = layers[1](queries, keys, values, ft.TriangularCausalMask(7), None, None)
+    states: list[Any] = [None, None]
+    for i in range(7):
+        cross, states[0] = layers[2](queries[:, i], keys, values, ft.FullMask(kept), states[0])
+        torch.testing.assert_close(cross, outputs[0][:, i])
+        output, states[1] = layers[3](queries[:, i], keys[:, i], values[:, i], states[1])
+        torch.testing.assert_close(output, whole[:, i])
+    assert [tuple(part.shape) for part in states[1]] == [(2, 3, 16, 6), (2, 3, 16), (2, 3)]
 
 
 @pytest.mark.parametrize("mask", ["all", "lengths", "holes"])

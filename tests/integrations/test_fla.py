@@ -104,3 +104,18 @@ def test_simple_gla() -> None:
     torch.testing.assert_close(packed, output[:1])
     with pytest.raises(ValueError, match="g_gamma"):
         fla.chunk_simple_gla(*tensors, g=g, g_gamma=constant)
+
+
+def test_states_and_gates_in_the_wrong_form_are_refused() -> None:
+    tensors = qkv()
+    _, state = fla.chunk_linear_attn(*tensors, output_final_state=True)
+    for given in (state, list(state)):
+        fla.chunk_linear_attn(*tensors, initial_state=given)
+    with pytest.raises(ValueError, match="initial_state: got Tensor, takes a pair"):
+        fla.chunk_linear_attn(*tensors, initial_state=state[0])
+    with pytest.raises(ValueError, match="initial_state: got int, takes a tensor"):
+        fla.chunk_simple_gla(*tensors, initial_state=3)
+    with pytest.raises(ValueError, match=r"g: got shape \(2, 3, 9\), takes \(2, 9, 3\)"):
+        fla.chunk_simple_gla(*tensors, g=-torch.ones(2, 3, 9))
+    with pytest.raises(ValueError, match=r"g_gamma: got shape \(2,\), takes \(3,\)"):
+        fla.chunk_simple_gla(*tensors, g_gamma=-torch.ones(2))

@@ -7,8 +7,9 @@ float32 (float64 for float64) whatever the inputs are: only a chunk at a time is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,18 +27,32 @@ from saccade.linear.problem import (
     empty_linear_gradients,
     empty_linear_results,
 )
-from saccade.problem import Config
+from saccade.problem import Config, accumulate_dtype
 
 CHUNK = 128
 HEADS_AT_ONCE = 16
 STATES_AT_ONCE = 2**20  # numbers of them
 LARGE_STATE = 2**16  # numbers: copying it takes longer than a step of its own
 
-# Inputs have been cast already; products of what was widened must stay wide.
-WITHOUT_AUTOCAST = torch.autocast("cpu", enabled=False)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@WITHOUT_AUTOCAST
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Inputs have been cast already, and products of what was widened must stay wide.
+
+    Each call enters a context of its own: threads that shared one would restore each other's.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **keywords: P.kwargs) -> R:
+        with torch.autocast("cpu", enabled=False):
+            return function(*arguments, **keywords)
+
+    return call
+
+
+@without_autocast
 def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
     results = empty_linear_results(inputs, variant)
@@ -52,7 +67,7 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Lin
     return results
 
 
-@WITHOUT_AUTOCAST
+@without_autocast
 def backward(
     inputs: LinearInputs,
     variant: LinearVariant,
@@ -65,14 +80,15 @@ def backward(
 ) -> LinearGradients:
     """Gradients of the inputs, the same bits in every run."""
     gradients = empty_linear_gradients(inputs)
+    rounded = output.dtype != accumulate_dtype(output.dtype)
     decay = None
     if inputs.decay is not None:
         shape = (*inputs.key.shape[:1], inputs.state_heads)  # packed: [kv_tokens, state_heads]
         shape = shape if inputs.packed else (*shape, inputs.key.shape[2])
-        decay = torch.zeros(shape, dtype=torch.float64)
+        decay = inputs.decay.new_zeros(shape, dtype=torch.float64)
     for share in _shares(inputs):
         come = backwards.Arriving(
-            share.queries(output),
+            None if rounded else share.queries(output),
             None if variant.normalize == "none" else share.per_row(normaliser),
             share.queries(grad_output),
             None if grad_kv is None else share.states(grad_kv),
@@ -98,7 +114,7 @@ def backward(
     return gradients._replace(decay=_decay_gradient(inputs, decay).to(inputs.decay.dtype))
 
 
-@WITHOUT_AUTOCAST
+@without_autocast
 def step(
     kv: Tensor,
     key_sum: Tensor,
@@ -154,7 +170,7 @@ def _states(
 def _decay_gradient(inputs: LinearInputs, decay: Tensor) -> Tensor:
     """The gradient for each key row, or, of a constant decay, for each head; 0 where hidden."""
     if inputs.key_lengths is not None:
-        row = torch.arange(inputs.key.shape[2])
+        row = torch.arange(inputs.key.shape[2], device=decay.device)
         decay = decay.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
     if inputs.decay is None or inputs.decay.dim() > 1:
         return decay

@@ -1,7 +1,7 @@
 """Backward pass of linear attention on the CPU: two sweeps, and no state is stored for any token.
 
-With ĝ = grad_output / divisor and δ = grad_output · output / divisor · ∂divisor/∂total, for one row
-i and one key j (fading left out):
+With ĝ = grad_output / divisor and δ = ĝ · output · ∂divisor/∂total, for one row i and one key j
+(fading left out):
 
     grad_query_i = state_i ĝ_i − key_sum_i δ_i                         a sweep forwards
     grad_key_j   = later_j value_j − later_sum_j                       a sweep backwards
@@ -11,8 +11,14 @@ i and one key j (fading left out):
 These equal the gradients of plain products with values [value, 1] and gradients [ĝ, −δ]. The
 gradient of decay needs neither state: what flows over the boundary after key t is
 Σ query · grad_query over the rows that see more than t keys, less Σ key · grad_key over the keys
-after t, so it is a sum from the end. Source: Katharopoulos et al. 2020, equations 13 to 15; decay
-as in Yang et al. 2024 (Gated Linear Attention), section C.
+after t, so it is a sum from the end.
+
+Of an output that was rounded to sixteen bits δ would be too far off, for grad_query is a small
+difference of large sums where values have much in common. So the first sweep sums up δ again, from
+output · divisor = Σ score · value, and keeps it for the second.
+
+Source: Katharopoulos et al. 2020, equations 13 to 15; decay as in Yang et al. 2024 (Gated Linear
+Attention), section C.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ from saccade.cpu.linear_steps import Step
 class Arriving(NamedTuple):
     """What the forward pass gave, and the gradients that come back."""
 
-    output: Tensor
+    output: Tensor | None  # None where it was rounded
     normaliser: Tensor | None
     grad_output: Tensor
     grad_kv: Tensor | None
@@ -64,12 +70,12 @@ class _RowGradients(NamedTuple):
 
 def differentiate(dense: Dense, steps: list[Step], come: Arriving, leave: Leaving) -> State:
     """Write all gradients of rows; give those of the initial state."""
-    last, flow = _forwards(dense, steps, come, leave)
+    last, flow, totals = _forwards(dense, steps, come, leave)
     later = State.start(dense, (come.grad_kv, come.grad_key_sum))
     if leave.decay is not None:  # what reaches the last state crosses every boundary
         flow += (later.kv * last.kv).double().sum((1, 2))
         flow += (later.key_sum * last.key_sum).double().sum(1)
-    _backwards(dense, steps, come, leave, later)
+    _backwards(dense, steps, come, leave, later, totals)
     if leave.decay is not None:
         summed = leave.decay.flip(-1).cumsum(-1).flip(-1)
         leave.decay.copy_(summed + flow.view(dense.batch, dense.state_heads, 1))
@@ -78,18 +84,25 @@ def differentiate(dense: Dense, steps: list[Step], come: Arriving, leave: Leavin
 
 def _forwards(
     dense: Dense, steps: list[Step], come: Arriving, leave: Leaving
-) -> tuple[State, Tensor]:
-    """Gradients of queries; the last state, and Σ query · grad_query of rows that see all keys."""
+) -> tuple[State, Tensor, list[Tensor | None]]:
+    """Gradients of queries.
+
+    Returns:
+        The last state, Σ query · grad_query of rows that see all keys, and −δ of each step's rows.
+    """
     state = State.start(dense, dense.initial or (None, None))
-    flow = torch.zeros(dense.batch * dense.state_heads, dtype=torch.float64)
+    flow = state.kv.new_zeros(state.kv.shape[0], dtype=torch.float64)
+    totals: list[Tensor | None] = []
     num_keys = 0
     for step in steps:
         keys = None
+        totals.append(None)
         if step.keys is not None:
             keys, num_keys = dense.beside(step.keys), step.keys.stop
         if step.queries is not None:
-            query, rows = dense.queries(step.queries), _arriving(dense, come, step.queries)
-            gradient = _grad_query(dense, state, rows, keys)
+            query = dense.queries(step.queries)
+            rows, slope = _arriving(dense, come, step.queries)
+            gradient, totals[-1] = _grad_query(dense, state, query, rows, slope, keys)
             if leave.decay is not None:
                 dots = (query * gradient).double().sum(-1)
                 if step.keys is not None:
@@ -100,44 +113,74 @@ def _forwards(
             _write_query(dense, leave.query, step.queries, query, gradient)
         if keys is not None:
             state.add(keys)
-    return state, flow
+    return state, flow, totals
 
 
-def _arriving(dense: Dense, come: Arriving, rows: slice) -> _RowGradients:
-    """ĝ and −δ of query rows; 0 for rows that have nothing to see, whatever arrives."""
+def _arriving(dense: Dense, come: Arriving, rows: slice) -> tuple[_RowGradients, Tensor | None]:
+    """ĝ and −δ of query rows, 0 for rows that have nothing to see, whatever arrives.
+
+    Where −δ is to be summed up yet, what its sum is to be multiplied by comes instead of it.
+    """
     grad, blind = come.grad_output[:, :, rows].to(dense.wide), dense.blind(rows)
     if blind is not None:
         grad = grad.masked_fill(blind, 0)
     grad = dense.by_query(grad)
     if come.normaliser is None:
-        return _RowGradients(grad, None)
-    total = come.normaliser[:, :, rows].reshape(grad.shape[:2])
+        return _RowGradients(grad, None), None
+    total = come.normaliser[:, :, rows].reshape(grad.shape[:2]).unsqueeze(-1)
     divisor, slope = divide_by(dense.variant, total)
-    grad = divided(grad, divisor.unsqueeze(-1))
-    output = dense.by_query(come.output[:, :, rows].to(dense.wide))
-    dots = (grad * output).sum(-1).mul_(slope).neg_()
-    return _RowGradients(grad, dots.unsqueeze(-1))
+    grad = divided(grad, divisor)
+    if come.output is None:
+        return _RowGradients(grad, None), divided(slope, divisor).neg_()
+    dots = (grad * dense.by_query(come.output[:, :, rows])).sum(-1, keepdim=True)
+    return _RowGradients(grad, _times(dots, slope.neg_())), None
 
 
-def _grad_query(dense: Dense, state: State, rows: _RowGradients, keys: Keys | None) -> Tensor:
-    """The gradient of scaled query features."""
+def _times(dots: Tensor, slope: Tensor) -> Tensor:
+    """The product, in place, and 0 where the slope is, whatever the other factor is."""
+    return dots.mul_(slope).masked_fill_(slope == 0, 0)
+
+
+def _grad_query(
+    dense: Dense,
+    state: State,
+    query: Tensor,
+    rows: _RowGradients,
+    slope: Tensor | None,
+    keys: Keys | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of scaled query features, and −δ."""
     gradient = rows.weighted @ state.kv.mT
+    until = None if keys is None or keys.fade is None else keys.fade.until_row()
+    if until is not None:
+        gradient.mul_(until)
+    if slope is not None:
+        dots = (query * gradient).sum(-1, keepdim=True)
+        if keys is not None:
+            dots += _dots_beside(dense, query, rows.weighted, keys)
+        rows = rows._replace(total=_times(dots, slope))
     if rows.total is not None:
-        gradient.addcmul_(rows.total, state.key_sum.unsqueeze(1))
+        sums = state.key_sum.unsqueeze(1)
+        gradient.addcmul_(rows.total, sums if until is None else sums * until)
     if keys is None:
-        return gradient
+        return gradient, rows.total
     key, value, fade = keys
-    if fade is not None:
-        gradient.mul_(fade.until_row())
-    pairs = _grad_scores(dense, rows, value, fade)
-    found = gradient.baddbmm(pairs, key)
+    found = gradient.baddbmm(_grad_scores(dense, rows, value, fade), key)
     if bool(found.sum().isfinite()):
-        return found
+        return found, rows.total
     spoilt = spoilt_rows(key, value)
     key, value = (tensor.masked_fill(spoilt.unsqueeze(-1), 0) for tensor in (key, value))
     found = gradient + _grad_scores(dense, rows, value, fade) @ key
     sees = (spoilt.cumsum(-1) > 0).repeat(1, dense.group)
-    return found.masked_fill(sees.unsqueeze(-1), torch.nan)
+    return found.masked_fill(sees.unsqueeze(-1), torch.nan), rows.total
+
+
+def _dots_beside(dense: Dense, query: Tensor, weighted: Tensor, keys: Keys) -> Tensor:
+    """Σ score · (ĝ · value) over the keys beside rows that these see: [count, rows, 1]."""
+    pairs = (query @ keys.key.mT).mul_(weighted @ keys.value.mT)
+    if keys.fade is not None:
+        pairs.mul_(keys.fade.pairs())
+    return lower_(pairs, dense.group).sum(-1, keepdim=True)
 
 
 def _grad_scores(dense: Dense, rows: _RowGradients, value: Tensor, fade: Fade | None) -> Tensor:
@@ -159,13 +202,19 @@ def _write_query(dense: Dense, into: Tensor, rows: slice, query: Tensor, gradien
 
 
 def _backwards(
-    dense: Dense, steps: list[Step], come: Arriving, leave: Leaving, later: State
+    dense: Dense,
+    steps: list[Step],
+    come: Arriving,
+    leave: Leaving,
+    later: State,
+    totals: list[Tensor | None],
 ) -> None:
     """Gradients of keys and values; `later` becomes the gradient of the initial state."""
-    for step in reversed(steps):
+    for step, total in zip(reversed(steps), reversed(totals), strict=True):
         query = rows = None
         if step.queries is not None:
-            query, rows = dense.queries(step.queries), _arriving(dense, come, step.queries)
+            query = dense.queries(step.queries)
+            rows = _arriving(dense, come, step.queries)[0]._replace(total=total)
         fade = None
         if step.keys is not None:
             keys = key, value, fade = dense.beside(step.keys)

@@ -83,14 +83,15 @@ class Dense:
         """Which of the key rows lie past the end, [batch, 1, rows]; None: none."""
         if self.lengths is None or self.shortest is None or rows.stop <= self.shortest:
             return None
-        row = torch.arange(rows.start, rows.stop)
+        row = torch.arange(rows.start, rows.stop, device=self.key.device)
         return row >= self.lengths.view(-1, 1, 1)
 
     def blind(self, rows: slice) -> Tensor | None:
         """Which query rows have nothing to see at all, [batch, 1, rows, 1]; None: none."""
         if self.initial is not None or (rows.start >= self.num_blind and self.shortest != 0):
             return None
-        row = torch.arange(rows.start, rows.stop).view(-1, 1) < self.num_blind
+        row = torch.arange(rows.start, rows.stop, device=self.query.device)
+        row = row.view(-1, 1) < self.num_blind
         if self.lengths is None:
             return row.expand(self.batch, 1, *row.shape)
         return row | (self.lengths == 0).view(-1, 1, 1, 1)

@@ -117,15 +117,15 @@ def _with_care(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
     return Sums(weighted, total.masked_fill(sees, torch.nan))
 
 
-def divide_by(variant: LinearVariant, total: Tensor) -> tuple[Tensor, Tensor | float]:
+def divide_by(variant: LinearVariant, total: Tensor) -> tuple[Tensor, Tensor]:
     """What weighted sums are divided by, and its derivative by the sum of scores."""
     if variant.normalize == "sum":
-        return total + variant.eps, 1.0
+        return total + variant.eps, torch.ones_like(total)
     size = total.abs() if variant.normalize == "abs" else total
-    large = (size >= variant.eps).to(total.dtype)
-    return size.clamp(min=variant.eps), large * (
-        total.sign() if variant.normalize == "abs" else 1.0
-    )
+    slope = (size >= variant.eps).to(total.dtype)
+    if variant.normalize == "abs":
+        slope *= total.sign()
+    return size.clamp(min=variant.eps), slope
 
 
 def divided(rows: Tensor, divisor: Tensor) -> Tensor:

@@ -95,6 +95,10 @@ def chunk_simple_gla(
     """
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got a tensor beside g, takes one of the two")
+    heads = max(k.shape[2], v.shape[2])
+    for name, given, shape in (("g", g, (*k.shape[:2], heads)), ("g_gamma", g_gamma, (heads,))):
+        if given is not None and tuple(given.shape) != tuple(shape):
+            raise ValueError(f"{name}: got shape {tuple(given.shape)}, takes {tuple(shape)}")
     decay = g_gamma
     if g is not None:
         decay = g.squeeze(0) if cu_seqlens is not None else g.transpose(1, 2)
@@ -116,7 +120,7 @@ def _call(
         "feature_map": _as_given,
         "normalize": normalize,
         "eps": EPS,
-        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "scale": max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
         "decay": decay,
         "initial_state": _sums(initial_state, normalize),
     }
@@ -124,7 +128,7 @@ def _call(
         if q.shape[0] != 1:
             raise ValueError(f"q: got batch {q.shape[0]}, takes 1 with cu_seqlens")
         packed = [tensor.squeeze(0) for tensor in (q, k, v)]
-        offsets = cu_seqlens.to(torch.int32)
+        offsets = cu_seqlens.to(torch.int32) if isinstance(cu_seqlens, Tensor) else cu_seqlens
         output, state = _with_state(saccade.linear_attention_packed, *packed, offsets, **arguments)
         output = output.unsqueeze(0)
     else:
@@ -144,10 +148,12 @@ def _sums(state: State, normalize: bool) -> saccade.LinearState | None:
     """fla's state as saccade's."""
     if state is None:
         return None
-    if isinstance(state, tuple):
+    if isinstance(state, (tuple, list)):
         return saccade.LinearState(state[0], state[1].squeeze(1))
-    if normalize:
-        raise ValueError("initial_state: got a tensor, takes a pair (kv, z) with normalize=True")
+    if normalize or not isinstance(state, Tensor):
+        got = type(state).__name__
+        takes = "a pair (kv, z) with normalize=True" if normalize else "a tensor (N, H, K, V)"
+        raise ValueError(f"initial_state: got {got}, takes {takes}")
     return saccade.LinearState(state, state.new_zeros(state.shape[:3]))
 
 

@@ -67,8 +67,9 @@ def resolve_map(feature_map: Any) -> tuple[Any, Any]:
         if isinstance(one, str):
             if one not in NAMED_MAPS:
                 raise ValueError(f"feature_map: got {one!r}, takes {takes}")
-        elif not callable(one):
-            raise TypeError(f"feature_map: got {type(one).__name__}, takes {takes}")
+        elif not callable(one) or isinstance(one, type):
+            got = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
+            raise TypeError(f"feature_map: got {got}, takes {takes}")
     pair = tuple(feature_maps.softmax if one == "softmax" else one for one in pair)
     scaled = [isinstance(one, feature_maps.ScaledMap) for one in pair]
     if scaled[0] != scaled[1]:
@@ -134,7 +135,7 @@ def check_decay(inputs: LinearInputs) -> None:
     if inputs.key_lengths is not None and seen.dim() == 3:
         row = torch.arange(inputs.key.shape[2], device=seen.device)
         seen = seen.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
-    wrong = (seen > 0) | (seen == -torch.inf)
+    wrong = ~((seen <= 0) & (seen > -torch.inf))
     if bool(wrong.any()):
         raise ValueError(f"decay: got {float(seen[wrong][0])}, takes finite logarithms up to 0")
 

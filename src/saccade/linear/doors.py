@@ -120,3 +120,14 @@ def _linear_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) 
 
 torch.library.register_vmap("saccade::linear_attention", _linear_vmap)
 torch.library.register_vmap("saccade::linear_attention_backward", _linear_backward_vmap)
+
+
+def _step_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    raise NotImplementedError(
+        "linear_attention_step: got tensors under vmap, takes plain ones: a step changes states "
+        "where they lie; give all sequences in one batch, or call linear_attention with "
+        "initial_state and return_state"
+    )
+
+
+torch.library.register_vmap("saccade::linear_attention_step", _step_vmap)

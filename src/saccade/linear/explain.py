@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from saccade import dispatch
+from saccade.arguments import OFFSETS
 from saccade.explain import answers, costs
 from saccade.linear.prepare import prepare
 from saccade.linear.problem import LinearProblem
+from saccade.linear_attention import Options
 from saccade.problem import Config
 
 
@@ -72,13 +74,22 @@ def explain_linear(
 
     Returns:
         A `LinearExplanation`: printable, with every implementation's reason, FLOPs and bytes. A
-        feature map that is a function runs, and shows as "identity".
+        feature map that is a function runs, and shows as "identity"; units that grow along a causal
+        call (`feature_maps.Favor`) show as decay.
 
     Raises:
         TypeError, ValueError: as the call itself would.
 
     >>> print(saccade.explain_linear(query, key, value, normalize=False))
     """
+    taken = {*Options.__annotations__, "return_state", "key_lengths"} - {"implementation"}
+    if cu_seqlens_q is not None:
+        taken.remove("key_lengths")
+    elif cu_seqlens_k is not None:
+        raise TypeError(f"cu_seqlens_q: got None beside cu_seqlens_k, takes {OFFSETS}")
+    unknown = set(arguments) - taken
+    if unknown:
+        raise TypeError(f"explain_linear: got the unknown arguments {sorted(unknown)}")
     prepared = prepare(query, key, value, cu_seqlens_q, cu_seqlens_k, **arguments)
     problem = prepared.problem
     reasons = dispatch.reasons_of(problem, dispatch.LINEAR_BY_NAME)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saccade.arguments import check_flag, check_offsets, resolve_config
 from saccade.captures import check_align
+from saccade.feature_maps import ScaledMap
 from saccade.linear import arguments
 from saccade.linear.problem import LinearInputs, LinearProblem, LinearState, LinearVariant
 from saccade.linear.scaling import Scaling, scale_features
@@ -78,13 +79,13 @@ def prepare(
     inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     arguments.check_decay(inputs)
     _warn_of_signs(maps, form)
-    inputs, fused, scaling = _mapped(inputs, maps, initial_state)
+    inputs, fused, scaling = _mapped(inputs, maps, initial_state, causal and form != "none")
     sizes = (inputs.num_sequences, inputs.state_heads, inputs.query.shape[-1], value.shape[-1])
     arguments.check_state(state_name, initial_state, sizes, query)
     if initial_state is not None:
         if initial_state.log_scale is not None and scaling is None:
             raise ValueError(f"{state_name}.log_scale: got a tensor, takes None for this map")
-        kv, key_sum = initial_state.kv, initial_state.key_sum
+        kv, key_sum = initial_state[:2]
         if scaling is not None:
             kv, key_sum = scaling.of_initial(kv, key_sum)
         inputs = inputs._replace(initial_kv=kv, initial_key_sum=key_sum)
@@ -95,7 +96,7 @@ def prepare(
 
 
 def _mapped(
-    inputs: LinearInputs, maps: tuple[Any, Any], state: LinearState | None
+    inputs: LinearInputs, maps: tuple[Any, Any], state: LinearState | None, running: bool
 ) -> tuple[LinearInputs, str, Scaling | None]:
     """The inputs, the map that is left to the implementation, and how features were scaled."""
     if isinstance(maps[0], str) and maps[0] == maps[1]:
@@ -104,19 +105,22 @@ def _mapped(
         row = torch.arange(inputs.key.shape[2], device=inputs.key.device)
         hidden = row >= inputs.key_lengths.view(-1, 1, 1)
         inputs = inputs._replace(key=inputs.key.masked_fill(hidden.unsqueeze(-1), 0))
-    if hasattr(maps[0], "with_log_scale"):
-        inputs, scaling = scale_features(inputs, maps, state)
-        return inputs, "identity", scaling
-    mapped = []
-    for name, one, rows in zip(("query", "key"), maps, inputs[:2], strict=True):
-        found = features(one, rows) if isinstance(one, str) else one(rows)
-        mapped.append(arguments.check_features(name, found, rows).to(rows.dtype))
-    if mapped[0].shape[-1] != mapped[1].shape[-1]:
+    scaling = None
+    if isinstance(maps[0], ScaledMap):
+        inputs, scaling = scale_features(inputs, maps, state, running=running)
+    else:
+        mapped = []
+        for name, one, rows in zip(("query", "key"), maps, inputs[:2], strict=True):
+            found = features(one, rows) if isinstance(one, str) else one(rows)
+            mapped.append(arguments.check_features(name, found, rows).to(rows.dtype))
+        inputs = inputs._replace(query=mapped[0], key=mapped[1])
+    numbers = [rows.shape[-1] for rows in inputs[:2]]
+    if numbers[0] != numbers[1]:
         raise ValueError(
-            f"feature_map: got {mapped[1].shape[-1]} features for keys, takes as many as for "
-            f"queries, {mapped[0].shape[-1]}"
+            f"feature_map: got {numbers[1]} features for keys, takes as many as for queries, "
+            f"{numbers[0]}"
         )
-    return inputs._replace(query=mapped[0], key=mapped[1]), "identity", None
+    return inputs, "identity", scaling
 
 
 def _warn_of_signs(maps: tuple[Any, Any], form: str) -> None:

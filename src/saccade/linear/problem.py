@@ -23,7 +23,8 @@ class LinearState(NamedTuple):
         kv: [batch, state_heads, feature_dim, value_dim]: the sum of key features times values.
         key_sum: [batch, state_heads, feature_dim]: the sum of key features.
         log_scale: [batch, state_heads] or None: both sums are to be multiplied by its exponential.
-            Only feature maps that scale their features (`feature_maps.Favor`) have one.
+            Only feature maps that scale their features (`feature_maps.Favor`) have one. One that is
+            returned is a constant to autograd: the sums have all of the gradient.
     """
 
     kv: Tensor

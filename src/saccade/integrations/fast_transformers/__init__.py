@@ -2,7 +2,8 @@
 
 Layouts and arguments are fast-transformers' own: (N, L, H, E) for layers, (N, H, L, E) for
 `causal_dot_product`. Differences: any dtype, any strides, more queries than keys, key lengths that
-hide values as well, masks that take no memory, and `Favor` that does not underflow.
+hide values as well, masks that take no memory, and `Favor` that does not underflow, whose states
+have a third part.
 """
 
 from saccade.integrations.fast_transformers.attention import (

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 import saccade
+from saccade import feature_maps
 from saccade.integrations.fast_transformers.features import FeatureMap, elu_feature_map
 from saccade.integrations.fast_transformers.masks import BaseMask, FullMask, LengthMask
 
@@ -67,18 +69,10 @@ class _LinearAttention(Module):
         """
         self._check(attn_mask)
         self.feature_map.new_feature_map(queries.device)
-        arguments: dict[str, Any] = {"feature_map": self.feature_map.saccade_map}
         query, key, value = (rows.transpose(1, 2) for rows in (queries, keys, values))
-        if isinstance(key_lengths, LengthMask):
-            arguments["key_lengths"] = key_lengths.lengths.clamp(0, keys.shape[1])
-        elif not _keeps_all(key_lengths):  # any keys may be hidden: select them away after the map
-            hidden = ~key_lengths.bool_matrix[:, None, :, None]
-            query = self.feature_map.forward_queries(query)
-            key = self.feature_map.forward_keys(key.masked_fill(hidden, 0)).masked_fill(hidden, 0)
-            value = value.masked_fill(hidden, 0)
-            arguments["feature_map"] = as_given
+        rows, arguments = without_hidden(self.feature_map, query, key, value, key_lengths)
         output = saccade.linear_attention(
-            query, key, value, causal=self.causal, align="top_left", eps=self.eps, **arguments
+            *rows, causal=self.causal, align="top_left", eps=self.eps, **arguments
         )
         return output.transpose(1, 2).contiguous()
 
@@ -121,10 +115,39 @@ class CausalLinearAttention(_LinearAttention):
             raise RuntimeError("attn_mask: got one that is not causal, takes a lower triangular")
 
 
+def without_hidden(
+    feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, mask: BaseMask | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Rows [N, H, …] and arguments of a call in which a mask's hidden keys (N, S) do not count."""
+    found = feature_map.saccade_map
+    if isinstance(mask, LengthMask):
+        lengths = mask.lengths.clamp(0, key.shape[2]).long()
+        return (query, key, value), {"feature_map": found, "key_lengths": lengths}
+    if mask is None or (isinstance(mask, FullMask) and mask.all_ones):
+        return (query, key, value), {"feature_map": found}
+    hidden = ~mask.bool_matrix[:, None, :, None]
+    key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    if isinstance(found, feature_maps.ScaledMap):
+        return (query, key, value), {"feature_map": (found, _Hiding(found, hidden))}
+    query = feature_map.forward_queries(query)
+    key = feature_map.forward_keys(key).masked_fill(hidden, 0)  # after the map: elu(0) + 1 is 1
+    return (query, key, value), {"feature_map": as_given}
+
+
+class _Hiding(feature_maps.ScaledMap):
+    """A map of keys of which some are hidden: these have no features, and no part in the units."""
+
+    def __init__(self, feature_map: feature_maps.ScaledMap, hidden: Tensor):
+        super().__init__()
+        self.feature_map, self.hidden = feature_map, hidden
+
+    def with_log_scale(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Features, and log-factors, -inf where hidden."""
+        features, factors = self.feature_map.with_log_scale(rows)
+        hidden = self.hidden.squeeze(-1)
+        return features.masked_fill(self.hidden, 0), factors.masked_fill(hidden, -torch.inf)
+
+
 def as_given(rows: Tensor) -> Tensor:
     """The map of what are features already."""
     return rows
-
-
-def _keeps_all(mask: BaseMask | None) -> bool:
-    return mask is None or (isinstance(mask, FullMask) and mask.all_ones)

@@ -168,8 +168,8 @@ class SmoothedRandomFourierFeatures(RandomFourierFeatures):
 class Favor(_Random):
     """exp([u, -u] - softmax_temp · ‖x‖² / 2) / √n_dims, positive features of the softmax kernel.
 
-    `stabilize` is there for the library's sake: attention never takes the features themselves,
-    but divided by factors that cancel (`saccade.feature_maps.Favor`).
+    `stabilize` is there for the library's sake: layers and their twins never take the features
+    themselves, but divided by factors that cancel (`saccade.feature_maps.Favor`); no eps is added.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Favor(_Random):
 
     @functools.cached_property
     def _scaled(self) -> feature_maps.Favor:
-        return feature_maps.Favor(self.query_dims, self.n_dims, self.softmax_temp)
+        return feature_maps.Favor(self.query_dims, 2 * (self.n_dims // 2), self.softmax_temp)
 
     @property
     def saccade_map(self) -> Any:
@@ -201,7 +201,7 @@ class Favor(_Random):
 
     def forward(self, x: Tensor) -> Tensor:
         """The features."""
-        return self.saccade_map(x)
+        return self.saccade_map(x) * math.sqrt(2 * (self.n_dims // 2) / self.n_dims)
 
 
 class GeneralizedRandomFeatures(_Random):

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import Module
 
 import saccade
-from saccade.integrations.fast_transformers.attention import as_given
+from saccade import feature_maps
+from saccade.integrations.fast_transformers.attention import as_given, without_hidden
 from saccade.integrations.fast_transformers.features import FeatureMap, elu_feature_map
-from saccade.integrations.fast_transformers.masks import LengthMask
 
 
 class _Recurrent(Module):
@@ -27,11 +27,6 @@ class _Recurrent(Module):
         self.feature_map = (feature_map or elu_feature_map)(query_dimensions)
         self.eps = eps
         self.event_dispatcher = event_dispatcher  # there are no events here
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What all calls pass on: features are made here, since states are sums of them."""
-        return {"feature_map": as_given, "eps": self.eps}
 
 
 class RecurrentLinearAttention(_Recurrent):
@@ -56,13 +51,21 @@ class RecurrentLinearAttention(_Recurrent):
             memory: an older name of state.
 
         Returns:
-            (N, H, M), and the state [(N, H, E, M), (N, H, E)].
+            (N, H, M), and the state [(N, H, E, M), (N, H, E)]; of maps that scale their features
+            (`Favor`) with the logarithm of what both sums are to be multiplied by, (N, H).
         """
         state = memory if state is None else state
         if state is None:
             self.feature_map.new_feature_map(query.device)
-        features = self.feature_map.forward_queries(query), self.feature_map.forward_keys(key)
-        rows = [tensor.unsqueeze(2) for tensor in (*features, value)]
+        found: Any = self.feature_map.saccade_map
+        # Others are applied here: they may have parameters, whose gradients a step would lose.
+        if not isinstance(found, feature_maps.ScaledMap):
+            query, key = self.feature_map.forward_queries(query), self.feature_map.forward_keys(key)
+            found = as_given
+        elif state is not None and len(state) == 2:
+            state = [*state, state[1].new_zeros(state[1].shape[:2])]
+        arguments: dict[str, Any] = {"feature_map": found, "eps": self.eps}
+        rows = [tensor.unsqueeze(2) for tensor in (query, key, value)]
         if state is not None and state[0].shape[0] != query.shape[0]:
             raise ValueError(
                 f"state: got batch {state[0].shape[0]}, takes query's {query.shape[0]}"
@@ -70,13 +73,13 @@ class RecurrentLinearAttention(_Recurrent):
         wanted = any(tensor.requires_grad for tensor in (*rows, *(state or [])))
         if state is not None and not (wanted and torch.is_grad_enabled()):
             sums = saccade.LinearState(*state)
-            output = saccade.linear_attention_step(sums, *rows, **self.arguments)
+            output = saccade.linear_attention_step(sums, *rows, **arguments)
             return output.squeeze(2), state
         before = None if state is None else saccade.LinearState(*state)
         output, after = saccade.linear_attention(
-            *rows, initial_state=before, return_state=True, **self.arguments
+            *rows, initial_state=before, return_state=True, **arguments
         )
-        return output.squeeze(2), [after.kv, after.key_sum]
+        return output.squeeze(2), [part for part in after if part is not None]
 
 
 class RecurrentCrossLinearAttention(_Recurrent):
@@ -101,30 +104,27 @@ class RecurrentCrossLinearAttention(_Recurrent):
             state: what the last step gave; keys and values are then not read.
 
         Returns:
-            (N, H, M), and the state [(N, H, M, E), (N, H, E)].
+            (N, H, M), and the state [(N, H, M, E), (N, H, E)], for `Favor` with a third part as in
+            `RecurrentLinearAttention`.
         """
+        rows = query.unsqueeze(2)
         if state is None:
             self.feature_map.new_feature_map(query.device)
-        features = self.feature_map.forward_queries(query).unsqueeze(2)
-        if state is None:
             key, value = keys.transpose(1, 2), values.transpose(1, 2)
-            kept = key_lengths.bool_matrix if key_lengths is not None else None
-            if kept is not None and not isinstance(key_lengths, LengthMask):
-                kept = kept.expand(key.shape[0], -1)
-            if kept is not None:
-                hidden = ~kept[:, None, :, None]
-                key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-            key = self.feature_map.forward_keys(key)
-            if kept is not None:
-                key = key.masked_fill(~kept[:, None, :, None], 0)
-            _, sums = saccade.linear_attention(
-                features, key, value, causal=False, return_state=True, **self.arguments
-            )
+            tensors, arguments = without_hidden(self.feature_map, rows, key, value, key_lengths)
+            before = None
         else:
-            sums = saccade.LinearState(state[0].mT, state[1])
-        none = features[:, :, :0]
-        output = saccade.linear_attention(
-            features, none, none.new_empty(*none.shape[:3], sums.kv.shape[-1]),
-            causal=False, initial_state=sums, **self.arguments,
-        )  # fmt: skip
-        return output.squeeze(2), [sums.kv.mT, sums.key_sum]
+            before = saccade.LinearState(state[0].mT, *state[1:])
+            none = rows[:, :, :0]
+            tensors = rows, none, none.new_empty(*none.shape[:3], before.kv.shape[-1])
+            arguments = {"feature_map": self.feature_map.saccade_map}
+        output, sums = saccade.linear_attention(
+            *tensors,
+            causal=False,
+            eps=self.eps,
+            initial_state=before,
+            return_state=True,
+            **arguments,
+        )
+        kept = [part for part in sums[1:] if part is not None]
+        return output.squeeze(2), state or [sums.kv.mT, *kept]
