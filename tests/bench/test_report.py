@@ -128,6 +128,12 @@ def test_who_missed_the_last_run_is_compared_with_its_own():
     assert (who.text, ratio.number) == ("flex", 0.25)
 
 
+def test_our_kernels_by_name_are_no_peers():
+    names = ("saccade/scattered-64", "portable/scattered-64", "hopper/scattered-64")
+    found = [result("gpu-full-bf16-d128-1k", who) for who in names]
+    assert not sections.beside_peers([report.Source("", found)]).rows
+
+
 def test_errors_stand_beside_the_least_of_their_run():
     case = "gpu-full-bf16-d128-1k"
     found = [
