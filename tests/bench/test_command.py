@@ -58,7 +58,14 @@ def test_a_tiny_run_from_end_to_end(tmp_path):
         (["--cases", "tiny-full-*", "--pass", "up"], "no pass is named 'up'"),
         (["--cases", "tiny-full-*", "--dtype", "int"], "no dtype is named 'int'"),
         (["--cases", "tiny-full-*", "--who", "flash_attn"], "nothing was measured"),
-        (["--read", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--cases", "tiny-full-*", "--graph"], "--graph: got cpu, takes a GPU"),
+        (["--cases", "tiny-full-*", "--plot", "image.txt"], "--plot: got image.txt, takes a name"),
+        (["--host", "--plot", "image.png"], "--host leaves --plot unused"),
+        (["--targets", ".", "--cases", "tiny-*"], "--targets leaves --cases unused"),
+        (["--read", ".", "--who", "sdpa"], "--read leaves --who unused"),
+        (["--read", "nowhere.jsonl"], "'--read': path 'nowhere.jsonl' does not exist"),
+        (["--targets", "nowhere"], "'--targets': path 'nowhere' does not exist"),
+        (["--serving", "nowhere"], "'--serving': dir 'nowhere' does not exist"),
     ],
 )
 def test_mistakes_are_answered(arguments, message):

@@ -200,7 +200,7 @@ def test_a_folder_without_results_is_refused_before_anything_is_measured(tmp_pat
 def test_a_page_needs_a_name(tmp_path):
     done = run("-c", "tiny-causal-fp32-*", "--report", tmp_path)
     assert done.exit_code == 2
-    assert "takes the name of a file" in " ".join(done.output.split())
+    assert "is a directory" in " ".join(done.output.split())
 
 
 def test_the_wheel_holds_the_page_s_parts(tmp_path):

@@ -23,27 +23,31 @@ MARKERS = "osD^vP*X"
 BASES = ("sdpa", "sdpa/cudnn", "flex", "sdpa/flash", "fla", "read", "bmm", "saccade/portable")
 
 
-def require() -> None:
+def require(path: Path) -> None:
     """Refuse a plot before anything is measured for it, if it cannot be drawn.
 
     Raises:
         ModuleNotFoundError: without matplotlib, saying how to get it.
+        ValueError: for a format that matplotlib does not write.
     """
     try:
-        import matplotlib as matplotlib
+        from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError:
         message = "--plot needs matplotlib: pip install 'saccade[bench]'"
         raise ModuleNotFoundError(message) from None
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in formats:
+        raise ValueError(f"--plot: got {path}, takes a name that ends in .png, .svg or .pdf")
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
     """Draw result files' throughput and write it as an image.
 
     Raises:
-        ValueError: if there is nothing to draw.
+        ValueError: if there is nothing to draw, or for an unknown format.
         ModuleNotFoundError: without matplotlib.
     """
-    require()
+    require(path)
     import matplotlib
 
     matplotlib.use("Agg")

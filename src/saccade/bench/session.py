@@ -60,13 +60,11 @@ class Outputs(NamedTuple):
         """Refuse before anything is measured what cannot be written; what `read` holds.
 
         Raises:
-            ValueError: if the page cannot be written where it is to be, or `read` holds nothing.
+            ValueError: for an image of an unknown format, or if `read` holds nothing.
             ModuleNotFoundError: for an image without matplotlib.
         """
         if self.image is not None:
-            plotting.require()
-        if self.page is not None and self.page.is_dir():
-            raise ValueError(f"--report takes the name of a file, and {self.page} is a folder")
+            plotting.require(self.image)
         return reporting.gather(self.read) if self.page is not None and self.read else []
 
     def finish(self, known: list[reporting.Source], found: list[results.Result]) -> None:
@@ -117,12 +115,18 @@ def settings(
     rounds: int,
     limit: float,
     memory: bool | None,
-    *,
     quick: bool,
     graph: bool,
     cold: bool,
 ) -> measure.Settings:
-    """How to measure, from the options."""
+    """How to measure, from the options.
+
+    Raises:
+        ValueError: for what a GPU alone can do.
+    """
+    for name, given in (("--graph", graph), ("--cold", cold)):
+        if given and where.type != "cuda":
+            raise ValueError(f"{name}: got {where.type}, takes a GPU")
     # A card that was idle runs too fast at first: its clock falls once it is warm.
     warm_seconds = 1.0 if where.type == "cuda" else 0.2
     plan = QUICK if quick else Plan(rounds, warm_seconds=warm_seconds, limit_seconds=limit)
@@ -160,13 +164,15 @@ def show_targets(path: Path) -> None:
 
 
 def show_results(path: Path, image: Path | None, page: Path | None) -> None:
-    """Show what a file, or every file of a folder, holds: on a page, else in a table."""
+    """Show what a file, or every file of a folder, holds: on a page, else in a table a file."""
     sources = Outputs(None, image, page, path).require() or reporting.gather(path)
     found = [result for source in sources for result in source.results]
     if page is not None:
         write_page(sources, page)
     else:
-        console().print(table.results_table(found))
+        for source in sources:
+            title = source.label if len(sources) > 1 else ""
+            console().print(table.results_table(source.results, title=title))
     if image is not None:
         plotting.plot(found, image)
 
