@@ -8,9 +8,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from saccade.bench import environment, memory
+from saccade.bench import environment, memory, session
 from saccade.bench.cases import CASES
 from saccade.bench.command import bench
+from saccade.bench.peers import paged
 from saccade.bench.results import read
 
 app = typer.Typer()
@@ -84,6 +85,11 @@ def test_lists_and_help():
     assert "cpu-full-fp32-d64-1k" in run("--list").output
     assert "tiny" not in run("--list").output
     assert "Examples" in run("--help").output
+
+
+def test_peers_over_pages_are_asked_by_a_case_that_they_serve():
+    peers = {peer.who: session._reason(peer, torch.device("cpu")) for peer in paged.peers()[:2]}
+    assert peers == {"saccade/paged-16": None, "saccade/scattered-16": None}
 
 
 def test_importing_the_command_imports_nothing_heavy():

@@ -28,6 +28,14 @@ from saccade.bench.timing import Plan
 
 QUICK = Plan(rounds=3, sample_seconds=0.005, warm_seconds=0.0, limit_seconds=20.0)
 
+# Dense, over pages, and linear attention: who can take part in one of them can take part.
+EASY = {
+    "cpu": ("cpu-decode-fp32-d128-16k", "tiny-causal-fp32-d16-48", "tiny-linear-fp32-d16-48"),
+    "cuda": (
+        "gpu-causal-bf16-d64-512", "gpu-pages-h32x8-bf16-d128-1x8k", "gpu-linear-bf16-d64-8x8k",
+    ),
+}  # fmt: skip
+
 # The load average of the last minute above which a CPU is not ours alone.
 BUSY = 0.5
 
@@ -139,18 +147,27 @@ def show_cases(where: torch.device) -> None:
 
 
 def show_peers(where: torch.device) -> None:
-    """Print everybody, and why they cannot take part here, judged by one easy case."""
-    case = CASES["tiny-causal-fp32-d16-48" if where.type == "cpu" else "gpu-causal-bf16-d64-512"]
+    """Print everybody, and why they cannot take part here, judged by an easy case of each kind."""
     terminal = console()
     answers: list[tuple[Peer, str | None]] = []
     with terminal.status("asking ..."):
         for peer in all_peers():
-            try:
-                call = peer.prepare(case, where)
-            except Exception as error:  # whatever a package raises, the others are to be listed
-                call = f"fails: {measure.first_line(error)}"
-            answers.append((peer, call if isinstance(call, str) else None))
+            answers.append((peer, _reason(peer, where)))
     terminal.print(table.peers_table(answers))
+
+
+def _reason(peer: Peer, where: torch.device) -> str | None:
+    """Why somebody cannot take part in any easy case, or None."""
+    reasons = []
+    for name in EASY[where.type]:
+        try:
+            call = peer.prepare(CASES[name], where)
+        except Exception as error:  # whatever a package raises, the others are to be listed
+            call = f"fails: {measure.first_line(error)}"
+        if not isinstance(call, str):
+            return None
+        reasons.append(call)
+    return reasons[0]
 
 
 def show_targets(path: Path) -> None:
