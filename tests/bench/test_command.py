@@ -8,7 +8,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from saccade.bench import environment, memory, session
+from saccade.bench import environment, listing, memory
 from saccade.bench.cases import CASES
 from saccade.bench.command import bench
 from saccade.bench.peers import paged
@@ -88,7 +88,9 @@ def test_lists_and_help():
 
 
 def test_peers_over_pages_are_asked_by_a_case_that_they_serve():
-    peers = {peer.who: session._reason(peer, torch.device("cpu")) for peer in paged.peers()[:2]}
+    peers = {
+        peer.who: listing.reason_against(peer, torch.device("cpu")) for peer in paged.peers()[:2]
+    }
     assert peers == {"saccade/paged-16": None, "saccade/scattered-16": None}
 
 

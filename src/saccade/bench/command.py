@@ -97,11 +97,11 @@ def bench(
       saccade bench --targets found.jsonl
       saccade bench --read benchmarks/results --report page.html
     """
-    from saccade.bench import session
+    from saccade.bench import listing, session
 
     where = _or_exit(lambda: session.device(device))
     if list_cases or list_peers:
-        return (session.show_cases if list_cases else session.show_peers)(where)
+        return (listing.show_cases if list_cases else listing.show_peers)(where)
     _refuse_unused({
         "--cases": cases, "--who": who, "--pass": passes, "--dtype": dtype, "--host": host,
         "--first-call": first_call, "--serving": serving, "--json": json, "--plot": plot,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,14 +28,6 @@ from saccade.bench.peers import Peer, all_peers, ours
 from saccade.bench.timing import Plan
 
 QUICK = Plan(rounds=3, sample_seconds=0.005, warm_seconds=0.0, limit_seconds=20.0)
-
-# Dense, over pages, and linear attention: who can take part in one of them can take part.
-EASY = {
-    "cpu": ("cpu-decode-fp32-d128-16k", "tiny-causal-fp32-d16-48", "tiny-linear-fp32-d16-48"),
-    "cuda": (
-        "gpu-causal-bf16-d64-512", "gpu-pages-h32x8-bf16-d128-1x8k", "gpu-linear-bf16-d64-8x8k",
-    ),
-}  # fmt: skip
 
 # The load average of the last minute above which a CPU is not ours alone.
 BUSY = 0.5
@@ -141,35 +134,6 @@ def settings(
     return measure.Settings(where, plan, memory, graph, cold)
 
 
-def show_cases(where: torch.device) -> None:
-    """Print the named cases for a device."""
-    console().print(table.cases_table(selection.listed_cases(where.type)))
-
-
-def show_peers(where: torch.device) -> None:
-    """Print everybody, and why they cannot take part here, judged by an easy case of each kind."""
-    terminal = console()
-    answers: list[tuple[Peer, str | None]] = []
-    with terminal.status("asking ..."):
-        for peer in all_peers():
-            answers.append((peer, _reason(peer, where)))
-    terminal.print(table.peers_table(answers))
-
-
-def _reason(peer: Peer, where: torch.device) -> str | None:
-    """Why somebody cannot take part in any easy case, or None."""
-    reasons = []
-    for name in EASY[where.type]:
-        try:
-            call = peer.prepare(CASES[name], where)
-        except Exception as error:  # whatever a package raises, the others are to be listed
-            call = f"fails: {measure.first_line(error)}"
-        if not isinstance(call, str):
-            return None
-        reasons.append(call)
-    return reasons[0]
-
-
 def show_targets(path: Path) -> None:
     """Print how the targets stand in a file of results, or in all of a folder; what they lack."""
     terminal = console()
@@ -199,7 +163,7 @@ def run_host(asked: Asked, where: torch.device, outputs: Outputs) -> None:
     cases = _named_cases(asked, where) or [HOST_CASES[selection.machine(where.type)]]
     known = outputs.require()
     found = []
-    for case in cases:
+    for case in _shown(cases):
         peers = _named_peers(asked) or _peers_of(ours.chosen(case, where), "sdpa")
         found.append(host.measure_host(case, peers, where))
     _show_calls(found, outputs, known, "µs")
@@ -210,7 +174,7 @@ def run_first_calls(asked: Asked, where: torch.device, outputs: Outputs) -> None
     default = CASES[first_call.DEFAULT_CASES[selection.machine(where.type)]]
     known = outputs.require()
     found = []
-    for case in _named_cases(asked, where) or [default]:
+    for case in _shown(_named_cases(asked, where) or [default]):
         peers = _named_peers(asked) or _peers_of(ours.chosen(case, where))
         found.append(first_call.measure_first_calls(case, peers, where))
     _show_calls(found, outputs, known, "ms")
@@ -224,6 +188,14 @@ def run_serving(folder: Path, outputs: Outputs) -> None:
     if outputs.file is not None:
         results.append(outputs.file, found)
     outputs._replace(image=None).finish(known, found)
+
+
+def _shown(cases: Sequence[Case]) -> Iterator[Case]:
+    """Each case, its name on the terminal while it is measured."""
+    with console().status("") as status:
+        for case in cases:
+            status.update(f"measuring {case.name} ...")
+            yield case
 
 
 def _named_cases(asked: Asked, where: torch.device) -> list[Case]:
