@@ -63,10 +63,11 @@ bench: $(DEMO_STAMP) ## run the benchmarks
 	@$(BIN)/saccade bench $(ARGS)
 
 # The builder warns of its own next version at each start; pyproject.toml pins the one that is used.
+# Told to be quiet, it would not count warnings, which end the build.
 docs: $(DOCS_STAMP) ## run the chapters and build the site, out/site/index.html (ARGS=--quick: in a minute)
 	@$(BIN)/python tools/chapters.py $(ARGS)
 	@$(BIN)/python tools/site_pages.py
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "Built out/site/index.html"
 
 # Whose shape annotations the tests check at run time. No module that holds kernels: the check wraps

@@ -20,10 +20,19 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).parents[1]
 CHAPTERS = PurePosixPath("docs/chapters")
 # Pages that lie elsewhere on the site than in the repository.
-PLACES = {"README.md": "index.md", f"{CHAPTERS}/README.md": "chapters/index.md"}
-TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PLACES = {
+    "README.md": "index.md",
+    f"{CHAPTERS}/README.md": "chapters/index.md",
+    "benchmarks/README.md": "benchmarks/index.md",
+}
+TOP = (
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md",
+    "benchmarks/README.md", "benchmarks/results/h200/chapters.md",
+)  # fmt: skip
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+# A quote names its file behind the language, where the site's builder takes options only.
+QUOTE = re.compile(r"^```python (\S+)$", re.MULTILINE)
 
 
 def sources() -> Iterator[PurePosixPath]:
@@ -68,10 +77,11 @@ class Site:
             self._made(place_of(source)).write_text(text, encoding="utf-8")
 
     def relinked(self, text: str, source: PurePosixPath) -> str:
-        """A page's text with its links as they are on the site; code is left as it is."""
+        """A page's text with its links as they are on the site; code has its file as a title."""
         parts, end = [], 0
         for fence in FENCE.finditer(text):
-            parts += [self._relinked_prose(text[end : fence.start()], source), fence[0]]
+            code = QUOTE.sub(r'```python title="\1"', fence[0])
+            parts += [self._relinked_prose(text[end : fence.start()], source), code]
             end = fence.end()
         return "".join([*parts, self._relinked_prose(text[end:], source)])
 

@@ -132,8 +132,8 @@ lengths = (64, 128, 256) if lesson.quick else (512, 1024, 2048, 4096)
 forms = ("by pairs", "row by row", "in chunks", "saccade", "softmax, saccade")
 seconds = {form: [] for form in forms}
 for length in lengths:
-    narrow = torch.randn(3, length, DIM).unbind()
-    batched = [rows[None, None].to(lesson.device) for rows in narrow]
+    narrow = torch.randn(3, length, DIM, device=lesson.device).unbind()
+    batched = [rows[None, None] for rows in narrow]
     mask = saccade.masks.causal()
     times = lesson.race(
         {
@@ -149,7 +149,7 @@ for length in lengths:
         seconds[form].append(times[form])
 longest = lengths[-1]
 lesson.table(
-    f"length {longest}, {DIM} channels",
+    f"length {longest}, {DIM} channels, float32, {lesson.device.type}",
     ("form", "multiplications a row", "numbers held", "ms"),
     [
         ("by pairs", multiplications(longest, longest), longest**2, seconds["by pairs"][-1]),
@@ -225,8 +225,8 @@ lesson.table(
 assert recalled[LENGTH][0] > 0.9 and recalled[LENGTH][1] < 0.1
 
 # %% [markdown]
-# [linear.md](../linear.md) goes on from here: the gradients, decay, and chunks in the source of the
-# library.
+# [linear.md](../linear.md) goes on from here: chunks in the library's source, gradients, decay, and
+# kernels.
 #
 # ## Change this and see
 #

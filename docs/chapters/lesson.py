@@ -51,6 +51,8 @@ class Lesson:
             os.environ.pop("TRITON_INTERPRET", None)
         elif self.device.type == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"
+        # PyTorch's profiler would tell of each start and stop, between the lines of the chapter.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         torch.manual_seed(0)
 
     def race(

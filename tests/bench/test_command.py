@@ -8,9 +8,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from saccade.bench import environment, memory
+from saccade.bench import environment, listing, memory
 from saccade.bench.cases import CASES
 from saccade.bench.command import bench
+from saccade.bench.peers import paged
 from saccade.bench.results import read
 
 app = typer.Typer()
@@ -58,7 +59,14 @@ def test_a_tiny_run_from_end_to_end(tmp_path):
         (["--cases", "tiny-full-*", "--pass", "up"], "no pass is named 'up'"),
         (["--cases", "tiny-full-*", "--dtype", "int"], "no dtype is named 'int'"),
         (["--cases", "tiny-full-*", "--who", "flash_attn"], "nothing was measured"),
-        (["--read", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--cases", "tiny-full-*", "--graph"], "--graph: got cpu, takes a GPU"),
+        (["--cases", "tiny-full-*", "--plot", "image.txt"], "--plot: got image.txt, takes a name"),
+        (["--host", "--plot", "image.png"], "--host leaves --plot unused"),
+        (["--targets", ".", "--cases", "tiny-*"], "--targets leaves --cases unused"),
+        (["--read", ".", "--who", "sdpa"], "--read leaves --who unused"),
+        (["--read", "nowhere.jsonl"], "'--read': path 'nowhere.jsonl' does not exist"),
+        (["--targets", "nowhere"], "'--targets': path 'nowhere' does not exist"),
+        (["--serving", "nowhere"], "'--serving': dir 'nowhere' does not exist"),
     ],
 )
 def test_mistakes_are_answered(arguments, message):
@@ -77,6 +85,13 @@ def test_lists_and_help():
     assert "cpu-full-fp32-d64-1k" in run("--list").output
     assert "tiny" not in run("--list").output
     assert "Examples" in run("--help").output
+
+
+def test_peers_over_pages_are_asked_by_a_case_that_they_serve():
+    peers = {
+        peer.who: listing.reason_against(peer, torch.device("cpu")) for peer in paged.peers()[:2]
+    }
+    assert peers == {"saccade/paged-16": None, "saccade/scattered-16": None}
 
 
 def test_importing_the_command_imports_nothing_heavy():

@@ -128,6 +128,12 @@ def test_who_missed_the_last_run_is_compared_with_its_own():
     assert (who.text, ratio.number) == ("flex", 0.25)
 
 
+def test_our_kernels_by_name_are_no_peers():
+    names = ("saccade/scattered-64", "portable/scattered-64", "hopper/scattered-64")
+    found = [result("gpu-full-bf16-d128-1k", who) for who in names]
+    assert not sections.beside_peers([report.Source("", found)]).rows
+
+
 def test_errors_stand_beside_the_least_of_their_run():
     case = "gpu-full-bf16-d128-1k"
     found = [
@@ -194,7 +200,7 @@ def test_a_folder_without_results_is_refused_before_anything_is_measured(tmp_pat
 def test_a_page_needs_a_name(tmp_path):
     done = run("-c", "tiny-causal-fp32-*", "--report", tmp_path)
     assert done.exit_code == 2
-    assert "takes the name of a file" in " ".join(done.output.split())
+    assert "is a directory" in " ".join(done.output.split())
 
 
 def test_the_wheel_holds_the_page_s_parts(tmp_path):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from saccade.bench.cases import CASES
 from saccade.bench.measure import Absence
-from saccade.bench.plot import plot
+from saccade.bench.plot import curves_of, plot
 from saccade.bench.results import Result, append, case_fields, latest, read, record
 from saccade.bench.table import footnotes, results_table
 from saccade.bench.timing import Timing
@@ -135,3 +135,9 @@ def test_a_plot_is_drawn(tmp_path):
     assert path.read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match="no results"):
         plot([], path)
+
+
+def test_a_curve_joins_cases_that_differ_in_length_only():
+    names = ("cpu-linear-fp32-d64-4k", *(f"cpu-linear-length-fp32-d64-{n}k" for n in (1, 4)))
+    (series,) = curves_of([result(name, "bmm") for name in names]).values()
+    assert [length for length, _ in series["bmm"]] == [1024, 4096]

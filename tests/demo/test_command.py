@@ -69,8 +69,8 @@ def test_a_model_that_learned_nothing_is_called_so(run, monkeypatch):
 
 def test_a_text_that_is_not_there_is_named(run, tmp_path):
     result = run(text=tmp_path / "nowhere.txt")
-    assert result.exit_code == 1
-    assert "nowhere.txt: no such file or folder" in result.output
+    assert result.exit_code == 2
+    assert f"--text {tmp_path / 'nowhere.txt'}: no such file or folder" in result.output
 
 
 def test_help_tells_what_happens():

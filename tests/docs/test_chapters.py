@@ -127,6 +127,12 @@ def test_code_keeps_its_brackets(tmp_path):
     assert site.faults == []
 
 
+def test_quotes_have_their_file_as_a_title(tmp_path):
+    text = "```python src/x.py\nx = 1\n```\n"
+    page = Site(tmp_path, tmp_path / "site").relinked(text, PurePosixPath("docs/forward.md"))
+    assert page == text.replace(" src/x.py", ' title="src/x.py"')
+
+
 def test_lists_of_chapters_are_complete():
     contents = (CHAPTERS / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"\((\d\d_\w+)\.py\)", contents)[: len(NAMES)] == NAMES

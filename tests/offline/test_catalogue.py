@@ -47,7 +47,7 @@ def test_a_job_asks_for_kernels_of_its_own_pass():
 def test_kernels_are_chosen_by_glob():
     jobs = catalogue.jobs(("sm_90",), "backward_*")
     assert {job.which for job in jobs} == {"ordered", "shared", "bias"}
-    with pytest.raises(ValueError, match="no kernel is named 'foward'; there are forward, "):
+    with pytest.raises(ValueError, match="no kernel is named 'foward'; there are forward; "):
         catalogue.jobs(("sm_90",), "foward")
 
 

@@ -40,6 +40,8 @@ def test_help_teaches_and_imports_nothing_heavy():
     [
         (["--arch", "sm_70"], "--arch: got 'sm_70', takes sm_75, sm_80"),
         (["--arch", "sm_90", "--kernel", "foward"], "no kernel is named 'foward'"),
+        (["--check", "--known", "nowhere.json"], "--known: nowhere.json does not exist"),
+        (["--markdown", "nowhere.md"], "'--markdown': file 'nowhere.md' does not exist"),
     ],
 )
 def test_mistakes_are_answered_with_what_there_is(arguments, message):

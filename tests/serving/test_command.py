@@ -86,6 +86,8 @@ def test_few_pages_make_requests_take_turns(folder):
         (("x", "--max-new-tokens", "96"), "max_new_tokens: got 96"),
         (("x", "--top-p", "0"), "top_p: got 0.0"),
         (("",), "prompt: got no token"),
+        (("x", "--device", "abacus"), "--device: got 'abacus', takes cpu, cuda"),
+        (("x", "--device", "cuda:64"), "--device: got 'cuda:64', and PyTorch sees"),
     ],
 )
 def test_mistakes_are_answered_in_a_line(folder, arguments, message):
@@ -96,7 +98,7 @@ def test_mistakes_are_answered_in_a_line(folder, arguments, message):
 
 def test_a_folder_without_a_model_is_answered(tmp_path):
     done = run(tmp_path, "x")
-    assert done.exit_code == 2 and "saccade generate:" in done.stderr
+    assert done.exit_code == 2 and "holds no config.json" in done.stderr
 
 
 def test_help_teaches():

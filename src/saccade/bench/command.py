@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NoReturn, TypeVar
 
 import typer
 
@@ -16,10 +16,14 @@ Names = list[str] | None
 
 CASES = typer.Option("--cases", "-c", help="Cases by name or glob; several times or with commas.")
 WHO = typer.Option("--who", "-w", help="Peers by name or glob, such as 'saccade/*,sdpa'.")
-PASS = typer.Option("--pass", help="forward, backward, forward+backward; or both: 1st and 3rd.")
+PASS = typer.Option(
+    "--pass", help="forward, backward, forward+backward; both: the first and the last of these."
+)
 DTYPE = typer.Option("--dtype", help="Of the chosen cases only those: fp32, bf16, fp16, fp64.")
 ROUNDS = typer.Option("--rounds", min=1, help="How often each peer has its turn.")
-LIMIT = typer.Option("--limit", min=0, help="Seconds after which a rotation of 3 rounds may end.")
+LIMIT = typer.Option(
+    "--limit", min=0, help="Seconds after which a case ends, but not before 3 rounds."
+)
 QUICK = typer.Option("--quick", help="Three short rounds: a first look, not to be published.")
 MEMORY = typer.Option(
     "--memory/--no-memory",
@@ -28,21 +32,29 @@ MEMORY = typer.Option(
 DEVICE = typer.Option("--device", help="cpu, cuda, cuda:1, ... By default a GPU if there is one.")
 GRAPH = typer.Option("--graph", help="GPU: time replays of CUDA graphs, without the host's part.")
 COLD = typer.Option("--cold", help="GPU: empty the L2 cache before every call.")
-JSON = typer.Option("--json", help="Append one JSON object a line for each result.")
-PLOT = typer.Option("--plot", help="Draw the results to this image (PNG, SVG or PDF).")
-REPORT = typer.Option("--report", help="Write the results as a page for any browser (HTML).")
+JSON = typer.Option("--json", dir_okay=False, help="Append one JSON object a line for each result.")
+PLOT = typer.Option(
+    "--plot", dir_okay=False, help="Draw the results to this image (PNG, SVG or PDF)."
+)
+REPORT = typer.Option(
+    "--report", dir_okay=False, help="Write the results as a page for any browser (HTML)."
+)
 READ = typer.Option(
     "--read",
+    exists=True,
     help="Measure nothing: show the results in this file, or folder; with --report on a page, "
     "where cases that are named (or --host ...) are measured and added.",
 )
 TARGETS = typer.Option(
-    "--targets", help="Measure nothing: judge this file, or folder, by the targets."
+    "--targets", exists=True, help="Measure nothing: judge this file, or folder, by the targets."
 )
 HOST = typer.Option("--host", help="Measure how long a small call keeps the host instead.")
 FIRST_CALL = typer.Option("--first-call", help="Measure first calls in fresh processes instead.")
 SERVING = typer.Option(
-    "--serving", help="Serve 64 requests by a model's folder, beside transformers' generate."
+    "--serving",
+    exists=True,
+    file_okay=False,
+    help="Serve 64 requests by a model's folder, beside transformers' generate.",
 )
 LIST = typer.Option("--list", help="List the cases for this device and end.")
 LIST_PEERS = typer.Option("--list-peers", help="List the peers, with reasons, and end.")
@@ -73,28 +85,28 @@ def bench(
 ) -> None:
     """Measure attention on this machine: saccade beside PyTorch and whatever else is installed.
 
-    All peers take turns, in another order every round, so that ratios mean something.
-    Before it is timed, each one's result is checked against float64.
+    All peers take turns, in another order every round, so that ratios mean
+    something. Before it is timed, each one's result is checked against float64.
 
     [bold]Examples[/bold]
 
       saccade bench                  [dim]a look at this machine, a minute or two[/dim]
-
       saccade bench --list           [dim]what can be measured[/dim]
-
       saccade bench --list-peers     [dim]who can take part, and why not[/dim]
-
-      saccade bench -c 'cpu-causal-*-4k' -w 'saccade/*,sdpa' --json results.jsonl --plot causal.png
-
-      saccade bench --targets results.jsonl
-
+      saccade bench -c 'cpu-causal-*-4k' -w 'saccade/*,sdpa' --json found.jsonl
+      saccade bench --targets found.jsonl
       saccade bench --read benchmarks/results --report page.html
     """
-    from saccade.bench import session
+    from saccade.bench import listing, session
 
     where = _or_exit(lambda: session.device(device))
     if list_cases or list_peers:
-        return (session.show_cases if list_cases else session.show_peers)(where)
+        return (listing.show_cases if list_cases else listing.show_peers)(where)
+    _refuse_unused({
+        "--cases": cases, "--who": who, "--pass": passes, "--dtype": dtype, "--host": host,
+        "--first-call": first_call, "--serving": serving, "--json": json, "--plot": plot,
+        "--report": report, "--read": read, "--targets": targets,
+    })  # fmt: skip
     if targets is not None:
         return _or_exit(lambda: session.show_targets(targets))
     if read is not None and not (report and (cases or host or first_call or serving)):
@@ -106,8 +118,23 @@ def bench(
     if host or first_call:
         other = session.run_host if host else session.run_first_calls
         return _or_exit(lambda: other(asked, where, outputs))
-    settings = session.settings(where, rounds, limit, memory, quick=quick, graph=graph, cold=cold)
+    settings = _or_exit(lambda: session.settings(where, rounds, limit, memory, quick, graph, cold))
     return _or_exit(lambda: session.run(asked, settings, outputs))
+
+
+def _refuse_unused(options: dict[str, object]) -> None:
+    """End the program if options are given that another one would leave unused."""
+    given = [name for name, value in options.items() if value]
+    calls = [name for name in ("--host", "--first-call", "--serving") if name in given]
+    choice, what, unused = ("--cases", "--who", "--pass", "--dtype"), "", ()
+    if "--targets" in given:
+        what, unused = "--targets", (*choice, *calls, "--json", "--plot", "--report", "--read")
+    elif "--read" in given and not ("--report" in given and ("--cases" in given or calls)):
+        what, unused = "--read", (*choice, *calls, "--json")
+    elif calls:
+        what, unused = calls[0], ("--plot",)
+    if left := [name for name in unused if name in given]:
+        _give_up(f"{what} leaves {' and '.join(left)} unused; give one without the other")
 
 
 def _or_exit(work: Callable[[], Chosen]) -> Chosen:
@@ -115,5 +142,9 @@ def _or_exit(work: Callable[[], Chosen]) -> Chosen:
     try:
         return work()
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        typer.secho(f"saccade bench: {error}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(2) from None
+        _give_up(str(error))
+
+
+def _give_up(message: str) -> NoReturn:
+    typer.secho(f"saccade bench: {message}", fg=typer.colors.RED, err=True)
+    raise typer.Exit(2)

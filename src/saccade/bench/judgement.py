@@ -103,6 +103,9 @@ def still_missing(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def number_text(verdict: Verdict, value: float) -> str:
-    """A value of a target's yardstick, in its unit."""
-    unit = verdict.target.yardstick.unit
-    return f"{value:.3g}{unit}" if unit else f"{value:.2f}"
+    """A value of a target's yardstick, in its unit; with digits that tell a miss from the limit."""
+    unit, limit = verdict.target.yardstick.unit, verdict.target.limit
+    if unit:
+        return f"{value:.3g}{unit}"
+    near = any(f"{miss[0]:.2f}" == f"{limit:.2f}" for miss in verdict.misses)
+    return f"{value:.3f}" if near else f"{value:.2f}"

@@ -2,54 +2,59 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from saccade.bench.cases import SHORT_DTYPES
+from saccade.bench.report.collect import OURS, kind_of, machine_of
 from saccade.bench.results import Result, latest
 
 Series = dict[str, list[tuple[int, float]]]  # who -> (length, TFLOP/s)
 
 # Saccade in shades of one colour, then colours that stay apart for most kinds of colour blindness
 # (Okabe and Ito).
-OURS = ("saccade/", "hopper/")
 OUR_COLORS = ("#d55e00", "#8a3c00", "#f3a56b")
 PEER_COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 MARKERS = "osD^vP*X"
 # Beside whom single cases are drawn: the first that took part.
-BASES = ("sdpa", "sdpa/cudnn", "flex", "sdpa/flash", "fla", "read", "saccade/portable")
+BASES = ("sdpa", "sdpa/cudnn", "flex", "sdpa/flash", "fla", "read", "bmm", "saccade/portable")
 
 
-def require() -> None:
+def require(path: Path) -> None:
     """Refuse a plot before anything is measured for it, if it cannot be drawn.
 
     Raises:
         ModuleNotFoundError: without matplotlib, saying how to get it.
+        ValueError: for a format that matplotlib does not write.
     """
     try:
-        import matplotlib as matplotlib
+        from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError:
         message = "--plot needs matplotlib: pip install 'saccade[bench]'"
         raise ModuleNotFoundError(message) from None
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in formats:
+        raise ValueError(f"--plot: got {path}, takes a name that ends in .png, .svg or .pdf")
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
     """Draw result files' throughput and write it as an image.
 
     Raises:
-        ValueError: if there is nothing to draw.
+        ValueError: if there is nothing to draw, or for an unknown format.
         ModuleNotFoundError: without matplotlib.
     """
-    require()
+    require(path)
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
-    curves, singles = _curves(results), _singles(results)
+    curves, singles = curves_of(results), _singles(results)
     if not curves and not singles:
         raise ValueError("no results to plot")
     rows = sorted({row for row, _ in curves})
@@ -66,7 +71,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
             if (row, column) in curves:
                 axes = figure.add_subplot(grid[row_index, column_index])
                 _draw_curves(axes, curves[row, column], styles, unit)
-                axes.set_title(f"{row}, {column}", fontsize=9)
+                axes.set_title(textwrap.fill(f"{row}, {column}", 40), fontsize=9)
                 if column_index == 0:
                     axes.set_ylabel(f"{unit}FLOP/s")
     if singles:
@@ -88,15 +93,11 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def _machines(results: Sequence[Result]) -> str:
-    devices = dict.fromkeys(
-        result.device if "NVIDIA" in result.device else f"{result.device}, {result.threads} threads"
-        for result in results
-    )
-    return "; ".join(devices)
+    return "; ".join(dict.fromkeys(machine_of(result) for result in results))
 
 
-def _curves(results: Sequence[Result]) -> dict[tuple[str, str], Series]:
-    """(dtype and dim, mask and pass) -> throughput by length; only where there are two lengths."""
+def curves_of(results: Sequence[Result]) -> dict[tuple[str, str], Series]:
+    """(dtype and dim, kind and pass) -> throughput by length; only where there are two lengths."""
     panels: dict[tuple[str, str], Series] = defaultdict(lambda: defaultdict(list))
     for (_, which_pass), members in latest(results).items():
         for who, result in members.items():
@@ -112,7 +113,7 @@ def _curves(results: Sequence[Result]) -> dict[tuple[str, str], Series]:
 
 def _singles(results: Sequence[Result]) -> list[tuple[str, dict[str, float]]]:
     """(case and pass, who -> time over a peer's) for what has one length, hence no curve."""
-    curves = _curves(results)
+    curves = curves_of(results)
     singles = []
     for (name, which_pass), members in latest(results).items():
         some = next(iter(members.values()))
@@ -131,8 +132,7 @@ def _singles(results: Sequence[Result]) -> list[tuple[str, dict[str, float]]]:
 def _panel(result: Result, which_pass: str) -> tuple[str, str]:
     case = result.case
     dtype = SHORT_DTYPES.get(case["dtype"], case["dtype"])
-    kind = "grouped " if case["query_heads"] != case["kv_heads"] else ""
-    return f"{dtype} d{case['head_dim']}", f"{kind}{case['mask']}, {which_pass}"
+    return f"{dtype} d{case['head_dim']}", f"{kind_of(result)}, {which_pass}"
 
 
 def _styles(results: Sequence[Result]) -> dict[str, tuple[str, str]]:

@@ -40,8 +40,11 @@ def measure_serving(
     """Times of all requests together.
 
     Raises:
-        ValueError: if the engine's tokens are not those of generation without a cache.
+        ValueError: for a folder without a model, and if the engine's tokens are not those of
+            generation without a cache.
     """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--serving: {folder} holds no config.json; a model's folder has one")
     served, alone, tokenizer = load(folder), load(folder), tokenizer_of(folder)
     work = Work(prompts_of(tokenizer, requests), new_tokens)
     check(serve(served, work), without_cache(alone, work))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,13 +61,11 @@ class Outputs(NamedTuple):
         """Refuse before anything is measured what cannot be written; what `read` holds.
 
         Raises:
-            ValueError: if the page cannot be written where it is to be, or `read` holds nothing.
+            ValueError: for an image of an unknown format, or if `read` holds nothing.
             ModuleNotFoundError: for an image without matplotlib.
         """
         if self.image is not None:
-            plotting.require()
-        if self.page is not None and self.page.is_dir():
-            raise ValueError(f"--report takes the name of a file, and {self.page} is a folder")
+            plotting.require(self.image)
         return reporting.gather(self.read) if self.page is not None and self.read else []
 
     def finish(self, known: list[reporting.Source], found: list[results.Result]) -> None:
@@ -117,36 +116,22 @@ def settings(
     rounds: int,
     limit: float,
     memory: bool | None,
-    *,
     quick: bool,
     graph: bool,
     cold: bool,
 ) -> measure.Settings:
-    """How to measure, from the options."""
+    """How to measure, from the options.
+
+    Raises:
+        ValueError: for what a GPU alone can do.
+    """
+    for name, given in (("--graph", graph), ("--cold", cold)):
+        if given and where.type != "cuda":
+            raise ValueError(f"{name}: got {where.type}, takes a GPU")
     # A card that was idle runs too fast at first: its clock falls once it is warm.
     warm_seconds = 1.0 if where.type == "cuda" else 0.2
     plan = QUICK if quick else Plan(rounds, warm_seconds=warm_seconds, limit_seconds=limit)
     return measure.Settings(where, plan, memory, graph, cold)
-
-
-def show_cases(where: torch.device) -> None:
-    """Print the named cases for a device."""
-    console().print(table.cases_table(selection.listed_cases(where.type)))
-
-
-def show_peers(where: torch.device) -> None:
-    """Print everybody, and why they cannot take part here, judged by one easy case."""
-    case = CASES["tiny-causal-fp32-d16-48" if where.type == "cpu" else "gpu-causal-bf16-d64-512"]
-    terminal = console()
-    answers: list[tuple[Peer, str | None]] = []
-    with terminal.status("asking ..."):
-        for peer in all_peers():
-            try:
-                call = peer.prepare(case, where)
-            except Exception as error:  # whatever a package raises, the others are to be listed
-                call = f"fails: {measure.first_line(error)}"
-            answers.append((peer, call if isinstance(call, str) else None))
-    terminal.print(table.peers_table(answers))
 
 
 def show_targets(path: Path) -> None:
@@ -160,13 +145,15 @@ def show_targets(path: Path) -> None:
 
 
 def show_results(path: Path, image: Path | None, page: Path | None) -> None:
-    """Show what a file, or every file of a folder, holds: on a page, else in a table."""
+    """Show what a file, or every file of a folder, holds: on a page, else in a table a file."""
     sources = Outputs(None, image, page, path).require() or reporting.gather(path)
     found = [result for source in sources for result in source.results]
     if page is not None:
         write_page(sources, page)
     else:
-        console().print(table.results_table(found))
+        for source in sources:
+            title = source.label if len(sources) > 1 else ""
+            console().print(table.results_table(source.results, title=title))
     if image is not None:
         plotting.plot(found, image)
 
@@ -176,7 +163,7 @@ def run_host(asked: Asked, where: torch.device, outputs: Outputs) -> None:
     cases = _named_cases(asked, where) or [HOST_CASES[selection.machine(where.type)]]
     known = outputs.require()
     found = []
-    for case in cases:
+    for case in _shown(cases):
         peers = _named_peers(asked) or _peers_of(ours.chosen(case, where), "sdpa")
         found.append(host.measure_host(case, peers, where))
     _show_calls(found, outputs, known, "µs")
@@ -187,7 +174,7 @@ def run_first_calls(asked: Asked, where: torch.device, outputs: Outputs) -> None
     default = CASES[first_call.DEFAULT_CASES[selection.machine(where.type)]]
     known = outputs.require()
     found = []
-    for case in _named_cases(asked, where) or [default]:
+    for case in _shown(_named_cases(asked, where) or [default]):
         peers = _named_peers(asked) or _peers_of(ours.chosen(case, where))
         found.append(first_call.measure_first_calls(case, peers, where))
     _show_calls(found, outputs, known, "ms")
@@ -201,6 +188,14 @@ def run_serving(folder: Path, outputs: Outputs) -> None:
     if outputs.file is not None:
         results.append(outputs.file, found)
     outputs._replace(image=None).finish(known, found)
+
+
+def _shown(cases: Sequence[Case]) -> Iterator[Case]:
+    """Each case, its name on the terminal while it is measured."""
+    with console().status("") as status:
+        for case in cases:
+            status.update(f"measuring {case.name} ...")
+            yield case
 
 
 def _named_cases(asked: Asked, where: torch.device) -> list[Case]:

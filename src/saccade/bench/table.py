@@ -17,12 +17,15 @@ YARDSTICK = "sdpa"
 UNITS = {"ms": 1, "µs": 1000}  # of one millisecond
 
 
-def results_table(results: Sequence[Result], unit: str = "ms") -> Table:
+def results_table(results: Sequence[Result], unit: str = "ms", title: str = "") -> Table:
     """Medians in ms, or µs, and beside them the ratio to SDPA's time in the same run."""
     runs = latest(results)
     names = list(dict.fromkeys(result.who for result in results))
+    beside = f" (× {YARDSTICK}'s time in the same run)" if YARDSTICK in names else ""
     table = Table(
-        caption=f"median {unit} (× {YARDSTICK}'s time in the same run); the fastest in bold",
+        title=title or None,
+        title_justify="left",
+        caption=f"median {unit}{beside}; the fastest in bold",
         caption_justify="left",
     )
     table.add_column("case", no_wrap=True, overflow="fold")

@@ -58,8 +58,9 @@ def demo(
 
     On the CPU, with no GPU and no download, it
 
-    1. trains a transformer of a million parameters to predict the next byte of a text, with
-    [bold]saccade.attention[/]: one layer sees 64 bytes back, the others everything before;
+    1. trains a transformer of a million parameters to predict the next byte of a
+    text, with [bold]saccade.attention[/]: one layer sees 64 bytes back, the others
+    everything before;
 
     2. judges it on text that it never saw, beside counting bytes and pairs of bytes;
 
@@ -69,7 +70,8 @@ def demo(
 
     5. measures time and memory beside plain PyTorch and PyTorch's own fused operator.
 
-    The exit status is 1 if the model does not beat both kinds of counting.
+    The exit status is 1 if the model does not beat both kinds of counting, and 2
+    if an option cannot be used.
 
     [bold]Try:[/] saccade demo --quick
 

@@ -27,10 +27,10 @@ CHECKED_BYTES = 256  # the cache is checked on so many bytes
 PROMPT_BYTES = 64
 
 
-def give_up(console: Console, message: str) -> NoReturn:
+def give_up(console: Console, message: str, status: int) -> NoReturn:
     """Say why the demo ends here, and end it."""
     console.print(f"[bold red]{escape(message)}[/]", soft_wrap=True)
-    raise typer.Exit(1)
+    raise typer.Exit(status)
 
 
 def gather_text(console: Console, path: Path | None, settings: Settings) -> Corpus:
@@ -38,7 +38,7 @@ def gather_text(console: Console, path: Path | None, settings: Settings) -> Corp
     try:
         corpus = gather(path, settings.shape.context)
     except TextError as error:
-        give_up(console, str(error))
+        give_up(console, str(error) if path is None else f"--text {error}", 2)
     files = "1 file" if corpus.num_files == 1 else f"{corpus.num_files:,} files"
     console.print(
         f"It reads {corpus.source}: {files}, {len(corpus.training):,} bytes to learn from; "
@@ -53,7 +53,7 @@ def make_folder(console: Console, output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        give_up(console, f"--output {output}: {error.strerror}")
+        give_up(console, f"--output {output}: {error.strerror}", 2)
 
 
 def train_model(
@@ -117,6 +117,10 @@ def check(console: Console, corpus: Corpus, model: ByteModel, seed: int) -> list
         console.print(
             f"Largest RMS error as a multiple of plain PyTorch's, {dtype}: {', '.join(ratios)}."
         )
+    console.print(
+        "Saccade and SDPA run the same kernel of PyTorch's on a CPU. Its exponential may be an "
+        "approximate one, which shows in float32."
+    )
     off = cache_error(model, tokens[0, :CHECKED_BYTES])
     console.print(
         "Byte by byte with a key/value cache, the logits are those of one pass over the whole "
@@ -183,8 +187,8 @@ def save(
     for what, path in saved.items():
         console.print(f"{what:>17}  {path}", markup=False, soft_wrap=True)
     console.print(
-        "It is a Qwen2 of its size, and transformers reads it. Many texts at once: "
-        f'saccade generate {exported} "def " "class "',
+        "It is a Qwen2 of its size. With transformers (pip install 'saccade[transformers]') it "
+        f'writes many texts at once: saccade generate {exported} "def " "class "',
         markup=False, soft_wrap=True,
     )  # fmt: skip
 
@@ -196,4 +200,5 @@ def judge(console: Console, bits: dict[str, float]) -> None:
             console,
             "The model predicts no better than counting: it has learned too little. "
             "Give it more time (leave out --quick, or raise --steps) or more text.",
+            1,
         )

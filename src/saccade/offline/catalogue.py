@@ -172,7 +172,7 @@ def jobs(
     if head_dim is not None and head_dim not in dims:
         raise ValueError(f"--head-dim: got {head_dim}, takes {', '.join(map(str, dims))}")
     if not any(fnmatchcase(kernel, kernels) for kernel in KERNELS):
-        raise ValueError(f"no kernel is named {kernels!r}; there are {', '.join(KERNELS)}")
+        raise ValueError(f"no kernel is named {kernels!r}; there are {'; '.join(KERNELS)}")
     found = []
     for architecture in architectures:
         for entry in entries(architecture):

@@ -118,6 +118,10 @@ def kernels(
     jobs = catalogue.jobs(
         architectures(selection.architectures), selection.kernels, selection.head_dim
     )
+    if check and known_file is not None and not known_file.exists():
+        raise ValueError(
+            f"--known: {known_file} does not exist, so nothing can be compared with it"
+        )
     kept = {} if known_file is None else known.read(known_file, version)
     results = compile_with_progress(jobs, processes or cores(), console, known.trusted(kept))
     seconds = time.perf_counter() - begin

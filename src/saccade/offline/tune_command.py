@@ -15,7 +15,7 @@ BATCH = typer.Option("--batch", min=1, help="Sequences.")
 HEADS = typer.Option("--heads", min=1, help="Query heads.")
 KV_HEADS = typer.Option("--kv-heads", min=1, help="Key and value heads; as many by default.")
 DTYPE = typer.Option("--dtype", help="bf16, fp16 or fp32.")
-MASK = typer.Option("--mask", help="none, causal, window, documents, blocks; several times.")
+MASK = typer.Option("--mask", help="none, causal, window, documents, blocks, dense; several times.")
 WHICH = typer.Option("--which", "-w", help="Kernels: forward, backward_keys, ...; with commas.")
 LIMIT = typer.Option("--limit", min=0, help="Seconds after which the last turns of a kernel end.")
 JOBS = typer.Option("--jobs", "-j", min=1, help="Compilers at a time; by default one a core.")
@@ -39,17 +39,14 @@ def tune(
 ) -> None:
     """Find the fastest tile sizes for this machine's GPU.
 
-    Candidates are compiled first, looked at once, and the fastest then take turns. Only the kernel
-    itself is timed. Without --save the library goes on as before.
+    Candidates are compiled first, looked at once, and the fastest then take
+    turns. Only the kernel itself is timed. Without --save nothing changes.
 
     [bold]Examples[/bold]
 
       saccade tune                          [dim]width 128, without a mask and causal[/dim]
-
       saccade tune -d 64 --mask causal --save
-
       saccade tune -w forward -d 128 --length 16384 --batch 1
-
       saccade tune -w backward_keys,backward_queries --mask window --limit 60
     """
     from saccade.offline import session

@@ -30,6 +30,7 @@ def tune(
 
     Raises:
         RuntimeError: on a machine without a GPU.
+        ValueError: for a kernel that has no config.
     """
     architecture, console = session.own_architecture(), Console()
     version = session.triton_version()
@@ -37,12 +38,12 @@ def tune(
         raise RuntimeError(
             "there is no GPU here, so nothing can be timed; `saccade kernels` compiles without one"
         )
+    found = [tuning.task(architecture, which, call) for which, call in tasks]  # all names are known
     device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device)
     console.print(f"{name} ({architecture}), Triton {version}", highlight=False)
     winners: dict[configs.KernelProblem, Config] = {}
-    for which, call in tasks:
-        task = tuning.task(architecture, which, call)
+    for task in found:
         measured = measure(task, device, limit, processes or session.cores(), console)
         console.print(tuning.results_table(task, measured))
         best = tuning.winner(measured, configs.default(task.problem))

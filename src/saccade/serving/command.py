@@ -114,7 +114,10 @@ def generate(
 def _lines(file: Path | None) -> list[str]:
     if file is None:
         return []
-    return [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+    try:
+        return [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+    except UnicodeDecodeError:
+        _give_up(f"--file: {file} is no text in UTF-8")
 
 
 def _give_up(message: str) -> NoReturn:

@@ -100,8 +100,9 @@ def summary(statistics: EngineStatistics) -> str:
     """What the engine did, in a line."""
     read = statistics.prompt_tokens
     cached = f" ({statistics.cached_tokens / read:.0%} found in the cache)" if read else ""
+    plural = "" if statistics.done == 1 else "s"
     return (
-        f"{statistics.done} requests: {read:,} prompt tokens{cached}, "
+        f"{statistics.done} request{plural}: {read:,} prompt tokens{cached}, "
         f"{statistics.new_tokens:,} new ones in {statistics.busy:.2f} s "
         f"({statistics.tokens_per_second:,.0f} a second), {statistics.steps:,} steps, "
         f"{statistics.preemptions} preemptions, {statistics.pages:,} pages."

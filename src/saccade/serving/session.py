@@ -56,20 +56,39 @@ def run(
 
 
 def load(folder: Path, device: str | None) -> tuple[Any, Any]:
-    """The model and the tokenizer of a folder; nothing is downloaded, and no code of it runs."""
+    """The model and the tokenizer of a folder; nothing is downloaded, and no code of it runs.
+
+    Raises:
+        ImportError: without transformers.
+        ValueError: for a folder without a model, and a device that is not there.
+    """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ImportError(
-            "saccade generate needs transformers (pip install 'saccade[transformers]')"
+            "models need transformers (pip install 'saccade[transformers]')"
         ) from error
     disable_progress_bar()  # a folder on disk is read in no time, and --quiet is quiet
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = _device(device)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json; a model's folder has one")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
-    return model.to(device), tokenizer
+    return model.to(where), tokenizer
+
+
+def _device(name: str | None) -> torch.device:
+    """The device that a user names, or the best there is."""
+    has_gpu = torch.cuda.is_available()
+    try:
+        found = torch.device(name or ("cuda" if has_gpu else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"--device: got {name!r}, takes cpu, cuda, cuda:0 …") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        number = torch.cuda.device_count()
+        raise ValueError(f"--device: got {name!r}, and PyTorch sees {number} GPUs here")
+    return found
 
 
 def watch(

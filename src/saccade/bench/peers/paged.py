@@ -45,8 +45,10 @@ def peers() -> list[Peer]:
         found += [
             _peer(f"saccade/paged-{size}", f"{call}, neighbouring {pages}", size, False, _ours),
             _peer(f"saccade/scattered-{size}", f"{call}, scattered {pages}", size, True, _ours),
-            _peer(f"portable/scattered-{size}", "the same by portable ones", size, True, _portable),
-            _peer(f"hopper/scattered-{size}", "the same by Hopper kernels", size, True, _hopper),
+            _peer(
+                f"portable/scattered-{size}", "the same, portable kernels", size, True, _portable
+            ),
+            _peer(f"hopper/scattered-{size}", "the same, Hopper kernels", size, True, _hopper),
             _peer(f"sdpa/gathered-{size}", f"gathers {pages}, then SDPA", size, True, _gathered),
         ]
     return found

@@ -63,10 +63,13 @@ const charts = {
   chooseStyles() {
     const styles = {}, counts = { ours: 0, peer: 0 };
     let index = 0;
-    const seen = new Map();
-    for (const { who } of charts.points) seen.set(who, (seen.get(who) ?? 0) + 1);
+    const seen = new Map(), owners = new Map();
+    for (const { who, ours } of charts.points) {
+      seen.set(who, (seen.get(who) ?? 0) + 1);
+      owners.set(who, ours);
+    }
     for (const who of [...seen.keys()].sort((one, other) => seen.get(other) - seen.get(one))) {
-      const ours = who.startsWith("saccade/"), kind = ours ? "ours" : "peer";
+      const ours = owners.get(who), kind = ours ? "ours" : "peer";
       const colors = ours ? 4 : 5, count = counts[kind]++;
       styles[who] = {
         who, ours, color: `--${kind}-${count % colors}`, dash: Math.floor(count / colors) % 4,
@@ -264,7 +267,7 @@ const charts = {
         if (!kept[index]) return;
         const cell = make("td", made, text);
         if (numeric[index]) cell.className = "number";
-        if (index === 1 && points[at].who.startsWith("saccade/")) cell.className = "ours";
+        if (index === 1 && points[at].ours) cell.className = "ours";
         if (number !== undefined) cell.dataset.number = number;
       });
     }

@@ -12,6 +12,9 @@ from saccade.bench.peers import all_peers
 from saccade.bench.report.limits import Limit, limit_of
 from saccade.bench.results import Result, files_of, read, runs_of
 
+# Peers that are saccade: what it chooses, and its kernels where they are asked for by name.
+OURS = ("saccade/", "portable/", "hopper/")
+
 
 class Source(NamedTuple):
     """Results, and the name of where they come from."""
@@ -106,7 +109,7 @@ def yardsticks() -> frozenset[str]:
 
 def is_ours(who: str) -> bool:
     """Whether it is one of saccade's implementations; the reference is not there to be fast."""
-    return who.startswith("saccade/") and who != "saccade/reference"
+    return who.startswith(OURS) and who != "saccade/reference"
 
 
 def machine_of(result: Result) -> str:
@@ -155,6 +158,7 @@ def chart_data(sources: Sequence[Source], found: Sequence[Point]) -> dict[str, A
                 "date": result.date,
                 "case": case["name"],
                 "who": result.who,
+                "ours": result.who.startswith(OURS),
                 "length": case["kv_len"],
                 "heads": heads_text(result),
                 "ms": result.median_ms,

@@ -212,7 +212,7 @@ def _ratios(members: dict[str, Result]) -> Iterator[tuple[str, float]]:
     idle = collect.yardsticks()
     for who, peer in members.items():
         timed = collect.rate_of(peer) is not None and who not in idle
-        if ours and timed and not who.startswith("saccade/"):
+        if ours and timed and not who.startswith(collect.OURS):
             yield who, min(ours) / peer.median_ms
 
 
