@@ -76,7 +76,8 @@ def page(folder):
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, [*map(str, arguments), "--device", "cpu"])
+    runner = CliRunner(env={"COLUMNS": "300"})  # paths are long, and messages not to be cut
+    return runner.invoke(app, [*map(str, arguments), "--device", "cpu"])
 
 
 def data_of(page):

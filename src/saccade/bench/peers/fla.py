@@ -29,8 +29,6 @@ MOST_COMPILERS = 16
 
 def prepare(case: Case, device: torch.device) -> Call | str:
     """chunk_linear_attn with its normaliser; features are taken outside, as it has none."""
-    if case.decodes:
-        return "chunk_linear_attn goes on from no state in place"
     try:
         module = importlib.import_module("fla.ops.linear_attn")
     except ImportError as error:
@@ -38,6 +36,8 @@ def prepare(case: Case, device: torch.device) -> Call | str:
         return "not installed" if missing else f"import fails: {error}"
     if device.type != "cuda":
         return "it takes tensors on a GPU"
+    if case.decodes:
+        return "chunk_linear_attn goes on from no state in place"
     for name in KERNELS:
         tune_quickly(importlib.import_module(name))
 
