@@ -86,19 +86,17 @@ def test_errors_do_not_grow_with_the_length(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 3, 200])  # one key, one chunk, two
 @pytest.mark.parametrize(
-    ("entries", "large", "at_once"),
+    ("entries", "large"),
     [
-        (slice(0, 5), 1, 300),  # in place: four states of 64 numbers, and then the fifth
-        ([6, 0, 3, 1, 4], 1, 300),  # in place, one after the other
-        ([6, 0, 3, 1, 4], 1000, 150),  # copies of two
-        ([6, 0, 3, 1, 4], 1000, 1000),  # a copy of all
+        (slice(0, 5), 64),  # where they lie
+        ([6, 0, 3, 1, 4], 64),  # there, one after the other
+        ([6, 0, 3, 1, 4], 65),  # copies
     ],
 )
-def test_states_of_a_step_are_taken_a_few_at_a_time(
-    entries: Any, tokens: int, large: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+def test_states_of_a_step_are_changed_and_no_others(
+    entries: Any, tokens: int, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "LARGE_STATE", large)
-    monkeypatch.setattr(linear, "STATES_AT_ONCE", at_once)
     torch.manual_seed(0)
     query, key, value = (torch.randn(5, heads, tokens, 4) for heads in (8, 4, 2))
     sums = torch.rand(7, 4, 4, 4), torch.rand(7, 4, 4)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ from saccade.problem import Config, accumulate_dtype
 
 CHUNK = 128
 HEADS_AT_ONCE = 16
-STATES_AT_ONCE = 2**20  # numbers of them
-LARGE_STATE = 2**16  # numbers: copying it takes longer than a step of its own
+LARGE_STATE = 2**16  # numbers: copying it out of a pool takes longer than a step of its own
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -147,21 +146,19 @@ def step(
 def _states(
     kv: Tensor, key_sum: Tensor, state_index: Tensor | None, wide: torch.dtype
 ) -> Iterator[tuple[slice, State]]:
-    """So many states at a time as a cache holds, and which heads they are of, through the batch."""
-    count = kv.shape[0] if state_index is None else state_index.shape[0]
-    numbers = kv[0].numel()
-    at_once, places = max(STATES_AT_ONCE // max(numbers, 1), 1), None
-    if state_index is not None and numbers >= LARGE_STATE:
-        at_once, places = 1, state_index.tolist()
-    for first in range(0, count, at_once):
-        entries = slice(first, min(first + at_once, count))
-        where = entries if state_index is None else state_index[entries]
-        if places is not None:  # a view, where an index would copy
-            where = slice(places[first], places[first] + 1)
+    """The states of a step, and which heads they are of, counted through the batch."""
+    places: list[Any] = [slice(None)]
+    if state_index is not None and kv[0].numel() < LARGE_STATE:
+        places = [state_index]  # an index copies
+    elif state_index is not None:
+        places = [slice(entry, entry + 1) for entry in state_index.tolist()]
+    first = 0
+    for where in places:
         given = kv[where], key_sum[where]
         own = [sums.to(wide).contiguous() for sums in given]
-        heads = slice(entries.start * kv.shape[1], entries.stop * kv.shape[1])
+        heads = slice(first, first + own[0].shape[0] * own[0].shape[1])
         yield heads, State(own[0].flatten(0, 1), own[1].flatten(0, 1))
+        first = heads.stop
         for pool, found, before in zip((kv, key_sum), own, given, strict=True):
             if found is not before or isinstance(where, Tensor):
                 pool[where] = found.to(pool.dtype)
