@@ -93,7 +93,8 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def _machines(results: Sequence[Result]) -> str:
-    return "; ".join(dict.fromkeys(machine_of(result) for result in results))
+    drawn = [result for members in latest(results).values() for result in members.values()]
+    return "; ".join(dict.fromkeys(map(machine_of, drawn)))
 
 
 def curves_of(results: Sequence[Result]) -> dict[tuple[str, str], Series]:
