@@ -8,6 +8,7 @@ tiles are skipped and which run without mask arithmetic.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,17 @@ def classify(key: str, captured: Captured, at: Coordinates) -> Truth:
     A function that does something which intervals do not understand answers "perhaps" everywhere:
     its tiles are then judged row by row when they are visited.
     """
+    with _on_cpu():
+        return _classify(key, captured, at)
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Tensors that are made on the way lie beside the intervals, whatever the default device is."""
+    usual = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if usual else torch.device("cpu")
+
+
+def _classify(key: str, captured: Captured, at: Coordinates) -> Truth:
     tree = expressions.parse(key)
     if tree is None:
         return as_truth(torch.ones((1, 1, 1, 1), dtype=torch.bool))
@@ -92,7 +104,7 @@ class Interval:
         """The tiles of the rows start … stop - 1 along one of four dimensions."""
         shape = [1, 1, 1, 1]
         shape[dim] = -1
-        low = torch.arange(start, stop, tile_size).view(shape)
+        low = torch.arange(start, stop, tile_size, device="cpu").view(shape)
         return Interval(low, (low + tile_size).clamp_max(stop) - 1)
 
     def take_from(self, table: Tensor, indices: Sequence[Any]) -> Any:

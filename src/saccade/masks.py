@@ -257,12 +257,12 @@ def tree_bits(parents: Tensor) -> Tensor:
     """
     parents = integers("parents", parents, 2)
     batch, length = parents.shape
-    ranks = torch.arange(length, device=parents.device)
+    entries, ranks = (torch.arange(n, device=parents.device) for n in (batch, length))
     if bool(((parents >= ranks) | (parents < -1)).any()):
         raise ValueError("parents: got a token at or after its child, takes -1 or earlier tokens")
     sees = torch.zeros(batch, length + 1, length, dtype=torch.bool, device=parents.device)
     for token in range(length):  # the last row, which -1 means, sees nothing
-        sees[:, token] = sees[torch.arange(batch), parents[:, token]]
+        sees[:, token] = sees[entries, parents[:, token]]
         sees[:, token, token] = True
     words = -(-length // WORD)
     padded = torch.nn.functional.pad(sees[:, :length].long(), (0, words * WORD - length))

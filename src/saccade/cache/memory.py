@@ -81,4 +81,4 @@ def _pools(layers: list[LayerPages]) -> list[Tensor]:
 
 
 def _numbers(pages: Sequence[int]) -> Tensor:
-    return torch.tensor(pages, dtype=torch.int64)
+    return torch.tensor(pages, dtype=torch.int64, device="cpu")

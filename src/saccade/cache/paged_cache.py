@@ -241,8 +241,8 @@ class PagedCache:
             stand_in = next(iter(each.kept), 0)
             pages = [stand_in if page is None else page for page in each.pages]
             rows.append(pages + [0] * (width - len(pages)))
-        table = torch.tensor(rows, dtype=torch.int32).view(len(held), width)
-        lens = torch.tensor([each.length for each in held], dtype=torch.int32)
+        table = torch.tensor(rows, dtype=torch.int32, device="cpu").view(len(held), width)
+        lens = torch.tensor([each.length for each in held], dtype=torch.int32, device="cpu")
         return table.to(self.device), lens.to(self.device)
 
     def pages(self, layer: int) -> LayerPages:

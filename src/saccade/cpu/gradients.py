@@ -30,7 +30,9 @@ class GradientSum:
             return
         if self.total is None:
             batch, heads, rows, dim = self.shape
-            self.total = torch.zeros(batch, rows, heads, dim, dtype=self.wide).transpose(1, 2)
+            self.total = torch.zeros(
+                batch, rows, heads, dim, dtype=self.wide, device="cpu"
+            ).transpose(1, 2)
         elif self.total.dtype != self.wide:
             self.total = self.total.to(self.wide)
         self.total[at] += share
@@ -38,7 +40,7 @@ class GradientSum:
     def result(self) -> Tensor:
         """The sum; zeros where nothing was added."""
         if self.total is None:
-            return torch.zeros(self.shape, dtype=self.wide)
+            return torch.zeros(self.shape, dtype=self.wide, device="cpu")
         return self.total
 
 

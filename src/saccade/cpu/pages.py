@@ -34,7 +34,7 @@ class Scratch:
         size = math.prod(shape)
         memory = self._memory.get((name, dtype))
         if memory is None or memory.numel() < size:
-            memory = self._memory[name, dtype] = torch.empty(size, dtype=dtype)
+            memory = self._memory[name, dtype] = torch.empty(size, dtype=dtype, device="cpu")
         return memory[:size].view(shape)
 
 
@@ -143,7 +143,7 @@ class Pages(NamedTuple):
         # PyTorch selects numbers of eight bits only as whole ones.
         bits = pages.view(torch.int8) if pages.dtype == torch.float8_e4m3fn else pages
         memory = self.scratch.take("chosen", (count, *pages.shape[1:]), bits.dtype)
-        torch.index_select(bits, 0, torch.tensor(numbers), out=memory)
+        torch.index_select(bits, 0, torch.tensor(numbers, device="cpu"), out=memory)
         return memory.view(pages.dtype)
 
 

@@ -68,12 +68,12 @@ def attend(
 
     None if heads see unlike keys: there is then no one set of rows to zero.
     """
-    chosen = torch.tensor(group.sequences)
+    chosen = torch.tensor(group.sequences, device="cpu")
     lens = inputs.kv_lens[chosen].long()
     at = Coordinates(
         batch=chosen.view(-1, 1, 1, 1),
         head=index_range(0, query.shape[1], 1),
-        query_row=torch.zeros(1, 1, 1, 1, dtype=torch.int64),
+        query_row=index_range(0, 1, 2),
         kv_row=index_range(0, group.kv_len, 3),
         shift=(lens - 1).view(-1, 1, 1, 1),
     )
@@ -84,7 +84,8 @@ def attend(
         return None
     pages = -(-group.kv_len // inputs.page_size)
     table = inputs.page_table[chosen, :pages].long()
-    table = table.where(torch.arange(pages) * inputs.page_size < lens.unsqueeze(1), 0)
+    first_rows = torch.arange(pages, device="cpu") * inputs.page_size
+    table = table.where(first_rows < lens.unsqueeze(1), 0)
     key = _rows(inputs.key_pages, table, group.kv_len)
     value = _rows(inputs.value_pages, table, group.kv_len)
     edge = edges.edge(seen, query.dtype)

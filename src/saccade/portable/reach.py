@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
 from saccade import intervals
 from saccade.expressions import Captured, Coordinates
 from saccade.intervals import Interval
@@ -30,15 +28,14 @@ def is_short(mask: str, captured: Captured, query_len: int, kv_len: int) -> bool
 def _is_short(
     mask: str, ints: tuple[int, ...], floats: tuple[float, ...], query_len: int, kv_len: int
 ) -> bool:
-    with torch.device("cpu"):
-        at = Coordinates(
-            batch=index_range(0, 1, 0),
-            head=index_range(0, 1, 1),
-            query_row=_cells(query_len, 2),
-            kv_row=_cells(kv_len, 3),
-            shift=kv_len - query_len,
-        )
-        truth = intervals.classify(mask, Captured((), ints, floats), at)
+    at = Coordinates(
+        batch=index_range(0, 1, 0),
+        head=index_range(0, 1, 1),
+        query_row=_cells(query_len, 2),
+        kv_row=_cells(kv_len, 3),
+        shift=kv_len - query_len,
+    )
+    truth = intervals.classify(mask, Captured((), ints, floats), at)
     return truth.possible.float().mean().item() * kv_len <= FEW
 
 
