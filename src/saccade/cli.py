@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from saccade.bench.command import bench
@@ -12,11 +14,33 @@ from saccade.serving.command import generate
 
 app = typer.Typer(
     name="saccade",
-    help="Exact attention for PyTorch: see it train and write, and measure it on this machine.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
 )
+
+
+def _show_versions(wanted: bool) -> None:
+    """Print what a report of a fault should name, and end."""
+    if not wanted:
+        return
+    from saccade.bench.environment import versions
+
+    for name, version in versions().items():
+        typer.echo(f"{name} {version}")
+    raise typer.Exit
+
+
+VERSION = typer.Option(
+    "--version", callback=_show_versions, is_eager=True, help="Show versions and end."
+)
+
+
+@app.callback()
+def saccade(version: Annotated[bool, VERSION] = False) -> None:
+    """Exact attention for PyTorch: see it train and write, and measure it on this machine."""
+
+
 app.command()(demo)
 app.command()(bench)
 app.command()(generate)
