@@ -124,8 +124,9 @@ def _source(path: Path, rows: list[Row], shown: list[Row], memory: bool) -> str:
     text += "; memory at the worst moment beyond the inputs, where it was measured." * memory or "."
     if len(shown) < len(rows):
         worst = max(rows, key=lambda row: row.ratio)
+        verb = "is" if len(shown) == 1 else "are"
         text += (
-            f" Shown are {len(shown)} of {len(rows)} measurements; the worst ratio of all is "
+            f" Shown {verb} {len(shown)} of {len(rows)} measurements; the worst ratio of all is "
             f"{worst.ratio:.2f} (`{worst.case}`, {worst.which_pass})."
         )
     return text

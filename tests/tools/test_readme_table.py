@@ -73,7 +73,8 @@ def test_what_is_left_out_is_said(tmp_path):
     written = text(tmp_path)
     assert "`a-1k` |" in written
     assert "`a-2k` |" not in written
-    assert "1 of 2 measurements; the worst ratio of all is 1.50 (`a-2k`, forward)" in written
+    assert "Shown is 1 of 2 measurements" in written
+    assert "the worst ratio of all is 1.50 (`a-2k`, forward)" in written
     assert readme_table.main(["--check", str(tmp_path)]) == 0
 
 
