@@ -70,6 +70,41 @@ def gradients(
     return torch.autograd.grad(output, leaves, 1000 * rows[3])
 
 
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_favor_finds_keys_however_small(dtype: torch.dtype, device: str) -> None:
+    """Their features' units grow along the call, which kernels are told as a decay."""
+    torch.manual_seed(0)
+    favor = saccade.feature_maps.Favor(16).to(device)
+    rows = [(torch.randn(1, 2, 40, 16) * std).to(dtype).to(device) for std in (3, 3, 1, 1)]
+    found, exact = (
+        favor_results(favor, [part.to(wide) for part in rows], implementation)
+        for wide, implementation in ((dtype, "portable"), (torch.float64, "reference"))
+    )
+    for got, true in zip(found, exact, strict=True):
+        off = (got.double() - true).norm(dim=-1)
+        assert bool((off <= max(1e-4, torch.finfo(dtype).eps) * true.norm(dim=-1).amax()).all())
+
+
+def favor_results(favor: Any, rows: list[torch.Tensor], implementation: str) -> list[torch.Tensor]:
+    """Output and gradients of most rows, and the output of a step that goes on from there."""
+    leaves = [part[:, :, :36].requires_grad_() for part in rows[:3]]
+    options = {"feature_map": favor, "implementation": implementation}
+    output, state = saccade.linear_attention(*leaves, return_state=True, **options)
+    gradients = torch.autograd.grad(output, leaves, rows[3][:, :, :36])
+    last = [part[:, :, 36:].detach() for part in rows[:3]]
+    past = LinearState(*(part.detach() for part in state if part is not None))
+    with torch.no_grad():
+        if implementation == "reference":
+            after = saccade.linear_attention(*last, initial_state=past, **options)
+        else:
+            after = saccade.linear_attention_step(past, *last, **options)
+    return [output.detach(), *gradients, after]
+
+
 @interpreted
 @pytest.mark.parametrize("heads", [2, 4], ids=["own states", "shared states"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
