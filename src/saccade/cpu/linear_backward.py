@@ -151,46 +151,38 @@ def _grad_query(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of scaled query features, and −δ."""
     gradient = rows.weighted @ state.kv.mT
+    products = None if keys is None else rows.weighted @ keys.value.mT
     until = None if keys is None or keys.fade is None else keys.fade.until_row()
     if until is not None:
         gradient.mul_(until)
     if slope is not None:
         dots = (query * gradient).sum(-1, keepdim=True)
-        if keys is not None:
-            dots += _dots_beside(dense, query, rows.weighted, keys)
+        if keys is not None and products is not None:
+            pairs = (query @ keys.key.mT).mul_(products)
+            dots += lower_(pairs, keys.fade, dense.group).sum(-1, keepdim=True)
         rows = rows._replace(total=_times(dots, slope))
     if rows.total is not None:
         sums = state.key_sum.unsqueeze(1)
         gradient.addcmul_(rows.total, sums if until is None else sums * until)
-    if keys is None:
+    if keys is None or products is None:
         return gradient, rows.total
     key, value, fade = keys
-    found = gradient.baddbmm(_grad_scores(dense, rows, value, fade), key)
+    found = gradient.baddbmm(_grad_scores(dense, products, rows.total, fade), key)
     if bool(found.sum().isfinite()):
         return found, rows.total
     spoilt = spoilt_rows(key, value)
     key, value = (tensor.masked_fill(spoilt.unsqueeze(-1), 0) for tensor in (key, value))
-    found = gradient + _grad_scores(dense, rows, value, fade) @ key
+    products = rows.weighted @ value.mT
+    found = gradient + _grad_scores(dense, products, rows.total, fade) @ key
     sees = (spoilt.cumsum(-1) > 0).repeat(1, dense.group)
     return found.masked_fill(sees.unsqueeze(-1), torch.nan), rows.total
 
 
-def _dots_beside(dense: Dense, query: Tensor, weighted: Tensor, keys: Keys) -> Tensor:
-    """Σ score · (ĝ · value) over the keys beside rows that these see: [count, rows, 1]."""
-    pairs = (query @ keys.key.mT).mul_(weighted @ keys.value.mT)
-    if keys.fade is not None:
-        pairs.mul_(keys.fade.pairs())
-    return lower_(pairs, dense.group).sum(-1, keepdim=True)
-
-
-def _grad_scores(dense: Dense, rows: _RowGradients, value: Tensor, fade: Fade | None) -> Tensor:
-    """ĝ · value − δ of all pairs within a chunk, faded, 0 where the key comes after the row."""
-    pairs = rows.weighted @ value.mT
-    if rows.total is not None:
-        pairs.add_(rows.total)
-    if fade is not None:
-        pairs.mul_(fade.pairs())
-    return lower_(pairs, dense.group)
+def _grad_scores(dense: Dense, products: Tensor, total: Tensor | None, fade: Fade | None) -> Tensor:
+    """ĝ · value − δ of all pairs within a chunk that are seen, from the products, in place."""
+    if total is not None:
+        products.add_(total)
+    return lower_(products, fade, dense.group)
 
 
 def _write_query(dense: Dense, into: Tensor, rows: slice, query: Tensor, gradient: Tensor) -> None:
@@ -247,11 +239,9 @@ def _add_beside(
     key, value, fade = keys
 
     def shares(query: Tensor, rows: _RowGradients) -> tuple[Tensor, Tensor]:
-        scores = query @ key.mT
-        if fade is not None:
-            scores.mul_(fade.pairs())
-        lower_(scores, dense.group)
-        return _grad_scores(dense, rows, value, fade).mT @ query, scores.mT @ rows.weighted
+        scores = lower_(query @ key.mT, fade, dense.group)
+        weights = _grad_scores(dense, rows.weighted @ value.mT, rows.total, fade)
+        return weights.mT @ query, scores.mT @ rows.weighted
 
     of_key, of_value = shares(query, rows)
     if not bool((of_key.sum() + of_value.sum()).isfinite()):

@@ -226,8 +226,10 @@ def shared(rows: Tensor, heads: int) -> Tensor:
     return rows if rows.shape[1] == heads else rows.unflatten(1, (heads, -1)).sum(2)
 
 
-def lower_(pairs: Tensor, group: int) -> Tensor:
-    """Zero, in place, the pairs of [count, group · rows, keys] whose key comes after the row."""
+def lower_(pairs: Tensor, fade: Fade | None, group: int) -> Tensor:
+    """Pairs [count, group · rows, keys], in place: faded, 0 where the key comes after the row."""
+    if fade is not None:
+        pairs.mul_(fade.pairs())
     pairs.unflatten(1, (group, -1)).tril_()
     return pairs
 

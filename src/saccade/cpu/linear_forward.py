@@ -83,10 +83,7 @@ def _read_pairs(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
     """From the state, and from keys beside the rows."""
     key, value, fade = keys
     old = query if fade is None else query * fade.until_row()
-    scores = query @ key.mT
-    if fade is not None:
-        scores.mul_(fade.pairs())
-    lower_(scores, dense.group)
+    scores = lower_(query @ key.mT, fade, dense.group)
     weighted = (scores @ value).baddbmm_(old, state.kv)
     if not bool(weighted.sum().isfinite()):
         return _with_care(dense, state, query, keys)
@@ -104,10 +101,7 @@ def _with_care(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
     key, value, fade = keys
     spoilt = spoilt_rows(key, value)
     key, value = (rows.masked_fill(spoilt.unsqueeze(-1), 0) for rows in (key, value))
-    scores = query @ key.mT
-    if fade is not None:
-        scores.mul_(fade.pairs())
-    lower_(scores, dense.group)
+    scores = lower_(query @ key.mT, fade, dense.group)
     old = query if fade is None else query * fade.until_row()
     sees = (spoilt.cumsum(-1) > 0).repeat(1, dense.group)
     weighted = (scores @ value + old @ state.kv).masked_fill(sees.unsqueeze(-1), torch.nan)
