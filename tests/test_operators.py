@@ -296,6 +296,22 @@ class TestTraining:
         expected = saccade.attention(*(tensor.bfloat16() for tensor in tensors))
         assert torch.equal(output, expected)
 
+    @pytest.mark.parametrize("implementation", ["cpu", "reference"])
+    @pytest.mark.parametrize("mask", [masks.causal(), masks.window(3)], ids=["causal", "window"])
+    @pytest.mark.parametrize("score", [None, scores.softcap(2.0)], ids=["plain", "softcap"])
+    def test_autocast_casts_inputs_and_nothing_else(self, implementation, mask, score) -> None:
+        leaves = [rows.requires_grad_() for rows in qkv(16)]
+        options = {"mask": mask, "score": score, "implementation": implementation}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = saccade.attention(*leaves, **options)
+            gradients = torch.autograd.grad(output.square().sum(), leaves)
+        cast = [rows.bfloat16() for rows in leaves]
+        wanted = saccade.attention(*cast, **options)
+        assert torch.equal(output, wanted)
+        if implementation == "cpu":  # PyTorch differentiates the reference, under what is on then
+            wanted = torch.autograd.grad(wanted.square().sum(), leaves)
+            assert all(map(torch.equal, gradients, wanted))
+
     def test_autocast_mixed_inputs(self) -> None:
         query, key, value = qkv(16)
         with torch.autocast("cpu", dtype=torch.bfloat16):

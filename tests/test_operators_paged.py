@@ -49,6 +49,19 @@ def test_compiles_whole(description):
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_autocast_casts_queries_and_nothing_else(implementation: str) -> None:
+    lengths = ((3, 40), (3, 9))
+    case = make_paged_case(mask="window", score="softcap", lengths=lengths, dtype=torch.bfloat16)
+    given: dict[str, Any] = {**case.arguments(), "implementation": implementation}
+    wide = {**given, "query": given["query"].float()}
+    with torch.no_grad():
+        wanted = saccade.attention_paged(**given, return_lse=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = saccade.attention_paged(**wide, return_lse=True)
+    assert all(map(torch.equal, found, wanted))
+
+
 def test_lengths_that_change_do_not_compile_anew():
     count = 0
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade import arguments, dispatch, recall
+from saccade.autocast import without_autocast
 from saccade.masks import Mask
 from saccade.operators_paged import attention_paged_through
 from saccade.prepare import prepare_paged
@@ -126,7 +127,8 @@ def attention_paged(  # breaks function-length: most of it is the docstring
         found = Recalled(variant, resolved, dispatch.choose(problem, implementation))
         recall.keep(recall_key, found)
     if found.chosen == "reference":
-        output, lse = reference.attention_paged(inputs, found.variant)
+        with without_autocast(inputs.query.device):
+            output, lse = reference.attention_paged(inputs, found.variant)
     else:
         output, lse = attention_paged_through(inputs, found, batch_invariant)
     return (output, lse) if return_lse else output

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from saccade.autocast import without_autocast
 from saccade.bodies import body_of
 from saccade.operators import (
     NUM_INPUTS,
@@ -39,7 +40,8 @@ NO_CHOICE = Config()  # of tiles: the implementation's own
 def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Tensor, Tensor]:
     """Output and lse by the chosen implementation, through the door that fits."""
     if found.chosen == "reference":  # plain PyTorch, with PyTorch's gradients
-        return reference.attention(inputs, found.variant)
+        with without_autocast(inputs.query.device):
+            return reference.attention(inputs, found.variant)
     tracing = torch.compiler.is_compiling()
     tensors = (*inputs, *found.variant.score_captured.tensors)
     if not tracing and nobody_listens(tensors) and not wants_gradients(tensors):

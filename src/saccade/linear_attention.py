@@ -10,11 +10,11 @@ from typing_extensions import Unpack
 
 from saccade import dispatch
 from saccade.arguments import OFFSETS
+from saccade.autocast import without_autocast
 from saccade.linear import doors
 from saccade.linear.operators import flatten
 from saccade.linear.prepare import Prepared, prepare
 from saccade.linear.problem import LinearResults, LinearState
-from saccade.prepare import without_autocast
 from saccade.problem import Config
 from saccade.reference import linear as reference
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade import arguments
+from saccade.autocast import cast
 from saccade.captures import Extents
 from saccade.masks import NOTHING_HIDDEN, Mask, as_mask, causal
 from saccade.paged_arguments import check_paged
@@ -38,7 +37,7 @@ def prepare(
     """Check every argument and turn them into what implementations take."""
     packed = cu_seqlens_q is not None
     shapes = arguments.PACKED_SHAPES if packed else arguments.DENSE_SHAPES
-    query, key, value = (autocast(tensor) for tensor in (query, key, value))
+    query, key, value = (cast(tensor) for tensor in (query, key, value))
     arguments.check_tensors(query, key, value, shapes)
     arguments.check_sinks(sinks, query)
     arguments.check_flag("return_lse", return_lse)
@@ -95,7 +94,7 @@ def prepare_paged(
     config: Config | Mapping[tuple[int, int], Config] | None,
 ) -> tuple[PagedInputs, Variant, Problem, Config | None]:
     """The same for a call over pages."""
-    inputs = inputs._replace(query=autocast(inputs.query))
+    inputs = inputs._replace(query=cast(inputs.query))
     longest_q, offsets = None, inputs.cu_seqlens_q
     if offsets is not None and isinstance(inputs.query, Tensor) and inputs.query.dim() == 3:
         tokens, device = inputs.query.shape[0], inputs.query.device
@@ -158,25 +157,6 @@ def check_packing(
         arguments.check_max_length("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
         arguments.check_max_length("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
     )
-
-
-def autocast(tensor: Tensor) -> Tensor:
-    """Under autocast, inputs take its dtype; float64 stays, as in PyTorch's own operators."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        return tensor  # for the checks to refuse
-    device_type = tensor.device.type
-    if tensor.dtype == torch.float64 or device_type == "meta":  # meta knows no autocast
-        return tensor
-    if not torch.is_autocast_enabled(device_type):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Autocast off, for what must be as exact as its inputs are."""
-    if device.type == "meta":  # meta knows no autocast
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def with_seed(inputs: Inputs, variant: Variant) -> Inputs:

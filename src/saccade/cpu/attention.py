@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from saccade.autocast import computed_without
 from saccade.cpu import backward as backwards
 from saccade.cpu import forward as forwards
 from saccade.cpu.parts import Part, parts_of
@@ -31,6 +32,7 @@ from saccade.problem import (
 )
 
 
+@computed_without
 def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention`."""
     wide, parts = _widen_half(inputs), parts_of(inputs)
@@ -52,6 +54,7 @@ def prepared(
     return lambda inputs, variant: forward(inputs, variant, config)
 
 
+@computed_without
 def backward(
     inputs: Inputs,
     variant: Variant,

@@ -7,13 +7,13 @@ float32 (float64 for float64) whatever the inputs are: only a chunk at a time is
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.autocast import computed_without
 from saccade.cpu import linear_backward as backwards
 from saccade.cpu import linear_forward as forwards
 from saccade.cpu.linear_chunk import Dense, State
@@ -33,25 +33,8 @@ CHUNK = 128
 HEADS_AT_ONCE = 16
 LARGE_STATE = 2**16  # numbers: copying it out of a pool takes longer than a step of its own
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Inputs have been cast already, and products of what was widened must stay wide.
-
-    Each call enters a context of its own: threads that shared one would restore each other's.
-    """
-
-    @functools.wraps(function)
-    def call(*arguments: P.args, **keywords: P.kwargs) -> R:
-        with torch.autocast("cpu", enabled=False):
-            return function(*arguments, **keywords)
-
-    return call
-
-
-@without_autocast
+@computed_without
 def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
     results = empty_linear_results(inputs, variant)
@@ -66,7 +49,7 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Lin
     return results
 
 
-@without_autocast
+@computed_without
 def backward(
     inputs: LinearInputs,
     variant: LinearVariant,
@@ -113,7 +96,7 @@ def backward(
     return gradients._replace(decay=_decay_gradient(inputs, decay).to(inputs.decay.dtype))
 
 
-@without_autocast
+@computed_without
 def step(
     kv: Tensor,
     key_sum: Tensor,

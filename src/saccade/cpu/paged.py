@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from saccade.autocast import computed_without
 from saccade.cpu import forward as forwards
 from saccade.cpu import plan, short, walk
 from saccade.cpu.pages import Pages, Scratch
@@ -24,6 +25,7 @@ from saccade.cpu.walk import Dense
 from saccade.problem import Config, PagedInputs, Variant, empty_rows
 
 
+@computed_without
 def forward(
     inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:

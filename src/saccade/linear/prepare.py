@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from saccade.arguments import check_flag, check_offsets, resolve_config
+from saccade.autocast import cast
 from saccade.captures import check_align
 from saccade.feature_maps import ScaledMap
 from saccade.linear import arguments
 from saccade.linear.problem import LinearInputs, LinearProblem, LinearState, LinearVariant
 from saccade.linear.scaling import Scaling, scale_features
-from saccade.prepare import autocast, strides_fit_tma
+from saccade.prepare import strides_fit_tma
 from saccade.problem import Config
 from saccade.reference.linear import features
 
@@ -54,7 +55,7 @@ def prepare(
     state_name: str = "initial_state",
 ) -> Prepared:
     """Check every argument, apply the feature map unless the implementation does."""
-    query, key, value = (autocast(tensor) for tensor in (query, key, value))
+    query, key, value = (cast(tensor) for tensor in (query, key, value))
     packed = cu_seqlens_q is not None
     arguments.check_rows(query, key, value, packed=packed)
     check_flag("causal", causal)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.autocast import without_autocast
 from saccade.linear.arguments import check_features
 from saccade.linear.problem import LinearInputs, LinearState
-from saccade.prepare import without_autocast
 from saccade.problem import accumulate_dtype
 
 
