@@ -26,40 +26,37 @@ from saccade.hopper.linear_program import (
 from saccade.hopper.weighing import ROWS
 from saccade.kernels.features import exponential, relu
 
-# As `features.elu_plus_one`, two numbers at a time: e^x in float32, the tangent in bfloat16, where
-# it is rounded as its sum would be. The lesser of two rounded numbers is the lesser one rounded.
-ELU_PLUS_ONE = gl.constexpr("""{
-    .reg .b32 low, high, grown, tangent, one;
+# e^x of the two numbers of $1, in float32.
+EXPONENTIALS = """\
     shl.b32 low, $1, 16;
     and.b32 high, $1, 0xffff0000;
     mul.f32 low, low, 0f3FB8AA3B;
     mul.f32 high, high, 0f3FB8AA3B;
     ex2.approx.ftz.f32 low, low;
     ex2.approx.ftz.f32 high, high;
-    cvt.rn.bf16x2.f32 grown, high, low;
+"""
+# As `features.elu_plus_one`, two numbers at a time: e^x in float32, the tangent in bfloat16, where
+# it is rounded as its sum would be. The lesser of two rounded numbers is the lesser one rounded.
+ELU_PLUS_ONE = gl.constexpr(f"""{{
+    .reg .b32 low, high, grown, tangent, one;
+{EXPONENTIALS}    cvt.rn.bf16x2.f32 grown, high, low;
     mov.b32 one, 0x3f803f80;
     mov.b32 tangent, 0;
     max.bf16x2 tangent, $1, tangent;
     add.rn.bf16x2 tangent, tangent, one;
     min.NaN.bf16x2 $0, grown, tangent;
-}""")
+}}""")
 # The same less a number c, 0 or 1, of which $2 has 1 − c twice, and $3 and $4 c each.
-ELU = gl.constexpr("""{
+ELU = gl.constexpr(f"""{{
     .reg .b32 low, high, grown, above;
-    shl.b32 low, $1, 16;
-    and.b32 high, $1, 0xffff0000;
-    mul.f32 low, low, 0f3FB8AA3B;
-    mul.f32 high, high, 0f3FB8AA3B;
-    ex2.approx.ftz.f32 low, low;
-    ex2.approx.ftz.f32 high, high;
-    sub.f32 low, low, $3;
+{EXPONENTIALS}    sub.f32 low, low, $3;
     sub.f32 high, high, $4;
     cvt.rn.bf16x2.f32 grown, high, low;
     mov.b32 above, 0;
     max.bf16x2 above, $1, above;
     add.rn.bf16x2 above, above, $2;
     min.NaN.bf16x2 $0, grown, above;
-}""")
+}}""")
 KEEP = gl.constexpr("and.b32 $0, $1, $2;")
 AT_MOST_ONE = gl.constexpr("""{
     .reg .b32 slope, high;
