@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import saccade
-from saccade import Config, dispatch, expressions, masks, scores
+from saccade import Config, dispatch, masks, scores
 from saccade.explain import costs
-from saccade.expressions import Coordinates
+from saccade.modifiers import evaluate
+from saccade.modifiers.expression import Coordinates
 from saccade.language import index_range
 from saccade.testing import make_paged_case
 
@@ -35,7 +36,7 @@ def visible_pairs(mask: masks.Mask, *sizes: int) -> int:
     at = Coordinates(
         *(index_range(0, n, dim) for dim, n in enumerate(sizes)), shift=sizes[3] - sizes[2]
     )
-    return int(expressions.visible(mask.key, mask.captured, at).expand(sizes).sum())
+    return int(evaluate.visible(mask.key, mask.captured, at).expand(sizes).sum())
 
 
 # ---- the text ---------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import expressions
-from saccade.captures import Extents
-from saccade.expressions import Captured
+from saccade.modifiers.expression import Captured
+from saccade.modifiers.fit import Extents, misfit
 from saccade.problem import DTYPES, Config, Inputs
 
 _checked = contextvars.ContextVar("saccade_checked", default=False)
@@ -159,17 +158,9 @@ def check_captured(
     for tensor in captured.tensors:
         if tensor.device != device:
             raise ValueError(f"{argument}: captured a tensor on {tensor.device}, takes {device}")
-    for leaf in expressions.leaves(expressions.parse(key)):
-        data = leaf.data(captured)
-        complaint = leaf.function.check(data, extents) if leaf.function.check else None
-        if complaint:
-            raise ValueError(f"{argument}: {leaf.name}: {complaint}")
-        wants_gradients = any(isinstance(value, Tensor) and value.requires_grad for value in data)
-        if argument == "score" and wants_gradients and not leaf.function.differentiable:
-            raise ValueError(
-                f"score: {leaf.name}: captured a tensor that requires gradients, takes one "
-                "that does not (detach it; gradients of captured tensors: scores.bias)"
-            )
+    complaint = misfit(key, captured, extents)
+    if complaint is not None:
+        raise ValueError(f"{argument}: {complaint}")
 
 
 OFFSETS = "an int32 tensor [batch + 1] that starts at 0, ascends, and ends at the token count"

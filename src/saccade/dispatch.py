@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from saccade.expressions import leaves, parse
+from saccade.modifiers.names import consists_of, is_causal
 from saccade.linear.problem import LinearProblem
 from saccade.problem import Problem
 
@@ -37,7 +37,7 @@ SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least, as 
 # (benchmarks/results/h200/hopper_forward.txt); fewer were not timed.
 SHORTEST_CAUSAL = 512
 SHORTEST_PACKED = 192  # rows on average; at 252 it is the faster one, at 128 the slower
-MEASURED_MASKS = {"causal", "window", "key_lengths", "documents", "blocks"}
+MEASURED_MASKS = frozenset({"causal", "window", "key_lengths", "documents", "blocks"})
 WIDEST_KEYS = 128  # of linear attention's narrow kernels on Hopper; wide ones pad to 256
 SHORTEST_LEAD = 1024  # rows of linear attention; shorter calls are no more than starts and ends
 
@@ -96,7 +96,7 @@ def _hopper_yields(problem: Problem) -> str | None:
         return f"it computes with {SMALLEST_WIDTH} channels at least"
     if problem.packed and problem.query_len < SHORTEST_PACKED * problem.batch:
         return f"packed sequences of fewer than {SHORTEST_PACKED} rows leave its tiles empty"
-    causal, narrow = problem.mask.startswith("causal:"), width <= SMALLEST_WIDTH
+    causal, narrow = is_causal(problem.mask), width <= SMALLEST_WIDTH
     if causal and narrow and not problem.packed and problem.query_len < SHORTEST_CAUSAL:
         return (
             f"up to {SMALLEST_WIDTH} channels it takes causal calls from {SHORTEST_CAUSAL} rows on"
@@ -105,17 +105,9 @@ def _hopper_yields(problem: Problem) -> str | None:
         return None
     if narrow:
         return f"up to {SMALLEST_WIDTH} channels its lead is measured for causal masks and none"
-    if not _is_measured(problem.mask):
+    if not consists_of(problem.mask, MEASURED_MASKS):
         return "its lead is measured for causal masks, windows, lengths, documents and blocks"
     return None
-
-
-def _is_measured(mask: str) -> bool:
-    """Whether a mask is made of those that were measured. To a trace the answer is a constant."""
-    return "(~" not in mask and {leaf.name for leaf in leaves(parse(mask))} <= MEASURED_MASKS
-
-
-_is_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -205,16 +197,6 @@ def _asked_once(
         capability = torch.cuda.get_device_capability(index)
         if capability < (7, 5):
             return f"the GPU's capability is {capability}; it takes (7, 5) or newer"
-    from saccade.kernels.compose import mask_functions, score_functions
-    from saccade.kernels.source import CannotCompile
-
-    try:
-        if mask:
-            mask_functions(mask)
-        if score:
-            score_functions(score)
-    except CannotCompile as error:
-        return f"no kernel can be made: {error}"
     return None
 
 

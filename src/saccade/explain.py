@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import dispatch, expressions, language
+from saccade import dispatch, language
 from saccade.arguments import values_readable
-from saccade.expressions import Coordinates
+from saccade.modifiers.evaluate import visible
+from saccade.modifiers.expression import Coordinates
+from saccade.modifiers.written import written
 from saccade.prepare import prepare, prepare_paged
 from saccade.problem import Config, Inputs, PagedInputs, Problem, Variant
 
@@ -57,7 +59,7 @@ class Explanation:
         lines = [
             f"attention: {shape}, heads {p.query_heads}/{p.kv_heads}, "
             f"dim {p.head_dim}/{p.value_dim}, {str(p.dtype).removeprefix('torch.')} on {p.device}",
-            f"  mask {p.mask or 'none'}, score {p.score or 'none'}, "
+            f"  mask {written(p.mask) or 'none'}, score {written(p.score) or 'none'}, "
             f"sinks {'yes' if p.sinks else 'no'}, dropout {'yes' if p.dropout else 'no'}",
             f"  {self.visible_pairs:,} of {p.pairs:,} pairs visible: "
             + costs(self.flops, self.bytes),
@@ -224,6 +226,6 @@ def _visible_in_sequences(
         kv_row=language.index_range(0, kv_len, 3, device),
         shift=kv_len - query_len,
     )
-    seen = expressions.visible(variant.mask, variant.mask_captured, at)
+    seen = visible(variant.mask, variant.mask_captured, at)
     seen = seen.expand(batch[1] - batch[0], heads, len(rows), kv_len)
     return round(int(seen.sum()) * query_len / len(rows))

@@ -26,13 +26,13 @@ def take(table: Any, *indices: Any) -> Any:
     function this is how captured tensors are read, on every implementation.
     """
     for index in indices:
-        if hasattr(index, "take_from"):  # an interval: answer for a whole tile at once
+        if hasattr(index, "take_from"):  # a row of a mask or score that is traced
             return index.take_from(table, indices)
     if table.dim() != len(indices):
         raise ValueError(
             f"take: a table of {table.dim()} dimensions needs as many indices, got {len(indices)}"
         )
-    sliced = _take_by_slices(table, indices)
+    sliced = take_by_slices(table, indices)
     if sliced is not None:
         return sliced
     nearest = [
@@ -42,23 +42,32 @@ def take(table: Any, *indices: Any) -> Any:
     return table[tuple(nearest)]
 
 
-def _take_by_slices(table: Tensor, indices: Sequence[Any]) -> Tensor | None:
-    """The same without a gather, where the indices are ranges along dimensions that ascend."""
-    last_dim = -1
-    shape, picks = [1, 1, 1, 1], []
+def take_by_slices(table: Tensor, indices: Sequence[Any]) -> Tensor | None:
+    """`take` without a gather, where the indices are ranges along dimensions that ascend."""
+    slices = slices_of(table, indices)
+    if slices is None:
+        return None
+    shape = [1, 1, 1, 1]
+    for dim, start, stop in slices:
+        if dim >= 0:
+            shape[dim] = stop - start
+    return table[tuple(slice(start, stop) for _, start, stop in slices)].reshape(shape)
+
+
+def slices_of(table: Tensor, indices: Sequence[Any]) -> list[tuple[int, int, int]] | None:
+    """For each dimension of a table the dimension of the pairs that it is read along, and the
+    first and last entry that are read; -1 where it has one entry for all. None for other reads."""
+    last_dim, found = -1, []
     for size, index in zip(table.shape, indices, strict=True):
         if size == 1:
-            picks.append(slice(None))
+            found.append((-1, 0, 1))
             continue
         known = getattr(index, "saccade_range", None)
-        if known is None or known[2] <= last_dim:
+        if known is None or known[2] <= last_dim or known[1] > size:
             return None
         start, stop, last_dim = known
-        if stop > size:
-            return None
-        picks.append(slice(start, stop))
-        shape[last_dim] = stop - start
-    return table[tuple(picks)].reshape(shape)
+        found.append((last_dim, start, stop))
+    return found
 
 
 # The functions of numbers that scores are made of, each with one meaning on every implementation.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade import dispatch
 from saccade.arguments import values_readable
-from saccade.captures import integers
+from saccade.checks import integers
 from saccade.linear.arguments import STATE_SHAPES
 from saccade.linear.operators import flatten, linear_step_op
 from saccade.linear.prepare import prepare

@@ -23,21 +23,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from saccade import expressions
-from saccade.captures import bools, check_align, check_whole_number, integers
-from saccade.expressions import Captured
-from saccade.functions import Function, named, register
+from saccade.checks import bools, check_align, check_whole_number, integers
 from saccade.language import take
-from saccade.mask_functions import (
-    BLOCKS,
-    CAUSAL,
-    DENSE,
-    DOCUMENTS,
-    DRAFTED,
-    KEY_LENGTHS,
-    WINDOW,
-    WORD,
-)
+from saccade.modifiers import expression
+from saccade.modifiers.expression import Captured, key_of
+from saccade.modifiers.form import form_of, kind_of
+from saccade.modifiers.modifier import Modifier, is_plain_function
+from saccade.modifiers.trace import trace
 
 __all__ = [
     "Mask",
@@ -54,43 +46,54 @@ __all__ = [
     "window",
 ]
 
+WORD = 64  # bits of a tree mask in one number
 
-@dataclass(unsafe_hash=True)  # torch.compile (2.11) makes no frozen one inside a graph
-class Mask:
-    """Which pairs are visible: the key of an expression and what its functions captured."""
+
+@dataclass(eq=False, repr=False)
+class Mask(Modifier):
+    """Which pairs are visible: what a mask function computes, and what it captured.
+
+    Printed, it shows the expression. Masks are equal if they compute the same from equal values.
+    """
 
     key: str
     captured: Captured = field(default_factory=Captured)
 
     def __and__(self, other: Mask) -> Mask:
-        return _combine("&", self, other)
+        return self._combined("&", other)
 
     def __or__(self, other: Mask) -> Mask:
-        return _combine("|", self, other)
+        return self._combined("|", other)
 
     def __invert__(self) -> Mask:
-        return Mask(f"(~ {self.key})", self.captured)
+        found = expression.combined("~", self.key)
+        return Mask(found.key, found.captured(self.captured, Captured()))
+
+    def _combined(self, combiner: str, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        found = expression.combined(combiner, self.key, other.key)
+        return Mask(found.key, found.captured(self.captured, other.captured))
 
     def __bool__(self) -> bool:
         raise TypeError("combine masks with &, | and ~, not with and, or and not")
 
 
-def _combine(combiner: str, left: Mask, right: Mask) -> Mask:
-    if not isinstance(right, Mask):
-        return NotImplemented
-    return Mask(f"({combiner} {left.key} {right.key})", left.captured.joined(right.captured))
-
-
-@dataclass(unsafe_hash=True)
+@dataclass(frozen=True)
 class MaskFunction:
-    """A registered mask function; calling it with the captured values gives a `Mask`."""
+    """A function that `function` was given; called with the captured values it gives a `Mask`."""
 
-    name: str
+    body: Callable[..., Any]
     align: str
 
     def __call__(self, *captured: Tensor | int | float) -> Mask:
-        key = expressions.leaf_key(self.name, self.align, captured)
-        return Mask(key, expressions.capture(captured))
+        if torch.compiler.is_compiling():  # what follows is a constant to it, values are not
+            form = form_of(self.body, self.align, tuple(kind_of(value) for value in captured))
+            return Mask(form.key, form.captured(captured))
+        for value in captured:
+            kind_of(value)
+        found, values = trace(self.body, self.align, captured)
+        return Mask(key_of(found), values)
 
 
 @overload
@@ -100,19 +103,27 @@ def function(*, align: str = "top_left") -> Callable[[Callable[..., Any]], MaskF
 
 
 def function(body: Callable[..., Any] | None = None, *, align: str = "top_left") -> Any:
-    """Turn a plain function into a mask of your own.
+    """Turn a function into a mask of your own.
+
+    The function is run once, on symbols, when the mask is made. What it computes is kept, with the
+    numbers and tensors that it reaches: arguments, closures, globals, attributes. A function that
+    captures nothing by arguments may be given to an attention call as it is:
+    ``mask=lambda batch, head, query_row, kv_row: query_row >= kv_row``.
 
     Args:
         body: a function of (batch, head, query_row, kv_row, *captured) that gives True where the
-            pair is visible. It is made of operators (``>=``, ``&``, ``-``, ``//``, …) and
-            `take` for captured tensors; it must have no `if` on its arguments.
+            pair is visible. It is made of comparisons, arithmetic, ``&``, ``|``, ``~``,
+            ``torch.where``, ``torch.abs``, ``torch.minimum`` and the like; captured tensors are
+            read by an index for each dimension, or by `take`. It cannot branch on a row.
         align: "top_left" (rows as they are) or "bottom_right" (query_row + kv_len - query_len).
 
     Returns:
-        A callable: give it the captured values and it gives the `Mask`.
+        A callable: give it the captured values and it gives the `Mask`. Numbers are captured by
+        value; tensors are read when a call is made, as they are then.
 
     Raises:
-        TypeError: if `body` is no plain function.
+        TypeError: if `body` is no function; when the mask is made, if the function does what
+            cannot be known without its rows, with the line and what to write instead.
         ValueError: if `align` is neither of the two.
 
     >>> @saccade.masks.function
@@ -122,17 +133,53 @@ def function(body: Callable[..., Any] | None = None, *, align: str = "top_left")
     """
     check_align(align)
     if body is None:
-        return functools.partial(_registered, align=align)
-    return _registered(body, align)
+        return functools.partial(_function, align=align)
+    return _function(body, align)
 
 
-def _registered(body: Callable[..., Any], align: str) -> MaskFunction:
-    return MaskFunction(register(Function(named(body), body)).name, align)
+def _function(body: Callable[..., Any], align: str) -> MaskFunction:
+    if not callable(body) or isinstance(body, type):
+        raise TypeError(f"body: got {type(body).__name__}, takes a function")
+    return MaskFunction(body, align)
 
 
-def _leaf(name: str, align: str, *captured: Any) -> Mask:
+def _built_in(body: Callable[..., Any], align: str, *captured: Any) -> Mask:
+    """A mask of this module, whose tensors have the names of its parameters."""
     check_align(align)
-    return Mask(expressions.leaf_key(name, align, captured), expressions.capture(captured))
+    form = form_of(body, align, tuple(kind_of(value) for value in captured), built_in=True)
+    return Mask(form.key, form.captured(captured))
+
+
+# ---- what they compute ----------------------------------------------------------------------
+
+
+def _causal(batch, head, query_row, kv_row):
+    return kv_row <= query_row
+
+
+def _window(batch, head, query_row, kv_row, left, right):
+    return (query_row - left <= kv_row) & (kv_row <= query_row + right)
+
+
+def _key_lengths(batch, head, query_row, kv_row, lengths):
+    return kv_row < take(lengths, batch)
+
+
+def _documents(batch, head, query_row, kv_row, query_ids, kv_ids):
+    return take(query_ids, batch, query_row) == take(kv_ids, batch, kv_row)
+
+
+def _blocks(batch, head, query_row, kv_row, layout, query_block, kv_block):
+    return take(layout, batch, head, query_row // query_block, kv_row // kv_block)
+
+
+def _dense(batch, head, query_row, kv_row, tensor):
+    return take(tensor, batch, head, query_row, kv_row)
+
+
+def _drafted(batch, head, query_row, kv_row, bits, context_lens):
+    draft = kv_row - take(context_lens, batch)  # before the drafts, any bit may be read
+    return ((take(bits, batch, query_row, draft // WORD) >> (draft % WORD)) & 1) == 1
 
 
 # ---- the public constructors ----------------------------------------------------------------
@@ -144,7 +191,7 @@ def causal(align: str = "bottom_right") -> Mask:
     Args:
         align: "bottom_right" or "top_left"; they differ where query and key lengths do.
     """
-    return _leaf(CAUSAL, align)
+    return _built_in(_causal, align)
 
 
 def window(left: int, right: int = 0, align: str = "bottom_right") -> Mask:
@@ -160,7 +207,7 @@ def window(left: int, right: int = 0, align: str = "bottom_right") -> Mask:
     """
     check_whole_number("left", left, least=0)
     check_whole_number("right", right, least=0)
-    return _leaf(WINDOW, align, left, right)
+    return _built_in(_window, align, left, right)
 
 
 def prefix(lengths: Tensor, align: str = "bottom_right") -> Mask:
@@ -179,7 +226,7 @@ def key_lengths(lengths: Tensor) -> Mask:
     Args:
         lengths: [batch] or [1], integers.
     """
-    return _leaf(KEY_LENGTHS, "top_left", integers("lengths", lengths, 1))
+    return _built_in(_key_lengths, "top_left", integers("lengths", lengths, 1))
 
 
 def documents(query_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
@@ -191,7 +238,7 @@ def documents(query_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
     """
     query_ids = integers("query_ids", query_ids, 2)
     kv_ids = query_ids if kv_ids is None else integers("kv_ids", kv_ids, 2)
-    return _leaf(DOCUMENTS, "top_left", query_ids, kv_ids)
+    return _built_in(_documents, "top_left", query_ids, kv_ids)
 
 
 def blocks(layout: Tensor, block_size: int | tuple[int, int]) -> Mask:
@@ -208,7 +255,7 @@ def blocks(layout: Tensor, block_size: int | tuple[int, int]) -> Mask:
         raise ValueError(f"block_size: got {block_size!r}, takes one number or two")
     check_whole_number("block_size", sizes[0], least=1)
     check_whole_number("block_size", sizes[1], least=1)
-    return _leaf(BLOCKS, "top_left", bools("layout", layout), *sizes)
+    return _built_in(_blocks, "top_left", bools("layout", layout), *sizes)
 
 
 def dense(tensor: Tensor) -> Mask:
@@ -216,7 +263,7 @@ def dense(tensor: Tensor) -> Mask:
 
     True means visible. Saccade reads it tile by tile and skips the tiles that are all False.
     """
-    return _leaf(DENSE, "top_left", bools("tensor", tensor))
+    return _built_in(_dense, "top_left", bools("tensor", tensor))
 
 
 def tree(bits: Tensor, context_lens: Tensor) -> Mask:
@@ -238,8 +285,11 @@ def tree(bits: Tensor, context_lens: Tensor) -> Mask:
     bits = integers("bits", bits, 3)
     if bits.dtype != torch.int64:
         raise TypeError(f"bits: got {bits.dtype}, takes int64: 64 drafted tokens a number")
+    if bits.shape[1] > WORD * bits.shape[2]:
+        words = bits.shape[2]
+        raise ValueError(f"bits: got {words} words for {bits.shape[1]} query rows, takes 64 a word")
     context_lens = integers("context_lens", context_lens, 1)
-    return key_lengths(context_lens) | _leaf(DRAFTED, "top_left", bits, context_lens)
+    return key_lengths(context_lens) | _built_in(_drafted, "top_left", bits, context_lens)
 
 
 def tree_bits(parents: Tensor) -> Tensor:
@@ -273,11 +323,11 @@ def tree_bits(parents: Tensor) -> Tensor:
 NOTHING_HIDDEN = Mask("")
 
 
-def as_mask(mask: Mask | Tensor | None) -> Mask:
+def as_mask(mask: Mask | Tensor | Callable[..., Any] | None) -> Mask:
     """What the `mask` argument of an attention call stands for.
 
     Raises:
-        TypeError: for anything but a `Mask`, a bool tensor or None.
+        TypeError: for anything but a `Mask`, a function of rows, a bool tensor or None.
     """
     if mask is None:
         return NOTHING_HIDDEN
@@ -292,6 +342,18 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
         if mask.dim() > 4:
             raise ValueError(f"mask: got {mask.dim()} dimensions, takes at most 4")
         return dense(mask)
+    name = getattr(mask, "__name__", "")
+    if name and globals().get(name) is mask:
+        raise TypeError(
+            f"mask: got the function saccade.masks.{name}, takes the mask that it returns: "
+            f"write mask=saccade.masks.{name}(...)"
+        )
     if isinstance(mask, MaskFunction):
-        raise TypeError("mask: got a mask function, takes a Mask: call it, with what it captures")
-    raise TypeError(f"mask: got {type(mask).__name__}, takes a saccade Mask or a bool tensor")
+        return mask()
+    if is_plain_function(mask):
+        return _function(mask, "top_left")()
+    advice = f"; write mask=saccade.masks.{mask}()" if mask == "causal" else ""
+    raise TypeError(
+        f"mask: got {mask!r}, takes a saccade Mask such as saccade.masks.causal(), a function of "
+        f"(batch, head, query_row, kv_row), or a bool tensor (True = visible){advice}"
+    )

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import expressions
 from saccade.bodies import body_of
-from saccade.expressions import Captured
+from saccade.modifiers.expression import Captured, num_captured
 from saccade.problem import (
     Config,
     Gradients,
@@ -59,10 +58,10 @@ def flatten(
     variant: Variant, config: Config | None, deterministic: bool, implementation: str
 ) -> tuple[list[Tensor], tuple[Any, ...]]:
     """A variant as an operator's plain arguments: tables, then PLAIN_VALUES."""
-    captured = variant.mask_captured.joined(variant.score_captured)
+    captured = [[*a, *b] for a, b in zip(variant.mask_captured, variant.score_captured, strict=True)]
     plain = (
-        list(captured.ints),
-        list(captured.floats),
+        captured[1],
+        captured[2],
         variant.mask,
         variant.score,
         variant.scale,
@@ -71,7 +70,7 @@ def flatten(
         deterministic,
         implementation,
     )
-    return list(captured.tensors), plain
+    return captured[0], plain
 
 
 def variant_of(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
@@ -79,7 +78,7 @@ def variant_of(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
     ints, floats, mask, score, scale, dropout_p = plain[:6]
     if not (tables or ints or floats):
         return Variant(mask, score, NOTHING, NOTHING, scale, dropout_p)
-    t, i, f = (expressions.kinds(mask).count(kind) for kind in "tif")
+    t, i, f = num_captured(mask)
     return Variant(
         mask,
         score,
@@ -97,7 +96,7 @@ def config_of(plain: Sequence[Any]) -> Config:
 
 def _first_score_table(plain: Sequence[Any]) -> int:
     """How many of the tables belong to the mask."""
-    return expressions.kinds(plain[2]).count("t")
+    return num_captured(plain[2])[0]
 
 
 # ---- forward --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.autocast import cast
-from saccade.captures import Extents
+from saccade.modifiers.fit import Extents, expanded
 from saccade.masks import NOTHING_HIDDEN, Mask, as_mask, causal
 from saccade.paged_arguments import check_paged
 from saccade.problem import Config, Inputs, PagedInputs, Problem, Variant
@@ -76,11 +76,14 @@ def _variant(
     mask, score = as_mask(mask), as_score(score)
     if extents.query_len == 1 and mask.key == LAST_ROW_SEES_ALL and not batch_invariant:
         mask = NOTHING_HIDDEN  # decoding: kernels without a mask are faster
-    if mask.key:
-        arguments.check_captured("mask", mask.key, mask.captured, extents, device)
-    if score.key:
-        arguments.check_captured("score", score.key, score.captured, extents, device)
-    return Variant(mask.key, score.key, mask.captured, score.captured, scale, dropout_p)
+    found = []
+    for name, modifier in (("mask", mask), ("score", score)):
+        captured = modifier.captured
+        if captured.tensors:
+            captured = expanded(modifier.key, captured)
+            arguments.check_captured(name, modifier.key, captured, extents, device)
+        found.append(captured)
+    return Variant(mask.key, score.key, *found, scale, dropout_p)
 
 
 def prepare_paged(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.expressions import Captured
+from saccade.modifiers.expression import Captured
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 QUANTISED = (torch.float8_e4m3fn, torch.int8)  # dtypes of pages beside the query's own

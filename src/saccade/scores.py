@@ -1,8 +1,8 @@
 """Scores: how the scaled score of a pair changes before the softmax.
 
-A score change is a plain function of (score, batch, head, query_row, kv_row) with captured
-tensors and numbers, and a second function for its derivative. Changes chain with ``>>``: the left
-one comes first. Rows are numbered as in `saccade.masks`.
+A score change is a plain function of (score, batch, head, query_row, kv_row) with captured tensors
+and numbers. Its derivatives, by the score and by what it reads of captured tensors, follow from it.
+Changes chain with ``>>``: the left one comes first. Rows are numbered as in `saccade.masks`.
 
     >>> import saccade
     >>> change = saccade.scores.softcap(30.0) >> saccade.scores.alibi(slopes)
@@ -11,6 +11,7 @@ one comes first. Rows are numbered as in `saccade.masks`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,11 +20,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from saccade import expressions
-from saccade.captures import Extents, check_align, floats, misfit
-from saccade.expressions import Captured, Coordinates, Leaf
-from saccade.functions import Function, named, register
+from saccade.checks import check_align, floats
 from saccade.language import absolute, exp, log, maximum, minimum, take, tanh, where
+from saccade.modifiers import expression
+from saccade.modifiers.expression import Captured, key_of
+from saccade.modifiers.form import form_of, kind_of
+from saccade.modifiers.modifier import Modifier, is_plain_function
+from saccade.modifiers.trace import trace
 
 __all__ = [
     "Score",
@@ -42,9 +45,12 @@ __all__ = [
 ]
 
 
-@dataclass(unsafe_hash=True)  # torch.compile (2.11) makes no frozen one inside a graph
-class Score:
-    """A change of the scaled score: the key of an expression and what its functions captured."""
+@dataclass(eq=False, repr=False)
+class Score(Modifier):
+    """A change of the scaled score: what a score function computes, and what it captured.
+
+    Printed, it shows the expression. Scores are equal if they compute the same from equal values.
+    """
 
     key: str
     captured: Captured = field(default_factory=Captured)
@@ -52,105 +58,96 @@ class Score:
     def __rshift__(self, later: Score) -> Score:
         if not isinstance(later, Score):
             return NotImplemented
-        return Score(f"(>> {self.key} {later.key})", self.captured.joined(later.captured))
+        found = expression.combined(">>", self.key, later.key)
+        return Score(found.key, found.captured(self.captured, later.captured))
 
 
-@dataclass(unsafe_hash=True)
+@dataclass(frozen=True)
 class ScoreFunction:
-    """A registered score function; calling it with the captured values gives a `Score`."""
+    """A function that `function` was given; called with the captured values it gives a `Score`."""
 
-    name: str
+    body: Callable[..., Any]
     align: str
 
     def __call__(self, *captured: Tensor | int | float) -> Score:
-        key = expressions.leaf_key(self.name, self.align, captured)
-        return Score(key, expressions.capture(captured))
+        if torch.compiler.is_compiling():  # what follows is a constant to it, values are not
+            kinds = tuple(kind_of(value) for value in captured)
+            form = form_of(self.body, self.align, kinds, score=True)
+            return Score(form.key, form.captured(captured))
+        for value in captured:
+            kind_of(value)
+        found, values = trace(self.body, self.align, captured, score=True)
+        return Score(key_of(found), values)
 
 
 @overload
-def function(
-    body: Callable[..., Any], *, derivative: Callable[..., Any] | None = None, align: str = ...
-) -> ScoreFunction: ...
+def function(body: Callable[..., Any]) -> ScoreFunction: ...
 @overload
-def function(
-    *, derivative: Callable[..., Any] | None = None, align: str = ...
-) -> Callable[[Callable[..., Any]], ScoreFunction]: ...
+def function(*, align: str = "top_left") -> Callable[[Callable[..., Any]], ScoreFunction]: ...
 
 
-def function(
-    body: Callable[..., Any] | None = None,
-    *,
-    derivative: Callable[..., Any] | None = None,
-    align: str = "top_left",
-) -> Any:
-    """Turn a plain function into a score change of your own.
+def function(body: Callable[..., Any] | None = None, *, align: str = "top_left") -> Any:
+    """Turn a function into a score change of your own.
+
+    The function is run once, on symbols, when the score is made, as `saccade.masks.function` says.
+    A function that captures nothing by arguments may be given to an attention call as it is.
+    Captured tensors of real numbers that require gradients get them.
 
     Args:
         body: a function of (score, batch, head, query_row, kv_row, *captured) that gives the new
-            score; made of operators, `take`, and this module's `tanh`, `exp`, `log`, `absolute`,
-            `minimum`, `maximum` and `where`.
-        derivative: d new score / d score, a function of the same arguments. Without it the
-            change serves forward passes only.
+            score; made of arithmetic, comparisons, ``torch.where``, ``torch.tanh``,
+            ``torch.sigmoid``, ``torch.exp`` and the like; captured tensors are read by an index
+            for each dimension, or by `take`. It cannot branch on a row or score.
         align: "top_left" (rows as they are) or "bottom_right" (query_row + kv_len - query_len).
 
     Returns:
         A callable: give it the captured values and it gives the `Score`.
 
     Raises:
-        TypeError: if `body` or `derivative` is no plain function.
+        TypeError: if `body` is no function; when the score is made, if the function does what
+            cannot be known without its rows, with the line and what to write instead.
         ValueError: if `align` is neither of the two.
 
-    >>> def slope(score, batch, head, query_row, kv_row, gain):
-    ...     return gain
-    >>> @saccade.scores.function(derivative=slope)
+    >>> @saccade.scores.function
     ... def amplify(score, batch, head, query_row, kv_row, gain):
     ...     return score * gain
     >>> change = amplify(1.5)
     """
     check_align(align)
     if body is None:
-        return lambda actual: function(actual, derivative=derivative, align=align)
-    if derivative is not None:
-        named(derivative, "derivative")
-    registered = register(Function(named(body), body, derivative))
-    return ScoreFunction(registered.name, align)
+        return functools.partial(_function, align=align)
+    return _function(body, align)
 
 
-# ---- the functions -------------------------------------------------------------------------
+def _function(body: Callable[..., Any], align: str) -> ScoreFunction:
+    if not callable(body) or isinstance(body, type):
+        raise TypeError(f"body: got {type(body).__name__}, takes a function")
+    return ScoreFunction(body, align)
 
 
-def _one(score, batch, head, query_row, kv_row, *captured):
-    return 1.0
+def _built_in(body: Callable[..., Any], align: str, *captured: Any, kind: str = "") -> Score:
+    """A score of this module, whose tensors have the names of its parameters.
+
+    kind: of the only captured tensor, where it is read with more dimensions than it has.
+    """
+    kinds = (kind,) if kind else tuple(kind_of(value) for value in captured)
+    form = form_of(body, align, kinds, score=True, built_in=True)
+    return Score(form.key, form.captured(captured))
+
+
+# ---- what they compute ----------------------------------------------------------------------
 
 
 def _softcap(score, batch, head, query_row, kv_row, cap):
     return cap * tanh(score / cap)
 
 
-def _softcap_derivative(score, batch, head, query_row, kv_row, cap):
-    capped = tanh(score / cap)
-    return 1.0 - capped * capped
-
-
 def _alibi(score, batch, head, query_row, kv_row, slopes):
     return score - take(slopes, head) * absolute(query_row - kv_row)
 
 
-def _bias(score, batch, head, query_row, kv_row, table):
-    return score + take(table, batch, head, query_row, kv_row)
-
-
-def _check_slopes(data: list[Any], extents: Extents) -> str | None:
-    return misfit("slopes", data[0], ("query_heads",), extents)
-
-
-def _check_bias(data: list[Any], extents: Extents) -> str | None:
-    return misfit("tensor", data[0], ("batch", "query_heads", "query_len", "kv_len"), extents)
-
-
-SOFTCAP = register(Function("softcap", _softcap, _softcap_derivative)).name
-ALIBI = register(Function("alibi", _alibi, _one, check=_check_slopes)).name
-BIAS = register(Function("bias", _bias, _one, differentiable=True, check=_check_bias)).name
+def _bias(score, batch, head, query_row, kv_row, tensor):
+    return score + take(tensor, batch, head, query_row, kv_row)
 
 
 # ---- the public constructors ----------------------------------------------------------------
@@ -168,15 +165,14 @@ def softcap(cap: float | int) -> Score:
         raise TypeError(f"cap: got {cap!r}, takes a finite number greater than 0")
     if not 0 < cap < math.inf:
         raise ValueError(f"cap: got {cap}, takes a finite number greater than 0")
-    return ScoreFunction(SOFTCAP, "top_left")(float(cap))
+    return _built_in(_softcap, "top_left", float(cap))
 
 
 def alibi(slopes: Tensor, align: str = "bottom_right") -> Score:
     """Subtract a penalty that grows with distance: slopes[head] · |query_row - kv_row|.
 
     Args:
-        slopes: [query_heads] or [1], floating point. Not differentiable: a slope that requires
-            gradients is refused.
+        slopes: [query_heads] or [1], floating point; differentiable.
         align: "bottom_right" or "top_left".
 
     Source: ALiBi (Press et al. 2022), section 3.
@@ -185,7 +181,7 @@ def alibi(slopes: Tensor, align: str = "bottom_right") -> Score:
     slopes = floats("slopes", slopes)
     if slopes.dim() != 1:
         raise ValueError(f"slopes: got {slopes.dim()} dimensions, takes 1: [query_heads]")
-    return ScoreFunction(ALIBI, align)(slopes)
+    return _built_in(_alibi, align, slopes)
 
 
 def bias(tensor: Tensor) -> Score:
@@ -198,65 +194,35 @@ def bias(tensor: Tensor) -> Score:
     tensor = floats("tensor", tensor)
     if tensor.dim() > 4:
         raise ValueError(f"tensor: got {tensor.dim()} dimensions, takes at most 4")
-    full = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
-    return ScoreFunction(BIAS, "top_left")(full)
+    return _built_in(_bias, "top_left", tensor, kind="f4")  # a call adds dimensions of size 1
 
 
 NOTHING_CHANGED = Score("")
 
 
-def as_score(score: Score | None) -> Score:
+def as_score(score: Score | Callable[..., Any] | None) -> Score:
     """What the `score` argument of an attention call stands for.
 
     Raises:
-        TypeError: for anything but a `Score` or None.
+        TypeError: for anything but a `Score`, a function of scores and rows, or None.
     """
     if score is None:
         return NOTHING_CHANGED
     if isinstance(score, Score):
         return score
-    if isinstance(score, ScoreFunction):
+    name = getattr(score, "__name__", "")
+    if name and globals().get(name) is score:
         raise TypeError(
-            "score: got a score function, takes a Score: call it, with what it captures"
+            f"score: got the function saccade.scores.{name}, takes the score that it returns: "
+            f"write score=saccade.scores.{name}(...)"
         )
-    raise TypeError(f"score: got {type(score).__name__}, takes a saccade Score such as scores.bias")
-
-
-# ---- evaluation on torch tensors -------------------------------------------------------------
-
-
-def change(key: str, captured: Captured, score: Tensor, at: Coordinates) -> Tensor:
-    """The changed scores of a tile, in the dtype of the scores."""
-    for leaf in expressions.leaves(expressions.parse(key)):
-        score = _changed(leaf, (score, *leaf.place(at), *leaf.data(captured)))
-    return score
-
-
-def _changed(leaf: Leaf, arguments: tuple[Any, ...]) -> Tensor:
-    """What one function makes of the scores, in their dtype and shape."""
-    score = arguments[0]
-    changed = torch.as_tensor(leaf.function(*arguments), device=score.device)
-    return changed.to(score.dtype).expand(torch.broadcast_shapes(changed.shape, score.shape))
-
-
-def change_backward(
-    key: str, captured: Captured, score: Tensor, at: Coordinates, grad: Tensor
-) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-    """Carry the gradient of the changed scores back through the chain.
-
-    Returns:
-        The gradient of the scores before the chain, and for each captured tensor that is
-        differentiable its place among the captured tensors with the gradient of what was taken.
-    """
-    steps = []
-    for leaf in expressions.leaves(expressions.parse(key)):
-        arguments = (score, *leaf.place(at), *leaf.data(captured))
-        steps.append((leaf, arguments))
-        score = _changed(leaf, arguments)
-    taken = []
-    for leaf, arguments in reversed(steps):
-        function = leaf.function
-        if function.differentiable:
-            taken += [(position, grad) for kind, position in leaf.slots if kind == "t"]
-        grad = (grad * function.differentiate(*arguments)).to(grad.dtype)
-    return grad, taken
+    if isinstance(score, ScoreFunction):
+        return score()
+    if not isinstance(score, Tensor) and is_plain_function(score):
+        return _function(score, "top_left")()
+    advice = "; a tensor to add: saccade.scores.bias(tensor)" if isinstance(score, Tensor) else ""
+    raise TypeError(
+        f"score: got {type(score).__name__}, takes a saccade Score such as "
+        f"saccade.scores.softcap(30.0), or a function of (score, batch, head, query_row, kv_row)"
+        f"{advice}"
+    )

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade import expressions, intervals, masks
+from saccade import masks
 from saccade.cpu import plan
 from saccade.cpu.plan import QueryTile, Run, Sizes
-from saccade.expressions import Captured, Coordinates
+from saccade.modifiers import evaluate, intervals
+from saccade.modifiers.expression import Captured, Coordinates
 from saccade.language import index_range
 from saccade.masks import Mask
 from saccade.problem import Variant
@@ -40,7 +41,7 @@ def visible(sizes: Sizes, mask: Mask) -> torch.Tensor:
         sizes.kv_len - sizes.query_len,
     )
     full = (sizes.batch, sizes.heads, sizes.query_len, sizes.kv_len)
-    return expressions.visible(mask.key, mask.captured, at).expand(full)
+    return evaluate.visible(mask.key, mask.captured, at).expand(full)
 
 
 def check(sizes: Sizes, mask: Mask, *, exact: bool = True) -> tuple[plan.Unit, ...]:
@@ -245,7 +246,7 @@ def test_memory_of_a_plan_is_bounded_by_strips(monkeypatch):
     judged = []
     classify = intervals.classify
 
-    def measure(*arguments: Any) -> intervals.Truth:
+    def measure(*arguments: Any) -> Truth:
         truth = classify(*arguments)
         judged.append(max(truth.possible.numel(), truth.certain.numel()))
         return truth

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from saccade import dropout, expressions, masks, scores
+from saccade import dropout, masks, scores
 from saccade.cpu import tile
 from saccade.cpu.tile import Place
-from saccade.expressions import Captured
+from saccade.modifiers import evaluate
+from saccade.modifiers.expression import Captured
 from saccade.masks import Mask
 from saccade.problem import Variant
 from saccade.scores import Score
@@ -61,7 +62,7 @@ def plain(inputs: list[torch.Tensor], variant: Variant, place: Place, masked: bo
     at = place.coordinates()
     changed = scores.change(variant.score, variant.score_captured, SCALE * query @ key.mT, at)
     if masked:
-        seen = expressions.visible(variant.mask, variant.mask_captured, at)
+        seen = evaluate.visible(variant.mask, variant.mask_captured, at)
         changed = changed.masked_fill(~seen, -torch.inf)
     lse = changed.logsumexp(-1)
     weights = (changed - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
@@ -225,7 +226,7 @@ def test_careful_shows_trash_that_is_seen():
 
 def visible_in(name: str) -> torch.Tensor:
     variant = VARIANTS[name]
-    return expressions.visible(variant.mask, variant.mask_captured, WHOLE.coordinates())
+    return evaluate.visible(variant.mask, variant.mask_captured, WHOLE.coordinates())
 
 
 def test_visible_has_as_few_dimensions_as_the_mask_varies_in():

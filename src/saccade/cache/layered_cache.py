@@ -16,7 +16,7 @@ from saccade.cache import swap
 from saccade.cache.memory import LayerPages
 from saccade.cache.paged_cache import PagedCache, locked, token_list
 from saccade.cache.statistics import CacheStatistics, SequenceStatistics, together
-from saccade.captures import check_whole_number
+from saccade.checks import check_whole_number
 
 
 class Place(NamedTuple):

@@ -21,7 +21,7 @@ from saccade.cache.pool import PagePool
 from saccade.cache.prefix import PrefixIndex
 from saccade.cache.statistics import CacheStatistics, SequenceStatistics
 from saccade.cache.write import cache_write
-from saccade.captures import check_whole_number
+from saccade.checks import check_whole_number
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
 from saccade.paged_arguments import LARGEST_PAGE

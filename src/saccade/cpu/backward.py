@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.cpu import edges, flash, tile, walk
 from saccade.cpu.edges import Edge
-from saccade.cpu.gradients import GradientSum, add_taken
+from saccade.cpu.gradients import GradientSum
 from saccade.cpu.tile import Place
 from saccade.cpu.walk import Dense
 from saccade.problem import accumulate_dtype
@@ -121,9 +121,10 @@ def _run(
         for batch in walk.row_pieces(place):
             for piece in batch:
                 for part in walk.key_pieces(piece):
-                    shares = _plain(dense, rows, part, masked, careful)
+                    shares = _plain(dense, rows, part, masked, careful, tables)
                     _add(sums, dense, part, shares[:3])
-                    add_taken(tables, shares.taken, part)
+                    for taken in shares.taken:
+                        taken.add_to(tables[taken.place])
         return
     found = edges.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
     if found is None:
@@ -149,7 +150,9 @@ def _flash(
     )
 
 
-def _plain(dense: Dense, rows: _Rows, place: Place, masked: bool, careful: bool) -> tile.Shares:
+def _plain(
+    dense: Dense, rows: _Rows, place: Place, masked: bool, careful: bool, wanted: Collection[int]
+) -> tile.Shares:
     queries, keys = walk.slices_of(dense, place)
     assert rows.row_dot is not None
     return tile.backward(
@@ -164,6 +167,7 @@ def _plain(dense: Dense, rows: _Rows, place: Place, masked: bool, careful: bool)
         place,
         masked,
         careful,
+        wanted,
     )
 
 

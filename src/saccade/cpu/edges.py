@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from saccade import expressions
 from saccade.cpu.tile import Place
-from saccade.expressions import Captured
+from saccade.modifiers.evaluate import visible
+from saccade.modifiers.expression import Captured
 from saccade.problem import Variant
 
 # Edges of at most this many pairs are remembered, and at most so many of them: 32 MiB in float32.
@@ -75,7 +75,7 @@ def _remembered(
 def _edge_at(
     mask: str, captured: Captured, place: Place, kv_tile: int, dtype: torch.dtype
 ) -> tuple[Place, Edge | None] | None:
-    seen = expressions.visible(mask, captured, place.coordinates())
+    seen = visible(mask, captured, place.coordinates())
     if bool(seen.all()):
         return place, None
     if seen.shape[3] > 1:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from saccade.cpu.tile import Place
 from saccade.problem import accumulate_dtype
 
 
@@ -42,17 +39,3 @@ class GradientSum:
         if self.total is None:
             return torch.zeros(self.shape, dtype=self.wide, device="cpu")
         return self.total
-
-
-def add_taken(tables: dict[int, Tensor], taken: Sequence[tuple[int, Tensor]], place: Place) -> None:
-    """Add the gradients of taken table entries, summed over the dimensions that broadcast."""
-    for index, gradient in taken:
-        if index not in tables:
-            continue
-        table = tables[index]
-        for dim, (start, stop) in enumerate(place[:4]):
-            if table.shape[dim] == 1:
-                gradient = gradient.sum(dim, keepdim=True)
-            else:
-                table = table.narrow(dim, start, stop - start)
-        table += gradient

@@ -6,9 +6,8 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from saccade import intervals
-from saccade.expressions import Captured, Coordinates
-from saccade.intervals import Interval
+from saccade.modifiers import intervals
+from saccade.modifiers.expression import Captured, Coordinates
 from saccade.language import index_range
 from saccade.problem import Variant
 
@@ -125,8 +124,8 @@ def _judge_strips(sizes: Sizes, mask: str, captured: Captured) -> Iterator[_Stri
         at = Coordinates(
             batch=index_range(sizes.first_batch, sizes.first_batch + sizes.batch, 0),
             head=index_range(0, sizes.heads, 1),
-            query_row=Interval.rows(first_row, last_row, sizes.query_tile, 2),
-            kv_row=Interval.rows(0, sizes.kv_len, sizes.kv_tile, 3),
+            query_row=intervals.rows(first_row, last_row, sizes.query_tile, 2),
+            kv_row=intervals.rows(0, sizes.kv_len, sizes.kv_tile, 3),
             shift=sizes.kv_len - sizes.query_len,
         )
         truth = intervals.classify(mask, captured, at)

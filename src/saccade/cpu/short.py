@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saccade import expressions
 from saccade.cpu import edges, flash
-from saccade.expressions import Coordinates
+from saccade.modifiers.evaluate import visible
+from saccade.modifiers.expression import Coordinates
 from saccade.language import index_range
 from saccade.problem import PagedInputs, Variant
 
@@ -77,7 +77,7 @@ def attend(
         kv_row=index_range(0, group.kv_len, 3),
         shift=(lens - 1).view(-1, 1, 1, 1),
     )
-    seen = expressions.visible(variant.mask, variant.mask_captured, at) & (
+    seen = visible(variant.mask, variant.mask_captured, at) & (
         at.kv_row < lens.view(-1, 1, 1, 1)
     )
     if seen.shape[1] > 1:

@@ -6,15 +6,18 @@ are float32 (float64 for float64).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from saccade import dropout, expressions, scores
-from saccade.expressions import Coordinates
+from saccade import dropout
 from saccade.language import index_range
+from saccade.modifiers import evaluate
+from saccade.modifiers.expression import Coordinates
+from saccade.modifiers.gradient import Taken, change_backward
 from saccade.problem import Variant, accumulate_dtype
 
 
@@ -56,10 +59,10 @@ def _score(
     raw = (_packed(query, key) @ key.transpose(-1, -2)).mul_(variant.scale)
     raw = raw.view(batch, heads, rows, key.shape[2])
     at = place.coordinates()
-    changed = scores.change(variant.score, variant.score_captured, raw, at)
+    changed = evaluate.change(variant.score, variant.score_captured, raw, at)
     if spoilt is not None:
         changed = changed.masked_fill(spoilt, torch.nan)
-    seen = expressions.visible(variant.mask, variant.mask_captured, at) if masked else None
+    seen = evaluate.visible(variant.mask, variant.mask_captured, at) if masked else None
     if seen is not None:
         changed = changed.masked_fill(~seen, -torch.inf)
     kept = None
@@ -106,12 +109,12 @@ def forward(
 
 
 class Shares(NamedTuple):
-    """A rectangle's share in the gradients; `taken`: (table, gradient of each pair's entry)."""
+    """A rectangle's share in the gradients; `taken`: of tensors that the score captured."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    taken: list[tuple[int, Tensor]]
+    taken: list[Taken]
 
 
 def backward(
@@ -126,12 +129,14 @@ def backward(
     place: Place,
     masked: bool,
     careful: bool,
+    wanted: Collection[int] = (),
 ) -> Shares:
     """The share of a rectangle of pairs in the gradients.
 
     Args:
         lse: of the whole rows, finite (0 where a row sees nothing).
         row_dot: Σ grad_output · output of the whole rows, less the gradient of the lse.
+        wanted: places of the score's captured tensors whose gradients are asked for.
 
     Source: FlashAttention-2 (Dao 2023), section 3.1.2, algorithm 2.
     """
@@ -152,11 +157,10 @@ def backward(
     grad_scores = grad_weights.sub_(row_dot.unsqueeze(-1)).mul_(weights)
     if careful and scored.visible is not None:
         grad_scores = grad_scores.masked_fill(~scored.visible, 0)
-    grad_scores, taken = scores.change_backward(
-        variant.score, variant.score_captured, scored.raw, place.coordinates(), grad_scores
-    )
-    if variant.score and scored.visible is not None:  # a derivative may be NaN where hidden
-        grad_scores = grad_scores.masked_fill(~scored.visible, 0)
+    grad_scores, taken = change_backward(
+        variant.score, variant.score_captured, scored.raw, place.coordinates(), grad_scores,
+        scored.visible, wanted,
+    )  # fmt: skip
     grad_scores = _packed(grad_scores.mul(variant.scale), key)
     grad_query = (grad_scores @ key).view(query.shape)
     grad_key = grad_scores.transpose(-1, -2) @ _packed(query, key)

@@ -34,7 +34,6 @@ from saccade.portable import gradients as portable
 from saccade.portable.arguments import (
     brings_three,
     mask_argument,
-    refuse_missing_derivative,
     rules,
     signature,
     tensors_of,
@@ -42,7 +41,7 @@ from saccade.portable.arguments import (
     view,
 )
 from saccade.portable.backward_queries import attention_backward_queries
-from saccade.portable.gradients import Results
+from saccade.portable.gradients import Results, refuse_unordered
 from saccade.portable.kind import Kind, remembered
 from saccade.portable.pairs import Forward
 from saccade.portable.planning import Planner
@@ -64,6 +63,8 @@ def backward(
     deterministic: bool,
 ) -> Gradients:
     """Gradients of the inputs, and of the wanted tensors that the score captured."""
+    if deterministic and wanted_tables:
+        refuse_unordered(variant, wanted_tables)
     if grad_output.data_ptr() % ALIGNMENT:  # TMA could not read it
         grad_output = grad_output.clone(memory_format=torch.contiguous_format)
     key = (
@@ -87,8 +88,6 @@ def prepare(
     deterministic: bool,
 ) -> Callable[..., Gradients]:
     """The backward pass of a call's kind; call it as `backward`."""
-    if variant.score:
-        refuse_missing_derivative(variant.score)
     problem = backward_problem(inputs, variant, deterministic)
     if configs.backward_unsupported(problem) is not None:
         return portable.backward

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from saccade.hopper import stretches
 from saccade.hopper.configs import BackwardProblem, KernelProblem
 from saccade.hopper.descriptors import width_of
+from saccade.modifiers.names import is_causal, stretch_of
 from saccade.portable.arguments import Geometry
 from saccade.problem import Inputs, Variant
 
@@ -14,7 +14,7 @@ def kernel_problem(inputs: Inputs, variant: Variant) -> KernelProblem:
     head_width, value_width = (width_of(rows.shape[-1]) for rows in (inputs.query, inputs.value))
     return KernelProblem(
         head_width, value_width, variant.mask != "", variant.score != "",
-        variant.mask.startswith("causal:"), inputs.key.shape[-2], inputs.cu_seqlens_q is not None,
+        is_causal(variant.mask), inputs.key.shape[-2], inputs.cu_seqlens_q is not None,
     )  # fmt: skip
 
 
@@ -24,6 +24,6 @@ def backward_problem(inputs: Inputs, variant: Variant, deterministic: bool) -> B
     lengths = Geometry.of(inputs).lengths()
     return BackwardProblem(
         head_width, value_width, *lengths, variant.mask != "", deterministic,
-        stretch=stretches.stretch_of(variant.mask), causal=variant.mask.startswith("causal:"),
+        stretch=stretch_of(variant.mask), causal=is_causal(variant.mask),
         packed=inputs.cu_seqlens_q is not None, scored=variant.score != "",
     )  # fmt: skip

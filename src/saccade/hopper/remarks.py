@@ -5,6 +5,7 @@ from __future__ import annotations
 from saccade.hopper import configs
 from saccade.hopper.configs import BackwardProblem, KernelProblem
 from saccade.hopper.descriptors import width_of
+from saccade.modifiers.names import is_causal
 from saccade.problem import Problem
 
 
@@ -16,7 +17,7 @@ def remark(problem: Problem) -> str | None:
     lengths = problem.query_len, problem.kv_len
     masked, scored = problem.mask != "", problem.score != ""
     backward = BackwardProblem(
-        *widths, *lengths, masked, False, causal=problem.mask.startswith("causal:"),
+        *widths, *lengths, masked, False, causal=is_causal(problem.mask),
         packed=problem.packed, scored=scored,
     )  # fmt: skip
     reasons = {

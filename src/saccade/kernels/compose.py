@@ -9,22 +9,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from saccade import expressions
-from saccade.expressions import Leaf
 from saccade.kernels import extremes, tiles
 from saccade.kernels import language as device_language
-from saccade.kernels.judgement import PERHAPS, Dependence, Judge, Known, Span, Table, Truth
-from saccade.kernels.translation import Translator
-
-PLACE = "batch, head, query_row, kv_row"
-JUDGED = "batch, head, query_low, query_high, kv_low, kv_high, shift, data"
-TILES = "QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr"
+from saccade.modifiers import triton_source
+from saccade.modifiers.derivative import derivatives
+from saccade.modifiers.expression import mentions, parse, slots
+from saccade.modifiers.triton_source import Dependence
 
 
 class MaskFunctions(NamedTuple):
@@ -38,193 +33,97 @@ class MaskFunctions(NamedTuple):
     dependences: frozenset[Dependence]
 
 
+class ReadFunctions(NamedTuple):
+    """The device functions of one captured tensor of a score.
+
+    Attributes:
+        derivative: by what grows with an entry that is read, for each pair.
+        place: where the entry of each pair lies, in a table of given sizes and steps.
+        along_queries, along_keys: whether pairs of other query rows, or keys, read other entries.
+        as_bias: whether it is read at (batch, head, query_row, kv_row), or broadcast there.
+    """
+
+    derivative: Any
+    place: Any
+    along_queries: bool
+    along_keys: bool
+    as_bias: bool
+
+
 class ScoreFunctions(NamedTuple):
-    """The device functions of a score. derivatives[i] is that of the functions from number i on;
-    None where one of them has no derivative."""
+    """The device functions of a score; those of captured tensors by their place."""
 
     change: Any
-    derivatives: tuple[Any, ...]
+    derivative: Any
+    reads: dict[int, ReadFunctions]
 
 
 @functools.cache
 def mask_functions(key: str) -> MaskFunctions:
-    """Compose the functions of a mask.
-
-    Raises:
-        CannotCompile: naming the function, and what it does that a kernel cannot.
-    """
-    tree = expressions.parse(key)
-    assert tree is not None, "no mask has no functions"
-    leaves = expressions.leaves(tree)
-    translator, judge = Translator(), Judge()
-    names = _defined(translator, "visible", [(leaf, leaf.function.body) for leaf in leaves], 4)
-    calls = {
-        id(leaf): f"as_bool({name}({_place(leaf)}{_data(leaf, places)}), kv_row)"
-        for leaf, name, places in zip(leaves, names, _places(leaves), strict=True)
-    }
-    answer = expressions.combine(tree, lambda leaf: _Code(calls[id(leaf)]))
-    translator.texts.append(
-        f"@triton.jit\ndef visible({PLACE}, shift, data):\n    return {answer.text}\n"
-    )
-    places = dict(zip(map(id, leaves), _places(leaves), strict=True))
-    translator.texts.append(_judge("judge", judge, tree, places))
+    """Compose the functions of a mask."""
+    expression, order = parse(key), slots(key)
+    judge = triton_source.judging_function("judge", expression, order)
+    texts = [
+        triton_source.function("visible", expression, order, len(expression) - 1),
+        judge.text,
+    ]
     if judge.spans_read > 1:
-        translator.texts.append(_judge("skim", Judge(most_spans=1), tree, places))
-    module = _executed("".join(translator.texts))
-    return MaskFunctions(
-        module["visible"],
-        module["judge"],
-        module["skim" if judge.spans_read > 1 else "judge"],
-        judge.spans_read,
-        judge.in_blocks,
-        frozenset(judge.dependences),
-    )
+        texts.append(triton_source.judging_function("skim", expression, order, 1).text)
+    module = _executed("".join(texts))
+    skim = module["skim" if judge.spans_read > 1 else "judge"]
+    return MaskFunctions(module["visible"], module["judge"], skim, *judge[1:])
 
 
 @functools.cache
 def score_functions(key: str) -> ScoreFunctions:
-    """Compose the functions of a score.
+    """Compose the functions of a score."""
+    found, order = derivatives(key), slots(key)
+    expression, texts = found.expression, []
 
-    Raises:
-        CannotCompile: naming the function, and what it does that a kernel cannot.
-    """
-    leaves = expressions.leaves(expressions.parse(key))
-    places = _places(leaves)
-    translator = Translator()
-    changes = _defined(translator, "step", [(leaf, leaf.function.body) for leaf in leaves], 5)
-    slopes = [
-        (leaf, leaf.function.derivative) for leaf in leaves if leaf.function.derivative is not None
-    ]
-    names = iter(_defined(translator, "slope", slopes, 5))
-    of_leaf = [next(names) if leaf.function.derivative is not None else None for leaf in leaves]
+    def define(name: str, result: int) -> None:
+        texts.append(triton_source.function(name, expression, order, result))
 
-    steps, products = ["score_0 = score"], []
-    for n, (leaf, change, slope) in enumerate(zip(leaves, changes, of_leaf, strict=True)):
-        arguments = f"(score_{n}, {_place(leaf)}{_data(leaf, places[n])})"
-        steps.append(f"score_{n + 1} = as_score({change}{arguments}, score)")
-        products.append(None if slope is None else f"as_score({slope}{arguments}, score)")
-    body = "".join(f"    {step}\n" for step in steps)
-    header = f"(score, {PLACE}, shift, data):\n{body}    return "
-    texts = [f"@triton.jit\ndef change{header}score_{len(leaves)}\n"]
-    derivatives: list[str | None] = []
-    for n in range(len(leaves) + 1):
-        factors = products[n:]
-        known = all(factor is not None for factor in factors)
-        derivatives.append(f"derivative_{n}" if known else None)
-        if known:
-            product = " * ".join(factor for factor in factors if factor is not None)
-            texts.append(
-                f"@triton.jit\ndef derivative_{n}{header}{product or 'as_score(1.0, score)'}\n"
-            )
-    module = _executed("".join([*translator.texts, *texts]))
-    return ScoreFunctions(module["change"], tuple(name and module[name] for name in derivatives))
-
-
-def captured_order(key: str) -> list[tuple[str, int]]:
-    """The order in which kernels get what an expression captured: (kind, place in that kind)."""
-    return [slot for leaf in expressions.leaves(expressions.parse(key)) for slot in leaf.slots]
-
-
-class _Code:
-    """Text of an expression that &, | and ~ combine as they combine masks."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def __and__(self, other: _Code) -> _Code:
-        return _Code(f"({self.text} & {other.text})")
-
-    def __or__(self, other: _Code) -> _Code:
-        return _Code(f"({self.text} | {other.text})")
-
-    def __invert__(self) -> _Code:
-        return _Code(f"(~{self.text})")
-
-
-def _places(leaves: list[Leaf]) -> list[range]:
-    """Where each leaf's captured values stand among those of the whole expression."""
-    places, end = [], 0
-    for leaf in leaves:
-        places.append(range(end, end + len(leaf.slots)))
-        end += len(leaf.slots)
-    return places
-
-
-def _place(leaf: Leaf) -> str:
-    row = "query_row" if leaf.align == "top_left" else "query_row + shift"
-    return f"batch, head, {row}, kv_row"
-
-
-def _data(leaf: Leaf, places: range) -> str:
-    return "".join(
-        f", {_value(kind, place)}" for (kind, _), place in zip(leaf.slots, places, strict=True)
-    )
-
-
-def _value(kind: str, place: int) -> str:
-    """A captured value; whole numbers come with ADDED added, as those of Views do (tiles.py)."""
-    return f"(data[{place}] - ADDED)" if kind == "i" else f"data[{place}]"
-
-
-def _defined(
-    translator: Translator,
-    prefix: str,
-    bodies: list[tuple[Leaf, Callable[..., Any]]],
-    num_fixed: int,
-) -> list[str]:
-    names = []
-    for leaf, body in bodies:
-        names.append(f"{prefix}_{len(names)}")
-        translator.define(names[-1], body, num_fixed + len(leaf.slots))
-    return names
-
-
-def _judge(name: str, judge: Judge, tree: Any, places: dict[int, range]) -> str:
-    """The text of a function that judges whole tiles."""
-    verdict = _verdict(judge, tree, places)
-    lines = "".join(f"    {line}\n" for line in judge.lines)
-    return (
-        f"@triton.jit\ndef {name}({JUDGED}, {TILES}):\n{lines}"
-        f"    return {verdict.possible}, {verdict.certain}\n"
-    )
-
-
-def _verdict(judge: Judge, tree: Any, places: dict[int, range]) -> Truth:
-    """The verdict of a whole tree; its lines are collected by the judge."""
-    if isinstance(tree, Leaf):
-        shift = "" if tree.align == "top_left" else " + shift"
-        captured = [
-            Table(f"data[{place}]", place) if kind == "t" else Known(_value(kind, place))
-            for (kind, _), place in zip(tree.slots, places[id(tree)], strict=True)
-        ]
-        rows = (
-            Span(f"(query_low{shift})", f"(query_high{shift})", "QUERY_TILE"),
-            Span("kv_low", "kv_high", "KV_TILE"),
+    define("change", found.result)
+    if found.of_score is not None:
+        define("derivative", found.of_score)
+    for slot, (slope, read) in found.of_reads.items():
+        define(f"derivative_{slot}", slope)
+        texts.append(triton_source.place_function(f"place_{slot}", expression, order, read))
+    module = _executed("".join(texts))
+    by_query, by_key = (mentions(expression, [name]) for name in ("query_row", "kv_row"))
+    reads = {}
+    for slot, (_, read) in found.of_reads.items():
+        step = expression[read]
+        indices = [expression[number].op for number in step.operands]
+        reads[slot] = ReadFunctions(
+            module[f"derivative_{slot}"],
+            module[f"place_{slot}"],
+            any(by_query[number] for number in step.operands),
+            any(by_key[number] for number in step.operands),
+            step.op == "take" and indices == ["batch", "head", "query_row", "kv_row"],
         )
-        truth = judge.leaf(
-            tree.function.body, (Known("batch", "batch"), Known("head", "head"), *rows, *captured)
-        )
-        return PERHAPS if truth is PERHAPS else truth
-    parts = [_verdict(judge, part, places) for part in tree.parts]
-    if tree.combiner == "~":
-        return judge.inverse(parts[0])
-    return judge.both(tree.combiner, parts[0], parts[1])
+    return ScoreFunctions(module["change"], module.get("derivative", _no_slope), reads)
+
+
+@triton.jit
+def _no_slope(score, batch, head, query_row, kv_row, shift, data):
+    """The derivative of what does not depend on the score."""
+    return tl.where(score == score, 0.0, 0.0)
 
 
 @triton.jit
 def as_bool(answer, kv_row):
-    """A mask function's answer, which must be a bool, as a tensor (it may be a plain True)."""
-    seen = answer & (kv_row == kv_row)
-    tl.static_assert(seen.dtype == tl.int1, "a mask function must give bools")
-    return seen
+    """A mask's answer as a tensor of truths (it may be the same for all keys, or plainly True)."""
+    return answer & (kv_row == kv_row)
 
 
 @triton.jit
 def as_score(changed, score):
-    """What a score function gives, in float32 and in the shape of the scores."""
+    """What a score gives, in float32 and in the shape of the scores."""
     return tl.where(score == score, changed, changed).to(tl.float32)
 
 
+@functools.cache
 def _executed(text: str) -> dict[str, Any]:
     """Run generated text as a module whose source Triton can read again."""
     filename = f"<saccade {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
@@ -239,5 +138,5 @@ def _executed(text: str) -> dict[str, Any]:
     }
     for source in (device_language, extremes):
         module.update({k: v for k, v in vars(source).items() if hasattr(v, "fn")})
-    exec(compile(text, filename, "exec"), module)  # the text is made above, of checked syntax trees
+    exec(compile(text, filename, "exec"), module)  # the text holds operations of expressions alone
     return module

@@ -17,7 +17,7 @@ from saccade.kernels.tiles import wide
 
 @triton.jit
 def bounds(entries):
-    """Entries as a lower and an upper bound: NaN is unordered, so anything is possible there."""
+    """Entries as a lower and an upper bound: of NaN both are infinite, and `with_nan` says so."""
     if entries.dtype == tl.int1:
         numbers = entries.to(tl.int32)
         low, high = numbers, numbers

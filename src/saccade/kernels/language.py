@@ -31,6 +31,18 @@ def log(value):
 
 
 @triton.jit
+def sqrt(value):
+    """Square root."""
+    return tl.sqrt_rn(value.to(tl.float32))
+
+
+@triton.jit
+def sigmoid(value):
+    """1 / (1 + exp(-value))."""
+    return 1.0 / (1.0 + tl.exp(-value.to(tl.float32)))
+
+
+@triton.jit
 def tanh(value):
     """Near 0 an odd polynomial, which keeps the relative error small (Cephes, Moshier 1992)."""
     value = value.to(tl.float32)
@@ -80,6 +92,39 @@ def floor_modulo(dividend, divisor):
     return tl.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest)
 
 
+@triton.jit
+def floor_divide_real(dividend, divisor):
+    """Python's ``//`` of real numbers."""
+    return tl.floor(dividend / divisor)
+
+
+@triton.jit
+def floor_modulo_real(dividend, divisor):
+    """Python's ``%`` of real numbers."""
+    return dividend - tl.floor(dividend / divisor) * divisor
+
+
+# ---- kinds of numbers ------------------------------------------------------------------------
+
+
+@triton.jit
+def to_real(value):
+    """A truth or a whole number, or one of another width, as a real number."""
+    return value.to(tl.float32)
+
+
+@triton.jit
+def to_whole(value):
+    """A real number without what stands behind its point."""
+    return value.to(tl.int64)
+
+
+@triton.jit
+def widened(value):
+    """A whole number with 64 bits, where sums and products may pass 32."""
+    return value.to(tl.int64)
+
+
 # ---- captured tensors: (pointer, sizes, strides) ---------------------------------------------
 
 
@@ -88,6 +133,12 @@ def nearest(index, table, DIM: tl.constexpr):
     """Where the entry nearest to an index lies along one dimension of a table, in elements."""
     inside = tl.minimum(tl.maximum(index, 0), table[1][DIM] - 1)
     return wide(inside) * table[2][DIM]
+
+
+@triton.jit
+def entry(index, table, DIM: tl.constexpr):
+    """The same of an index that counts from the end where it is below 0, as in Python."""
+    return nearest(tl.where(index < 0, index + table[1][DIM], index), table, DIM)
 
 
 @triton.jit

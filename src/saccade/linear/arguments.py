@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade import feature_maps
 from saccade.arguments import DENSE_SHAPES, PACKED_SHAPES, check_kinds, values_readable
-from saccade.captures import integers
+from saccade.checks import integers
 from saccade.linear.problem import (
     FUSED_MAPS,
     NORMALIZERS,

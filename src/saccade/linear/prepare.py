@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.arguments import check_flag, check_offsets, resolve_config
 from saccade.autocast import cast
-from saccade.captures import check_align
+from saccade.checks import check_align
 from saccade.feature_maps import ScaledMap
 from saccade.linear import arguments
 from saccade.linear.problem import LinearInputs, LinearProblem, LinearState, LinearVariant

@@ -13,8 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saccade import dropout, expressions
-from saccade.expressions import Captured
+from saccade import dropout
 from saccade.kernels import scores, tiles, visibility
 from saccade.kernels.compose import mask_functions, score_functions
 from saccade.kernels.dropout import Dropout
@@ -23,6 +22,7 @@ from saccade.kernels.rules import Rules
 from saccade.kernels.scores import Score
 from saccade.kernels.tiles import View
 from saccade.kernels.visibility import Mask
+from saccade.modifiers.expression import Captured, slots
 from saccade.problem import Inputs, Variant
 
 
@@ -112,20 +112,16 @@ def number_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
 
 
 def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, ...]:
-    """What an expression captured, in its leaves' order; a tensor as (address, sizes, strides)."""
-    lists = {"t": captured.tensors, "i": captured.ints, "f": captured.floats}
+    """What an expression captured, in the order of its slots; a tensor as (address, sizes, strides)."""
     data: list[Any] = []
-    for leaf in expressions.leaves(expressions.parse(key)):
-        for kind, position in leaf.slots:
-            value = lists[kind][position]
-            if isinstance(value, Tensor):
-                if value.numel() == 0:  # nothing meets, but programs without rows still look
-                    value = value.new_zeros((1,) * value.dim())
-                data.append((pointer(value), tuple(value.shape), value.stride()))
-            elif isinstance(value, int):  # a bool too, which would be one bit wide in a kernel
-                data.append(int(value) + tiles.ADDED.value)
-            else:
-                data.append(value)
+    for slot in slots(key):
+        value = captured.value(slot)
+        if isinstance(value, Tensor):
+            if value.numel() == 0:  # nothing meets, but programs without rows still look
+                value = value.new_zeros((1,) * value.dim())
+            data.append((pointer(value), tuple(value.shape), value.stride()))
+        else:
+            data.append(value + tiles.ADDED.value if isinstance(value, int) else value)
     return tuple(data)
 
 
@@ -147,32 +143,16 @@ def mask_argument(variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = ()
     return Mask(functions.visible, functions.judge, walk, tile, data, plan)
 
 
-def score_argument(variant: Variant, pointer: Pointer, after: int = 0) -> Score | None:
-    """The score as kernels take it, with the derivative of its functions from `after` on."""
+def score_argument(variant: Variant, pointer: Pointer, by: int | None = None) -> Score | None:
+    """The score as kernels take it, with its derivative by the score, or by a captured tensor."""
     if variant.score:
         functions = score_functions(variant.score)
         data = captured_data(variant.score, variant.score_captured, pointer)
-        return Score(functions.change, functions.derivatives[after], data)
+        derivative = functions.derivative if by is None else functions.reads[by].derivative
+        return Score(functions.change, derivative, data)
     if variant.scale <= 0:  # softmax_step folds positive scales only
         return Score(scores.unchanged, scores.one, ())
     return None
-
-
-def refuse_missing_derivative(score: str) -> None:
-    """Refuse a score that says nothing of its derivative."""
-    if score_functions(score).derivatives[0] is None:
-        raise NotImplementedError(
-            "score: one of its functions has no derivative; give one with "
-            "saccade.scores.function(derivative=…) to train through it"
-        )
-
-
-def bias_number(score: str, place: int) -> int:
-    """Which function of a score captured the tensor at a place."""
-    for number, leaf in enumerate(expressions.leaves(expressions.parse(score))):
-        if ("t", place) in leaf.slots:
-            return number
-    raise ValueError(f"place: got {place}, takes that of a tensor that {score!r} captured")
 
 
 def dropout_argument(inputs: Inputs, variant: Variant, pointer: Pointer) -> Dropout | None:
@@ -184,12 +164,12 @@ def dropout_argument(inputs: Inputs, variant: Variant, pointer: Pointer) -> Drop
 
 
 def rules(
-    inputs: Inputs, variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = (), after: int = 0
+    inputs: Inputs, variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = (), by: int | None = None
 ) -> Rules:
-    """What a kernel does to pairs; `after` as in `score_argument`."""
+    """What a kernel does to pairs; `by` as in `score_argument`."""
     return Rules(
         mask_argument(variant, pointer, plan),
-        score_argument(variant, pointer, after),
+        score_argument(variant, pointer, by),
         dropout_argument(inputs, variant, pointer),
         variant.scale,
     )

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.kernels.compose import ReadFunctions, score_functions
 from saccade.kernels.launch import Launch, Pointer
 from saccade.portable.arguments import (
-    bias_number,
     brings_three,
-    refuse_missing_derivative,
     rules,
     signature,
     tensors_of,
@@ -28,6 +27,7 @@ from saccade.portable.arguments import (
 )
 from saccade.portable.backward import VERDICTS_AT_ONCE, attention_backward_keys
 from saccade.portable.backward_bias import attention_backward_bias
+from saccade.portable.backward_reads import attention_backward_reads
 from saccade.portable.backward_queries import attention_backward_queries
 from saccade.portable.kind import Kind, memory_like, remembered, with_unit_channels
 from saccade.portable.pairs import Forward
@@ -82,8 +82,8 @@ def backward(
     deterministic: bool,
 ) -> Gradients:
     """Gradients of the inputs, and of the wanted tensors that the score captured."""
-    if variant.score:
-        refuse_missing_derivative(variant.score)
+    if deterministic and wanted_tables:
+        refuse_unordered(variant, wanted_tables)
     inputs = with_unit_channels(inputs)
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()
@@ -96,6 +96,17 @@ def backward(
     )  # fmt: skip
     launches = remembered(_launches, key, lambda: prepare(inputs, variant, config, deterministic))
     return Call(inputs, variant, launches, results).run(wanted_tables, config)
+
+
+def refuse_unordered(variant: Variant, wanted_tables: Sequence[int]) -> None:
+    """Refuse gradients whose sums have no fixed order, where the same bits are asked for."""
+    reads = score_functions(variant.score).reads
+    if any(place in reads and not reads[place].as_bias for place in wanted_tables):
+        raise NotImplementedError(
+            "deterministic: the gradient of a tensor that a score reads otherwise than "
+            "saccade.scores.bias does is summed in no fixed order; takes deterministic=False, "
+            "implementation='cpu' or 'reference', or a detached tensor"
+        )
 
 
 def prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bool) -> Launches:
@@ -255,15 +266,19 @@ class Call(NamedTuple):
 
     def table(self, place: int, known: Sequence[Tensor], config: Config) -> Tensor:
         """The gradient of a tensor that the score captured. Needs the row statistics."""
-        kind, queries = self.launches.kind, self.launches.kind.geometry.queries
         table = self.variant.score_captured.tensors[place]
+        functions = score_functions(self.variant.score).reads.get(place)
+        if functions is None:  # nothing that a score gives depends on it
+            return torch.zeros_like(table)
+        if not functions.as_bias:
+            return self._entries(place, functions, known, config)
+        kind, queries = self.launches.kind, self.launches.kind.geometry.queries
         total = torch.empty(table.shape, dtype=torch.float32, device=table.device)
         launch = self.launches.tables.get(place)
         if launch is None:
             call = self.inputs, self.variant
             launch = kind.launch(attention_backward_bias, "backward_bias", call, config.backward)
             self.launches.tables[place] = launch
-        number = bias_number(self.variant.score, place)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             return (
@@ -271,12 +286,41 @@ class Call(NamedTuple):
                 pointer(total),
                 tuple(table.shape),
                 (queries.batch, queries.heads),
-                rules(self.inputs, self.variant, pointer, after=number + 1),
+                rules(self.inputs, self.variant, pointer, by=place),
             )
 
         batches, heads, rows, keys = table.shape
         query_tile, kv_tile = (launch.constants[name] for name in ("QUERY_TILE", "KV_TILE"))
         programs = batches * heads * -(-rows // query_tile) * -(-keys // kv_tile)
+        launch(programs, kind.device, (*known, total), arguments)
+        return total.to(table.dtype)
+
+    def _entries(
+        self, place: int, functions: ReadFunctions, known: Sequence[Tensor], config: Config
+    ) -> Tensor:
+        """The same of a tensor that is read otherwise than a bias is."""
+        kind, table = self.launches.kind, self.variant.score_captured.tensors[place]
+        total = torch.zeros(table.shape, dtype=torch.float32, device=table.device)
+        if total.numel() == 0:
+            return total.to(table.dtype)
+        launch = self.launches.tables.get(place)
+        if launch is None:
+            call = self.inputs, self.variant
+            launch = kind.launch(
+                attention_backward_reads, "backward_bias", call, config.backward,
+                PLACE=functions.place, ALONG_QUERIES=functions.along_queries,
+                ALONG_KEYS=functions.along_keys,
+            )  # fmt: skip
+            self.launches.tables[place] = launch
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            return (
+                self._forward(pointer),
+                (pointer(total), tuple(total.shape), total.stride()),
+                rules(self.inputs, self.variant, pointer, by=place),
+            )
+
+        programs = kind.geometry.queries.programs(launch.constants["QUERY_TILE"])
         launch(programs, kind.device, (*known, total), arguments)
         return total.to(table.dtype)
 

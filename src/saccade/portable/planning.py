@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.compose import MaskFunctions, captured_order, mask_functions
+from saccade.kernels.compose import MaskFunctions, mask_functions
 from saccade.kernels.launch import Launch, Pointer, current_device, next_width
 from saccade.kernels.visibility import WALK_SIZE
+from saccade.modifiers.expression import slots
 from saccade.portable import plan
 from saccade.portable.arguments import Geometry, mask_argument, tensors_of, view
 from saccade.problem import Inputs, Variant
@@ -153,8 +154,7 @@ class Planner:
 def told_apart(functions: MaskFunctions, variant: Variant) -> tuple[bool, bool]:
     """Whether verdicts differ between batch entries, and between heads."""
     captured = variant.mask_captured
-    lists = {"t": captured.tensors, "i": captured.ints, "f": captured.floats}
-    values = [lists[kind][position] for kind, position in captured_order(variant.mask)]
+    values = [captured.value(slot) for slot in slots(variant.mask)]
 
     def differs(axis: str) -> bool:
         return any(

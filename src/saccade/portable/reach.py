@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from saccade import intervals
-from saccade.expressions import Captured, Coordinates
-from saccade.intervals import Interval
+from saccade.modifiers import intervals
+from saccade.modifiers.expression import Captured, Coordinates
+from saccade.modifiers.interval_rules import Span
 from saccade.language import index_range
 
 FEW = 1024
@@ -39,5 +39,5 @@ def _is_short(
     return truth.possible.float().mean().item() * kv_len <= FEW
 
 
-def _cells(length: int, dim: int) -> Interval:
-    return Interval.rows(0, length, max(SMALLEST_CELL, -(-length // CELLS)), dim)
+def _cells(length: int, dim: int) -> Span:
+    return intervals.rows(0, length, max(SMALLEST_CELL, -(-length // CELLS)), dim)

@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from saccade import dropout, expressions, language, scores
-from saccade.expressions import Coordinates
+from saccade import dropout, language
+from saccade.modifiers import evaluate
+from saccade.modifiers.expression import Coordinates
 from saccade.problem import Inputs, Variant, accumulate_dtype
 
 
@@ -123,11 +124,11 @@ def score_pairs(
     key, key_spoilt = _without_spoilt_rows(key)
     value, value_spoilt = _without_spoilt_rows(value)
     spoilt = query_spoilt | (key_spoilt | value_spoilt).transpose(-1, -2)
-    visible = expressions.visible(variant.mask, variant.mask_captured, at)
+    visible = evaluate.visible(variant.mask, variant.mask_captured, at)
     if reachable is not None:
         visible = visible & reachable
     raw = query @ key.transpose(-1, -2) * variant.scale  # [batch, query_heads, rows, keys]
-    changed = scores.change(variant.score, variant.score_captured, raw, at)
+    changed = evaluate.change(variant.score, variant.score_captured, raw, at)
     poison = torch.zeros_like(raw).masked_fill(spoilt, torch.nan)
     changed = changed + poison  # a sum, so that the gradients of these pairs are NaN as well
     changed = changed.masked_fill(~visible, -torch.inf)

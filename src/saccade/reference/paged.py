@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saccade.expressions import Coordinates
+from saccade.modifiers.expression import Coordinates
 from saccade.problem import Inputs, PagedInputs, Variant, accumulate_dtype
 from saccade.reference.attention import attend, score_pairs, sequence_and_row
 

@@ -66,13 +66,7 @@ def _not_my_twin(batch: Any, head: Any, query_row: Any, kv_row: Any, table: Any)
     return (masks.take(table, head) <= query_row) & ((kv_row ^ 1) != query_row)
 
 
-def _gain_derivative(
-    score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, gain: Any
-) -> Any:
-    return gain
-
-
-@scores.function(derivative=_gain_derivative)
+@scores.function
 def _gain(score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, gain: Any) -> Any:
     return score * gain
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.expressions import Coordinates
+from saccade.modifiers.expression import Coordinates
 from saccade.language import take
 from saccade.prepare import prepare, with_seed
 from saccade.problem import Inputs, Variant, accumulate_dtype

@@ -56,11 +56,7 @@ class How(NamedTuple):
         return alibi if found is None else found >> alibi
 
 
-def _one(score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, slopes: Any) -> Any:
-    return 1.0
-
-
-@scores.function(derivative=_one, align="bottom_right")
+@scores.function(align="bottom_right")
 def alibi_by_batch(
     score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, slopes: Any
 ) -> Any:

@@ -1,0 +1,144 @@
+"""Derivatives: how the result of a score grows with the score, and with what it reads.
+
+Rules of differentiation, applied to the steps of an expression from the last to the first; the
+derivative is an expression of the same variables and captured values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from saccade.modifiers.expression import READS, REAL, Builder, Expression, parse
+
+
+class Derivatives:
+    """Derivatives of an expression's result, as steps behind its own.
+
+    Attributes:
+        expression: the steps of the score, then those that its derivatives need besides.
+        result: the number of the step that gives the changed score.
+        of_score: the number of the step that gives the derivative by the score; None where the
+            result does not depend on it.
+        of_reads: by slot number of a captured tensor of real numbers, the number of the step that
+            gives the derivative by the entry that is read, and that of the read itself.
+    """
+
+    def __init__(self, expression: Expression):
+        builder = self._builder = _Calculus()
+        self.result = builder.include(expression)
+        # By the score's own steps: numbers may differ where equal steps became one.
+        slopes: dict[int, int] = {self.result: builder.literal(1.0)}
+        for number in range(self.result, -1, -1):
+            slope = slopes.get(number)
+            if slope is None:
+                continue
+            for operand, by in builder.slopes(number, slope):
+                known = slopes.get(operand)
+                slopes[operand] = by if known is None else builder.add("+", known, by)
+        steps = builder.steps
+        self.of_score = next((n for i, n in slopes.items() if steps[i].op == "score"), None)
+        self.of_reads = {
+            steps[number].slot[1]: (slope, number)
+            for number, slope in slopes.items()
+            if steps[number].op in READS
+        }
+        self.expression = tuple(steps)
+
+
+@functools.lru_cache(maxsize=1024)
+def derivatives(key: str) -> Derivatives:
+    """The derivatives of a score by its key."""
+    return Derivatives(parse(key))
+
+
+class _Calculus(Builder):
+    """A builder that leaves out factors of one and what a product and a quotient undo."""
+
+    def times(self, left: int, right: int) -> int:
+        for one, other in ((left, right), (right, left)):
+            if self.is_literal(one, 1.0):
+                return other
+            step = self.steps[other]
+            if step.op == "/" and step.operands[1] == one:
+                return step.operands[0]
+        return self.add("*", left, right)
+
+    def over(self, left: int, right: int) -> int:
+        step = self.steps[left]
+        if step.op == "*" and right in step.operands:
+            return step.operands[1 - step.operands.index(right)]
+        return self.add("/", left, right)
+
+    def slopes(self, number: int, slope: int) -> list[tuple[int, int]]:
+        """What a step's derivative adds to those of its operands that are real numbers."""
+        step = self.steps[number]
+        rule = RULES.get(step.op)
+        if rule is None:
+            return []
+        found = zip(step.operands, rule(self, number, slope, *step.operands), strict=True)
+        return [
+            (operand, by)
+            for operand, by in found
+            if by is not None and self.steps[operand].kind == REAL
+        ]
+
+
+Rule = Callable[..., list[int | None]]
+
+
+def _where(b: _Calculus, result: int, slope: int, test: int, yes: int, no: int) -> list[int | None]:
+    zero = b.literal(0.0)
+    return [None, b.add("where", test, slope, zero), b.add("where", test, zero, slope)]
+
+
+def _quotient(b: _Calculus, result: int, slope: int, x: int, y: int) -> list[int | None]:
+    return [b.over(slope, y), b.times(slope, b.add("neg", b.add("/", result, y)))]
+
+
+def _tanh(b: _Calculus, result: int, slope: int, x: int) -> list[int | None]:
+    return [b.times(slope, b.add("-", b.literal(1.0), b.add("*", result, result)))]
+
+
+def _sigmoid(b: _Calculus, result: int, slope: int, x: int) -> list[int | None]:
+    return [b.times(slope, b.add("*", result, b.add("-", b.literal(1.0), result)))]
+
+
+def _sqrt(b: _Calculus, result: int, slope: int, x: int) -> list[int | None]:
+    return [b.over(slope, b.add("*", b.literal(2.0), result))]
+
+
+def _abs(b: _Calculus, result: int, slope: int, x: int) -> list[int | None]:
+    zero, down = b.literal(0.0), b.add("neg", slope)
+    above = b.add("where", b.add("<", zero, x), slope, zero)
+    return [b.add("where", b.add("<", x, zero), down, above)]
+
+
+def _extreme(b: _Calculus, result: int, slope: int, x: int, y: int) -> list[int | None]:
+    zero, half = b.literal(0.0), b.times(slope, b.literal(0.5))  # equal ones share, as in PyTorch
+    first, second = (x, y) if b.steps[result].op == "min" else (y, x)
+
+    def chosen(one: int, other: int) -> int:
+        equal = b.add("where", b.add("==", x, y), half, zero)
+        return b.add("where", b.add("<", one, other), slope, equal)
+
+    return [chosen(first, second), chosen(second, first)]
+
+
+RULES: dict[str, Rule] = {
+    "+": lambda b, result, slope, x, y: [slope, slope],
+    "-": lambda b, result, slope, x, y: [slope, b.add("neg", slope)],
+    "neg": lambda b, result, slope, x: [b.add("neg", slope)],
+    "*": lambda b, result, slope, x, y: [b.times(slope, y), b.times(slope, x)],
+    "/": _quotient,
+    "where": _where,
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "exp": lambda b, result, slope, x: [b.times(slope, result)],
+    "log": lambda b, result, slope, x: [b.over(slope, x)],
+    "sqrt": _sqrt,
+    "abs": _abs,
+    "min": _extreme,
+    "max": _extreme,
+    "real": lambda b, result, slope, x: [slope],
+}

@@ -1,0 +1,139 @@
+"""Evaluation: what an expression gives for tensors of rows, in plain PyTorch.
+
+Whole numbers are int64. Real ones have the dtype of the scores; in a mask, which knows no scores,
+they are float32, as in kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.language import take, take_by_slices
+from saccade.modifiers.expression import (
+    READS,
+    REAL,
+    TRUTH,
+    VARIABLES,
+    WHOLE,
+    Captured,
+    Coordinates,
+    Expression,
+    Step,
+    parse,
+)
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div, "//": torch.floor_divide,
+    "%": torch.remainder, "neg": torch.neg, "abs": torch.abs, "min": torch.minimum,
+    "max": torch.maximum, "<": torch.lt, "<=": torch.le, "==": torch.eq, "&": torch.bitwise_and,
+    "|": torch.bitwise_or, "^": torch.bitwise_xor, "~": torch.bitwise_not, ">>": torch.bitwise_right_shift,
+    "<<": torch.bitwise_left_shift, "where": torch.where, "exp": torch.exp, "log": torch.log,
+    "sqrt": torch.sqrt, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "whole": torch.trunc,
+    "real": torch.clone,
+}  # fmt: skip
+
+
+def evaluate(
+    expression: Expression,
+    captured: Captured,
+    at: Coordinates,
+    score: Tensor | None = None,
+    wanted: Container[int] | None = None,
+) -> list[Tensor]:
+    """What each step gives, as tensors that broadcast to the pairs of `at`.
+
+    wanted: the steps that are asked for, with all that they are made of; None: all.
+
+    Raises:
+        IndexError: where a captured tensor is read outside of its entries.
+    """
+    device = at.batch.device
+    real = torch.float32 if score is None else score.dtype
+    values: list[Any] = []
+    for number, step in enumerate(expression):
+        if wanted is not None and number not in wanted:
+            values.append(None)
+            continue
+        operands = [values[of] for of in step.operands]
+        if step.op == "score":
+            assert score is not None, "a mask has no score"
+            values.append(score)
+        elif step.op in VARIABLES:
+            values.append(torch.as_tensor(getattr(at, step.op), device=device))
+        elif step.op in ("number", "literal"):
+            value = captured.value(step.slot) if step.op == "number" else step.literal
+            values.append(torch.tensor(value, dtype=dtype_of(step.kind, real), device=device))
+        elif step.op in READS:
+            entries = read(step, captured.value(step.slot), operands)
+            values.append(entries.to(dtype_of(step.kind, real)))
+        else:
+            values.append(apply(step, operands, real))
+    return values
+
+
+def apply(step: Step, operands: Sequence[Tensor], real: torch.dtype) -> Tensor:
+    """One operation, on operands of one kind."""
+    first = 1 if step.op == "where" else 0
+    dtypes = {tensor.dtype for tensor in operands[first:]}
+    if step.kind == REAL or step.op == "whole" or (step.kind == TRUTH and real in dtypes):
+        wanted = real
+    elif step.kind == WHOLE or len(dtypes) > 1:
+        wanted = torch.int64
+    else:
+        wanted = next(iter(dtypes))
+    operands = [*operands[:first], *(tensor.to(wanted) for tensor in operands[first:])]
+    return OPERATIONS[step.op](*operands).to(dtype_of(step.kind, real))
+
+
+def dtype_of(kind: str, real: torch.dtype) -> torch.dtype:
+    """The dtype that numbers of a kind have."""
+    return {TRUTH: torch.bool, WHOLE: torch.int64, REAL: real}[kind]
+
+
+def read(step: Step, table: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """The entries of a captured tensor."""
+    if step.op == "take":
+        return take(table, *indices)
+    if not indices:
+        return table
+    if 1 not in table.shape:
+        sliced = take_by_slices(table, indices)
+        if sliced is not None:
+            return sliced
+    if table.device.type != "cpu":  # a GPU cannot say that an index is wrong; kernels do the same
+        indices = [inside(index, size) for index, size in zip(indices, table.shape, strict=True)]
+    try:
+        return table[tuple(indices)]
+    except IndexError as error:
+        raise IndexError(
+            f"a captured tensor of shape {tuple(table.shape)} is read outside of its entries: "
+            f"{error}; bound the index, or read with saccade.masks.take, which takes the nearest"
+        ) from None
+
+
+def inside(index: Tensor, size: int) -> Tensor:
+    """An index as Python counts, from the end where it is below 0, brought inside."""
+    return index.where(index >= 0, index + size).clamp(0, max(size - 1, 0))
+
+
+def visible(key: str, captured: Captured, at: Coordinates) -> Tensor:
+    """Which pairs a mask lets through: a bool tensor that broadcasts to the pairs of `at`.
+
+    No mask ("") lets everything through.
+    """
+    if not key:
+        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=at.batch.device)
+    seen = evaluate(parse(key), captured, at)[-1]
+    return seen.view((1,) * (4 - seen.dim()) + tuple(seen.shape))
+
+
+def change(key: str, captured: Captured, score: Tensor, at: Coordinates) -> Tensor:
+    """The changed scores of a tile, in the dtype and shape of the scores."""
+    if not key:
+        return score
+    changed = evaluate(parse(key), captured, at, score)[-1]
+    return changed.expand(torch.broadcast_shapes(changed.shape, score.shape))

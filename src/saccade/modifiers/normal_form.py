@@ -1,0 +1,187 @@
+"""Normal form: comparisons of rows written in one way, so that equal masks are recognised.
+
+A row that sees keys up to a place, or from one on, may be written ``q >= k``, ``k - q <= 0`` or
+``q - k < window``. With p for the query's place (query_row, or query_row + shift where rows are
+aligned at the bottom right), each becomes one of
+
+    kv_row <= p        kv_row <= p + n        p - n <= kv_row
+
+and of several that a mask joins by & the tightest are left, lower before upper: causal masks and
+windows have the keys of `saccade.masks.causal` and `saccade.masks.window`, wherever they are from.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from saccade.modifiers.expression import WHOLE, Builder
+
+MOST_TERMS = 64  # of a sum that is looked at
+
+
+class Reach(NamedTuple):
+    """A comparison of rows: kv_row <= p + number, or p - number <= kv_row.
+
+    upper: which of the two. shifted: whether p is query_row + shift.
+    """
+
+    upper: bool
+    shifted: bool
+    number: int
+
+
+class Lengths(NamedTuple):
+    """Rows of a call, and how many keys stand before the first query row's own place."""
+
+    query_len: int
+    kv_len: int
+    before: int
+
+
+class RowBuilder(Builder):
+    """A builder that knows what numbers are, and writes comparisons of rows in one way.
+
+    Attributes:
+        values: the value of a number, by its step; a number that may change has none.
+        lengths: if the expression is for these alone.
+    """
+
+    def __init__(self, lengths: Lengths | None = None) -> None:
+        super().__init__()
+        self.values: dict[int, int | float] = {}
+        self.lengths = lengths
+        self._reaches: dict[int, Reach] = {}
+
+    def number(self, value: int) -> int:
+        """The step of a captured number."""
+        raise NotImplementedError
+
+    def compare(self, op: str, left: int, right: int) -> int:
+        """The step of a comparison by <, <=, > or >=."""
+        if op in (">", ">="):
+            op, left, right = {">": "<", ">=": "<="}[op], right, left
+        terms = None
+        if self.steps[left].kind == self.steps[right].kind == WHOLE:
+            terms = self._sum((right, 1), (left, -1))
+        if terms is None:
+            return self.add(op, left, right)
+        names, number = terms
+        number -= op == "<"  # the comparison says that the sum is at least 0
+        query, key, shift = (names.pop(name, 0) for name in ("query_row", "kv_row", "shift"))
+        if names or {query, key} != {1, -1} or shift not in (0, query):
+            return self.add(op, left, right)
+        return self._reach(Reach(key == -1, shift != 0, number))
+
+    def _sum(self, *parts: tuple[int, int]) -> tuple[dict[str, int], int] | None:
+        """A sum as coefficients of variables and a number; None for anything else."""
+        names: dict[str, int] = {}
+        number, waiting, terms = 0, list(parts), 0
+        while waiting:
+            place, factor = waiting.pop()
+            step, terms = self.steps[place], terms + 1
+            if terms > MOST_TERMS or step.kind != WHOLE:
+                return None
+            if place in self.values:
+                number += factor * int(self.values[place])
+            elif step.op == "literal":
+                number += factor * int(step.detail)
+            elif step.op in ("query_row", "kv_row", "shift"):
+                names[step.op] = names.get(step.op, 0) + factor
+            elif step.op in ("+", "-", "neg"):
+                signs = {"+": (1, 1), "-": (1, -1), "neg": (-1,)}[step.op]
+                waiting += [
+                    (of, factor * sign) for of, sign in zip(step.operands, signs, strict=True)
+                ]
+            else:
+                return None
+        return {name: factor for name, factor in names.items() if factor}, number
+
+    def _reach(self, reach: Reach) -> int:
+        """The step of a comparison of rows."""
+        upper, shifted, number = reach
+        if self.lengths is not None:
+            query_len, kv_len, before = self.lengths
+            shift = kv_len - query_len
+            number += (shift if upper else -shift) * shifted
+            # The comparison says that query_row + number - kv_row, or kv_row - query_row + number,
+            # is at least 0.
+            least = number - (kv_len - 1 if upper else query_len - 1)
+            most = number + (query_len - 1 if upper else kv_len - 1)
+            if least >= 0 or most < 0:
+                return self.literal(least >= 0)
+            shifted = before == shift
+            number -= (shift if upper else -shift) * shifted
+            reach = Reach(upper, shifted, number)
+        step = self._written(reach, None if number == 0 else self.number(number))
+        self._reaches[step] = reach
+        return step
+
+    def _written(self, reach: Reach, number: int | None) -> int:
+        place, key = self.add("query_row"), self.add("kv_row")
+        if reach.shifted:
+            place = self.add("+", place, self.add("shift"))
+        if number is not None:
+            place = self.add("+" if reach.upper else "-", place, number)
+        return self.add("<=", key, place) if reach.upper else self.add("<=", place, key)
+
+    def joined(self, result: int) -> int:
+        """A mask with the tightest of the comparisons that it joins by &, windows first."""
+        parts, waiting = [], [result]
+        while waiting:
+            place = waiting.pop()
+            if self.steps[place].op == "&":
+                waiting += self.steps[place].operands[::-1]
+            elif place not in parts:
+                parts.append(place)
+        for shifted in (True, False):
+            found = [
+                self._reaches[part]
+                for part in parts
+                if part in self._reaches and self._reaches[part].shifted == shifted
+            ]
+            if len(found) < 2:
+                continue
+            parts = [
+                part
+                for part in parts
+                if part not in self._reaches or self._reaches[part].shifted != shifted
+            ]
+            parts = [*self._tightest(found, shifted), *parts]
+        joined = parts[0] if parts else self.literal(True)
+        for part in parts[1:]:
+            joined = self.add("&", joined, part)
+        return joined
+
+    def _tightest(self, found: list[Reach], shifted: bool) -> list[int]:
+        """One comparison, or the two of a window."""
+        ends = {
+            upper: min((r.number for r in found if r.upper == upper), default=None)
+            for upper in (False, True)
+        }
+        both = None not in ends.values()
+        steps = []
+        for upper, number in ends.items():
+            if number is not None:
+                named = self.number(number) if both or number else None
+                steps.append(self._written(Reach(upper, shifted, number), named))
+        if len(steps) == 2:
+            steps = [self.add("&", *steps)]
+        return steps
+
+    def without_offsets(self, table: Tensor, places: list[int]) -> tuple[Tensor, list[int]]:
+        """A read at rows that start behind the table's first entries, as one of its later part."""
+        if self.lengths is None:
+            return table, places
+        lengths = dict(zip(("query_row", "kv_row"), self.lengths[:2], strict=True))
+        found = list(places)
+        for dim, place in enumerate(places):
+            terms = self._sum((place, 1))
+            if terms is None or terms[1] <= 0 or list(terms[0].values()) != [1]:
+                continue
+            (name,), offset = terms[0], terms[1]
+            if name in lengths and offset + lengths[name] <= table.shape[dim]:
+                table = table.narrow(dim, offset, lengths[name])
+                found[dim] = self.add(name)
+        return table, found

@@ -1,0 +1,288 @@
+"""Tracing: run a mask or score function once, on symbols, and keep what it computes.
+
+Rows are symbols, whose operators note steps. While the function runs, a mode of PyTorch's sees what
+is done with tensors that it reaches, wherever they are kept: in a closure, a global, an attribute.
+Numbers that meet a symbol are captured by value. Nothing of the function itself is kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from saccade.modifiers import tensor_functions
+from saccade.modifiers.expression import FUNCTIONS, REAL, TRUTH, Captured, Expression
+from saccade.modifiers.normal_form import Lengths, RowBuilder
+from saccade.modifiers.symbol import OPERATORS, Partial, Symbol, Untraceable
+
+ROWS = ("batch", "head", "query_row", "kv_row")
+RANDOM = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "dropout")
+MADE = ("ones", "zeros", "full", "tensor", "scalar_tensor", "new_ones", "new_zeros", "new_full")
+
+
+class _Captures(TorchFunctionMode):
+    """Sees what a traced function does to tensors, wherever it found them."""
+
+    def __init__(self, trace: Trace):
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, options = getattr(function, "__name__", ""), kwargs or {}
+        if name == "__getitem__":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(i, Symbol) for i in index):
+                return self.trace.reading("read", args[0], index)
+        elif any(isinstance(value, (Symbol, Partial)) for value in (*args, *options.values())):
+            return self.trace.called(name, args, options)
+        elif name.rstrip("_").removesuffix("_like") in RANDOM:
+            raise Untraceable(f"a mask or score cannot draw random numbers ({name})")
+        result = function(*args, **options)
+        if name in MADE and isinstance(result, Tensor) and result.dim() == 0:
+            self.trace.made[id(result)] = result
+        return result
+
+
+class Trace(RowBuilder):
+    """The steps of one function, with the tensors and numbers that it captured."""
+
+    def __init__(self, lengths: Lengths | None = None, labels: dict[int, str] | None = None):
+        """Labels: the names of tensors by identity, if numbers are to be part of the code."""
+        super().__init__(lengths)
+        self.labels = labels
+        self.tensors: list[Tensor] = []
+        self.ints: list[Any] = []
+        self.floats: list[Any] = []
+        self.made: dict[int, Tensor] = {}  # tensors that the function made itself, kept alive
+        self._reads: dict[tuple[Any, ...], int] = {}
+
+    def symbol(self, number: int) -> Symbol:
+        """A step as the traced function sees it."""
+        return Symbol(self, number)
+
+    def number(self, value: Any, known: bool = True) -> int:
+        """A captured number: a slot of its own, so that the key does not depend on it.
+
+        known: whether it stays what it is; not where torch.compile passes it in.
+        """
+        whole = isinstance(value, int) or getattr(value, "kind", "") == "i"
+        if whole and known and not -(2**62) < value < 2**62:
+            raise Untraceable(f"the number {value} has more than 62 bits")
+        into = self.ints if whole else self.floats
+        into.append(value)
+        step = self.add("number", detail=f"{'i' if whole else 'f'}{len(into) - 1}")
+        if known:
+            self.values[step] = value
+        return step
+
+    def placeholder(self, value: Any) -> Any:
+        """A captured number that may change from call to call; a tensor as it is."""
+        return value if isinstance(value, Tensor) else self.symbol(self.number(value, known=False))
+
+    def constant(self, value: Any) -> int:
+        """The step that stands for what a symbol meets."""
+        if isinstance(value, Symbol):
+            if value._trace is not self:
+                raise Untraceable("a row of another trace is used")
+            return value._number
+        if isinstance(value, Partial):
+            return value.refuse()
+        if isinstance(value, Tensor):
+            if id(value) in self.made:
+                return self.constant(value.item())
+            if value.dim():
+                shape = tuple(value.shape)
+                raise Untraceable(f"a captured tensor of shape {shape} is used without an index")
+            return self.reading("read", value, ())._number
+        if isinstance(value, bool) or (self.labels is not None and type(value) in (int, float)):
+            return self.literal(value)
+        if isinstance(value, numbers.Integral):
+            return self.number(int(value))
+        if isinstance(value, numbers.Real):
+            return self.number(float(value))
+        if type(value).__module__ == "numpy" and hasattr(value, "item"):  # numpy's bool
+            return self.constant(value.item())
+        raise Untraceable(f"a row meets {type(value).__name__}, takes numbers and tensors")
+
+    def reading(self, op: str, table: Any, indices: Sequence[Any]) -> Any:
+        """A read of a captured tensor, a partial one where dimensions are left."""
+        if not isinstance(table, Tensor):
+            raise Untraceable(f"take: reads {type(table).__name__}, takes a captured tensor")
+        if len(indices) < table.dim() and op == "read":
+            return Partial(self, table, tuple(indices))
+        if len(indices) != table.dim():
+            raise Untraceable(
+                f"a captured tensor of {table.dim()} dimensions is read at {len(indices)} "
+                "indices, takes one for each dimension"
+            )
+        for index in indices:
+            whole = isinstance(index, (Symbol, numbers.Integral)) and not isinstance(index, bool)
+            if not whole and not (isinstance(index, Tensor) and index.dim() == 0):
+                raise Untraceable(
+                    f"a captured tensor is read at {index!r}, takes whole numbers and rows"
+                )
+        places = [self.constant(index) for index in indices]
+        if any(self.steps[place].kind == REAL for place in places):
+            raise Untraceable("a captured tensor is read at a real number, takes whole numbers")
+        label = (self.labels or {}).get(id(table), "")
+        key = (id(table), op, tuple(places))
+        if key not in self._reads:
+            table, places = self.without_offsets(table, places)
+            self.tensors.append(table)
+            name = f"t{len(self.tensors) - 1}:{letter_of(table)}{label and ':' + label}"
+            self._reads[key] = self.add(op, *places, detail=name)
+        return self.symbol(self._reads[key])
+
+    def apply(self, op: str, *operands: Any) -> Symbol:
+        """An operation on symbols, numbers and captured tensors."""
+        if op.startswith("r") and op[1:] in OPERATORS.values():
+            op, operands = op[1:], operands[::-1]
+        places = [self.constant(operand) for operand in operands]
+        kinds = [self.steps[place].kind for place in places]
+        if op in ("&", "|", "^", "~", "<<", ">>"):
+            shifts = op in ("<<", ">>")
+            if REAL in kinds or (shifts and TRUTH in kinds) or len(set(kinds)) > 1:
+                joined = " and ".join(kinds)
+                raise Untraceable(f"{op} joins {joined}, takes two truths or two whole numbers")
+        if op == "where" and kinds[0] != TRUTH:
+            raise Untraceable("where: the condition is a number, takes a truth")
+        if op in ("//", "%"):
+            return self.symbol(self._divide(op, *places))
+        if op in FUNCTIONS and kinds[0] != REAL:
+            places = [self.add("real", *places)]
+        if op in ("<", "<=", ">", ">="):
+            return self.symbol(self.compare(op, *places))
+        return self.symbol(self.add(op, *places))
+
+    def _divide(self, op: str, dividend: int, divisor: int) -> int:
+        """// and %: a divisor that is a number is greater than 0."""
+        if self.steps[divisor].op == "literal":
+            return self.add(op, dividend, divisor)
+        if divisor not in self.values:
+            known = self.labels is not None or self.steps[divisor].op != "number"
+            return self.add(op, dividend, divisor if known else self.add("+", divisor, self.literal(0)))
+        value = self.values[divisor]
+        if value == 0:
+            raise Untraceable(f"{op} divides by 0")
+        if value > 0:
+            return self.add(op, dividend, divisor)
+        found = self.add(op, self.add("neg", dividend), self.number(-value))
+        return found if op == "//" else self.add("neg", found)
+
+    def called(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """A function or method of PyTorch's, by name."""
+        return tensor_functions.call(self, name, args, options)
+
+    def finished(self, result: int) -> tuple[Expression, Captured]:
+        """The expression of a result with what it captured."""
+        expression, chosen = self.expression(result)
+        everything = Captured(self.tensors, self.ints, self.floats)
+        values = ([everything.value(slot) for slot in chosen if slot[0] == kind] for kind in "tif")
+        return expression, Captured(*map(tuple, values))
+
+
+def letter_of(table: Tensor) -> str:
+    """The letter of a captured tensor's dtype in keys: b, i, l or f.
+
+    Raises:
+        TypeError: for a dtype that masks and scores cannot read.
+    """
+    if table.dtype == torch.bool:
+        return "b"
+    if table.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return "f"
+    if table.dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
+        return "i"
+    if table.dtype == torch.int64:
+        return "l"
+    raise TypeError(
+        f"a captured tensor has dtype {table.dtype}, takes bool, int8, uint8, int16, int32, int64, "
+        "float16, bfloat16, float32 or float64"
+    )
+
+
+def trace(
+    function: Callable[..., Any],
+    align: str = "top_left",
+    captured: Sequence[Any] = (),
+    *,
+    offsets: tuple[int, int] = (0, 0),
+    lengths: Lengths | None = None,
+    score: bool = False,
+    known: bool = True,
+    built_in: bool = False,
+) -> tuple[Expression, Captured]:
+    """Run a function once on symbols.
+
+    Args:
+        function: of (batch, head, query_row, kv_row, *captured), with the score before them where
+            `score` says so.
+        align: "bottom_right" adds kv_len - query_len to query_row.
+        captured: tensors and numbers that it takes besides.
+        offsets: what is added to query_row and kv_row: the positions of the first rows.
+        lengths: where the expression is to hold for these alone: what is always so falls away,
+            and rows are aligned as they stand.
+        score: whether it changes scores, and gives numbers, or is a mask, and gives truths.
+        known: whether captured numbers stay what they are.
+        built_in: whether tensors are named as the function's parameters are, and its own numbers
+            are part of the code.
+
+    Raises:
+        TypeError: naming the line of the function that does what cannot be known.
+    """
+    what, labels = "score" if score else "mask", None
+    if built_in:
+        names = list(inspect.signature(function).parameters)[-len(captured) :] if captured else []
+        labels = {id(value): name for name, value in zip(names, captured, strict=True)}
+    found = Trace(lengths, labels)
+    rows = [found.symbol(found.add(name)) for name in ROWS]
+    if align == "bottom_right":
+        rows[2] = rows[2] + found.symbol(found.add("shift"))
+    rows = [*rows[:2], *(r + o if o else r for r, o in zip(rows[2:], offsets, strict=True))]
+    arguments = [*([found.symbol(found.add("score"))] if score else []), *rows]
+    arguments += [value if known else found.placeholder(value) for value in captured]
+    _check_parameters(function, arguments, what)
+    with _Captures(found):
+        answer = function(*arguments)
+        if answer is None:
+            raise Untraceable(f"the {what} function gave nothing")
+        result = found.constant(answer)
+    kind = found.steps[result].kind
+    if not score:
+        if kind != TRUTH:
+            raise TypeError(f"mask: {name_of(function)} gave {kind} numbers, takes a bool result")
+        result = found.joined(result)
+    elif kind != REAL:
+        result = found.add("real", result)
+    return found.finished(result)
+
+
+def _check_parameters(function: Callable[..., Any], arguments: list[Any], what: str) -> None:
+    """Refuse a function of other parameters."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a callable that says nothing of itself
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        takes = ", ".join([*(["score"] if what == "score" else []), *ROWS])
+        more = len(arguments) - len(takes.split())
+        beside = f" and {more} that it captures" if more else ""
+        raise TypeError(
+            f"{what}: {name_of(function)} has the parameters {signature}, takes ({takes}){beside}"
+        ) from None
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function's module and name."""
+    name = getattr(function, "__qualname__", None)
+    return f"{function.__module__}.{name}" if name else repr(function)

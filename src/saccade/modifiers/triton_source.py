@@ -1,0 +1,324 @@
+"""Source for Triton: masks and scores as the text of device functions.
+
+A step of an expression becomes a line. Operators mean what they mean on PyTorch's tensors: ``//``
+and ``%`` round down, real numbers are float32, and whole numbers that may have more than 32 bits
+have 64. The same expression gives the same text in every process, so Triton's cache knows it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from saccade.modifiers.expression import (
+    COMPARISONS,
+    FUNCTIONS,
+    READS,
+    REAL,
+    TRUTH,
+    VARIABLES,
+    WHOLE,
+    Expression,
+    Step,
+    needed,
+    never_negative,
+)
+from saccade.modifiers.interval_rules import IntervalRules, Span, Truth, Value
+
+ARGUMENTS = "batch, head, query_row, kv_row, shift, data"
+JUDGED = "batch, head, query_low, query_high, kv_low, kv_high, shift, data"
+TILES = "QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr"
+PERHAPS = Truth("(query_low <= query_high)", "(query_low > query_high)")
+
+# Operations of one form whatever they are applied to, and functions of the device's language.
+CALLS = {"min": "minimum", "max": "maximum", "abs": "absolute", "where": "where"}
+
+
+def function(name: str, expression: Expression, slots: list[tuple[str, int]], result: int) -> str:
+    """A device function that computes one step of an expression for a tile of pairs.
+
+    slots: the order of captured values in `data`.
+    """
+    writer = _PairWriter(expression, slots)
+    for number in sorted(needed(expression, result)):
+        writer.write(number, expression[number])
+    real = expression[result].kind == REAL
+    given = writer.names[result]
+    answer = f"as_score({given}, score)" if real else f"as_bool({given}, kv_row)"
+    score = "score, " if real else ""
+    return _text(name, f"{score}{ARGUMENTS}", [*writer.lines, f"return {answer}"])
+
+
+def place_function(
+    name: str, expression: Expression, slots: list[tuple[str, int]], read: int
+) -> str:
+    """A device function: the place of the entry that a read takes, in a table of its own sizes and
+    steps, for every pair of a tile."""
+    writer = _PairWriter(expression, slots)
+    step = expression[read]
+    for number in sorted(needed(expression, *step.operands)):
+        writer.write(number, expression[number])
+    place = writer.place(step, "table")
+    return _text(name, f"score, {ARGUMENTS}, table", [*writer.lines, f"return {place}"])
+
+
+def _text(name: str, parameters: str, lines: Sequence[str]) -> str:
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"@triton.jit\ndef {name}({parameters}):\n{body}"
+
+
+class _PairWriter:
+    """Writes steps as lines on tiles of pairs."""
+
+    def __init__(self, expression: Expression, slots: list[tuple[str, int]]):
+        self.expression, self.slots = expression, slots
+        self.natural = never_negative(expression)
+        self.names: dict[int, str] = {}
+        self.lines: list[str] = []
+
+    def write(self, number: int, step: Step) -> None:
+        """Add the line of a step, whose operands are written."""
+        if step.op in VARIABLES:
+            self.names[number] = step.op
+        elif step.op in ("number", "literal"):
+            self.names[number] = _constant(step, self.slots)
+        else:
+            name = self.names[number] = f"v{number}"
+            self.lines.append(f"{name} = {self._code(step)}")
+
+    def _code(self, step: Step) -> str:
+        if step.op in READS:
+            data = f"data[{self.slots.index(step.slot)}]"
+            return _of_dtype(f"read({data}, {self.place(step, data)}, {len(step.operands)})", step)
+        op, kinds = step.op, [self.expression[number].kind for number in step.operands]
+        if op in ("whole", "real", *FUNCTIONS):
+            of = self._operand(step.operands[0], REAL)
+            return of if op == "real" else f"to_whole({of})" if op == "whole" else f"{op}({of})"
+        if op == "where":
+            chosen = (self._operand(number, step.kind) for number in step.operands[1:])
+            return f"where({self.names[step.operands[0]]}, {', '.join(chosen)})"
+        kind = step.kind
+        if op in COMPARISONS:
+            kind = REAL if REAL in kinds else TRUTH if set(kinds) == {TRUTH} else WHOLE
+        wide = op in ("+", "-", "*", "<<") and step.kind == WHOLE
+        operands = [self._operand(number, kind, wide) for number in step.operands]
+        if wide and op in ("*", "<<") and not self._small(step):
+            operands[0] = f"widened({operands[0]})"
+        if op in ("//", "%"):
+            return self._divided(step, operands)
+        if op in CALLS:
+            return f"{CALLS[op]}({', '.join(operands)})"
+        if len(operands) == 1:
+            return f"{'-' if op == 'neg' else op}{operands[0]}"
+        return f"{operands[0]} {op} {operands[1]}"
+
+    def _small(self, step: Step) -> bool:
+        """Whether a product has a factor that the code knows to be small."""
+        factors = (self.expression[number] for number in step.operands)
+        return any(f.op == "literal" and abs(int(f.literal)) < 2**10 for f in factors)
+
+    def _operand(self, number: int, kind: str, wide: bool = False) -> str:
+        """An operand as a number of that kind."""
+        step, name = self.expression[number], self.names[number]
+        if step.op == "literal":
+            return _literal(float(step.literal) if kind == REAL else step.literal)
+        if kind == REAL and (step.kind != REAL):
+            return f"to_real({name})"
+        if kind == WHOLE and step.kind == TRUTH:
+            return f"where({name}, 1, 0)"
+        return f"widened({name})" if wide and step.op in READS else name
+
+    def _divided(self, step: Step, operands: list[str]) -> str:
+        dividend, divisor = step.operands
+        if step.kind == REAL:
+            return f"floor_{'divide' if step.op == '//' else 'modulo'}_real({', '.join(operands)})"
+        plain = self.expression[divisor].op in ("number", "literal") and self.natural[dividend]
+        if plain:
+            return f"{operands[0]} {step.op} {operands[1]}"
+        return f"floor_{'divide' if step.op == '//' else 'modulo'}({', '.join(operands)})"
+
+    def place(self, step: Step, table: str) -> str:
+        """Where the entries of a read lie in a table, in elements."""
+        found = "nearest" if step.op == "take" else "entry"
+        places = [
+            f"{'nearest' if self.natural[number] else found}({self.names[number]}, {table}, {dim})"
+            for dim, number in enumerate(step.operands)
+        ]
+        return " + ".join(places) or "0"
+
+
+def _of_dtype(code: str, step: Step) -> str:
+    """A read entry as a truth, a whole or a real number."""
+    return f"to_real({code})" if step.kind == REAL else code
+
+
+def _constant(step: Step, slots: list[tuple[str, int]]) -> str:
+    """A number; whole ones come with ADDED added, as those of Views do (tiles.py)."""
+    if step.op == "literal":
+        return _literal(step.literal)
+    data = f"data[{slots.index(step.slot)}]"
+    return f"({data} - ADDED)" if step.kind == WHOLE else data
+
+
+def _literal(value: bool | int | float) -> str:
+    text = repr(value)
+    return text if text.lstrip("-")[0].isdigit() or isinstance(value, bool) else f'float("{text}")'
+
+
+# ---- verdicts on tiles ------------------------------------------------------------------------
+
+
+class Dependence(NamedTuple):
+    """What a verdict depends on beside rows: captured tensors by place and dimension; a dimension
+    of -1 means that the number itself is used."""
+
+    axis: str
+    place: int
+    dim: int
+
+
+class Verdict(NamedTuple):
+    """The text of a function that judges tiles, and what its verdicts need.
+
+    Attributes:
+        text: of a device function that gives possible and certain.
+        spans_read: along how many row axes captured tensors are read.
+        in_blocks: whether all that is read along two axes is read in blocks.
+        dependences: what verdicts depend on beside rows.
+    """
+
+    text: str
+    spans_read: int
+    in_blocks: bool
+    dependences: frozenset[Dependence]
+
+
+class _Needs(NamedTuple):
+    spans_read: int = 0
+    in_blocks: bool = True
+    dependences: frozenset[Dependence] = frozenset()
+
+    def joined(self, other: _Needs) -> _Needs:
+        return _Needs(
+            max(self.spans_read, other.spans_read),
+            self.in_blocks and other.in_blocks,
+            self.dependences | other.dependences,
+        )
+
+
+def judging_function(
+    name: str, expression: Expression, slots: list[tuple[str, int]], most_spans: int = 2
+) -> Verdict:
+    """A device function that judges whole tiles.
+
+    most_spans: tables that are read along more row axes than that are not understood.
+    """
+    writer = _TileWriter(expression, slots, most_spans)
+    verdict, needs = writer.verdict()
+    text = _text(
+        name,
+        f"{JUDGED}, {TILES}",
+        [*writer.lines, f"return {verdict.possible}, {verdict.certain}"],
+    )
+    return Verdict(text, *needs)
+
+
+class _TileWriter(IntervalRules):
+    """Writes what the rules of intervals do as lines on vectors of tiles."""
+
+    def __init__(self, expression: Expression, slots: list[tuple[str, int]], most_spans: int):
+        self.expression, self.slots, self.most_spans = expression, slots, most_spans
+        self.lines: list[str] = []
+        self.needs: list[_Needs] = []
+
+    def verdict(self) -> tuple[Truth, _Needs]:
+        """The names of the verdict's two truths, and what it needs."""
+        found: list[Value] = []
+        for step in self.expression:
+            self.of_step = _Needs()
+            operands = [found[number] for number in step.operands]
+            value = self.value(self.expression, step, operands)
+            for number in step.operands if value is not None and value is not PERHAPS else ():
+                self.of_step = self.of_step.joined(self._used(step, number))
+            found.append(value)
+            self.needs.append(self.of_step)
+        verdict = found[-1]
+        return (verdict if isinstance(verdict, Truth) else PERHAPS), self.needs[-1]
+
+    def _used(self, step: Step, number: int) -> _Needs:
+        """What an operand needs; a batch entry or head that is an index is the read's concern."""
+        operand = self.expression[number]
+        if operand.op not in ("batch", "head"):
+            return self.needs[number]
+        if step.op in READS:
+            return _Needs()
+        return _Needs(dependences=frozenset([Dependence(operand.op, -1, -1)]))
+
+    def op(self, name: str, *values: str) -> str:
+        if name in ("min", "max"):
+            code = f"{name}imum({', '.join(values)})"
+        elif name in ("//", "%"):
+            code = f"floor_{'divide' if name == '//' else 'modulo'}({', '.join(values)})"
+        elif name in ("where", *FUNCTIONS):
+            code = f"{name}({', '.join(values)})"
+        elif name in ("abs", "real", "whole"):
+            code = f"{'absolute' if name == 'abs' else f'to_{name}'}({values[0]})"
+        elif name == "neg":
+            code = f"-{values[0]}"
+        else:
+            code = f"~{values[0]}" if name == "~" else f"{values[0]} {name} {values[1]}"
+        return self._line(code)
+
+    def literal(self, value: bool | int | float) -> str:
+        if isinstance(value, bool):
+            return PERHAPS.possible if value else PERHAPS.certain
+        return _literal(value)
+
+    def leaf(self, step: Step) -> Span:
+        if step.op == "query_row":
+            return Span("query_low", "query_high", rows="QUERY_TILE")
+        if step.op == "kv_row":
+            return Span("kv_low", "kv_high", rows="KV_TILE")
+        name = _constant(step, self.slots) if step.op == "number" else step.op
+        return Span(name, name, known=True)
+
+    def perhaps(self) -> Truth:
+        return PERHAPS
+
+    def read(self, step: Step, indices: Sequence[Value]) -> Value:
+        place = self.slots.index(step.slot)
+        data, natural = f"data[{place}]", never_negative(self.expression)
+        offset, spans, dependences = "0", [], set()
+        for dim, (index, number) in enumerate(zip(indices, step.operands, strict=True)):
+            if not isinstance(index, Span):
+                return None
+            if not index.known:
+                if step.op == "read" and not natural[number]:
+                    return None  # it may count from the end
+                spans.append((dim, index))
+                continue
+            operand = self.expression[number].op
+            if operand in ("batch", "head"):
+                dependences.add(Dependence(operand, place, dim))
+            counted = "nearest" if step.op == "take" or natural[number] else "entry"
+            offset += f" + {counted}({index.low}, {data}, {dim})"
+        if len(spans) > self.most_spans or not all(span.rows for _, span in spans):
+            return None
+        self.of_step = _Needs(len(spans), True, frozenset(dependences))
+        if not spans:
+            entry = self._line(_of_dtype(f"read({data}, {offset}, {len(indices)})", step))
+            return Truth(entry, entry) if step.kind == TRUTH else Span(entry, entry, known=True)
+        in_blocks = not any(span.step for _, span in spans)
+        self.of_step = _Needs(len(spans), in_blocks or len(spans) < 2, frozenset(dependences))
+        axes = ", ".join(f"{dim}, {span.low}, {span.high}, {span.rows}" for dim, span in spans)
+        along = "along_one" if len(spans) == 1 else f"along_two{'_blocks' if in_blocks else ''}"
+        number = len(self.lines)
+        self.lines.append(f"low{number}, high{number} = {along}({data}, {offset}, {axes})")
+        low, high = f"low{number}", f"high{number}"
+        if step.kind == TRUTH:
+            return Truth(self._line(f"{high} != 0"), self._line(f"{low} != 0"))
+        return Span(low, high)
+
+    def _line(self, code: str) -> str:
+        self.lines.append(f"v{len(self.lines)} = {code}")
+        return f"v{len(self.lines) - 1}"
