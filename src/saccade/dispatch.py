@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from saccade.modifiers.names import consists_of, is_causal
 from saccade.linear.problem import LinearProblem
+from saccade.modifiers.names import consists_of, is_causal
 from saccade.problem import Problem
 
 

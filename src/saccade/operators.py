@@ -58,7 +58,9 @@ def flatten(
     variant: Variant, config: Config | None, deterministic: bool, implementation: str
 ) -> tuple[list[Tensor], tuple[Any, ...]]:
     """A variant as an operator's plain arguments: tables, then PLAIN_VALUES."""
-    captured = [[*a, *b] for a, b in zip(variant.mask_captured, variant.score_captured, strict=True)]
+    captured = [
+        [*a, *b] for a, b in zip(variant.mask_captured, variant.score_captured, strict=True)
+    ]
     plain = (
         captured[1],
         captured[2],

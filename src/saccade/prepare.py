@@ -9,8 +9,8 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.autocast import cast
-from saccade.modifiers.fit import Extents, expanded
 from saccade.masks import NOTHING_HIDDEN, Mask, as_mask, causal
+from saccade.modifiers.fit import Extents, expanded
 from saccade.paged_arguments import check_paged
 from saccade.problem import Config, Inputs, PagedInputs, Problem, Variant
 from saccade.scores import Score, as_score

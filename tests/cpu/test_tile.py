@@ -8,9 +8,9 @@ import torch
 from saccade import dropout, masks, scores
 from saccade.cpu import tile
 from saccade.cpu.tile import Place
+from saccade.masks import Mask
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Captured
-from saccade.masks import Mask
 from saccade.problem import Variant
 from saccade.scores import Score
 
@@ -60,7 +60,7 @@ def plain(inputs: list[torch.Tensor], variant: Variant, place: Place, masked: bo
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     at = place.coordinates()
-    changed = scores.change(variant.score, variant.score_captured, SCALE * query @ key.mT, at)
+    changed = evaluate.change(variant.score, variant.score_captured, SCALE * query @ key.mT, at)
     if masked:
         seen = evaluate.visible(variant.mask, variant.mask_captured, at)
         changed = changed.masked_fill(~seen, -torch.inf)
@@ -72,11 +72,7 @@ def plain(inputs: list[torch.Tensor], variant: Variant, place: Place, masked: bo
     return weights @ value, lse
 
 
-def slope(score, batch, head, query_row, kv_row):
-    return 1.0 + (kv_row % 3)
-
-
-@scores.function(derivative=slope)
+@scores.function
 def uneven(score, batch, head, query_row, kv_row):
     return score * (1.0 + (kv_row % 3))
 

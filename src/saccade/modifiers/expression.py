@@ -19,7 +19,6 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 TRUTH, WHOLE, REAL = "truth", "whole", "real"

@@ -159,9 +159,7 @@ class IntervalRules(ABC):
 
     # ---- numbers ----------------------------------------------------------------------------
 
-    def _spans(
-        self, operands: Sequence[Value], kinds: list[str], kind: str
-    ) -> list[Span | None]:
+    def _spans(self, operands: Sequence[Value], kinds: list[str], kind: str) -> list[Span | None]:
         """Operands as numbers of one kind."""
         found: list[Span | None] = []
         for value, given in zip(operands, kinds, strict=True):
@@ -258,7 +256,9 @@ class IntervalRules(ABC):
             return rests
         same = self.op("==", turns.low, turns.high)
         zero, last = self.literal(0), self.op("-", b.low, self.literal(1))
-        return Span(self.op("where", same, rests.low, zero), self.op("where", same, rests.high, last))
+        return Span(
+            self.op("where", same, rests.low, zero), self.op("where", same, rests.high, last)
+        )
 
     def _chosen(self, test: Value, yes: Span | None, no: Span | None) -> Span | None:
         if not isinstance(test, Truth) or yes is None or no is None:

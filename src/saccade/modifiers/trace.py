@@ -168,7 +168,9 @@ class Trace(RowBuilder):
             return self.add(op, dividend, divisor)
         if divisor not in self.values:
             known = self.labels is not None or self.steps[divisor].op != "number"
-            return self.add(op, dividend, divisor if known else self.add("+", divisor, self.literal(0)))
+            return self.add(
+                op, dividend, divisor if known else self.add("+", divisor, self.literal(0))
+            )
         value = self.values[divisor]
         if value == 0:
             raise Untraceable(f"{op} divides by 0")

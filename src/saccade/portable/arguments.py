@@ -164,7 +164,11 @@ def dropout_argument(inputs: Inputs, variant: Variant, pointer: Pointer) -> Drop
 
 
 def rules(
-    inputs: Inputs, variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = (), by: int | None = None
+    inputs: Inputs,
+    variant: Variant,
+    pointer: Pointer,
+    plan: tuple[Any, ...] = (),
+    by: int | None = None,
 ) -> Rules:
     """What a kernel does to pairs; `by` as in `score_argument`."""
     return Rules(

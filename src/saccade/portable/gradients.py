@@ -27,8 +27,8 @@ from saccade.portable.arguments import (
 )
 from saccade.portable.backward import VERDICTS_AT_ONCE, attention_backward_keys
 from saccade.portable.backward_bias import attention_backward_bias
-from saccade.portable.backward_reads import attention_backward_reads
 from saccade.portable.backward_queries import attention_backward_queries
+from saccade.portable.backward_reads import attention_backward_reads
 from saccade.portable.kind import Kind, memory_like, remembered, with_unit_channels
 from saccade.portable.pairs import Forward
 from saccade.portable.planning import Plan, Planner

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.modifiers.expression import Coordinates
 from saccade.language import take
+from saccade.modifiers.expression import Coordinates
 from saccade.prepare import prepare, with_seed
 from saccade.problem import Inputs, Variant, accumulate_dtype
 from saccade.reference import attention as reference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from saccade.integrations.transformers import agreement, continuous
+from saccade.integrations.transformers import continuous
 from saccade.integrations.transformers.attention import attention_forward, continuous_forward
 from saccade.integrations.transformers.continuous import NAME
 from saccade.integrations.transformers.masks import lazy_mask
@@ -19,7 +19,6 @@ def register() -> None:
     >>> saccade.integrations.transformers.register()
     >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="saccade")
     """
-    agreement.check()
     AttentionInterface.register(NAME, attention_forward)
     # Without a mask function of its own a model would attend without any mask, padding included.
     AttentionMaskInterface.register(NAME, lazy_mask)
