@@ -58,12 +58,10 @@ def flatten(
     variant: Variant, config: Config | None, deterministic: bool, implementation: str
 ) -> tuple[list[Tensor], tuple[Any, ...]]:
     """A variant as an operator's plain arguments: tables, then PLAIN_VALUES."""
-    captured = [
-        [*a, *b] for a, b in zip(variant.mask_captured, variant.score_captured, strict=True)
-    ]
+    captured = variant.mask_captured.joined(variant.score_captured)
     plain = (
-        captured[1],
-        captured[2],
+        list(captured.ints),
+        list(captured.floats),
         variant.mask,
         variant.score,
         variant.scale,
@@ -72,7 +70,7 @@ def flatten(
         deterministic,
         implementation,
     )
-    return captured[0], plain
+    return list(captured.tensors), plain
 
 
 def variant_of(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:

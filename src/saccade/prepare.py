@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade import arguments
 from saccade.autocast import cast
 from saccade.masks import NOTHING_HIDDEN, Mask, as_mask, causal
+from saccade.modifiers.expression import Captured
 from saccade.modifiers.fit import Extents, expanded
 from saccade.paged_arguments import check_paged
 from saccade.problem import Config, Inputs, PagedInputs, Problem, Variant
@@ -76,14 +77,20 @@ def _variant(
     mask, score = as_mask(mask), as_score(score)
     if extents.query_len == 1 and mask.key == LAST_ROW_SEES_ALL and not batch_invariant:
         mask = NOTHING_HIDDEN  # decoding: kernels without a mask are faster
-    found = []
-    for name, modifier in (("mask", mask), ("score", score)):
-        captured = modifier.captured
-        if captured.tensors:
-            captured = expanded(modifier.key, captured)
-            arguments.check_captured(name, modifier.key, captured, extents, device)
-        found.append(captured)
-    return Variant(mask.key, score.key, *found, scale, dropout_p)
+    of_mask = _fitting("mask", mask, extents, device)
+    of_score = _fitting("score", score, extents, device)
+    return Variant(mask.key, score.key, of_mask, of_score, scale, dropout_p)
+
+
+def _fitting(
+    argument: str, modifier: Mask | Score, extents: Extents, device: torch.device
+) -> Captured:
+    """What a mask or score captured, with all dimensions, once it is known to fit."""
+    if not modifier.captured.tensors:
+        return modifier.captured
+    captured = expanded(modifier.key, modifier.captured)
+    arguments.check_captured(argument, modifier.key, captured, extents, device)
+    return captured
 
 
 def prepare_paged(

@@ -105,13 +105,18 @@ def forward(
 
 
 def backward(
-    rows: list[torch.Tensor], variant: Variant, place: Place, masked: bool, careful: bool
+    rows: list[torch.Tensor],
+    variant: Variant,
+    place: Place,
+    masked: bool,
+    careful: bool,
+    wanted: tuple[int, ...] = (),
 ) -> tile.Shares:
     """The same for grad_output, query, key, value, lse and row_dot."""
     grad_output, query, key, value, lse, row_dot = rows
     return tile.backward(
         grad_output, query, key, value, lse, row_dot, variant, seed_of(variant), place, masked,
-        careful,
+        careful, wanted,
     )  # fmt: skip
 
 
@@ -170,13 +175,15 @@ def check_taken(taken: list[tuple[int, torch.Tensor]], wanted: Any, at: Place) -
         torch.testing.assert_close(total, exact.nan_to_num(0), rtol=1e-10, atol=1e-11)
 
 
-def test_the_bias_is_taken_once_and_nothing_else_is():
+def test_the_bias_is_taken_where_it_is_wanted():
     at, variant = WHOLE, VARIANTS["everything"]
     inputs = cut(tensors(), at)
     output, lse = forward(inputs, variant, at, True, False)
-    shares = backward([output, *inputs, lse, output.sum(-1)], variant, at, True, False)
-    assert [position for position, _ in shares.taken] == [0]
-    assert shares.taken[0][1].shape == (BATCH, HEADS, QUERY_LEN, KV_LEN)
+    rows = [output, *inputs, lse, output.sum(-1)]
+    assert backward(rows, variant, at, True, False).taken == []
+    shares = backward(rows, variant, at, True, False, (0,))
+    assert [taken.place for taken in shares.taken] == [0]
+    assert shares.taken[0].gradient.shape == (BATCH, HEADS, QUERY_LEN, KV_LEN)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

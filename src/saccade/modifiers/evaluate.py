@@ -30,8 +30,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div, "//": torch.floor_divide,
     "%": torch.remainder, "neg": torch.neg, "abs": torch.abs, "min": torch.minimum,
     "max": torch.maximum, "<": torch.lt, "<=": torch.le, "==": torch.eq, "&": torch.bitwise_and,
-    "|": torch.bitwise_or, "^": torch.bitwise_xor, "~": torch.bitwise_not, ">>": torch.bitwise_right_shift,
-    "<<": torch.bitwise_left_shift, "where": torch.where, "exp": torch.exp, "log": torch.log,
+    "|": torch.bitwise_or, "^": torch.bitwise_xor, "~": torch.bitwise_not,
+    ">>": torch.bitwise_right_shift, "<<": torch.bitwise_left_shift,
+    "where": torch.where, "exp": torch.exp, "log": torch.log,
     "sqrt": torch.sqrt, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "whole": torch.trunc,
     "real": torch.clone,
 }  # fmt: skip

@@ -104,7 +104,7 @@ class RowBuilder(Builder):
 
     def _ends(self, names: dict[str, int], number: int) -> tuple[float, float]:
         """The least and the most that a sum can be."""
-        last = dict.fromkeys(("query_row", "kv_row"), math.inf)
+        last: dict[str, float] = dict.fromkeys(("query_row", "kv_row"), math.inf)
         shift = (-math.inf, math.inf)
         if self.lengths is not None:
             query_len, kv_len, _ = self.lengths

@@ -112,7 +112,7 @@ def number_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
 
 
 def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, ...]:
-    """What an expression captured, in the order of its slots; a tensor as (address, sizes, strides)."""
+    """What an expression captured, slot by slot; a tensor as (address, sizes, strides)."""
     data: list[Any] = []
     for slot in slots(key):
         value = captured.value(slot)

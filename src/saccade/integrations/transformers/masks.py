@@ -87,9 +87,9 @@ class MaskRequest:
 
     def _complaint(self, problem: str) -> str:
         return (
-            f"mask_function: got {described(self.mask_function)}, which {problem}; takes a function of (batch_idx, head_idx, q_idx, "
-            "kv_idx) index tensors that gives bools. Or pass attention_mask as a bool tensor "
-            "[batch, 1, query_len, kv_len] (True = visible)"
+            f"mask_function: got {described(self.mask_function)}, which {problem}; takes a "
+            "function of (batch_idx, head_idx, q_idx, kv_idx) index tensors that gives bools. Or "
+            "pass attention_mask as a bool tensor [batch, 1, query_len, kv_len] (True = visible)"
         )
 
 
