@@ -196,7 +196,7 @@ def test_good_import_direction(tmp_path, layer, statement):
         ("demo/run.py", "from saccade.problem import Problem"),
         ("demo/run.py", "from ..bench import cases"),
         ("bench/cases.py", "from saccade import dispatch"),
-        ("integrations/sdpa.py", "import saccade.problem"),
+        ("integrations/sdpa/call.py", "import saccade.problem"),
         ("cli.py", "from .portable import configs"),
     ],
 )
