@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ def token_list(tokens: Sequence[int] | Tensor) -> list[int]:
         TypeError: for what are no whole numbers, True and False among them.
         ValueError: for numbers below 0 or above 2^63 - 1.
     """
-    given = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    given: Any = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     found = [_token(token) for token in given]
     if found and not (min(found) >= 0 and max(found) <= MOST):
         got = min(found) if min(found) < 0 else max(found)
