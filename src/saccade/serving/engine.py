@@ -8,6 +8,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from saccade.serving import trial
 from saccade.serving.completion import Completion, Generated
 from saccade.serving.model import PackedModel
 from saccade.serving.prompts import (
@@ -55,7 +56,9 @@ class Engine:
         implementation: of `saccade.attention_paged`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it got and what it takes.
+        TypeError, ValueError: naming the argument, what it got and what it takes; also for a model
+            that would be served wrongly, by its name or since a few packed passes, which are
+            tried here, give other logits than a plain one.
 
     Source: continuous batching as in Orca (Yu et al. 2022); pages as in PagedAttention (Kwon et
     al. 2023), section 4.
@@ -103,6 +106,7 @@ class Engine:
             preemption=preemption,
         )  # fmt: skip
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
+        trial.check(self._model, page_size, options)
         self._worker = Worker(self._model, self.cache, self._scheduler, options)
         self._arrivals = itertools.count()
 
