@@ -286,7 +286,7 @@ def test_a_fault_at_every_point_changes_no_kind(what: str) -> None:
 
         for books, each in zip(books_of(cache), cache.caches, strict=True):
             targets = {
-                "pages": [(books.pool, "_take"), (books.host_pool, "_take")],
+                "pages": [(books.pool, "take"), (books.host_pool, "take")],
                 "memory": [(books.memory, name) for name in ("copy", "to_host", "to_device")],
                 "sequences": [(each, "allocate"), (each, "fork")],
             }[what]
@@ -300,8 +300,8 @@ def test_a_fault_at_every_point_changes_no_kind(what: str) -> None:
                 return call()
             except Refused:
                 refused = True
-                assert snapshot(cache) == before  # noqa: B023
                 cache.check()  # noqa: B023
+                assert snapshot(cache) == before  # noqa: B023
                 return call()  # and the same call goes through afterwards
 
         first = fault(cache.allocate)
