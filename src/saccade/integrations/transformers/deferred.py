@@ -30,7 +30,7 @@ class Deferred(Tensor):
         device: torch.device,
         strides: Sequence[int] | None = None,
     ) -> Any:
-        """What `__new__` of a kind of deferred tensor returns; contiguous where strides are None."""
+        """What `__new__` of a kind of deferred tensor returns; contiguous without strides."""
         return Tensor._make_wrapper_subclass(
             kind, tuple(shape), strides=strides, dtype=dtype, device=device
         )
