@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel
 from diffusers.models import attention_dispatch as dispatch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor
 
 import saccade

@@ -5,8 +5,8 @@ attention_backend("saccade"):` take these calls. diffusers calls its list of bac
 and closes it, so `register` looks whether the parts that it needs are there.
 
 Backends reach what asks `dispatch_attention_fn`: Flux, Qwen-Image, Wan, HunyuanVideo, LTX and other
-transformers of recent years. UNets, Stable Diffusion 3, PixArt, CogVideoX and most autoencoders call
-PyTorch's SDPA themselves, and diffusers says nothing; for those a warning names what was not
+transformers of recent years. UNets, Stable Diffusion 3, PixArt, CogVideoX and most autoencoders
+call PyTorch's SDPA themselves, and diffusers says nothing; for those a warning names what was not
 reached, and `saccade.integrations.sdpa.enable()` serves them.
 """
 
