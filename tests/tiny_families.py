@@ -61,7 +61,8 @@ class Family:
         kind: "decoder", "encoder", "encoder-decoder", "vision", "audio" or "image and text".
         sizes: the arguments of the config.
         inputs: of a forward pass.
-        since: the first version of transformers with it, where that is not the oldest one.
+        judge: what transformers itself attends with, where its sdpa is wrong (it leaves out
+            softcap, with which transformers 5.17 gives it all the same).
     """
 
     name: str
@@ -70,7 +71,7 @@ class Family:
     sizes: dict[str, Any]
     inputs: Callable[[], Inputs]
     config: str = ""
-    since: str = ""
+    judge: str = ""
 
     @property
     def model_class(self) -> Any:
@@ -80,9 +81,6 @@ class Family:
     def writes(self) -> bool:
         """Whether it generates text."""
         return hasattr(self.model_class, "generate") and self.model_class.can_generate()
-
-    def is_there(self) -> bool:
-        return hasattr(transformers, self.model)
 
     def make(self, implementation: str) -> Any:
         """The model, with weights that every implementation gets alike."""
@@ -158,7 +156,8 @@ DECODERS = [
     decoder("Qwen3", "Qwen3ForCausalLM", {**ALTERNATING, "use_sliding_window": True}),
     decoder("Qwen3 MoE", "Qwen3MoeForCausalLM", {**GROUPED, **EXPERTS}),
     decoder("Gemma", "GemmaForCausalLM", GROUPED),
-    decoder("Gemma 2", "Gemma2ForCausalLM", {**ALTERNATING, "query_pre_attn_scalar": 8}),
+    decoder("Gemma 2", "Gemma2ForCausalLM", {**ALTERNATING, "query_pre_attn_scalar": 8},
+            judge="eager"),
     decoder("Gemma 3", "Gemma3ForCausalLM", ALTERNATING, config="Gemma3TextConfig"),
     decoder("gpt-oss", "GptOssForCausalLM", {
         **ALTERNATING, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
@@ -189,7 +188,7 @@ DECODERS = [
     decoder("EXAONE 4", "Exaone4ForCausalLM", ALTERNATING),
     decoder("DeepSeek V2", "DeepseekV2ForCausalLM", {**SIZES, **LATENT}),
     decoder("DeepSeek V3", "DeepseekV3ForCausalLM", {**SIZES, **LATENT}),
-    decoder("DeepSeek V3.2", "DeepseekV32ForCausalLM", SIZES, since="5.23"),
+    decoder("DeepSeek V3.2", "DeepseekV32ForCausalLM", SIZES),
     decoder("Qwen3-Next", "Qwen3NextForCausalLM", {
         **GROUPED, **EXPERTS, "layer_types": ["linear_attention", "full_attention"],
         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
