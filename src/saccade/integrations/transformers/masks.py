@@ -18,8 +18,8 @@ from transformers import masking_utils
 
 import saccade
 from saccade.integrations.transformers import kinds
-from saccade.integrations.transformers.deferred import Deferred
 from saccade.integrations.transformers.kinds import Visible
+from saccade.integrations.transformers.mask_tensors import MaskTensor
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def described(function: object) -> str:
     return f"{function.__module__}.{name}" if name else repr(function)
 
 
-class LazyMask(Deferred):
+class LazyMask(MaskTensor):
     """A mask of shape [batch, 1, query_len, kv_len] that is not written out.
 
     Args:
@@ -114,13 +114,13 @@ class LazyMask(Deferred):
     def __new__(cls, request: MaskRequest) -> LazyMask:
         """A mask that is worked out when it is asked for."""
         shape = (request.batch_size, 1, request.q_length, request.kv_length)
-        made = Deferred.empty_shell(cls, shape, torch.bool, request.device)
+        made = MaskTensor.empty_shell(cls, shape, torch.bool, request.device)
         made.request, made._visible, made._dense = request, [], None
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As other deferred tensors, but a mask that only moves with its layer stays a mask."""
+        """As other mask tensors, but a mask that only moves with its layer stays a mask."""
         options = kwargs or {}
         device, dtype = options.get("device"), options.get("dtype", torch.bool)
         if func is torch.ops.aten._to_copy.default and device is not None and dtype == torch.bool:
