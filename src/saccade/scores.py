@@ -225,9 +225,21 @@ def as_score(score: Score | None) -> Score:
 # ---- evaluation on torch tensors -------------------------------------------------------------
 
 
-def change(key: str, captured: Captured, score: Tensor, at: Coordinates) -> Tensor:
-    """The changed scores of a tile, in the dtype of the scores."""
+def change(
+    key: str,
+    captured: Captured,
+    score: Tensor,
+    at: Coordinates,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """The changed scores of a tile, in the dtype of the scores.
+
+    With `visible`, autograd carries nothing through hidden pairs from one function to another:
+    where a captured number is NaN, so is the derivative, and 0 times that.
+    """
     for leaf in expressions.leaves(expressions.parse(key)):
+        if visible is not None:
+            score = torch.where(visible, score, score.detach())
         score = _changed(leaf, (score, *leaf.place(at), *leaf.data(captured)))
     return score
 

@@ -155,8 +155,11 @@ def backward(
     grad_scores, taken = scores.change_backward(
         variant.score, variant.score_captured, scored.raw, place.coordinates(), grad_scores
     )
-    if variant.score and scored.visible is not None:  # a derivative may be NaN where hidden
-        grad_scores = grad_scores.masked_fill(~scored.visible, 0)
+    if variant.score and scored.visible is not None:
+        # Where hidden, a value or a captured number may be NaN, and so may a derivative.
+        hidden = ~scored.visible
+        grad_scores = grad_scores.masked_fill(hidden, 0)
+        taken = [(table, entries.masked_fill(hidden, 0)) for table, entries in taken]
     grad_scores = _packed(grad_scores.mul(variant.scale), key)
     grad_query = (grad_scores @ key).view(query.shape)
     grad_key = grad_scores.transpose(-1, -2) @ _packed(query, key)
