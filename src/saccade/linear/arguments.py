@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from typing import Any
 
@@ -127,7 +128,8 @@ def check_decay(inputs: LinearInputs) -> None:
         raise TypeError(f"decay: got {decay.dtype}, takes {takes}")
     if decay.device != inputs.query.device:
         raise ValueError(f"decay: got {decay.device}, takes query's {inputs.query.device}")
-    if tuple(decay.shape) not in ((heads,), tuple(rows)):
+    wanted = (heads,) if decay.dim() == 1 else rows  # a trace cannot compare tuples of sizes
+    if decay.dim() != len(wanted) or any(map(operator.ne, decay.shape, wanted)):
         raise ValueError(f"decay: got shape {tuple(decay.shape)}, takes {takes}")
     if not values_readable(decay):
         return

@@ -128,7 +128,7 @@ def score_pairs(
     if reachable is not None:
         visible = visible & reachable
     raw = query @ key.transpose(-1, -2) * variant.scale  # [batch, query_heads, rows, keys]
-    changed = evaluate.change(variant.score, variant.score_captured, raw, at)
+    changed = evaluate.change(variant.score, variant.score_captured, raw, at, visible)
     poison = torch.zeros_like(raw).masked_fill(spoilt, torch.nan)
     changed = changed + poison  # a sum, so that the gradients of these pairs are NaN as well
     changed = changed.masked_fill(~visible, -torch.inf)

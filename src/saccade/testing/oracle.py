@@ -59,22 +59,30 @@ def assert_exact(case: Case | PagedCase, implementation: str, **more: Any) -> No
         AssertionError: naming the result, the worst error and what was allowed.
     """
     exact, got = oracle(case), case.run(implementation, **more)
-    allowed = tolerances(case, exact)
+    assert_within(got, exact, tolerances(case, exact), str(case.description))
+
+
+def assert_within(
+    got: dict[str, Tensor], exact: dict[str, Tensor], allowed: dict[str, Tensor], what: str
+) -> None:
+    """Compare results by name with the exact ones, number by number.
+
+    Raises:
+        AssertionError: naming the result, the worst error, what was allowed, and `what` it was.
+    """
     for name, truth in exact.items():
         result = got[name].double()
         if result.shape != truth.shape:
             raise AssertionError(f"{name}: shape {tuple(result.shape)}, not {tuple(truth.shape)}")
         infinite = truth.isinf()
         if not torch.equal(result[infinite], truth[infinite]):
-            raise AssertionError(f"{name}: wrong where float64 is infinite\n{case.description}")
+            raise AssertionError(f"{name}: wrong where float64 is infinite\n{what}")
         excess = ((result - truth).abs() - allowed[name])[~infinite]
         if excess.numel() and not bool((excess <= 0).all()):  # NaN fails too
             worst = int(excess.nan_to_num(nan=torch.inf).argmax())
             off = float((result - truth)[~infinite].flatten()[worst].abs())
             may = float(allowed[name][~infinite].flatten()[worst])
-            raise AssertionError(
-                f"{name}: off by {off:.3e} where {may:.3e} is allowed\n{case.description}"
-            )
+            raise AssertionError(f"{name}: off by {off:.3e} where {may:.3e} is allowed\n{what}")
 
 
 def _spread(case: Case) -> dict[str, Tensor]:
