@@ -33,9 +33,15 @@ def checked() -> Iterator[None]:
         _checked.reset(token)
 
 
+MODES = torch._C._TorchDispatchModeKey
+TRACING = (MODES.FAKE, MODES.PROXY, MODES.FUNCTIONAL)  # modes in which numbers are not there
+
+
 def values_readable(tensor: Tensor) -> bool:
     """Whether a tensor's values may be read now: not while tracing or under vmap or grad."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in TRACING):
         return False
     return type(tensor) is Tensor and (tensor.device.type == "cpu" or _checked.get())
 

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from saccade import arguments, dispatch, doors, recall
 from saccade.masks import Mask
 from saccade.prepare import prepare, with_seed
-from saccade.problem import Config
+from saccade.problem import Config, Inputs
 from saccade.recall import Recalled
 from saccade.scores import Score
 
@@ -100,7 +100,7 @@ def attention(  # breaks function-length: most of it is the docstring
         recall_key = recall.key_of(query, key, value, mask, score, scale, implementation, config)
     found = recall.recalled(recall_key)
     if found is not None:
-        output, lse = doors.attention_again((query, key, value), found, deterministic)
+        output, lse = doors.attention(Inputs(query, key, value), found, deterministic, alone=True)
         return (output, lse) if return_lse else output
     inputs, variant, problem, checked = prepare(
         query, key, value, None, None, None, None,
@@ -190,7 +190,8 @@ def attention_packed(  # breaks function-length: most of it is the docstring
         )
     found = recall.recalled(recall_key)
     if found is not None:
-        output, lse = doors.attention_again(tensors, found, deterministic)
+        inputs = Inputs(query, key, value, None, None, *offsets)
+        output, lse = doors.attention(inputs, found, deterministic, alone=True)
         return (output, lse) if return_lse else output
     inputs, variant, problem, checked = prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
