@@ -16,7 +16,8 @@ from saccade import expressions, intervals, language
 from saccade.expressions import Captured, Coordinates
 from saccade.intervals import Interval
 from saccade.kernels.launch import itself
-from saccade.kernels.tiles import num_rows, packed_program, packed_program_by_heads
+from saccade.kernels.packing import packed_program, packed_program_by_heads
+from saccade.kernels.tiles import num_rows
 from saccade.kernels.visibility import if_present, judge_tiles
 from saccade.masks import Mask, as_mask, take
 from saccade.portable.arguments import Extent, Geometry, mask_argument, view
@@ -324,7 +325,7 @@ def test_walks_along_many_tiles(name: str, over_keys: bool) -> None:
 @pytest.mark.parametrize("find", [packed_program, packed_program_by_heads], ids=["rows", "heads"])
 @pytest.mark.parametrize("sequences", [1, 33, 70])
 def test_programs_of_many_packed_sequences(sequences: int, find: Any) -> None:
-    """So many that a search for one of them takes several steps (`tiles.packed_program`)."""
+    """So many that a search for one of them takes several steps (`packing.packed_program`)."""
     sizes = torch.randint(0, 20, (sequences,), generator=torch.Generator().manual_seed(sequences))
     offsets = torch.cat((torch.zeros(1), sizes.cumsum(0))).int()
     rows = torch.zeros(int(offsets[-1]), HEADS, 16)
