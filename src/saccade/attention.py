@@ -165,7 +165,8 @@ def attention_packed(  # breaks function-length: most of it is the docstring
         key: [kv_tokens, kv_heads, head_dim].
         value: [kv_tokens, kv_heads, value_dim].
         cu_seqlens_q: int32 [batch + 1]: sequence b's queries are the tokens from
-            cu_seqlens_q[b] to cu_seqlens_q[b + 1]. Starts at 0, ends at the token count.
+            cu_seqlens_q[b] to cu_seqlens_q[b + 1]. Starts at 0, ascends, ends at the token
+            count or below it: rows behind are padding (output 0, lse -inf, gradients 0).
         cu_seqlens_k: the same for keys and values; cu_seqlens_q where None.
         max_seqlen_q, max_seqlen_k: the longest lengths, if known; never read from a GPU.
         mask, score, scale, sinks, dropout_p, return_lse, deterministic, implementation, config:

@@ -137,6 +137,9 @@ def check_decay(inputs: LinearInputs) -> None:
     if inputs.key_lengths is not None and seen.dim() == 3:
         row = torch.arange(inputs.key.shape[2], device=seen.device)
         seen = seen.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
+    if inputs.cu_seqlens_k is not None and seen.dim() == 2:
+        row = torch.arange(seen.shape[0], device=seen.device)
+        seen = seen.masked_fill((row >= inputs.cu_seqlens_k[-1]).unsqueeze(-1), 0)  # padding
     wrong = ~((seen <= 0) & (seen > -torch.inf))
     if bool(wrong.any()):
         raise ValueError(f"decay: got {float(seen[wrong][0])}, takes finite logarithms up to 0")

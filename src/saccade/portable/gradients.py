@@ -261,7 +261,7 @@ class Call(NamedTuple):
             return None
         packed, lse, row_dot = self.launches.kind.packed, self.results.lse, self.results.row_dot
         of_head = sinks.float().view(-1, 1) if packed else sinks.float().view(1, -1, 1)
-        rows = -(of_head - lse).exp() * row_dot
+        rows = (-(of_head - lse).exp() * row_dot).masked_fill(lse == -torch.inf, 0)
         return rows.sum(1 if packed else (0, 2)).to(sinks.dtype)
 
     def table(self, place: int, known: Sequence[Tensor], config: Config) -> Tensor:

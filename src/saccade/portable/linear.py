@@ -136,7 +136,7 @@ def step(
     passes = passes_of(inputs, variant, Config())
     pool = kv, key_sum
     if all(sums.dtype == torch.float32 and sums.is_contiguous() for sums in pool):
-        start_step(passes._replace(slots=state_index), output, pool)
+        start_step(passes._replace(slots=state_index, num_states=len(kv)), output, pool)
         return output
     index = slice(None) if state_index is None else state_index
     picked = kv[index].float().contiguous(), key_sum[index].float().contiguous()

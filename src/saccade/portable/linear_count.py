@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saccade.kernels.features import load_features, where_also
 from saccade.kernels.launch import Pointer, next_width
-from saccade.kernels.tiles import row_pointers, tile_pointers, wide
+from saccade.kernels.tiles import pad_rows, row_pointers, tile_pointers, wide
 from saccade.portable.arguments import there_are
 from saccade.portable.linear_configs import counting
 from saccade.portable.linear_given import State
@@ -88,6 +88,7 @@ def linear_count(
     segment, head = program % SEGMENTS, (program // SEGMENTS) % (STATE_HEADS * GROUP)
     batch = program // (SEGMENTS * STATE_HEADS * GROUP)
     bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
+    pad_rows(totals, 0.0, 1, 1)
     inner = tl.arange(0, INNER_WIDTH)
     number = (wide(batch) * STATE_HEADS + head // GROUP) * SEGMENTS + segment
     vector = tl.zeros([INNER_WIDTH], tl.float32)

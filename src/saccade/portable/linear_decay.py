@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.linear.problem import LinearInputs, LinearVariant
-from saccade.linear.scaling import sequence_of
+from saccade.linear.scaling import ends_of, padding_of, sequence_of
 from saccade.portable.linear_kind import LinearKind
 
 
@@ -48,7 +48,7 @@ def whole_fades(
     if faded is None:
         return None
     if inputs.cu_seqlens_k is not None:  # one segment
-        at_edges = faded[:, inputs.cu_seqlens_k.long()]
+        at_edges = faded[:, ends_of(inputs.cu_seqlens_k, faded.shape[-1] - 1)]
         return (at_edges[:, 1:] - at_edges[:, :-1]).exp().float().transpose(0, 1).unsqueeze(-1)
     shift = kind.kv_len - kind.query_len if kind.bottom_right else 0
     chunks = -(-kind.places // kind.config.chunk)
@@ -112,8 +112,9 @@ def _by_state_head(dots: Tensor, heads: int) -> Tensor:
 def _packed(inputs: LinearInputs, given: Tensor, flow: Tensor | None, from_end: bool) -> Tensor:
     """Sums along all tokens, as sums along each sequence."""
     assert inputs.cu_seqlens_k is not None and inputs.decay is not None
-    ends = inputs.cu_seqlens_k.long()
-    sequence = sequence_of(given.shape[-1], ends)
+    tokens = given.shape[-1]
+    ends = ends_of(inputs.cu_seqlens_k, tokens)
+    sequence = sequence_of(tokens, ends)
 
     def along(numbers: Tensor) -> Tensor:
         summed = _sum_along(torch.nn.functional.pad(numbers, (0, 1)), from_end)
@@ -125,6 +126,7 @@ def _packed(inputs: LinearInputs, given: Tensor, flow: Tensor | None, from_end: 
     summed = summed.masked_fill(along(spoilt.double()) > 0, torch.nan)
     if flow is not None:
         summed = summed + flow.transpose(0, 1)[:, sequence]
+    summed = summed.masked_fill(padding_of(tokens, ends), 0)
     if inputs.decay.dim() == 1:
         return summed.sum(1).to(inputs.decay.dtype)
     return summed.transpose(0, 1).to(inputs.decay.dtype)
@@ -139,13 +141,14 @@ def _places(inputs: LinearInputs, variant: LinearVariant) -> tuple[Tensor, Tenso
         shift = kv_len - query_len if variant.align == "bottom_right" else 0
         place = row + shift if variant.causal else row * 0 + kv_len - 1
         return place.clamp(0, max(kv_len - 1, 0)), place >= 0
-    ends_q, ends_k = inputs.cu_seqlens_q.long(), inputs.cu_seqlens_k.long()
+    ends_q = ends_of(inputs.cu_seqlens_q, query.shape[0])
+    ends_k = ends_of(inputs.cu_seqlens_k, key.shape[0])
     sequence = sequence_of(query.shape[0], ends_q)
     row = torch.arange(query.shape[0], device=query.device) - ends_q[sequence]
     query_len = (ends_q[1:] - ends_q[:-1])[sequence]
     kv_len = (ends_k[1:] - ends_k[:-1])[sequence]
     shift = kv_len - query_len if variant.align == "bottom_right" else 0 * row
     place = row + shift if variant.causal else kv_len - 1
-    seeing = (place >= 0) & (kv_len > 0)
+    seeing = (place >= 0) & (kv_len > 0) & (row < query_len)
     place = torch.minimum(place, kv_len - 1).clamp(min=0) + ends_k[sequence]
     return place.clamp(max=max(key.shape[0] - 1, 0)), seeing

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from saccade.kernels.features import where_also
-from saccade.kernels.tiles import num_rows, wide
+from saccade.kernels.packing import offset
+from saccade.kernels.tiles import ADDED, num_rows, wide
 
 
 class Sequence(NamedTuple):
@@ -29,6 +30,7 @@ class Sequence(NamedTuple):
     )
     offsets: Any  # where packed sequences start in `faded`, or None
     slots: Any  # int64 [batch]: where each sequence's state lies; None: in order
+    num_states: Any  # ADDED; None where slots are
 
 
 class Sums(NamedTuple):
@@ -78,12 +80,22 @@ def faded_until(sequence, batch, head, places):
     """The sum of decay over all keys up to these places, them included, in float64."""
     inside = tl.minimum(tl.maximum(places + 1, 0), num_rows(sequence.keys, batch))
     if sequence.offsets is not None:
-        inside = inside + tl.load(sequence.offsets + batch)
+        inside = inside + offset(sequence.keys.data, batch)
     base = sequence.faded[0] + (wide(batch) * sequence.faded[1] + wide(head) * sequence.faded[2])
     return tl.load(base + inside)
 
 
 # ---- states in memory --------------------------------------------------------------------------
+
+
+@triton.jit
+def state_of(sequence, batch):
+    """Which state of the memory is a sequence's: one that is there, whatever slots say."""
+    slot = wide(batch)
+    if sequence.slots is not None:
+        slot = tl.load(sequence.slots + batch)
+        slot = tl.minimum(tl.maximum(slot, 0), sequence.num_states - ADDED - 1)
+    return slot
 
 
 @triton.jit

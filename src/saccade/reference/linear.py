@@ -169,9 +169,12 @@ def attention(
     else:
         states = tuple(torch.cat(parts) for parts in list(zip(*found, strict=True))[2:])
     output = torch.cat([part.output.squeeze(0).transpose(0, 1) for part in found])
+    padding = inputs.query.shape[0] - output.shape[0]
+    output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, padding))
     if variant.normalize == "none":
         return LinearResults(output, found[0].normaliser, *states)
     normaliser = torch.cat([part.normaliser.squeeze(0) for part in found], 1)
+    normaliser = torch.nn.functional.pad(normaliser, (0, padding))
     return LinearResults(output, normaliser, *states)
 
 

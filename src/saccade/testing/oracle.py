@@ -178,10 +178,9 @@ def _paged_spread(case: PagedCase) -> dict[str, Tensor]:
     forward = _forward(dense, variant, scored, lse, units)
     if inputs.cu_seqlens_q is None:
         return {"output": forward.output, "lse": forward.lse}
-    sequence, row = reference.sequence_and_row(inputs.query.shape[0], inputs.cu_seqlens_q)
     return {
-        "output": forward.output[sequence, :, row],
-        "lse": forward.lse[sequence, :, row].transpose(0, 1),
+        "output": paged.unpadded(forward.output, inputs, 0.0),
+        "lse": paged.unpadded(forward.lse, inputs, 0.0).transpose(0, 1),
     }
 
 
