@@ -87,7 +87,8 @@ class IntervalRules(ABC):
             value = self.literal(step.literal)
             return Truth(value, value) if step.kind == TRUTH else Span(value, value, True)
         if step.op in READS:
-            return self.read(step, operands)
+            found = self.read(step, operands)
+            return self.perhaps() if found is None and step.kind == TRUTH else found
         if step.kind == TRUTH:
             return self._truth(step.op, operands, kinds) or self.perhaps()
         if step.op == "where":
@@ -159,9 +160,7 @@ class IntervalRules(ABC):
 
     # ---- numbers ----------------------------------------------------------------------------
 
-    def _spans(
-        self, operands: Sequence[Value], kinds: list[str], kind: str
-    ) -> list[Span | None]:
+    def _spans(self, operands: Sequence[Value], kinds: list[str], kind: str) -> list[Span | None]:
         """Operands as numbers of one kind."""
         found: list[Span | None] = []
         for value, given in zip(operands, kinds, strict=True):
@@ -258,7 +257,9 @@ class IntervalRules(ABC):
             return rests
         same = self.op("==", turns.low, turns.high)
         zero, last = self.literal(0), self.op("-", b.low, self.literal(1))
-        return Span(self.op("where", same, rests.low, zero), self.op("where", same, rests.high, last))
+        return Span(
+            self.op("where", same, rests.low, zero), self.op("where", same, rests.high, last)
+        )
 
     def _chosen(self, test: Value, yes: Span | None, no: Span | None) -> Span | None:
         if not isinstance(test, Truth) or yes is None or no is None:
