@@ -275,6 +275,7 @@ def test_own_functions_of_one_name_stay_apart():
 
     one, three = make(1), make(3)
     assert one().key == three().key  # one program serves both
+    assert one() != three()
     sizes = (1, 1, 2, 5)
     check(one(), lambda b, h, i, j: j < 1, sizes)
     check(three(), lambda b, h, i, j: j < 3, sizes)
@@ -303,16 +304,13 @@ def test_own_function_may_give_the_same_answer_everywhere():
     check(~everything(), lambda *at: False, (1, 2, 3, 4))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_own_function_that_gives_no_bool_is_refused_by_name(implementation):
+def test_own_function_that_gives_no_bool_is_refused_by_name():
     @masks.function
     def parity(batch, head, query_row, kv_row):
         return (query_row - kv_row) % 2
 
-    with pytest.raises(TypeError, match=r"parity.*whole numbers.*bool"):
+    with pytest.raises(TypeError, match=r"parity gave whole numbers, takes a bool result"):
         parity()
-    with pytest.raises(TypeError, match=r"parity.*whole numbers.*bool"):
-        seen(parity, (1, 1, 3, 3), implementation)
 
 
 # ---- what the constructors refuse -------------------------------------------------------------

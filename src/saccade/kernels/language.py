@@ -25,9 +25,21 @@ def exp(value):
 
 
 @triton.jit
+def exp2(value):
+    """2 to the power of a number."""
+    return tl.exp2(value.to(tl.float32))
+
+
+@triton.jit
 def log(value):
     """Natural logarithm."""
     return tl.log(value.to(tl.float32))
+
+
+@triton.jit
+def log2(value):
+    """Logarithm to base 2."""
+    return tl.log2(value.to(tl.float32))
 
 
 @triton.jit
@@ -94,14 +106,25 @@ def floor_modulo(dividend, divisor):
 
 @triton.jit
 def floor_divide_real(dividend, divisor):
-    """Python's ``//`` of real numbers."""
-    return tl.floor(dividend / divisor)
+    """Python's ``//`` of real numbers, from the rest: a rounded quotient may be the next number."""
+    rest = dividend % divisor
+    quotient = (dividend - rest) / divisor - tl.where(is_opposite(rest, divisor), 1.0, 0.0)
+    below = tl.floor(quotient)
+    whole = tl.where(quotient - below > 0.5, below + 1.0, below)
+    return tl.where(divisor == 0, dividend / divisor, whole)
 
 
 @triton.jit
 def floor_modulo_real(dividend, divisor):
     """Python's ``%`` of real numbers."""
-    return dividend - tl.floor(dividend / divisor) * divisor
+    rest = dividend % divisor
+    return tl.where(is_opposite(rest, divisor), rest + divisor, rest)
+
+
+@triton.jit
+def is_opposite(rest, divisor):
+    """Whether a rest has another sign than the divisor, as Python's never has."""
+    return (rest != 0) & ((rest < 0) != (divisor < 0))
 
 
 # ---- kinds of numbers ------------------------------------------------------------------------

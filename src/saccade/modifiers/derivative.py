@@ -7,9 +7,12 @@ derivative is an expression of the same variables and captured values.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 from saccade.modifiers.expression import READS, REAL, Builder, Expression, parse
+
+LN_2 = math.log(2)
 
 
 class Derivatives:
@@ -131,11 +134,14 @@ RULES: dict[str, Rule] = {
     "neg": lambda b, result, slope, x: [b.add("neg", slope)],
     "*": lambda b, result, slope, x, y: [b.times(slope, y), b.times(slope, x)],
     "/": _quotient,
+    "%": lambda b, result, slope, x, y: [slope, b.times(slope, b.add("neg", b.add("//", x, y)))],
     "where": _where,
     "tanh": _tanh,
     "sigmoid": _sigmoid,
     "exp": lambda b, result, slope, x: [b.times(slope, result)],
+    "exp2": lambda b, result, slope, x: [b.times(slope, b.times(result, b.literal(LN_2)))],
     "log": lambda b, result, slope, x: [b.over(slope, x)],
+    "log2": lambda b, result, slope, x: [b.over(slope, b.times(x, b.literal(LN_2)))],
     "sqrt": _sqrt,
     "abs": _abs,
     "min": _extreme,

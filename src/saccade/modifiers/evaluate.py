@@ -6,6 +6,7 @@ they are float32, as in kernels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from saccade.language import take, take_by_slices
 from saccade.modifiers.expression import (
+    FUNCTIONS,
     READS,
     REAL,
     TRUTH,
@@ -27,14 +29,13 @@ from saccade.modifiers.expression import (
 )
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div, "//": torch.floor_divide,
-    "%": torch.remainder, "neg": torch.neg, "abs": torch.abs, "min": torch.minimum,
-    "max": torch.maximum, "<": torch.lt, "<=": torch.le, "==": torch.eq, "&": torch.bitwise_and,
-    "|": torch.bitwise_or, "^": torch.bitwise_xor, "~": torch.bitwise_not,
-    ">>": torch.bitwise_right_shift, "<<": torch.bitwise_left_shift,
-    "where": torch.where, "exp": torch.exp, "log": torch.log,
-    "sqrt": torch.sqrt, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "whole": torch.trunc,
-    "real": torch.clone,
+    "+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div, "%": torch.remainder,
+    "//": functools.partial(torch.div, rounding_mode="floor"),  # floor_divide has no derivative
+    "neg": torch.neg, "abs": torch.abs, "min": torch.minimum, "max": torch.maximum,
+    "<": torch.lt, "<=": torch.le, "==": torch.eq, "&": torch.bitwise_and, "|": torch.bitwise_or,
+    "^": torch.bitwise_xor, "~": torch.bitwise_not, "<<": torch.bitwise_left_shift,
+    ">>": torch.bitwise_right_shift, "where": torch.where, "whole": torch.trunc,
+    "real": torch.clone, **{name: getattr(torch, name) for name in FUNCTIONS},
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ VARIABLES = {
 }  # fmt: skip
 READS = ("take", "read")  # of captured tensors: the nearest entry; the entry itself, -1 the last
 COMPARISONS = ("<", "<=", "==")
-FUNCTIONS = ("exp", "log", "sqrt", "tanh", "sigmoid")  # of a real number
+FUNCTIONS = ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid")  # of a real number
 KIND_OF_TENSOR = {"b": TRUTH, "i": WHOLE, "l": WHOLE, "f": REAL}
 
 
@@ -245,6 +245,12 @@ def _kind(op: str, detail: str, kinds: list[str]) -> str:
     if op == "where" and set(values) == {TRUTH}:
         return TRUTH
     return REAL if REAL in values else WHOLE
+
+
+def num_operands(op: str) -> int:
+    """How many operands an operation on numbers and truths has."""
+    alone = ("neg", "abs", "~", "real", "whole", *FUNCTIONS)
+    return 3 if op == "where" else 1 if op in alone else 2
 
 
 def _is_real(literal: str) -> bool:

@@ -87,7 +87,8 @@ class IntervalRules(ABC):
             value = self.literal(step.literal)
             return Truth(value, value) if step.kind == TRUTH else Span(value, value, True)
         if step.op in READS:
-            return self.read(step, operands)
+            found = self.read(step, operands)
+            return self.perhaps() if found is None and step.kind == TRUTH else found
         if step.kind == TRUTH:
             return self._truth(step.op, operands, kinds) or self.perhaps()
         if step.op == "where":

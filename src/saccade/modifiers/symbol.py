@@ -35,13 +35,14 @@ class Untraceable(TypeError):
 
     def __init__(self, problem: str):
         super().__init__(f"{problem}{_line_of_user()}; {ADVICE}")
+        self.problem = problem
 
 
 def _line_of_user() -> str:
     """Where the traced function stands in its file."""
-    own, torch_itself = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    own, torch_itself = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((own, torch_itself)) and "language.py" not in frame[0]:
+        if not frame.filename.startswith((own, torch_itself)):
             return f", at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
     return ""
 
@@ -79,8 +80,11 @@ class Symbol:
     def _has_no_value(self, *_: Any) -> Any:
         raise Untraceable("a row has no value of its own while a mask or score is traced")
 
-    __int__ = __float__ = __index__ = __len__ = __iter__ = _has_no_value
-    __getitem__ = __contains__ = __round__ = __trunc__ = __floor__ = __ceil__ = _has_no_value
+    __array_ufunc__ = None  # numpy's arrays leave operators with rows to rows
+    __int__ = __float__ = __index__ = __len__ = __iter__ = __matmul__ = __rmatmul__ = _has_no_value
+    __getitem__ = __setitem__ = __contains__ = __round__ = __trunc__ = __floor__ = __ceil__ = (
+        _has_no_value
+    )
 
     def __getattr__(self, name: str) -> Any:
         """Methods of tensors, which go the way of PyTorch's functions."""
@@ -88,8 +92,15 @@ class Symbol:
             raise AttributeError(name)
         return lambda *args, **options: self._trace.called(name, (self, *args), options)
 
+    def where(self, condition: Any, other: Any) -> Symbol:
+        """As a method, `where` takes its condition second."""
+        return self._trace.called("where", (condition, self, other), {})
+
     def __pow__(self, exponent: Any) -> Symbol:
         return self._trace.called("pow", (self, exponent), {})
+
+    def __rpow__(self, base: Any) -> Symbol:
+        return self._trace.called("pow", (base, self), {})
 
     @classmethod
     def __torch_function__(
@@ -97,9 +108,8 @@ class Symbol:
     ) -> Any:
         """What PyTorch's functions do with symbols."""
         name = getattr(function, "__name__", str(function))
-        flat = [*args, *(kwargs or {}).values()]
-        symbol = next(value for value in flat if isinstance(value, Symbol))
-        return symbol._trace.called(name, args, kwargs or {})
+        symbols = symbols_in((*args, *(kwargs or {}).values()))
+        return symbols[0]._trace.called(name, args, kwargs or {})
 
 
 def _define(method: str, op: str) -> None:
@@ -132,5 +142,33 @@ class Partial:
             f"{len(self._indices)} indices, takes one for each dimension"
         )
 
-    __eq__ = __ne__ = __bool__ = refuse  # Python would compare identities  # type: ignore[assignment]
     __hash__ = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.refuse()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """PyTorch's functions take no part of a tensor."""
+        return symbols_in((*args, *(kwargs or {}).values()), cls)[0].refuse()
+
+
+for _name in ("bool", "len", "iter", "contains", *OPERATORS, *PLAIN):
+    setattr(Partial, f"__{_name}__", Partial.refuse)  # of == Python would compare identities
+for _name in OPERATORS:
+    setattr(Partial, f"__r{_name}__", Partial.refuse)
+
+
+def symbols_in(values: Any, kind: Any = (Symbol, Partial)) -> list[Any]:
+    """The symbols among arguments, those in lists and tuples too."""
+    found = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found += symbols_in(value, kind)
+        elif isinstance(value, kind):
+            found.append(value)
+    return found

@@ -88,7 +88,18 @@ def _floor(trace: Trace, value: Any) -> Symbol:
     return trace.symbol(trace.add("//", number, trace.literal(1.0)))
 
 
+def _ceil(trace: Trace, value: Any) -> Symbol:
+    return -_floor(trace, -trace.symbol(trace.constant(value)))
+
+
 def _pow(trace: Trace, value: Any, exponent: Any) -> Symbol:
+    if isinstance(exponent, (Symbol, Tensor)):
+        real = isinstance(value, float) or trace.steps[trace.constant(exponent)].kind == REAL
+        if isinstance(value, Symbol) or value != 2 or not real:
+            raise Untraceable(
+                "** a row: takes 2.0 ** x, 1 << x for whole numbers, torch.exp(x * math.log(base))"
+            )
+        return trace.apply("exp2", exponent)
     if exponent == 0.5:
         return trace.apply("sqrt", value)
     if isinstance(exponent, bool) or not isinstance(exponent, int) or not 1 <= exponent <= 8:
@@ -108,6 +119,13 @@ def _div(trace: Trace, value: Any, other: Any, rounding_mode: str | None = None)
 def _clamp(trace: Trace, value: Any, min: Any = None, max: Any = None) -> Symbol:
     found = value if min is None else trace.apply("max", value, min)
     return found if max is None else trace.apply("min", found, max)
+
+
+def _extreme(trace: Trace, op: str, name: str, operands: Sequence[Any]) -> Symbol:
+    """torch.min and torch.max of two; of one they would look at all rows."""
+    if len(operands) != 2:
+        raise Untraceable(f"{name} of one tensor looks at all rows, takes two operands")
+    return trace.apply(op, *operands)
 
 
 def _filled(trace: Trace, of: Any, value: Any, dtype: torch.dtype | None) -> Symbol:
@@ -130,6 +148,13 @@ COMPOSED = {
     "long": lambda trace, value: as_kind(trace, value, WHOLE),
     "trunc": lambda trace, value: as_kind(trace, value, WHOLE),
     "floor": _floor,
+    "ceil": _ceil,
+    "min": lambda trace, *operands: _extreme(trace, "min", "min", operands),
+    "max": lambda trace, *operands: _extreme(trace, "max", "max", operands),
+    "masked_fill": lambda trace, value, hidden, filler: trace.apply("where", hidden, filler, value),
+    "relu": lambda trace, value: _clamp(trace, value, 0),
+    "reciprocal": lambda trace, value: trace.apply("/", 1, value),
+    "rsqrt": lambda trace, value: trace.apply("/", 1, trace.apply("sqrt", value)),
     "square": lambda trace, value: _pow(trace, value, 2),
     "pow": _pow,
     "div": _div,

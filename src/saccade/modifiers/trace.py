@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +18,23 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from saccade.modifiers import tensor_functions
-from saccade.modifiers.expression import FUNCTIONS, REAL, TRUTH, Captured, Expression
+from saccade.modifiers.expression import (
+    FUNCTIONS,
+    REAL,
+    TRUTH,
+    WHOLE,
+    Captured,
+    Expression,
+    num_operands,
+)
 from saccade.modifiers.normal_form import Lengths, RowBuilder
-from saccade.modifiers.symbol import OPERATORS, Partial, Symbol, Untraceable
+from saccade.modifiers.symbol import OPERATORS, Partial, Symbol, Untraceable, symbols_in
 
 ROWS = ("batch", "head", "query_row", "kv_row")
-RANDOM = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "dropout")
+RANDOM = (
+    "rand", "randn", "randint", "randperm", "random", "normal", "log_normal", "uniform",
+    "bernoulli", "multinomial", "exponential", "geometric", "cauchy", "poisson", "dropout",
+)  # fmt: skip
 MADE = ("ones", "zeros", "full", "tensor", "scalar_tensor", "new_ones", "new_zeros", "new_full")
 
 
@@ -41,7 +53,9 @@ class _Captures(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, Symbol) for i in index):
                 return self.trace.reading("read", args[0], index)
-        elif any(isinstance(value, (Symbol, Partial)) for value in (*args, *options.values())):
+        elif symbols_in((*args, *options.values())):
+            if function is Tensor.where:  # whose condition comes second
+                args = (args[1], args[0], *args[2:])
             return self.trace.called(name, args, options)
         elif name.rstrip("_").removesuffix("_like") in RANDOM:
             raise Untraceable(f"a mask or score cannot draw random numbers ({name})")
@@ -108,7 +122,7 @@ class Trace(RowBuilder):
             return self.number(int(value))
         if isinstance(value, numbers.Real):
             return self.number(float(value))
-        if type(value).__module__ == "numpy" and hasattr(value, "item"):  # numpy's bool
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():  # its bool
             return self.constant(value.item())
         raise Untraceable(f"a row meets {type(value).__name__}, takes numbers and tensors")
 
@@ -129,15 +143,23 @@ class Trace(RowBuilder):
                 raise Untraceable(
                     f"a captured tensor is read at {index!r}, takes whole numbers and rows"
                 )
+        try:
+            letter = letter_of(table)
+        except TypeError as error:
+            raise Untraceable(str(error)) from None
         places = [self.constant(index) for index in indices]
-        if any(self.steps[place].kind == REAL for place in places):
-            raise Untraceable("a captured tensor is read at a real number, takes whole numbers")
+        kinds = {self.steps[place].kind for place in places} - {WHOLE}
+        if kinds:
+            kind = "real number" if REAL in kinds else TRUTH
+            raise Untraceable(
+                f"a captured tensor is read at a {kind}, takes whole numbers and rows"
+            )
         label = (self.labels or {}).get(id(table), "")
         key = (id(table), op, tuple(places))
         if key not in self._reads:
             table, places = self.without_offsets(table, places)
             self.tensors.append(table)
-            name = f"t{len(self.tensors) - 1}:{letter_of(table)}{label and ':' + label}"
+            name = f"t{len(self.tensors) - 1}:{letter}{label and ':' + label}"
             self._reads[key] = self.add(op, *places, detail=name)
         return self.symbol(self._reads[key])
 
@@ -145,6 +167,8 @@ class Trace(RowBuilder):
         """An operation on symbols, numbers and captured tensors."""
         if op.startswith("r") and op[1:] in OPERATORS.values():
             op, operands = op[1:], operands[::-1]
+        if len(operands) != num_operands(op):
+            raise Untraceable(f"{op} of {len(operands)} operands, takes {num_operands(op)}")
         places = [self.constant(operand) for operand in operands]
         kinds = [self.steps[place].kind for place in places]
         if op in ("&", "|", "^", "~", "<<", ">>"):
@@ -165,6 +189,8 @@ class Trace(RowBuilder):
     def _divide(self, op: str, dividend: int, divisor: int) -> int:
         """// and %: a divisor that is a number is greater than 0."""
         if self.steps[divisor].op == "literal":
+            if not self.steps[divisor].literal:
+                raise Untraceable(f"{op} divides by 0")
             return self.add(op, dividend, divisor)
         if divisor not in self.values:
             known = self.labels is not None or self.steps[divisor].op != "number"
@@ -255,9 +281,7 @@ def trace(
     _check_parameters(function, arguments, what)
     with _Captures(found):
         answer = function(*arguments)
-        if answer is None:
-            raise Untraceable(f"the {what} function gave nothing")
-        result = found.constant(answer)
+    result = _result(found, answer, what, function)
     kind = found.steps[result].kind
     if not score:
         if kind != TRUTH:
@@ -266,6 +290,18 @@ def trace(
     elif kind != REAL:
         result = found.add("real", result)
     return found.finished(result)
+
+
+def _result(found: Trace, answer: Any, what: str, function: Callable[..., Any]) -> int:
+    """The step of what a function gave."""
+    problem = "it gave nothing"
+    try:
+        if answer is not None:
+            return found.constant(answer)
+    except Untraceable as error:
+        problem = error.problem
+    wanted = "a number" if what == "score" else "a bool result"
+    raise TypeError(f"{what}: {name_of(function)} gave no {what}: {problem}; takes {wanted}")
 
 
 def _check_parameters(function: Callable[..., Any], arguments: list[Any], what: str) -> None:
@@ -286,6 +322,9 @@ def _check_parameters(function: Callable[..., Any], arguments: list[Any], what: 
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function's module and name."""
-    name = getattr(function, "__qualname__", None)
-    return f"{function.__module__}.{name}" if name else repr(function)
+    """A function's module and name, and of a lambda its line."""
+    name, code = getattr(function, "__qualname__", None), getattr(function, "__code__", None)
+    if name is None:
+        return repr(function)
+    line = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
+    return f"{function.__module__}.{name}{line if name.endswith('<lambda>') else ''}"

@@ -1,0 +1,77 @@
+"""Interpreted: small kernels that show what the composed functions of masks and scores compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.launch import itself
+from saccade.language import index_range
+from saccade.modifiers.expression import Captured, Coordinates
+from saccade.modifiers.fit import expanded
+from saccade.portable.arguments import mask_argument, score_argument
+from saccade.problem import Variant
+
+NOTHING = Captured()
+
+
+@triton.jit
+def see(mask, result, sizes, shift, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """A mask for all pairs of a batch entry and head, a program for each."""
+    program = tl.program_id(0)
+    rows, keys = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside = (rows < sizes[1]) & (keys < sizes[2])
+    seen = mask.visible(program // sizes[0], program % sizes[0], rows, keys, shift, mask.data)
+    places = (program * sizes[1] + rows) * sizes[2] + keys
+    tl.store(result + places, seen.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def bend(score, given, changed, slope, sizes, shift, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """A score and its derivative."""
+    program = tl.program_id(0)
+    batch, head = program // sizes[0], program % sizes[0]
+    rows, keys = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside = (rows < sizes[1]) & (keys < sizes[2])
+    places = (program * sizes[1] + rows) * sizes[2] + keys
+    scores = tl.load(given + places, mask=inside, other=0.0)
+    bent = score.change(scores, batch, head, rows, keys, shift, score.data)
+    tl.store(changed + places, bent, mask=inside)
+    by = score.derivative(scores, batch, head, rows, keys, shift, score.data)
+    tl.store(slope + places, by, mask=inside)
+
+
+def coordinates(shape: tuple[int, ...]) -> Coordinates:
+    """All pairs of a problem [batch, heads, query rows, key rows]."""
+    rows = [index_range(0, size, dim) for dim, size in enumerate(shape)]
+    return Coordinates(*rows, shift=shape[3] - shape[2])
+
+
+def mask_of_kernel(mask: Any, shape: tuple[int, ...]) -> Tensor:
+    """What a kernel sees of a mask."""
+    variant = Variant(mask.key, "", expanded(mask.key, mask.captured), NOTHING, 1.0, 0.0)
+    found = torch.full(shape, -1, dtype=torch.int8)
+    height, width = (triton.next_power_of_2(size) for size in shape[2:])
+    kernel: Any = see
+    sizes, shift = shape[1:], shape[3] - shape[2]
+    argument = mask_argument(variant, itself)
+    kernel[(shape[0] * shape[1],)](argument, found, sizes, shift, height, width)
+    assert bool((found >= 0).all())
+    return found.bool()
+
+
+def score_of_kernel(score: Any, given: Tensor) -> tuple[Tensor, Tensor]:
+    """What a kernel makes of scores, and the derivative."""
+    variant = Variant("", score.key, NOTHING, expanded(score.key, score.captured), 1.0, 0.0)
+    changed, slope = torch.full_like(given, torch.nan), torch.full_like(given, torch.nan)
+    shape = given.shape
+    height, width = (triton.next_power_of_2(size) for size in shape[2:])
+    kernel: Any = bend
+    sizes, shift = tuple(shape[1:]), shape[3] - shape[2]
+    argument = score_argument(variant, itself)
+    kernel[(shape[0] * shape[1],)](argument, given, changed, slope, sizes, shift, height, width)
+    return changed, slope
