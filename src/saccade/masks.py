@@ -356,7 +356,11 @@ def of_positions(
 NOTHING_HIDDEN = Mask("")
 
 
-def as_mask(mask: Mask | Tensor | Callable[..., Any] | None) -> Mask:
+# What the `mask` argument of a call takes.
+AnyMask = Mask | Tensor | Callable[..., Any] | None
+
+
+def as_mask(mask: AnyMask) -> Mask:
     """What the `mask` argument of an attention call stands for.
 
     Raises:

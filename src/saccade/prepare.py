@@ -9,12 +9,12 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.autocast import cast
-from saccade.masks import NOTHING_HIDDEN, Mask, as_mask, causal
+from saccade.masks import NOTHING_HIDDEN, AnyMask, Mask, as_mask, causal
 from saccade.modifiers.expression import Captured
 from saccade.modifiers.fit import Extents, expanded
 from saccade.paged_arguments import check_paged
 from saccade.problem import Config, Inputs, PagedInputs, Problem, Variant
-from saccade.scores import Score, as_score
+from saccade.scores import AnyScore, Score, as_score
 
 
 def prepare(
@@ -26,8 +26,8 @@ def prepare(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     *,
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     sinks: Tensor | None,
     dropout_p: float,
@@ -61,8 +61,8 @@ LAST_ROW_SEES_ALL = causal().key  # and a single row is the last
 
 
 def _variant(
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float,
     dropout_p: float,
     extents: Extents,
@@ -96,8 +96,8 @@ def _fitting(
 def prepare_paged(
     inputs: PagedInputs,
     *,
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     batch_invariant: bool,
     return_lse: bool,

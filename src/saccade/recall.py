@@ -18,9 +18,9 @@ from torch import Tensor
 
 from saccade.arguments import values_readable
 from saccade.listeners import PLAIN, PLAIN_OR_ABSENT, somebody_listens
-from saccade.masks import Mask
+from saccade.masks import AnyMask, Mask
 from saccade.problem import Config, PagedInputs, Variant
-from saccade.scores import Score
+from saccade.scores import AnyScore, Score
 
 MOST_CALLS = 4096  # kinds of calls that are kept
 LENGTHS = frozenset({int, type(None)})  # types of lengths that are known, or are not
@@ -58,8 +58,8 @@ def key_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     implementation: str | None,
     config: AnyConfig,
@@ -80,8 +80,8 @@ def key_of(
 def packed_key_of(
     tensors: Sequence[Tensor],
     longest: tuple[int | None, int | None],
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     implementation: str | None,
     config: AnyConfig,
@@ -106,8 +106,8 @@ def packed_key_of(
 
 def paged_key_of(
     inputs: PagedInputs,
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     batch_invariant: bool,
     implementation: str | None,
@@ -132,8 +132,8 @@ def paged_key_of(
 
 
 def _must_be_checked(
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     implementation: str | None,
     config: AnyConfig,

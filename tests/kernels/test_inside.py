@@ -1,4 +1,4 @@
-"""What is known of Triton's inside: of the installed version all, of another one that it differs."""
+"""What is known of Triton's inside: all of the installed one, of others where they differ."""
 
 from __future__ import annotations
 
