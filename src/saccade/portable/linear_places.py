@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from saccade.kernels.features import where_also
 from saccade.kernels.tiles import num_rows, wide
 
 
@@ -60,7 +61,7 @@ def queries_at(bounds, places, STARTED: tl.constexpr, CAUSAL: tl.constexpr):
     exist = (rows >= 0) & (rows < bounds[1])
     see = exist
     if not STARTED:  # nothing before the first key, unless a state came before it
-        see = see & (bounds[3] > 0)
+        see = where_also(see, bounds[3] > 0)
         if CAUSAL:
             see = see & (places >= 0)
     return rows, exist, see
@@ -118,8 +119,8 @@ def keep_sums(
     """Write sums, if they are this program's to write."""
     at, exists, vector_at, vector_exists = sums_at(sums, number, keys, values, KEYS, VALUES)
     element: tl.constexpr = sums.matrix.dtype.element_ty
-    tl.store(at, matrix.to(element), mask=exists & mine)
-    tl.store(vector_at, vector.to(element), mask=vector_exists & mine)
+    tl.store(at, matrix.to(element), mask=where_also(exists, mine))
+    tl.store(vector_at, vector.to(element), mask=where_also(vector_exists, mine))
 
 
 # ---- fading ------------------------------------------------------------------------------------
