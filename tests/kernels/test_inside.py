@@ -1,4 +1,4 @@
-"""What is known of Triton's inside: all of the installed one, of others where they differ."""
+"""What is known of Triton's inside: all of the installed version; of others, that they differ."""
 
 from __future__ import annotations
 

@@ -33,9 +33,8 @@ class Described(NamedTuple):
         """As Triton's front door takes it."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        return TensorDescriptor(
-            self.base, *map(list, (self.shape, self.strides, self.sides)), self.layout
-        )  # type: ignore[arg-type]
+        sizes: Any = map(list, (self.shape, self.strides, self.sides))
+        return TensorDescriptor(self.base, *sizes, self.layout)
 
     def maker(self) -> Callable[[int], Any]:
         """What makes the same for an address that is known to fit, without checking it again."""

@@ -1,8 +1,8 @@
 """Inside: what is known of Triton's own code, and in which of its versions it was seen.
 
 `driver.py` goes past Triton's front door, which takes longer than a small problem does, and relies
-on the forms that are named here. Where a Triton has another form, calls take the front door, which
-is slower and right. `saccade.explain` then says so.
+on the forms that are named here. Where a Triton has another form, calls take the front door:
+slower, and right. `saccade.explain` then says so.
 
 What compilation relies on is used where it is named: `knobs.runtime.interpret` (`launch.py`),
 `JITFunction.warmup` (`launch.py`), `device_caches` and `compute_cache_key` (`offline/compiler.py`),
