@@ -123,6 +123,20 @@ def test_trim_goes_no_further_than_the_narrowest_window_lets_it() -> None:
     cache.check()
 
 
+def test_a_long_step_skips_pages_that_nobody_will_see_and_loses_none() -> None:
+    cache = make()
+    sequence = cache.allocate()
+    cache.append({sequence: 5})
+    twin = cache.fork(sequence)
+    slots = cache.append({sequence: 14}, spare=[None] + [2] * (len(cache.kinds) - 1))
+    cache.check()
+    assert -1 in slots[-1].tolist() and -1 not in slots[0].tolist()
+    cache.free(twin)
+    cache.free(sequence)
+    cache.check()
+    assert cache.statistics().used == 0
+
+
 def test_invariants_are_seen_to_break() -> None:
     cache = make()
     sequence = cache.allocate()

@@ -95,7 +95,7 @@ def grown(
             change.overwritten.append(last)  # after a trim it may be known by other tokens
         change.written.append(each.held)
         longer = _longer(books, each, fresh)
-        released = _release(books, longer, each.held.length, spare)
+        released = _release(books, longer, each.held, spare)
         change.dropped += released
         change.counts["released"] += len(released)
         change.sequences[each.sequence] = longer
@@ -134,16 +134,16 @@ def _longer(books: Books, each: Wanted, fresh: list[int]) -> Held:
     )  # fmt: skip
 
 
-def _release(books: Books, longer: Held, length: int, spare: int | None) -> list[int]:
+def _release(books: Books, longer: Held, before: Held, spare: int | None) -> list[int]:
     """Take from a sequence the pages that nobody sees any more, and say which."""
-    position = length if spare is None else max(length, longer.length - spare)
-    end = min(_unseen(books, position), len(longer.pages))
-    start = end
+    position = before.length if spare is None else max(before.length, longer.length - spare)
+    end = _unseen(books, position)
+    start = stop = min(end, len(before.pages))  # behind those there are none but skipped ones
     while start and longer.pages[start - 1] is not None:
         start -= 1
-    released = [page for page in longer.pages[start:end] if page is not None]
+    released = [page for page in longer.pages[start:stop] if page is not None]
     if released:
-        longer.pages = [*[None] * end, *longer.pages[end:]]
+        longer.pages = [*[None] * stop, *longer.pages[stop:]]
     return released
 
 

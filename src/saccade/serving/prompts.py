@@ -58,7 +58,7 @@ def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     several = list(prompts)
     if several and not any(isinstance(each, (str, Iterable)) for each in several):
         return [cast("list[int]", several)]
-    return several
+    return cast("list[Prompt]", several)
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
