@@ -1,9 +1,8 @@
 """fla: the calls of flash-linear-attention that saccade answers, with its layouts and defaults.
 
 Tensors are (B, T, H, K) and (B, T, H, V); with cu_seqlens, B is 1 and states are (N, H, K, V).
-Queries and keys are features already. The normaliser's sum gets fla's eps of 1e-10. Arguments are
-those of fla 0.6. Differences: the state is returned only when asked for, in both forms; any dtype,
-on a CPU too.
+Queries and keys are features already. The normaliser's sum gets fla's eps of 1e-10. Arguments:
+fla 0.6's. Differences: states only when asked for; any dtype, on a CPU too.
 """
 
 from __future__ import annotations
@@ -136,12 +135,11 @@ def fused_recurrent_simple_gla(
     _check_flag("output_final_state", output_final_state)
     _check_flag("state_v_first", state_v_first)
     walk = _Walk(reverse, cu_seqlens, q.shape[1], q.device)
-    decay = _decay(g, g_gamma, k, v)
-    if decay is not None and decay is g:
+    if (decay := _decay(g, g_gamma, k, v)) is not None and decay is g:
         decay = walk.rows(g).squeeze(0) if walk.packed else walk.rows(g).transpose(1, 2)
+    state: Any
     if state_v_first and isinstance(initial_state, Tensor):
         initial_state = initial_state.mT
-    state: Any
     output, state = _call(
         *(walk.rows(rows) for rows in (q, k, v)), scale, walk.states(initial_state),
         output_final_state, False, walk.offsets, decay,
@@ -171,11 +169,11 @@ def parallel_simple_gla(
     """
     _check_flag("output_attentions", output_attentions)
     _check_copy(cu_seqlens_cpu, cu_seqlens)
+    if output_attentions and cu_seqlens is not None:
+        raise ValueError("output_attentions: got True with cu_seqlens, takes False")
     output, _ = fused_recurrent_simple_gla(q, k, v, g, None, scale, cu_seqlens=cu_seqlens)
     if not output_attentions:
         return output, None
-    if cu_seqlens is not None:
-        raise ValueError("output_attentions: got True with cu_seqlens, takes False")
     scores = torch.einsum("bihk,bjhk->bhij", q, k)
     scores = scores * (max(q.shape[-1], 1) ** -0.5 if scale is None else scale)
     if g is not None:
@@ -200,6 +198,7 @@ def _call(
     arguments: dict[str, Any] = {
         "feature_map": _as_given,
         "normalize": normalize,
+        "return_state": True,
         "eps": EPS,
         "scale": max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
         "decay": decay,
@@ -210,13 +209,11 @@ def _call(
             raise ValueError(f"q: got batch {q.shape[0]}, takes 1 with cu_seqlens")
         packed = [tensor.squeeze(0) for tensor in (q, k, v)]
         offsets = cu_seqlens.to(torch.int32) if isinstance(cu_seqlens, Tensor) else cu_seqlens
-        call: Any = saccade.linear_attention_packed
-        output, state = call(*packed, offsets, return_state=True, **arguments)
+        output, state = saccade.linear_attention_packed(*packed, offsets, **arguments)
         output = output.unsqueeze(0)
     else:
         rows = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-        call = saccade.linear_attention
-        output, state = call(*rows, return_state=True, **arguments)
+        output, state = saccade.linear_attention(*rows, **arguments)
         output = output.transpose(1, 2)
     if not output_final_state:
         return output, None
@@ -274,7 +271,7 @@ def _decay(g: Tensor | None, g_gamma: Tensor | None, k: Tensor, v: Tensor) -> Te
 
 
 def _check_flag(name: str, value: object) -> None:
-    """Refuse what stands in a flag's place, as an argument of another version of fla would."""
+    """Refuse what stands in a flag's place, as arguments in another version's order do."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, takes a bool")
 
@@ -294,7 +291,7 @@ def _check_copy(copy: object, offsets: Tensor | None) -> None:
     if not isinstance(copy, Tensor) or copy.device.type != "cpu" or copy.shape != offsets.shape:
         got = f"{copy.device} {list(copy.shape)}" if isinstance(copy, Tensor) else repr(copy)
         raise ValueError(f"cu_seqlens_cpu: got {got}, takes a copy of cu_seqlens on the CPU")
-    if offsets.device.type == "cpu" and not torch.equal(offsets.long(), copy.long()):
+    if offsets.device.type == "cpu" and offsets.tolist() != copy.tolist():
         raise ValueError(f"cu_seqlens_cpu: got {copy.tolist()}, takes {offsets.tolist()}")
 
 
