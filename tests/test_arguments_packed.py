@@ -254,7 +254,7 @@ def test_merge_refuses(outputs, lses, error, said):
 @pytest.mark.parametrize("name", ["query_tile", "kv_tile"])
 @pytest.mark.parametrize("value", [-1, 1.5, 64.0, True, "64", None, torch.tensor(64)], ids=repr)
 def test_config_refuses(name, value):
-    takes = "takes a whole number of at least 0"
+    takes = "takes a whole number from 0 to 2147483647"
     got = f"{name}: got {value!r}"
     check_refused(Config, {name: value}, (TypeError, ValueError), got, takes)
 
