@@ -195,6 +195,8 @@ class IntervalRules(ABC):
             return self._divided(op, a, b) if step.kind == WHOLE else None
         if op == "/" and not b.known:
             return None
+        if wide or (op == "*" and step.kind == WHOLE):
+            a, b = (self._each("widened", span) for span in (a, b))
         found = self._arithmetic(op, a, b)
         return None if found is None else self._guarded(op, found, spans, step.kind, wide)
 
@@ -226,13 +228,17 @@ class IntervalRules(ABC):
         """
         if kind == WHOLE and not wide:
             return found
-        limit = float("inf") if kind == REAL else LARGEST_SUMMAND if op != "*" else LARGEST_FACTOR
+        if found.known:
+            return found
+        nan = float("nan")
+        limit = LARGEST_SUMMAND if op != "*" else LARGEST_FACTOR
+        least, most, ends = -(2**63), 2**63 - 1, [end for span in spans for end in span[:2]]
+        if kind == REAL:  # NaN inside of an interval leaves no end of it finite
+            limit, least, most, ends = float("inf"), nan, nan, [found.low, found.high]
         safe = None
-        for end in {id(end): end for span in spans for end in span[:2]}.values():
+        for end in {id(end): end for end in ends}.values():
             here = self.op("<", self.op("abs", end), self.literal(limit))
             safe = here if safe is None else self.op("&", safe, here)
-        nan = float("nan")
-        least, most = (nan, nan) if kind == REAL else (-(2**63), 2**63 - 1)
         return Span(
             self.op("where", safe, found.low, self.literal(least)),
             self.op("where", safe, found.high, self.literal(most)),
