@@ -147,7 +147,11 @@ def test_what_does_not_fit_is_named() -> None:
     refused: list[tuple[type[Exception], str, Any]] = [
         (ValueError, "cos, sin: got 20 positions, take at least 23",
          lambda: call(x, *table, seqlen_offsets=18)),
-        (ValueError, "cos, sin: got 20 positions", lambda: call(x, *table, seqlen_offsets=-1)),
+        (ValueError, "seqlen_offsets: got -1", lambda: call(x, *table, seqlen_offsets=-1)),
+        (ValueError, "cos, sin: got 20 positions, take at least 23",
+         lambda: call(x, *table, seqlen_offsets=torch.tensor([0, 18]))),
+        (ValueError, "seqlen_offsets: got -2, takes no place before the first",
+         lambda: call(x, *table, seqlen_offsets=torch.tensor([0, -2]))),
         (ValueError, "cos, sin: got .* take", lambda: call(x, table[0], table[1][:, :2])),
         (ValueError, "x: got 3 dimensions, takes 4", lambda: call(x[0], *table)),
         (ValueError, r"seqlen_offsets: got \[3\], takes a number or \[2\]",
@@ -166,3 +170,13 @@ def test_what_does_not_fit_is_named() -> None:
     for kind, message, run in refused:
         with pytest.raises(kind, match=message):
             run()
+
+
+@pytest.mark.parametrize("offset", [4, torch.tensor([1, 9])], ids=str)
+def test_compiled(offset: Any) -> None:
+    x, table = rows(2, 5, 3, 8), (ANGLES.cos(), ANGLES.sin())
+    wanted = rotary.apply_rotary_emb(x, *table, seqlen_offsets=offset)
+    call = torch.compile(rotary.apply_rotary_emb, backend="eager", fullgraph=True)
+    torch.testing.assert_close(call(x, *table, seqlen_offsets=offset), wanted, **CLOSE)
+    with pytest.raises(ValueError, match="cos, sin: got 20 positions, take at least 23"):
+        torch.compile(rotary.apply_rotary_emb, backend="eager")(x, *table, seqlen_offsets=18)

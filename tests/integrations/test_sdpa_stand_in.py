@@ -19,6 +19,7 @@ import saccade
 from saccade.integrations import sdpa
 
 F: Any = torch.nn.functional  # called with unpacked lists
+OURS: Any = saccade.scaled_dot_product_attention
 THEIRS: Any = F.scaled_dot_product_attention  # as a program keeps it that imported it earlier
 CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}  # float64, a dozen terms
 
@@ -61,7 +62,7 @@ def test_causal_bias(bias: Any, lengths: tuple[int, int], around: str, seen: See
     mask = bias(*lengths)._materialize()
     wanted = THEIRS(*tensors, mask)
     if around == "ours":
-        found = saccade.scaled_dot_product_attention(*tensors, bias(*lengths))
+        found = OURS(*tensors, bias(*lengths))
     else:
         with sdpa.enabled():
             call = F.scaled_dot_product_attention
@@ -85,7 +86,7 @@ def test_causal_bias(bias: Any, lengths: tuple[int, int], around: str, seen: See
 def test_causal_bias_that_does_not_fit_is_pytorchs_to_refuse() -> None:
     tensors = inputs()
     with pytest.raises(ValueError, match=r"attn_mask: got \[4, 7\], takes the call's \[5, 7\]"):
-        saccade.scaled_dot_product_attention(*tensors, causal_lower_right(4, 7))
+        OURS(*tensors, causal_lower_right(4, 7))
     with sdpa.enabled():
         with pytest.raises(RuntimeError, match="must match"):
             F.scaled_dot_product_attention(*tensors, causal_lower_right(4, 7))
@@ -111,7 +112,7 @@ def by_dictionary(function: Any) -> bool:
 
 
 def by_operator(function: Any) -> bool:
-    return function is torch._C._nn.scaled_dot_product_attention
+    return function is vars(torch._C)["_nn"].scaled_dot_product_attention
 
 
 def by_public_name(function: Any) -> bool:
@@ -164,7 +165,7 @@ def test_a_handler_that_was_registered_meanwhile_knows_it_too() -> None:
 def test_a_mask_with_a_handler_is_refused_by_name() -> None:
     mask = torch.tensor(1).as_subclass(subclass(by_name_now))
     with pytest.raises(TypeError, match="attn_mask: got a Mask, takes a plain tensor"):
-        saccade.scaled_dot_product_attention(*inputs(5, 5), mask)  # type: ignore[misc]
+        OURS(*inputs(5, 5), mask)
 
 
 class Mode(TorchFunctionMode):
@@ -285,7 +286,8 @@ def test_other_threads_go_to_pytorch_while_one_is_asking(seen: Seen) -> None:
 
 def test_what_was_imported_meanwhile_goes_on_to_pytorch(seen: Seen) -> None:
     with sdpa.enabled():
-        from torch.nn.functional import scaled_dot_product_attention as kept
+        from torch.nn.functional import scaled_dot_product_attention
+    kept: Any = scaled_dot_product_attention
     assert kept is not THEIRS
     tensors = inputs()
     torch.testing.assert_close(kept(*tensors), THEIRS(*tensors), rtol=0, atol=0)

@@ -42,7 +42,7 @@ def chunk_linear_attn(
     Returns:
         (B, T, H, V), and the last state or None.
     """
-    return _call(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens, None)
+    return _call([q, k, v], scale, initial_state, output_final_state, normalize, cu_seqlens, None)
 
 
 fused_chunk_linear_attn = chunk_linear_attn
@@ -62,7 +62,7 @@ def fused_recurrent_linear_attn(
     """The same as `chunk_linear_attn`, with other defaults; `reverse` walks from the end."""
     walk = _Walk(reverse, cu_seqlens, q.shape[1], q.device)
     output, state = _call(
-        *(walk.rows(rows) for rows in (q, k, v)), scale, walk.states(initial_state),
+        [walk.rows(rows) for rows in (q, k, v)], scale, walk.states(initial_state),
         output_final_state, normalize, walk.offsets, None,
     )  # fmt: skip
     return walk.rows(output), walk.states(state)
@@ -135,13 +135,14 @@ def fused_recurrent_simple_gla(
     _check_flag("output_final_state", output_final_state)
     _check_flag("state_v_first", state_v_first)
     walk = _Walk(reverse, cu_seqlens, q.shape[1], q.device)
-    if (decay := _decay(g, g_gamma, k, v)) is not None and decay is g:
+    decay = _decay(g, g_gamma, k, v)
+    if g is not None:
         decay = walk.rows(g).squeeze(0) if walk.packed else walk.rows(g).transpose(1, 2)
     state: Any
     if state_v_first and isinstance(initial_state, Tensor):
         initial_state = initial_state.mT
     output, state = _call(
-        *(walk.rows(rows) for rows in (q, k, v)), scale, walk.states(initial_state),
+        [walk.rows(rows) for rows in (q, k, v)], scale, walk.states(initial_state),
         output_final_state, False, walk.offsets, decay,
     )  # fmt: skip
     state = walk.states(state)
@@ -185,9 +186,7 @@ def parallel_simple_gla(
 
 
 def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: list[Tensor],
     scale: float | None,
     initial_state: State,
     output_final_state: bool,
@@ -195,6 +194,8 @@ def _call(
     cu_seqlens: Tensor | None,
     decay: Tensor | None,
 ) -> tuple[Tensor, State]:
+    q: Tensor = tensors[0]
+    call: Any = saccade.linear_attention if cu_seqlens is None else saccade.linear_attention_packed
     arguments: dict[str, Any] = {
         "feature_map": _as_given,
         "normalize": normalize,
@@ -207,13 +208,11 @@ def _call(
     if cu_seqlens is not None:
         if q.shape[0] != 1:
             raise ValueError(f"q: got batch {q.shape[0]}, takes 1 with cu_seqlens")
-        packed = [tensor.squeeze(0) for tensor in (q, k, v)]
         offsets = cu_seqlens.to(torch.int32) if isinstance(cu_seqlens, Tensor) else cu_seqlens
-        output, state = saccade.linear_attention_packed(*packed, offsets, **arguments)
+        output, state = call(*(rows.squeeze(0) for rows in tensors), offsets, **arguments)
         output = output.unsqueeze(0)
     else:
-        rows = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-        output, state = saccade.linear_attention(*rows, **arguments)
+        output, state = call(*(rows.transpose(1, 2) for rows in tensors), **arguments)
         output = output.transpose(1, 2)
     if not output_final_state:
         return output, None

@@ -69,8 +69,9 @@ def flash_attn_kvpacked_func(
         kv: (batch, seqlen_k, 2, nheads_k, headdim).
         others: as of `flash_attn_func`.
     """
+    k, v = unpacked("kv", kv, 2, 5)
     return flash_attn_func(
-        q, *unpacked("kv", kv, 2, 5), dropout_p, softmax_scale, causal, window_size, softcap,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
@@ -92,13 +93,14 @@ def flash_attn_qkvpacked_func(
         qkv: (batch, seqlen, 3, nheads, headdim).
         others: as of `flash_attn_func`.
     """
+    q, k, v = unpacked("qkv", qkv, 3, 5)
     return flash_attn_func(
-        *unpacked("qkv", qkv, 3, 5), dropout_p, softmax_scale, causal, window_size, softcap,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
-def unpacked(name: str, together: Tensor, parts: int, dims: int) -> Any:
+def unpacked(name: str, together: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:
     """Tensors that lie in one, side by side in its dimension before heads.
 
     Raises:

@@ -69,10 +69,9 @@ def flash_attn_varlen_func(
             q, k.transpose(1, 2), v.transpose(1, 2), block_table, cu_seqlens_k.diff(),
             cu_seqlens_q=cu_seqlens_q, **how.options(), return_lse=True,
         )  # fmt: skip
-    found = without_gradient(
-        "flash_attn_varlen_func with block_table", found, q, k, v, alibi_slopes
-    )
-    return answer(*found, weights)
+    name = "flash_attn_varlen_func with block_table"
+    output, lse = without_gradient(name, found, q, k, v, alibi_slopes)
+    return answer(output, lse, weights)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -98,8 +97,9 @@ def flash_attn_varlen_kvpacked_func(
         kv: (total_k, 2, nheads_k, headdim).
         others: as of `flash_attn_varlen_func`.
     """
+    k, v = unpacked("kv", kv, 2, 4)
     return flash_attn_varlen_func(
-        q, *unpacked("kv", kv, 2, 4), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
@@ -124,8 +124,9 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: (total, 3, nheads, headdim).
         others: as of `flash_attn_varlen_func`.
     """
+    q, k, v = unpacked("qkv", qkv, 3, 4)
     return flash_attn_varlen_func(
-        *unpacked("qkv", qkv, 3, 4), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip

@@ -50,8 +50,8 @@ def apply_rotary_emb(
 
     Args:
         x: (batch, seqlen, nheads, headdim), or with cu_seqlens (total, nheads, headdim).
-        cos, sin: (positions, rotary_dim / 2). Rows behind the last position are an error on a CPU,
-            and stay as they are on a GPU, where nobody looks.
+        cos, sin: (positions, rotary_dim / 2). Rows behind the last position are an error; on a
+            GPU, where nobody looks into tensors, what offsets in tensors place there is not turned.
         interleaved: pairs are channels (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
         inplace: whether x itself is turned.
         seqlen_offsets: the place of each sequence's first row, one for all or (batch,).
@@ -69,10 +69,14 @@ def apply_rotary_emb(
         )
     place, real = _places(x, seqlen_offsets, cu_seqlens)
     there = (place >= 0) & (place < len(cos))
-    if place.device.type == "cpu" and bool((real & ~there).any()):
-        last = int(torch.where(real, place, 0).max())
-        raise ValueError(f"cos, sin: got {len(cos)} positions, take at least {last + 1}")
+    if cu_seqlens is None and not (isinstance(seqlen_offsets, Tensor) and seqlen_offsets.dim()):
+        first = whole("seqlen_offsets", seqlen_offsets)
+        _check_room(first, first + x.shape[1], len(cos))
+    elif place.device.type == "cpu" and place.numel() and not torch.compiler.is_compiling():
+        places = place[real] if bool(real.any()) else place.new_zeros(1)
+        _check_room(int(places.min()), int(places.max()) + 1, len(cos))
     turn, place = (there & real).unsqueeze(-1), place.clamp(0, max(len(cos) - 1, 0))
+    angles: Any
     if len(cos):
         angles = torch.where(turn, cos[place], 1), torch.where(turn, sin[place], 0)
     else:
@@ -256,6 +260,14 @@ class RotaryEmbedding(nn.Module):
             )
         query = apply_rotary_emb(qkv, *angles, self.interleaved, True, seqlen_offset)
         return query, apply_rotary_emb_kv_(kv, *key_angles, self.interleaved, seqlen_offset)
+
+
+def _check_room(first: int, end: int, positions: int) -> None:
+    """Refuse tables that are too short."""
+    if first < 0:
+        raise ValueError(f"seqlen_offsets: got {first}, takes no place before the first")
+    if end > positions:
+        raise ValueError(f"cos, sin: got {positions} positions, take at least {end}")
 
 
 def _places(x: Tensor, seqlen_offsets: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

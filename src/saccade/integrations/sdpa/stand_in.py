@@ -23,7 +23,7 @@ from torch.utils._device import DeviceContext
 from saccade.integrations.sdpa.call import has_handler, is_causal_bias
 
 NAME = "scaled_dot_product_attention"
-ORIGINAL = torch._C._nn.scaled_dot_product_attention
+ORIGINAL: Any = vars(torch._C)["_nn"].scaled_dot_product_attention
 
 
 class StandIn:
@@ -59,7 +59,8 @@ class StandIn:
 
     def attempt(self, *arguments: Any, **options: Any) -> Tensor | None:
         """Our output, or None: traced and exported programs keep PyTorch's operator."""
-        if not self.active or torch.jit.is_tracing() or torch.compiler.is_exporting():
+        traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if not self.active or traced or torch.compiler.is_exporting():
             return None
         return self.serve(*arguments, **options)
 
