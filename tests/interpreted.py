@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.launch import itself
+from saccade.kernels.tiles import num_rows
+from saccade.kernels.visibility import judge_tiles
 from saccade.language import index_range
 from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.fit import expanded
-from saccade.portable.arguments import mask_argument, score_argument
+from saccade.portable.arguments import Extent, mask_argument, score_argument, view
 from saccade.problem import Variant
 
 NOTHING = Captured()
@@ -75,3 +77,54 @@ def score_of_kernel(score: Any, given: Tensor) -> tuple[Tensor, Tensor]:
     argument = score_argument(variant, itself)
     kernel[(shape[0] * shape[1],)](argument, given, changed, slope, sizes, shift, height, width)
     return changed, slope
+
+
+# ---- verdicts on tiles ------------------------------------------------------------------------
+
+
+@triton.jit
+def judge_all(
+    here, other, mask, verdicts, sizes,  # of verdicts, from the heads on
+    TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Judge all tiles: a program for each tile of one side."""
+    batch, head, tile, _slot = here.find(tl.program_id(0), here.data, TILE)
+    lengths = (num_rows(here, batch), num_rows(other, batch))
+    tiles = tl.arange(0, AT_ONCE)
+    possible, certain = judge_tiles(
+        mask, batch, head, tile * TILE, lengths, tiles, TILE, OTHER, OVER_KEYS
+    )
+    place = (batch * sizes[0] + head) * sizes[1] + tile
+    entries = verdicts + place * sizes[2] + tiles
+    tl.store(entries, possible.to(tl.int8) + 2 * certain.to(tl.int8), mask=tiles < sizes[2])
+
+
+def judged(
+    mask: Any, shape: tuple[int, ...], tiles: tuple[int, int], over_keys: bool
+) -> tuple[Tensor, Tensor]:
+    """The verdicts of a kernel, laid out as `reduced`."""
+    captured = expanded(mask.key, mask.captured)
+    variant = Variant(mask.key, "", captured, NOTHING, 1.0, 0.0)
+    sides = [Extent(shape[0], length, shape[1], False) for length in shape[2:]]
+    (here, tile), (other, other_tile) = zip(sides, tiles, strict=True)
+    if not over_keys:
+        here, tile, other, other_tile = other, other_tile, here, tile
+    counts = -(-here.length // tile), -(-other.length // other_tile)
+    verdicts = torch.full((*shape[:2], *counts), -1, dtype=torch.int8)
+    views = [view(itself, None, (0, 0, 0), side, None) for side in (here, other)]
+    kernel: Any = judge_all
+    kernel[(here.programs(tile),)](
+        *views, mask_argument(variant, itself), verdicts, (shape[1], *counts),
+        tile, other_tile, over_keys, triton.next_power_of_2(counts[1]),
+    )  # fmt: skip
+    verdicts = verdicts if over_keys else verdicts.mT
+    assert bool((verdicts >= 0).all())
+    return verdicts % 2 == 1, verdicts >= 2
+
+
+def reduced(seen: Tensor, tiles: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Of each tile: is any pair visible, are all: [batch, head, query tiles, kv tiles]."""
+    pads = (0, -seen.shape[3] % tiles[1], 0, -seen.shape[2] % tiles[0])
+    filled = [torch.nn.functional.pad(seen, pads, value=value) for value in (False, True)]
+    split = [part.unflatten(3, (-1, tiles[1])).unflatten(2, (-1, tiles[0])) for part in filled]
+    return split[0].any(5).any(3), split[1].all(5).all(3)

@@ -23,6 +23,25 @@ def hasten() -> None:
     whole._patch_lang = _once_a_kernel(whole._patch_lang)
 
 
+def mend() -> None:
+    """Let a truth about scalars stay one when it is spread over a tile.
+
+    A comparison of real numbers gives truths that are marked as float32, and a tile of them is
+    filled with float32, which no & takes.
+    """
+    from triton.runtime import interpreter
+
+    whole: Any = interpreter
+    spread = whole.InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, shape: Any, scalar: Any) -> Any:
+        tile = spread(self, shape, scalar)
+        tile.data = tile.data.astype(scalar.data.dtype)
+        return tile
+
+    whole.InterpreterBuilder.create_splat = create_splat
+
+
 def _once_a_kernel(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`interpreter._patch_lang`, at work only where a kernel's start left something unreplaced."""
     from triton import language

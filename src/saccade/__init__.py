@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from torch.serialization import add_safe_globals as _add_safe_globals
+
 from saccade import feature_maps as feature_maps
 from saccade import masks as masks
 from saccade import scores as scores
@@ -24,11 +26,15 @@ from saccade.linear_attention import linear_attention as linear_attention
 from saccade.linear_attention import linear_attention_packed as linear_attention_packed
 from saccade.linear_step import linear_attention_step as linear_attention_step
 from saccade.merge import merge as merge
+from saccade.modifiers.expression import Captured as _Captured
 from saccade.problem import Config as Config
 from saccade.rotary import rotate as rotate
 
 if _TYPE_CHECKING:
     from saccade.serving.engine import Engine as Engine
+
+# What torch.load takes with its defaults: plain values that hold tensors and numbers.
+_add_safe_globals([masks.Mask, scores.Score, _Captured, Config, LinearState])
 
 __version__ = "0.1.0"
 __all__ = [

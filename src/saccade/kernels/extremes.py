@@ -26,7 +26,8 @@ def bounds(entries):
         low = tl.where(numbers != numbers, float("-inf"), numbers)
         high = tl.where(numbers != numbers, float("inf"), numbers)
     else:
-        low, high = entries, entries
+        whole = entries if entries.dtype == tl.int64 else entries.to(tl.int32)
+        low, high = whole, whole
     return low, high
 
 

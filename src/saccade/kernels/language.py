@@ -143,6 +143,12 @@ def to_whole(value):
 
 
 @triton.jit
+def to_int32(value):
+    """A whole number of a narrow table: 8 and 16 bits would wrap round, uint8 meets no int8."""
+    return value.to(tl.int32)
+
+
+@triton.jit
 def widened(value):
     """A whole number with 64 bits, where sums and products may pass 32."""
     return value.to(tl.int64)

@@ -59,6 +59,13 @@ class RowBuilder(Builder):
         """The step of a captured number."""
         raise NotImplementedError
 
+    def add(self, op: str, *operands: int, detail: str = "") -> int:
+        """As the builder's; a comparison of rows turned round by ~ is another one."""
+        if op == "~" and operands[0] in self._reaches:
+            upper, shifted, number = self._reaches[operands[0]]
+            return self._reach(Reach(not upper, shifted, -number - 1))
+        return super().add(op, *operands, detail=detail)
+
     def compare(self, op: str, left: int, right: int) -> int:
         """The step of a comparison by <, <=, > or >=."""
         if op in (">", ">="):

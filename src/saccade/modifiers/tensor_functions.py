@@ -157,6 +157,7 @@ COMPOSED = {
     "rsqrt": lambda trace, value: trace.apply("/", 1, trace.apply("sqrt", value)),
     "square": lambda trace, value: _pow(trace, value, 2),
     "pow": _pow,
+    "__pow__": _pow,
     "div": _div,
     "divide": _div,
     "true_divide": _div,

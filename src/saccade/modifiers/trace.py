@@ -28,6 +28,7 @@ from saccade.modifiers.expression import (
     num_operands,
 )
 from saccade.modifiers.normal_form import Lengths, RowBuilder
+from saccade.modifiers.tensor_functions import COMPOSED, OPERATIONS
 from saccade.modifiers.symbol import OPERATORS, Partial, Symbol, Untraceable, symbols_in
 
 ROWS = ("batch", "head", "query_row", "kv_row")
@@ -35,6 +36,7 @@ RANDOM = (
     "rand", "randn", "randint", "randperm", "random", "normal", "log_normal", "uniform",
     "bernoulli", "multinomial", "exponential", "geometric", "cauchy", "poisson", "dropout",
 )  # fmt: skip
+KNOWN = {*OPERATIONS, *COMPOSED}
 MADE = ("ones", "zeros", "full", "tensor", "scalar_tensor", "new_ones", "new_zeros", "new_full")
 
 
@@ -59,10 +61,24 @@ class _Captures(TorchFunctionMode):
             return self.trace.called(name, args, options)
         elif name.rstrip("_").removesuffix("_like") in RANDOM:
             raise Untraceable(f"a mask or score cannot draw random numbers ({name})")
+        elif name in KNOWN and any(map(_learns, args)):
+            return self.trace.called(name, args, options)
         result = function(*args, **options)
+        if isinstance(result, Tensor) and result.requires_grad:
+            self.trace.note_computed(result, args)
         if name in MADE and isinstance(result, Tensor) and result.dim() == 0:
             self.trace.made[id(result)] = result
         return result
+
+
+def _learns(value: Any) -> bool:
+    """Whether a value is a number that learns: what is computed of it follows it to each call."""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """The tensor whose memory a view shows."""
+    return tensor if tensor._base is None else tensor._base
 
 
 class Trace(RowBuilder):
@@ -76,6 +92,7 @@ class Trace(RowBuilder):
         self.ints: list[Any] = []
         self.floats: list[Any] = []
         self.made: dict[int, Tensor] = {}  # tensors that the function made itself, kept alive
+        self.computed: dict[int, Tensor] = {}  # of tensors that learn
         self._reads: dict[tuple[Any, ...], int] = {}
 
     def symbol(self, number: int) -> Symbol:
@@ -100,6 +117,12 @@ class Trace(RowBuilder):
     def placeholder(self, value: Any) -> Any:
         """A captured number that may change from call to call; a tensor as it is."""
         return value if isinstance(value, Tensor) else self.symbol(self.number(value, known=False))
+
+    def note_computed(self, result: Tensor, args: Sequence[Any]) -> None:
+        """Remember what was computed of tensors that learn, unless it is a view of one."""
+        memory = _memory_of(result)
+        if all(memory is not _memory_of(arg) for arg in args if isinstance(arg, Tensor)):
+            self.computed[id(memory)] = memory
 
     def constant(self, value: Any) -> int:
         """The step that stands for what a symbol meets."""
@@ -130,6 +153,11 @@ class Trace(RowBuilder):
         """A read of a captured tensor, a partial one where dimensions are left."""
         if not isinstance(table, Tensor):
             raise Untraceable(f"take: reads {type(table).__name__}, takes a captured tensor")
+        if id(_memory_of(table)) in self.computed:
+            raise Untraceable(
+                "a tensor that learns is read after something was computed of it inside of the "
+                "function, which happens once; takes it read first, and computed after"
+            )
         if len(indices) < table.dim() and op == "read":
             return Partial(self, table, tuple(indices))
         if len(indices) != table.dim():

@@ -149,7 +149,8 @@ class _PairWriter:
 
 def _of_dtype(code: str, step: Step) -> str:
     """A read entry as a truth, a whole or a real number."""
-    return f"to_real({code})" if step.kind == REAL else code
+    as_kind = {"f": "to_real", "i": "to_int32"}.get(step.dtype)
+    return f"{as_kind}({code})" if as_kind else code
 
 
 def _constant(step: Step, slots: list[tuple[str, int]]) -> str:
@@ -255,6 +256,8 @@ class _TileWriter(IntervalRules):
         return _Needs(dependences=frozenset([Dependence(operand.op, -1, -1)]))
 
     def op(self, name: str, *values: str) -> str:
+        if name == "real" and values[0].lstrip("-").isdigit():
+            return _literal(float(values[0]))
         if name in ("min", "max"):
             code = f"{name}imum({', '.join(values)})"
         elif name in ("//", "%"):
