@@ -9,6 +9,8 @@ from torch import Tensor
 
 from saccade import masks, scores
 
+# Made once: a trace would make them anew, through what remembers forms of masks.
+TOP_LEFT, BOTTOM_RIGHT = masks.causal(align="top_left"), masks.causal(align="bottom_right")
 DISABLED = torch._C._disabled_torch_function_impl
 
 
@@ -41,7 +43,7 @@ def translated(
     leading = _leading((query, key, value), enable_gqa)
     options: dict[str, Any] = {"dropout_p": float(dropout_p), "scale": scale}
     if is_causal:
-        options["mask"] = masks.causal(align="top_left")
+        options["mask"] = TOP_LEFT
     if attn_mask is not None and is_causal_bias(attn_mask):
         options["mask"] = _causal(attn_mask, query.shape[-2], key.shape[-2])
     elif attn_mask is not None:
@@ -84,11 +86,11 @@ def has_handler(tensor: object) -> bool:
 def _causal(bias: Any, query_len: int, kv_len: int) -> masks.Mask:
     """What a CausalBias hides; a square one is aligned at the first key, as PyTorch has it."""
     if bias.variant.name == "UPPER_LEFT" or bias.seq_len_q == bias.seq_len_kv:
-        return masks.causal(align="top_left")
+        return TOP_LEFT
     if (bias.seq_len_q, bias.seq_len_kv) != (query_len, kv_len):
         got = [bias.seq_len_q, bias.seq_len_kv]
         raise ValueError(f"attn_mask: got {got}, takes the call's {[query_len, kv_len]}")
-    return masks.causal(align="bottom_right")
+    return BOTTOM_RIGHT
 
 
 def _leading(tensors: tuple[Tensor, ...], enable_gqa: bool) -> torch.Size:
