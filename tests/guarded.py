@@ -7,10 +7,10 @@ NaN. A tensor that lies alone in its own memory is for `compute-sanitizer`, whic
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -107,7 +107,7 @@ class ClosedPages:
         self.taken.clear()
 
 
-@contextmanager
+@contextlib.contextmanager
 def all_that_is_made(hold: Hold) -> Iterator[None]:
     """Tensors that are made inside lie where `hold` puts them; those made empty hold NaN."""
     inside = False
@@ -126,7 +126,8 @@ def all_that_is_made(hold: Hold) -> Iterator[None]:
 
         return made
 
-    with mock.patch.multiple(torch, **{name: held(getattr(torch, name)) for name in MAKERS}):
-        methods = {name: held(getattr(Tensor, name)) for name in METHODS}
-        with mock.patch.multiple(Tensor, **methods):
-            yield
+    with contextlib.ExitStack() as stack:
+        for owner, names in ((torch, MAKERS), (Tensor, METHODS)):
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, held(getattr(owner, name))))
+        yield

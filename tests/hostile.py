@@ -202,12 +202,14 @@ class Calls:
         from saccade.portable import write  # on a CPU, nobody else calls it
 
         for dtype in (self.dtype, torch.int8):
-            pages = [self.hold(self.rows(6, 2, 16, self.dim).to(dtype)) for _ in "kv"]
+            keys, values = (self.hold(self.rows(6, 2, 16, self.dim).to(dtype)) for _ in "kv")
             scales = self.rows(6, 2, 16).float() if dtype == torch.int8 else None
-            rows = [self.rows(7, 2, self.dim) for _ in "kv"]
+            rows = self.rows(7, 2, self.dim), self.rows(7, 2, self.dim)
             for numbers in numbers_of((7,), 6 * 16):
                 for slots in (numbers, numbers.long() << 31):
-                    write.write(*rows, *pages, self.whole(slots), scales, scales, None, None, False)
+                    write.write(
+                        *rows, keys, values, self.whole(slots), scales, scales, None, None, False
+                    )
 
 
 NAMES = tuple(

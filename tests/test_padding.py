@@ -123,7 +123,7 @@ def test_linear_attention(linear: Implementation, options: dict[str, Any]) -> No
 @pytest.mark.parametrize("ends", [[0, 2, 3, 4, 24], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("mask", [None, masks.causal()], ids=["full", "causal"])
 def test_attention_over_pages(paged: Implementation, mask: Any, ends: list[int]) -> None:
-    pages = [rows(paged, 12, 2, 16, 16) for _ in "kv"]
+    keys, values = (rows(paged, 12, 2, 16, 16) for _ in "kv")
     table = torch.arange(16).view(4, 4).remainder(12).int().to(paged.device)
     lens = torch.tensor([9, 40, 1, 33], dtype=torch.int32, device=paged.device)
     query, end = rows(paged, ends[-1] + 19, 4, 16), ends[-1]
@@ -131,8 +131,8 @@ def test_attention_over_pages(paged: Implementation, mask: Any, ends: list[int])
 
     def run(query: Tensor) -> tuple[Tensor, Tensor]:
         output, lse = saccade.attention_paged(
-            query, *pages, table, lens, cu_seqlens_q=offsets(paged, ends), mask=mask, sinks=sinks,
-            return_lse=True, implementation=paged.name,
+            query, keys, values, table, lens, cu_seqlens_q=offsets(paged, ends), mask=mask,
+            sinks=sinks, return_lse=True, implementation=paged.name,
         )  # fmt: skip
         return output, lse.T
 
