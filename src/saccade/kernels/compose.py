@@ -64,7 +64,7 @@ def mask_functions(key: str) -> MaskFunctions:
     expression, order = parse(key), slots(key)
     judge = triton_source.judging_function("judge", expression, order)
     texts = [
-        triton_source.function("visible", expression, order, len(expression) - 1),
+        triton_source.function("visible", expression, order, len(expression) - 1, score=False),
         judge.text,
     ]
     if judge.spans_read > 1:
@@ -81,7 +81,7 @@ def score_functions(key: str) -> ScoreFunctions:
     expression, texts = found.expression, []
 
     def define(name: str, result: int) -> None:
-        texts.append(triton_source.function(name, expression, order, result))
+        texts.append(triton_source.function(name, expression, order, result, score=True))
 
     define("change", found.result)
     if found.of_score is not None:

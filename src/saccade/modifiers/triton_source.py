@@ -34,19 +34,21 @@ PERHAPS = Truth("(query_low <= query_high)", "(query_low > query_high)")
 CALLS = {"min": "minimum", "max": "maximum", "abs": "absolute", "where": "where"}
 
 
-def function(name: str, expression: Expression, slots: list[tuple[str, int]], result: int) -> str:
+def function(
+    name: str, expression: Expression, slots: list[tuple[str, int]], result: int, *, score: bool
+) -> str:
     """A device function that computes one step of an expression for a tile of pairs.
 
-    slots: the order of captured values in `data`.
+    slots: the order of captured values in `data`. score: whether it is one of a score, and gives
+    real numbers, or of a mask.
     """
     writer = _PairWriter(expression, slots)
     for number in sorted(needed(expression, result)):
         writer.write(number, expression[number])
-    real = expression[result].kind == REAL
     given = writer.names[result]
-    answer = f"as_score({given}, score)" if real else f"as_bool({given}, kv_row)"
-    score = "score, " if real else ""
-    return _text(name, f"{score}{ARGUMENTS}", [*writer.lines, f"return {answer}"])
+    answer = f"as_score({given}, score)" if score else f"as_bool({given}, kv_row)"
+    parameters = f"score, {ARGUMENTS}" if score else ARGUMENTS
+    return _text(name, parameters, [*writer.lines, f"return {answer}"])
 
 
 def place_function(
