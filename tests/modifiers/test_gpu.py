@@ -112,9 +112,35 @@ def test_gradients_of_captured_tensors(implementation: str, name: str, packed: b
         grad = drawn(*output.shape, seed=9).to(dtype).to(kind)
         found = torch.autograd.grad(output, leaves, grad, allow_unused=True)
         results.append([None if g is None else g.double() for g in found])
-    bound = 1e-3 if dtype == torch.float32 else 6e-2
-    for one, other in zip(*results, strict=True):
+    noise = [0.0] * len(CAPTURED)
+    if dtype == torch.bfloat16:  # what plain PyTorch errs in the same dtype is allowed twice
+        noise = plain_errors(name, dtype)
+    for one, other, plain in zip(*results, noise, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
+            relative = 1e-3 if dtype == torch.float32 else 2e-2
             size = other.norm().clamp_min(0.1)  # that of a row's own bias is 0
-            assert float((one - other).norm() / size) < bound
+            assert float((one - other).norm()) < relative * float(size) + 2 * plain
+
+
+def plain_errors(name: str, dtype: torch.dtype) -> list[float]:
+    """How far gradients of captured tensors by plain PyTorch in a dtype are from float64."""
+    found = []
+    for kind in (dtype, torch.float64):
+        captured = {
+            n: (drawn(*shape, seed=5) * 0.3).to(dtype).to(kind) for n, shape in CAPTURED.items()
+        }
+        leaves = [tensor.requires_grad_() for tensor in captured.values()]
+        query, key, value = (drawn(B, H, L, D, seed=seed).to(dtype).to(kind) for seed in range(3))
+        at = [
+            torch.arange(size, device="cuda").view([-1 if d == dim else 1 for d in range(4)])
+            for dim, size in enumerate((B, H, L, L))
+        ]
+        scores = scores_of(captured)[name](query @ key.mT * D**-0.5, *at)
+        scores = scores.masked_fill(at[3] > at[2], -torch.inf)
+        output = scores.softmax(-1).to(kind) @ value
+        grad = drawn(B, H, L, D, seed=9).to(dtype).to(kind)
+        found.append(torch.autograd.grad(output, leaves, grad, allow_unused=True))
+    return [
+        0.0 if a is None else float((a.double() - b).norm()) for a, b in zip(*found, strict=True)
+    ]

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from saccade.modifiers.constant import remembered_constant
+
 TRUTH, WHOLE, REAL = "truth", "whole", "real"
 VARIABLES = {
     "batch": WHOLE, "head": WHOLE, "query_row": WHOLE, "kv_row": WHOLE, "shift": WHOLE,
@@ -310,7 +312,7 @@ class Combination(NamedTuple):
         )
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered_constant
 def combined(combiner: str, first: str, second: str = "") -> Combination:
     """Two masks joined by & or |, one turned round by ~, or two scores one after another (>>)."""
     builder, one, other = Builder(), parse(first), parse(second)
@@ -326,17 +328,10 @@ def combined(combiner: str, first: str, second: str = "") -> Combination:
     return Combination(key_of(expression), *places)
 
 
-# To torch.compile the key of a combination is a constant: keys are known when it traces.
-combined._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(maxsize=1024)
+@remembered_constant
 def num_captured(key: str) -> tuple[int, int, int]:
     """How many tensors, whole and real numbers the expression of a key captured."""
     return counts_of(parse(key))
-
-
-num_captured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def counts_of(expression: Expression) -> tuple[int, int, int]:

@@ -6,13 +6,13 @@ its graph; and built-in masks and scores, whose values have names, are traced on
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.modifiers.constant import remembered_constant
 from saccade.modifiers.expression import Captured, key_of
 from saccade.modifiers.trace import letter_of, name_of, trace
 
@@ -55,7 +55,7 @@ def kind_of(value: object) -> str:
     raise TypeError(f"captured data must be tensors, ints or floats, got {type(value).__name__}")
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered_constant
 def form_of(
     function: Callable[..., Any],
     align: str,
@@ -86,9 +86,6 @@ def form_of(
         tuple((_index(places, n), 0 if isinstance(n, Given) else n) for n in found.ints),
         tuple((_index(places, n), 0.0 if isinstance(n, Given) else n) for n in found.floats),
     )
-
-
-form_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Given(NamedTuple):

@@ -7,6 +7,7 @@ have 64. The same expression gives the same text in every process, so Triton's c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from saccade.modifiers.interval_rules import IntervalRules, Span, Truth, Value
 ARGUMENTS = "batch, head, query_row, kv_row, shift, data"
 JUDGED = "batch, head, query_low, query_high, kv_low, kv_high, shift, data"
 TILES = "QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr"
+NAME = re.compile(r"\b(?:v|low|high)\d+\b")
 PERHAPS = Truth("(query_low <= query_high)", "(query_low > query_high)")
 
 # Operations of one form whatever they are applied to, and functions of the device's language.
@@ -218,12 +220,21 @@ def judging_function(
     """
     writer = _TileWriter(expression, slots, most_spans)
     verdict, needs = writer.verdict()
-    text = _text(
-        name,
-        f"{JUDGED}, {TILES}",
-        [*writer.lines, f"return {verdict.possible}, {verdict.certain}"],
-    )
+    lines = _live([*writer.lines, f"return {verdict.possible}, {verdict.certain}"])
+    text = _text(name, f"{JUDGED}, {TILES}", lines)
     return Verdict(text, *needs)
+
+
+def _live(lines: list[str]) -> list[str]:
+    """Lines without those that the last one does not need: of what was not understood, and reads,
+    which programs that make no plan must not hold."""
+    found, wanted = [lines[-1]], set(NAME.findall(lines[-1]))
+    for line in reversed(lines[:-1]):
+        names, code = line.split(" = ", 1)
+        if not wanted.isdisjoint(NAME.findall(names)):
+            found.append(line)
+            wanted |= set(NAME.findall(code))
+    return found[::-1]
 
 
 class _TileWriter(IntervalRules):
