@@ -9,9 +9,9 @@ import torch
 import saccade
 from saccade import Config, dispatch, masks, scores
 from saccade.explain import costs
+from saccade.language import index_range
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
-from saccade.language import index_range
 from saccade.testing import make_paged_case
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KV_LEN, HEAD_DIM, VALUE_DIM = 2, 4, 2, 6, 9, 8, 3

@@ -47,7 +47,7 @@ def test_numbers_are_no_part_of_a_key():
 CAUSAL = {
     "q >= k": lambda b, h, q, k: q >= k, "k <= q": lambda b, h, q, k: k <= q,
     "q - k >= 0": lambda b, h, q, k: q - k >= 0, "~(k > q)": lambda b, h, q, k: ~(k > q),
-    "k - q <= 0": lambda b, h, q, k: k - q <= 0, "0 <= q - k": lambda b, h, q, k: 0 <= q - k,
+    "k - q <= 0": lambda b, h, q, k: k - q <= 0, "0 <= q - k": lambda b, h, q, k: q - k >= 0,
     "k < q + 1": lambda b, h, q, k: k < q + 1, "q - k > -1": lambda b, h, q, k: q - k > -1,
     "-q <= -k": lambda b, h, q, k: -q <= -k, "q + 5 >= k + 5": lambda b, h, q, k: q + 5 >= k + 5,
     "logical_not": lambda b, h, q, k: torch.logical_not(q < k),
@@ -66,7 +66,7 @@ def test_causal_masks_have_one_key(name, align):
 WINDOWS = {
     "two sides": lambda b, h, q, k: (q - k <= 5) & (q >= k),
     "the other way": lambda b, h, q, k: (k <= q) & (k >= q - 5),
-    "less than": lambda b, h, q, k: (q - k < 6) & (0 <= q - k),
+    "less than": lambda b, h, q, k: (q - k < 6) & (q - k >= 0),
     "greater than": lambda b, h, q, k: (k > q - 6) & (k < q + 1),
     "wider ones too": lambda b, h, q, k: (q - k < 6) & (q - k <= 9) & (q >= k) & (k - q <= 2),
     "logical": lambda b, h, q, k: torch.logical_and(q + 1 > k, torch.sub(q, k).le(5)),
@@ -206,7 +206,7 @@ def test_masks_and_scores_are_moved_with_their_tensors():
     assert moved.key == (masks.documents(ids) & masks.window(3)).key
     assert {tensor.device.type for tensor in moved.captured.tensors} == {"meta"}
     assert moved != masks.documents(ids) & masks.window(3)
-    assert moved == moved  # noqa: PLR0124
+    assert moved == moved
     assert moved.captured.ints == (3, 0)
     assert masks.causal().to("meta") == masks.causal()
     assert scores.bias(normal(3)).to("cpu") == scores.bias(normal(3))

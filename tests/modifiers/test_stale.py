@@ -95,7 +95,9 @@ def test_a_tensor_that_changes_is_seen_by_the_next_call(implementation):
     mask = as_mask(lambda b, h, q, k: ids[q] == ids[k]) & saccade.masks.causal()
     for step in (40, 20, 7, 3):
         ids.copy_(torch.arange(40) // step)
-        wanted = seen(saccade.masks.documents(ids[None].clone()) & saccade.masks.causal(), length=40)
+        wanted = seen(
+            saccade.masks.documents(ids[None].clone()) & saccade.masks.causal(), length=40
+        )
         assert torch.equal(seen(mask, implementation, 40), wanted)
 
 
@@ -116,9 +118,7 @@ def test_a_changed_view_and_a_changed_number_are_seen(implementation):
 def test_a_parameter_that_learns_is_seen_forward_and_backward(implementation):
     slopes = torch.nn.Parameter(torch.tensor([0.5, 1.0]))
     temperature = torch.nn.Parameter(torch.tensor(0.3))
-    score = as_score(
-        lambda s, b, h, q, k: s * torch.exp(temperature) - slopes[h] * (q - k).abs()
-    )
+    score = as_score(lambda s, b, h, q, k: s * torch.exp(temperature) - slopes[h] * (q - k).abs())
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 20, 16).unbind()
     for _ in range(3):

@@ -46,8 +46,8 @@ class _Rules(IntervalRules):
         self.captured, self.at = captured, at
 
     def op(self, name: str, *values: Any) -> Tensor:
-        if name == "real":
-            return values[0].to(torch.float32)
+        if name in ("real", "widened"):
+            return values[0].to(torch.float32) if name == "real" else values[0]
         found = OPERATIONS[name](*values)
         return found.to(torch.int64) if name == "whole" else found
 
