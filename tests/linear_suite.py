@@ -126,6 +126,13 @@ class TestExactness:
         for dtype in implementation.dtypes_of(sizes[0]):
             check(implementation, head_dim=sizes[0], value_dim=sizes[1], dtype=dtype)
 
+    @pytest.mark.parametrize("normalize", ["none", "abs"])
+    @pytest.mark.parametrize("scale", [0, -0.5])
+    def test_scales_of_at_most_zero(
+        self, implementation: Implementation, scale: float, normalize: str
+    ) -> None:
+        check(implementation, scale=scale, normalize=normalize, eps=0.1, decay="rows")
+
     @pytest.mark.parametrize("decay", DECAYS)
     def test_lengths_of_many_chunks(self, implementation: Implementation, decay: str) -> None:
         length = 100 if implementation.slow else 700
@@ -256,6 +263,71 @@ class TestHidden:
         self, implementation: Implementation
     ) -> None:
         check(implementation, padded=True, decay="rows", state=True, seed=3)
+
+
+class TestDecay:
+    @pytest.mark.parametrize("normalize", [False, True], ids=["sums", "averages"])
+    @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+    def test_gradient_of_weak_and_strong_decay(
+        self, implementation: Implementation, causal: bool, normalize: bool
+    ) -> None:
+        for strength, (rows, keys) in itertools.product(
+            (1e-3, 0.1, 1.0, 5.0, 20.0),
+            [(40, 40)] if implementation.interpreted else [(40, 40), (9, 70)],
+        ):
+            torch.manual_seed(5)
+            shapes = (rows, 16), (keys, 16), (keys, 8)
+            given = [torch.randn(1, 2, *shape) for shape in shapes]
+            given += [-strength * torch.rand(1, 2, keys), torch.randn(1, 2, rows, 8)]
+            options = {"causal": causal, "normalize": normalize, "eps": 0.0}
+            truth = _decay_gradient("reference", [each.double() for each in given], **options)
+            subtracts = causal and implementation.name == "portable"
+            bound = _decay_bound(given, causal, normalize, subtracts)
+            on_device = [each.to(implementation.device) for each in given]
+            for config in implementation.configs_of(0):
+                found = _decay_gradient(implementation.name, on_device, config=config, **options)
+                excess = (found.cpu().double() - truth).abs() - bound
+                assert bool((excess <= 0).all()), (strength, float(excess.max()))
+
+
+def _decay_gradient(name: str, given: list[Tensor], **options: Any) -> Tensor:
+    *rows, decay, grad = given
+    decay = decay.clone().requires_grad_()
+    call: Any = saccade.linear_attention
+    output = call(*rows, decay=decay, implementation=name, **options)
+    return torch.autograd.grad(output, decay, grad)[0]
+
+
+def _decay_bound(given: list[Tensor], causal: bool, normalize: bool, subtracts: bool) -> Tensor:
+    """How far rounding to float32 may carry the gradient: a part of what crosses each key.
+
+    That is the sum of the shares of all pairs of a key before it and a row that sees it, each with
+    the size of its terms: a product of features, e to a sum of decay, a product with the gradient,
+    twice where sums are divided. Each operation on the way adds its unit roundoff, and a share has
+    at most as many of them as rows, keys and channels together. `subtracts`: shares of all pairs
+    are summed up and those that do not cross subtracted.
+    """
+    query, key, value, decay, grad = (each.double() for each in given)
+    query, key = (torch.nn.functional.elu(rows) + 1 for rows in (query, key))
+    rows, keys = query.shape[2], key.shape[2]
+    last = torch.arange(rows) + keys - rows if causal else torch.full((rows,), keys - 1)
+    sees = torch.arange(keys) <= last.unsqueeze(-1)
+    upto = decay.cumsum(-1)
+    gap = (upto[..., last].unsqueeze(-1) - upto.unsqueeze(-2)).masked_fill(~sees, -torch.inf)
+    weights = query @ key.mT * gap.exp()
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+        arriving = grad.abs() @ value.abs().mT
+        arriving = arriving + (grad.abs() * (weights @ value.abs())).sum(-1, keepdim=True)
+    else:
+        arriving = grad.abs() @ value.abs().mT
+    operations = rows + keys + 2 * (query.shape[-1] + value.shape[-1])
+    shares = weights * arriving * (operations + gap.abs().masked_fill(~sees, 0))
+    before = torch.nn.functional.pad(shares, (1, 0))[..., :-1].cumsum(-1)  # over keys before each
+    crossing = before.masked_fill(~sees, 0).sum(2)
+    if subtracts:
+        crossing = shares.sum((2, 3)).unsqueeze(-1).expand_as(crossing)
+    return torch.finfo(torch.float32).eps / 2 * crossing + torch.finfo(torch.float32).tiny
 
 
 class TestResults:

@@ -99,6 +99,11 @@ class TestExactness:
             )  # fmt: skip
             assert_exact(case, implementation.name)
 
+    @pytest.mark.parametrize("scale", [0, -0.5])
+    def test_scales_of_at_most_zero(self, implementation: Implementation, scale: float) -> None:
+        for mask in ("none", "causal"):
+            check(implementation, scale=scale, mask=mask, lengths=((3, 40), (3, 17)))
+
     @pytest.mark.parametrize("group", [1, 3, 6, 8, 16])
     def test_groups(self, implementation: Implementation, group: int) -> None:
         check(implementation, group=group, lengths=DECODE, head_dim=40, value_dim=24)

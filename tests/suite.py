@@ -79,6 +79,16 @@ class TestExactness:
             sizes = {"lengths": ((19, 11),), "group": 3, "head_dim": 64, "scale": 1.0}
             check(implementation, mask=mask, dtype=dtype, seed=865198, **sizes)
 
+    @pytest.mark.parametrize("score", ["none", "softcap", "bias"])
+    @pytest.mark.parametrize("scale", [0, -0.5, -0.0])
+    def test_scales_of_at_most_zero(
+        self, implementation: Implementation, scale: float, score: str
+    ) -> None:
+        for dtype in implementation.dtypes_of(len(score)):
+            for mask in ("none", "causal", "documents"):
+                sizes = {"batch": 1, "kv_heads": 1} if implementation.interpreted else {}
+                check(implementation, mask=mask, score=score, scale=scale, dtype=dtype, **sizes)
+
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_any_strides(self, implementation: Implementation, layout: str) -> None:
         for dtype in implementation.dtypes:

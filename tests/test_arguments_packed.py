@@ -82,12 +82,12 @@ QUERY, KEY, VALUE = (
         (offsets(1, 3, 7), ValueError, "got a first offset of 1", OFFSETS),
         (offsets(-1, 3, 7), ValueError, "got a first offset of -1", OFFSETS),
         (offsets(0, 5, 3, 7), ValueError, "got offsets that descend", OFFSETS),
-        (offsets(0, 3, 6), ValueError, "got a last offset of 6", OFFSETS),
+        (offsets(0), ValueError, "got no sequence for", OFFSETS),
         (offsets(0, 3, 10), ValueError, "got a last offset of 10", OFFSETS),
     ],
     ids=[
         "list", "int", "int64", "float", "bool", "2-dims", "empty", "0-dims", "meta", "starts-at-1",
-        "starts-below-0", "descends", "ends-early", "ends-late",
+        "starts-below-0", "descends", "no-sequence", "ends-late",
     ],
 )  # fmt: skip
 def test_offsets_are_refused(name, value, error, got, takes):
@@ -102,8 +102,9 @@ def test_offsets_of_queries_must_be_given():
 
 
 def test_offsets_of_keys_are_those_of_queries_where_left_out():
-    got = "got a last offset of 7 for 9 tokens"
-    check_refused(packed_call, {"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: ", got, OFFSETS)
+    got, fewer = "got a last offset of 7 for 6 tokens", torch.ones(6, 2, 8)
+    changes = {"cu_seqlens_k": None, "key": fewer, "value": fewer}
+    check_refused(packed_call, changes, ValueError, "cu_seqlens_k: ", got, OFFSETS)
 
 
 def test_offsets_must_count_the_same_sequences():
@@ -253,7 +254,7 @@ def test_merge_refuses(outputs, lses, error, said):
 @pytest.mark.parametrize("name", ["query_tile", "kv_tile"])
 @pytest.mark.parametrize("value", [-1, 1.5, 64.0, True, "64", None, torch.tensor(64)], ids=repr)
 def test_config_refuses(name, value):
-    takes = "takes a whole number of at least 0"
+    takes = "takes a whole number from 0 to 2147483647"
     got = f"{name}: got {value!r}"
     check_refused(Config, {name: value}, (TypeError, ValueError), got, takes)
 

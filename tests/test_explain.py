@@ -50,7 +50,8 @@ def test_text_tells_the_whole_call():
     text = str(found)
     for words in (
         "batch 2, 6 x 9", "heads 4/2", "dim 8/3", "bfloat16 on cpu",
-        "mask window:bottom_right#ii", "score softcap:top_left#f", "sinks yes", "dropout yes",
+        "mask (query_row + shift - i0 <= kv_row)", "score f0 * tanh(score / f0)",
+        "sinks yes", "dropout yes",
         f"{found.visible_pairs:,} of {PAIRS:,} pairs visible",
         f"{found.flops / 1e3:.4g} kFLOP forward", f"at least {found.bytes / 2**10:.4g} KiB moved",
     ):  # fmt: skip
@@ -224,7 +225,7 @@ def test_nothing_runs_and_no_random_number_is_drawn(monkeypatch):
         ({"scale": "x"}, TypeError, "scale: got 'x'"),
         ({"dropout_p": 2.0}, ValueError, "dropout_p: got 2.0"),
         ({"mask": torch.ones(5, 5)}, TypeError, "mask: got a tensor of torch.float32"),
-        ({"mask": masks.key_lengths(torch.ones(7).int())}, ValueError, "mask: key_lengths"),
+        ({"mask": masks.key_lengths(torch.ones(7).int())}, ValueError, "mask: lengths"),
         ({"implementation": "flash"}, ValueError, "implementation: got 'flash'"),
         ({"config": 3}, TypeError, "config: got int"),
         ({"return_lse": 1}, TypeError, "return_lse: got 1"),

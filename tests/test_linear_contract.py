@@ -1,6 +1,7 @@
 """The numerical contract of linear attention, on every implementation: see linear_suite.py."""
 
 from linear_suite import (
+    TestDecay,
     TestEmpty,
     TestExactness,
     TestHidden,
@@ -8,4 +9,4 @@ from linear_suite import (
     implementation,
 )
 
-__all__ = ["TestEmpty", "TestExactness", "TestHidden", "TestResults", "implementation"]
+__all__ = ["TestDecay", "TestEmpty", "TestExactness", "TestHidden", "TestResults", "implementation"]

@@ -69,12 +69,20 @@ def test_opcheck(name: str, unchecked_shapes: None) -> None:
 
 
 class TestTransforms:
+    @pytest.mark.parametrize("decay", ["none", "heads", "rows"])
     @pytest.mark.parametrize("implementation", ["cpu", "reference"])
     def test_fullgraph_with_dynamic_shapes(
-        self, implementation: str, unchecked_shapes: None
+        self, implementation: str, decay: str, unchecked_shapes: None
     ) -> None:
         def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return saccade.linear_attention(query * 2, key, value, implementation=implementation)
+            fades = {
+                "none": None,
+                "heads": -(value[0, :, 0, 0] ** 2),
+                "rows": -(value[..., 0] ** 2),
+            }
+            return saccade.linear_attention(
+                query * 2, key, value, decay=fades[decay], implementation=implementation
+            )
 
         counter = CompileCounterWithBackend("aot_eager")
         compiled: Any = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)

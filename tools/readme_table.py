@@ -67,7 +67,7 @@ def rows_of(path: Path, peer: str, by: str) -> list[Row]:
     """The last run of each case and pass in which a peer and Saccade (`by`) both took part."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}
     places: dict[tuple[str, str], str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
         result = json.loads(line)
         members = runs.setdefault(result["run"], {})
         members[result["who"]] = result

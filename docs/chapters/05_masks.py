@@ -162,10 +162,12 @@ for mask in (causal, local, with_start):
 # %% [markdown]
 # ## In the library
 #
-# `saccade.masks` has the usual masks; `masks.function` makes one of a Python function such as
-# these. It is called on pairs and on intervals, as here (`saccade` has intervals for `%`, `//`,
-# `where`, captured tensors and more), and compiled into the GPU kernels. Masks combine with `&`,
-# `|` and `~`.
+# `saccade.masks` has the usual masks, and any Python function such as these may be given to an
+# attention call as it is. Saccade runs it once, on symbols in the place of rows, and keeps what it
+# computes: an expression, with the numbers and tensors that it reached. That is evaluated on pairs
+# and on intervals, as here (there are intervals for `%`, `//`, `where`, captured tensors and more),
+# and written as code for the GPU kernels. `masks.function` makes a mask whose numbers and tensors
+# are given to it. Masks combine with `&`, `|` and `~`, and printing one shows its expression.
 #
 # A **block-sparse** mask is one whose function reads a table: is the block of this pair on? It is
 # the one kind for which somebody outside must say what is visible, as no formula does.

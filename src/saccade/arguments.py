@@ -33,9 +33,15 @@ def checked() -> Iterator[None]:
         _checked.reset(token)
 
 
+MODES = torch._C._TorchDispatchModeKey
+TRACING = (MODES.FAKE, MODES.PROXY, MODES.FUNCTIONAL)  # modes in which numbers are not there
+
+
 def values_readable(tensor: Tensor) -> bool:
     """Whether a tensor's values may be read now: not while tracing or under vmap or grad."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in TRACING):
         return False
     return type(tensor) is Tensor and (tensor.device.type == "cpu" or _checked.get())
 
@@ -163,11 +169,14 @@ def check_captured(
         raise ValueError(f"{argument}: {complaint}")
 
 
-OFFSETS = "an int32 tensor [batch + 1] that starts at 0, ascends, and ends at the token count"
+OFFSETS = (
+    "an int32 tensor [batch + 1] that starts at 0, ascends, and ends at the token count, or below "
+    "it: tokens behind the last offset are padding"
+)
 
 
 def check_offsets(name: str, offsets: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Refuse sequence offsets that are not 0 … tokens, ascending."""
+    """Refuse sequence offsets that are not 0 … tokens, or fewer, ascending."""
     takes = OFFSETS
     if not isinstance(offsets, Tensor):
         raise TypeError(f"{name}: got {type(offsets).__name__}, takes {takes}")
@@ -177,6 +186,8 @@ def check_offsets(name: str, offsets: Tensor, num_tokens: int, device: torch.dev
         raise ValueError(f"{name}: got shape {tuple(offsets.shape)}, takes {takes}")
     if offsets.device != device:
         raise ValueError(f"{name}: got {offsets.device}, takes query's {device}")
+    if offsets.shape[0] == 1 and num_tokens:
+        raise ValueError(f"{name}: got no sequence for {num_tokens} tokens, takes {takes}")
     if not values_readable(offsets):
         return
     values = offsets.tolist()
@@ -184,7 +195,7 @@ def check_offsets(name: str, offsets: Tensor, num_tokens: int, device: torch.dev
         raise ValueError(f"{name}: got a first offset of {values[0]}, takes {takes}")
     if any(later < earlier for earlier, later in itertools.pairwise(values)):
         raise ValueError(f"{name}: got offsets that descend, takes {takes}")
-    if values[-1] != num_tokens:
+    if values[-1] > num_tokens:
         raise ValueError(
             f"{name}: got a last offset of {values[-1]} for {num_tokens} tokens, takes {takes}"
         )

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade import arguments, dispatch, doors, recall
-from saccade.masks import Mask
+from saccade.elsewhere import unknown_options
+from saccade.masks import AnyMask
 from saccade.prepare import prepare, with_seed
-from saccade.problem import Config
+from saccade.problem import Config, Inputs
 from saccade.recall import Recalled
-from saccade.scores import Score
+from saccade.scores import AnyScore
 
 
 class Options(TypedDict, total=False):
     """The options that `attention` and `attention_packed` share, for type checkers."""
 
-    mask: Mask | Tensor | None
-    score: Score | None
+    mask: AnyMask
+    score: AnyScore
     scale: float | None
     sinks: Tensor | None
     dropout_p: float
@@ -52,8 +53,8 @@ def attention(  # breaks function-length: most of it is the docstring
     key: Tensor,
     value: Tensor,
     *,
-    mask: Mask | Tensor | None = None,
-    score: Score | None = None,
+    mask: AnyMask = None,
+    score: AnyScore = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -61,6 +62,7 @@ def attention(  # breaks function-length: most of it is the docstring
     deterministic: bool = False,
     implementation: str | None = None,
     config: Config | Mapping[tuple[int, int], Config] | None = None,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Each query row becomes the average of the values, weighted by how well its keys match.
 
@@ -69,8 +71,10 @@ def attention(  # breaks function-length: most of it is the docstring
         key: [batch, kv_heads, kv_len, head_dim]; kv_heads divides query_heads.
         value: [batch, kv_heads, kv_len, value_dim].
         mask: which pairs are visible: a `Mask` (`saccade.masks`), or a bool tensor broadcastable
-            to [batch, query_heads, query_len, kv_len] (True = visible). None: all of them.
-        score: a change of the scaled scores (`saccade.scores`), or None.
+            to [batch, query_heads, query_len, kv_len] (True = visible), or a function of
+            (batch, head, query_row, kv_row). None: all of them.
+        score: a change of the scaled scores (`saccade.scores`), a function of (score, batch, head,
+            query_row, kv_row), or None.
         scale: the factor of the scores; 1/sqrt(head_dim) where None.
         sinks: [query_heads] logits that join the softmax's denominator and carry no value.
         dropout_p: the share of weights that is dropped, in [0, 1); the rest grows to make up.
@@ -94,13 +98,15 @@ def attention(  # breaks function-length: most of it is the docstring
 
     >>> output = saccade.attention(query, key, value, mask=saccade.masks.causal())
     """
+    if unknown:
+        raise unknown_options(unknown)
     arguments.check_flag("return_lse", return_lse)
     recall_key = None
     if recall.plain_options(sinks, dropout_p, deterministic):
         recall_key = recall.key_of(query, key, value, mask, score, scale, implementation, config)
     found = recall.recalled(recall_key)
     if found is not None:
-        output, lse = doors.attention_again((query, key, value), found, deterministic)
+        output, lse = doors.attention(Inputs(query, key, value), found, deterministic, alone=True)
         return (output, lse) if return_lse else output
     inputs, variant, problem, checked = prepare(
         query, key, value, None, None, None, None,
@@ -148,8 +154,8 @@ def attention_packed(  # breaks function-length: most of it is the docstring
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    mask: Mask | Tensor | None = None,
-    score: Score | None = None,
+    mask: AnyMask = None,
+    score: AnyScore = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -157,6 +163,7 @@ def attention_packed(  # breaks function-length: most of it is the docstring
     deterministic: bool = False,
     implementation: str | None = None,
     config: Config | Mapping[tuple[int, int], Config] | None = None,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention for sequences of unequal length laid end to end, with no padding between them.
 
@@ -165,7 +172,8 @@ def attention_packed(  # breaks function-length: most of it is the docstring
         key: [kv_tokens, kv_heads, head_dim].
         value: [kv_tokens, kv_heads, value_dim].
         cu_seqlens_q: int32 [batch + 1]: sequence b's queries are the tokens from
-            cu_seqlens_q[b] to cu_seqlens_q[b + 1]. Starts at 0, ends at the token count.
+            cu_seqlens_q[b] to cu_seqlens_q[b + 1]. Starts at 0, ascends, ends at the token
+            count or below it: rows behind are padding (output 0, lse -inf, gradients 0).
         cu_seqlens_k: the same for keys and values; cu_seqlens_q where None.
         max_seqlen_q, max_seqlen_k: the longest lengths, if known; never read from a GPU.
         mask, score, scale, sinks, dropout_p, return_lse, deterministic, implementation, config:
@@ -181,6 +189,8 @@ def attention_packed(  # breaks function-length: most of it is the docstring
     """
     if cu_seqlens_q is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {arguments.OFFSETS}")
+    if unknown:
+        raise unknown_options(unknown)
     arguments.check_flag("return_lse", return_lse)
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     tensors, recall_key = (query, key, value, *offsets), None
@@ -190,7 +200,8 @@ def attention_packed(  # breaks function-length: most of it is the docstring
         )
     found = recall.recalled(recall_key)
     if found is not None:
-        output, lse = doors.attention_again(tensors, found, deterministic)
+        inputs = Inputs(query, key, value, None, None, *offsets)
+        output, lse = doors.attention(inputs, found, deterministic, alone=True)
         return (output, lse) if return_lse else output
     inputs, variant, problem, checked = prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,

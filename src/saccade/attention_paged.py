@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade import arguments, dispatch, recall
 from saccade.autocast import without_autocast
-from saccade.masks import Mask
+from saccade.elsewhere import unknown_options
+from saccade.masks import AnyMask
 from saccade.operators_paged import attention_paged_through
 from saccade.prepare import prepare_paged
 from saccade.problem import Config, PagedInputs
 from saccade.recall import Recalled
 from saccade.reference import paged as reference
-from saccade.scores import Score
+from saccade.scores import AnyScore
 
 
 class PagedOptions(TypedDict, total=False):
@@ -25,8 +26,8 @@ class PagedOptions(TypedDict, total=False):
     cu_seqlens_q: Tensor | None
     key_scales: Tensor | None
     value_scales: Tensor | None
-    mask: Mask | Tensor | None
-    score: Score | None
+    mask: AnyMask
+    score: AnyScore
     scale: float | None
     sinks: Tensor | None
     batch_invariant: bool
@@ -66,14 +67,15 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     cu_seqlens_q: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
-    mask: Mask | Tensor | None = None,
-    score: Score | None = None,
+    mask: AnyMask = None,
+    score: AnyScore = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     implementation: str | None = None,
     config: Config | Mapping[tuple[int, int], Config] | None = None,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new tokens to sequences whose keys and values lie in pages.
 
@@ -114,6 +116,8 @@ def attention_paged(  # breaks function-length: most of it is the docstring
         query, key_pages, value_pages, page_table, kv_lens,
         cu_seqlens_q, sinks, key_scales, value_scales,
     )  # fmt: skip
+    if unknown:
+        raise unknown_options(unknown)
     arguments.check_flag("return_lse", return_lse)
     recall_key = recall.paged_key_of(
         inputs, mask, score, scale, batch_invariant, implementation, config

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from saccade.modifiers.names import consists_of, is_causal
 from saccade.linear.problem import LinearProblem
+from saccade.modifiers.names import consists_of, is_causal
 from saccade.problem import Problem
 
 
@@ -78,7 +78,14 @@ def _hopper_unsupported(problem: Problem) -> str | None:
 def _hopper_remark(problem: Problem) -> str | None:
     from saccade.hopper import remarks
 
-    return remarks.remark(problem)
+    said = remarks.remark(problem), _launch_remark(problem)
+    return ", ".join(filter(None, said)) or None
+
+
+def _launch_remark(problem: Problem | LinearProblem) -> str | None:
+    from saccade.kernels import inside
+
+    return inside.remark() if problem.device == "cuda" else None
 
 
 def _hopper_yields(problem: Problem) -> str | None:
@@ -217,15 +224,15 @@ def _reference_unsupported(problem: Problem | LinearProblem) -> str | None:
 IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
     Implementation("hopper", _hopper_unsupported, _hopper_remark, _hopper_yields),
-    Implementation("portable", _portable_unsupported),
+    Implementation("portable", _portable_unsupported, _launch_remark),
     Implementation("reference", _reference_unsupported),
 )
 """In order of preference: the first that gives no reason against itself is taken."""
 
 LINEAR_IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
-    Implementation("hopper", _linear_hopper_unsupported, yields=_linear_hopper_yields),
-    Implementation("portable", _linear_portable_unsupported),
+    Implementation("hopper", _linear_hopper_unsupported, _launch_remark, _linear_hopper_yields),
+    Implementation("portable", _linear_portable_unsupported, _launch_remark),
     Implementation("reference", _reference_unsupported),
 )
 """The same for linear attention."""

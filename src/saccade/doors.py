@@ -9,167 +9,106 @@ nobody listens to operators, eager calls go straight to the body.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from saccade.autocast import without_autocast
 from saccade.bodies import body_of
+from saccade.listeners import nobody_listens, wants_gradients
 from saccade.operators import (
+    NO_CHOICE,
     NUM_INPUTS,
-    attention_backward_body,
     attention_backward_op,
-    attention_body,
     attention_op,
     call_backward,
+    config_of,
     flatten,
     gradients_of,
     keep_for_backward,
     not_implemented,
+    run_backward,
     split,
+    variant_of,
 )
-from saccade.problem import Config, Inputs
-from saccade.recall import PLAIN_OR_ABSENT, Recalled
+from saccade.problem import Inputs, Variant
+from saccade.recall import Recalled
 from saccade.reference import attention as reference
 
-NO_CHOICE = Config()  # of tiles: the implementation's own
 
+def attention(
+    inputs: Inputs, found: Recalled, deterministic: bool, *, alone: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output and lse by the chosen implementation, through the door that fits.
 
-def attention(inputs: Inputs, found: Recalled, deterministic: bool) -> tuple[Tensor, Tensor]:
-    """Output and lse by the chosen implementation, through the door that fits."""
+    A call that is recalled comes the same way as the first of its kind: whoever looks on
+    (checkpoints, hooks, modes, profilers) sees no difference.
+
+    alone: whether it is known already that nobody listens, as of every call that is recalled.
+    """
     if found.chosen == "reference":  # plain PyTorch, with PyTorch's gradients
         with without_autocast(inputs.query.device):
             return reference.attention(inputs, found.variant)
-    tracing = torch.compiler.is_compiling()
-    tensors = (*inputs, *found.variant.score_captured.tensors)
-    if not tracing and nobody_listens(tensors) and not wants_gradients(tensors):
-        return _straight(inputs, found)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    plain = _plain(found, deterministic)
+    tensors = (*inputs, *found.tables) if found.tables else inputs
+    tracing = not alone and torch.compiler.is_compiling()
+    alone = alone or (not tracing and nobody_listens(tensors))
+    if alone and not wants_gradients(tensors):
+        return _straight(inputs, found, found.variant)
+    plain = _plain(found, deterministic or torch.are_deterministic_algorithms_enabled())
     if tracing:
-        return attention_op(*inputs, found.tables, *plain)
-    return enter(_Attention, plain, *inputs, *found.tables)
+        return attention_op(*inputs, list(found.tables), *plain)
+    apply = _apply_at_once if alone else _Attention.apply
+    return apply((found, plain, alone), *tensors)
 
 
-def attention_again(
-    tensors: tuple[Tensor, ...], found: Recalled, deterministic: bool
-) -> tuple[Tensor, Tensor]:
-    """The same for a call that is recalled: eager, and with no tensors but query, key and value,
-    and the offsets of packed sequences, all of them plain.
-
-    A small problem takes less time on a GPU than its way there, so this one has no detours.
-    """
-    if somebody_listens() or forward_ad._current_level >= 0 or found.chosen == "reference":
-        return attention(_inputs_again(tensors), found, deterministic)
-    query, key, value = tensors[:3]
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
-    ):
-        return _enter_again(found, deterministic, *tensors)
-    return _straight(_inputs_again(tensors), found)
-
-
-def _inputs_again(tensors: Sequence[Tensor]) -> Inputs:
-    """The tensors of a call that is recalled, in their places."""
-    query, key, value, *offsets = tensors
-    return Inputs(query, key, value, None, None, *offsets)
-
-
-def _straight(inputs: Inputs, found: Recalled) -> tuple[Tensor, Tensor]:
+def _straight(inputs: Inputs, found: Recalled, variant: Variant) -> tuple[Tensor, Tensor]:
     """The body itself, by the forward pass that was prepared for such calls."""
     if found.forward is None:
         config = found.config or NO_CHOICE
-        found.forward = body_of(found.chosen).prepared(inputs, found.variant, config)
-    return found.forward(inputs, found.variant)
+        found.forward = body_of(found.chosen).prepared(inputs, variant, config)
+    return found.forward(inputs, variant)
 
 
 def _plain(found: Recalled, deterministic: bool) -> tuple[Any, ...]:
-    """The plain arguments of the operator; its tables then lie in `found`."""
-    if deterministic not in found.plain:
-        flat = flatten(found.variant, found.config, deterministic, found.chosen)
-        found.tables, found.plain[deterministic] = flat
-    return found.plain[deterministic]
+    """The plain arguments of the operator."""
+    plain = found.plain.get(deterministic)
+    if plain is None:
+        _, plain = flatten(found.variant, found.config, deterministic, found.chosen)
+        found.plain[deterministic] = plain
+    return plain
 
 
-def wants_gradients(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a gradient or a forward-mode derivative may be asked for."""
-    if forward_ad._current_level >= 0:
-        return True
-    if not torch.is_grad_enabled():
-        return False
-    return any([tensor.requires_grad for tensor in tensors if tensor is not None])  # faster listed
+class _Attention(torch.autograd.Function):
+    """The operator with flat arguments: (a call, *inputs, *tables).
 
-
-def nobody_listens(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether no transform, mode or tensor subclass wants to see the operator: then the body may
-    be called past PyTorch's dispatcher, which takes as long as a small problem does.
-    """
-    return not somebody_listens() and PLAIN_OR_ABSENT.issuperset(map(type, tensors))
-
-
-def somebody_listens() -> bool:
-    """Whether a transform or mode wants to see every operator."""
-    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
-
-
-class _AttentionAgain(torch.autograd.Function):
-    """The body itself with gradients: of calls that no transform, mode or subclass sees, and that
-    have no tensors but three and offsets.
+    The call is what was found, the operator's plain values, and whether nobody is known to listen.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, found: Recalled, deterministic: bool, *tensors: Tensor
+        call: tuple[Recalled, tuple[Any, ...], bool], *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        results = _straight(_inputs_again(tensors), found)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*results, *tensors)
-        ctx.found = found
-        ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad_output, grad_lse = grads
-        output, lse, *tensors = ctx.saved_tensors
-        none = (None,) * (len(tensors) - 3)  # for offsets
-        if grad_output is None and grad_lse is None:
-            return (None,) * 5 + none
-        found, deterministic, inputs = ctx.found, ctx.deterministic, _inputs_again(tensors)
-        results = (grad_output, grad_lse, output, lse)
-        if torch.is_grad_enabled() or not nobody_listens((*results, *tensors)):
-            gradients = _backward([], _plain(found, deterministic), *results, *inputs)
-            return (None, None, *gradients[:3], *none)
-        if grad_output is None:
-            grad_output = torch.zeros_like(output)
-        gradients = body_of(found.chosen).backward(
-            inputs, found.variant, found.config or NO_CHOICE,
-            output, lse, grad_output, grad_lse, (), deterministic,
-        )  # fmt: skip
-        return (None, None, *gradients[:3], *none)
-
-
-class _Attention(torch.autograd.Function):
-    """The operator with flat arguments: (plain values, *inputs, *tables)."""
-
-    @staticmethod
-    def forward(plain: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        tables = list(tensors[NUM_INPUTS:])
-        if nobody_listens(tensors):
-            return attention_body(*tensors[:NUM_INPUTS], tables, *plain)
+        found, plain, alone = call
+        inputs, tables = tensors[:NUM_INPUTS], tensors[NUM_INPUTS:]
+        if alone or nobody_listens(tensors):
+            variant = variant_of(tables, plain) if tables else found.variant
+            return _straight(Inputs(*inputs), found, variant)
         with torch._C._AutoDispatchBelowAutograd():  # gradients are this class's own
-            return attention_op(*tensors[:NUM_INPUTS], tables, *plain)
+            return attention_op(*inputs, list(tables), *plain)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        plain, *tensors = inputs
-        keep_for_backward(ctx, tensors[:NUM_INPUTS], tensors[NUM_INPUTS:], plain, output)
+        (found, plain, _), *tensors = inputs
+        tables = tensors[NUM_INPUTS:]
+        keep_for_backward(ctx, tensors[:NUM_INPUTS], tables, plain, output)
+        # A variant that holds tables would keep them from hooks that put saved tensors elsewhere.
+        ctx.variant = None if tables else found.variant
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, *gradients_of(ctx, _backward, *grads))
+        return (None, *gradients_of(ctx, partial(_backward, ctx.variant), *grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -177,17 +116,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        plain, *tensors = arguments
-        return mapped(info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply(plain, *t))
+        call, *tensors = arguments
+        return mapped(info.batch_size, in_dims[1:], tensors, lambda t: _Attention.apply(call, *t))
 
 
 def _backward(
-    wanted: list[int], plain: tuple[Any, ...], *tensors: Tensor | None
+    variant: Variant | None, wanted: list[int], plain: tuple[Any, ...], *tensors: Tensor | None
 ) -> Sequence[Tensor]:
     """The backward pass, straight to the body unless somebody listens or will differentiate it."""
-    if not torch.is_grad_enabled() and nobody_listens(tensors):
-        return call_backward(wanted, plain, *tensors, through=attention_backward_body)
-    return enter(_AttentionBackward, wanted, plain, *tensors)
+    if torch.is_grad_enabled() or not nobody_listens(tensors):
+        return enter(_AttentionBackward, wanted, plain, *tensors)
+    inputs = Inputs(*tensors[4 : 4 + NUM_INPUTS])
+    variant = variant or variant_of(tensors[4 + NUM_INPUTS :], plain)
+    return run_backward(variant, config_of(plain), wanted, plain, tensors[:4], inputs)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -235,7 +176,7 @@ def past_the_look(door: type[torch.autograd.Function]) -> Callable[..., Any]:
     return above.apply
 
 
-_enter_again = past_the_look(_AttentionAgain)
+_apply_at_once = past_the_look(_Attention)
 
 
 def mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any) -> Any:
@@ -256,7 +197,7 @@ def mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any)
 
 def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
     inputs, tables, plain = split(arguments)
-    dims = (*in_dims[:NUM_INPUTS], *_table_dims(in_dims[NUM_INPUTS], tables))
+    dims = (*in_dims[:NUM_INPUTS], *table_dims(in_dims[NUM_INPUTS], tables))
     return mapped(
         info.batch_size,
         dims,
@@ -268,7 +209,7 @@ def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any
 def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
     wanted, (inputs, tables, plain) = arguments[4], split(arguments[5:])
     dims = (*in_dims[:4], *in_dims[5 : 5 + NUM_INPUTS])
-    dims += tuple(_table_dims(in_dims[5 + NUM_INPUTS], tables))
+    dims += tuple(table_dims(in_dims[5 + NUM_INPUTS], tables))
     stacked, out_dims = mapped(
         info.batch_size,
         dims,
@@ -280,7 +221,8 @@ def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: An
     return list(stacked), list(out_dims)
 
 
-def _table_dims(dims: Any, tables: Sequence[Tensor]) -> list[Any]:
+def table_dims(dims: Any, tables: Sequence[Tensor]) -> list[Any]:
+    """The mapped dimension of each table of an operator."""
     return list(dims) if dims is not None else [None] * len(tables)
 
 

@@ -171,6 +171,8 @@ def _check_index(state: LinearState, query: Tensor, state_index: Tensor | None) 
         )
     if state_index.device != state.kv.device:
         raise ValueError(f"state_index: got {state_index.device}, takes state's {state.kv.device}")
+    if state_index.numel() and state.kv.shape[0] == 0:
+        raise ValueError("state_index: got entries of a state that has none, takes no entries")
     if values_readable(state_index) and state_index.numel():
         low, high = int(state_index.min()), int(state_index.max())
         if low < 0 or high >= state.kv.shape[0]:

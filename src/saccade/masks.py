@@ -29,6 +29,7 @@ from saccade.modifiers import expression
 from saccade.modifiers.expression import Captured, key_of
 from saccade.modifiers.form import form_of, kind_of
 from saccade.modifiers.modifier import Modifier, is_plain_function
+from saccade.modifiers.normal_form import Lengths
 from saccade.modifiers.trace import trace
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "documents",
     "function",
     "key_lengths",
+    "of_positions",
     "prefix",
     "take",
     "tree",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 WORD = 64  # bits of a tree mask in one number
+EVERYTHING = "literal True"
 
 
 @dataclass(eq=False, repr=False)
@@ -74,6 +77,11 @@ class Mask(Modifier):
             return NotImplemented
         found = expression.combined(combiner, self.key, other.key)
         return Mask(found.key, found.captured(self.captured, other.captured))
+
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether every pair is visible, whatever the call."""
+        return self.key in ("", EVERYTHING)
 
     def __bool__(self) -> bool:
         raise TypeError("combine masks with &, | and ~, not with and, or and not")
@@ -320,10 +328,39 @@ def tree_bits(parents: Tensor) -> Tensor:
     return (padded.unflatten(2, (words, WORD)) << shifts).sum(3)
 
 
+def of_positions(
+    function: Callable[..., Any],
+    query_len: int,
+    kv_len: int,
+    query_start: int = 0,
+    kv_start: int = 0,
+) -> Mask:
+    """A mask function of positions, for rows that start at some of them.
+
+    For masks that are made anew for each call, as models do that keep a cache: the mask is right
+    for these lengths alone, and what it never hides in them falls away.
+
+    Args:
+        function: of (batch, head, query_position, kv_position); see `saccade.masks.function`.
+        query_len, kv_len: rows of the call.
+        query_start, kv_start: the positions of the first rows.
+
+    Raises:
+        TypeError: if the function does what cannot be known without its rows.
+    """
+    lengths = Lengths(query_len, kv_len, query_start - kv_start)
+    found, values = trace(function, offsets=(query_start, kv_start), lengths=lengths)
+    return Mask(key_of(found), values)
+
+
 NOTHING_HIDDEN = Mask("")
 
 
-def as_mask(mask: Mask | Tensor | Callable[..., Any] | None) -> Mask:
+# What the `mask` argument of a call takes.
+AnyMask = Mask | Tensor | Callable[..., Any] | None
+
+
+def as_mask(mask: AnyMask) -> Mask:
     """What the `mask` argument of an attention call stands for.
 
     Raises:
@@ -332,7 +369,7 @@ def as_mask(mask: Mask | Tensor | Callable[..., Any] | None) -> Mask:
     if mask is None:
         return NOTHING_HIDDEN
     if isinstance(mask, Mask):
-        return mask
+        return NOTHING_HIDDEN if mask.key == EVERYTHING else mask
     if isinstance(mask, Tensor):
         if mask.dtype != torch.bool:
             raise TypeError(

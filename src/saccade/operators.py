@@ -32,6 +32,7 @@ PLAIN_VALUES = (
     "int[] config, bool deterministic, str implementation"
 )
 NOTHING = Captured()
+NO_CHOICE = Config()  # of tiles: the implementation's own
 NUM_INPUTS = len(Inputs._fields)
 
 # The layout of results follows that of inputs, so Inductor must not change the latter.
@@ -58,10 +59,10 @@ def flatten(
     variant: Variant, config: Config | None, deterministic: bool, implementation: str
 ) -> tuple[list[Tensor], tuple[Any, ...]]:
     """A variant as an operator's plain arguments: tables, then PLAIN_VALUES."""
-    captured = [[*a, *b] for a, b in zip(variant.mask_captured, variant.score_captured, strict=True)]
+    captured = variant.mask_captured.joined(variant.score_captured)
     plain = (
-        captured[1],
-        captured[2],
+        list(captured.ints),
+        list(captured.floats),
         variant.mask,
         variant.score,
         variant.scale,
@@ -70,7 +71,7 @@ def flatten(
         deterministic,
         implementation,
     )
-    return captured[0], plain
+    return list(captured.tensors), plain
 
 
 def variant_of(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
@@ -91,7 +92,7 @@ def variant_of(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
 
 def config_of(plain: Sequence[Any]) -> Config:
     """The inverse of `flatten`, as far as the config goes."""
-    return Config.of_numbers(plain[6])
+    return Config.of_numbers(plain[6]) if plain[6] else NO_CHOICE
 
 
 def _first_score_table(plain: Sequence[Any]) -> int:
@@ -136,21 +137,32 @@ def attention_backward_body(
 ) -> list[Tensor]:
     """Gradients of query, key and value, of sinks where there are any, of the wanted tables."""
     inputs, tables, plain = split(arguments)
+    results = grad_output, grad_lse, output, lse
+    return run_backward(
+        variant_of(tables, plain), config_of(plain), wanted_tables, plain, results, inputs
+    )
+
+
+def run_backward(
+    variant: Variant,
+    config: Config,
+    wanted_tables: Sequence[int],
+    plain: Sequence[Any],
+    results: Sequence[Any],
+    inputs: Inputs,
+) -> list[Tensor]:
+    """The same by the program that the plain values stand for."""
+    grad_output, grad_lse, output, lse = results
     if grad_output is None:
         grad_output = torch.zeros_like(output)
-    body, first = body_of(plain[8]), _first_score_table(plain)
-    gradients = body.backward(
-        inputs,
-        variant_of(tables, plain),
-        config_of(plain),
-        output,
-        lse,
-        grad_output,
-        grad_lse,
-        [place - first for place in wanted_tables],
-        plain[7],
+    wanted: Sequence[int] = ()
+    if wanted_tables:
+        first = _first_score_table(plain)
+        wanted = [place - first for place in wanted_tables]
+    gradients = body_of(plain[8]).backward(
+        inputs, variant, config, output, lse, grad_output, grad_lse, wanted, plain[7]
     )
-    return _listed(gradients, [place - first for place in wanted_tables])
+    return _listed(gradients, wanted)
 
 
 torch.library.impl(
@@ -199,8 +211,12 @@ def keep_for_backward(
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, *output, *tables)
     ctx.plain = plain
-    first = _first_score_table(plain) if tables else 0
-    ctx.wanted = [
+    ctx.wanted = _wanted(tables, _first_score_table(plain)) if tables else []
+
+
+def _wanted(tables: Sequence[Any], first: int) -> list[int]:
+    """The places of the score's tables whose gradients may be asked for."""
+    return [
         place
         for place, table in enumerate(tables)
         if place >= first and table.is_floating_point() and table.requires_grad
@@ -215,31 +231,24 @@ def gradients_of(
     `call` runs the backward operator on (wanted tables, plain values, *tensors).
     """
     everything = ctx.saved_tensors  # read once: checkpointing recomputes them for one reading
-    saved, tables = everything[:NUM_INPUTS], everything[NUM_INPUTS + 2 :]
-    of_inputs: list[Any] = [None] * NUM_INPUTS
-    of_tables: list[Any] = [None] * len(tables)
     if grad_output is None and grad_lse is None:
-        return of_inputs + of_tables
-    output, lse = everything[NUM_INPUTS : NUM_INPUTS + 2]
-    tensors = (grad_output, grad_lse, output, lse, *saved, *tables)
-    found = list(call(ctx.wanted, ctx.plain, *tensors))
-    of_inputs[:3], rest = found[:3], found[3:]
-    if saved[3] is not None:
-        of_inputs[3], rest = rest[0], rest[1:]
+        return [None] * (len(everything) - 2)
+    saved, tables = everything[:NUM_INPUTS], everything[NUM_INPUTS + 2 :]
+    results = everything[NUM_INPUTS : NUM_INPUTS + 2]
+    found = call(ctx.wanted, ctx.plain, grad_output, grad_lse, *results, *saved, *tables)
+    of_sinks, rest = (None, found[3:]) if saved[3] is None else (found[3], found[4:])
+    of_tables: list[Any] = [None] * len(tables)
     for place, gradient in zip(ctx.wanted, rest, strict=True):
         of_tables[place] = gradient
-    return of_inputs + of_tables
+    return [*found[:3], of_sinks, None, None, None, *of_tables]
 
 
 def call_backward(
-    wanted: list[int],
-    plain: tuple[Any, ...],
-    *tensors: Tensor | None,
-    through: Callable[..., list[Tensor]] = attention_backward_op,
+    wanted: list[int], plain: tuple[Any, ...], *tensors: Tensor | None
 ) -> list[Tensor]:
-    """The backward operator (or the body behind it), from flat arguments."""
+    """The backward operator from flat arguments."""
     end = 4 + NUM_INPUTS
-    return through(*tensors[:4], wanted, *tensors[4:end], list(tensors[end:]), *plain)
+    return attention_backward_op(*tensors[:4], wanted, *tensors[4:end], list(tensors[end:]), *plain)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:

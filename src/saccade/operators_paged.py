@@ -7,13 +7,15 @@ writes and moves pages is a kernel for a kind of device, registered under PyTorc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.bodies import paged_body_of
-from saccade.doors import nobody_listens
+from saccade.doors import mapped, table_dims
+from saccade.listeners import nobody_listens
 from saccade.operators import EXACT_STRIDES, config_of, flatten, not_implemented, variant_of
 from saccade.problem import Config, PagedInputs, empty_rows
 from saccade.recall import Recalled
@@ -85,3 +87,17 @@ def _backward(ctx: Any, *grads: Any) -> Any:
 
 
 torch.library.register_autograd("saccade::attention_paged", _backward, setup_context=_setup)
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    inputs, tables = arguments[:NUM_INPUTS], arguments[NUM_INPUTS]
+    plain = arguments[NUM_INPUTS + 1 :]
+    dims = (*in_dims[:NUM_INPUTS], *table_dims(in_dims[NUM_INPUTS], tables))
+
+    def call(parts: Sequence[Any]) -> Any:
+        return attention_paged_op(*parts[:NUM_INPUTS], list(parts[NUM_INPUTS:]), *plain)
+
+    return mapped(info.batch_size, dims, (*inputs, *tables), call)
+
+
+torch.library.register_vmap("saccade::attention_paged", _vmap)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from saccade import arguments
 from saccade.autocast import cast
+from saccade.masks import NOTHING_HIDDEN, AnyMask, Mask, as_mask, causal
+from saccade.modifiers.expression import Captured
 from saccade.modifiers.fit import Extents, expanded
-from saccade.masks import NOTHING_HIDDEN, Mask, as_mask, causal
 from saccade.paged_arguments import check_paged
 from saccade.problem import Config, Inputs, PagedInputs, Problem, Variant
-from saccade.scores import Score, as_score
+from saccade.scores import AnyScore, Score, as_score
 
 
 def prepare(
@@ -25,8 +26,8 @@ def prepare(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     *,
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     sinks: Tensor | None,
     dropout_p: float,
@@ -60,8 +61,8 @@ LAST_ROW_SEES_ALL = causal().key  # and a single row is the last
 
 
 def _variant(
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float,
     dropout_p: float,
     extents: Extents,
@@ -76,21 +77,27 @@ def _variant(
     mask, score = as_mask(mask), as_score(score)
     if extents.query_len == 1 and mask.key == LAST_ROW_SEES_ALL and not batch_invariant:
         mask = NOTHING_HIDDEN  # decoding: kernels without a mask are faster
-    found = []
-    for name, modifier in (("mask", mask), ("score", score)):
-        captured = modifier.captured
-        if captured.tensors:
-            captured = expanded(modifier.key, captured)
-            arguments.check_captured(name, modifier.key, captured, extents, device)
-        found.append(captured)
-    return Variant(mask.key, score.key, *found, scale, dropout_p)
+    of_mask = _fitting("mask", mask, extents, device)
+    of_score = _fitting("score", score, extents, device)
+    return Variant(mask.key, score.key, of_mask, of_score, scale, dropout_p)
+
+
+def _fitting(
+    argument: str, modifier: Mask | Score, extents: Extents, device: torch.device
+) -> Captured:
+    """What a mask or score captured, with all dimensions, once it is known to fit."""
+    if not modifier.captured.tensors:
+        return modifier.captured
+    captured = expanded(modifier.key, modifier.captured)
+    arguments.check_captured(argument, modifier.key, captured, extents, device)
+    return captured
 
 
 def prepare_paged(
     inputs: PagedInputs,
     *,
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     batch_invariant: bool,
     return_lse: bool,

@@ -143,9 +143,10 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in CONFIG_NUMBERS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}: got {value!r}, takes a whole number of at least 0")
+            value, most = getattr(self, name), LARGEST[name]
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or not 0 <= value <= most:
+                raise ValueError(f"{name}: got {value!r}, takes a whole number from 0 to {most}")
         if self.backward is not None and not isinstance(self.backward, Config):
             raise ValueError(f"backward: got {self.backward!r}, takes a Config or None")
 
@@ -165,7 +166,9 @@ class Config:
         return Config(*own, backward=Config.of_numbers(rest) if rest else None)
 
 
-CONFIG_NUMBERS = ("query_tile", "kv_tile", "num_warps", "num_stages")
+# A CPU takes tiles of any length; what a GPU takes its implementation says.
+LARGEST = {"query_tile": 2**31 - 1, "kv_tile": 2**31 - 1, "num_warps": 64, "num_stages": 64}
+CONFIG_NUMBERS = tuple(LARGEST)
 
 
 class Problem(NamedTuple):

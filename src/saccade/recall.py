@@ -3,7 +3,8 @@
 Checking every argument takes longer than a small problem does on a GPU. So what `prepare` and
 `dispatch` made of a plain eager call is kept under all that they look at: shapes, strides, dtypes,
 devices, mask, score and options. Anything out of the ordinary (captured tensors, dropout, autocast,
-tracing, tensor subclasses, lengths and offsets that can be read) is checked every time.
+tracing, transforms, modes, tensor subclasses, lengths and offsets that can be read) is checked
+every time: whoever looks on sees the same of every call.
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from saccade.arguments import values_readable
-from saccade.masks import Mask
+from saccade.listeners import PLAIN, PLAIN_OR_ABSENT, somebody_listens
+from saccade.masks import AnyMask, Mask
 from saccade.problem import Config, PagedInputs, Variant
-from saccade.scores import Score
+from saccade.scores import AnyScore, Score
 
 MOST_CALLS = 4096  # kinds of calls that are kept
-PLAIN = frozenset({Tensor, Parameter})  # types that nothing but PyTorch itself looks into
-PLAIN_OR_ABSENT = PLAIN | {type(None)}
 LENGTHS = frozenset({int, type(None)})  # types of lengths that are known, or are not
 
 AnyConfig = Config | Mapping[tuple[int, int], Config] | None
@@ -38,8 +37,12 @@ class Recalled:
     config: Config | None
     chosen: str
     forward: Callable[[Any, Variant], tuple[Tensor, Tensor]] | None = None
-    tables: list[Tensor] = field(default_factory=list)
+    tables: tuple[Tensor, ...] = field(init=False)  # that mask and score captured
     plain: dict[bool, tuple[Any, ...]] = field(default_factory=dict)  # by `deterministic`
+
+    def __post_init__(self) -> None:
+        variant = self.variant
+        self.tables = (*variant.mask_captured.tensors, *variant.score_captured.tensors)
 
 
 _calls: dict[Any, Recalled] = {}
@@ -55,8 +58,8 @@ def key_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     implementation: str | None,
     config: AnyConfig,
@@ -77,8 +80,8 @@ def key_of(
 def packed_key_of(
     tensors: Sequence[Tensor],
     longest: tuple[int | None, int | None],
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     implementation: str | None,
     config: AnyConfig,
@@ -103,8 +106,8 @@ def packed_key_of(
 
 def paged_key_of(
     inputs: PagedInputs,
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     batch_invariant: bool,
     implementation: str | None,
@@ -129,8 +132,8 @@ def paged_key_of(
 
 
 def _must_be_checked(
-    mask: Mask | Tensor | None,
-    score: Score | None,
+    mask: AnyMask,
+    score: AnyScore,
     scale: float | None,
     implementation: str | None,
     config: AnyConfig,
@@ -138,6 +141,7 @@ def _must_be_checked(
     """Whether a call is out of the ordinary. Equal is not enough: 1, 1.0 and True are equal."""
     return bool(
         torch.compiler.is_compiling()
+        or somebody_listens()
         or torch._C._is_any_autocast_enabled()
         or (mask is not None and (type(mask) is not Mask or mask.captured.tensors))
         or (score is not None and (type(score) is not Score or score.captured.tensors))
@@ -157,5 +161,10 @@ def keep(key: tuple[Any, ...] | None, found: Recalled) -> None:
     if key is None:
         return
     if len(_calls) >= MOST_CALLS:
-        _calls.clear()
+        forget()
     _calls[key] = found
+
+
+def forget() -> None:
+    """Forget all calls, so that the next of each kind is checked as the first (for tests)."""
+    _calls.clear()

@@ -200,7 +200,11 @@ def bias(tensor: Tensor) -> Score:
 NOTHING_CHANGED = Score("")
 
 
-def as_score(score: Score | Callable[..., Any] | None) -> Score:
+# What the `score` argument of a call takes.
+AnyScore = Score | Callable[..., Any] | None
+
+
+def as_score(score: AnyScore) -> Score:
     """What the `score` argument of an attention call stands for.
 
     Raises:

@@ -75,6 +75,51 @@ def test_a_line_that_is_no_result_is_named(tmp_path, line):
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("median_ms", float("nan")),
+        ("min_ms", float("inf")),
+        ("max_ms", "1.0"),
+        ("tflops", 10**400),
+        ("who", None),
+        ("rounds", True),
+        ("case", {}),
+        ("versions", []),
+    ],
+)
+def test_a_field_of_another_kind_is_named(tmp_path, name, value):
+    path = tmp_path / "results.jsonl"
+    plain = {**json.loads(result().line()), name: value}
+    path.write_text(f"{result().line()}\n{json.dumps(plain)}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"results.jsonl:2: not a result: .*({name}|finite)"):
+        read(path)
+
+
+def test_no_file_ends_in_anything_but_a_named_error(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"results.jsonl:1: not a result"):
+        read(path)
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"results.jsonl: not a result file"):
+        read(path)
+    path.write_text("")
+    assert read(path) == []
+
+
+def test_names_hold_any_character(tmp_path):
+    path = tmp_path / "results.jsonl"
+    given = [result(who="a\u2028b\x85c\u2029d"), result()]
+    append(path, given)
+    assert read(path) == given
+
+
+def test_a_number_that_is_none_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="error: got nan, takes a finite number"):
+        append(tmp_path / "results.jsonl", [result(error=float("nan"))])
+
+
 def test_only_the_last_run_of_a_case_counts():
     old = [result(run="1", milliseconds=1.0), result(run="1", who="plain")]
     new = [result(run="2", milliseconds=2.0), result(run="2", who="saccade/cpu")]

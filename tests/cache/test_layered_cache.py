@@ -123,6 +123,20 @@ def test_trim_goes_no_further_than_the_narrowest_window_lets_it() -> None:
     cache.check()
 
 
+def test_a_long_step_skips_pages_that_nobody_will_see_and_loses_none() -> None:
+    cache = make()
+    sequence = cache.allocate()
+    cache.append({sequence: 5})
+    twin = cache.fork(sequence)
+    slots = cache.append({sequence: 14}, spare=[None] + [2] * (len(cache.kinds) - 1))
+    cache.check()
+    assert -1 in slots[-1].tolist() and -1 not in slots[0].tolist()
+    cache.free(twin)
+    cache.free(sequence)
+    cache.check()
+    assert cache.statistics().used == 0
+
+
 def test_invariants_are_seen_to_break() -> None:
     cache = make()
     sequence = cache.allocate()
@@ -286,7 +300,7 @@ def test_a_fault_at_every_point_changes_no_kind(what: str) -> None:
 
         for books, each in zip(books_of(cache), cache.caches, strict=True):
             targets = {
-                "pages": [(books.pool, "_take"), (books.host_pool, "_take")],
+                "pages": [(books.pool, "take"), (books.host_pool, "take")],
                 "memory": [(books.memory, name) for name in ("copy", "to_host", "to_device")],
                 "sequences": [(each, "allocate"), (each, "fork")],
             }[what]
@@ -300,8 +314,8 @@ def test_a_fault_at_every_point_changes_no_kind(what: str) -> None:
                 return call()
             except Refused:
                 refused = True
-                assert snapshot(cache) == before  # noqa: B023
                 cache.check()  # noqa: B023
+                assert snapshot(cache) == before  # noqa: B023
                 return call()  # and the same call goes through afterwards
 
         first = fault(cache.allocate)

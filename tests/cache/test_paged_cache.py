@@ -278,3 +278,38 @@ def test_check_sees_what_is_broken():
     cache._books.sequences[sequence].length += 4
     with pytest.raises(AssertionError, match="3 pages for 15 tokens"):
         cache.check()
+
+
+@pytest.mark.parametrize(
+    ("token", "error", "got"),
+    [
+        (-1, ValueError, "got -1"),
+        (2**63, ValueError, "got 9223372036854775808"),
+        (True, TypeError, "got a bool"),
+        (1.0, TypeError, "got a float"),
+        ("a", TypeError, "got a str"),
+    ],
+)
+def test_what_is_no_token_is_refused_before_anything_changes(token, error, got):
+    for cache in (cache_of(), saccade.LayeredCache(12, 4, windows=[None], kv_heads=1, head_dim=1)):
+        sequence = cache.allocate([1, 2, 3, 4, 5])
+        cache.append({sequence: [1, 2, 3, 4, 5]})
+        with pytest.raises(error, match="tokens: " + got):
+            cache.allocate([token] * 5)
+        with pytest.raises(error, match="tokens: " + got):
+            cache.append({sequence: [token] * 9})
+        cache.check()
+        assert (cache.statistics().used, cache.statistics().sequences) == (2, 1)
+
+
+def test_what_is_forgotten_is_found_by_nobody():
+    cache = cache_of()
+    first, twin = cache.allocate(PROMPT), cache.allocate(PROMPT)
+    put(cache, {first: PROMPT, twin: PROMPT})
+    cache.commit(first)
+    cache.commit(twin)
+    cache.free(first)  # its pages are those that are known
+    cache.forget(twin)
+    cache.check()
+    assert cache.length(cache.allocate(PROMPT)) == 0
+    assert cache.statistics().idle == 0

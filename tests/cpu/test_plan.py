@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from saccade import masks
 from saccade.cpu import plan
 from saccade.cpu.plan import QueryTile, Run, Sizes
-from saccade.modifiers import evaluate, intervals
-from saccade.modifiers.expression import Captured, Coordinates
 from saccade.language import index_range
 from saccade.masks import Mask
+from saccade.modifiers import evaluate, intervals
+from saccade.modifiers.expression import Captured, Coordinates
 from saccade.problem import Variant
 
 
@@ -246,7 +246,7 @@ def test_memory_of_a_plan_is_bounded_by_strips(monkeypatch):
     judged = []
     classify = intervals.classify
 
-    def measure(*arguments: Any) -> Truth:
+    def measure(*arguments: Any) -> Any:
         truth = classify(*arguments)
         judged.append(max(truth.possible.numel(), truth.certain.numel()))
         return truth

@@ -8,9 +8,9 @@ import torch
 from saccade import dropout, masks, scores
 from saccade.cpu import tile
 from saccade.cpu.tile import Place
+from saccade.masks import Mask
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Captured
-from saccade.masks import Mask
 from saccade.problem import Variant
 from saccade.scores import Score
 
@@ -60,7 +60,7 @@ def plain(inputs: list[torch.Tensor], variant: Variant, place: Place, masked: bo
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     at = place.coordinates()
-    changed = scores.change(variant.score, variant.score_captured, SCALE * query @ key.mT, at)
+    changed = evaluate.change(variant.score, variant.score_captured, SCALE * query @ key.mT, at)
     if masked:
         seen = evaluate.visible(variant.mask, variant.mask_captured, at)
         changed = changed.masked_fill(~seen, -torch.inf)
@@ -72,11 +72,7 @@ def plain(inputs: list[torch.Tensor], variant: Variant, place: Place, masked: bo
     return weights @ value, lse
 
 
-def slope(score, batch, head, query_row, kv_row):
-    return 1.0 + (kv_row % 3)
-
-
-@scores.function(derivative=slope)
+@scores.function
 def uneven(score, batch, head, query_row, kv_row):
     return score * (1.0 + (kv_row % 3))
 
@@ -109,13 +105,18 @@ def forward(
 
 
 def backward(
-    rows: list[torch.Tensor], variant: Variant, place: Place, masked: bool, careful: bool
+    rows: list[torch.Tensor],
+    variant: Variant,
+    place: Place,
+    masked: bool,
+    careful: bool,
+    wanted: tuple[int, ...] = (),
 ) -> tile.Shares:
     """The same for grad_output, query, key, value, lse and row_dot."""
     grad_output, query, key, value, lse, row_dot = rows
     return tile.backward(
         grad_output, query, key, value, lse, row_dot, variant, seed_of(variant), place, masked,
-        careful,
+        careful, wanted,
     )  # fmt: skip
 
 
@@ -174,13 +175,15 @@ def check_taken(taken: list[tuple[int, torch.Tensor]], wanted: Any, at: Place) -
         torch.testing.assert_close(total, exact.nan_to_num(0), rtol=1e-10, atol=1e-11)
 
 
-def test_the_bias_is_taken_once_and_nothing_else_is():
+def test_the_bias_is_taken_where_it_is_wanted():
     at, variant = WHOLE, VARIANTS["everything"]
     inputs = cut(tensors(), at)
     output, lse = forward(inputs, variant, at, True, False)
-    shares = backward([output, *inputs, lse, output.sum(-1)], variant, at, True, False)
-    assert [position for position, _ in shares.taken] == [0]
-    assert shares.taken[0][1].shape == (BATCH, HEADS, QUERY_LEN, KV_LEN)
+    rows = [output, *inputs, lse, output.sum(-1)]
+    assert backward(rows, variant, at, True, False).taken == []
+    shares = backward(rows, variant, at, True, False, (0,))
+    assert [taken.place for taken in shares.taken] == [0]
+    assert shares.taken[0].gradient.shape == (BATCH, HEADS, QUERY_LEN, KV_LEN)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from saccade import masks
-from saccade.hopper import configs, counter, problems, stretches
+from saccade.hopper import configs, counter, problems
 from saccade.hopper.configs import BackwardProblem, KernelProblem
+from saccade.modifiers.names import PREFIX
 from saccade.offline.calls import Call, make
 
 MEMORY = 228 << 10  # bytes of a multiprocessor, of which each program takes one KB more
@@ -119,7 +120,7 @@ def test_two_passes_fit_a_multiprocessor(widths):
 def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministic):
     problem = BACKWARD._replace(
         head_width=width, value_width=width, deterministic=deterministic,
-        stretch=stretches.PREFIX,
+        stretch=PREFIX,
     )  # fmt: skip
     assert configs.apart(problem) == (width > 128)
     assert configs.in_turns(problem) == (deterministic and width <= 128)
@@ -188,7 +189,7 @@ def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_tu
 def test_short_causal_passes_of_width_128_are_faster_in_turns(changes, in_turns):
     problem = BACKWARD._replace(
         head_width=128, value_width=128, query_len=1024, kv_len=1024, masked=True,
-        stretch=stretches.PREFIX, causal=True,
+        stretch=PREFIX, causal=True,
     )  # fmt: skip
     assert configs.in_turns(problem._replace(**changes)) == in_turns
 

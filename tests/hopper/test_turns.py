@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 
 from saccade import masks
-from saccade.hopper import schedule, stretches
+from saccade.hopper import schedule
 from saccade.hopper.backward_rows import first_turn
 from saccade.kernels import launch
 from saccade.kernels.visibility import first_and_end
+from saccade.modifiers.names import PREFIX, WITHIN, stretch_of
 from saccade.portable.arguments import mask_argument
 from saccade.problem import Variant
 
@@ -87,6 +88,7 @@ def random_mask(chance: random.Random, longest: int) -> masks.Mask | None:
         "prefix": lambda: masks.prefix(few, align()),
         "causal window": lambda: masks.causal(align()) & masks.window(reach(), 0, align()),
         "short window": lambda: masks.window(reach(), reach(), align()) & masks.key_lengths(few),
+        "behind": lambda: ~masks.causal(align()),
         "short prefix": lambda: masks.prefix(few, align()) & masks.window(reach()),
     }
     return made[chance.choice(sorted(made))]()
@@ -102,7 +104,7 @@ def test_who_visits_a_tile_of_queries_has_a_turn_there(query_tile: int, tmp_path
         key, captured = ("", masks.NOTHING_HIDDEN.captured)
         if mask is not None:
             key, captured = mask.key, mask.captured
-        assert stretches.stretch_of(key) is not None
+        assert stretch_of(key) is not None
         argument = mask_argument(Variant(key, "", captured, captured, 1.0, 0.0), lambda t: t)
         lengths = torch.tensor([query_len, kv_len], dtype=torch.int32)
         turns = torch.zeros(-(-query_len // query_tile), dtype=torch.int32)
@@ -125,22 +127,22 @@ SAMPLES = 12
 @pytest.mark.parametrize(
     ("mask", "stretch"),
     [
-        (masks.causal(), stretches.PREFIX),
-        (masks.causal("top_left"), stretches.PREFIX),
-        (masks.prefix(torch.tensor([3])), stretches.PREFIX),
-        (masks.causal() & masks.key_lengths(torch.tensor([3])), stretches.PREFIX),
-        (masks.window(256), stretches.WITHIN),
-        (masks.causal() & masks.window(256), stretches.WITHIN),
-        (masks.window(256) & masks.window(3, 9, "top_left"), stretches.WITHIN),
-        (masks.window(256) & masks.prefix(torch.tensor([3])), stretches.WITHIN),
+        (masks.causal(), PREFIX),
+        (masks.causal("top_left"), PREFIX),
+        (masks.prefix(torch.tensor([3])), PREFIX),
+        (masks.causal() & masks.key_lengths(torch.tensor([3])), PREFIX),
+        (masks.window(256), WITHIN),
+        (masks.causal() & masks.window(256), WITHIN),
+        (masks.window(256) & masks.window(3, 9, "top_left"), WITHIN),
+        (masks.window(256) & masks.prefix(torch.tensor([3])), WITHIN),
         (masks.window(256) | masks.key_lengths(torch.tensor([3])), None),
         (masks.window(256) | masks.window(3), None),
         (~masks.window(256), None),
-        (~masks.causal(), None),
+        (~masks.causal(), WITHIN),
         (masks.documents(torch.zeros(1, 9, dtype=torch.int32)), None),
         (masks.causal() & masks.documents(torch.zeros(1, 9, dtype=torch.int32)), None),
     ],
 )
 def test_which_masks_have_no_holes(mask: masks.Mask, stretch: str | None) -> None:
-    assert stretches.stretch_of(mask.key) == stretch
-    assert stretches.stretch_of("") == stretches.PREFIX
+    assert stretch_of(mask.key) == stretch
+    assert stretch_of("") == PREFIX

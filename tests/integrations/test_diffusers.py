@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models import attention_dispatch as dispatch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor
 
 import saccade
@@ -19,9 +24,11 @@ CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}  # float64, a few layers
 
 
 @pytest.fixture(autouse=True)
-def registered() -> None:
+def registered() -> Iterator[None]:
     ours.register()
     ours.register()  # once more changes nothing
+    yield
+    dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
 
 
 def rows(length: int, heads: int = 4) -> Tensor:
@@ -79,6 +86,41 @@ def test_a_model_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     model.set_attention_backend("native")
     assert calls == [torch.Size((1, 2, 22, 16))] * 2
     torch.testing.assert_close(found["saccade"], found["native"], **CLOSE)
+
+
+def unet() -> Any:
+    return UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=8,
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "others"),
+    [
+        (unet, r"reach 0 attention modules, and not \d+ through AttnProcessor2_0"),
+        (lambda: AutoencoderKL(norm_num_groups=4, block_out_channels=(8,)), "AttnProcessor2_0"),
+        (lambda: AutoencoderTiny(), "reach 0 attention modules;"),
+    ],
+)
+def test_model_that_backends_do_not_reach_says_so(make: Any, others: str) -> None:
+    model = make()
+    with pytest.warns(UserWarning, match=f"got 'saccade' for {type(model).__name__}.*{others}"):
+        model.set_attention_backend("saccade")
+
+
+def test_reached_models_and_other_backends_are_silent() -> None:
+    flux = FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        flux.set_attention_backend("saccade")
+        unet().set_attention_backend("native")
+    assert ours.not_reached(flux) is None
 
 
 def test_what_is_not_there_is_refused() -> None:

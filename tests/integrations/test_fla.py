@@ -119,3 +119,111 @@ def test_states_and_gates_in_the_wrong_form_are_refused() -> None:
         fla.chunk_simple_gla(*tensors, g=-torch.ones(2, 3, 9))
     with pytest.raises(ValueError, match=r"g_gamma: got shape \(2,\), takes \(3,\)"):
         fla.chunk_simple_gla(*tensors, g_gamma=-torch.ones(2))
+
+
+# ---- simple GLA ---------------------------------------------------------------------------------
+
+SIMPLE = ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"]
+
+
+@pytest.mark.parametrize("gate", ["g", "g_gamma", "none"])
+@pytest.mark.parametrize("name", SIMPLE)
+def test_simple_gla_by_all_its_names(name: str, gate: str) -> None:
+    call, tensors = getattr(fla, name), qkv()
+    given = {
+        "g": -torch.rand(2, 9, 3, dtype=torch.float64),
+        "g_gamma": -torch.rand(3, dtype=torch.float64),
+        "none": torch.zeros(3),
+    }[gate]
+    arguments = {} if gate == "none" else {gate: given}
+    start = torch.randn(2, 3, 8, 6, dtype=torch.float64)
+    wanted, kv, _ = naive(tensors, given.expand(2, 9, 3), (start, torch.zeros(2, 1, 3, 8)), False)
+    output, state = call(*tensors, **arguments, initial_state=start, output_final_state=True)
+    torch.testing.assert_close(output, wanted)
+    torch.testing.assert_close(state, kv)
+    assert call(*tensors, **arguments)[1] is None
+
+
+@pytest.mark.parametrize("name", ["chunk_simple_gla", "fused_recurrent_simple_gla"])
+def test_states_with_values_first(name: str) -> None:
+    call, tensors = getattr(fla, name), qkv()
+    g, start = -torch.rand(2, 9, 3).double(), torch.randn(2, 3, 8, 6).double()
+    wanted = call(*tensors, g=g, initial_state=start, output_final_state=True)
+    found = call(
+        *tensors, g=g, initial_state=start.mT.contiguous(), output_final_state=True,
+        state_v_first=True,
+    )  # fmt: skip
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1].mT)
+    assert call(*tensors, g=g, state_v_first=True)[1] is None
+
+
+def test_simple_gla_from_the_end() -> None:
+    tensors, g = qkv(), -torch.rand(2, 9, 3, dtype=torch.float64)
+    flipped = [rows.flip(1) for rows in tensors]
+    wanted, kv, _ = naive(flipped, g.flip(1), None, False)
+    arguments: dict[str, Any] = {"output_final_state": True, "reverse": True}
+    output, state = fla.fused_recurrent_simple_gla(*tensors, g=g, **arguments)
+    torch.testing.assert_close(output, wanted.flip(1))
+    torch.testing.assert_close(state, kv)
+    one, start = [rows[:1] for rows in (*tensors, g)], torch.randn(2, 3, 8, 6).double()
+    for call, last in ((fla.fused_recurrent_simple_gla, 4), (fla.fused_recurrent_linear_attn, 3)):
+        output, state = call(
+            *one[:last], cu_seqlens=torch.tensor([0, 3, 9]), initial_state=start, **arguments
+        )
+        for b, rows in enumerate((slice(0, 3), slice(3, 9))):
+            parts = [part[:, rows] for part in one[:last]]
+            alone, kv = call(*parts, initial_state=start[b : b + 1], **arguments)
+            torch.testing.assert_close(output[:, rows], alone)
+            torch.testing.assert_close(state[b], kv[0])
+    walk = fla._Walk(True, torch.tensor([0, 3, 7]), 9, torch.device("cpu"))
+    assert walk.rows(torch.arange(9)[None])[0].tolist() == [6, 5, 4, 3, 2, 1, 0, 7, 8]
+    assert walk.offsets.tolist() == [0, 4, 7]
+
+
+def test_simple_gla_in_parallel() -> None:
+    tensors, g = qkv(), -torch.rand(2, 9, 3, dtype=torch.float64)
+    for given in (g, None):
+        fade = torch.zeros(2, 9, 3) if given is None else given
+        wanted, _, _ = naive(tensors, fade, None, False)
+        output, nothing = fla.parallel_simple_gla(*tensors, given)
+        torch.testing.assert_close(output, wanted)
+        assert nothing is None
+        output, scores = fla.parallel_simple_gla(*tensors, given, output_attentions=True)
+        torch.testing.assert_close(torch.einsum("bhij,bjhv->bihv", scores, tensors[2]), wanted)
+        assert torch.equal(scores, scores.tril())
+        half, _ = fla.parallel_simple_gla(*tensors, given, 8**-0.5 / 2)
+        torch.testing.assert_close(half, wanted / 2)
+
+
+def test_options_of_fla_that_change_nothing_are_checked() -> None:
+    tensors, offsets = [rows[:1] for rows in qkv()], torch.tensor([0, 4, 9])
+    wanted = fla.chunk_simple_gla(*tensors, cu_seqlens=offsets)[0]
+    for size in (None, 16, 128):
+        found, _ = fla.chunk_simple_gla(
+            *tensors, cu_seqlens=offsets, cu_seqlens_cpu=offsets.int(), chunk_size=size
+        )
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    found, _ = fla.parallel_simple_gla(*tensors, cu_seqlens=offsets, cu_seqlens_cpu=offsets)
+    torch.testing.assert_close(found, wanted)
+    refused: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
+        (fla.chunk_simple_gla, ValueError, "chunk_size: got 48", {"chunk_size": 48}),
+        (fla.chunk_simple_gla, ValueError, "chunk_size: got 0", {"chunk_size": 0}),
+        (fla.chunk_simple_gla, ValueError, "chunk_size: got 16.0", {"chunk_size": 16.0}),
+        (fla.chunk_simple_gla, ValueError, r"cu_seqlens_cpu: got \[0, 3, 9\], takes \[0, 4, 9\]",
+         {"cu_seqlens": offsets, "cu_seqlens_cpu": torch.tensor([0, 3, 9])}),
+        (fla.parallel_simple_gla, ValueError, r"cu_seqlens_cpu: got cpu \[2\], takes a copy",
+         {"cu_seqlens": offsets, "cu_seqlens_cpu": torch.tensor([0, 9])}),
+        (fla.chunk_simple_gla, ValueError, "cu_seqlens_cpu: got a value without",
+         {"cu_seqlens_cpu": offsets}),
+        (fla.chunk_simple_gla, TypeError, "state_v_first: got Tensor, takes a bool",
+         {"state_v_first": offsets}),
+        (fla.fused_recurrent_simple_gla, TypeError, "reverse: got Tensor", {"reverse": offsets}),
+        (fla.fused_recurrent_linear_attn, TypeError, "reverse: got Tensor", {"reverse": offsets}),
+        (fla.chunk_simple_gla, TypeError, "head_first", {"head_first": False}),
+        (fla.parallel_simple_gla, ValueError, "output_attentions: got True with cu_seqlens",
+         {"cu_seqlens": offsets, "output_attentions": True}),
+    ]  # fmt: skip
+    for call, kind, message, options in refused:
+        with pytest.raises(kind, match=message):
+            call(*tensors, **options)

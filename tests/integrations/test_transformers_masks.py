@@ -8,8 +8,9 @@ from tiny_models import model, tokens
 from torch import Tensor
 from transformers import masking_utils
 
+import saccade
 import saccade.integrations.transformers as integration
-from saccade.integrations.transformers import agreement, recognition
+from saccade import masks
 from saccade.integrations.transformers.masks import LazyMask, MaskRequest
 
 PADDINGS = {
@@ -39,29 +40,54 @@ def lazy(function: Any = causal, real: Any = None, **changes: Any) -> LazyMask:
 
 
 def shown(mask: LazyMask) -> Tensor:
-    return agreement.shown(mask.visible(), (mask.shape[0], mask.shape[2], mask.shape[3]))
+    """Bools [batch, query_len, kv_len]: rows average the numbers of the keys that they see."""
+    batch, _, query_len, kv_len = mask.shape
+    query, key = torch.zeros(batch, 1, query_len, 1), torch.zeros(batch, 1, kv_len, 1)
+    value = torch.eye(kv_len).expand(batch, 1, kv_len, kv_len)
+    return saccade.attention(query, key, value, mask=mask.visible())[:, 0] > 0
 
 
-def test_this_transformers_means_what_it_is_taken_for():
-    assert agreement.check() == ()
+# (query_len, kv_len, query_offset, kv_offset): in place; behind a past that was cut off; in the
+# middle of a cache that is longer than its contents
+PLACES = ((9, 9, 0, 0), (4, 7, 5, 2), (3, 9, 4, 0))
+BLOCKS = torch.tensor([[0, 0, -1, 1, 1, 1, -1, -1, 2], [-1, 0, 0, 0, 0, -1, 1, 1, 1]])
+DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [4, 0, 1, 2, 3, 4, 5, 6, 7]])
+REAL = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 0]]).bool()
+PADDED = torch.tensor([0, 2])
+COMPOSED = {
+    "causal": lambda m: causal,
+    "sliding_window_overlay": lambda m: m.and_masks(m.sliding_window_overlay(3), causal),
+    "sliding_window_bidirectional_overlay": lambda m: m.sliding_window_bidirectional_overlay(2),
+    "chunked_overlay": lambda m: m.and_masks(m.chunked_overlay(3, PADDED), causal),
+    "blockwise_overlay": lambda m: m.or_masks(causal, m.blockwise_overlay(BLOCKS)),
+    "padding_mask_function": lambda m: m.and_masks(causal, m.padding_mask_function(REAL)),
+    "packed_sequence_mask_function": lambda m: m.and_masks(
+        causal, m.packed_sequence_mask_function(DOCUMENTS)
+    ),
+    "remap_positions_for_packed_sequence": lambda m: m.and_masks(
+        m.packed_sequence_mask_function(DOCUMENTS),
+        m.remap_positions_for_packed_sequence(
+            m.and_masks(m.chunked_overlay(3, PADDED), causal), POSITIONS
+        ),
+    ),
+}
 
 
-@pytest.mark.parametrize("factory", agreement.specimens())
-def test_factories_are_understood(factory):
-    if not hasattr(masking_utils, factory):
-        assert factory == "remap_positions_for_packed_sequence"  # came after 5.17
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("name", COMPOSED)
+def test_what_transformers_composes_is_traced(name, place, monkeypatch):
+    if name != "causal" and not hasattr(masking_utils, name):
+        assert name == "remap_positions_for_packed_sequence"  # came after 5.17
         return
-    assert agreement.agrees(agreement.specimens()[factory]())
-
-
-def test_factory_with_another_meaning_is_noticed(monkeypatch):
-    code = recognition._code_made_by("sliding_window_bidirectional_overlay")
-    monkeypatch.setitem(recognition.FACTORY_OF, code, "sliding_window_overlay")
-    assert not agreement.agrees(masking_utils.sliding_window_bidirectional_overlay(2))
-    recognition.forget("sliding_window_bidirectional_overlay")
-    with pytest.raises(recognition.NotUnderstood, match="sliding_window_bidirectional_overlay"):
-        lazy_request = lazy(masking_utils.sliding_window_bidirectional_overlay(2)).request
-        recognition.recognised(lazy_request.mask_function, lazy_request.rows())
+    query_len, kv_len, query_offset, kv_offset = place
+    mask = lazy(
+        COMPOSED[name](masking_utils), q_length=query_len, kv_length=kv_len, q_offset=query_offset,
+        kv_offset=kv_offset,
+    )  # fmt: skip
+    exact = mask.request.dense()[:, 0]
+    monkeypatch.setattr(MaskRequest, "dense", None)  # nobody may write it out
+    assert torch.equal(shown(mask), exact)
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
@@ -85,22 +111,22 @@ def test_padding_is_counted_from_the_first_key(offsets):
 
 
 @pytest.mark.parametrize(
-    ("key", "function", "changes"),
+    ("plainest", "function", "changes"),
     [
-        ("causal:bottom_right#", causal, {}),
-        ("causal:bottom_right#", causal, {"q_length": 3, "q_offset": 4}),
-        ("causal:top_left#", causal, {"kv_length": 9}),
+        (masks.causal(), causal, {}),
+        (masks.causal(), causal, {"q_length": 3, "q_offset": 4}),
+        (masks.causal("top_left"), causal, {"kv_length": 9}),
         (None, causal, {"q_length": 1, "q_offset": 6}),
-        ("window:bottom_right#ii", FUNCTIONS["window"], {}),
-        ("causal:bottom_right#", masking_utils.sliding_window_causal_mask_function(7), {}),
+        (masks.window(2, 0), FUNCTIONS["window"], {}),
+        (masks.causal(), masking_utils.sliding_window_causal_mask_function(7), {}),
         (None, FUNCTIONS["window"], {"q_length": 1, "q_offset": 2, "kv_length": 3}),
         (None, FUNCTIONS["everything"], {}),
         (None, masking_utils.or_masks(causal, FUNCTIONS["everything"]), {}),
     ],
 )  # fmt: skip
-def test_the_plainest_mask_is_chosen(key, function, changes):
+def test_the_plainest_mask_is_chosen(plainest, function, changes):
     visible = lazy(function, torch.ones(2, 7).bool() if not changes else None, **changes).visible()
-    assert (None if visible is None else visible.key) == key
+    assert visible == plainest
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -123,11 +149,11 @@ def test_static_cache_may_count_on_before_layers_ask():
 # ---- as a tensor ---------------------------------------------------------------------------------
 
 
-def test_models_that_compute_with_a_mask_get_it_written_out():
+def test_models_that_slice_a_mask_get_it_written_out():
     mask = lazy(FUNCTIONS["window"])
     exact = mask.request.dense()
     assert mask.shape == exact.shape and mask.dtype == exact.dtype and mask.device == exact.device
-    assert type(mask[:, :, 2:5]) is Tensor and torch.equal(mask[:, :, 2:5], exact[:, :, 2:5])
+    assert torch.equal(mask[:, :, 2:5], exact[:, :, 2:5])
     assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(exact, 0.0, -1.0))
     assert mask.contiguous() is mask  # as generate calls it for a static cache
     assert "LazyMask(shape=(2, 1, 7, 7)" in repr(mask)
@@ -143,14 +169,14 @@ def test_mask_moves_with_its_layers():
     assert torch.equal(shown(back), mask.request.dense()[:, 0])
 
 
-def test_table_that_is_read_at_positions_is_written_out():
+def test_table_that_is_read_at_positions_is_traced():
     """Within packed sequences the mask function of a block says where in its own sequence."""
     if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
         return  # came after 5.17
-    inner = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(agreement.BLOCKS))
+    inner = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(BLOCKS))
     function = masking_utils.and_masks(
-        masking_utils.packed_sequence_mask_function(agreement.DOCUMENTS),
-        masking_utils.remap_positions_for_packed_sequence(inner, agreement.POSITIONS),
+        masking_utils.packed_sequence_mask_function(DOCUMENTS),
+        masking_utils.remap_positions_for_packed_sequence(inner, POSITIONS),
     )
     mask = lazy(function, q_length=9, kv_length=9)
     assert torch.equal(shown(mask), mask.request.dense()[:, 0])
@@ -168,12 +194,12 @@ def every_third(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
     return kv_idx % 3 == 0
 
 
-def test_function_of_a_user_is_written_out_exactly():
+def test_function_of_a_user_is_traced():
     for function in (every_third, masking_utils.or_masks(causal, every_third)):
         mask = lazy(function, torch.tensor(PADDINGS["left"]).bool())
         assert torch.equal(shown(mask), mask.request.dense()[:, 0])
         visible = mask.visible()
-        assert visible is not None and visible.key.startswith("dense")
+        assert visible is not None and mask._dense is None
 
 
 def test_function_of_equal_name_is_no_match():

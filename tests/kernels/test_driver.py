@@ -127,6 +127,27 @@ def test_the_function_in_c_gets_what_triton_hands_to_it(pretended: Pretended, ki
     assert start.__globals__["called"] == pretended.start  # and no Python between
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_descriptor_is_checked_with_numbers_as_wide_as_its_own(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Triton asks for it from 3.7 on; gradients of queries are summed in 32 bits."""
+    checked: list[Any] = []
+    opened = driver.Described.opened
+    monkeypatch.setattr(
+        driver.Described, "opened", lambda self: checked.append(self) or opened(self)
+    )
+    rows = torch.zeros(SHAPE, dtype=dtype)
+    boxes = [Box.of(rows, False, 64, 64)]
+    if dtype == torch.float32:
+        rows = rows.view(-1, 64)
+        boxes.append(Box.plain(*rows.shape, 8))
+    for box in boxes[-1:]:
+        made = descriptor(launch.itself, rows, box).maker()(rows.data_ptr())
+        assert made.base.data_ptr() == rows.data_ptr()
+        assert checked[-1].base.element_size() * 8 == box.layout.element_bitwidth
+
+
 def test_a_map_is_encoded_once_for_an_address(pretended: Pretended) -> None:
     tensors = moved_tensors()
     start = starter(pretended.compiled(MOVED_SIGNATURE, 2), moved_arguments, tensors)

@@ -6,7 +6,7 @@ import pytest
 
 from saccade.portable import configs
 from saccade.portable.configs import ARCHITECTURES, PASSES, KernelProblem
-from saccade.problem import Config
+from saccade.problem import CONFIG_NUMBERS, Config
 
 WIDTHS, EITHER = (16, 32, 64, 128, 256), (False, True)
 HOPPER = KernelProblem("sm_90", "forward", 128, wide=False)
@@ -94,9 +94,9 @@ def test_what_is_given_goes_before_the_users_table_and_that_before_the_default()
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(query_tile=48), "query_tile: got 48, takes a power of two of at least 16"),
-        (Config(query_tile=8), "query_tile: got 8, takes a power of two of at least 16"),
-        (Config(kv_tile=100), "kv_tile: got 100, takes a power of two of at least 16"),
+        (Config(query_tile=48), "query_tile: got 48, takes a power of two from 16 to 65536"),
+        (Config(query_tile=8), "query_tile: got 8, takes a power of two from 16 to 65536"),
+        (Config(kv_tile=100), "kv_tile: got 100, takes a power of two from 16 to 65536"),
         (Config(num_warps=3), "num_warps: got 3, takes one of 1, 2, 4, 8, 16"),
         (Config(num_warps=32), "num_warps: got 32, takes one of 1, 2, 4, 8, 16"),
     ],
@@ -113,3 +113,16 @@ def test_only_what_cannot_do_better_may_spill():
     assert "tensor cores" in configs.may_spill(HOPPER._replace(wide=True))
     assert configs.may_spill(HOPPER._replace(wide=True, width=64)) == ""
     assert "tensor cores" in configs.may_spill(HOPPER._replace(architecture="sm_75"))
+
+
+@pytest.mark.parametrize("name", CONFIG_NUMBERS)
+@pytest.mark.parametrize("value", [-1, 2**70, 2**31, True, 1.5, float("nan")])
+def test_numbers_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"{name}: got .*, takes a whole number from 0 to"):
+        Config(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["query_tile", "kv_tile"])
+def test_tiles_that_no_kernel_has_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=rf"{name}: got 131072, takes a power of two from 16 to"):
+        configs.check(Config(**{name: 2**17}))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import saccade
 from saccade import language
+from saccade.masks import as_mask
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
-from saccade.masks import as_mask
 from saccade.portable import gradients
 from saccade.testing import Case, assert_exact, make_case, oracle, tolerances
 
@@ -82,9 +82,7 @@ def visible_pairs(case: Case) -> Tensor:
     mask, d = as_mask(case.mask), case.description
     (query_len, kv_len), sizes = d.lengths[0], (d.batch, d.query_heads)
     ranges = [language.index_range(0, n, dim) for dim, n in enumerate((*sizes, query_len, kv_len))]
-    seen = evaluate.visible(
-        mask.key, mask.captured, Coordinates(*ranges, shift=kv_len - query_len)
-    )
+    seen = evaluate.visible(mask.key, mask.captured, Coordinates(*ranges, shift=kv_len - query_len))
     return seen.expand(*sizes, query_len, kv_len)
 
 

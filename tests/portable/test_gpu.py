@@ -283,12 +283,7 @@ def by_table(batch: Any, head: Any, query_row: Any, kv_row: Any, table: Any, wid
     return nearby(query_row - kv_row, width) | (entry == head % 3)
 
 
-def bent_slope(score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, gain: Any) -> Any:
-    bent = scores.tanh(score * gain)
-    return 2.0 * gain * (1.0 - bent * bent)
-
-
-@scores.function(derivative=bent_slope)
+@scores.function
 def bent(score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, gain: Any) -> Any:
     far = scores.absolute(query_row - kv_row) * 0.01
     return 2.0 * scores.tanh(score * gain) - far

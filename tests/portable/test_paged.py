@@ -50,6 +50,7 @@ def check(case: PagedCase, **options: Any) -> None:
     "description",
     [
         {"mask": "none", "sinks": True, "page_size": 3, "dtype": F16},
+        {"mask": "prefix", "scale": -0.5, "sinks": True},
         {"mask": "causal", "page_dtype": F8, "dtype": F16, "memory": "slots_first"},
         {"mask": "window", "score": "bias >> softcap", "memory": "interleaved", "sinks": True},
         {"mask": "documents", "page_dtype": I8, "spoil_hidden": True},

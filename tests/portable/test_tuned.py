@@ -105,3 +105,33 @@ def test_a_broken_file_says_what_is_wrong_and_how_to_get_rid_of_it(file, text, m
     aside = tuned.save(file, FOUND)
     assert aside is not None and aside.read_text() == text
     assert tuned.load() == FOUND.entries
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"version": NaN, "tables": []}',
+        "[" * 100_000,
+        document(entry(config=[2**70, 64, 4, 3])),
+        document(entry(config=[2**20, 64, 4, 3])),
+        document(entry(config=[64, 64, 4, 2**70])),
+        document(entry(), architecture=["sm_90"]),
+        b"\xff\xfe",
+    ],
+    ids=["NaN", "deep", "2^70", "2^20", "stages", "list", "no UTF-8"],
+)
+def test_any_content_is_an_error_that_names_the_file(file, text):
+    file.parent.mkdir()
+    if not isinstance(text, (bytes, str)):
+        text = json.dumps(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=r"configs.json: .*Delete the file"):
+        tuned.load()
+
+
+def test_a_folder_is_no_table_and_stays_where_it_is(file):
+    file.mkdir(parents=True)
+    for call in (tuned.load, lambda: tuned.save(file, FOUND)):
+        with pytest.raises(ValueError, match=r"configs.json: cannot be read: .*SACCADE_CONFIGS"):
+            call()
+    assert file.is_dir()

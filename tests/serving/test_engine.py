@@ -1,5 +1,6 @@
 """The engine against greedy generation without a cache, token for token."""
 
+import numpy as np
 import pytest
 import served
 import torch
@@ -170,3 +171,30 @@ def test_statistics_count_what_happened():
         assert 0 <= what.queued <= what.to_first_token <= what.total
         assert what.tokens_per_second > 0
         assert 1 <= what.pages <= 13
+
+
+def test_one_prompt_may_be_given_alone():
+    engine = served.engine(tokenizer=served.LetterTokenizer())
+    tokens = served.LetterTokenizer().encode("hello")
+    wanted = served.uncached("llama", tuple(tokens), NEW)
+    for prompt in ("hello", tokens, tuple(tokens), torch.tensor(tokens), np.array(tokens)):
+        assert served.tokens_of(engine.generate(prompt, **GREEDY)) == [wanted]
+    for prompts in (["hello"] * 2, iter([tokens] * 2), torch.tensor([tokens] * 2)):
+        assert served.tokens_of(engine.generate(prompts, **GREEDY)) == [wanted] * 2
+    assert engine.generate([], **GREEDY) == []
+    for wrong in ({"input_ids": [tokens]}, 5):
+        with pytest.raises(TypeError, match="prompts: got a "):
+            engine.generate(wrong, **GREEDY)
+    with pytest.raises(TypeError, match="prompt: got a int"):
+        engine.generate([tokens, 5], **GREEDY)
+
+
+def test_every_seed_draws_its_own_text():
+    engine = served.engine(num_pages=64)
+    options = {"max_new_tokens": 12, "temperature": 1.5, "stop_tokens": ()}
+    seeds = [-2, -1, 0, 1, 2]
+    texts = [tuple(engine.generate([5, 6], seed=seed, **options)[0].tokens) for seed in seeds]
+    assert len(set(texts)) == len(seeds)
+    samples = engine.submit_samples([5, 6], 5, seed=-2, **options)
+    assert [tuple(each.result().tokens) for each in samples] == texts
+    assert engine.generate([5, 6], top_k=2**70, **options)  # as many as there are

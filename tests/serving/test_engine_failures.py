@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 import saccade
+from saccade.serving import worker
+from saccade.serving.step import Step
 from saccade.serving.text import TextStream
 
 NEW = 6
@@ -81,7 +83,7 @@ def test_a_step_that_fails_changes_nothing(part, monkeypatch):
     place = {
         "forward": (served.model("llama").model.layers[1].mlp, "forward"),
         "attend": (saccade, "attention_paged"),
-        "choose": (__import__("saccade.serving.engine", fromlist=["choose"]), "choose"),
+        "choose": (worker, "choose"),
     }[part]
     for turn in range(0, 14, 2):
         engine = served.engine(num_pages=13)
@@ -118,6 +120,49 @@ def test_a_request_whose_logits_are_nan_fails_alone(monkeypatch):
         spoilt.result()
     with pytest.raises(FloatingPointError):
         list(spoilt)
+    served.assert_nothing_is_held(engine)
+
+
+def spoilt_keys(step, turn):
+    """`Step.attend` whose keys are NaN in the rows of that pass, as a broken kernel's would be."""
+    real, passes = step.attend, []
+
+    def attend(self, layer, query, key, value, **options):
+        if self not in passes:
+            passes.append(self)
+        if passes.index(self) == turn:
+            key = torch.full_like(key, torch.nan)
+        return real(self, layer, query, key, value, **options)
+
+    return attend
+
+
+@pytest.mark.parametrize(("name", "turn"), [("llama", 0), ("llama", 2), ("qwen3", 1), ("llama", 3)])
+def test_pages_of_a_pass_that_gave_nan_are_found_by_nobody(name, turn, monkeypatch):
+    engine = served.engine(name, num_pages=64)
+    prompt = served.prompts()[3]  # 33 tokens: three chunks, so that pass 3 is the first new token's
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "attend", spoilt_keys(Step, turn))
+        samples = engine.submit_samples(prompt, 2, **GREEDY)
+        for each in samples:
+            with pytest.raises(FloatingPointError, match="logits: the model gave NaN"):
+                each.result()
+    served.assert_nothing_is_held(engine)
+    again, once_more = (engine.generate([prompt], **GREEDY)[0] for _ in range(2))
+    assert again.tokens == once_more.tokens == served.uncached(name, tuple(prompt), NEW)
+    assert again.statistics.cached_tokens == 0 and once_more.statistics.cached_tokens > 0
+
+
+def test_pages_that_make_nan_are_forgotten_with_the_request_that_found_them():
+    engine = served.engine(num_pages=64)
+    prompt = served.prompts()[3]
+    engine.generate([prompt], **GREEDY)
+    for layer in range(2):
+        engine.cache.pages(layer).value_pages[:] = torch.nan
+    with pytest.raises(FloatingPointError):
+        engine.generate([prompt], **GREEDY)
+    generated = engine.generate([prompt], **GREEDY)[0]
+    assert generated.tokens == served.uncached("llama", tuple(prompt), NEW)
     served.assert_nothing_is_held(engine)
 
 
@@ -168,6 +213,25 @@ def test_cancelled_requests_give_their_pages_back(after):
         ([1], {"max_new_tokens": 4, "temperature": -1}, ValueError, "temperature: got -1"),
         ([1], {"max_new_tokens": 4, "stop": "x"}, ValueError, "stop: got texts where tokenizer"),
         ([1], {"max_new_tokens": 4, "seed": "a"}, TypeError, "seed: got str"),
+        ([1], {"max_new_tokens": 4, "temperature": 10**400}, ValueError, "temperature: got 1000"),
+        ([2**63], {}, ValueError, "prompt: got token 9223372036854775808, takes 0 to 96"),
+        ([-1], {}, ValueError, "prompt: got token -1"),
+        ([True], {}, TypeError, "prompt: got a bool"),
+        (torch.tensor([1.0]), {}, TypeError, "prompt: got a float"),
+        (torch.tensor([[1, 2]]), {}, TypeError, "prompt: got a list"),
+        ({"input_ids": [1]}, {}, TypeError, "prompt: got a dict, takes text or token numbers"),
+        (5, {}, TypeError, "prompt: got a int, takes text or token numbers"),
+        ([1], {"stop_tokens": [97]}, ValueError, "stop_tokens: got token 97, takes 0 to 96"),
+        ([1], {"stop_tokens": [2**63]}, ValueError, "stop_tokens: got token 9223372036854775808"),
+        ([1], {"stop_tokens": [-1]}, ValueError, "stop_tokens: got token -1"),
+        ([1], {"stop_tokens": [True]}, TypeError, "stop_tokens: got a bool"),
+        ([1], {"stop_tokens": [2.0]}, TypeError, "stop_tokens: got a float"),
+        ([1], {"stop_tokens": 2}, TypeError, "stop_tokens: got a int, takes a list"),
+        ([1], {"max_tokens": 4}, TypeError, "max_tokens: .*did you mean max_new_tokens?"),
+        ([1], {"temprature": 1.0}, TypeError, "temprature: .*did you mean temperature?"),
+        ([1], {"min_new_tokens": 1}, TypeError, "min_new_tokens: is no option of a request"),
+        ([1], {"repetition_penalty": 1.1}, TypeError, "repetition_penalty: is no option"),
+        ([1], {"logprobs": 5}, TypeError, "logprobs: is no option .* takes max_new_tokens, temp"),
     ],
 )
 def test_requests_that_can_never_be_served_are_refused(prompt, options, error, message):
@@ -175,6 +239,14 @@ def test_requests_that_can_never_be_served_are_refused(prompt, options, error, m
     with pytest.raises(error, match=message):
         engine.submit(prompt, **options)
     assert not engine.step()
+
+
+def test_prompts_before_one_that_is_refused_are_not_served_either():
+    engine = served.engine()
+    with pytest.raises(ValueError, match="prompt: got token 97"):
+        engine.generate([[5, 6], [97]], **GREEDY)
+    assert not engine.step()
+    served.assert_nothing_is_held(engine)
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,14 @@ def test_hidden_tokens_are_never_drawn():
 
 def test_dice_give_the_same_numbers_again():
     first, again, other = Dice(3), Dice(3), Dice(4)
-    numbers = [first.next_number() for _ in range(5)]
-    assert numbers == [again.next_number() for _ in range(5)]
-    assert numbers != [other.next_number() for _ in range(5)]
+    numbers = [first.number(index) for index in range(5)]
+    assert numbers == [again.number(index) for index in reversed(range(5))][::-1]
+    assert numbers != [other.number(index) for index in range(5)]
+
+
+def test_every_seed_has_numbers_of_its_own():
+    seeds = [0, 1, -1, 2, -2, 2**70, -(2**70)]
+    assert len({Dice(seed).number(0) for seed in seeds}) == len(seeds)
 
 
 @pytest.mark.parametrize(

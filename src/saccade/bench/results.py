@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,15 @@ class Result:
     error: float | None = None
 
     def line(self) -> str:
-        """The result as it stands in a file; fields that were not measured are left out."""
-        fields = asdict(self)
-        fields["pass"] = fields.pop("which_pass")
-        kept = {name: value for name, value in fields.items() if value is not None}
+        """The result as it stands in a file; fields that were not measured are left out.
+
+        Raises:
+            ValueError: for a number that is not finite, and what `parse` refuses.
+        """
+        _check(self)
+        named = asdict(self)
+        named["pass"] = named.pop("which_pass")
+        kept = {name: value for name, value in named.items() if value is not None}
         kept.setdefault("commit", None)
         return json.dumps(kept, ensure_ascii=False)
 
@@ -77,10 +83,45 @@ class Result:
             ValueError: for a line that is no result.
         """
         try:
-            fields = dict(json.loads(line))
-            return Result(which_pass=fields.pop("pass"), **fields)
-        except (TypeError, KeyError, ValueError) as error:
+            given = dict(json.loads(line, parse_constant=_refuse_constant))
+            found = Result(which_pass=given.pop("pass"), **given)
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"not a result: {error}") from error
+        _check(found)
+        return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"got {name}, takes finite numbers")
+
+
+def _check(result: Result) -> None:
+    """Refuse fields of other kinds than `Result` says.
+
+    Raises:
+        ValueError: naming the field, what it got and what it takes.
+    """
+    for field in fields(Result):
+        value, kinds = getattr(result, field.name), _KINDS[str(field.type)]
+        name = "pass" if field.name == "which_pass" else field.name
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ValueError(f"not a result: {name}: got {value!r}, takes {field.type}")
+        if isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:
+            raise ValueError(f"not a result: {name}: got {value!r}, takes a finite number")
+    if not isinstance(result.case.get("name"), str):
+        raise ValueError("not a result: case: got no name, takes the fields of a case")
+
+
+_NUMBER, _NONE = (int, float), (type(None),)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, *_NONE),
+    "int": (int,),
+    "float": _NUMBER,
+    "float | None": (*_NUMBER, *_NONE),
+    "dict[str, str]": (dict,),
+    "dict[str, Any]": (dict,),
+}
 
 
 def case_fields(case: Case) -> dict[str, Any]:
@@ -147,7 +188,12 @@ def read(path: Path) -> list[Result]:
         ValueError: naming the line that is no result.
     """
     results = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a result file: {error}") from error
+    lines = text.split("\n")  # nothing else ends a line: a name may hold U+2028
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
         try:
             results.append(Result.parse(line))
         except ValueError as error:

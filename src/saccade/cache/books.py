@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from saccade.cache.memory import PageMemory
 from saccade.cache.pool import PagePool
 from saccade.cache.prefix import PrefixIndex
+from saccade.cache.whole import at_once
 
 
 @dataclass
@@ -40,14 +42,28 @@ class Held:
         return [page for page in self.pages if page is not None]
 
     @property
+    def kept_on_host(self) -> list[int]:
+        """The pages that it holds on the host."""
+        return [page for page in self.host_pages or () if page is not None]
+
+    @property
     def named(self) -> bool:
         """Whether all of its tokens are known."""
-        return len(self.tokens) == self.length
+        return len(self.tokens) >= self.length
+
+    def cut(self, page_size: int) -> None:
+        """Forget names of tokens that it does not have, or not any more."""
+        del self.tokens[self.length :], self.digests[self.written // page_size :]
 
 
 @dataclass
 class Books:
-    """The state of a cache."""
+    """The state of a cache.
+
+    Attributes:
+        sequences: what all else about pages can be counted from.
+        torn: whether an exception now leaves something half counted, which `mend` counts anew.
+    """
 
     memory: PageMemory
     pool: PagePool
@@ -57,6 +73,7 @@ class Books:
     window: int | None
     prefix_caching: bool
     sequences: dict[int, Held] = field(default_factory=dict)
+    torn: bool = False
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(
             ("copied", "released", "moved", "swapped_out", "swapped_in", "asked", "matched"), 0
@@ -83,6 +100,12 @@ class Books:
 
     def commit(self, held: Held) -> None:
         """All tokens so far are written: offer the full pages to others."""
+        self.torn = True
+        self.publish(held)
+        self.torn = False
+
+    def publish(self, held: Held) -> None:
+        """As `commit`, within a change."""
         held.written = held.length
         if not self.prefix_caching or not held.named:
             return
@@ -94,156 +117,115 @@ class Books:
             before = held.digests[-1] if held.digests else held.before
             held.digests.append(self.index.publish(page, before, tokens))
 
-    def release(self, held: Held, position: int) -> None:
-        """Let go of the pages that no token from `position` on sees through the window."""
-        if self.window is None:
-            return
-        unseen = max(position - self.window, 0) // self.page_size
-        for number in range(min(unseen, len(held.pages))):
-            page = held.pages[number]
+    def forget(self, held: Held) -> None:
+        """Let nobody find what lies in a sequence's pages, nor the same tokens elsewhere."""
+        self.torn = True
+        for digest in held.digests:
+            page = self.index.page_of.get(digest)
             if page is not None:
-                held.pages[number] = None
-                self.drop([page])
-                self.counts["released"] += 1
+                self.index.forget(page)
+        self.mend()
+
+    def end(self, sequence: int) -> None:
+        """Let go of a sequence and its pages."""
+        held = self.find(sequence, on_device=False)
+        self.torn = True
+        del self.sequences[sequence]
+        self.drop(held.kept)
+        self.host_pool.drop(held.kept_on_host)
+        self.torn = False
+
+    def mend(self) -> None:
+        """Count anew, from the sequences, what an exception may have left half counted."""
+        if not self.torn:
+            return
+        for held in self.sequences.values():
+            held.cut(self.page_size)
+        self.index.mend()
+        everyone = self.sequences.values()
+        self.pool.recount((page for held in everyone for page in held.kept), self.index.entry_of)
+        self.host_pool.recount(page for held in everyone for page in held.kept_on_host)
+        self.torn = False
 
 
-def begin(books: Books, tokens: list[int], salt: bytes) -> Held:
-    """A sequence with the pages that hold the beginning of its tokens, if any."""
+@dataclass
+class Change:
+    """What a call will enter in the books, worked out before anything is.
+
+    Attributes:
+        sequences: as they will be; those in the books stay as they are.
+        written: sequences, as they are, all of whose tokens are written.
+        overwritten: pages that will hold other tokens than they are known by.
+        dropped, dropped_on_host: pages that the sequences will hold no longer.
+        counts: what the books will count.
+    """
+
+    books: Books
+    sequences: dict[int, Held] = field(default_factory=dict)
+    written: list[Held] = field(default_factory=list)
+    overwritten: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    dropped_on_host: list[int] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def enter(*changes: Change) -> None:
+    """Enter changes, all of them or none. Nothing here fails; an interrupt is mended."""
+    for change in changes:
+        change.books.torn = True
+        for held in change.written:
+            change.books.publish(held)
+        for page in change.overwritten:
+            change.books.index.forget(page)
+    at_once(partial(change.books.sequences.update, change.sequences) for change in changes)
+    for change in changes:
+        books = change.books
+        for held in change.sequences.values():
+            held.cut(books.page_size)
+        books.drop(change.dropped)
+        books.host_pool.drop(change.dropped_on_host)
+        for name, count in change.counts.items():
+            books.counts[name] += count
+        books.torn = False
+
+
+def begun(books: Books, number: int, tokens: list[int], salt: bytes) -> Change:
+    """A new sequence with the pages that hold the beginning of its tokens, if any."""
     root = PrefixIndex.root(salt)
     found = books.index.match(tokens, root) if books.prefix_caching else []
     length = len(found) * books.page_size
-    books.pool.hold(page for page, _ in found)
-    books.counts["asked"] += len(tokens)
-    books.counts["matched"] += length
     digests = [digest for _, digest in found]
     pages: list[int | None] = [page for page, _ in found]
-    return Held(root, pages, tokens[:length], length, length, digests, cached=length)
+    held = Held(root, pages, tokens[:length], length, length, digests, cached=length)
+    books.torn = True
+    books.pool.hold(held.kept)
+    counts = Counter(asked=len(tokens), matched=length)
+    return Change(books, {number: held}, counts=counts)
 
 
-def append(books: Books, tokens: Mapping[int, int | Sequence[int]]) -> list[int]:
-    """Give new tokens their slots; see `PagedCache.append`."""
-    with growing(books, tokens) as enter:
-        pass
-    return enter()
+def forked(books: Books, number: int, sequence: int) -> Change:
+    """A new sequence with the tokens and pages of another one."""
+    held = books.find(sequence)
+    books.torn = True
+    books.pool.hold(held.kept)
+    twin = replace(
+        held, pages=[*held.pages], tokens=[*held.tokens], digests=[*held.digests],
+        cached=held.length, copies=0,
+    )  # fmt: skip
+    return Change(books, {number: twin})
 
 
-@contextmanager
-def growing(
-    books: Books, tokens: Mapping[int, int | Sequence[int]], spare: int | None = None
-) -> Iterator[Callable[[], list[int]]]:
-    """Take pages for new tokens, and copy what must be; all is given back if the block fails.
-
-    After the block the function enters what was taken, and gives the slots. It cannot fail.
-
-    spare: None, or what nobody sees any more gets no pages, and slots of -1: behind the window of
-    the token that stands so many before the end.
-    """
-    grown, counts, shared, new = _wanted(books, tokens, spare)
-    with books.pool.taking(sum(new) + sum(shared)) as take:
-        fresh, sources, targets = [], [], []
-        for (held, _), copied, wanted in zip(grown, shared, new, strict=True):
-            last = held.pages[-1] if held.pages else None
-            pages = take(copied + wanted, last)
-            fresh.append(pages)
-            if copied:
-                assert last is not None  # a shared page is one that is kept
-                sources.append(last)
-                targets.append(pages[0])
-        books.memory.copy(sources, targets)
-
-        def enter() -> list[int]:
-            slots: list[int] = []
-            for index, (held, given) in enumerate(grown):
-                first_kept = _first_kept(books, held, counts[index], spare)
-                if first_kept > len(held.pages):
-                    held.pages += [None] * (first_kept - len(held.pages))
-                slots += _grow(books, held, given, counts[index], fresh[index], shared[index])
-                if spare is not None:
-                    books.release(held, held.length - spare)
-            books.counts["copied"] += len(sources)
-            return slots
-
-        yield enter
-
-
-def pages_needed(
-    books: Books, tokens: Mapping[int, int | Sequence[int]], spare: int | None = None
-) -> int:
-    """How many pages `growing` will take."""
-    _, _, shared, new = _wanted(books, tokens, spare)
-    return sum(new) + sum(shared)
-
-
-def _first_kept(books: Books, held: Held, count: int, spare: int | None) -> int:
-    """The first page that anybody will see, after so many new tokens of which `spare` may go."""
-    if books.window is None or spare is None:
-        return 0
-    return max(held.length + count - spare - books.window, 0) // books.page_size
-
-
-def _wanted(
-    books: Books, tokens: Mapping[int, int | Sequence[int]], spare: int | None
-) -> tuple[list[tuple[Held, int | Sequence[int]]], list[int], list[bool], list[int]]:
-    """Sequences with their new tokens, how many these are, whether each copies its last page, and
-    how many pages it gets beside."""
-    grown = [(books.find(sequence), given) for sequence, given in tokens.items()]
-    counts = [given if isinstance(given, int) else len(given) for _, given in grown]
-    shared = _pages_to_copy(books, [held for held, _ in grown], counts)
-    new = []
-    for (held, _), count in zip(grown, counts, strict=True):
-        there_are = max(len(held.pages), _first_kept(books, held, count, spare))
-        new.append(max(-(-(held.length + count) // books.page_size) - there_are, 0))
-    return grown, counts, shared, new
-
-
-def _pages_to_copy(books: Books, grown: Sequence[Held], counts: Sequence[int]) -> list[bool]:
-    """Whether each sequence must copy its last page before it writes there."""
-    holders: dict[int, int] = {}
-    shared = []
-    for held, count in zip(grown, counts, strict=True):
-        last = held.pages[-1] if held.pages else None
-        if last is None or count == 0 or held.length % books.page_size == 0:
-            shared.append(False)
-            continue
-        others = holders.setdefault(last, books.pool.holders[last]) - 1
-        shared.append(others > 0)
-        if others > 0:
-            holders[last] -= 1
-    return shared
-
-
-def _grow(
-    books: Books, held: Held, given: int | Sequence[int], count: int, fresh: list[int], copied: bool
-) -> list[int]:
-    """Enter pages that were taken, and say where the new tokens go. Nothing here can fail."""
-    books.commit(held)
-    if copied:
-        books.drop([page for page in held.pages[-1:] if page is not None])
-        held.pages[-1] = fresh[0]
-        held.copies += 1
-    elif count and held.length % books.page_size and held.pages[-1] is not None:
-        books.index.forget(held.pages[-1])  # after a trim it holds other tokens from now on
-    held.pages += fresh[copied:]
-    if not isinstance(given, int) and held.named:
-        held.tokens += given
-    rows = range(held.length, held.length + count)
-    books.release(held, held.length)
-    held.length += count
-    slots = []
-    for row in rows:
-        page = held.pages[row // books.page_size]
-        slots.append(-1 if page is None else page * books.page_size + row % books.page_size)
-    return slots
-
-
-def trim(books: Books, held: Held, length: int) -> None:
-    """Forget the last tokens; see `PagedCache.trim`."""
+def trimmed(books: Books, sequence: int, length: int) -> Change:
+    """A sequence without its last tokens; see `PagedCache.trim`."""
+    held = books.find(sequence)
     check_trim(books, held, length)
     keep = -(-length // books.page_size)
-    books.drop([page for page in held.pages[keep:] if page is not None])
-    del held.pages[keep:], held.tokens[length:], held.digests[length // books.page_size :]
-    held.length, held.written = length, min(held.written, length)
-    held.cached = min(held.cached, length)
+    shorter = replace(
+        held, pages=held.pages[:keep], length=length, written=min(held.written, length),
+        cached=min(held.cached, length),
+    )  # fmt: skip
+    dropped = [page for page in held.pages[keep:] if page is not None]
+    return Change(books, {sequence: shorter}, dropped=dropped)
 
 
 def check_trim(books: Books, held: Held, length: int) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.cache import books as bookkeeping
-from saccade.cache import swap
+from saccade.cache import growth, swap
 from saccade.cache.memory import LayerPages
-from saccade.cache.paged_cache import PagedCache, locked, token_list
+from saccade.cache.paged_cache import PagedCache
 from saccade.cache.statistics import CacheStatistics, SequenceStatistics, together
+from saccade.cache.tokens import token_list
+from saccade.cache.whole import locked
 from saccade.checks import check_whole_number
 
 
@@ -84,34 +85,25 @@ class LayeredCache:
         self._sequences: dict[int, tuple[int, ...]] = {}
         self._numbers = itertools.count()
         self._lock = threading.RLock()
-
-    # ---- sequences -------------------------------------------------------------------------
+        self._torn = False  # whether an exception now leaves sequences in some kinds alone
 
     @locked
     def allocate(self, tokens: Sequence[int] = (), *, salt: bytes = b"") -> int:
         """As `PagedCache.allocate`; it starts with what all kinds find of `tokens`."""
         given = token_list(tokens)
-        with ExitStack() as undo:
-            numbers = []
-            for cache in self.caches:
-                numbers.append(cache.allocate(given, salt=salt))
-                undo.callback(cache.free, numbers[-1])
-            length = min(map(PagedCache.length, self.caches, numbers))
-            for cache, number in zip(self.caches, numbers, strict=True):
-                cache.trim(number, length)
-            undo.pop_all()
+        self._torn = True
+        numbers = [cache.allocate(given, salt=salt) for cache in self.caches]
+        length = min(map(PagedCache.length, self.caches, numbers))
+        for cache, number in zip(self.caches, numbers, strict=True):
+            cache.trim(number, length)
         return self._enter(numbers)
 
     @locked
     def fork(self, sequence: int) -> int:
         """As `PagedCache.fork`."""
-        with ExitStack() as undo:
-            numbers = []
-            for cache, number in self._each(sequence):
-                numbers.append(cache.fork(number))
-                undo.callback(cache.free, numbers[-1])
-            undo.pop_all()
-        return self._enter(numbers)
+        there = self._each(sequence)
+        self._torn = True
+        return self._enter([cache.fork(number) for cache, number in there])
 
     @locked
     def append(
@@ -131,23 +123,18 @@ class LayeredCache:
         Raises:
             OutOfPages: if one kind has too few pages; then nothing has changed in any.
         """
-        given: dict[int, int | Sequence[int]] = {}
-        for sequence, new in tokens.items():
-            if isinstance(new, int):
-                check_whole_number("tokens", new, least=0)
-            given[sequence] = new if isinstance(new, int) else token_list(new)
-        of_kinds = [
-            (cache._books, {self._of(sequence)[kind]: new for sequence, new in given.items()})
-            for kind, cache in enumerate(self.caches)
-        ]
-        spares = [None] * len(of_kinds) if spare is None else spare
-        grown = [(*each, spared) for each, spared in zip(of_kinds, spares, strict=True)]
-        for each in grown:  # before anything is evicted to make room
-            each[0].pool.require(bookkeeping.pages_needed(*each))
-        with ExitStack() as taking:
-            enters = [taking.enter_context(bookkeeping.growing(*each)) for each in grown]
-        slots = [enter() for enter in enters]
-        return [torch.tensor(each, dtype=torch.int64, device=self.device) for each in slots]
+        given = growth.checked(tokens)
+        spares = [None] * len(self.caches) if spare is None else spare
+        growing = []
+        for kind, (cache, spared) in enumerate(zip(self.caches, spares, strict=True)):
+            of_kind = {self._of(sequence)[kind]: new for sequence, new in given.items()}
+            wanted = growth.wanted(cache._books, of_kind, spared)
+            growing.append((cache._books, wanted, spared))
+        for books, wanted, _ in growing:  # before anything is evicted to make room
+            books.pool.require(growth.pages_needed(wanted))
+        grown = [growth.grown(*each) for each in growing]
+        bookkeeping.enter(*(change for change, _ in grown))
+        return [torch.tensor(slots, dtype=torch.int64, device=self.device) for _, slots in grown]
 
     @locked
     def commit(self, sequence: int) -> None:
@@ -156,50 +143,54 @@ class LayeredCache:
             cache.commit(number)
 
     @locked
+    def forget(self, sequence: int) -> None:
+        """As `PagedCache.forget`."""
+        for cache, number in self._each(sequence):
+            cache.forget(number)
+
+    @locked
     def trim(self, sequence: int, length: int) -> None:
         """As `PagedCache.trim`; the narrowest window decides how far back."""
-        for cache, number in self._each(sequence):
-            bookkeeping.check_trim(cache._books, cache._books.find(number), length)
-        for cache, number in self._each(sequence):
-            cache.trim(number, length)
+        bookkeeping.enter(
+            *(bookkeeping.trimmed(c._books, n, length) for c, n in self._each(sequence))
+        )
 
     @locked
     def free(self, sequence: int) -> None:
         """As `PagedCache.free`."""
-        for cache, number in self._each(sequence):
-            cache.free(number)
+        there = self._each(sequence)
+        self._torn = True
         del self._sequences[sequence]
+        for cache, number in there:
+            cache.free(number)
+        self._torn = False
+
+    @locked
+    def clear(self) -> None:
+        """End every sequence, as `free` ends one."""
+        for sequence in list(self._sequences):
+            self.free(sequence)
 
     @locked
     def swap_out(self, sequence: int) -> None:
         """As `PagedCache.swap_out`."""
-        held = [(c._books, c._books.find(n)) for c, n in self._each(sequence)]
-        for books, each in held:
-            books.host_pool.require(len(each.kept))
-        with ExitStack() as leaving:
-            leaves = [leaving.enter_context(swap.leaving(*each)) for each in held]
-        for leave in leaves:
-            leave()
+        there = [(cache._books, number) for cache, number in self._each(sequence)]
+        for books, number in there:
+            books.host_pool.require(len(books.find(number).kept))
+        bookkeeping.enter(*(swap.swapped_out(*each) for each in there))
 
     @locked
     def swap_in(self, sequence: int) -> None:
         """As `PagedCache.swap_in`."""
-        held = [(c._books, c._books.find(n, on_device=False)) for c, n in self._each(sequence)]
-        if any(each.host_pages is None for _, each in held):
-            raise ValueError(f"sequence: got {sequence}, takes one that is swapped out")
-        for books, each in held:
-            books.pool.require(sum(page is not None for page in each.host_pages or ()))
-        with ExitStack() as returning:
-            returns = [returning.enter_context(swap.returning(*each)) for each in held]
-        for come_back in returns:
-            come_back()
+        there = [(cache._books, number) for cache, number in self._each(sequence)]
+        for books, number in there:
+            books.pool.require(len(books.find(number, on_device=False).kept_on_host))
+        bookkeeping.enter(*(swap.swapped_in(*each) for each in there))
 
     @locked
     def compact(self) -> int:
         """As `PagedCache.compact`, kind by kind."""
         return sum(cache.compact() for cache in self.caches)
-
-    # ---- layers ----------------------------------------------------------------------------
 
     @locked
     def tables(self, sequences: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -226,8 +217,6 @@ class LayeredCache:
         place = self.places[layer]
         numbers = [self._of(sequence)[place.kind] for sequence in sequences]
         return self.caches[place.kind].attend(place.layer, query, numbers, **options)
-
-    # ---- what there is ---------------------------------------------------------------------
 
     @locked
     def length(self, sequence: int) -> int:
@@ -276,7 +265,20 @@ class LayeredCache:
     def _enter(self, numbers: Sequence[int]) -> int:
         sequence = next(self._numbers)
         self._sequences[sequence] = tuple(numbers)
+        self._torn = False
         return sequence
+
+    def _mend(self) -> None:
+        """Let go of what only some kinds have: an exception came while it was made or ended."""
+        for cache in self.caches:
+            cache._books.mend()
+        if not self._torn:
+            return
+        for kind, cache in enumerate(self.caches):
+            known = {numbers[kind] for numbers in self._sequences.values()}
+            for number in set(cache._books.sequences) - known:
+                cache.free(number)
+        self._torn = False
 
     def _of(self, sequence: int) -> tuple[int, ...]:
         found = self._sequences.get(sequence)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.cache.move import move_pages
+from saccade.cache.move import move_pages, moves
 from saccade.problem import QUANTISED
 
 
@@ -49,6 +49,10 @@ class PageMemory:
         """Copy pages on the device, reading all before any is written."""
         if source:
             move_pages(self.pools, _numbers(source), _numbers(target))
+
+    def moves(self, source: Sequence[int], target: Sequence[int]) -> list[Callable[[], object]]:
+        """The steps of `copy`, for `at_once`."""
+        return moves(self.pools, _numbers(source), _numbers(target)) if source else []
 
     def to_host(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy pages from the device to the host."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from saccade.arguments import values_readable
+from saccade.cache.whole import at_once
 
 torch.library.define(
     "saccade::move_pages", "(Tensor(a!)[] pools, Tensor source, Tensor target) -> ()"
@@ -54,18 +56,24 @@ def move_pages(
         _across(old, new, source, target)
 
 
-def _move(pools: list[Tensor], source: Tensor, target: Tensor) -> None:
+def moves(pools: Sequence[Tensor], source: Tensor, target: Tensor) -> list[Callable[[], object]]:
+    """The steps of `move_pages`, none of which can fail: what wants memory has it by now."""
     numbers = [(source.to(pool.device), target.to(pool.device)) for pool in pools]
-    # What can fail for want of memory does so before the first page is written.
     kinds = {(pool.dtype, pool.device, pool.shape[1:]) for pool in pools}
     read = {
         (dtype, device, shape): torch.empty((len(source), *shape), dtype=dtype, device=device)
         for dtype, device, shape in kinds
     }
+    steps: list[Callable[[], object]] = []
     for pool, (old, new) in zip(pools, numbers, strict=True):
         bits, memory = _bits(pool), _bits(read[pool.dtype, pool.device, pool.shape[1:]])
-        torch.index_select(bits, 0, old, out=memory)
-        bits.index_copy_(0, new, memory)
+        steps.append(partial(torch.index_select, bits, 0, old, out=memory))
+        steps.append(partial(bits.index_copy_, 0, new, memory))
+    return steps
+
+
+def _move(pools: list[Tensor], source: Tensor, target: Tensor) -> None:
+    at_once(moves(pools, source, target))
 
 
 torch.library.impl("saccade::move_pages", "CompositeExplicitAutograd", _move)

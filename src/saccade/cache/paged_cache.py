@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.attention_paged import attention_paged
 from saccade.cache import books as bookkeeping
-from saccade.cache import invariants, statistics, swap
-from saccade.cache.books import Books, Held
+from saccade.cache import growth, invariants, statistics, swap
+from saccade.cache.books import Books
 from saccade.cache.memory import LayerPages, PageMemory, Sizes
 from saccade.cache.pool import PagePool
 from saccade.cache.prefix import PrefixIndex
 from saccade.cache.statistics import CacheStatistics, SequenceStatistics
+from saccade.cache.tokens import token_list
+from saccade.cache.whole import locked
 from saccade.cache.write import cache_write
 from saccade.checks import check_whole_number
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
 from saccade.paged_arguments import LARGEST_PAGE
 from saccade.problem import DTYPES, QUANTISED
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def locked(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of something with a lock, for one thread at a time."""
-
-    @functools.wraps(method)
-    def alone(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return alone
 
 
 class PagedCache:
@@ -124,7 +110,9 @@ class PagedCache:
         Returns:
             The sequence's number.
         """
-        return self._enter(bookkeeping.begin(self._books, token_list(tokens), salt))
+        number = next(self._numbers)
+        bookkeeping.enter(bookkeeping.begun(self._books, number, token_list(tokens), salt))
+        return number
 
     @locked
     def append(self, tokens: Mapping[int, int | Sequence[int]]) -> Tensor:
@@ -145,12 +133,9 @@ class PagedCache:
             OutOfPages: if there are too few pages for all of it; then nothing has changed.
             KeyError, ValueError: for a sequence that is not there, or is swapped out.
         """
-        given: dict[int, int | Sequence[int]] = {}
-        for sequence, new in tokens.items():
-            if isinstance(new, int):
-                check_whole_number("tokens", new, least=0)
-            given[sequence] = new if isinstance(new, int) else token_list(new)
-        slots = bookkeeping.append(self._books, given)
+        growing = growth.wanted(self._books, growth.checked(tokens))
+        change, slots = growth.grown(self._books, growing)
+        bookkeeping.enter(change)
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
     @locked
@@ -161,19 +146,17 @@ class PagedCache:
     @locked
     def fork(self, sequence: int) -> int:
         """A second sequence with the same tokens; pages are shared until one of the two writes."""
-        held = self._books.find(sequence)
-        self._books.pool.hold(held.kept)
-        return self._enter(
-            Held(
-                held.before, [*held.pages], [*held.tokens], held.length, held.written,
-                [*held.digests], cached=held.length,
-            )
-        )  # fmt: skip
-
-    def _enter(self, held: Held) -> int:
         number = next(self._numbers)
-        self._books.sequences[number] = held
+        bookkeeping.enter(bookkeeping.forked(self._books, number, sequence))
         return number
+
+    @locked
+    def forget(self, sequence: int) -> None:
+        """Let nobody find a sequence's pages any more, nor others that begin with the same tokens.
+
+        For what turns out to be wrong: another that begins so is computed again.
+        """
+        self._books.forget(self._books.find(sequence))
 
     @locked
     def trim(self, sequence: int, length: int) -> None:
@@ -182,15 +165,12 @@ class PagedCache:
         Raises:
             ValueError: if there are fewer, or if the window would reach back to released pages.
         """
-        bookkeeping.trim(self._books, self._books.find(sequence), length)
+        bookkeeping.enter(bookkeeping.trimmed(self._books, sequence, length))
 
     @locked
     def free(self, sequence: int) -> None:
         """End a sequence; its pages that hold a known beginning stay until room is needed."""
-        held = self._books.find(sequence, on_device=False)
-        self._books.drop(held.kept)
-        self._books.host_pool.drop(page for page in held.host_pages or () if page is not None)
-        del self._books.sequences[sequence]
+        self._books.end(sequence)
 
     @locked
     def swap_out(self, sequence: int) -> None:
@@ -199,7 +179,7 @@ class PagedCache:
         Raises:
             OutOfPages: if the host has too few pages; then nothing has changed.
         """
-        swap.swap_out(self._books, self._books.find(sequence))
+        bookkeeping.enter(swap.swapped_out(self._books, sequence))
 
     @locked
     def swap_in(self, sequence: int) -> None:
@@ -209,10 +189,7 @@ class PagedCache:
             OutOfPages: if there are too few pages; then nothing has changed.
             ValueError: if it is not swapped out.
         """
-        held = self._books.find(sequence, on_device=False)
-        if held.host_pages is None:
-            raise ValueError(f"sequence: got {sequence}, takes one that is swapped out")
-        swap.swap_in(self._books, held)
+        bookkeeping.enter(swap.swapped_in(self._books, sequence))
 
     @locked
     def compact(self) -> int:
@@ -289,8 +266,5 @@ class PagedCache:
         if found:
             raise AssertionError("PagedCache: " + "; ".join(found))
 
-
-def token_list(tokens: Sequence[int]) -> list[int]:
-    """Tokens as whole numbers of Python's own."""
-    given = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-    return [operator.index(token) for token in given]
+    def _mend(self) -> None:
+        self._books.mend()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable
 
 from saccade.cache.runs import FreeRuns
 
@@ -51,28 +50,12 @@ class PagePool:
         if needed > self.available:
             raise OutOfPages(needed, self.available, self.where)
 
-    @contextmanager
-    def taking(self, needed: int) -> Iterator[Callable[[int, int | None], list[int]]]:
-        """A function that takes (count, after) pages; all are given back if the block fails.
+    def take(self, count: int, after: int | None) -> list[int]:
+        """So many pages with one holder each, neighbours of `after` as far as they can be.
 
         Raises:
-            OutOfPages: before the block, if fewer than `needed` can be had.
+            OutOfPages: if fewer can be had; then nothing has changed.
         """
-        self.require(needed)
-        taken: list[int] = []
-
-        def take(count: int, after: int | None) -> list[int]:
-            pages = self._take(count, after)
-            taken.extend(pages)
-            return pages
-
-        try:
-            yield take
-        except BaseException:
-            self.drop(taken)
-            raise
-
-    def _take(self, count: int, after: int | None) -> list[int]:
         self.require(count)
         while len(self.free) < count:
             page, _ = self.idle.popitem(last=False)
@@ -101,13 +84,19 @@ class PagePool:
             else:
                 self.free.give(page)
 
-    def renumber(self, new_number: dict[int, int]) -> None:
-        """Call every page in use or idle by a new number."""
-        holders = [0] * self.num_pages
-        for old, new in new_number.items():
-            holders[new] = self.holders[old]
-        self.holders = holders
-        self.idle = OrderedDict((new_number[page], None) for page in self.idle)
+    def recount(self, held: Iterable[int], known: Collection[int] = ()) -> None:
+        """Count anew who holds what, when an exception may have left counts half done.
+
+        Args:
+            held: every page that is held, as often as it is.
+            known: pages in which something lies that may be asked for.
+        """
+        counted = Counter(held)
+        self.idle = OrderedDict.fromkeys(
+            page for page in [*self.idle, *known] if page in known and not counted[page]
+        )
+        self.holders = [counted[page] for page in range(self.num_pages)]
         self.free = FreeRuns(0)
-        for page in sorted(set(range(self.num_pages)) - set(new_number.values())):
-            self.free.give(page)
+        for page, holders in enumerate(self.holders):
+            if not holders and page not in self.idle:
+                self.free.give(page)

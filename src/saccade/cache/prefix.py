@@ -61,8 +61,8 @@ class PrefixIndex:
         """Make a full page known, unless another one with the same beginning is; its digest."""
         digest = self.digest(before, tokens)
         if digest not in self.page_of and page not in self.entry_of:
-            self.page_of[digest] = page
             self.entry_of[page] = Entry(digest, before, tuple(tokens))
+            self.page_of[digest] = page
         return digest
 
     def __contains__(self, page: int) -> bool:
@@ -74,7 +74,6 @@ class PrefixIndex:
         if entry is not None:
             del self.page_of[entry.digest]
 
-    def renumber(self, new_number: dict[int, int]) -> None:
-        """Call every page by a new number."""
-        self.entry_of = {new_number[page]: entry for page, entry in self.entry_of.items()}
+    def mend(self) -> None:
+        """Make the hashes lead to the pages again, when an exception may have come between."""
         self.page_of = {entry.digest: page for page, entry in self.entry_of.items()}

@@ -2,63 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, OrderedDict
+from dataclasses import replace
+from functools import partial
 
-from saccade.cache.books import Books, Held
+from saccade.cache.books import Books, Change
+from saccade.cache.whole import at_once
 
 
-@contextmanager
-def leaving(books: Books, held: Held) -> Iterator[Callable[[], None]]:
-    """Copy a sequence's pages to the host; pages there are given back if the block fails.
+def swapped_out(books: Books, sequence: int) -> Change:
+    """A sequence on the host, to which its pages are copied; see `PagedCache.swap_out`.
 
-    After the block the function lets go of those on the device. It cannot fail.
+    Raises:
+        OutOfPages: if the host has too few pages; then nothing has changed.
     """
+    held = books.find(sequence)
     kept = held.kept
-    with books.host_pool.taking(len(kept)) as take:
-        taken = take(len(kept), None)
-        books.memory.to_host(kept, taken)
-
-        def leave() -> None:
-            held.host_pages = _in_place_of(held.pages, taken)
-            books.drop(kept)
-            held.pages = [None] * len(held.pages)
-            books.counts["swapped_out"] += len(kept)
-
-        yield leave
+    books.host_pool.require(len(kept))
+    books.torn = True
+    taken = books.host_pool.take(len(kept), None)
+    books.memory.to_host(kept, taken)
+    away = replace(held, pages=[None] * len(held.pages), host_pages=_in_place_of(held.pages, taken))
+    counts = Counter(swapped_out=len(kept))
+    return Change(books, {sequence: away}, dropped=kept, counts=counts)
 
 
-@contextmanager
-def returning(books: Books, held: Held) -> Iterator[Callable[[], None]]:
-    """The same the other way: back from the host."""
-    before = held.host_pages
-    assert before is not None
-    kept = [page for page in before if page is not None]
-    with books.pool.taking(len(kept)) as take:
-        taken = take(len(kept), None)
-        books.memory.to_device(kept, taken)
+def swapped_in(books: Books, sequence: int) -> Change:
+    """The same the other way: back from the host.
 
-        def come_back() -> None:
-            held.pages = _in_place_of(before, taken)
-            held.host_pages = None
-            books.host_pool.drop(kept)
-            books.counts["swapped_in"] += len(kept)
-
-        yield come_back
-
-
-def swap_out(books: Books, held: Held) -> None:
-    """Copy a sequence's pages to the host and let go of them; see `PagedCache.swap_out`."""
-    with leaving(books, held) as leave:
-        pass
-    leave()
-
-
-def swap_in(books: Books, held: Held) -> None:
-    """Copy a sequence's pages back from the host; see `PagedCache.swap_in`."""
-    with returning(books, held) as come_back:
-        pass
-    come_back()
+    Raises:
+        ValueError: if it is not swapped out.
+        OutOfPages: if there are too few pages; then nothing has changed.
+    """
+    held = books.find(sequence, on_device=False)
+    if held.host_pages is None:
+        raise ValueError(f"sequence: got {sequence}, takes one that is swapped out")
+    kept = held.kept_on_host
+    books.pool.require(len(kept))
+    books.torn = True
+    taken = books.pool.take(len(kept), None)
+    books.memory.to_device(kept, taken)
+    back = replace(held, pages=_in_place_of(held.host_pages, taken), host_pages=None)
+    counts = Counter(swapped_in=len(kept))
+    return Change(books, {sequence: back}, dropped_on_host=kept, counts=counts)
 
 
 def _in_place_of(pages: list[int | None], others: list[int]) -> list[int | None]:
@@ -69,14 +55,28 @@ def _in_place_of(pages: list[int | None], others: list[int]) -> list[int | None]
 
 def compact(books: Books) -> int:
     """Move all pages to the lowest numbers; see `PagedCache.compact`."""
+    pool, index = books.pool, books.index
     order = [page for held in books.sequences.values() for page in held.kept]
-    order += books.pool.idle
-    new_number = {page: number for number, page in enumerate(dict.fromkeys(order))}
-    moves = [(old, new) for old, new in new_number.items() if old != new]
-    books.memory.copy([old for old, _ in moves], [new for _, new in moves])
-    books.pool.renumber(new_number)
-    books.index.renumber(new_number)
-    for held in books.sequences.values():
-        held.pages = [None if page is None else new_number[page] for page in held.pages]
+    order += pool.idle
+    number = {page: new for new, page in enumerate(dict.fromkeys(order))}
+    moves = [(old, new) for old, new in number.items() if old != new]
+    moved = {
+        sequence: replace(
+            held, pages=[None if page is None else number[page] for page in held.pages]
+        )
+        for sequence, held in books.sequences.items()
+    }
+    idle = OrderedDict((number[page], None) for page in pool.idle)
+    entries = {number[page]: entry for page, entry in index.entry_of.items()}
+    books.torn = True
+    at_once(  # pages, and all that says where they are
+        [
+            *books.memory.moves([old for old, _ in moves], [new for _, new in moves]),
+            partial(books.sequences.update, moved),
+            partial(setattr, pool, "idle", idle),
+            partial(setattr, index, "entry_of", entries),
+        ]
+    )
+    books.mend()
     books.counts["moved"] += len(moves)
     return len(moves)

@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade.autocast import computed_without
 from saccade.cpu import backward as backwards
 from saccade.cpu import forward as forwards
-from saccade.cpu.parts import Part, parts_of
+from saccade.cpu.parts import Part, clear_padding, parts_of
 from saccade.cpu.walk import Dense
 from saccade.problem import (
     Config,
@@ -40,6 +40,8 @@ def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, T
         output, lse = forwards.attend(Dense.of(parts[0], wide, variant, config))
         return _laid_out(output, inputs.query, heads_inside(inputs.query)), lse.contiguous()
     output, lse = empty_results(inputs)
+    clear_padding(inputs.cu_seqlens_q, output)
+    clear_padding(inputs.cu_seqlens_q, lse, dim=1, number=-torch.inf)
     for part in parts:
         of_part = forwards.attend(Dense.of(part, wide, variant, config))
         part.queries(output).copy_(of_part[0])
@@ -91,6 +93,8 @@ def backward(
         )
         return Gradients(query, key, value, *_shared_sums(inputs, variant, [found], wanted_tables))
     gradients, sums = empty_gradients(inputs), []
+    clear_padding(inputs.cu_seqlens_q, gradients.query)
+    clear_padding(inputs.cu_seqlens_k, gradients.key, gradients.value)
     for part in parts:
         found = differentiate(part)
         part.queries(gradients.query).copy_(found.query)

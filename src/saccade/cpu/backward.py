@@ -71,9 +71,9 @@ def differentiate(dense: Dense, results: Results, wanted: Sequence[int]) -> Dens
     sums, tables = _empty_sums(dense, wanted)
     if not dense.sees_nothing:
         masked = _visit(dense, rows, sums, tables, careful=False)
-        # Whatever could have carried NaN to where it is hidden shows in grad_query: a spoilt key or
-        # value in the rows that do not see it, a spoilt query or grad_output in its own row.
-        if masked and not bool(sums[0].result().sum().isfinite()):
+        # NaN that was carried to where it is hidden shows in one of the three: a spoilt key or
+        # value in gradients of rows that do not see it, a spoilt query in those of keys.
+        if masked and not all(bool(part.result().sum().isfinite()) for part in sums):
             sums, tables = _empty_sums(dense, wanted)
             _visit(dense, _Rows.of(dense, results, careful=True), sums, tables, careful=True)
     grad_query, grad_key, grad_value = (part.result() for part in sums)

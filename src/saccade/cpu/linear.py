@@ -18,7 +18,7 @@ from saccade.cpu import linear_backward as backwards
 from saccade.cpu import linear_forward as forwards
 from saccade.cpu.linear_chunk import Dense, State
 from saccade.cpu.linear_steps import Step, steps_of
-from saccade.cpu.parts import Part, parts_of
+from saccade.cpu.parts import Part, clear_padding, parts_of
 from saccade.linear.problem import (
     LinearGradients,
     LinearInputs,
@@ -38,6 +38,8 @@ LARGE_STATE = 2**16  # numbers: copying it out of a pool takes longer than a ste
 def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
     results = empty_linear_results(inputs, variant)
+    clear_padding(inputs.cu_seqlens_q, results.output)
+    clear_padding(inputs.cu_seqlens_q, results.normaliser, dim=1)
     for share in _shares(inputs):
         normaliser = None if variant.normalize == "none" else share.per_row(results.normaliser)
         dense, output = share.dense(inputs, variant), share.queries(results.output)
@@ -62,6 +64,8 @@ def backward(
 ) -> LinearGradients:
     """Gradients of the inputs, the same bits in every run."""
     gradients = empty_linear_gradients(inputs)
+    clear_padding(inputs.cu_seqlens_q, gradients.query)
+    clear_padding(inputs.cu_seqlens_k, gradients.key, gradients.value)
     rounded = output.dtype != accumulate_dtype(output.dtype)
     decay = None
     if inputs.decay is not None:

@@ -1,4 +1,4 @@
-"""Backward pass of linear attention on the CPU: two sweeps, and no state is stored for any token.
+"""Backward pass of linear attention on the CPU: two sweeps, no state stored for any token.
 
 With ĝ = grad_output / divisor and δ = ĝ · output · ∂divisor/∂total, for one row i and one key j
 (fading left out):
@@ -9,9 +9,9 @@ With ĝ = grad_output / divisor and δ = ĝ · output · ∂divisor/∂total, fo
     later_j      = Σ query_i ĝ_iᵀ,  later_sum_j = Σ δ_i query_i        over rows i that see key j
 
 These equal the gradients of plain products with values [value, 1] and gradients [ĝ, −δ]. The
-gradient of decay needs neither state: what flows over the boundary after key t is
-Σ query · grad_query over the rows that see more than t keys, less Σ key · grad_key over the keys
-after t, so it is a sum from the end.
+gradient of decay_t is what pairs of a key before t and a row that sees key t give to the result.
+`linear_decay.py` adds them up; the first sweep keeps the states before chunks for this,
+head_dim · value_dim numbers each, where there is a decay.
 
 Of an output that was rounded to sixteen bits δ would be too far off, for grad_query is a small
 difference of large sums where values have much in common. So the first sweep sums up δ again, from
@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.cpu import linear_decay
 from saccade.cpu.linear_chunk import (
     Dense,
     Fade,
@@ -70,50 +71,47 @@ class _RowGradients(NamedTuple):
 
 def differentiate(dense: Dense, steps: list[Step], come: Arriving, leave: Leaving) -> State:
     """Write all gradients of rows; give those of the initial state."""
-    last, flow, totals = _forwards(dense, steps, come, leave)
+    totals, states = _forwards(dense, steps, come, leave)
     later = State.start(dense, (come.grad_kv, come.grad_key_sum))
-    if leave.decay is not None:  # what reaches the last state crosses every boundary
-        flow += (later.kv * last.kv).double().sum((1, 2))
-        flow += (later.key_sum * last.key_sum).double().sum(1)
-    _backwards(dense, steps, come, leave, later, totals)
-    if leave.decay is not None:
-        summed = leave.decay.flip(-1).cumsum(-1).flip(-1)
-        leave.decay.copy_(summed + flow.view(dense.batch, dense.state_heads, 1))
+    _backwards(dense, steps, come, leave, later, (totals, states))
     return later
 
 
 def _forwards(
     dense: Dense, steps: list[Step], come: Arriving, leave: Leaving
-) -> tuple[State, Tensor, list[Tensor | None]]:
+) -> tuple[list[Tensor | None], list[State | None]]:
     """Gradients of queries.
 
     Returns:
-        The last state, Σ query · grad_query of rows that see all keys, and −δ of each step's rows.
+        Of each step, −δ of its rows and, for the gradient of decay, the state before its keys.
     """
     state = State.start(dense, dense.initial or (None, None))
-    flow = state.kv.new_zeros(state.kv.shape[0], dtype=torch.float64)
     totals: list[Tensor | None] = []
-    num_keys = 0
+    states: list[State | None] = []
     for step in steps:
-        keys = None
+        keys = None if step.keys is None else dense.beside(step.keys)
         totals.append(None)
-        if step.keys is not None:
-            keys, num_keys = dense.beside(step.keys), step.keys.stop
+        states.append(None)
         if step.queries is not None:
             query = dense.queries(step.queries)
             rows, slope = _arriving(dense, come, step.queries)
-            gradient, totals[-1] = _grad_query(dense, state, query, rows, slope, keys)
-            if leave.decay is not None:
-                dots = (query * gradient).double().sum(-1)
-                if step.keys is not None:
-                    into = leave.decay[:, :, step.keys]
-                    into += dots.view(*into.shape[:2], dense.group, -1).sum(2)
-                elif num_keys > 0:  # rows before the first key read no faded state
-                    flow += dots.sum(-1)
+            gradient, old, totals[-1] = _grad_query(dense, state, query, rows, slope, keys)
+            if leave.decay is not None and step.keys is not None:
+                dots = (query * old).double().sum(-1)
+                _add_decay(leave, step.keys, linear_decay.from_state(dots, dense.group))
             _write_query(dense, leave.query, step.queries, query, gradient)
         if keys is not None:
+            if leave.decay is not None:
+                states[-1] = State(state.kv.clone(), state.key_sum.clone())
             state.add(keys)
-    return state, flow, totals
+    return totals, states
+
+
+def _add_decay(leave: Leaving, keys: slice, shares: Tensor) -> None:
+    """Add shares [batch · state_heads, keys] to the gradient of decay."""
+    assert leave.decay is not None
+    into = leave.decay[:, :, keys]
+    into += shares.view(into.shape)
 
 
 def _arriving(dense: Dense, come: Arriving, rows: slice) -> tuple[_RowGradients, Tensor | None]:
@@ -148,8 +146,8 @@ def _grad_query(
     rows: _RowGradients,
     slope: Tensor | None,
     keys: Keys | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of scaled query features, and −δ."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradient of scaled query features, the state's share in it, and −δ."""
     gradient = rows.weighted @ state.kv.mT
     products = None if keys is None else rows.weighted @ keys.value.mT
     until = None if keys is None or keys.fade is None else keys.fade.until_row()
@@ -165,17 +163,17 @@ def _grad_query(
         sums = state.key_sum.unsqueeze(1)
         gradient.addcmul_(rows.total, sums if until is None else sums * until)
     if keys is None or products is None:
-        return gradient, rows.total
+        return gradient, gradient, rows.total
     key, value, fade = keys
     found = gradient.baddbmm(_grad_scores(dense, products, rows.total, fade), key)
     if bool(found.sum().isfinite()):
-        return found, rows.total
+        return found, gradient, rows.total
     spoilt = spoilt_rows(key, value)
     key, value = (tensor.masked_fill(spoilt.unsqueeze(-1), 0) for tensor in (key, value))
     products = rows.weighted @ value.mT
     found = gradient + _grad_scores(dense, products, rows.total, fade) @ key
     sees = (spoilt.cumsum(-1) > 0).repeat(1, dense.group)
-    return found.masked_fill(sees.unsqueeze(-1), torch.nan), rows.total
+    return found.masked_fill(sees.unsqueeze(-1), torch.nan), gradient, rows.total
 
 
 def _grad_scores(dense: Dense, products: Tensor, total: Tensor | None, fade: Fade | None) -> Tensor:
@@ -199,10 +197,10 @@ def _backwards(
     come: Arriving,
     leave: Leaving,
     later: State,
-    totals: list[Tensor | None],
+    kept: tuple[list[Tensor | None], list[State | None]],
 ) -> None:
     """Gradients of keys and values; `later` becomes the gradient of the initial state."""
-    for step, total in zip(reversed(steps), reversed(totals), strict=True):
+    for step, total, state in zip(*map(reversed, (steps, *kept)), strict=True):
         query = rows = None
         if step.queries is not None:
             query = dense.queries(step.queries)
@@ -216,8 +214,12 @@ def _backwards(
             if fade is not None:
                 grad_key.mul_(fade.from_key())
                 grad_value.mul_(fade.from_key())
+            if state is not None:
+                _add_decay(leave, step.keys, linear_decay.beyond(state, keys, later, grad_key))
             if query is not None and rows is not None:
-                _add_beside(dense, query, rows, keys, (grad_key, grad_value))
+                pairs = _add_beside(dense, query, rows, keys, (grad_key, grad_value))
+                if state is not None:
+                    _add_decay(leave, step.keys, linear_decay.within(pairs, dense.group))
             _write_keys(dense, leave, step.keys, key, grad_key, grad_value)
         if fade is not None:
             later.fade(fade)
@@ -234,35 +236,39 @@ def _add_beside(
     rows: _RowGradients,
     keys: Keys,
     gradients: tuple[Tensor, Tensor],
-) -> None:
-    """Add, in place, what the rows of the same chunk give to keys and values."""
+) -> Tensor:
+    """Add, in place, what the rows of the same chunk give to keys and values.
+
+    Returns:
+        The share of each pair in the result, for the gradient of decay; any number where hidden.
+    """
     key, value, fade = keys
 
-    def shares(query: Tensor, rows: _RowGradients) -> tuple[Tensor, Tensor]:
-        scores = lower_(query @ key.mT, fade, dense.group)
+    def shares(query: Tensor, rows: _RowGradients) -> tuple[Tensor, Tensor, Tensor]:
+        products = query @ key.mT
         weights = _grad_scores(dense, rows.weighted @ value.mT, rows.total, fade)
-        return weights.mT @ query, scores.mT @ rows.weighted
+        pairs = products if fade is None else products * weights
+        scores = lower_(products, fade, dense.group)
+        return weights.mT @ query, scores.mT @ rows.weighted, pairs
 
-    of_key, of_value = shares(query, rows)
+    of_key, of_value, pairs = shares(query, rows)
     if not bool((of_key.sum() + of_value.sum()).isfinite()):
         parts = [query, rows.weighted] + ([] if rows.total is None else [rows.total])
         spoilt = spoilt_rows(*parts)
         clean = [part.masked_fill(spoilt.unsqueeze(-1), 0) for part in parts]
         total = None if rows.total is None else clean[2]
-        of_key, of_value = shares(clean[0], _RowGradients(clean[1], total))
+        of_key, of_value, _ = shares(clean[0], _RowGradients(clean[1], total))
         beside = spoilt.unflatten(1, (dense.group, -1)).any(1)
         seen = (beside.flip(-1).cumsum(-1).flip(-1) > 0).unsqueeze(-1)  # by such a row
         of_key, of_value = (share.masked_fill(seen, torch.nan) for share in (of_key, of_value))
     for gradient, share in zip(gradients, (of_key, of_value), strict=True):
         gradient += share
+    return pairs
 
 
 def _write_keys(
     dense: Dense, leave: Leaving, rows: slice, key: Tensor, grad_key: Tensor, grad_value: Tensor
 ) -> None:
-    if leave.decay is not None:
-        into = leave.decay[:, :, rows]
-        into -= (key * grad_key).double().sum(-1).view(into.shape)
     gradients = (through_map(dense.variant.feature_map, grad_key, key), grad_value)
     hidden = dense.hidden(rows)
     for into, gradient in zip((leave.key, leave.value), gradients, strict=True):

@@ -19,6 +19,7 @@ from saccade.autocast import computed_without
 from saccade.cpu import forward as forwards
 from saccade.cpu import plan, short, walk
 from saccade.cpu.pages import Pages, Scratch
+from saccade.cpu.parts import check_ends, clear_padding
 from saccade.cpu.plan import Run, Sizes
 from saccade.cpu.tile import Place
 from saccade.cpu.walk import Dense
@@ -33,6 +34,10 @@ def forward(
     offsets = inputs.cu_seqlens_q
     output, lse = empty_rows(inputs.query, inputs.value_pages.shape[3], offsets is not None)
     ends = None if offsets is None else offsets.tolist()
+    if ends is not None:
+        check_ends("cu_seqlens_q", ends, inputs.query.shape[0])
+        clear_padding(offsets, output)
+        clear_padding(offsets, lse, dim=1, number=-torch.inf)
     dtype, scratch = _product_dtype(inputs), Scratch()
     done = set() if batch_invariant else _together(inputs, variant, ends, output, lse)
     for sequence, kv_len in enumerate(inputs.kv_lens.tolist()):

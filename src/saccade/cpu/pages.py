@@ -73,8 +73,14 @@ class Pages(NamedTuple):
         scratch: Scratch,
     ) -> Pages:
         """The pages of one sequence."""
-        size = inputs.page_size
+        size, most = inputs.page_size, inputs.key_pages.shape[0]
+        if not 0 <= kv_len <= inputs.page_table.shape[1] * size:  # as nobody could look before
+            takes = f"0 to {inputs.page_table.shape[1] * size}"
+            raise ValueError(f"kv_lens: got {kv_len}, takes {takes}")
         numbers = inputs.page_table[sequence, : -(-kv_len // size)].tolist()
+        if numbers and not 0 <= min(numbers) <= max(numbers) < most:
+            got = min(numbers) if min(numbers) < 0 else max(numbers)
+            raise ValueError(f"page_table: got page {got}, takes 0 to {most - 1}")
         joined = all(_rows_follow(pages) for pages in (inputs.key_pages, inputs.value_pages))
         ends = [
             index * size

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from saccade.arguments import OFFSETS
 
 
 @runtime_checkable
@@ -14,6 +18,11 @@ class Sequences(Protocol):
     @property
     def query(self) -> Tensor:
         """[batch, heads, rows, dim], or [tokens, heads, dim]."""
+        ...
+
+    @property
+    def key(self) -> Tensor:
+        """As query, with rows and heads of its own."""
         ...
 
     @property
@@ -57,6 +66,24 @@ class Part(NamedTuple):
         return rows.unflatten(0, (self.batch, rows.shape[0] // self.batch)).transpose(1, 2)
 
 
+def check_ends(name: str, ends: Sequence[int], num_tokens: int) -> None:
+    """Refuse offsets that nobody could look at before: they lead out of the tensors."""
+    ascend = all(first <= second for first, second in itertools.pairwise([0, *ends, num_tokens]))
+    if not ascend or ends[0] != 0:
+        raise ValueError(f"{name}: got {ends} for {num_tokens} tokens, takes {OFFSETS}")
+
+
+def clear_padding(
+    offsets: Tensor | None, *rows: Tensor | None, dim: int = 0, number: float = 0.0
+) -> None:
+    """Write a number to what is behind the last offset, along a dimension, in what is there."""
+    if offsets is not None:
+        end = int(offsets[-1])
+        for tensor in rows:
+            if tensor is not None and tensor.dim() > dim:
+                tensor.narrow(dim, end, tensor.shape[dim] - end).fill_(number)
+
+
 def parts_of(inputs: Sequences) -> list[Part]:
     """The dense problems that make up a call, in order."""
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
@@ -66,6 +93,8 @@ def parts_of(inputs: Sequences) -> list[Part]:
         (query_ends[b + 1] - query_ends[b], kv_ends[b + 1] - kv_ends[b])
         for b in range(len(query_ends) - 1)
     ]
+    check_ends("cu_seqlens_q", query_ends, inputs.query.shape[0])
+    check_ends("cu_seqlens_k", kv_ends, inputs.key.shape[0])
     parts = []
     first = 0
     for b in range(1, len(lengths) + 1):

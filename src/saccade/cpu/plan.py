@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from saccade.language import index_range
 from saccade.modifiers import intervals
 from saccade.modifiers.expression import Captured, Coordinates
-from saccade.language import index_range
 from saccade.problem import Variant
 
 QUERY_TILE = 256

@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saccade.cpu import edges, flash
+from saccade.language import index_range
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Coordinates
-from saccade.language import index_range
 from saccade.problem import PagedInputs, Variant
 
 # Numbers of one sequence's keys and values up to which copying them costs less than calls do.
@@ -77,9 +77,7 @@ def attend(
         kv_row=index_range(0, group.kv_len, 3),
         shift=(lens - 1).view(-1, 1, 1, 1),
     )
-    seen = visible(variant.mask, variant.mask_captured, at) & (
-        at.kv_row < lens.view(-1, 1, 1, 1)
-    )
+    seen = visible(variant.mask, variant.mask_captured, at) & (at.kv_row < lens.view(-1, 1, 1, 1))
     if seen.shape[1] > 1:
         return None
     pages = -(-group.kv_len // inputs.page_size)

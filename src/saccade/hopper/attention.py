@@ -16,7 +16,7 @@ from saccade.hopper.descriptors import Box, aligned, descriptor
 from saccade.hopper.forward import attention_forward
 from saccade.hopper.gradients import backward as backward
 from saccade.hopper.problems import kernel_problem
-from saccade.kernels import tiles
+from saccade.kernels import packing, tiles
 from saccade.kernels.launch import Launch, Pointer
 from saccade.portable import attention as portable
 from saccade.portable.arguments import brings_three, rules, signature, tensors_of
@@ -29,7 +29,7 @@ class Forward:
     """The forward pass of one kind of call, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant):
-        self.kind = kind = Kind.of(inputs, tiles.packed_program)
+        self.kind = kind = Kind.of(inputs, packing.packed_program)
         self.device = inputs.query.device
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         problem = kernel_problem(inputs, variant)
@@ -102,7 +102,7 @@ class Forward:
                 schedule.with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
                 None if inputs.sinks is None else pointer(inputs.sinks),
                 schedule.Schedule(
-                    tiles.packed_origin if self.kind.packed else tiles.dense_origin,
+                    packing.packed_origin if self.kind.packed else tiles.dense_origin,
                     pointer(numbers) if self.counted else None,
                     *self.order,
                     pointer(numbers),

@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.careful import note_spoilt
-from saccade.hopper.finishing import as_matrix
+from saccade.hopper.finishing import as_matrix, pad_rows
 from saccade.hopper.forward import as_operand, mma_layout, ticket_of
 from saccade.hopper.pipeline import (
     here,
@@ -44,6 +44,7 @@ from saccade.hopper.shares import (
     give_turn,
     given_turn,
     may_hide,
+    may_wait,
     multiply_grad_scores,
     query_tile_of,
 )
@@ -81,7 +82,8 @@ def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out 
             )),
             (produce, (
                 query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
-                rules, schedule, scratch, rings, HEADS_PER_KV_HEAD, False,
+                grad_key, grad_value, rules, schedule, scratch, rings,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, False,
             )),
         ],
         [4, 1],
@@ -90,19 +92,26 @@ def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out 
 
 
 @gluon.jit
-def produce(
+def produce(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
     query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
-    rules, schedule, scratch, rings, HEADS_PER_KV_HEAD: gl.constexpr, APART: gl.constexpr,
+    grad_key, grad_value, rules, schedule, scratch, rings,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    APART: gl.constexpr,
 ):  # fmt: skip
     """Load what consumers will need, as soon as there is room for it.
 
     APART: who releases queries does not release gradients of outputs with them. Then gradients
     leave through the memory of keys and values, so all else comes before these.
+
+    In the end it writes gradients of rows that belong to no sequence.
     """
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
     QUERY_TILE: gl.constexpr = query_desc.block_type.shape[2]
     tile_turn, ticket_turn, turn = 0, 0, 0
     number = gl.program_id(0)
+    sound = number >= 0
+    if scratch.turns is not None:
+        sound = may_wait(query, key)
     while number < num_tiles(schedule):
         if scratch.turns is None:
             program = program_of_keys(schedule, number)
@@ -111,7 +120,7 @@ def produce(
         batch, kv_head, tile, slot = key.find(program, key.data, KV_TILE)
         kv_start = tile * KV_TILE
         query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
-        if kv_start < kv_len:  # packed sequences have slots without rows
+        if (kv_start < kv_len) & sound:  # packed sequences have slots without rows
             kv_batch, kv_row = schedule.origin(batch, key.data)
             query_batch, query_row = schedule.origin(batch, query.data)
             keys_at = [kv_batch, kv_head, kv_row + kv_start, 0]
@@ -159,6 +168,8 @@ def produce(
     none = ticket_turn * 0
     nothing = (none, none, none, none, none, none)
     rings.tickets.put(ticket_turn, write_ticket((none, none, none), none, none, nothing))
+    pad_rows(grad_key, 0.0, HEAD_DIM)
+    pad_rows(grad_value, 0.0, VALUE_DIM)
 
 
 @gluon.jit

@@ -73,7 +73,8 @@ def attention_backward_keys(  # breaks kernel-arguments: TMA takes no descriptor
             )),
             (produce, (
                 query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
-                rules, schedule, scratch, rings, HEADS_PER_KV_HEAD, True,
+                grad_key, grad_value, rules, schedule, scratch, rings,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, True,
             )),
         ],
         [4, 1],

@@ -64,7 +64,7 @@ def attention_backward_queries(
                 query_desc, key_desc, value_desc, grad_output_desc, query, key, rules, schedule,
                 rings, HEADS_PER_KV_HEAD,
             )),
-            (announce, (query, key, rules, schedule, rings, 0)),
+            (announce, (query, key, grad_query, None, rules, schedule, rings, HEAD_DIM, 0)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.kernels.tiles import ADDED, any_spoilt, num_rows, row_pointers, store_numbers
+from saccade.kernels.packing import first_slot
+from saccade.kernels.tiles import (
+    ADDED,
+    any_spoilt,
+    num_rows,
+    pad_rows,
+    row_pointers,
+    store_numbers,
+)
 from saccade.kernels.visibility import first_and_end
 from saccade.portable.row_statistics import in_base_2, statistics_of
 
@@ -39,9 +47,9 @@ def dense_slot(batch, head, data, TILE: tl.constexpr):
 
 @triton.jit
 def packed_slot(batch, head, data, TILE: tl.constexpr):
-    """The same in a packed sequence; see `tiles.packed_program`."""
+    """The same in a packed sequence; see `packing.packed_program`."""
     slots = (data[3] - ADDED) // TILE + (data[1] - ADDED)
-    return head * slots + tl.load(data[0] + batch) // TILE + batch
+    return head * slots + first_slot(data, batch, TILE)
 
 
 @triton.jit
@@ -118,6 +126,7 @@ def attention_backward_end(
     batch, head, tile, _ = grad_query.find(from_the_end(), grad_query.data, QUERY_TILE)
     slot = scratch.slot(batch, head, grad_query.data, QUERY_TILE) + tile
     query_len = num_rows(grad_query, batch)
+    pad_rows(grad_query, 0.0, HEAD_DIM, HEAD_WIDTH)
     for part in tl.static_range(PARTS):
         numbers = tl.arange(0, PART_ROWS * WIDTH)
         place = (slot.to(tl.int64) * PARTS + part) * (PART_ROWS * WIDTH)

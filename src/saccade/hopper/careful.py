@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from saccade.hopper.pipeline import mma_v2
 from saccade.hopper.weighing import ROWS, change, exponent_factor, hide, places_of, settle
-from saccade.kernels.pages import slot_pointers
+from saccade.kernels.pages import inside, slot_pointers
 from saccade.kernels.softmax import softmax_step
 from saccade.kernels.tiles import ADDED, row_pointers, store_numbers, wide
 from saccade.kernels.visibility import CAREFUL_ROWS, careful_parts, careful_start
@@ -132,5 +132,6 @@ def kv_pointers(view, batch, head, rows, channels, length, PAGE_SIZE: gl.constex
     else:
         table = view.data[0] + wide(batch) * (view.data[1] - ADDED)
         page = gl.load(table + rows // PAGE_SIZE, mask=rows < length, other=0)
+        page = inside(page, view.data)
         pointers = slot_pointers(view, head, (page, 0, rows % PAGE_SIZE), channels)
     return pointers

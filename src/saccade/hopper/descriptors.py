@@ -56,7 +56,7 @@ class Box(NamedTuple):
 
 def descriptor(pointer: Pointer, tensor: Tensor, box: Box) -> Any:
     """A descriptor as a kernel argument."""
-    return Described(pointer(tensor), *box)
+    return Described(pointer(tensor), *box, tensor.dtype)
 
 
 def width_of(dim: int) -> int:

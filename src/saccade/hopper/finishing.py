@@ -58,6 +58,24 @@ def store_part(output_desc, place, channel, part, memory):
 
 
 @gluon.jit
+def pad_rows(view, number, DIM: gl.constexpr):
+    """As `tiles.pad_rows`, by one warp that has few registers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    rows = gl.arange(0, 4, gl.SliceLayout(1, LAYOUT))[:, None]
+    channels = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
+    view.pad(view, number, rows, channels, DIM)
+
+
+@gluon.jit
+def pad_numbers(view, number):
+    """The same of one number a row."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 1], [1, 0])
+    rows = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))[:, None]
+    channels = gl.arange(0, 1, gl.SliceLayout(0, LAYOUT))[None, :]
+    view.pad(view, number, rows, channels, 1)
+
+
+@gluon.jit
 def as_matrix(memory):
     """Shared memory of one tile without its batch and head: [rows, channels]."""
     return memory.reshape([memory.shape[-2], memory.shape[-1]])

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.hopper.careful import attend_with_care, note_spoilt
-from saccade.hopper.finishing import as_matrix, finish
+from saccade.hopper.finishing import as_matrix, finish, pad_numbers, pad_rows
 from saccade.hopper.pipeline import (
     flag_at,
     follow,
@@ -86,7 +86,9 @@ def attention_forward(
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
                     HEADS_PER_KV_HEAD, TRIM,
                 )),
-                (announce, (query, key, rules, schedule, rings, 0)),
+                (announce, (
+                    query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, 0,
+                )),
             ],
             [4, 1, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -111,7 +113,9 @@ def attention_forward(
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
                     HEADS_PER_KV_HEAD, TRIM,
                 )),
-                (announce, (query, key, rules, schedule, rings, 0)),
+                (announce, (
+                    query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, 0,
+                )),
             ],
             [4, 4, 1, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -119,12 +123,16 @@ def attention_forward(
 
 
 @gluon.jit
-def announce(query, key, rules, schedule, rings, FEWEST: gl.constexpr):
+def announce(
+    query, key, output, logsumexp, rules, schedule, rings,
+    VALUE_DIM: gl.constexpr, FEWEST: gl.constexpr,
+):  # fmt: skip
     """Say which tile of query rows comes next, and which tiles of keys it visits.
 
     This takes as long as some tiles do, so a warp of its own does it, while others work on the tile
     before. It asks for a number no sooner: another program may be done by then. Sequences of FEWEST
-    query rows or fewer are passed over.
+    query rows or fewer are passed over. In the end it writes the results (the second of which may
+    be None) of rows that belong to no sequence.
     """
     QUERY_TILE: gl.constexpr = len(rings.queries) * ROWS
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
@@ -151,6 +159,9 @@ def announce(query, key, rules, schedule, rings, FEWEST: gl.constexpr):
     none = number * 0
     nothing = (none, none, none, none, none, none)
     rings.tickets.put(turn, write_ticket((none, none, none), none, none, nothing))
+    pad_rows(output, 0.0, VALUE_DIM)
+    if logsumexp is not None:
+        pad_numbers(logsumexp, float("-inf"))
 
 
 @gluon.jit

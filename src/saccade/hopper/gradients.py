@@ -26,7 +26,7 @@ from saccade.hopper.backward_rows import Scratch, attention_backward_begin, atte
 from saccade.hopper.descriptors import Box, aligned, descriptor, width_of
 from saccade.hopper.problems import backward_problem
 from saccade.hopper.query_gradients import Queries
-from saccade.kernels import tiles
+from saccade.kernels import packing, tiles
 from saccade.kernels.launch import Launch, Pointer, next_width
 from saccade.kernels.places import ALIGNMENT
 from saccade.kernels.softmax import LOG2_E
@@ -110,7 +110,7 @@ class Backward:
         self.copies = not strides_fit_tma(grad_output)  # gradients of a sum have no strides
         if self.copies:
             grad_output = torch.empty(grad_output.shape, dtype=grad_output.dtype, device="meta")
-        self.kind = kind = Kind.of(inputs, tiles.packed_program)
+        self.kind = kind = Kind.of(inputs, packing.packed_program)
         self.alone = brings_three(inputs, variant)
         self.careful = variant.mask != "" or kind.packed
         self.rest = inputs.sinks is not None or wants_tables
@@ -320,7 +320,7 @@ class Call(NamedTuple):
             self._of_keys(pointer, memory.of_value),
             schedule.with_own_walk(rules(inputs, self.variant, pointer, plan)),
             schedule.Schedule(
-                tiles.packed_origin if packed else tiles.dense_origin,
+                packing.packed_origin if packed else tiles.dense_origin,
                 pointer(counters[0]) if counters else None,
                 *prepared.order,
             ),

@@ -15,7 +15,7 @@ from saccade.hopper import configs, counter, schedule
 from saccade.hopper.configs import PagedProblem
 from saccade.hopper.descriptors import SMALLEST_WIDTH, Box, descriptor, width_of
 from saccade.hopper.paged_forward import attention_pages_forward
-from saccade.kernels import tiles
+from saccade.kernels import packing, tiles
 from saccade.kernels.compose import mask_functions
 from saccade.kernels.launch import Launch, Pointer
 from saccade.kernels.places import ALIGNMENT
@@ -89,7 +89,7 @@ class ChunkLaunch:
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             moved = (*loaded, output)
             changes = mask_argument(variant, pointer), score_argument(variant, pointer)
-            origin = tiles.packed_origin if self.kind.queries.packed else tiles.dense_origin
+            origin = packing.packed_origin if self.kind.queries.packed else tiles.dense_origin
             return (
                 *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
                 self.kind.rows(pointer, inputs),

@@ -56,7 +56,9 @@ def attention_pages_forward(
                 query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
                 HEADS_PER_KV_HEAD, PAGE_SIZE,
             )),
-            (announce, (query, key, rules, schedule, rings, FEWEST)),
+            (announce, (
+                query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, FEWEST,
+            )),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -10,7 +10,7 @@ from saccade.hopper import configs, schedule
 from saccade.hopper.backward_memory import Memory
 from saccade.hopper.backward_queries import attention_backward_queries
 from saccade.hopper.descriptors import Box, descriptor, width_of
-from saccade.kernels import tiles
+from saccade.kernels import packing, tiles
 from saccade.kernels.launch import Launch, Pointer
 from saccade.portable.arguments import rules
 from saccade.portable.kind import Kind
@@ -80,7 +80,7 @@ class Queries:
                 kind.numbers(pointer, row_dot, inputs),
                 schedule.with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
                 schedule.Schedule(
-                    tiles.packed_origin if kind.packed else tiles.dense_origin,
+                    packing.packed_origin if kind.packed else tiles.dense_origin,
                     pointer(counters[0]) if counters else None,
                     *self.order,
                     None if memory.flag is None else pointer(memory.flag),

@@ -28,7 +28,7 @@ TICKET_SIZE = gl.constexpr(16)
 class Schedule(NamedTuple):
     """How many tiles there are, and in which order they are taken; numbers are made by `as_odd`."""
 
-    origin: Any  # dense_origin or packed_origin (tiles.py): coordinates of a sequence's first row
+    origin: Any  # dense_origin or packed_origin: coordinates of a sequence's first row
     counter: Any  # int32 in memory, 0 between calls; None: every program knows its tiles ahead
     total: int  # tiles of query rows, of all heads and sequences
     slots: int  # of one head (and sequence)

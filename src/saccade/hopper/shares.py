@@ -42,6 +42,7 @@ from saccade.hopper.pipeline import (
 )
 from saccade.hopper.schedule import is_edge, tile_of
 from saccade.hopper.weighing import ROWS
+from saccade.kernels.packing import ascend
 from saccade.kernels.visibility import first_and_end, is_outside_of_clean
 
 NEVER = gl.constexpr(1 << 30)  # a tile of keys behind all others
@@ -127,6 +128,17 @@ def may_hide(scratch, walk, index, tile):
     else:
         edge = is_outside_of_clean(walk, tile)
     return edge
+
+
+@gluon.jit
+def may_wait(query, key):
+    """Whether programs may wait for each other: turns are handed on among the tiles of a sequence,
+    and packed sequences share none of theirs if their offsets ascend. Asked by one warp."""
+    sound = gl.program_id(0) >= 0
+    if len(query.data) > 2:  # packed
+        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        sound = ascend(query.data, lanes) & ascend(key.data, lanes)
+    return sound
 
 
 @gluon.jit

@@ -3,11 +3,18 @@
 After `register()`, `model.set_attention_backend("saccade")` and `with
 attention_backend("saccade"):` take these calls. diffusers calls its list of backends experimental
 and closes it, so `register` looks whether the parts that it needs are there.
+
+Backends reach what asks `dispatch_attention_fn`: Flux, Qwen-Image, Wan, HunyuanVideo, LTX and other
+transformers of recent years. UNets, Stable Diffusion 3, PixArt, CogVideoX and most autoencoders
+call PyTorch's SDPA themselves, and diffusers says nothing; for those a warning names what was not
+reached, and `saccade.integrations.sdpa.enable()` serves them.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +27,8 @@ DISPATCH = "diffusers.models.attention_dispatch"
 
 def register() -> None:
     """Add the backend "saccade" to diffusers. Calling it twice changes nothing.
+
+    `model.set_attention_backend("saccade")` then warns of attention that backends do not reach.
 
     Raises:
         ImportError: if diffusers is not installed, or keeps its backends in another way than
@@ -42,6 +51,7 @@ def register() -> None:
             f"diffusers: got {version}, whose backends are kept in another way; takes 0.42"
         )
     registry.register(_member(names))(attention)
+    _warn_when_set()
 
 
 def attention(
@@ -91,3 +101,37 @@ def _member(names: Any) -> Any:
     names._member_names_.append(member._name_)
     names._member_map_[member._name_] = names._value2member_map_[NAME] = member
     return member
+
+
+@functools.cache
+def _warn_when_set() -> None:
+    """Let diffusers' models say what of them "saccade" does not reach."""
+    models: Any = importlib.import_module("diffusers.models.modeling_utils").ModelMixin
+    set_before = models.set_attention_backend
+
+    @functools.wraps(set_before)
+    def set_attention_backend(self: Any, backend: str) -> None:
+        set_before(self, backend)
+        if backend.lower() == NAME and (problem := not_reached(self)):
+            warnings.warn(problem, stacklevel=2)
+
+    models.set_attention_backend = set_attention_backend
+
+
+def not_reached(model: Any) -> str | None:
+    """Which attention of a diffusers model its backends do not reach, in a sentence; else None."""
+    holders = [getattr(module, "processor", None) or module for module in model.modules()]
+    reached = sum(hasattr(holder, "_attention_backend") for holder in holders)
+    others = [
+        type(holder).__name__
+        for holder, module in zip(holders, model.modules(), strict=True)
+        if holder is not module and not hasattr(holder, "_attention_backend")
+    ]
+    if reached and not others:
+        return None
+    missed = f", and not {len(others)} through {', '.join(sorted(set(others)))}" if others else ""
+    return (
+        f"set_attention_backend: got 'saccade' for {type(model).__name__}, of which diffusers' "
+        f"backends reach {reached} attention modules{missed}; "
+        "saccade.integrations.sdpa.enable() serves what calls PyTorch's SDPA itself"
+    )

@@ -2,7 +2,7 @@
 
 Between the two Triton (3.6 to 3.9) does little: it looks whether a kernel wants scratch memory,
 puts arguments in order, and encodes a map for each tensor that is moved by TMA, in every call anew.
-That takes longer than all else in a launch. Where these versions differ stays in this file.
+That takes longer than all else in a launch. The forms that this relies on stand in `inside.py`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ class Described(NamedTuple):
     strides: tuple[int, ...]
     sides: tuple[int, ...]  # of what moves at once
     layout: Any  # of that in shared memory
+    dtype: torch.dtype
 
     def opened(self) -> Any:
         """As Triton's front door takes it."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        return TensorDescriptor(self.base, *map(list, self[1:4]), self.layout)  # type: ignore[arg-type]
+        sizes: Any = map(list, (self.shape, self.strides, self.sides))
+        return TensorDescriptor(self.base, *sizes, self.layout)
 
     def maker(self) -> Callable[[int], Any]:
         """What makes the same for an address that is known to fit, without checking it again."""
-        checked = self._replace(base=torch.empty(0, dtype=torch.bfloat16)).opened()
+        # From 3.7 on Triton compares the width of the tensor's numbers with the layout's.
+        checked = self._replace(base=torch.empty(0, dtype=self.dtype)).opened()
         kind, known = type(checked), vars(checked)
 
         def make(address: int) -> Any:

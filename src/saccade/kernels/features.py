@@ -156,3 +156,13 @@ def in_units(features, DTYPE: tl.constexpr, FACTORED: tl.constexpr):
         unit = tl.where((largest > 0) & (largest < float("inf")), largest, 1.0)
         features = features / unit
     return features.to(DTYPE), unit
+
+
+@triton.jit
+def where_also(mask, condition):
+    """Where a mask holds, if a condition of the whole program holds, too.
+
+    Compiled, the comparison is nothing. By Triton 3.9's interpreter a scalar condition makes
+    integers of a mask, which it then refuses to load and store by.
+    """
+    return (mask & condition) != 0

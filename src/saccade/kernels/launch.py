@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from saccade.kernels import inside
 from saccade.kernels.driver import Described, call_of
 from saccade.kernels.places import ALIGNMENT, Places, Start
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1)."""
+
+FUSED = {"enable_fp_fusion": True}
+"""Multiplies and additions are fused, said of every kernel: Triton's default is to change."""
 
 Pointer = Callable[[Tensor], Any]
 Arguments = Callable[[Pointer], tuple[Any, ...]]
@@ -34,11 +38,12 @@ class Launch:
     """One kernel for one kind of call on one device.
 
     Alignment is part of what Triton compiles for, so addresses that are no multiple of 16 bytes
-    take the front door; so does everything under the interpreter.
+    take the front door; so does everything under the interpreter, and by a Triton whose inside is
+    not the known one.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], options: Mapping[str, int]):
-        self.kernel, self.constants, self.options = kernel, dict(constants), dict(options)
+        self.kernel, self.constants, self.options = kernel, dict(constants), {**FUSED, **options}
         self.compiled: Any = None
         self.start: Start | None = None
 
@@ -58,7 +63,7 @@ class Launch:
         elif torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 self(programs, device, tensors, arguments)
-        elif any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
+        elif inside.unknown() or any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
             self._through_the_front_door(programs, arguments)
         else:
             start = self._prepare(tensors, arguments)

@@ -15,15 +15,34 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from saccade.kernels.tiles import ADDED, packed_program_by_heads, wide
+from saccade.kernels.packing import offset, packed_program_by_heads
+from saccade.kernels.tiles import ADDED, wide
 
-# A View's data for pages: table, how far apart its sequences are, lengths.
+# A View's data for pages: table, how far apart its sequences are, lengths; how many rows the pages
+# that it names for a sequence hold, and how many pages there are, both `as_limit`.
+
+
+def as_limit(number: int) -> int:
+    """A number that may change from call to call as a kernel takes it: Triton compiles anew for 1
+    and for multiples of 16, and this is neither."""
+    return 2 * min(number, LARGEST_LIMIT) + 1 + ADDED.value
+
+
+LARGEST_LIMIT = 2**30 - 2**20  # twice as much has 32 bits
 
 
 @triton.jit
 def paged(batch, strides, STEP: tl.constexpr, data):
-    """No first row's place, as rows lie apart; and how many rows there are."""
-    return wide(0), tl.maximum(tl.load(data[2] + batch), 0)
+    """No first row's place, as rows lie apart; and how many rows there are: no more than the table
+    names pages for, whatever stands there."""
+    return wide(0), tl.minimum(tl.maximum(tl.load(data[2] + batch), 0), (data[3] - ADDED) >> 1)
+
+
+@triton.jit
+def inside(page, data):
+    """A page of the pool, whatever the table says: 0 or above is one comparison, unsigned."""
+    last = ((data[4] - ADDED) >> 1) - 1
+    return tl.minimum(page.to(tl.uint32), last.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
@@ -43,8 +62,8 @@ def find_page(
     else:
         entries, exists = table + (start + rows) // PAGE_SIZE, start + rows < length
     if WHOLE:
-        return tl.load(entries)
-    return tl.load(entries, mask=exists, other=0)
+        return inside(tl.load(entries), view.data)
+    return inside(tl.load(entries, mask=exists, other=0), view.data)
 
 
 @triton.jit
@@ -92,7 +111,7 @@ def pages_ahead(view, batch, start, length, ROWS: tl.constexpr):
     for each of its rows. They are plain loads, a tile ahead of the keys that they lead to: Triton's
     pipeline would copy them through shared memory, and wait there for keys asked for before.
     """
-    PAGE_SIZE: tl.constexpr = plain(view.data[3])
+    PAGE_SIZE: tl.constexpr = plain(view.data[5])
     TILE: tl.constexpr = plain(ROWS)
     if PAGE_SIZE % TILE == 0 or TILE % PAGE_SIZE != 0 or TILE > FEW_PAGES * PAGE_SIZE:
         pages = (find_page(view, batch, start, length, TILE, PAGE_SIZE, False),)
@@ -101,14 +120,15 @@ def pages_ahead(view, batch, start, length, ROWS: tl.constexpr):
         pages = ()
         for number in tl.static_range(TILE // PAGE_SIZE):
             exists = start + number * PAGE_SIZE < length
-            pages = pages + (tl.load(entries + number, mask=exists, other=0),)  # noqa: RUF005
+            page = inside(tl.load(entries + number, mask=exists, other=0), view.data)
+            pages = pages + (page,)  # noqa: RUF005
     return pages
 
 
 @triton.jit
 def in_pages(view, pages, batch, head, start, channels, ROWS: tl.constexpr, SPARING: tl.constexpr):
     """Addresses of ROWS rows from `start`, a multiple of ROWS, on × channels."""
-    PAGE_SIZE: tl.constexpr = plain(view.data[3])
+    PAGE_SIZE: tl.constexpr = plain(view.data[5])
     TILE: tl.constexpr = plain(ROWS)
     page = pages[0]
     for number in tl.static_range(1, len(pages)):
@@ -124,7 +144,7 @@ def in_pages(view, pages, batch, head, start, channels, ROWS: tl.constexpr, SPAR
 def chunk_program(program, data, TILE: tl.constexpr):
     """`packed_program_by_heads`, where sequences of data[4] query rows or fewer have no rows."""
     batch, head, tile, slot = packed_program_by_heads(program, data, TILE)
-    length = tl.load(data[0] + batch + 1) - tl.load(data[0] + batch)
+    length = offset(data, batch + 1) - offset(data, batch)
     return batch, head, tl.where(length > data[4] - ADDED, tile, tl.cdiv(length, TILE)), slot
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl  # noqa: F401  the interpreter runs functions only where it is in sight
 
 
 class Score(NamedTuple):

@@ -33,6 +33,11 @@ def side_by_side(
     return tile_pointers(view, batch, head, start, channels, ROWS, SPARING)
 
 
+@triton.jit
+def no_padding(view, number, rows, channels, DIM: tl.constexpr):
+    """Behind the rows of dense sequences there is nothing to fill; see `packing.fill_padding`."""
+
+
 class View(NamedTuple):
     """A tensor as a kernel argument: rows of channels, by batch entry (or sequence) and head."""
 
@@ -44,6 +49,7 @@ class View(NamedTuple):
     data: tuple[Any, ...]  # what the functions need
     ahead: Any = nothing_ahead  # or pages_ahead (pages.py): what is read a tile ahead of its rows
     rows: Any = side_by_side  # or in_pages: where they are then
+    pad: Any = no_padding  # or fill_padding (packing.py): what becomes of rows of no sequence
 
 
 @triton.jit
@@ -82,68 +88,6 @@ def dense_program(program, data, TILE: tl.constexpr):
 def dense_origin(batch, data):
     """The coordinates of the first row for TMA: batch entry and row."""
     return batch, batch * 0
-
-
-# ---- packed: sequences back to back. data: offsets, sequences, heads, tokens ------------------
-
-
-@triton.jit
-def packed(batch, strides, STEP: tl.constexpr, data):
-    """The first row's place (in elements), and how many rows there are."""
-    first = tl.load(data[0] + batch)
-    return wide(first) * STEP, tl.load(data[0] + batch + 1) - first
-
-
-@triton.jit
-def packed_origin(batch, data):
-    """As `dense_origin`; all sequences together are one batch entry."""
-    return batch * 0, tl.load(data[0] + batch)
-
-
-WAYS = tl.constexpr(8)  # parts that a search tells apart in a step: their loads wait together
-
-
-@triton.jit
-def packed_program(program, data, TILE: tl.constexpr):
-    """Sequence, head, tile and slot. Sequence b owns the slots from offsets[b] // TILE + b on.
-
-    That is at least one slot for each of its tiles, and no length need be known on the host. A
-    slot past the end of its sequence gets a tile past its end, hence no rows.
-    """
-    sequences = data[1] - ADDED
-    slots = (data[3] - ADDED) // TILE + sequences
-    slot = slots - 1 - program % slots
-    low, size = slot * 0, slot * 0 + sequences  # the sequence lies in low … low + size - 1
-    while size > 1:
-        size = tl.cdiv(size, WAYS)
-        begun = slot * 0  # parts beside the first that begin at this slot or before it
-        for way in tl.static_range(1, WAYS):
-            place = tl.minimum(low + way * size, sequences)  # whose slots would begin past the end
-            begun += (tl.load(data[0] + place) // TILE + place <= slot).to(tl.int32)
-        low += begun * size
-    return low, program // slots, slot - (tl.load(data[0] + low) // TILE + low), slot
-
-
-LANES = tl.constexpr(32)  # parts that a search tells apart in a step: one for a thread of a warp
-
-
-@triton.jit
-def packed_program_by_heads(program, data, TILE: tl.constexpr):
-    """As `packed_program`, with all heads of a slot one after the other: as rows of several heads
-    lie side by side in memory, programs that run together read all of it.
-
-    Not for Gluon, whose ranges have layouts.
-    """
-    sequences, heads = data[1] - ADDED, data[2] - ADDED
-    slots = (data[3] - ADDED) // TILE + sequences
-    slot = slots - 1 - program // heads
-    low, size = slot * 0, slot * 0 + sequences
-    while size > 1:
-        size = tl.cdiv(size, LANES)
-        places = tl.minimum(low + tl.arange(0, LANES) * size, sequences)
-        begun = (tl.load(data[0] + places) // TILE + places <= slot).to(tl.int32)
-        low += (tl.sum(begun, 0) - 1) * size  # the first part has always begun
-    return low, program % heads, slot - (tl.load(data[0] + low) // TILE + low), slot
 
 
 # ---- verbs ------------------------------------------------------------------------------------
@@ -247,6 +191,20 @@ def store_tile(view, batch, head, start, length, tile, DIM: tl.constexpr):
     if tile.shape[1] != DIM:
         exists = exists & (channels < DIM)
     tl.store(pointers, tile.to(view.ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def pad_rows(view, number, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Write a number to all rows of DIM channels that belong to no sequence; each program some."""
+    rows, channels = tl.arange(0, 16)[:, None], tl.arange(0, WIDTH)[None, :]
+    view.pad(view, number, rows, channels, DIM)
+
+
+@triton.jit
+def pad_results(output, logsumexp, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """The same of an output and its lse: what rows have that see nothing."""
+    pad_rows(output, 0.0, DIM, WIDTH)
+    pad_rows(logsumexp, float("-inf"), 1, 1)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from typing import Any
 
@@ -127,7 +128,8 @@ def check_decay(inputs: LinearInputs) -> None:
         raise TypeError(f"decay: got {decay.dtype}, takes {takes}")
     if decay.device != inputs.query.device:
         raise ValueError(f"decay: got {decay.device}, takes query's {inputs.query.device}")
-    if tuple(decay.shape) not in ((heads,), tuple(rows)):
+    wanted = (heads,) if decay.dim() == 1 else rows  # a trace cannot compare tuples of sizes
+    if decay.dim() != len(wanted) or any(map(operator.ne, decay.shape, wanted)):
         raise ValueError(f"decay: got shape {tuple(decay.shape)}, takes {takes}")
     if not values_readable(decay):
         return
@@ -135,6 +137,9 @@ def check_decay(inputs: LinearInputs) -> None:
     if inputs.key_lengths is not None and seen.dim() == 3:
         row = torch.arange(inputs.key.shape[2], device=seen.device)
         seen = seen.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
+    if inputs.cu_seqlens_k is not None and seen.dim() == 2:
+        row = torch.arange(seen.shape[0], device=seen.device)
+        seen = seen.masked_fill((row >= inputs.cu_seqlens_k[-1]).unsqueeze(-1), 0)  # padding
     wrong = ~((seen <= 0) & (seen > -torch.inf))
     if bool(wrong.any()):
         raise ValueError(f"decay: got {float(seen[wrong][0])}, takes finite logarithms up to 0")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.doors import enter, mapped, nobody_listens, wants_gradients
+from saccade.doors import enter, mapped
 from saccade.linear.operators import (
     NUM_INPUTS,
     gradients_of,
@@ -18,6 +18,7 @@ from saccade.linear.operators import (
     save_for_backward,
 )
 from saccade.linear.problem import LinearInputs, LinearResults
+from saccade.listeners import nobody_listens, wants_gradients
 from saccade.operators import not_implemented
 
 

@@ -30,6 +30,7 @@ class LinearExplanation:
         bytes: bytes that a forward pass moves at least.
         yields: for each implementation, why without a name those after it go first (None: they do
             not).
+        remark: what else there is to say of the implementation that was chosen, or None.
     """
 
     problem: LinearProblem
@@ -39,6 +40,7 @@ class LinearExplanation:
     flops: int
     bytes: int
     yields: Mapping[str, str | None] | None = None
+    remark: str | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -52,7 +54,7 @@ class LinearExplanation:
             f"initial state {'yes' if p.state else 'no'}",
             f"  {costs(self.flops, self.bytes)}",
         ]
-        lines += answers(self.reasons, self.chosen, self.config, yields=self.yields)
+        lines += answers(self.reasons, self.chosen, self.config, self.remark, self.yields)
         return "\n".join(lines)
 
 
@@ -99,4 +101,5 @@ def explain_linear(
         chosen = None
     yields = {name: entry.yields(problem) for name, entry in dispatch.LINEAR_BY_NAME.items()}
     costs = problem.flops, problem.bytes
-    return LinearExplanation(problem, chosen, reasons, prepared.config, *costs, yields)
+    remark = chosen and dispatch.LINEAR_BY_NAME[chosen].remark(problem)
+    return LinearExplanation(problem, chosen, reasons, prepared.config, *costs, yields, remark)

@@ -18,7 +18,7 @@ from saccade.checks import check_align
 from saccade.feature_maps import ScaledMap
 from saccade.linear import arguments
 from saccade.linear.problem import LinearInputs, LinearProblem, LinearState, LinearVariant
-from saccade.linear.scaling import Scaling, scale_features
+from saccade.linear.scaling import Scaling, padding_of, scale_features
 from saccade.prepare import strides_fit_tma
 from saccade.problem import Config
 from saccade.reference.linear import features
@@ -106,6 +106,12 @@ def _mapped(
         row = torch.arange(inputs.key.shape[2], device=inputs.key.device)
         hidden = row >= inputs.key_lengths.view(-1, 1, 1)
         inputs = inputs._replace(key=inputs.key.masked_fill(hidden.unsqueeze(-1), 0))
+    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:  # nor padding
+        of_query = padding_of(inputs.query.shape[0], inputs.cu_seqlens_q).view(-1, 1, 1)
+        of_key = padding_of(inputs.key.shape[0], inputs.cu_seqlens_k).view(-1, 1, 1)
+        inputs = inputs._replace(
+            query=inputs.query.masked_fill(of_query, 0), key=inputs.key.masked_fill(of_key, 0)
+        )
     scaling = None
     if isinstance(maps[0], ScaledMap):
         inputs, scaling = scale_features(inputs, maps, state, running=running)

@@ -50,7 +50,9 @@ class Scaling(NamedTuple):
         if offsets is None:
             state = self.state.unsqueeze(-1)
         else:
-            state = self.state[sequence_of(inputs.query.shape[0], offsets)]
+            tokens = inputs.query.shape[0]
+            state = self.state[sequence_of(tokens, offsets)]
+            state = state.masked_fill(padding_of(tokens, offsets).unsqueeze(-1), 0)
         query = self.query.repeat_interleave(heads // max(self.query.shape[1], 1), 1)
         state = state.repeat_interleave(heads // max(state.shape[1], 1), 1)
         return (output * (query + state).unsqueeze(-1).exp()).to(self.dtype)
@@ -103,10 +105,21 @@ def scale_features(
     return inputs, Scaling(of_query, units.last.repeat_interleave(group, 1), initial, given)
 
 
+def ends_of(offsets: Tensor, num_tokens: int) -> Tensor:
+    """Offsets as indices: within the tokens, whatever they hold."""
+    return offsets.long().clamp(0, num_tokens)
+
+
 def sequence_of(num_tokens: int, offsets: Tensor) -> Tensor:
-    """For each packed token, the sequence that it belongs to."""
+    """For each packed token, the sequence that it belongs to; of padding, the last one."""
     token = torch.arange(num_tokens, device=offsets.device)
-    return torch.searchsorted(offsets[1:].long(), token, right=True)
+    found = torch.searchsorted(offsets[1:].long(), token, right=True)
+    return found.clamp(max=max(offsets.shape[0] - 2, 0))
+
+
+def padding_of(num_tokens: int, offsets: Tensor) -> Tensor:
+    """Which packed tokens belong to no sequence, as they are behind the last offset."""
+    return torch.arange(num_tokens, device=offsets.device) >= offsets[-1]
 
 
 def _scaled(name: str, one: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,6 +153,9 @@ def _countable(inputs: LinearInputs, of_key: Tensor) -> Tensor:
     """The log-factors of keys that can be seen and are finite; -inf for others."""
     of_key = of_key.detach()
     of_key = of_key.masked_fill(~of_key.isfinite(), -torch.inf)
+    if inputs.cu_seqlens_k is not None:
+        hidden = padding_of(of_key.shape[0], inputs.cu_seqlens_k)
+        return of_key.masked_fill(hidden.unsqueeze(-1), -torch.inf)
     if inputs.key_lengths is None:
         return of_key
     row = torch.arange(of_key.shape[-1], device=of_key.device)
@@ -164,7 +180,7 @@ def _running(inputs: LinearInputs, of_key: Tensor, start: Tensor) -> _Units:
         return _Units(so_far[..., 1:], so_far[..., :-1], so_far[..., -1])
     if of_key.shape[0] == 0:
         return _Units(of_key, of_key, start)
-    offsets = inputs.cu_seqlens_k.long()
+    offsets = ends_of(inputs.cu_seqlens_k, of_key.shape[0])
     place = sequence_of(of_key.shape[0], offsets)
     # One maximum over all tokens, in which each sequence stands above those before it.
     absent = of_key == -torch.inf

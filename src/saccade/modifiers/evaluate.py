@@ -45,9 +45,11 @@ def evaluate(
     at: Coordinates,
     score: Tensor | None = None,
     wanted: Container[int] | None = None,
+    visible: Tensor | None = None,
 ) -> list[Tensor]:
     """What each step gives, as tensors that broadcast to the pairs of `at`.
 
+    visible: pairs through which autograd carries gradients; through others none, not even NaN.
     wanted: the steps that are asked for, with all that they are made of; None: all.
 
     Raises:
@@ -63,7 +65,7 @@ def evaluate(
         operands = [values[of] for of in step.operands]
         if step.op == "score":
             assert score is not None, "a mask has no score"
-            values.append(score)
+            values.append(_through(visible, score))
         elif step.op in VARIABLES:
             values.append(torch.as_tensor(getattr(at, step.op), device=device))
         elif step.op in ("number", "literal"):
@@ -71,10 +73,16 @@ def evaluate(
             values.append(torch.tensor(value, dtype=dtype_of(step.kind, real), device=device))
         elif step.op in READS:
             entries = read(step, captured.value(step.slot), operands)
-            values.append(entries.to(dtype_of(step.kind, real)))
+            entries = entries.to(dtype_of(step.kind, real))
+            values.append(_through(visible, entries) if step.kind == REAL else entries)
         else:
             values.append(apply(step, operands, real))
     return values
+
+
+def _through(visible: Tensor | None, numbers: Tensor) -> Tensor:
+    """Numbers whose gradients are selected, not multiplied, where pairs are hidden."""
+    return numbers if visible is None else torch.where(visible, numbers, numbers.detach())
 
 
 def apply(step: Step, operands: Sequence[Tensor], real: torch.dtype) -> Tensor:
@@ -133,9 +141,15 @@ def visible(key: str, captured: Captured, at: Coordinates) -> Tensor:
     return seen.view((1,) * (4 - seen.dim()) + tuple(seen.shape))
 
 
-def change(key: str, captured: Captured, score: Tensor, at: Coordinates) -> Tensor:
-    """The changed scores of a tile, in the dtype and shape of the scores."""
+def change(
+    key: str,
+    captured: Captured,
+    score: Tensor,
+    at: Coordinates,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """The changed scores of a tile, in the dtype and shape of the scores; `visible` as above."""
     if not key:
         return score
-    changed = evaluate(parse(key), captured, at, score)[-1]
+    changed = evaluate(parse(key), captured, at, score, visible=visible)[-1]
     return changed.expand(torch.broadcast_shapes(changed.shape, score.shape))

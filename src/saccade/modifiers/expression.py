@@ -100,6 +100,14 @@ class Captured(NamedTuple):
     ints: Sequence[int] = ()
     floats: Sequence[float] = ()
 
+    def joined(self, other: Captured) -> Captured:
+        """This, then the other, kind by kind."""
+        return Captured(
+            (*self.tensors, *other.tensors),
+            (*self.ints, *other.ints),
+            (*self.floats, *other.floats),
+        )
+
     def value(self, slot: tuple[str, int]) -> Any:
         """What was captured in a slot, such as ("t", 0)."""
         kind, position = slot
@@ -177,7 +185,7 @@ class Builder:
             detail = step.detail
             if step.op == "number" or step.op in READS:
                 kind, position = step.slot
-                name, colon, rest = detail.partition(":")
+                _, colon, rest = detail.partition(":")
                 detail = f"{kind}{position + counts['tif'.index(kind)]}{colon}{rest}"
             if step.op == "score" and score is not None:
                 added.append(score)
@@ -294,11 +302,11 @@ class Combination(NamedTuple):
 
     def captured(self, first: Captured, second: Captured) -> Captured:
         """What the combination captured."""
+        both = first.joined(second)
         return Captured(
-            *(
-                tuple((*a, *b)[place] for place in places)
-                for a, b, places in zip(first, second, self[1:], strict=True)
-            )
+            tuple(both.tensors[place] for place in self.tensors),
+            tuple(both.ints[place] for place in self.ints),
+            tuple(both.floats[place] for place in self.floats),
         )
 
 

@@ -73,9 +73,7 @@ def form_of(
         TypeError: if the function reads tensors that it is not given.
     """
     places = [_placeholder(kind) for kind in kinds]
-    expression, found = trace(
-        function, align, places, score=score, known=False, built_in=built_in
-    )
+    expression, found = trace(function, align, places, score=score, known=False, built_in=built_in)
     tensors = [_index(places, tensor) for tensor in found.tensors]
     if -1 in tensors:
         raise TypeError(

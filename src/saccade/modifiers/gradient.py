@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.modifiers.derivative import derivatives
 from saccade.language import slices_of
+from saccade.modifiers.derivative import derivatives
 from saccade.modifiers.evaluate import evaluate, inside
 from saccade.modifiers.expression import Captured, Coordinates, needed
 

@@ -240,15 +240,17 @@ class IntervalRules(ABC):
         """
         if found.known:  # it is the number that every pair has
             return found
-        limit = float("inf") if kind == REAL else LARGEST_SUMMAND if op != "*" else LARGEST_FACTOR
-        limit = float(limit) if op == "whole" else limit
-        safe = self.op("~", self.op("==", spans[1].low, self.literal(0.0))) if op == "/" else None
-        for end in {id(end): end for span in spans for end in span[:2]}.values():
+        if kind == REAL:  # NaN inside of an interval leaves no end of it finite
+            limit, least, most, ends = float("inf"), float("nan"), float("nan"), found[:2]
+        else:
+            limit = LARGEST_FACTOR if op == "*" else LARGEST_SUMMAND
+            limit = float(limit) if op == "whole" else limit
+            least, most, ends = -(2**63), 2**63 - 1, [end for span in spans for end in span[:2]]
+        safe = None
+        for end in {id(end): end for end in ends}.values():
             below = self.op("<", end, self.literal(limit))
             here = self.op("&", below, self.op("<", self.literal(-limit), end))
             safe = here if safe is None else self.op("&", safe, here)
-        nan = float("nan")
-        least, most = (nan, nan) if kind == REAL else (-(2**63), 2**63 - 1)
         return Span(
             self.op("where", safe, found.low, self.literal(least)),
             self.op("where", safe, found.high, self.literal(most)),

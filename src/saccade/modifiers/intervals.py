@@ -47,7 +47,7 @@ class _Rules(IntervalRules):
 
     def op(self, name: str, *values: Any) -> Tensor:
         if name in ("real", "widened"):
-            return values[0].to(torch.float32) if name == "real" else values[0]
+            return values[0].to(torch.float32 if name == "real" else torch.int64)
         found = OPERATIONS[name](*values)
         return found.to(torch.int64) if name == "whole" else found
 
@@ -55,7 +55,9 @@ class _Rules(IntervalRules):
         return torch.tensor(value)
 
     def leaf(self, step: Step) -> Span:
-        value = getattr(self.at, step.op) if step.op in VARIABLES else self.captured.value(step.slot)
+        value = (
+            getattr(self.at, step.op) if step.op in VARIABLES else self.captured.value(step.slot)
+        )
         if isinstance(value, Span):
             return value
         value = torch.as_tensor(value)
@@ -99,9 +101,7 @@ def _fold_all(table: Tensor, dim: int, largest: bool) -> Tensor:
     return table.amax(dim, keepdim=True) if largest else table.amin(dim, keepdim=True)
 
 
-def _fold(
-    table: Tensor, dim: int, index: Span, largest: bool, nearest: bool
-) -> tuple[Tensor, Any]:
+def _fold(table: Tensor, dim: int, index: Span, largest: bool, nearest: bool) -> tuple[Tensor, Any]:
     """Fold one dimension to one entry an interval; to a single one where intervals vary along
     several dimensions, or count from the end (a cautious answer)."""
     low, high = torch.broadcast_tensors(index.low, index.high)

@@ -34,8 +34,10 @@ class Modifier:
             return False
         return all(
             one is another
-            or (one.device == another.device and one.dtype == another.dtype)
-            and torch.equal(one, another)
+            or (
+                (one.device == another.device and one.dtype == another.dtype)
+                and torch.equal(one, another)
+            )
             for one, another in zip(mine.tensors, others.tensors, strict=True)
         )
 

@@ -12,6 +12,7 @@ windows have the keys of `saccade.masks.causal` and `saccade.masks.window`, wher
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -76,6 +77,9 @@ class RowBuilder(Builder):
             return self.add(op, left, right)
         names, number = terms
         number -= op == "<"  # the comparison says that the sum is at least 0
+        least, most = self._ends(names, number)
+        if least >= 0 or most < 0:
+            return self.literal(least >= 0)
         query, key, shift = (names.pop(name, 0) for name in ("query_row", "kv_row", "shift"))
         if names or {query, key} != {1, -1} or shift not in (0, query):
             return self.add(op, left, right)
@@ -105,6 +109,21 @@ class RowBuilder(Builder):
                 return None
         return {name: factor for name, factor in names.items() if factor}, number
 
+    def _ends(self, names: dict[str, int], number: int) -> tuple[float, float]:
+        """The least and the most that a sum can be."""
+        last: dict[str, float] = dict.fromkeys(("query_row", "kv_row"), math.inf)
+        shift = (-math.inf, math.inf)
+        if self.lengths is not None:
+            query_len, kv_len, _ = self.lengths
+            last = {"query_row": query_len - 1, "kv_row": kv_len - 1}
+            shift = (kv_len - query_len,) * 2
+        least = most = number
+        for name, factor in names.items():
+            ends = shift if name == "shift" else (0, max(last[name], 0))
+            least += min(factor * end for end in ends)
+            most += max(factor * end for end in ends)
+        return least, most
+
     def _reach(self, reach: Reach) -> int:
         """The step of a comparison of rows."""
         upper, shifted, number = reach
@@ -112,12 +131,6 @@ class RowBuilder(Builder):
             query_len, kv_len, before = self.lengths
             shift = kv_len - query_len
             number += (shift if upper else -shift) * shifted
-            # The comparison says that query_row + number - kv_row, or kv_row - query_row + number,
-            # is at least 0.
-            least = number - (kv_len - 1 if upper else query_len - 1)
-            most = number + (query_len - 1 if upper else kv_len - 1)
-            if least >= 0 or most < 0:
-                return self.literal(least >= 0)
             shifted = before == shift
             number -= (shift if upper else -shift) * shifted
             reach = Reach(upper, shifted, number)

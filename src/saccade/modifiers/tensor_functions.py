@@ -130,7 +130,8 @@ def _extreme(trace: Trace, op: str, name: str, operands: Sequence[Any]) -> Symbo
 
 def _filled(trace: Trace, of: Any, value: Any, dtype: torch.dtype | None) -> Symbol:
     """A number that a function makes beside a row."""
-    dtype = of.dtype if dtype is None else dtype
+    dtype = dtype or of.dtype
+    assert dtype is not None
     if dtype == torch.bool:
         return trace.symbol(trace.literal(bool(value)))
     return trace.symbol(trace.constant(float(value) if dtype.is_floating_point else value))

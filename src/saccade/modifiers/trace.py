@@ -301,8 +301,9 @@ def trace(
     found = Trace(lengths, labels)
     rows = [found.symbol(found.add(name)) for name in ROWS]
     if align == "bottom_right":
-        rows[2] = rows[2] + found.symbol(found.add("shift"))
-    rows = [*rows[:2], *(r + o if o else r for r, o in zip(rows[2:], offsets, strict=True))]
+        rows[2] = found.apply("+", rows[2], found.symbol(found.add("shift")))
+    for row, offset in zip((2, 3), offsets, strict=True):
+        rows[row] = found.apply("+", rows[row], offset) if offset else rows[row]
     arguments = [*([found.symbol(found.add("score"))] if score else []), *rows]
     arguments += [value if known else found.placeholder(value) for value in captured]
     _check_parameters(function, arguments, what)

@@ -259,7 +259,7 @@ class _TileWriter(IntervalRules):
             code = f"{name}imum({', '.join(values)})"
         elif name in ("//", "%"):
             code = f"floor_{'divide' if name == '//' else 'modulo'}({', '.join(values)})"
-        elif name in ("where", *FUNCTIONS):
+        elif name in ("where", "widened", *FUNCTIONS):
             code = f"{name}({', '.join(values)})"
         elif name in ("abs", "real", "whole"):
             code = f"{'absolute' if name == 'abs' else f'to_{name}'}({values[0]})"

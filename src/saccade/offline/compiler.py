@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 
-from saccade.kernels.launch import Launch, opened
+from saccade.kernels.launch import FUSED, Launch, opened
 from saccade.offline.pool import Usage
 
 DEVICE = 0  # the number that a pretended GPU goes by
@@ -64,7 +64,8 @@ def given(started: Launch, arguments: tuple[Any, ...]) -> str:
     """
     kernel = started.kernel
     bind = kernel.device_caches[DEVICE][-1]
-    _, types, options = bind(*opened(arguments), **started.constants, **started.options)
+    chosen = {name: it for name, it in started.options.items() if FUSED.get(name) is not it}
+    _, types, options = bind(*opened(arguments), **started.constants, **chosen)
     return f"{kernel.cache_key} {jit.compute_cache_key({}, types, options)}"
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import dropout
-from saccade.kernels import scores, tiles, visibility
+from saccade.kernels import packing, scores, tiles, visibility
 from saccade.kernels.compose import mask_functions, score_functions
 from saccade.kernels.dropout import Dropout
 from saccade.kernels.launch import Pointer
@@ -82,7 +82,7 @@ class Geometry(NamedTuple):
 
 def view(
     pointer: Pointer, tensor: Tensor | None, strides: tuple[int, int, int], extent: Extent,
-    offsets: Tensor | None, find: Any = tiles.packed_program,
+    offsets: Tensor | None, find: Any = packing.packed_program,
 ) -> View:  # fmt: skip
     """A View of a tensor (None: of rows without memory); strides are batch, head and row.
 
@@ -96,7 +96,7 @@ def view(
         return View(address, steps, step, tiles.dense, tiles.dense_program, data)
     numbers = extent.batch + added, extent.heads + added, extent.length + added
     data = (pointer(offsets), *numbers)
-    return View(address, steps, step, tiles.packed, find, data)
+    return View(address, steps, step, packing.packed, find, data, pad=packing.fill_padding)
 
 
 def row_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
@@ -112,7 +112,7 @@ def number_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
 
 
 def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, ...]:
-    """What an expression captured, in the order of its slots; a tensor as (address, sizes, strides)."""
+    """What an expression captured, slot by slot; a tensor as (address, sizes, strides)."""
     data: list[Any] = []
     for slot in slots(key):
         value = captured.value(slot)
@@ -164,7 +164,11 @@ def dropout_argument(inputs: Inputs, variant: Variant, pointer: Pointer) -> Drop
 
 
 def rules(
-    inputs: Inputs, variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = (), by: int | None = None
+    inputs: Inputs,
+    variant: Variant,
+    pointer: Pointer,
+    plan: tuple[Any, ...] = (),
+    by: int | None = None,
 ) -> Rules:
     """What a kernel does to pairs; `by` as in `score_argument`."""
     return Rules(

@@ -21,6 +21,7 @@ from saccade.kernels.tiles import (
     load_rows,
     load_tile,
     num_rows,
+    pad_rows,
     spoilt_rows,
     store_tile,
     without,
@@ -99,6 +100,9 @@ def differentiate_keys(
     if CAREFUL:
         added_len = tl.where(verdict == AGAIN_WITH_QUERIES, query_len, 0)
     kv_rows = kv_start + tl.arange(0, KV_TILE)
+    if not CAREFUL:
+        pad_rows(grad_key, 0.0, HEAD_DIM, HEAD_WIDTH)
+        pad_rows(grad_value, 0.0, VALUE_DIM, VALUE_WIDTH)
     key_tile = load_rows(forward.key, batch, kv_head, kv_rows, kv_len, HEAD_DIM, HEAD_WIDTH, False)
     value_tile = load_rows(
         forward.value, batch, kv_head, kv_rows, kv_len, VALUE_DIM, VALUE_WIDTH, False

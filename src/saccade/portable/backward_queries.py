@@ -14,6 +14,7 @@ from saccade.kernels.tiles import (
     load_rows,
     load_tile,
     num_rows,
+    pad_rows,
     spoilt_rows,
     store_numbers,
     store_rows,
@@ -44,6 +45,7 @@ def attention_backward_queries(
     query_start = tile * QUERY_TILE
     query_len, kv_len = num_rows(forward.query, batch), num_rows(forward.key, batch)
     query_rows = query_start + tl.arange(0, QUERY_TILE)
+    pad_rows(grad_query, 0.0, HEAD_DIM, HEAD_WIDTH)
     query_tile = load_rows(
         forward.query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
     )

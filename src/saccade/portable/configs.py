@@ -29,6 +29,7 @@ WIDTHS = (32, 64, 128, 256)
 """The columns of the tables: the most channels that each is for."""
 
 WARPS = (1, 2, 4, 8, 16)
+LARGEST_TILE = 2**16
 # Capabilities whose nearest older neighbour in the list has less of what matters: Orin, the 8.7,
 # has the shared memory of the 8.0 and not that of the 8.6.
 EXCEPTIONS = {(8, 7): "sm_80"}
@@ -91,8 +92,9 @@ def check(config: Config) -> None:
     """
     for name in ("query_tile", "kv_tile"):
         tile = getattr(config, name)
-        if tile and (tile < 16 or tile & (tile - 1)):
-            raise ValueError(f"{name}: got {tile}, takes a power of two of at least 16")
+        if tile and (not 16 <= tile <= LARGEST_TILE or tile & (tile - 1)):
+            takes = f"takes a power of two from 16 to {LARGEST_TILE}"
+            raise ValueError(f"{name}: got {tile}, {takes}")
     if config.num_warps and config.num_warps not in WARPS:
         allowed = ", ".join(map(str, WARPS))
         raise ValueError(f"num_warps: got {config.num_warps}, takes one of {allowed}")

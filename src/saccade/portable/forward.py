@@ -19,6 +19,7 @@ from saccade.kernels.tiles import (
     load_rows,
     load_tile,
     num_rows,
+    pad_results,
     spoilt_rows,
     store_numbers,
     store_tile,
@@ -51,6 +52,7 @@ def attention_forward(
     query_start = tile * QUERY_TILE
     query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
     query_rows = query_start + tl.arange(0, QUERY_TILE)
+    pad_results(output, logsumexp, VALUE_DIM, VALUE_WIDTH)
     query_tile = load_rows(
         query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
     )

@@ -27,8 +27,8 @@ from saccade.portable.arguments import (
 )
 from saccade.portable.backward import VERDICTS_AT_ONCE, attention_backward_keys
 from saccade.portable.backward_bias import attention_backward_bias
-from saccade.portable.backward_reads import attention_backward_reads
 from saccade.portable.backward_queries import attention_backward_queries
+from saccade.portable.backward_reads import attention_backward_reads
 from saccade.portable.kind import Kind, memory_like, remembered, with_unit_channels
 from saccade.portable.pairs import Forward
 from saccade.portable.planning import Plan, Planner
@@ -261,7 +261,7 @@ class Call(NamedTuple):
             return None
         packed, lse, row_dot = self.launches.kind.packed, self.results.lse, self.results.row_dot
         of_head = sinks.float().view(-1, 1) if packed else sinks.float().view(1, -1, 1)
-        rows = -(of_head - lse).exp() * row_dot
+        rows = (-(of_head - lse).exp() * row_dot).masked_fill(lse == -torch.inf, 0)
         return rows.sum(1 if packed else (0, 2)).to(sinks.dtype)
 
     def table(self, place: int, known: Sequence[Tensor], config: Config) -> Tensor:

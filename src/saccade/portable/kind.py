@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from saccade.kernels import tiles
+from saccade.kernels import packing
 from saccade.kernels.compose import mask_functions
 from saccade.kernels.launch import Launch, Pointer, current_device, next_width
 from saccade.linear.problem import LinearInputs
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
     find: Any  # of Views of packed rows
 
     @staticmethod
-    def of(inputs: Inputs, find: Any = tiles.packed_program_by_heads) -> Kind:
+    def of(inputs: Inputs, find: Any = packing.packed_program_by_heads) -> Kind:
         """The kind of a call, from its tensors; `find` as in `arguments.view`."""
         geometry = Geometry.of(inputs)
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]

@@ -116,9 +116,7 @@ def gradients_by(passes: Passes, given: Given, ending: State | None) -> LinearGr
             into.copy_(found)
     if dots is None:
         return gradients
-    flow = None
-    if last is not None and ending is not None:
-        flow = (ending[0].double() * last[0]).sum((2, 3)) + (ending[1].double() * last[1]).sum(2)
+    flow = _flow(ending, last) if variant.causal else _flow(first, before)
     return gradients._replace(decay=decay_gradient(inputs, variant, dots.query, dots.key, flow))
 
 
@@ -138,7 +136,7 @@ def step(
     passes = passes_of(inputs, variant, Config())
     pool = kv, key_sum
     if all(sums.dtype == torch.float32 and sums.is_contiguous() for sums in pool):
-        start_step(passes._replace(slots=state_index), output, pool)
+        start_step(passes._replace(slots=state_index, num_states=len(kv)), output, pool)
         return output
     index = slice(None) if state_index is None else state_index
     picked = kv[index].float().contiguous(), key_sum[index].float().contiguous()
@@ -262,13 +260,23 @@ def _wide_like(rows: Tensor, heads: int) -> Tensor:
     return rows.new_empty(shape, dtype=torch.float32)
 
 
+def _flow(gradients: State | None, states: State | None) -> Tensor | None:
+    """⟨R, S⟩ of each state, None where there is none or nothing comes back for it."""
+    if gradients is None or states is None:
+        return None
+    matrix = (gradients[0].double() * states[0]).sum((2, 3))
+    return matrix + (gradients[1].double() * states[1]).sum(2)
+
+
 class _Dots:
-    """Features · their gradients, for each row, tile of channels and head."""
+    """Features · their gradients, for each row that counts, tile of channels and head."""
 
     def __init__(self, passes: Passes):
         kind = passes.kind
         tiles = passes.tiles(kind.head_dim)
-        self.query = self._memory(passes, kind.heads * tiles, kind.query_len)
+        self.query = None
+        if kind.variant.causal:
+            self.query = self._memory(passes, kind.heads * tiles, kind.query_len)
         self.key = self._memory(passes, kind.state_heads * tiles, kind.kv_len)
 
     @staticmethod

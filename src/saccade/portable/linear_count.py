@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.features import load_features
+from saccade.kernels.features import load_features, where_also
 from saccade.kernels.launch import Pointer, next_width
-from saccade.kernels.tiles import row_pointers, tile_pointers, wide
+from saccade.kernels.tiles import pad_rows, row_pointers, tile_pointers, wide
 from saccade.portable.arguments import there_are
 from saccade.portable.linear_configs import counting
 from saccade.portable.linear_given import State
@@ -88,6 +88,7 @@ def linear_count(
     segment, head = program % SEGMENTS, (program // SEGMENTS) % (STATE_HEADS * GROUP)
     batch = program // (SEGMENTS * STATE_HEADS * GROUP)
     bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
+    pad_rows(totals, 0.0, 1, 1)
     inner = tl.arange(0, INNER_WIDTH)
     number = (wide(batch) * STATE_HEADS + head // GROUP) * SEGMENTS + segment
     vector = tl.zeros([INNER_WIDTH], tl.float32)
@@ -111,9 +112,9 @@ def linear_count(
         )
         element: tl.constexpr = key.rows.ptr.dtype.element_ty
         if MAPS:
-            mine, first = exist & (head % QUERY_SHARE == 0), start - bounds[0]
+            mine, first = where_also(exist, head % QUERY_SHARE == 0), start - bounds[0]
             store_rows(mapped_query, batch, head // QUERY_SHARE, first, mine, inner, asked, INNER)
-            mine = keys_exist & (head % KEY_SHARE == 0)
+            mine = where_also(keys_exist, head % KEY_SHARE == 0)
             store_rows(mapped_key, batch, head // KEY_SHARE, start, mine, inner, features, INNER)
         faded = features.to(tl.float32)
         if sequence.faded is not None:
@@ -130,7 +131,7 @@ def linear_count(
         at = row_pointers(totals, batch, head, rows, 0)
         tl.store(at, tl.where(seen, total, 0.0), mask=exist)
     if after is not None:
-        mine = (inner < INNER) & (head % GROUP == 0)
+        mine = where_also(inner < INNER, head % GROUP == 0)
         tl.store(after + number * INNER + inner, vector, mask=mine)
 
 

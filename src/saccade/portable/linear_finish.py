@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.kernels.features import load_number
+from saccade.kernels.features import load_number, where_also
 from saccade.kernels.language import maximum
 from saccade.kernels.tiles import row_pointers, tile_pointers
 
@@ -32,7 +32,8 @@ def store_result(
     if PASS == OUTPUT:
         total = tl.where(seen, total, 0.0)
         if NUMBERS:
-            tl.store(row_pointers(numbers, batch, head, rows, 0), total, mask=exist & (tile == 0))
+            first_tile = where_also(exist, tile == 0)
+            tl.store(row_pointers(numbers, batch, head, rows, 0), total, mask=first_tile)
         if NORMALIZE != "none":
             divisor = divisor_of(total, eps, NORMALIZE)
             factor = 1.0 / divisor

@@ -111,15 +111,17 @@ class LinearKind(NamedTuple):
         self, pointer: Pointer, rows: Tensor | None, offsets: Tensor | None, keys: bool
     ) -> Any:
         """A View of rows beside the keys or the queries (None: of rows without memory)."""
-        length = self.kv_len if keys else self.query_len
-        extent = Extent(self.sequences, length, self.heads, self.packed)
+        length, heads = self.kv_len if keys else self.query_len, self.heads
+        extent = Extent(
+            self.sequences, length, heads if rows is None else rows.shape[1], self.packed
+        )
         strides = NO_STEPS if rows is None else row_strides(rows, self.packed)
         return view(pointer, rows, strides, extent, offsets)
 
     def numbers(self, pointer: Pointer, rows: Tensor, offsets: Tensor | None, keys: bool) -> Any:
         """A View of one number for each row."""
         length = self.kv_len if keys else self.query_len
-        extent = Extent(self.sequences, length, self.heads, self.packed)
+        extent = Extent(self.sequences, length, rows.shape[-2], self.packed)
         return view(pointer, rows, number_strides(rows, self.packed), extent, offsets)
 
     def features(self, rows: Any, scaled: bool) -> Operand:

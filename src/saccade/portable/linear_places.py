@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.kernels.tiles import num_rows, wide
+from saccade.kernels.features import where_also
+from saccade.kernels.packing import offset
+from saccade.kernels.tiles import ADDED, num_rows, wide
 
 
 class Sequence(NamedTuple):
@@ -28,6 +30,7 @@ class Sequence(NamedTuple):
     )
     offsets: Any  # where packed sequences start in `faded`, or None
     slots: Any  # int64 [batch]: where each sequence's state lies; None: in order
+    num_states: Any  # ADDED; None where slots are
 
 
 class Sums(NamedTuple):
@@ -60,7 +63,7 @@ def queries_at(bounds, places, STARTED: tl.constexpr, CAUSAL: tl.constexpr):
     exist = (rows >= 0) & (rows < bounds[1])
     see = exist
     if not STARTED:  # nothing before the first key, unless a state came before it
-        see = see & (bounds[3] > 0)
+        see = where_also(see, bounds[3] > 0)
         if CAUSAL:
             see = see & (places >= 0)
     return rows, exist, see
@@ -77,12 +80,22 @@ def faded_until(sequence, batch, head, places):
     """The sum of decay over all keys up to these places, them included, in float64."""
     inside = tl.minimum(tl.maximum(places + 1, 0), num_rows(sequence.keys, batch))
     if sequence.offsets is not None:
-        inside = inside + tl.load(sequence.offsets + batch)
+        inside = inside + offset(sequence.keys.data, batch)
     base = sequence.faded[0] + (wide(batch) * sequence.faded[1] + wide(head) * sequence.faded[2])
     return tl.load(base + inside)
 
 
 # ---- states in memory --------------------------------------------------------------------------
+
+
+@triton.jit
+def state_of(sequence, batch):
+    """Which state of the memory is a sequence's: one that is there, whatever slots say."""
+    slot = wide(batch)
+    if sequence.slots is not None:
+        slot = tl.load(sequence.slots + batch)
+        slot = tl.minimum(tl.maximum(slot, 0), sequence.num_states - ADDED - 1)
+    return slot
 
 
 @triton.jit
@@ -118,8 +131,8 @@ def keep_sums(
     """Write sums, if they are this program's to write."""
     at, exists, vector_at, vector_exists = sums_at(sums, number, keys, values, KEYS, VALUES)
     element: tl.constexpr = sums.matrix.dtype.element_ty
-    tl.store(at, matrix.to(element), mask=exists & mine)
-    tl.store(vector_at, vector.to(element), mask=vector_exists & mine)
+    tl.store(at, matrix.to(element), mask=where_also(exists, mine))
+    tl.store(vector_at, vector.to(element), mask=where_also(vector_exists, mine))
 
 
 # ---- fading ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from saccade.kernels.launch import Pointer
+from saccade.kernels.tiles import ADDED
 from saccade.linear.problem import LinearInputs
 from saccade.portable.arguments import there_are
 from saccade.portable.linear_given import Given
@@ -21,6 +22,7 @@ class Rows(NamedTuple):
     inputs: LinearInputs
     faded: Tensor | None
     slots: Tensor | None = None
+    num_states: int = 0  # of the memory that slots say the places of
 
     def known(self) -> list[Tensor]:
         """The tensors that every kernel may read."""
@@ -41,6 +43,7 @@ class Rows(NamedTuple):
             faded,
             pointer(inputs.cu_seqlens_k) if in_faded and inputs.cu_seqlens_k is not None else None,
             None if self.slots is None else pointer(self.slots),
+            None if self.slots is None else self.num_states + ADDED.value,
         )
 
     def queries(self, pointer: Pointer) -> Any:

@@ -18,7 +18,7 @@ from saccade.portable.kind import remembered
 from saccade.portable.linear_finish import divisor_of
 from saccade.portable.linear_given import State
 from saccade.portable.linear_passes import Passes
-from saccade.portable.linear_places import faded_until
+from saccade.portable.linear_places import faded_until, state_of
 
 NUMBERS = 8192  # of a state, in registers at a time; by its time on an H200
 
@@ -51,7 +51,7 @@ def start_step(passes: Passes, output: Tensor, pool: State) -> None:
         rows = query, key, passes.values(pointer), passes.query_side(pointer, output)
         return (*rows, passes.sequence(pointer), *map(pointer, pool), kind.variant.eps)
 
-    launch = remembered(kind.launches, ("step", passes.slots is None), make)
+    launch = remembered(kind.launches, ("step", passes.slots is None, passes.num_states), make)
     tensors = (*passes.known(), output, *pool)
     launch(kind.sequences * kind.state_heads, kind.device, tensors, arguments)
 
@@ -66,10 +66,7 @@ def linear_step(
 ):  # fmt: skip
     """One program: the state of one sequence and head, read by GROUP output heads."""
     batch, head = tl.program_id(0) // STATE_HEADS, tl.program_id(0) % STATE_HEADS
-    slot = batch
-    if sequence.slots is not None:
-        slot = tl.load(sequence.slots + batch)
-    number = wide(slot) * STATE_HEADS + head
+    number = wide(state_of(sequence, batch)) * STATE_HEADS + head
     keys = tl.arange(0, HEAD_WIDTH)
     sum_at, key_exists = key_sum + (number * HEAD_DIM + keys), keys < HEAD_DIM
     first_sum = tl.load(sum_at, mask=key_exists, other=0.0)

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from saccade.kernels.features import load_features, load_number, narrow
-from saccade.kernels.tiles import any_spoilt, wide
+from saccade.kernels.tiles import any_spoilt, pad_rows, wide
 from saccade.portable.linear_chunk import add_others, times_sums, total_of
 from saccade.portable.linear_finish import GRAD_QUERY, GRAD_VALUE, OUTPUT, load_own, store_result
 from saccade.portable.linear_places import (
@@ -47,6 +47,7 @@ from saccade.portable.linear_places import (
     keys_at,
     queries_at,
     start_sums,
+    state_of,
 )
 
 
@@ -78,13 +79,13 @@ def linear_sweep(
     batch = program // (TILES * SEGMENTS * HEADS)
     state_head = head if BACKWARDS else head // GROUP
     bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
+    pad_rows(result, 0.0, OUTER, OUTER_TILE)
+    if NUMBERS and PASS == OUTPUT:
+        pad_rows(numbers, 0.0, 1, 1)
     inner, outer = tl.arange(0, INNER_WIDTH), tile * OUTER_TILE + tl.arange(0, OUTER_TILE)
     at = (batch, head, state_head, tile)
 
-    slot = batch
-    if sequence.slots is not None:
-        slot = tl.load(sequence.slots + batch)
-    number = (wide(slot) * STATE_HEADS + state_head) * SEGMENTS + segment
+    number = (wide(state_of(sequence, batch)) * STATE_HEADS + state_head) * SEGMENTS + segment
     keys, values, KEYS, VALUES = inner, outer, INNER, OUTER
     if AUGMENTED:
         keys, values, KEYS, VALUES = outer, inner, OUTER, INNER

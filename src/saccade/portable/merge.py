@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from saccade.kernels.schedule import BEGUN, NOTE_SIZE
+from saccade.kernels.schedule import BEGUN, NOTE_SIZE, PROGRAMS
 from saccade.kernels.softmax import finish_softmax
 from saccade.kernels.tiles import ADDED, store_numbers, store_rows, wide
 from saccade.portable.paged_forward import rows_of_tile
@@ -48,6 +48,7 @@ def merge_partials(
             gdc_wait()
         note, begun = partials.notes + number * NOTE_SIZE, number - 1
         parts, group, index = tl.load(note), tl.load(note + 1), tl.load(note + 2)
+        parts = tl.minimum(parts, schedule.data[PROGRAMS] - ADDED + 1 - number)  # for what is there
     first_place, next_place = begun + (schedule.data[BEGUN] - ADDED), begun + 1
     item = schedule.item(schedule, query, key, group, index, TOKENS, KV_TILE)
     channels = tl.arange(0, VALUE_WIDTH)[None, :]

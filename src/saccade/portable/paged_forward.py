@@ -24,12 +24,13 @@ from saccade.kernels.pages import (
     load_slots,
     slots_of,
 )
-from saccade.kernels.schedule import BEGUN, note_of_program, part_of_walk
+from saccade.kernels.schedule import BEGUN, GROUPS, note_of_program, part_of_walk
 from saccade.kernels.softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
 from saccade.kernels.tiles import (
     ADDED,
     load_rows,
     num_rows,
+    pad_results,
     spoilt_rows,
     store_numbers,
     store_rows,
@@ -70,7 +71,6 @@ def attention_pages(
     """One program: its share of the work, split by split (kernels/schedule.py).
 
     ITEMS: of each group, where they are few, and merging finds them; 0: programs leave notes.
-
     PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX (paged_pairs.py);
     0: they do not. CHAINED: it may start while its plan is made, and waits for that here. The
     merging kernel is to start early too, and waits for this one. AHEAD: pages are looked up a tile
@@ -82,10 +82,12 @@ def attention_pages(
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     program = tl.program_id(0)
     group, index, offset, budget, share, goes_on = schedule.begin(
-        schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS,
-        ITEMS > 0,
+        schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS, ITEMS > 0
     )  # fmt: skip
+    pad_results(output, logsumexp, VALUE_DIM, VALUE_WIDTH)
     units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+    # Of offsets that descend there may be more rows than are counted right; else these are so.
+    index, offset = tl.minimum(index, tl.maximum(items - 1, 0)), tl.minimum(offset, units)
     if ITEMS == 0:
         note_of_program(
             schedule, partials.notes, program, group, index, offset, budget, share, goes_on, units
@@ -159,11 +161,12 @@ def attention_pages(
         offset = offset * 0
         index += 1
         ended = (index >= items) & (budget > 0)
-        while ended:  # groups without items are passed over
-            group += 1
-            index = index * 0
+        while ended:  # groups without items are passed over; none is behind the last
+            group, index = group + 1, index * 0
+            budget = tl.where(group < schedule.data[GROUPS] - ADDED, budget, 0)
+            group = tl.minimum(group, schedule.data[GROUPS] - ADDED - 1)
             units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
-            ended = items == 0
+            ended = (items == 0) & (budget > 0)
 
 
 @triton.jit

@@ -182,7 +182,10 @@ class PagedKind(NamedTuple):
     def pages(self, pointer: Pointer, inputs: PagedInputs) -> tuple[View | None, ...]:
         """Views of the pages of keys and values, and of their scales if there are any."""
         table = inputs.page_table
-        data = (pointer(table), table.stride(0) + ADDED, pointer(inputs.kv_lens))
+        num_pages, _, page_size, _ = inputs.key_pages.shape
+        reached = table.shape[1] * page_size if num_pages else 0
+        limits = pages.as_limit(reached), pages.as_limit(num_pages)
+        data = (pointer(table), table.stride(0) + ADDED, pointer(inputs.kv_lens), *limits)
 
         def of(memory: Tensor | None) -> View | None:
             if memory is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 
+from saccade.language import index_range
 from saccade.modifiers import intervals
 from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.interval_rules import Span
-from saccade.language import index_range
 
 FEW = 1024
 CELLS = 64  # along each side, at most: the answer may be rough

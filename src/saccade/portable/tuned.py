@@ -69,12 +69,14 @@ def read(file: Path) -> dict[str, Table]:
         ValueError: as `load`.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        tables = [_table(table) for table in _tables(json.loads(file.read_text(encoding="utf-8")))]
     except FileNotFoundError:
         return {}
-    try:
-        tables = [_table(table) for table in _tables(json.loads(text))]
-    except ValueError as error:  # of JSON or of what it holds
+    except OSError as error:  # a folder, or a file of somebody else
+        raise ValueError(
+            f"{file}: cannot be read: {error.strerror}. $SACCADE_CONFIGS names another file"
+        ) from None
+    except (ValueError, TypeError, RecursionError) as error:  # of text, of JSON or of what it holds
         raise ValueError(
             f"{file}: {error}. Delete the file, or write it anew with `saccade tune --save`"
         ) from None
@@ -90,6 +92,8 @@ def save(file: Path, found: Table) -> Path | None:
     try:
         tables = read(file)
     except ValueError:
+        if not file.is_file():  # a folder is not ours to put aside
+            raise
         tables, aside = {}, file.with_name(f"{file.name}.broken")
         file.replace(aside)
     before = tables.get(found.architecture)

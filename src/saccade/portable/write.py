@@ -27,10 +27,10 @@ ROWS = 8  # that a program writes
 FLOAT8 = torch.float8_e4m3fn
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def write_pages(
     key, value, key_pages, value_pages, key_scales, value_scales,  # Views, or None
-    cos, sin, slot_mapping, num_rows,
+    cos, sin, slot_mapping, num_rows, num_slots,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
@@ -40,8 +40,8 @@ def write_pages(
     exist = rows < num_rows
     tokens, heads = (rows // HEADS)[:, None], (rows % HEADS)[:, None]
     slots = tl.load(slot_mapping + rows // HEADS, mask=exist, other=-1)[:, None]
-    wanted = slots >= 0  # others are skipped
-    slots = tl.maximum(slots, 0)
+    wanted = (slots >= 0) & (slots < num_slots)  # others are skipped
+    slots = tl.where(wanted, slots, 0)
     place = (slots // PAGE_SIZE, 0, slots % PAGE_SIZE)
     keys = load_tokens(key, tokens, heads, wanted, HEAD_DIM, HEAD_WIDTH)
     if PAIRS > 0:
@@ -147,6 +147,7 @@ def write(
             *(_rows(pointer, each) for each in angles),
             pointer(slots),
             num_rows,
+            key_pages.shape[0] * key_pages.shape[2],
         )
 
     tensors = [tensor for tensor in given if tensor is not None]

@@ -33,6 +33,9 @@ def attention(
     output, lse = attend(dense, variant, at, reachable)
     output = output.to(inputs.query.dtype)
     if inputs.cu_seqlens_q is not None:
+        padding = torch.arange(output.shape[2], device=lse.device) >= inputs.cu_seqlens_q[-1]
+        output = output.masked_fill(padding.unsqueeze(-1), 0)  # so are gradients there
+        lse = lse.masked_fill(padding, -torch.inf)  # a sink joins rows of sequences only
         return output.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return output, lse
 
@@ -61,11 +64,12 @@ def _lay_out_dense(inputs: Inputs) -> tuple[Inputs, Coordinates, Tensor | None]:
 def _lay_out_packed(
     inputs: Inputs, cu_seqlens_q: Int32[Tensor, " offsets"], cu_seqlens_k: Int32[Tensor, " offsets"]
 ) -> tuple[Inputs, Coordinates, Tensor | None]:
-    """One long dense problem whose tokens see only their own sequence."""
+    """One long dense problem whose tokens see only their own sequence, and padding nothing."""
     query, key, value = inputs.query, inputs.key, inputs.value
     sequence_q, row_q = sequence_and_row(query.shape[0], cu_seqlens_q)
     sequence_k, row_k = sequence_and_row(key.shape[0], cu_seqlens_k)
-    shifts = cu_seqlens_k.diff().long() - cu_seqlens_q.diff().long()
+    lengths_q, lengths_k = cu_seqlens_q.diff().long(), cu_seqlens_k.diff().long()
+    shifts = lengths_k - lengths_q
     at = Coordinates(
         batch=sequence_q.view(1, 1, -1, 1),
         head=torch.arange(query.shape[1], device=query.device).view(1, -1, 1, 1),
@@ -74,15 +78,21 @@ def _lay_out_packed(
         shift=shifts[sequence_q].view(1, 1, -1, 1),
     )
     same_sequence = sequence_q.view(1, 1, -1, 1) == sequence_k.view(1, 1, 1, -1)
+    same_sequence = same_sequence & (row_q < lengths_q[sequence_q]).view(1, 1, -1, 1)
+    same_sequence = same_sequence & (row_k < lengths_k[sequence_k]).view(1, 1, 1, -1)
     query, key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in (query, key, value))
     return inputs._replace(query=query, key=key, value=value), at, same_sequence
 
 
 def sequence_and_row(num_tokens: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """For each token, the sequence that it belongs to and its row there."""
+    """For each token, the sequence that it belongs to and its row there.
+
+    Padding counts on where the last sequence ends.
+    """
     cu_seqlens = cu_seqlens.long()
     token = torch.arange(num_tokens, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    sequence = sequence.clamp(max=max(cu_seqlens.shape[0] - 2, 0))
     return sequence, token - cu_seqlens[sequence]
 
 
@@ -128,7 +138,7 @@ def score_pairs(
     if reachable is not None:
         visible = visible & reachable
     raw = query @ key.transpose(-1, -2) * variant.scale  # [batch, query_heads, rows, keys]
-    changed = evaluate.change(variant.score, variant.score_captured, raw, at)
+    changed = evaluate.change(variant.score, variant.score_captured, raw, at, visible)
     poison = torch.zeros_like(raw).masked_fill(spoilt, torch.nan)
     changed = changed + poison  # a sum, so that the gradients of these pairs are NaN as well
     changed = changed.masked_fill(~visible, -torch.inf)

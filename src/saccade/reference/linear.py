@@ -68,23 +68,28 @@ def pairs_of(rows: Rows) -> Pairs:
     key, key_spoilt = _without_spoilt_rows(rows.key)
     value, value_spoilt = _without_spoilt_rows(rows.value)
     spoilt = query_spoilt | (key_spoilt | value_spoilt).transpose(-1, -2)
-    faded = torch.nn.functional.pad(rows.fade.cumsum(-1), (1, 0))  # after 0, 1, … keys
-    at_row = faded[..., rows.seen].unsqueeze(-1)
     visible = torch.arange(key.shape[2], device=key.device) < rows.seen.unsqueeze(-1)
-    gap = (at_row - faded[..., 1:].unsqueeze(-2)).masked_fill(~visible, 0)
+    fade = rows.fade.unsqueeze(-2).masked_fill(~visible, 0)  # of each row, by the keys it sees
+    gap = _sum_after(fade)
     scores = query @ key.transpose(-1, -2) * gap.exp()
     scores = scores + torch.zeros_like(gap).masked_fill(spoilt, torch.nan)
     scores = scores.masked_fill(~visible, 0)
-    old = query * at_row.exp()  # the state before the first key fades as keys come
+    old = (
+        query * fade.sum(-1, keepdim=True).exp()
+    )  # the state before the first key fades as keys come
     old = old + torch.zeros_like(old).masked_fill(query_spoilt, torch.nan)
     total = scores.sum(-1) + (old @ rows.key_sum.unsqueeze(-1)).squeeze(-1)
     return Pairs(scores, visible, old, value, total)
 
 
+def _sum_after(fade: Tensor) -> Tensor:
+    """For each key the sum over those behind it, in whose gradient no sums are subtracted."""
+    return torch.nn.functional.pad(fade, (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
+
+
 def last_state(rows: Rows) -> tuple[Tensor, Tensor]:
     """The two sums after the last key."""
-    after = rows.fade.flip(-1).cumsum(-1).flip(-1)  # from before each key to the end
-    key = rows.key * (after - rows.fade).exp().unsqueeze(-1)
+    key = rows.key * _sum_after(rows.fade).exp().unsqueeze(-1)
     whole = rows.fade.sum(-1, keepdim=True).exp()
     kv = key.transpose(-1, -2) @ rows.value + whole.unsqueeze(-1) * rows.kv
     return kv, key.sum(-2) + whole * rows.key_sum
@@ -164,9 +169,12 @@ def attention(
     else:
         states = tuple(torch.cat(parts) for parts in list(zip(*found, strict=True))[2:])
     output = torch.cat([part.output.squeeze(0).transpose(0, 1) for part in found])
+    padding = inputs.query.shape[0] - output.shape[0]
+    output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, padding))
     if variant.normalize == "none":
         return LinearResults(output, found[0].normaliser, *states)
     normaliser = torch.cat([part.normaliser.squeeze(0) for part in found], 1)
+    normaliser = torch.nn.functional.pad(normaliser, (0, padding))
     return LinearResults(output, normaliser, *states)
 
 

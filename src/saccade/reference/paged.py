@@ -30,8 +30,24 @@ def attention_paged(
     output = output.to(inputs.query.dtype)
     if inputs.cu_seqlens_q is None:
         return output, lse
-    sequence, row = sequence_and_row(inputs.query.shape[0], inputs.cu_seqlens_q)
-    return output[sequence, :, row], lse[sequence, :, row].transpose(0, 1)
+    return unpadded(output, inputs, 0.0), unpadded(lse, inputs, -torch.inf).transpose(0, 1)
+
+
+def unpadded(rows: Tensor, inputs: PagedInputs, of_padding: float) -> Tensor:
+    """[batch, heads, longest, …] of a call with packed queries as [tokens, heads, …]."""
+    sequence, row, inside = _places(inputs)
+    found = rows.new_full((len(inside), rows.shape[1], *rows.shape[3:]), of_padding)
+    found[inside] = rows[sequence, :, row]
+    return found
+
+
+def _places(inputs: PagedInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequence and row of each packed token that belongs to one, and which tokens those are."""
+    assert inputs.cu_seqlens_q is not None
+    tokens = inputs.query.shape[0]
+    sequence, row = sequence_and_row(tokens, inputs.cu_seqlens_q)
+    inside = torch.arange(tokens, device=row.device) < inputs.cu_seqlens_q[-1]
+    return sequence[inside], row[inside], inside
 
 
 def pairs(inputs: PagedInputs, variant: Variant, sums: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,5 +103,6 @@ def _padded_queries(inputs: PagedInputs) -> tuple[Tensor, Tensor]:
     query_lens = offsets.diff().long()
     longest = int(query_lens.max()) if inputs.batch else 0
     padded = query.new_zeros(inputs.batch, longest, *query.shape[1:])
-    padded = padded.index_put(sequence_and_row(query.shape[0], offsets), query)
+    sequence, row, inside = _places(inputs)
+    padded = padded.index_put((sequence, row), query[inside])
     return padded.transpose(1, 2), query_lens

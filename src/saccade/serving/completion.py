@@ -80,10 +80,11 @@ class Completion:
         """Wait until it is done.
 
         Raises:
+            RuntimeError: if nothing can come any more.
             Exception: what made the request fail, if anything did.
         """
         while not self.done:
-            self._step()
+            self._go_on()
         self._raise_error()
         request = self._request
         text = None if request.stream is None else request.stream.text
@@ -111,7 +112,19 @@ class Completion:
     def _wait_beyond(self, tokens: int) -> None:
         """Take steps until there are more new tokens than that."""
         while not self.done and len(self._request.generated) <= tokens:
-            self._step()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Take a step.
+
+        Raises:
+            RuntimeError: if there is none to take and this is not done: waiting would never end.
+        """
+        if not self._step() and not self.done:
+            raise RuntimeError(
+                f"request {self._request.number}: the engine has nothing to do, and this is not "
+                "done; submit it again"
+            )
 
     def _raise_error(self) -> None:
         if self._request.error is not None:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 from typing_extensions import Unpack
 
-from saccade.serving import statistics
+from saccade.serving import trial
 from saccade.serving.completion import Completion, Generated
 from saccade.serving.model import PackedModel
-from saccade.serving.prompts import Prompt, RequestOptions, read_limits, read_prompt
-from saccade.serving.request import Limits, Request, State
+from saccade.serving.prompts import (
+    Prompt,
+    RequestOptions,
+    check_options,
+    list_prompts,
+    read_limits,
+    read_prompt,
+)
+from saccade.serving.request import Limits, Request
 from saccade.serving.room import Room, make_room
-from saccade.serving.sampling import Sampling, check_number, choose
-from saccade.serving.scheduler import Plan, Preemption, Scheduler
-from saccade.serving.statistics import Counts, EngineStatistics
-from saccade.serving.step import Step
+from saccade.serving.sampling import Sampling, check_number
+from saccade.serving.scheduler import Preemption, Scheduler
+from saccade.serving.statistics import EngineStatistics
 from saccade.serving.text import TextStream, Tokenizer
+from saccade.serving.worker import Worker
 
 
 class Engine:
@@ -52,7 +56,9 @@ class Engine:
         implementation: of `saccade.attention_paged`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it got and what it takes.
+        TypeError, ValueError: naming the argument, what it got and what it takes; also for a model
+            that would be served wrongly, by its name or since a few packed passes, which are
+            tried here, give other logits than a plain one.
 
     Source: continuous batching as in Orca (Yu et al. 2022); pages as in PagedAttention (Kwon et
     al. 2023), section 4.
@@ -99,11 +105,10 @@ class Engine:
             self.cache, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences,
             preemption=preemption,
         )  # fmt: skip
-        self._options = {"batch_invariant": batch_invariant, "implementation": implementation}
-        self._counts, self._arrivals = Counts(), itertools.count()
-        # Those that no step has seen yet: submitting waits for no step that is being computed.
-        self._submitted: deque[Request] = deque()
-        self._lock = threading.RLock()
+        options = {"batch_invariant": batch_invariant, "implementation": implementation}
+        trial.check(self._model, page_size, options)
+        self._worker = Worker(self._model, self.cache, self._scheduler, options)
+        self._arrivals = itertools.count()
 
     def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
         """Hand in a prompt; from any thread, without waiting.
@@ -138,6 +143,7 @@ class Engine:
         check_number("n", n, least=1)
         if n > self._max_sequences:
             raise ValueError(f"n: got {n}, takes at most max_sequences, {self._max_sequences}")
+        check_options(options)
         options = options.copy()
         seed = options.pop("seed", 0)
         check_number("seed", seed, least=None)
@@ -151,15 +157,25 @@ class Engine:
             stream = TextStream(self._tokenizer, limits.stop_strings) if self._tokenizer else None
             samples.append(Request(next(self._arrivals), tokens, sampling, limits, stream))
         leader, *leader.followers = samples
-        self._submitted.append(leader)
-        return [Completion(request, self.step, self._cancel) for request in samples]
+        self._worker.submit(leader)
+        return [Completion(request, self.step, self._worker.cancel) for request in samples]
 
     def generate(
-        self, prompts: Iterable[Prompt], **options: Unpack[RequestOptions]
+        self, prompts: Prompt | Iterable[Prompt], **options: Unpack[RequestOptions]
     ) -> list[Generated]:
-        """Continue all prompts; results in their order. Options are those of `submit`, for all."""
-        completions = [self.submit(prompt, **options) for prompt in prompts]
-        return [completion.result() for completion in completions]
+        """Continue all prompts; results in their order. Options are those of `submit`, for all.
+
+        A text, or a list of token numbers, is one prompt. If anything fails, all are cancelled.
+        """
+        completions: list[Completion] = []
+        try:
+            for prompt in list_prompts(prompts):
+                completions.append(self.submit(prompt, **options))
+            return [completion.result() for completion in completions]
+        except BaseException:
+            for completion in completions:
+                completion.cancel()
+            raise
 
     def run(self) -> None:
         """Take steps until nothing is left to do."""
@@ -169,48 +185,21 @@ class Engine:
     def step(self) -> bool:
         """Take one step; False if there was nothing to do.
 
-        An exception inside the model leaves everything as it was before the step.
+        An exception loses no request, in whichever line it comes: with the next call all begin
+        again, from what they have written so far.
         """
-        with self._lock:
-            self._take_in()
-            begin = time.perf_counter()
-            plan = self._scheduler.plan()
-            if plan is None:
-                return False
-            try:
-                drawn = self._compute(plan)
-            except BaseException:
-                self._scheduler.undo(plan)
-                raise
-            self._scheduler.commit(plan)
-            for share in plan.shares:
-                if share.draws:
-                    self._scheduler.fork(share.request)
-            self._counts.steps += 1
-            self._counts.rows += plan.slots[0].shape[0]
-            for request, token in drawn:
-                self._accept(request, token)
-            self._counts.busy += time.perf_counter() - begin
-            return True
+        return self._worker.step()
 
     def statistics(self) -> EngineStatistics:
         """What the engine holds now, and what it has done so far."""
-        with self._lock:
-            return statistics.of_engine(
-                self._counts,
-                waiting=len(self._scheduler.waiting) + len(self._submitted),
-                running=len(self._scheduler.running),
-                preemptions=self._scheduler.preemptions,
-                pages=self.num_pages,
-                cache=self.cache,
-            )
+        return self._worker.statistics()
 
     def _checked(self, prompt: Prompt, options: RequestOptions) -> tuple[list[int], Limits]:
         """The prompt's tokens, and when the request is done; refuses what can never be served."""
         tokens = read_prompt(prompt, self._tokenizer, self._model.vocabulary)
         limits = read_limits(
             options, len(tokens), self.max_length, self._model.stop_tokens,
-            with_text=self._tokenizer is not None,
+            self._model.vocabulary, with_text=self._tokenizer is not None,
         )  # fmt: skip
         needed = self._scheduler.pages_for(len(tokens) + limits.max_new_tokens - 1)
         for pages, there_are in zip(needed, self.cache.num_pages, strict=True):
@@ -221,49 +210,3 @@ class Engine:
                     f"{there_are}"
                 )
         return tokens, limits
-
-    def _take_in(self) -> None:
-        while self._submitted:
-            self._scheduler.add(self._submitted.popleft())
-
-    def _cancel(self, request: Request) -> None:
-        with self._lock:
-            if request.state is not State.DONE:
-                self._take_in()
-                self._end(request, "cancelled")
-
-    def _compute(self, plan: Plan) -> list[tuple[Request, int | None]]:
-        """The forward pass, and a token for each request whose rows are all computed now."""
-        step = Step(self.cache, plan, self._model.numbers, self._options)
-        logits = self._model.logits(step)
-        drawing = [share.request for share in plan.shares if share.draws]
-        rows = [row for row, leader in enumerate(drawing) for _ in range(leader.width)]
-        requests = [each for leader in drawing for each in (leader, *leader.followers)]
-        if not requests:
-            return []
-        if len(rows) > len(drawing):
-            logits = logits[rows]
-        tokens = choose(logits, [request.draw() for request in requests])
-        return list(zip(requests, tokens, strict=True))
-
-    def _accept(self, request: Request, token: int | None) -> None:
-        """Hand a request its new token. What goes wrong with it harms no other request."""
-        first = not request.generated
-        try:
-            if token is None:
-                raise FloatingPointError("logits: the model gave NaN or inf for this request")
-            reason = request.accept(token)
-        except Exception as error:
-            self._end(request, "error", error)
-            return
-        self._counts.new_tokens += 1
-        if first:
-            self._counts.prompt_tokens += len(request.prompt)
-            self._counts.cached_tokens += request.computed_from_cache
-        if reason is not None:
-            self._end(request, reason)
-
-    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        self._scheduler.remove(request)
-        self._counts.done += 1
-        request.finish(reason, error)

@@ -72,7 +72,6 @@ class Request:
     most_pages: int = 0
     reason: str | None = None
     error: BaseException | None = None
-    _number: float | None = None
 
     def __post_init__(self) -> None:
         self._dice = Dice(self.sampling.seed)
@@ -110,27 +109,39 @@ class Request:
 
     def draw(self) -> Draw:
         """How the next token is drawn; the same until that token is accepted."""
-        if self._number is None:
-            self._number = 0.0 if self.sampling.greedy else self._dice.next_number()
-        return Draw(self.sampling, self._number)
+        greedy = self.sampling.greedy
+        return Draw(self.sampling, 0.0 if greedy else self._dice.number(len(self.generated)))
 
     def accept(self, token: int) -> str | None:
         """One new token; why the request is done with it, or None."""
-        self._number = None
-        self.generated.append(token)
         if self.times.first_token is None:
             self.times.first_token = time.perf_counter()
-        if token in self.limits.stop_tokens:
-            return "stop_token"
-        if self.stream is not None:
+        self.generated.append(token)
+        if self.stream is not None and token not in self.limits.stop_tokens:
             self.stream.push(token)
-            if self.stream.stopped:
-                return "stop_string"
+        return self.outcome()
+
+    def outcome(self) -> str | None:
+        """Why the request is done with the tokens that it has, or None."""
+        if self.generated and self.generated[-1] in self.limits.stop_tokens:
+            return "stop_token"
+        if self.stream is not None and self.stream.stopped:
+            return "stop_string"
         return "length" if len(self.generated) >= self.limits.max_new_tokens else None
+
+    def restart(self) -> None:
+        """Wait for a turn, with no pages; what follows from its tokens is worked out anew."""
+        self.recomputed += self.computed
+        self.sequence, self.computed, self.state = None, 0, State.WAITING
+        if self.stream is not None:
+            self.stream.replay(
+                [token for token in self.generated if token not in self.limits.stop_tokens]
+            )
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """Nothing more comes."""
-        self.state, self.reason, self.error = State.DONE, reason, error
-        self.times.finished = time.perf_counter()
         if self.stream is not None and error is None:
             self.stream.finish()
+        self.times.finished = time.perf_counter()
+        self.reason, self.error = reason, error
+        self.state = State.DONE  # the last: whoever sees it sees all the rest

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,7 +42,7 @@ class Sampling:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name}: got {type(value).__name__}, takes a number")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+        if not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature: got {self.temperature}, takes 0 or a positive number")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: got {self.top_p}, takes a number above 0, at most 1")
@@ -74,11 +75,17 @@ class Dice:
     """A request's own random numbers: one for each token, and the same ones from the same seed."""
 
     def __init__(self, seed: int):
-        self._random = random.Random(seed)
+        # Random takes a negative number for its positive twin, and a text as it stands.
+        source = random.Random(seed if seed >= 0 else str(seed))
+        self._source = iter(source.random, None)
+        self._numbers: list[float] = []
 
-    def next_number(self) -> float:
-        """A number in [0, 1)."""
-        return self._random.random()
+    def number(self, index: int) -> float:
+        """The number in [0, 1) of the index-th token, however often it is asked for."""
+        missing = max(index + 1 - len(self._numbers), 0)
+        # Drawn and kept by one call of C: no interrupt comes between and loses a number.
+        self._numbers.extend(itertools.islice(self._source, missing))
+        return self._numbers[index]
 
 
 def choose(logits: Float[Tensor, "rows vocabulary"], draws: Sequence[Draw]) -> list[int | None]:
@@ -99,17 +106,16 @@ def choose(logits: Float[Tensor, "rows vocabulary"], draws: Sequence[Draw]) -> l
 def _draw(logits: Tensor, draws: list[Draw]) -> Tensor:
     """Rows at a temperature, cut to the likeliest, then the token under which the number falls."""
 
-    def column(values: list[float], dtype: torch.dtype) -> Tensor:
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device).unsqueeze(1)
 
     # In float64: the sums below run over a whole vocabulary.
     scaled = logits.double() / column([d.sampling.temperature for d in draws], torch.float64)
     vocabulary = logits.shape[-1]
-    narrowest = max(min(d.sampling.top_k or vocabulary, vocabulary) for d in draws)
+    most = [min(draw.sampling.top_k or vocabulary, vocabulary) for draw in draws]
+    narrowest = max(most)
     values, tokens = scaled.topk(narrowest, dim=-1)  # the likeliest first
-    kept = torch.arange(narrowest, device=logits.device) < column(
-        [d.sampling.top_k or vocabulary for d in draws], torch.int64
-    )
+    kept = torch.arange(narrowest, device=logits.device) < column(most, torch.int64)
     weights = values.masked_fill(~kept, -torch.inf).softmax(-1)
     before = weights.cumsum(-1) - weights
     weights = weights.masked_fill(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import operator
 import time
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -64,6 +65,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = 0
         self._cache = cache
+        # Whoever is not done, by number: all else can be made anew from that.
+        self._living: dict[int, Request] = {}
         self._max_batch_tokens, self._max_sequences = max_batch_tokens, max_sequences
         self._preemption = preemption
 
@@ -72,13 +75,19 @@ class Scheduler:
         """Whether there is nothing to do."""
         return not self.waiting and not self.running
 
+    def knows(self, request: Request) -> bool:
+        """Whether a request was added, and is not done."""
+        return request.number in self._living
+
     def pages_for(self, tokens: int) -> list[int]:
         """The most pages that a sequence holds while it grows to so many tokens, by kind."""
         size, rows = self._cache.page_size, self._max_batch_tokens
         return [most_pages(tokens, window, size, rows) for window in self._cache.kinds]
 
     def add(self, request: Request) -> None:
-        """One more request that waits."""
+        """One more request that waits, with those that follow it."""
+        everyone = (request, *request.followers)
+        self._living.update({each.number: each for each in everyone})
         bisect.insort(self.waiting, request, key=by_age)
 
     def plan(self) -> Plan | None:
@@ -109,17 +118,37 @@ class Scheduler:
                 request.most_pages = max(request.most_pages, sum(self.pages_for(stop)))
             return Plan(shares, slots)
 
-    def commit(self, plan: Plan) -> None:
-        """The step is done: its keys and values are written, and others may find them."""
-        for request, start, stop in plan.shares:
+    def commit(self, shares: Sequence[Share]) -> None:
+        """These shares are computed: their keys and values are written, and others may find
+        them."""
+        for request, start, stop in shares:
             request.computed = stop
             if stop // self._cache.page_size > start // self._cache.page_size:
                 self._cache.commit(_sequence(request))
 
-    def undo(self, plan: Plan) -> None:
-        """The step failed: as if it had not been planned."""
-        for request, start, _ in plan.shares:
-            self._cache.trim(_sequence(request), start)
+    def distrust(self, request: Request) -> None:
+        """What a request computed, or found, is wrong: nobody is to find it any more."""
+        self._cache.forget(_sequence(request))
+
+    def recover(self) -> list[Request]:
+        """Let everybody who is not done wait without pages, after an exception anywhere in a step.
+
+        Little is lost: full pages that were computed before are found again.
+
+        Returns:
+            These requests, to be restarted.
+        """
+        self._cache.clear()
+        self._living = {
+            number: request
+            for number, request in self._living.items()
+            if request.state is not State.DONE
+        }
+        living = sorted(self._living.values(), key=by_age)
+        led = {follower.number for request in living for follower in request.followers}
+        self.running = []
+        self.waiting = [request for request in living if request.number not in led]
+        return living
 
     def fork(self, request: Request) -> None:
         """Let those that waited for a request's prompt go on from it."""
@@ -133,6 +162,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """A request that is done, or is not wanted any more; its pages are let go of."""
+        self._living.pop(request.number, None)
         if request.sequence is not None:
             self._cache.free(request.sequence)
             request.sequence = None

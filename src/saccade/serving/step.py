@@ -48,8 +48,7 @@ class Step:
             tokens += share.request.tokens_between(share.start, share.stop)
             positions += range(share.start, share.stop)
             ends.append(len(tokens))
-            if share.draws:
-                last_rows.append(len(tokens) - 1)
+            last_rows.append(len(tokens) - 1)
         device = cache.device
         self._offsets = torch.tensor(ends, dtype=torch.int32, device=device)
         self.input_ids = torch.tensor([tokens], device=device)

@@ -34,6 +34,7 @@ class TextStream:
         self._context: list[int] = []  # tokens whose text is known, as what follows may need them
         self._pending: list[int] = []  # tokens whose text is not known yet
         self._given = 0
+        self._finished = False
 
     def push(self, token: int) -> None:
         """One more token."""
@@ -51,11 +52,20 @@ class TextStream:
             known = self._decode(self._context)
             self._extend(self._decode(self._context + self._pending)[len(known) :])
         self._pending = []
-        self._stop_strings = ()
+        self._finished = True
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Begin again with these tokens; what was given out is not given out again."""
+        again = TextStream(self._tokenizer, self._stop_strings)
+        for token in tokens:
+            again.push(token)
+        again._given = self._given
+        vars(self).update(vars(again))
 
     def piece(self) -> str:
         """The text that became certain since the last call."""
-        end = len(self.text) - (0 if self.stopped else self._held_back())
+        whole = self.stopped or self._finished
+        end = len(self.text) - (0 if whole else self._held_back())
         piece = self.text[self._given : end]
         self._given = max(self._given, end)
         return piece

@@ -28,7 +28,7 @@ from saccade.problem import accumulate_dtype
 from saccade.reference import linear as reference
 from saccade.reference.linear import Rows
 from saccade.testing.linear_cases import LinearCase
-from saccade.testing.oracle import AGAINST_PLAIN, CONFIDENCE
+from saccade.testing.oracle import AGAINST_PLAIN, CONFIDENCE, assert_within
 
 
 def linear_oracle(case: LinearCase) -> dict[str, Tensor]:
@@ -56,19 +56,7 @@ def assert_linear_exact(case: LinearCase, implementation: str, **more: Any) -> N
         AssertionError: naming the result, the worst error and what was allowed.
     """
     exact, got = linear_oracle(case), case.run(implementation, **more)
-    allowed = linear_tolerances(case, exact)
-    for name, truth in exact.items():
-        result = got[name].double()
-        if result.shape != truth.shape:
-            raise AssertionError(f"{name}: shape {tuple(result.shape)}, not {tuple(truth.shape)}")
-        excess = (result - truth).abs() - allowed[name]
-        if excess.numel() and not bool((excess <= 0).all()):  # NaN fails too
-            worst = int(excess.nan_to_num(nan=torch.inf).argmax())
-            off = float((result - truth).flatten()[worst].abs())
-            may = float(allowed[name].flatten()[worst])
-            raise AssertionError(
-                f"{name}: off by {off:.3e} where {may:.3e} is allowed\n{case.description}"
-            )
+    assert_within(got, exact, linear_tolerances(case, exact), str(case.description))
 
 
 class _Units(NamedTuple):
@@ -134,9 +122,9 @@ def _spread_dense(
     last = _first_of_group(last, rows.query.shape[1])
     arriving = torch.cat([arriving, last], 2)
     of_arriving = torch.cat([of_arriving, unit.sums * last.abs()], 2)
-    _gradients(
-        (query, key, value, fade, weights), of_weights, arriving, of_arriving, unit, found, real
-    )
+    product = (query, key, value, fade, weights)
+    terms = _gradients(product, of_weights, arriving, of_arriving, unit, found, real)
+    found["grad_decay"] = _of_decay(*terms, query.shape[-1], variant.causal)
     return _narrowed(case, inputs, variant, found)
 
 
@@ -205,8 +193,12 @@ def _gradients(
     unit: _Units,
     found: dict[str, Tensor],
     real: int,
-) -> None:
-    """Errors of the gradients of features, values, states and decay, added to `found`."""
+) -> tuple[Tensor, Tensor]:
+    """Errors of the gradients of features, values and states, added to `found`.
+
+    Returns:
+        The squared errors of query · grad_query, for each row, and of key · grad_key.
+    """
     query, key, value, fade, weights = product
     channels = key.shape[-1]
     pairs = arriving @ value.mT
@@ -221,11 +213,24 @@ def _gradients(
     found["grad_value"] = of_value[:, :, channels:, :-1]
     found["grad_kv"] = of_value[:, :, :channels, :-1]
     found["grad_key_sum"] = of_value[:, :, :channels, -1]
-    # A sum from the end over Σ query · grad_query and Σ key · grad_key: all their errors may show.
-    terms = [of_query * query, of_key * key]
-    terms += [unit.sums * query * (pairs @ key), unit.sums * key * (pairs.mT @ query)]
-    total = torch.stack([term.square().sum((-1, -2)) for term in terms]).sum(0).sqrt()
-    found["grad_decay"] = total.unsqueeze(-1).expand(*total.shape, key.shape[2] - channels)
+    dots = [(of_query * query, query * (pairs @ key)), (of_key * key, key * (pairs.mT @ query))]
+    of_rows, of_keys = (
+        (errors.square() + (unit.sums * terms).square()).sum(-1) for errors, terms in dots
+    )
+    return of_rows, of_keys
+
+
+def _of_decay(of_rows: Tensor, of_keys: Tensor, channels: int, causal: bool) -> Tensor:
+    """Errors of the gradient of decay: a sum over keys before each one, the states' rows first.
+
+    Where rows see a part of the keys it may be a sum from the end over rows less keys, and then
+    all their errors may show.
+    """
+    if not causal:
+        before = torch.nn.functional.pad(of_keys, (1, 0))[..., :-1].cumsum(-1)
+        return before[..., channels:].sqrt()
+    total = of_rows.sum(-1, keepdim=True) + of_keys.sum(-1, keepdim=True)
+    return total.sqrt().expand(*total.shape[:-1], of_keys.shape[-1] - channels)
 
 
 def _narrowed(

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.modifiers.expression import Coordinates
 from saccade.language import take
+from saccade.modifiers.expression import Coordinates
 from saccade.prepare import prepare, with_seed
 from saccade.problem import Inputs, Variant, accumulate_dtype
 from saccade.reference import attention as reference
@@ -59,22 +59,30 @@ def assert_exact(case: Case | PagedCase, implementation: str, **more: Any) -> No
         AssertionError: naming the result, the worst error and what was allowed.
     """
     exact, got = oracle(case), case.run(implementation, **more)
-    allowed = tolerances(case, exact)
+    assert_within(got, exact, tolerances(case, exact), str(case.description))
+
+
+def assert_within(
+    got: dict[str, Tensor], exact: dict[str, Tensor], allowed: dict[str, Tensor], what: str
+) -> None:
+    """Compare results by name with the exact ones, number by number.
+
+    Raises:
+        AssertionError: naming the result, the worst error, what was allowed, and `what` it was.
+    """
     for name, truth in exact.items():
         result = got[name].double()
         if result.shape != truth.shape:
             raise AssertionError(f"{name}: shape {tuple(result.shape)}, not {tuple(truth.shape)}")
         infinite = truth.isinf()
         if not torch.equal(result[infinite], truth[infinite]):
-            raise AssertionError(f"{name}: wrong where float64 is infinite\n{case.description}")
+            raise AssertionError(f"{name}: wrong where float64 is infinite\n{what}")
         excess = ((result - truth).abs() - allowed[name])[~infinite]
         if excess.numel() and not bool((excess <= 0).all()):  # NaN fails too
             worst = int(excess.nan_to_num(nan=torch.inf).argmax())
             off = float((result - truth)[~infinite].flatten()[worst].abs())
             may = float(allowed[name][~infinite].flatten()[worst])
-            raise AssertionError(
-                f"{name}: off by {off:.3e} where {may:.3e} is allowed\n{case.description}"
-            )
+            raise AssertionError(f"{name}: off by {off:.3e} where {may:.3e} is allowed\n{what}")
 
 
 def _spread(case: Case) -> dict[str, Tensor]:
@@ -170,10 +178,9 @@ def _paged_spread(case: PagedCase) -> dict[str, Tensor]:
     forward = _forward(dense, variant, scored, lse, units)
     if inputs.cu_seqlens_q is None:
         return {"output": forward.output, "lse": forward.lse}
-    sequence, row = reference.sequence_and_row(inputs.query.shape[0], inputs.cu_seqlens_q)
     return {
-        "output": forward.output[sequence, :, row],
-        "lse": forward.lse[sequence, :, row].transpose(0, 1),
+        "output": paged.unpadded(forward.output, inputs, 0.0),
+        "lse": paged.unpadded(forward.lse, inputs, 0.0).transpose(0, 1),
     }
 
 

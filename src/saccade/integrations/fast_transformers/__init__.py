@@ -13,6 +13,9 @@ from saccade.integrations.fast_transformers.attention import LinearAttention as 
 from saccade.integrations.fast_transformers.attention import (
     causal_dot_product as causal_dot_product,
 )
+from saccade.integrations.fast_transformers.features import (
+    ActivationFunctionFeatureMap as ActivationFunctionFeatureMap,
+)
 from saccade.integrations.fast_transformers.features import Favor as Favor
 from saccade.integrations.fast_transformers.features import FeatureMap as FeatureMap
 from saccade.integrations.fast_transformers.features import (
@@ -28,6 +31,14 @@ from saccade.integrations.fast_transformers.features import (
     activation_function_feature_map as activation_function_feature_map,
 )
 from saccade.integrations.fast_transformers.features import elu_feature_map as elu_feature_map
+from saccade.integrations.fast_transformers.layers import AttentionLayer as AttentionLayer
+from saccade.integrations.fast_transformers.layers import (
+    RecurrentAttentionLayer as RecurrentAttentionLayer,
+)
+from saccade.integrations.fast_transformers.layers import (
+    RecurrentCrossAttentionLayer as RecurrentCrossAttentionLayer,
+)
+from saccade.integrations.fast_transformers.masks import BaseMask as BaseMask
 from saccade.integrations.fast_transformers.masks import FullMask as FullMask
 from saccade.integrations.fast_transformers.masks import LengthMask as LengthMask
 from saccade.integrations.fast_transformers.masks import (
@@ -41,6 +52,9 @@ from saccade.integrations.fast_transformers.recurrent import (
 )
 
 __all__ = [
+    "ActivationFunctionFeatureMap",
+    "AttentionLayer",
+    "BaseMask",
     "CausalLinearAttention",
     "Favor",
     "FeatureMap",
@@ -49,6 +63,8 @@ __all__ = [
     "LengthMask",
     "LinearAttention",
     "RandomFourierFeatures",
+    "RecurrentAttentionLayer",
+    "RecurrentCrossAttentionLayer",
     "RecurrentCrossLinearAttention",
     "RecurrentLinearAttention",
     "SmoothedRandomFourierFeatures",

@@ -11,7 +11,11 @@ from torch.nn import Module
 
 import saccade
 from saccade import feature_maps
-from saccade.integrations.fast_transformers.features import FeatureMap, elu_feature_map
+from saccade.integrations.fast_transformers.features import (
+    FeatureMap,
+    elu_feature_map,
+    in_our_terms,
+)
 from saccade.integrations.fast_transformers.masks import BaseMask, FullMask, LengthMask
 
 
@@ -45,7 +49,7 @@ class _LinearAttention(Module):
         super().__init__()
         self.feature_map = (feature_map or elu_feature_map)(query_dimensions)
         self.eps = eps
-        self.event_dispatcher = event_dispatcher  # there are no events here
+        self.event_dispatcher = without_events(event_dispatcher)
 
     def forward(
         self,
@@ -87,7 +91,7 @@ class LinearAttention(_LinearAttention):
         query_dimensions: channels of queries and keys.
         feature_map: a factory of one from query_dimensions; elu + 1 where None.
         eps: added to each row's sum of scores.
-        event_dispatcher: not used.
+        event_dispatcher: "" alone: nothing is dispatched here.
 
     Source: Katharopoulos et al. 2020, section 3.2.
     """
@@ -119,7 +123,7 @@ def without_hidden(
     feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, mask: BaseMask | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """Rows [N, H, …] and arguments of a call in which a mask's hidden keys (N, S) do not count."""
-    found = feature_map.saccade_map
+    found = in_our_terms(feature_map)
     if isinstance(mask, LengthMask):
         lengths = mask.lengths.clamp(0, key.shape[2]).long()
         return (query, key, value), {"feature_map": found, "key_lengths": lengths}
@@ -146,6 +150,17 @@ class _Hiding(feature_maps.ScaledMap):
         features, factors = self.feature_map.with_log_scale(rows)
         hidden = self.hidden.squeeze(-1)
         return features.masked_fill(self.hidden, 0), factors.masked_fill(hidden, -torch.inf)
+
+
+def without_events(event_dispatcher: Any) -> str:
+    """The library's default dispatcher, to which nothing is told.
+
+    Raises:
+        NotImplementedError: for another, as somebody would wait for its events.
+    """
+    if event_dispatcher != "":
+        raise NotImplementedError(f"event_dispatcher: got {event_dispatcher!r}, takes '' alone")
+    return event_dispatcher
 
 
 def as_given(rows: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from torch.nn import Module
 
 from saccade import feature_maps
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class FeatureMap(Module):
     """A feature map of vectors of `query_dims` channels; `saccade_map` is it in saccade's terms."""
@@ -25,7 +27,7 @@ class FeatureMap(Module):
         super().__init__()
         self.query_dims = query_dims
 
-    def new_feature_map(self, device: torch.device) -> None:
+    def new_feature_map(self, device: torch.device | str | int) -> None:
         """Draw what is random; nothing here."""
 
     def forward_queries(self, x: Tensor) -> Tensor:
@@ -39,7 +41,7 @@ class FeatureMap(Module):
     @property
     def saccade_map(self) -> Any:
         """What `saccade.linear_attention` takes as its feature_map."""
-        return (self.forward_queries, self.forward_keys)
+        return own_functions(self)
 
     @classmethod
     def factory(cls, *args: Any, **kwargs: Any) -> Callable[[int], FeatureMap]:
@@ -49,6 +51,32 @@ class FeatureMap(Module):
             return cls(query_dims, *args, **kwargs)
 
         return make
+
+
+def own_functions(feature_map: Any) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """A map as a pair of functions, of queries and of keys."""
+    return feature_map.forward_queries, feature_map.forward_keys
+
+
+def in_our_terms(feature_map: Any) -> Any:
+    """What `saccade.linear_attention` takes as its feature_map for somebody's map.
+
+    It is the map's `saccade_map`; its functions where there is none (a map of the library's own
+    class), or where a subclass, an assignment or a hook has changed what they compute.
+    """
+    kinds = type(feature_map).__mro__
+    made = _first(kinds, "saccade_map")
+    names = ("__call__", "forward", "forward_queries", "forward_keys")
+    changed = any(_first(kinds, name) < made or name in vars(feature_map) for name in names)
+    hooked = any(getattr(feature_map, name, None) for name in HOOKS)
+    if made == len(kinds) or changed or hooked:
+        return own_functions(feature_map)
+    return feature_map.saccade_map
+
+
+def _first(kinds: tuple[type, ...], name: str) -> int:
+    """The place of the first class that defines a name; behind the last where none does."""
+    return next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
 
 
 class ActivationFunctionFeatureMap(FeatureMap):
@@ -95,6 +123,7 @@ class _Random(FeatureMap):
         deterministic_eval: bool,
     ):
         super().__init__(query_dims)
+        self.query_dimensions = query_dims  # the library has both names
         temperature = 1 / math.sqrt(query_dims) if softmax_temp is None else softmax_temp
         self.softmax_temp, self.root = temperature, math.sqrt(temperature)
         self.orthogonal, self.redraw = orthogonal, redraw
@@ -102,14 +131,16 @@ class _Random(FeatureMap):
         self.register_buffer("omega", torch.zeros(query_dims, columns))
         self._calls = -1
 
-    def new_feature_map(self, device: torch.device) -> None:
-        """Count the call; draw omega anew if it is time."""
+    def new_feature_map(self, device: torch.device | str | int) -> None:
+        """Count the call; draw omega anew if it is time, else only move it to the device."""
         if self.deterministic_eval and not self.training:
             return
         self._calls += 1
-        if self._calls % self.redraw == 0 or self.omega.device != device:
-            drawn = feature_maps.RandomProjection(*self.omega.shape, orthogonal=self.orthogonal)
-            self.omega = drawn.projection.to(device, self.omega.dtype)
+        omega = self.omega
+        if self._calls % self.redraw == 0 and omega.numel():
+            drawn = feature_maps.RandomProjection(*omega.shape, orthogonal=self.orthogonal)
+            omega = drawn.projection.to(omega.dtype)
+        self.omega = omega.to(device)
 
     def project(self, x: Tensor) -> Tensor:
         """Rows, scaled, on the columns of omega."""
@@ -117,7 +148,10 @@ class _Random(FeatureMap):
 
 
 class RandomFourierFeatures(_Random):
-    """√(2 / n_dims) [cos u, sin u], u = √softmax_temp · x · omega."""
+    """√(2 / n_dims) [cos u, sin u], u = √softmax_temp · x · omega.
+
+    An odd n_dims has n_dims - 1 features, and keeps its factor: so it is in the library.
+    """
 
     def __init__(
         self,
@@ -128,7 +162,7 @@ class RandomFourierFeatures(_Random):
         redraw: int = 1,
         deterministic_eval: bool = False,
     ):
-        self.n_dims = query_dimensions if n_dims is None else n_dims
+        self.n_dims = n_dims or query_dimensions
         columns = self.n_dims // 2
         super().__init__(
             query_dimensions, columns, softmax_temp, orthogonal, redraw, deterministic_eval
@@ -141,7 +175,7 @@ class RandomFourierFeatures(_Random):
 
 
 class SmoothedRandomFourierFeatures(RandomFourierFeatures):
-    """Random Fourier features beside a constant one, `smoothing`."""
+    """Random Fourier features of n_dims - 1 dimensions beside a constant one, `smoothing`."""
 
     def __init__(
         self,
@@ -154,9 +188,8 @@ class SmoothedRandomFourierFeatures(RandomFourierFeatures):
         deterministic_eval: bool = False,
     ):
         n_dims = query_dimensions if n_dims is None else n_dims
-        even = n_dims - 1 - (n_dims - 1) % 2
         super().__init__(
-            query_dimensions, even, softmax_temp, orthogonal, redraw, deterministic_eval
+            query_dimensions, n_dims - 1, softmax_temp, orthogonal, redraw, deterministic_eval
         )
         self.smoothing = smoothing
 
@@ -182,7 +215,7 @@ class Favor(_Random):
         redraw: int = 1,
         deterministic_eval: bool = False,
     ):
-        self.n_dims = query_dimensions if n_dims is None else n_dims
+        self.n_dims = n_dims or query_dimensions
         columns = self.n_dims // 2
         super().__init__(
             query_dimensions, columns, softmax_temp, orthogonal, redraw, deterministic_eval
@@ -218,6 +251,7 @@ class GeneralizedRandomFeatures(_Random):
         deterministic_eval: bool = False,
     ):
         columns = query_dimensions if n_dims is None else n_dims
+        self.n_dims = 2 * columns  # so it is in the library
         super().__init__(
             query_dimensions, columns, softmax_temp, orthogonal, redraw, deterministic_eval
         )

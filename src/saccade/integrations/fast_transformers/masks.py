@@ -21,7 +21,7 @@ class BaseMask:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the matrix."""
-        raise NotImplementedError
+        return tuple(self.bool_matrix.shape)
 
     @property
     def float_matrix(self) -> Tensor:

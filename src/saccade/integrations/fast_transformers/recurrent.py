@@ -11,8 +11,16 @@ from torch.nn import Module
 
 import saccade
 from saccade import feature_maps
-from saccade.integrations.fast_transformers.attention import as_given, without_hidden
-from saccade.integrations.fast_transformers.features import FeatureMap, elu_feature_map
+from saccade.integrations.fast_transformers.attention import (
+    as_given,
+    without_events,
+    without_hidden,
+)
+from saccade.integrations.fast_transformers.features import (
+    FeatureMap,
+    elu_feature_map,
+    in_our_terms,
+)
 
 
 class _Recurrent(Module):
@@ -26,7 +34,7 @@ class _Recurrent(Module):
         super().__init__()
         self.feature_map = (feature_map or elu_feature_map)(query_dimensions)
         self.eps = eps
-        self.event_dispatcher = event_dispatcher  # there are no events here
+        self.event_dispatcher = without_events(event_dispatcher)
 
 
 class RecurrentLinearAttention(_Recurrent):
@@ -57,7 +65,7 @@ class RecurrentLinearAttention(_Recurrent):
         state = memory if state is None else state
         if state is None:
             self.feature_map.new_feature_map(query.device)
-        found: Any = self.feature_map.saccade_map
+        found: Any = in_our_terms(self.feature_map)
         # Others are applied here: they may have parameters, whose gradients a step would lose.
         if not isinstance(found, feature_maps.ScaledMap):
             query, key = self.feature_map.forward_queries(query), self.feature_map.forward_keys(key)
@@ -117,7 +125,7 @@ class RecurrentCrossLinearAttention(_Recurrent):
             before = saccade.LinearState(state[0].mT, *state[1:])
             none = rows[:, :, :0]
             tensors = rows, none, none.new_empty(*none.shape[:3], before.kv.shape[-1])
-            arguments = {"feature_map": self.feature_map.saccade_map}
+            arguments = {"feature_map": in_our_terms(self.feature_map)}
         output, sums = saccade.linear_attention(
             *tensors,
             causal=False,

@@ -2,7 +2,8 @@
 
 Change one import, or none: after `install()`, `import flash_attn` in other people's code finds
 these calls. Arguments, layouts [batch, length, heads, dim] and return values are those of
-flash-attn 2.8; any dtype and device that saccade serves. Differences:
+flash-attn 2.8; any dtype and device that saccade serves. FlashAttention-3's calls, of
+`flash_attn_interface`, are in `version_3`; `flash_attn.layers.rotary` is `rotary`. Differences:
 
 - A row that sees nothing has an lse of -inf (theirs: +inf in training calls).
 - Dropout leaves out other weights for the same seed.
@@ -20,10 +21,33 @@ from saccade.integrations.flash_attn.packed import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from saccade.integrations.flash_attn.padding import index_first_axis, pad_input, unpad_input
+from saccade.integrations.flash_attn.padding import (
+    IndexFirstAxis,
+    IndexFirstAxisResidual,
+    IndexPutFirstAxis,
+    index_first_axis,
+    index_first_axis_residual,
+    index_put_first_axis,
+    pad_input,
+    unpad_input,
+    unpad_input_for_concatenated_sequences,
+)
+from saccade.integrations.flash_attn.rotary import (
+    RotaryEmbedding,
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+)
 from saccade.integrations.flash_attn.stand_in import install, installed, uninstall
 
 __all__ = [
+    "IndexFirstAxis",
+    "IndexFirstAxisResidual",
+    "IndexPutFirstAxis",
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -32,9 +56,12 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
     "install",
     "installed",
     "pad_input",
     "uninstall",
     "unpad_input",
+    "unpad_input_for_concatenated_sequences",
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import saccade
 from saccade import masks
+from saccade.integrations.flash_attn.forward_only import without_gradient
 from saccade.integrations.flash_attn.how import How
+from saccade.integrations.flash_attn.scalars import flag, whole
 
 LARGEST_PAGE = 1024
 
@@ -67,12 +69,44 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
 
     Raises:
         TypeError, ValueError: naming the argument.
-        NotImplementedError: if a gradient may be asked for; call it under torch.no_grad().
+        NotImplementedError: in backward, as there are no gradients.
     """
-    how = How(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    table, (key_pages, value_pages) = _paged(
-        len(q), (k_cache, v_cache), block_table, cache_batch_idx
-    )
+    how = How.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    more, interleaved = flag("return_softmax_lse", return_softmax_lse), rotary_interleaved
+    new = _New(k, v, _angles(rotary_cos, rotary_sin), flag("rotary_interleaved", interleaved))
+    whole("num_splits", num_splits)
+    with torch.no_grad():
+        found = _attended(
+            q, (k_cache, v_cache), new, how, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table,
+        )  # fmt: skip
+    name = "flash_attn_with_kvcache"
+    found = without_gradient(name, found, q, k, v, k_cache, v_cache, alibi_slopes)
+    return found if more else found[0]
+
+
+class _New(NamedTuple):
+    """What is appended, and how it and queries are turned."""
+
+    k: Tensor | None
+    v: Tensor | None
+    angles: tuple[Tensor, Tensor] | None
+    interleaved: bool
+
+
+def _attended(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    new: _New,
+    how: How,
+    cache_seqlens: Any,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of all that is in the cache, after what is new was written."""
+    k, v, angles, rotary_interleaved = new
+    table, (key_pages, value_pages) = _paged(len(q), caches, block_table, cache_batch_idx)
     capacity = table.shape[1] * key_pages.shape[2]
     if cache_seqlens is None:
         if k is not None:
@@ -87,7 +121,6 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
             f"cache_seqlens: got {int(before.max())} and {num_new} new tokens, the cache holds "
             f"{capacity}"
         )
-    angles = _angles(rotary_cos, rotary_sin)
     if k is not None and v is not None:
         place = before[:, None] + torch.arange(num_new, device=q.device)
         saccade.cache_write(
@@ -108,8 +141,7 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
     output, lse = saccade.attention_paged(
         q.transpose(1, 2), key_pages, value_pages, table, lens, **options, return_lse=True
     )
-    output = output.transpose(1, 2)
-    return (output, lse) if return_softmax_lse else output
+    return output.transpose(1, 2), lse
 
 
 def _paged(
@@ -176,8 +208,9 @@ def _at(angles: tuple[Tensor, Tensor] | None, place: Tensor) -> Any:
     return tuple(table[place.flatten().long()] for table in angles)
 
 
-def _lengths(lens: Tensor | int, batch: int, device: torch.device) -> Tensor:
+def _lengths(lens: Any, batch: int, device: torch.device) -> Tensor:
     """Lengths int32 [batch], of a number that all share or of a tensor."""
-    if isinstance(lens, int):
-        return torch.full((batch,), lens, dtype=torch.int32, device=device)
-    return lens.to(torch.int32)
+    if isinstance(lens, Tensor) and lens.dim() > 0:
+        return lens.to(torch.int32)
+    lens = whole("cache_seqlens", lens)
+    return torch.full((batch,), lens, dtype=torch.int32, device=device)

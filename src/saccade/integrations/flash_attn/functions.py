@@ -24,6 +24,8 @@ def flash_attn_func(
 ) -> Any:
     """Attention as `flash_attn.flash_attn_func` has it.
 
+    Numbers may be Python's, NumPy's or tensors of one element, here and in all calls beside it.
+
     Args:
         q: (batch, seqlen_q, nheads, headdim).
         k, v: (batch, seqlen_k, nheads_k, headdim); nheads_k divides nheads.
@@ -43,32 +45,59 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument.
     """
-    no_weights(return_attn_probs, dropout_p)
-    how = How(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return answer(*attend(q, k, v, how, dropout_p, deterministic), return_attn_probs)
+    dropout_p, weights = no_weights(return_attn_probs, dropout_p)
+    how = How.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return answer(*attend(q, k, v, how, dropout_p, deterministic), weights)
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
     """The same with keys and values in one tensor.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim).
         kv: (batch, seqlen_k, 2, nheads_k, headdim).
-        *options, **named: as of `flash_attn_func`, from dropout_p on.
+        others: as of `flash_attn_func`.
     """
     k, v = unpacked("kv", kv, 2, 5)
-    return flash_attn_func(q, k, v, *options, **named)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
     """The same with queries, keys and values in one tensor.
 
     Args:
         qkv: (batch, seqlen, 3, nheads, headdim).
-        *options, **named: as of `flash_attn_func`, from dropout_p on.
+        others: as of `flash_attn_func`.
     """
     q, k, v = unpacked("qkv", qkv, 3, 5)
-    return flash_attn_func(q, k, v, *options, **named)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def unpacked(name: str, together: Tensor, parts: int, dims: int) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import saccade
 from saccade import masks, scores
+from saccade.integrations.flash_attn.scalars import flag, pair, real
 
 # Further than any row lies from any other; the sum of two fits in 32 bits.
 FAR = 2**30
@@ -22,10 +23,23 @@ class How(NamedTuple):
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
 
+    @classmethod
+    def of(
+        cls, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any
+    ) -> How:
+        """Options as a caller gave them, as Python's numbers."""
+        return cls(
+            None if softmax_scale is None else real("softmax_scale", softmax_scale),
+            flag("causal", causal),
+            pair("window_size", window_size),
+            real("softcap", softcap),
+            alibi_slopes,
+        )
+
     @property
     def local(self) -> bool:
         """Whether a row's place matters."""
-        return self.causal or tuple(self.window_size) != (-1, -1)
+        return self.causal or self.window_size != (-1, -1)
 
     def options(self) -> dict[str, Any]:
         """The same as options of `saccade.attention`."""
@@ -64,17 +78,20 @@ def alibi_by_batch(
     return score - scores.take(slopes, batch, head) * scores.absolute(query_row - kv_row)
 
 
-def no_weights(return_attn_probs: bool, dropout_p: float) -> None:
-    """Refuse to give what is never written out.
+def no_weights(return_attn_probs: Any, dropout_p: Any) -> tuple[float, bool]:
+    """The share to drop, and whether more than the output is wanted.
 
     Raises:
         NotImplementedError: if weights are wanted that show what was dropped.
     """
+    dropout_p = float(real("dropout_p", dropout_p))
+    return_attn_probs = flag("return_attn_probs", return_attn_probs)
     if return_attn_probs and dropout_p > 0:
         raise NotImplementedError(
             f"return_attn_probs: got True with dropout_p = {dropout_p}; saccade never writes "
             "weights out. Ask for them with dropout_p = 0 (the lse comes with them)"
         )
+    return dropout_p, return_attn_probs
 
 
 def answer(output: Tensor, lse: Tensor, return_attn_probs: bool) -> Any:
@@ -89,8 +106,8 @@ def attend(
     output, lse = saccade.attention(
         *(rows.transpose(1, 2) for rows in (q, k, v)),
         **how.options(),
-        dropout_p=float(dropout_p),
-        deterministic=deterministic,
+        dropout_p=dropout_p,
+        deterministic=flag("deterministic", deterministic),
         return_lse=True,
     )
     return output.transpose(1, 2), lse

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import saccade
+from saccade.integrations.flash_attn.forward_only import without_gradient
 from saccade.integrations.flash_attn.functions import unpacked
 from saccade.integrations.flash_attn.how import How, answer, no_weights
+from saccade.integrations.flash_attn.scalars import flag, whole
 
 
 def flash_attn_varlen_func(
@@ -37,8 +40,8 @@ def flash_attn_varlen_func(
             headdim).
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), from 0 to the number of tokens.
         max_seqlen_q, max_seqlen_k: the longest lengths.
-        block_table: int32 (batch, max_blocks): the pages of each sequence. Forward only, and
-            without dropout.
+        block_table: int32 (batch, max_blocks): the pages of each sequence. Forward only (backward
+            raises), and without dropout.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
             return_attn_probs: as of `flash_attn_func`; the lse is (nheads, total_q).
 
@@ -48,22 +51,27 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument.
     """
-    no_weights(return_attn_probs, dropout_p)
-    how = How(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    dropout_p, weights = no_weights(return_attn_probs, dropout_p)
+    how = How.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    longest = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
+    deterministic = flag("deterministic", deterministic)
     if block_table is None:
         output, lse = saccade.attention_packed(
             q, k, v, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **how.options(),
-            dropout_p=float(dropout_p), deterministic=deterministic, return_lse=True,
+            max_seqlen_q=longest[0], max_seqlen_k=longest[1], **how.options(),
+            dropout_p=dropout_p, deterministic=deterministic, return_lse=True,
         )  # fmt: skip
-    else:
-        if dropout_p > 0:
-            raise NotImplementedError(f"dropout_p: got {dropout_p} with block_table, takes 0")
-        output, lse = saccade.attention_paged(
+        return answer(output, lse, weights)
+    if dropout_p > 0:
+        raise NotImplementedError(f"dropout_p: got {dropout_p} with block_table, takes 0")
+    with torch.no_grad():
+        found = saccade.attention_paged(
             q, k.transpose(1, 2), v.transpose(1, 2), block_table, cu_seqlens_k.diff(),
             cu_seqlens_q=cu_seqlens_q, **how.options(), return_lse=True,
         )  # fmt: skip
-    return answer(output, lse, return_attn_probs)
+    name = "flash_attn_varlen_func with block_table"
+    output, lse = without_gradient(name, found, q, k, v, alibi_slopes)
+    return answer(output, lse, weights)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -73,32 +81,52 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *options: Any,
-    **named: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Any:
     """The same with keys and values in one tensor.
 
     Args:
         q: (total_q, nheads, headdim).
         kv: (total_k, 2, nheads_k, headdim).
-        *options, **named: as of `flash_attn_varlen_func`, from dropout_p on.
+        others: as of `flash_attn_varlen_func`.
     """
     k, v = unpacked("kv", kv, 2, 4)
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **named
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Any:
     """The same with queries, keys and values in one tensor.
 
     Args:
         qkv: (total, 3, nheads, headdim).
-        *options, **named: as of `flash_attn_varlen_func`, from dropout_p on.
+        others: as of `flash_attn_varlen_func`.
     """
     q, k, v = unpacked("qkv", qkv, 3, 4)
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named
-    )
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip

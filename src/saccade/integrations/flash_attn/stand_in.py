@@ -1,4 +1,7 @@
-"""Stand-in: let `import flash_attn` in other people's code find saccade's calls."""
+"""Stand-in: let `import flash_attn` in other people's code find saccade's calls.
+
+So does `import flash_attn_interface`, FlashAttention-3's module.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from saccade.integrations.flash_attn import cache, functions, packed, padding
+from saccade.integrations.flash_attn import cache, functions, packed, padding, rotary, version_3
 
 VERSION = "2.8.3"
 """Of flash-attn, whose calls these are: programs look at it."""
@@ -19,14 +22,27 @@ CALLS = {
     for name in vars(module)
     if name.startswith("flash_attn_")
 }
-PADDING = {
-    name: getattr(padding, name) for name in ("index_first_axis", "pad_input", "unpad_input")
-}
-MODULES = {
+
+
+def _own(module: ModuleType) -> dict[str, object]:
+    """What a module defines for others."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
+    }
+
+
+MODULES: dict[str, dict[str, object]] = {
     "flash_attn": {**CALLS, "__version__": VERSION},
     "flash_attn.flash_attn_interface": CALLS,
-    "flash_attn.bert_padding": PADDING,
+    "flash_attn.bert_padding": _own(padding),
+    "flash_attn.layers": {},
+    "flash_attn.layers.rotary": _own(rotary),
+    "flash_attn_interface": _own(version_3),
 }
+PACKAGES = ("flash_attn", "flash_attn.layers")
+ROOTS = ("flash_attn", "flash_attn_interface")
 
 _before: list[dict[str, ModuleType]] = []  # what was imported under such names before `install`
 
@@ -69,14 +85,14 @@ def installed() -> Iterator[None]:
 
 
 def _take_away() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name == "flash_attn" or name.startswith("flash_attn.")]
+    names = [name for name in sys.modules if name.partition(".")[0] in ROOTS]
     return {name: sys.modules.pop(name) for name in names}
 
 
 def _module(name: str, content: dict[str, object]) -> ModuleType:
     module = ModuleType(name, f"{name}'s calls, answered by saccade.")
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package="." not in name)
-    if "." not in name:
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name in PACKAGES)
+    if name in PACKAGES:
         module.__path__ = []  # a package without files: other submodules are not found
 
     def missing(attribute: str) -> object:

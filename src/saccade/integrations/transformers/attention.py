@@ -13,12 +13,16 @@ from torch import Tensor
 import saccade
 from saccade.integrations.transformers import continuous, kinds
 from saccade.integrations.transformers.kinds import Visible
+from saccade.integrations.transformers.mask_tensors import MaskTensor
 from saccade.integrations.transformers.masks import LazyMask
 from saccade.integrations.transformers.rows import PagedRows
 from saccade.integrations.transformers.steps import AttentionStep
 
 # What layers may hide behind, by what a config's `layer_types` calls them, and say in arguments.
 TOLD_TO_STEPS = ("full_attention", "sliding_attention")
+
+# What a few models pass to let a layer see some keys only, or to have scores of its own among them.
+NOT_SERVED = ("indices", "block_indices", "sinks")
 
 NO_WEIGHTS = (
     "output_attentions: got True, takes False: saccade never writes attention weights out; "
@@ -58,7 +62,7 @@ def attention_forward(  # breaks function-length: most of it is the docstring
         s_aux: [query_heads] sinks.
         position_bias: added to the scores, as a floating-point mask is.
         saccade_step: a serving engine's step, which does the layer's work (`AttentionStep`).
-        options: what other implementations need.
+        options: what other implementations need; those of `NOT_SERVED` must be None.
 
     Returns:
         [batch, query_len, query_heads, value_dim], contiguous; and None, as there are no weights.
@@ -69,6 +73,12 @@ def attention_forward(  # breaks function-length: most of it is the docstring
     """
     if options.get("output_attentions"):
         raise ValueError(NO_WEIGHTS)
+    for name in NOT_SERVED:
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name}: got some from {type(module).__name__}, takes None; "
+                "attn_implementation='eager' serves them"
+            )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     shared: dict[str, Any] = {
         "scale": scaling,
@@ -136,6 +146,8 @@ def _mask_and_bias(
         )
     if isinstance(attention_mask, LazyMask):
         return attention_mask.visible(), None
+    if isinstance(attention_mask, MaskTensor):
+        return saccade.masks.dense(attention_mask.written_out()), None
     if attention_mask.dtype == torch.bool:
         return saccade.masks.dense(attention_mask), None
     if attention_mask.is_floating_point():

@@ -24,10 +24,16 @@ class Deferred(Tensor):
 
     @staticmethod
     def empty_shell(
-        kind: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        kind: type,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        strides: Sequence[int] | None = None,
     ) -> Any:
-        """What `__new__` of a kind of deferred tensor returns."""
-        return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
+        """What `__new__` of a kind of deferred tensor returns; contiguous without strides."""
+        return Tensor._make_wrapper_subclass(
+            kind, tuple(shape), strides=strides, dtype=dtype, device=device
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,15 +42,21 @@ class Deferred(Tensor):
         Raises:
             NotImplementedError: for a change in place, which the description would not show.
         """
-        if func._schema.is_mutable:
+        if changes_any(func, arguments_of(func, args, kwargs), Deferred):
             raise NotImplementedError(
-                f"{func} changes its argument in place, and got a {cls.__name__}, which only "
-                "describes a tensor: call .clone() first, and use the result"
+                f"{func} changes its argument in place, and got a {cls.__name__}, which others "
+                "rely on, too: call .clone() first, and use the result"
             )
-        args, kwargs = tree_map_only(
-            Deferred, lambda deferred: deferred.written_out(), (args, kwargs or {})
-        )
+        args, kwargs = tree_map_only(Deferred, Deferred.as_shown, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def as_shown(self) -> Tensor:
+        """What is meant, with the strides that the shell shows.
+
+        PyTorch has looked at them: of the shell it makes views that need them.
+        """
+        written = self.written_out()
+        return written if written.stride() == self.stride() else written.contiguous()
 
     def written_out(self) -> Tensor:
         """The tensor that is meant."""
@@ -52,3 +64,17 @@ class Deferred(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]  # tensor_contents says nothing here
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
+    """What an operator is called with, by the names that its schema gives."""
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | (kwargs or {})
+
+
+def changes_any(func: Any, given: dict[str, Any], kind: type) -> bool:
+    """Whether an operator changes, in place, something of a kind."""
+    return func._schema.is_mutable and any(
+        argument.is_write and isinstance(given.get(argument.name), kind)
+        for argument in func._schema.arguments
+    )

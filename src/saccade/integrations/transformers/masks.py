@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import masking_utils
 
 import saccade
-from saccade.integrations.transformers import kinds, recognition
-from saccade.integrations.transformers.deferred import Deferred
+from saccade.integrations.transformers import kinds
 from saccade.integrations.transformers.kinds import Visible
+from saccade.integrations.transformers.mask_tensors import MaskTensor
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,20 @@ class MaskRequest:
     use_vmap: bool
     device: torch.device
 
-    def rows(self) -> kinds.Rows:
-        """The positions of the rows, as numbers."""
-        offsets = int(self.q_offset), int(self.kv_offset)
-        return kinds.Rows(self.q_length, self.kv_length, *offsets, self.device)
+    def visible(self) -> Visible:
+        """The mask as one of saccade, None where nothing is hidden.
+
+        Raises:
+            TypeError: if the mask function does what cannot be known without its rows.
+        """
+        seen = saccade.masks.of_positions(
+            self.mask_function, self.q_length, self.kv_length, int(self.q_offset), self.kv_offset
+        )
+        seen = None if seen.hides_nothing else seen.to(self.device)
+        if self.real is None:
+            return seen
+        real = kinds.padding(self.real, self.kv_length, self.kv_offset, self.device)
+        return kinds.conjunction([seen, real])
 
     def dense(self) -> Tensor:
         """The mask as transformers itself writes it out: bool [batch, 1, q_length, kv_length].
@@ -77,14 +87,19 @@ class MaskRequest:
 
     def _complaint(self, problem: str) -> str:
         return (
-            f"mask_function: got {recognition.described(self.mask_function)}, which is none of "
-            f"transformers' own and {problem}; takes a function of (batch_idx, head_idx, q_idx, "
-            "kv_idx) index tensors that gives bools. Or pass attention_mask as a bool tensor "
-            "[batch, 1, query_len, kv_len] (True = visible)"
+            f"mask_function: got {described(self.mask_function)}, which {problem}; takes a "
+            "function of (batch_idx, head_idx, q_idx, kv_idx) index tensors that gives bools. Or "
+            "pass attention_mask as a bool tensor [batch, 1, query_len, kv_len] (True = visible)"
         )
 
 
-class LazyMask(Deferred):
+def described(function: object) -> str:
+    """A function's name and where it is from."""
+    name = getattr(function, "__qualname__", None)
+    return f"{function.__module__}.{name}" if name else repr(function)
+
+
+class LazyMask(MaskTensor):
     """A mask of shape [batch, 1, query_len, kv_len] that is not written out.
 
     Args:
@@ -99,13 +114,13 @@ class LazyMask(Deferred):
     def __new__(cls, request: MaskRequest) -> LazyMask:
         """A mask that is worked out when it is asked for."""
         shape = (request.batch_size, 1, request.q_length, request.kv_length)
-        made = Deferred.empty_shell(cls, shape, torch.bool, request.device)
+        made = MaskTensor.empty_shell(cls, shape, torch.bool, request.device)
         made.request, made._visible, made._dense = request, [], None
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As other deferred tensors, but a mask that only moves with its layer stays a mask."""
+        """As other mask tensors, but a mask that only moves with its layer stays a mask."""
         options = kwargs or {}
         device, dtype = options.get("device"), options.get("dtype", torch.bool)
         if func is torch.ops.aten._to_copy.default and device is not None and dtype == torch.bool:
@@ -117,18 +132,13 @@ class LazyMask(Deferred):
         """The mask for saccade's attention, None where nothing is hidden.
 
         Raises:
-            TypeError: naming the mask function, if it is none of transformers' own and cannot be
-                written out either.
+            TypeError: naming the mask function, if it can neither be traced nor written out.
         """
         if not self._visible:
-            rows, request = self.request.rows(), self.request
             try:
-                seen = recognition.recognised(request.mask_function, rows)
-            except recognition.NotUnderstood:
+                self._visible.append(self.request.visible())
+            except TypeError:  # it branches on rows, say: transformers calls it for each pair
                 self._visible.append(saccade.masks.dense(self.written_out()))
-            else:
-                real = None if request.real is None else kinds.padding(rows, request.real)
-                self._visible.append(kinds.conjunction([seen, real]))
         return self._visible[0]
 
     def written_out(self) -> Tensor:

@@ -2,39 +2,28 @@
 
 `saccade.scaled_dot_product_attention` has its signature. After `enable()`, every call of
 `torch.nn.functional.scaled_dot_product_attention` comes here; what saccade does not serve goes to
-PyTorch as before, and `explain` says why. A name that was imported earlier (`from
-torch.nn.functional import scaled_dot_product_attention`) and PyTorch's own C++ layers are not
+PyTorch as before, and `explain` says why. Modes and tensors with a `__torch_function__` see the
+call as before. A name that was imported earlier (`from torch.nn.functional import
+scaled_dot_product_attention`), TorchScript, exported programs and PyTorch's own C++ layers are not
 reached; on a GPU `flash_kernels` reaches them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 import saccade
-from saccade import masks, scores
+from saccade.integrations.sdpa.call import is_causal_bias, translated
+from saccade.integrations.sdpa.stand_in import NAME, StandIn
 
-NAME = "scaled_dot_product_attention"
 PLAIN = (Tensor, Parameter)  # types that nothing but PyTorch itself looks into
-
-_before: list[Callable[..., Tensor]] = []  # PyTorch's own function, while ours stands in its place
-
-
-class Call(NamedTuple):
-    """A call in saccade's terms."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    options: dict[str, Any]
-    leading: torch.Size  # of the output, before its rows
 
 
 def scaled_dot_product_attention(
@@ -53,7 +42,8 @@ def scaled_dot_product_attention(
         query: (N, ..., Hq, L, E). key: (N, ..., H, S, E). value: (N, ..., H, S, Ev). Dimensions
             before the rows broadcast.
         attn_mask: broadcastable to (N, ..., Hq, L, S): bool (True = visible), or of query's dtype,
-            added to the scaled scores; the latter is differentiable.
+            added to the scaled scores; the latter is differentiable. Or a `CausalBias` of
+            `torch.nn.attention.bias`.
         dropout_p: the share of weights that is dropped, always.
         is_causal: a row sees the keys up to its own number, counted from the first on.
         scale: 1 / sqrt(E) where None.
@@ -68,7 +58,7 @@ def scaled_dot_product_attention(
 
     >>> output = saccade.scaled_dot_product_attention(query, key, value, is_causal=True)
     """
-    call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     output = saccade.attention(call.query, call.key, call.value, **call.options)
     assert isinstance(output, Tensor)  # a pair only with return_lse
     return output.reshape(*call.leading, *output.shape[-2:])
@@ -84,15 +74,12 @@ def enable() -> None:
 
     >>> saccade.integrations.sdpa.enable()
     """
-    if not _before:
-        _before.append(getattr(torch.nn.functional, NAME))
-        setattr(torch.nn.functional, NAME, _routed)
+    _stand_in.put()
 
 
 def disable() -> None:
     """Give PyTorch its function back."""
-    if _before:
-        setattr(torch.nn.functional, NAME, _before.pop())
+    _stand_in.take_away()
 
 
 @contextmanager
@@ -141,7 +128,7 @@ def explain(
     if reason is not None:
         return Route(reason)
     try:
-        call = _translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        call = translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         found = saccade.explain(call.query, call.key, call.value, **call.options)
     except (TypeError, ValueError, NotImplementedError) as error:
         return Route(str(error))
@@ -150,20 +137,20 @@ def explain(
     return Route(None, found)
 
 
-def _routed(*arguments: Any, **options: Any) -> Tensor:
-    """Stands for PyTorch's function after `enable`."""
+def _served(*arguments: Any, **options: Any) -> Tensor | None:
+    """The output of a call that came to PyTorch's function, or None: PyTorch is to serve it."""
     if _why_not(*arguments, *options.values()) is None:
         try:
             return scaled_dot_product_attention(*arguments, **options)
         except (TypeError, ValueError, NotImplementedError):
             pass  # PyTorch serves it, or finds its own words for what is wrong
-    return _before[0](*arguments, **options)
+    return None
 
 
 def _why_not(*arguments: Any) -> str | None:
     """Why a call stays with PyTorch, as far as that shows before it is translated."""
     for tensor in arguments:
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or is_causal_bias(tensor):
             continue
         if type(tensor) not in PLAIN:
             return f"it takes plain tensors, not {type(tensor).__name__}"
@@ -188,77 +175,4 @@ def _all_backends() -> bool:
 _all_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]  # to a trace
 
 
-def _translated(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Call:
-    """The call with four dimensions, a mask and a score."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() < 2:
-            raise ValueError(f"{name}: got {tensor.dim()} dimensions, takes at least 2")
-    if is_causal and attn_mask is not None:
-        raise ValueError("is_causal: got True with attn_mask, takes one of the two")
-    leading = _leading((query, key, value), enable_gqa)
-    options: dict[str, Any] = {"dropout_p": float(dropout_p), "scale": scale}
-    if is_causal:
-        options["mask"] = masks.causal(align="top_left")
-    if attn_mask is not None:
-        shape = (*leading, query.shape[-2], key.shape[-2])
-        if not _broadcasts(attn_mask, shape):
-            raise ValueError(
-                f"attn_mask: got {list(attn_mask.shape)}, takes what broadcasts to {list(shape)}"
-            )
-        mask = _four_dimensions(attn_mask, leading[:-1])
-        if mask.dtype == torch.bool:
-            options["mask"] = mask
-        elif mask.dtype == query.dtype:
-            options["score"] = scores.bias(mask)
-        else:
-            raise TypeError(f"attn_mask: got {mask.dtype}, takes bool or query's {query.dtype}")
-    batch = leading[:-1]
-    query, key, value = (
-        _four_dimensions(rows.expand(*batch, *rows.shape[-3:]), batch)
-        for rows in (query, key, value)
-    )
-    return Call(query, key, value, options, leading)
-
-
-def _leading(tensors: tuple[Tensor, ...], enable_gqa: bool) -> torch.Size:
-    """The output's dimensions before its rows: those of the batch, and the query heads."""
-    query, key, value = ((1, *tensor.shape[:-2]) for tensor in tensors)
-    heads = query[-1], key[-1], value[-1]
-    grouped = enable_gqa and heads[1] == heads[2]
-    if not grouped and any(count not in (1, heads[0]) for count in heads[1:]):
-        raise ValueError(
-            f"key, value: got {heads[1]} and {heads[2]} heads for query's {heads[0]}, takes as "
-            "many; with enable_gqa=True a divisor"
-        )
-    try:
-        batch = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
-    except RuntimeError:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-        raise ValueError(f"query, key, value: got {shapes}, takes batches that broadcast") from None
-    return torch.Size((*batch, *tensors[0].shape[-3:-2]))
-
-
-def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor broadcasts to a shape."""
-    if tensor.dim() > len(shape):
-        return False
-    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
-    return all(have in (1, want) for have, want in sizes)
-
-
-def _four_dimensions(tensor: Tensor, batch: torch.Size) -> Tensor:
-    """Rows or a mask with all dimensions before the last three as one; what is 1 may stay so."""
-    missing = max(len(batch) + 3, 4) - tensor.dim()
-    tensor = tensor.reshape((1,) * missing + tuple(tensor.shape))
-    if len(batch) <= 1:
-        return tensor
-    return tensor.expand(*batch, *tensor.shape[-3:]).flatten(0, -4)
+_stand_in = StandIn(_served)

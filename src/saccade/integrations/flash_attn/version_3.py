@@ -1,0 +1,252 @@
+"""Version 3: the calls of `flash_attn_interface`, FlashAttention-3's module.
+
+They differ from version 2's in their arguments: no dropout, no ALiBi, pages by `page_table`. With
+`return_attn_probs` they return the output and the lse. Options that only choose how kernels run
+(`num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`) change nothing here; those that change
+the result and are not served raise by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import saccade
+from saccade.integrations.flash_attn import cache, functions, packed
+from saccade.integrations.flash_attn.forward_only import without_gradient
+from saccade.integrations.flash_attn.functions import unpacked
+from saccade.integrations.flash_attn.how import How
+from saccade.integrations.flash_attn.scalars import flag, whole
+
+Scale = Tensor | None
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention, as version 2's `flash_attn_func` computes it."""
+    _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    found = functions.flash_attn_func(
+        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, True
+    )
+    return _answer(found, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """The same with queries, keys and values in one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, nheads, headdim), or with num_heads_q
+            (batch, seqlen, num_heads_q + 2 * nheads_k, headdim).
+        others: as of `flash_attn_func`.
+    """
+    if qkv.dim() == 4 and num_heads_q is not None:
+        heads = whole("num_heads_q", num_heads_q)
+        count = (qkv.shape[2] - heads) // 2
+        if count < 0 or heads + 2 * count != qkv.shape[2]:
+            raise ValueError(
+                f"num_heads_q: got {heads} for {qkv.shape[2]} heads, takes what leaves an even "
+                "number"
+            )
+        q, k, v = qkv.split([heads, count, count], -2)
+    else:
+        q, k, v = unpacked("qkv", qkv, 3, 5)
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap, 1, None, deterministic, sm_margin, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of packed sequences, as version 2's `flash_attn_varlen_func` computes it."""
+    _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    _refuse(seqused_q=seqused_q, seqused_k=seqused_k)
+    found = packed.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
+        causal, window_size, softcap, None, deterministic, True,
+    )  # fmt: skip
+    return _answer(found, return_attn_probs)
+
+
+def flash_attn_with_kvcache(  # breaks function-length: half of it is its arguments
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Scale = None,
+    k_descale: Scale = None,
+    v_descale: Scale = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention to a cache, as version 2's `flash_attn_with_kvcache` computes it.
+
+    Args:
+        q: with cu_seqlens_q (total, nheads, headdim); then nothing is new and nothing is turned,
+            and there is a page_table.
+        cu_seqlens_k_new: of new keys; nothing without them.
+        others: as of version 2's call.
+    """
+    _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    _refuse(rotary_seqlens=rotary_seqlens)
+    if cu_seqlens_q is None:
+        if k is not None:
+            _refuse(cu_seqlens_k_new=cu_seqlens_k_new)
+        return cache.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+            cache_leftpad, page_table, softmax_scale, causal, window_size, softcap,
+            rotary_interleaved, return_softmax_lse=return_softmax_lse,
+        )  # fmt: skip
+    _refuse("with cu_seqlens_q", k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)  # fmt: skip
+    if page_table is None or not isinstance(cache_seqlens, Tensor):
+        raise NotImplementedError(
+            "page_table, cache_seqlens: take tensors with cu_seqlens_q: queries are packed over "
+            "pages alone"
+        )
+    how = How.of(softmax_scale, causal, window_size, softcap, None)
+    with torch.no_grad():
+        found = saccade.attention_paged(
+            q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), page_table, cache_seqlens,
+            cu_seqlens_q=cu_seqlens_q, **how.options(), return_lse=True,
+        )  # fmt: skip
+    found = without_gradient("flash_attn_with_kvcache", found, q, k_cache, v_cache)
+    return _answer(found, return_softmax_lse, "return_softmax_lse")
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Partial results of the same queries with different keys, as one.
+
+    Args:
+        out_partial: (num_splits, batch, seqlen, nheads, headdim).
+        lse_partial: (num_splits, batch, seqlen, nheads).
+        out: where the result is written.
+        out_dtype: of the result; out_partial's where None.
+
+    Returns:
+        (batch, seqlen, nheads, headdim) and (batch, seqlen, nheads).
+    """
+    lse = lse_partial.logsumexp(0)
+    shares = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp().unsqueeze(-1)
+    # A part that saw nothing counts for nothing, whatever its output is.
+    parts = torch.where(shares > 0, out_partial.to(shares.dtype), 0)
+    combined = (parts * shares).sum(0).to(out_dtype or out_partial.dtype)
+    return combined if out is None else out.copy_(combined), lse
+
+
+def get_scheduler_metadata(*options: Any, **named: Any) -> None:
+    """Nothing: what FlashAttention-3 plans ahead, saccade plans in its kernels."""
+
+
+def _check(
+    qv: object,
+    q_descale: object,
+    k_descale: object,
+    v_descale: object,
+    attention_chunk: Any,
+    num_splits: Any,
+    pack_gqa: Any,
+    sm_margin: Any,
+) -> None:
+    """Refuse what changes the result and is not served; look at hints."""
+    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if whole("attention_chunk", attention_chunk) != 0:
+        raise NotImplementedError(f"attention_chunk: got {attention_chunk}, takes 0")
+    whole("num_splits", num_splits)
+    whole("sm_margin", sm_margin)
+    if pack_gqa is not None:
+        flag("pack_gqa", pack_gqa)
+
+
+def _refuse(why: str = "", **options: object) -> None:
+    """Refuse options that are given."""
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: got {type(value).__name__} {why}, takes None")
+
+
+def _answer(found: Any, more: Any, name: str = "return_attn_probs") -> Any:
+    """The output, and the lse where it is wanted."""
+    return tuple(found[:2]) if flag(name, more) else found[0]

@@ -1,0 +1,168 @@
+"""Interrupts at any line of the engine lose no request and change no token."""
+
+import itertools
+import random
+import signal
+import time
+
+import interrupts
+import pytest
+import served
+
+import saccade
+from saccade.serving.completion import Completion
+from saccade.serving.request import Limits, Request
+from saccade.serving.sampling import Sampling
+
+NEW = 5
+STOP = "7"
+STRIDE = 450  # lines, on average; a step runs some hundreds
+PROMPTS = [served.prompts()[n] for n in (1, 3, 4, 8)]
+
+
+def options(number):
+    """Greedy and drawn requests, with an end in the text and without."""
+    drawn = {"temperature": 1.1, "seed": number} if number % 2 else {}
+    stops = {"stop": STOP} if number == 2 else {}
+    return {"max_new_tokens": NEW, "stop_tokens": (), **drawn, **stops}
+
+
+def make():
+    engine = served.engine(num_pages=14, max_sequences=4, tokenizer=served.LetterTokenizer())
+    completions = [engine.submit(prompt, **options(n)) for n, prompt in enumerate(PROMPTS)]
+    samples = engine.submit_samples(PROMPTS[0], 2, **options(5))
+    return engine, [*completions, *samples]
+
+
+def outcome(completion):
+    found = completion.result()
+    return found.tokens, found.text, found.reason
+
+
+def steady():
+    engine, completions = make()
+    engine.run()
+    return [outcome(each) for each in completions]
+
+
+def test_an_interrupt_at_any_line_changes_no_token():
+    wanted = steady()
+    chance = random.Random(0)
+    line, came = 0, 0
+    with interrupts.ends_within(900):
+        while True:
+            interrupt = interrupts.Interrupt(line, "serving", "cache")
+            engine, completions = make()
+            for _ in range(500):
+                try:
+                    with interrupt.armed():
+                        if not engine.step():
+                            break
+                except KeyboardInterrupt:
+                    came += 1
+                    engine.cache.check()
+            assert [outcome(each) for each in completions] == wanted
+            served.assert_nothing_is_held(engine)
+            if not interrupt.came:
+                break
+            line += 1 + chance.randrange(2 * STRIDE)
+    assert came > 25
+
+
+def test_an_interrupt_while_one_is_cancelled_leaves_the_others():
+    wanted, line = steady(), 0
+    for line in itertools.count(step=5):
+        interrupt = interrupts.Interrupt(line, "serving", "cache")
+        engine, completions = make()
+        for _ in range(3):
+            engine.step()
+        for number in (0, 1, 4):  # one of two samples, and two that run or wait
+            try:
+                with interrupt.armed():
+                    completions[number].cancel()
+            except KeyboardInterrupt:
+                engine.cache.check()
+                completions[number].cancel()
+        engine.run()
+        for number in (2, 3, 5):
+            assert outcome(completions[number]) == wanted[number]
+        assert all(completions[number].done for number in (0, 1, 4))
+        served.assert_nothing_is_held(engine)
+        if not interrupt.came:
+            break
+    assert line > 100
+
+
+def test_an_interrupt_in_generate_cancels_what_nobody_waits_for():
+    for line in (0, 40, 400, 3000):
+        engine = served.engine()
+        with pytest.raises(KeyboardInterrupt), interrupts.Interrupt(line, "serving").armed():
+            engine.generate(PROMPTS, max_new_tokens=NEW, stop_tokens=())
+        assert not engine.step()
+        served.assert_nothing_is_held(engine)
+
+
+def test_signals_at_random_moments_lose_nothing():
+    wanted = steady()
+    chance = random.Random(1)
+    came = 0
+    with interrupts.ends_within(300):
+        for _ in range(25):
+            engine, completions = make()
+            for _ in range(4):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.03))
+                    engine.run()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    came += 1
+                finally:  # an alarm is no business of whoever reports an error
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert [outcome(each) for each in completions] == wanted
+            served.assert_nothing_is_held(engine)
+    assert came > 25
+
+
+@pytest.fixture(autouse=True)
+def alarms_interrupt():
+    """An alarm clock rings as Ctrl-C does, which spares whoever else gets that."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_waiting_for_what_can_never_come_ends():
+    lost = Request(7, [1], Sampling(), Limits(3))
+    completion = Completion(lost, lambda: False, lambda request: None)
+    for wait in (completion.result, lambda: list(completion)):
+        with (
+            interrupts.ends_within(60),
+            pytest.raises(RuntimeError, match="7: the engine has nothing to do"),
+        ):
+            wait()
+
+
+def test_an_error_of_the_model_loses_nothing(monkeypatch):
+    wanted = steady()
+    engine, completions = make()
+    engine.step()
+    real, begin = saccade.attention_paged, time.perf_counter()
+    turns = itertools.count()
+
+    def failing(*tensors, **options):
+        if next(turns) % 5 == 0:
+            raise RuntimeError("out of memory")
+        return real(*tensors, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saccade, "attention_paged", failing)
+        while time.perf_counter() - begin < 60:
+            try:
+                if not engine.step():
+                    break
+            except RuntimeError:
+                engine.cache.check()
+    assert next(turns) > 20
+    assert [outcome(each) for each in completions] == wanted
+    served.assert_nothing_is_held(engine)

@@ -1,0 +1,82 @@
+"""Memory safety: what offsets, lengths, page tables and slots hold leads no kernel out of tensors.
+
+On a GPU, under NVIDIA's tool, which sees reads as well (about two minutes):
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
+        python -m pytest tests/test_memory_safety.py -m gpu -k alone -p no:cacheprovider
+
+PyTorch's allocator cuts tensors out of larger memory, where the tool would see nothing: hence the
+variable, and tensors that lie alone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import hostile
+import pytest
+import torch
+from guarded import Alone, Canaries
+
+BF16 = torch.bfloat16
+ON_HOPPER = [name for name in hostile.NAMES if name != "linear_step" and name != "writing"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("name", hostile.NAMES)
+def test_interpreted_kernels_stay_between_closed_pages(name: str) -> None:
+    here = Path(__file__).parent
+    path = os.pathsep.join((str(here), *sys.path))
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", str(here / "hostile.py"), name],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, f"{found.returncode}: {found.stderr[-2000:]}"
+
+
+@pytest.fixture
+def small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's own kernels take what they would leave to others."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("this GPU is no Hopper")
+    from saccade.hopper import configs
+
+    judge = configs.pages_unsupported
+    monkeypatch.setattr(
+        configs, "pages_unsupported",
+        lambda problem: judge(problem._replace(query_tiles=10**6, slots=10**6)),
+    )  # fmt: skip
+    monkeypatch.setattr(configs, "TAKE_ALL", True)
+
+
+GUARDS = pytest.mark.parametrize("guard", [Alone, Canaries], ids=["alone", "canaries"])
+
+
+@pytest.mark.gpu
+@GUARDS
+@pytest.mark.parametrize("name", hostile.NAMES)
+def test_portable_kernels_stay_in_their_tensors(name: str, guard: Any) -> None:
+    hostile.run(name, guard(), "cuda", "portable", BF16)
+
+
+@pytest.mark.gpu
+@GUARDS
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("name", ON_HOPPER)
+@pytest.mark.usefixtures("small_calls_too")
+def test_hopper_kernels_stay_in_their_tensors(
+    name: str, dim: int, guard: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = hostile.Calls.__init__
+
+    def with_dim(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+        self.dim = dim
+
+    monkeypatch.setattr(hostile.Calls, "__init__", with_dim)
+    hostile.run(name, guard(), "cuda", "hopper", BF16)

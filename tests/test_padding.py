@@ -1,0 +1,141 @@
+"""Padding: packed tokens behind the last offset, which no sequence owns and nobody reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from implementations import (
+    IMPLEMENTATIONS,
+    LINEAR_IMPLEMENTATIONS,
+    PAGED_IMPLEMENTATIONS,
+    Implementation,
+    fixture_of,
+)
+from torch import Tensor
+
+import saccade
+from saccade import feature_maps, masks
+
+soft = fixture_of(IMPLEMENTATIONS)
+linear = fixture_of(LINEAR_IMPLEMENTATIONS)
+paged = fixture_of(PAGED_IMPLEMENTATIONS)
+
+ENDS = [0, 5, 5, 23], [0, 9, 12, 30]  # of queries and keys; the last query's tile is half padding
+TOKENS = 61, 52
+
+
+def rows(one: Implementation, *shape: int) -> Tensor:
+    chance = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=chance).to(one.device, one.dtypes[0])
+
+
+def offsets(one: Implementation, values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=one.device)
+
+
+def spoilt(tensor: Tensor, end: int, value: float) -> Tensor:
+    return tensor.clone().index_fill(0, torch.arange(end, len(tensor), device=tensor.device), value)
+
+
+def assert_padded(found: Tensor, wanted: Tensor, padding: float = 0.0) -> None:
+    """Rows of sequences are as without padding; those behind hold one number."""
+    end = len(wanted)
+    torch.testing.assert_close(found[:end], wanted)
+    assert len(found) > end
+    assert bool((found[end:] == padding).all())
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "ordered"])
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["full", "causal"])
+def test_attention(soft: Implementation, mask: Any, deterministic: bool) -> None:
+    given = rows(soft, TOKENS[0], 4, 16), rows(soft, TOKENS[1], 2, 16), rows(soft, TOKENS[1], 2, 16)
+    ends = [offsets(soft, values) for values in ENDS]
+    q, k = ENDS[0][-1], ENDS[1][-1]
+    grads = rows(soft, TOKENS[0], 4, 16), rows(soft, 4, TOKENS[0]).to(torch.float32)
+    sinks = rows(soft, 4).float()
+
+    def run(*tensors: Tensor, of: tuple[Tensor, Tensor]) -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in (*tensors, sinks)]
+        output, lse = saccade.attention_packed(
+            *leaves[:3], *ends, sinks=leaves[3], mask=mask, return_lse=True,
+            deterministic=deterministic, implementation=soft.name,
+        )  # fmt: skip
+        of_output, of_lse = of
+        found = torch.autograd.grad(
+            [output, lse], leaves, [of_output.to(output.dtype), of_lse.to(lse.dtype)]
+        )
+        return [output.detach(), lse.detach().T, *found]
+
+    wanted = run(given[0][:q], given[1][:k], given[2][:k], of=(grads[0][:q], grads[1][:, :q]))
+    found = run(
+        spoilt(given[0], q, torch.nan), spoilt(given[1], k, torch.nan),
+        spoilt(given[2], k, torch.inf),
+        of=(spoilt(grads[0], q, torch.nan), spoilt(grads[1].T, q, torch.inf).T),
+    )  # fmt: skip
+    for place, (mine, without) in enumerate(zip(found[:5], wanted[:5], strict=True)):
+        assert_padded(mine, without, -torch.inf if place == 1 else 0.0)
+    torch.testing.assert_close(found[5], wanted[5])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"normalize": False},
+        {"feature_map": (torch.exp, torch.exp)},
+        {"feature_map": "favor"},
+    ],
+    ids=["causal", "full", "plain", "own", "favor"],
+)
+def test_linear_attention(linear: Implementation, options: dict[str, Any]) -> None:
+    if options.get("feature_map") == "favor":
+        torch.manual_seed(1)
+        options = {"feature_map": feature_maps.Favor(16, 16).to(linear.device)}
+    given = [rows(linear, TOKENS[0], 2, 16), *(rows(linear, TOKENS[1], 2, 16) for _ in "kv")]
+    decay = -rows(linear, TOKENS[1], 2).float().abs() / 8
+    ends = [offsets(linear, values) for values in ENDS]
+    q, k = ENDS[0][-1], ENDS[1][-1]
+
+    def run(*tensors: Tensor, grad: Tensor) -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        output, state = saccade.linear_attention_packed(
+            *leaves[:3], *ends, decay=leaves[3], return_state=True, implementation=linear.name,
+            **options,
+        )  # fmt: skip
+        found = torch.autograd.grad([output, state.kv], leaves, [grad, state.kv.detach()])
+        return [output.detach(), *found, state.kv.detach()]
+
+    grad = rows(linear, TOKENS[0], 2, 16)
+    wanted = run(given[0][:q], given[1][:k], given[2][:k], decay[:k], grad=grad[:q])
+    found = run(
+        spoilt(given[0], q, torch.nan), spoilt(given[1], k, torch.inf),
+        spoilt(given[2], k, torch.nan), spoilt(decay, k, torch.nan),
+        grad=spoilt(grad, q, torch.nan),
+    )  # fmt: skip
+    for mine, without in zip(found[:5], wanted[:5], strict=True):
+        assert_padded(mine, without)
+    torch.testing.assert_close(found[5], wanted[5])
+
+
+@pytest.mark.parametrize("ends", [[0, 2, 3, 4, 24], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["full", "causal"])
+def test_attention_over_pages(paged: Implementation, mask: Any, ends: list[int]) -> None:
+    keys, values = (rows(paged, 12, 2, 16, 16) for _ in "kv")
+    table = torch.arange(16).view(4, 4).remainder(12).int().to(paged.device)
+    lens = torch.tensor([9, 40, 1, 33], dtype=torch.int32, device=paged.device)
+    query, end = rows(paged, ends[-1] + 19, 4, 16), ends[-1]
+    sinks = rows(paged, 4).float()
+
+    def run(query: Tensor) -> tuple[Tensor, Tensor]:
+        output, lse = saccade.attention_paged(
+            query, keys, values, table, lens, cu_seqlens_q=offsets(paged, ends), mask=mask,
+            sinks=sinks, return_lse=True, implementation=paged.name,
+        )  # fmt: skip
+        return output, lse.T
+
+    wanted, found = run(query[:end]), run(spoilt(query, end, torch.nan))
+    assert_padded(found[0], wanted[0])
+    assert_padded(found[1], wanted[1], -torch.inf)
