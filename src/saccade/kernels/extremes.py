@@ -17,7 +17,7 @@ from saccade.kernels.tiles import wide
 
 @triton.jit
 def bounds(entries):
-    """Entries as a lower and an upper bound: of NaN both are infinite, and `with_nan` says so."""
+    """Entries as a lower and an upper bound; NaN is all numbers, of which `in_order` knows."""
     if entries.dtype == tl.int1:
         numbers = entries.to(tl.int32)
         low, high = numbers, numbers
@@ -28,6 +28,16 @@ def bounds(entries):
     else:
         whole = entries if entries.dtype == tl.int64 else entries.to(tl.int32)
         low, high = whole, whole
+    return low, high
+
+
+@triton.jit
+def in_order(low, high):
+    """The bounds of entries; where any was NaN, or they are infinite to both sides, both NaN."""
+    if low.dtype.is_floating():
+        anything = (low == float("-inf")) & (high == float("inf"))
+        low = tl.where(anything, float("nan"), low)
+        high = tl.where(anything, float("nan"), high)
     return low, high
 
 
@@ -43,7 +53,7 @@ def along_one(table, offset, DIM: tl.constexpr, low, high, TILE: tl.constexpr):
     """Smallest and largest entry between two indices that lie less than TILE apart: [tiles]."""
     index = tl.minimum(low[:, None] + tl.arange(0, TILE)[None, :], high[:, None])
     lows, highs = bounds(tl.load(table[0] + (offset + along(table, index, DIM))))
-    return tl.min(lows, 1), tl.max(highs, 1)
+    return in_order(tl.min(lows, 1), tl.max(highs, 1))
 
 
 @triton.jit
@@ -57,7 +67,7 @@ def along_two(
     index_b = tl.minimum(low_b[:, None] + tl.arange(0, TILE_B)[None, :], high_b[:, None])
     places = along(table, index_a, DIM_A)[:, :, None] + along(table, index_b, DIM_B)[:, None, :]
     lows, highs = bounds(tl.load(table[0] + (offset + places)))
-    return tl.min(tl.min(lows, 2), 1), tl.max(tl.max(highs, 2), 1)
+    return in_order(tl.min(tl.min(lows, 2), 1), tl.max(tl.max(highs, 2), 1))
 
 
 @triton.jit
@@ -75,4 +85,4 @@ def along_two_blocks(
             place_b = along(table, tl.minimum(low_b + b, high_b), DIM_B)
             low, high = bounds(tl.load(table[0] + (offset + (place_a + place_b))))
             lows, highs = tl.minimum(lows, low), tl.maximum(highs, high)
-    return lows, highs
+    return in_order(lows, highs)

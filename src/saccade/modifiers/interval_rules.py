@@ -27,6 +27,7 @@ from saccade.modifiers.expression import (
 
 LARGEST_SUMMAND = 2**61  # of whole numbers of 64 bits, beyond which a sum may pass their range
 LARGEST_FACTOR = 2**31
+OF_POSITIVE = ("log", "log2", "sqrt")
 
 
 class Span(NamedTuple):
@@ -98,8 +99,10 @@ class IntervalRules(ABC):
             return None
         if step.op in ("//", "%") and expression[step.operands[1]].op not in ("number", "literal"):
             return None  # a divisor that may be 0 or less
-        wide = step.kind == WHOLE and any(is_wide(expression, of) for of in step.operands)
-        return self._number(step, [span for span in spans if span is not None], wide)
+        known = [span for span in spans if span is not None]
+        if needs_width(expression, step):
+            known = [self._each("widened", span) for span in known]
+        return self._number(step, known, may_overflow(expression, step))
 
     # ---- truths -----------------------------------------------------------------------------
 
@@ -179,14 +182,22 @@ class IntervalRules(ABC):
         high = low if span.known else self.op(op, span.high, *others)
         return Span(low, high, span.known, span.rows, span.step)
 
-    def _number(self, step: Step, spans: list[Span], wide: bool) -> Span | None:
+    def _number(self, step: Step, spans: list[Span], overflows: bool) -> Span | None:
         op, a, b = step.op, spans[0], spans[-1]
-        if op in ("whole", "real", *FUNCTIONS):
-            return self._each(op, a)._replace(rows="")
+        if op in ("real", *FUNCTIONS):
+            found = self._each(op, a)._replace(rows="")
+            if op in OF_POSITIVE and not found.known:  # below 0 they give NaN, in the middle too
+                ordered = self.op("==", found.low, found.low)
+                found = found._replace(high=self.op("where", ordered, found.high, found.low))
+            return found
+        if op == "whole":  # beyond its range, and of NaN, any number
+            return self._guarded(op, self._each(op, a)._replace(rows=""), spans, WHOLE)
         if op == "neg":
-            return Span(self.op("neg", a.high), self.op("neg", a.low), a.known, a.rows, a.step)
+            found = Span(self.op("neg", a.high), self.op("neg", a.low), a.known, a.rows, a.step)
+            return self._guarded(op, found, spans, step.kind) if overflows else found
         if op == "abs":
-            return self._absolute(a)
+            found = self._absolute(a)
+            return self._guarded(op, found, spans, step.kind) if overflows else found
         if op in ("min", "max"):
             low, high = self.op(op, a.low, b.low), self.op(op, a.high, b.high)
             rows = a.rows if b.known else b.rows if a.known else ""
@@ -195,10 +206,10 @@ class IntervalRules(ABC):
             return self._divided(op, a, b) if step.kind == WHOLE else None
         if op == "/" and not b.known:
             return None
-        if wide or (op == "*" and step.kind == WHOLE):
-            a, b = (self._each("widened", span) for span in (a, b))
         found = self._arithmetic(op, a, b)
-        return None if found is None else self._guarded(op, found, spans, step.kind, wide)
+        if found is None or (step.kind == WHOLE and not overflows):
+            return found
+        return self._guarded(op, found, spans, step.kind)
 
     def _arithmetic(self, op: str, a: Span, b: Span) -> Span | None:
         if op not in ("+", "-", "*", "/"):
@@ -221,23 +232,24 @@ class IntervalRules(ABC):
             low, high = self.op("min", low, corner), self.op("max", high, corner)
         return Span(low, high)
 
-    def _guarded(self, op: str, found: Span, spans: list[Span], kind: str, wide: bool) -> Span:
+    def _guarded(self, op: str, found: Span, spans: list[Span], kind: str) -> Span:
         """Ends where rounding and overflow leave them in order.
 
-        Infinite real numbers may meet as inf - inf; whole numbers of 64 bits may wrap round.
+        Infinite real numbers may meet as inf - inf, zeros as 0 / 0; whole numbers of 64 bits may
+        wrap round.
         """
-        if kind == WHOLE and not wide:
+        if found.known:  # it is the number that every pair has
             return found
-        if found.known:
-            return found
-        nan = float("nan")
-        limit = LARGEST_SUMMAND if op != "*" else LARGEST_FACTOR
-        least, most, ends = -(2**63), 2**63 - 1, [end for span in spans for end in span[:2]]
         if kind == REAL:  # NaN inside of an interval leaves no end of it finite
-            limit, least, most, ends = float("inf"), nan, nan, [found.low, found.high]
+            limit, least, most, ends = float("inf"), float("nan"), float("nan"), found[:2]
+        else:
+            limit = LARGEST_FACTOR if op == "*" else LARGEST_SUMMAND
+            limit = float(limit) if op == "whole" else limit
+            least, most, ends = -(2**63), 2**63 - 1, [end for span in spans for end in span[:2]]
         safe = None
         for end in {id(end): end for end in ends}.values():
-            here = self.op("<", self.op("abs", end), self.literal(limit))
+            below = self.op("<", end, self.literal(limit))
+            here = self.op("&", below, self.op("<", self.literal(-limit), end))
             safe = here if safe is None else self.op("&", safe, here)
         return Span(
             self.op("where", safe, found.low, self.literal(least)),
@@ -276,6 +288,37 @@ class IntervalRules(ABC):
             known = self.op("where", test.possible, both, other)
             ends.append(self.op("where", test.certain, one, known))
         return Span(*ends)
+
+
+def needs_width(expression: Expression, step: Step) -> bool:
+    """Whether 32 bits may not hold what an operation gives, of operands that they hold."""
+    if step.kind != WHOLE or step.op not in ("+", "-", "*", "<<", "neg", "abs"):
+        return False
+    operands = [expression[number] for number in step.operands]
+    if step.op in ("*", "<<"):
+        return not any(of.op == "literal" and abs(int(of.literal)) < 2**10 for of in operands)
+    return any(of.op in READS for of in operands) or _num_numbers(expression, step) > 1
+
+
+def may_overflow(expression: Expression, step: Step) -> bool:
+    """Whether 64 bits may not hold it either."""
+    if step.kind != WHOLE:
+        return False
+    if step.op == "*" and needs_width(expression, step):
+        return True
+    wide = any(is_wide(expression, number) for number in step.operands)
+    return wide or _num_numbers(expression, step) > 1
+
+
+def _num_numbers(expression: Expression, step: Step) -> int:
+    """How many captured numbers, which may be large, are part of what a step adds up."""
+    found, waiting = 0, list(step.operands)
+    while waiting:
+        of = expression[waiting.pop()]
+        found += of.op == "number" and of.kind == WHOLE
+        if of.kind == WHOLE and of.op not in READS and of.op not in ("//", "%"):
+            waiting += of.operands
+    return found
 
 
 def is_wide(expression: Expression, number: int) -> bool:

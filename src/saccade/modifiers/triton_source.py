@@ -24,7 +24,7 @@ from saccade.modifiers.expression import (
     needed,
     never_negative,
 )
-from saccade.modifiers.interval_rules import IntervalRules, Span, Truth, Value
+from saccade.modifiers.interval_rules import IntervalRules, Span, Truth, Value, needs_width
 
 ARGUMENTS = "batch, head, query_row, kv_row, shift, data"
 JUDGED = "batch, head, query_low, query_high, kv_low, kv_high, shift, data"
@@ -104,9 +104,9 @@ class _PairWriter:
         kind = step.kind
         if op in COMPARISONS:
             kind = REAL if REAL in kinds else TRUTH if set(kinds) == {TRUTH} else WHOLE
-        wide = op in ("+", "-", "*", "<<") and step.kind == WHOLE
+        wide = needs_width(self.expression, step)
         operands = [self._operand(number, kind, wide) for number in step.operands]
-        if wide and op in ("*", "<<") and not self._small(step):
+        if wide and not any("widened" in operand for operand in operands):
             operands[0] = f"widened({operands[0]})"
         if op in ("//", "%"):
             return self._divided(step, operands)
@@ -115,11 +115,6 @@ class _PairWriter:
         if len(operands) == 1:
             return f"{'-' if op == 'neg' else op}{operands[0]}"
         return f"{operands[0]} {op} {operands[1]}"
-
-    def _small(self, step: Step) -> bool:
-        """Whether a product has a factor that the code knows to be small."""
-        factors = (self.expression[number] for number in step.operands)
-        return any(f.op == "literal" and abs(int(f.literal)) < 2**10 for f in factors)
 
     def _operand(self, number: int, kind: str, wide: bool = False) -> str:
         """An operand as a number of that kind."""
@@ -269,8 +264,8 @@ class _TileWriter(IntervalRules):
         return _Needs(dependences=frozenset([Dependence(operand.op, -1, -1)]))
 
     def op(self, name: str, *values: str) -> str:
-        if name == "real" and values[0].lstrip("-").isdigit():
-            return _literal(float(values[0]))
+        if name in ("real", "widened") and values[0].lstrip("-").isdigit():
+            return _literal(float(values[0])) if name == "real" else values[0]
         if name in ("min", "max"):
             code = f"{name}imum({', '.join(values)})"
         elif name in ("//", "%"):
@@ -279,6 +274,8 @@ class _TileWriter(IntervalRules):
             code = f"{name}({', '.join(values)})"
         elif name in ("abs", "real", "whole"):
             code = f"{'absolute' if name == 'abs' else f'to_{name}'}({values[0]})"
+        elif name == "widened":
+            code = f"widened({values[0]})"
         elif name == "neg":
             code = f"-{values[0]}"
         else:

@@ -1,0 +1,157 @@
+"""Masks and scores under torch.compile: made inside of a graph, passed in, called there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import saccade
+from saccade import masks, scores
+from saccade.masks import as_mask
+from saccade.scores import as_score
+
+LENGTH = 24
+IMPLEMENTATION = "cpu"
+
+
+@masks.function
+def strided(batch: Any, head: Any, query_row: Any, kv_row: Any, ids: Any, stride: Any) -> Any:
+    return ((query_row - kv_row) % stride == 0) & (ids[query_row] >= ids[kv_row])
+
+
+@masks.function(align="bottom_right")
+def near(batch: Any, head: Any, query_row: Any, kv_row: Any, width: Any) -> Any:
+    return (query_row - kv_row <= width) & (query_row >= kv_row)
+
+
+@scores.function
+def sloped(score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, slopes: Any, by: Any):
+    return score * by - slopes[head] * (query_row - kv_row).abs()
+
+
+def rows(seed: int = 0) -> Tensor:
+    return torch.randn(1, 2, LENGTH, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def attend(query: Tensor, **options: Any) -> Tensor:
+    return saccade.attention(query, query, query, implementation=IMPLEMENTATION, **options)
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Any, fullgraph: bool = True) -> tuple[Any, CompileCounter]:
+    counter = CompileCounter()
+    return torch.compile(function, backend=counter, fullgraph=fullgraph), counter
+
+
+MADE_INSIDE: dict[str, Any] = {
+    "window": lambda number, tensor: {"mask": masks.window(number, 1)},
+    "joined": lambda number, tensor: {"mask": masks.causal() & ~masks.window(number)},
+    "documents": lambda number, tensor: {"mask": masks.documents(tensor[None]) & masks.causal()},
+    "own function": lambda number, tensor: {"mask": strided(tensor, number)},
+    "own aligned function": lambda number, tensor: {"mask": near(number) | strided(tensor, 3)},
+    "softcap": lambda number, tensor: {"score": scores.softcap(number + 0.5)},
+    "own score": lambda number, tensor: {"score": sloped(tensor[:2] * 0.1, number * 0.5)},
+    "chain": lambda number, tensor: {
+        "score": scores.softcap(number * 2.0) >> sloped(tensor[:2] * 0.1, 0.5),
+        "mask": masks.window(number),
+    },
+}
+
+
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_numbers_of_what_is_made_inside_may_change(name):
+    make = MADE_INSIDE[name]
+
+    def function(query: Tensor, number: int, tensor: Tensor) -> Tensor:
+        return attend(query, **make(number, tensor))
+
+    graph, counter = compiled(function)
+    for number in (2, 3, 5, 8, 11):
+        tensor = torch.arange(LENGTH) // number
+        torch.testing.assert_close(graph(rows(), number, tensor), function(rows(), number, tensor))
+    # Once for the first number as a constant, once for any.
+    assert counter.frame_count <= 2
+
+
+MADE_OUTSIDE: dict[str, Any] = {
+    "window": lambda n: {"mask": masks.window(n)},
+    "lambda": lambda n: {"mask": as_mask(lambda b, h, q, k: (q - k) % n == 0)},
+    "own function": lambda n: {"mask": strided(torch.arange(LENGTH) // n, n)},
+    "score": lambda n: {"score": sloped(torch.ones(2) / n, 0.5)},
+    "score of a lambda": lambda n: {"score": as_score(lambda s, b, h, q, k: s * n - k / n)},
+}
+
+
+@pytest.mark.parametrize("name", MADE_OUTSIDE)
+def test_what_is_made_outside_is_passed_in(name):
+    graph, counter = compiled(lambda query, options: attend(query, **options))
+    for number in (2, 3, 5, 8, 11):
+        options = MADE_OUTSIDE[name](number)
+        torch.testing.assert_close(graph(rows(), options), attend(rows(), **options))
+    assert counter.frame_count <= 3
+
+
+def test_what_a_module_holds_is_read_by_each_call():
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slopes = torch.nn.Parameter(torch.tensor([0.1, 0.2]))
+            self.register_buffer("ids", torch.arange(LENGTH) // 5)
+            self.mask = as_mask(lambda b, h, q, k: self.ids[q] == self.ids[k])
+            self.score = as_score(lambda s, b, h, q, k: s - self.slopes[h] * (q - k).abs())
+
+        def forward(self, query: Tensor) -> Tensor:
+            return attend(query, mask=self.mask, score=self.score)
+
+    module = Module()
+    graph, counter = compiled(module)
+    for step in range(1, 4):
+        found = graph(rows())
+        wanted = module(rows())
+        torch.testing.assert_close(found, wanted)
+        grads = [torch.autograd.grad(out.square().sum(), module.slopes) for out in (found, wanted)]
+        torch.testing.assert_close(*grads)
+        with torch.no_grad():
+            module.slopes.add_(0.3)
+            module.ids.copy_(torch.arange(LENGTH) // step)
+    assert counter.frame_count == 1
+
+
+def test_gradients_of_captured_tensors_flow_through_the_graph():
+    def function(query: Tensor, slopes: Tensor, table: Tensor, width: int) -> Tensor:
+        score = sloped(torch.exp(slopes), 0.5) >> scores.bias(table)
+        return attend(query, score=score, mask=near(width)).square().sum()
+
+    graph, _ = compiled(function)
+    graph = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for width in (3, 5, 9):
+        leaves = [rows(), torch.tensor([-1.0, 0.5]), rows(1)[..., :1].mT.mean(1)]
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        results = [torch.autograd.grad(f(*leaves, width), leaves) for f in (graph, function)]
+        torch.testing.assert_close(*results)
+
+
+def test_a_lambda_inside_a_graph_is_served_or_refused():
+    def function(query: Tensor, width: int) -> Tensor:
+        return attend(query, mask=lambda b, h, q, k: (q - k <= width) & (q >= k))
+
+    broken, _ = compiled(function, fullgraph=False)
+    for width in (2, 3, 5):
+        torch.testing.assert_close(broken(rows(), width), function(rows(), width))
+    whole, _ = compiled(function)
+    try:
+        found = whole(rows(), 4)
+    except Exception as error:  # clearly: what it is, and what to write
+        assert "lambda" in str(error) or "function" in str(error), error  # noqa: PT017
+    else:
+        torch.testing.assert_close(found, function(rows(), 4))
