@@ -15,11 +15,12 @@ change of the key, and equal expressions have equal keys in every process.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from saccade.modifiers.constant import constant
 
 TRUTH, WHOLE, REAL = "truth", "whole", "real"
 VARIABLES = {
@@ -110,8 +111,7 @@ class Captured(NamedTuple):
 
     def value(self, slot: tuple[str, int]) -> Any:
         """What was captured in a slot, such as ("t", 0)."""
-        kind, position = slot
-        return {"t": self.tensors, "i": self.ints, "f": self.floats}[kind][position]
+        return {"t": self.tensors, "i": self.ints, "f": self.floats}[slot[0]][slot[1]]
 
 
 class Builder:
@@ -265,7 +265,7 @@ def key_of(expression: Expression) -> str:
     return ";".join(step.text() for step in expression)
 
 
-@functools.lru_cache(maxsize=4096)
+@constant
 def parse(key: str) -> Expression:
     """The expression of a key; the empty key has no steps.
 
@@ -310,7 +310,7 @@ class Combination(NamedTuple):
         )
 
 
-@functools.lru_cache(maxsize=4096)
+@constant
 def combined(combiner: str, first: str, second: str = "") -> Combination:
     """Two masks joined by & or |, one turned round by ~, or two scores one after another (>>)."""
     builder, one, other = Builder(), parse(first), parse(second)
@@ -326,17 +326,10 @@ def combined(combiner: str, first: str, second: str = "") -> Combination:
     return Combination(key_of(expression), *places)
 
 
-# To torch.compile the key of a combination is a constant: keys are known when it traces.
-combined._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(maxsize=1024)
+@constant
 def num_captured(key: str) -> tuple[int, int, int]:
     """How many tensors, whole and real numbers the expression of a key captured."""
     return counts_of(parse(key))
-
-
-num_captured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def counts_of(expression: Expression) -> tuple[int, int, int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from torch import Tensor
 
+from saccade.modifiers.constant import constant
 from saccade.modifiers.expression import READS, WHOLE, Captured, parse
 
 AXES = {"batch": "batch", "head": "query_heads", "query_row": "query_len", "kv_row": "kv_len"}
@@ -45,7 +45,7 @@ class Need(NamedTuple):
     nearest: bool
 
 
-@functools.lru_cache(maxsize=1024)
+@constant
 def needs(key: str) -> tuple[Need, ...]:
     """What an expression demands of the tensors that it reads along rows, batch and heads."""
     expression = parse(key)
@@ -65,9 +65,6 @@ def needs(key: str) -> tuple[Need, ...]:
         need = Need(step.slot[1], step.label, tuple(axes), tuple(divisors), step.op == "take")
         found.append(need)
     return tuple(found)
-
-
-needs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def misfit(key: str, captured: Captured, extents: Extents) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+from saccade.modifiers.constant import constant
 from saccade.modifiers.expression import READS, TRUTH, Expression, parse
 
 CAUSAL, WINDOW, KEY_LENGTHS, DOCUMENTS, BLOCKS, DENSE, OTHER = (
@@ -74,13 +75,10 @@ def _indices(expression: Expression, number: int) -> list[str]:
     return [expression[index].op for index in expression[number].operands]
 
 
-@functools.lru_cache(maxsize=1024)
+@constant
 def consists_of(key: str, names: frozenset[str]) -> bool:
     """Whether a mask is made of these by & and |. To a trace the answer is a constant."""
     return leaves(parse(key)) <= names
-
-
-consists_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=1024)

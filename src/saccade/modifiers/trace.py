@@ -28,8 +28,8 @@ from saccade.modifiers.expression import (
     num_operands,
 )
 from saccade.modifiers.normal_form import Lengths, RowBuilder
-from saccade.modifiers.tensor_functions import COMPOSED, OPERATIONS
 from saccade.modifiers.symbol import OPERATORS, Partial, Symbol, Untraceable, symbols_in
+from saccade.modifiers.tensor_functions import COMPOSED, OPERATIONS
 
 ROWS = ("batch", "head", "query_row", "kv_row")
 RANDOM = (
