@@ -28,7 +28,7 @@ from saccade.language import take
 from saccade.modifiers import expression
 from saccade.modifiers.expression import Captured, key_of
 from saccade.modifiers.form import form_of, kind_of
-from saccade.modifiers.modifier import Modifier, is_plain_function
+from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
 from saccade.modifiers.normal_form import Lengths
 from saccade.modifiers.trace import trace
 
@@ -379,14 +379,15 @@ def as_mask(mask: AnyMask) -> Mask:
         if mask.dim() > 4:
             raise ValueError(f"mask: got {mask.dim()} dimensions, takes at most 4")
         return dense(mask)
+    if isinstance(mask, MaskFunction):
+        return mask()
+    refuse_in_graphs("mask", mask)
     name = getattr(mask, "__name__", "")
     if name and globals().get(name) is mask:
         raise TypeError(
             f"mask: got the function saccade.masks.{name}, takes the mask that it returns: "
             f"write mask=saccade.masks.{name}(...)"
         )
-    if isinstance(mask, MaskFunction):
-        return mask()
     if is_plain_function(mask):
         return _function(mask, "top_left")()
     advice = f"; write mask=saccade.masks.{mask}()" if mask == "causal" else ""

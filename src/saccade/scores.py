@@ -25,7 +25,7 @@ from saccade.language import absolute, exp, log, maximum, minimum, take, tanh, w
 from saccade.modifiers import expression
 from saccade.modifiers.expression import Captured, key_of
 from saccade.modifiers.form import form_of, kind_of
-from saccade.modifiers.modifier import Modifier, is_plain_function
+from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
 from saccade.modifiers.trace import trace
 
 __all__ = [
@@ -214,14 +214,15 @@ def as_score(score: AnyScore) -> Score:
         return NOTHING_CHANGED
     if isinstance(score, Score):
         return score
+    if isinstance(score, ScoreFunction):
+        return score()
+    refuse_in_graphs("score", score)
     name = getattr(score, "__name__", "")
     if name and globals().get(name) is score:
         raise TypeError(
             f"score: got the function saccade.scores.{name}, takes the score that it returns: "
             f"write score=saccade.scores.{name}(...)"
         )
-    if isinstance(score, ScoreFunction):
-        return score()
     if not isinstance(score, Tensor) and is_plain_function(score):
         return _function(score, "top_left")()
     advice = "; a tensor to add: saccade.scores.bias(tensor)" if isinstance(score, Tensor) else ""

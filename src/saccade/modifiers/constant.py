@@ -1,4 +1,4 @@
-"""Constants of a trace: functions of plain values that torch.compile calls and does not enter."""
+"""Constants of graphs: what functions of texts and kinds give, taken as it is by torch.compile."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def remembered_constant(function: F) -> F:
-    """Remember a function's results; what it gives in a compiled function is a constant there.
+def constant(function: Function) -> Function:
+    """Remember what a function gives; to a graph, which knows its arguments, that is a constant.
 
-    The cache stands behind a plain function, as torch.compile warns of one that it meets itself.
+    Dynamo looks for its mark at plain functions only, and warns of caches that it would trace.
     """
     remembered = functools.lru_cache(maxsize=4096)(function)
 
-    def constant(*arguments: Any, **options: Any) -> Any:
-        return remembered(*arguments, **options)
+    def call(*args: Any, **options: Any) -> Any:
+        return remembered(*args, **options)
 
-    functools.update_wrapper(constant, function)
-    del constant.__wrapped__  # which Dynamo would follow
-    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return constant  # type: ignore[return-value]
+    functools.update_wrapper(call, function)
+    del call.__wrapped__  # by which Dynamo would find the way around the mark
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    call.cache_clear = remembered.cache_clear  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]

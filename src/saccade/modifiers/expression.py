@@ -15,13 +15,12 @@ change of the key, and equal expressions have equal keys in every process.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from saccade.modifiers.constant import remembered_constant
+from saccade.modifiers.constant import constant
 
 TRUTH, WHOLE, REAL = "truth", "whole", "real"
 VARIABLES = {
@@ -112,8 +111,7 @@ class Captured(NamedTuple):
 
     def value(self, slot: tuple[str, int]) -> Any:
         """What was captured in a slot, such as ("t", 0)."""
-        kind, position = slot
-        return {"t": self.tensors, "i": self.ints, "f": self.floats}[kind][position]
+        return {"t": self.tensors, "i": self.ints, "f": self.floats}[slot[0]][slot[1]]
 
 
 class Builder:
@@ -267,7 +265,7 @@ def key_of(expression: Expression) -> str:
     return ";".join(step.text() for step in expression)
 
 
-@functools.lru_cache(maxsize=4096)
+@constant
 def parse(key: str) -> Expression:
     """The expression of a key; the empty key has no steps.
 
@@ -312,7 +310,7 @@ class Combination(NamedTuple):
         )
 
 
-@remembered_constant
+@constant
 def combined(combiner: str, first: str, second: str = "") -> Combination:
     """Two masks joined by & or |, one turned round by ~, or two scores one after another (>>)."""
     builder, one, other = Builder(), parse(first), parse(second)
@@ -328,7 +326,7 @@ def combined(combiner: str, first: str, second: str = "") -> Combination:
     return Combination(key_of(expression), *places)
 
 
-@remembered_constant
+@constant
 def num_captured(key: str) -> tuple[int, int, int]:
     """How many tensors, whole and real numbers the expression of a key captured."""
     return counts_of(parse(key))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from saccade.modifiers.constant import remembered_constant
+from saccade.modifiers.constant import constant
 from saccade.modifiers.expression import READS, WHOLE, Captured, parse
 
 AXES = {"batch": "batch", "head": "query_heads", "query_row": "query_len", "kv_row": "kv_len"}
@@ -45,7 +45,7 @@ class Need(NamedTuple):
     nearest: bool
 
 
-@remembered_constant
+@constant
 def needs(key: str) -> tuple[Need, ...]:
     """What an expression demands of the tensors that it reads along rows, batch and heads."""
     expression = parse(key)

@@ -6,13 +6,15 @@ its graph; and built-in masks and scores, whose values have names, are traced on
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.modifiers.constant import remembered_constant
+from saccade.modifiers.constant import constant
 from saccade.modifiers.expression import Captured, key_of
 from saccade.modifiers.trace import letter_of, name_of, trace
 
@@ -55,7 +57,7 @@ def kind_of(value: object) -> str:
     raise TypeError(f"captured data must be tensors, ints or floats, got {type(value).__name__}")
 
 
-@remembered_constant
+@constant
 def form_of(
     function: Callable[..., Any],
     align: str,
@@ -72,6 +74,8 @@ def form_of(
     Raises:
         TypeError: if the function reads tensors that it is not given.
     """
+    if not built_in:
+        _check_reach(function)
     places = [_placeholder(kind) for kind in kinds]
     expression, found = trace(function, align, places, score=score, known=False, built_in=built_in)
     tensors = [_index(places, tensor) for tensor in found.tensors]
@@ -86,6 +90,28 @@ def form_of(
         tuple((_index(places, n), 0 if isinstance(n, Given) else n) for n in found.ints),
         tuple((_index(places, n), 0.0 if isinstance(n, Given) else n) for n in found.floats),
     )
+
+
+def _check_reach(function: Callable[..., Any]) -> None:
+    """Refuse a function that reaches values from outside, whose changes a graph would not see.
+
+    Raises:
+        TypeError: naming the first of them.
+    """
+    problem = None if isinstance(function, types.FunctionType) else "is no plain function"
+    if problem is None:
+        reached = inspect.getclosurevars(function)
+        for name, value in {**reached.globals, **reached.nonlocals}.items():
+            if isinstance(value, types.FunctionType):
+                _check_reach(value)
+            elif not isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)):
+                problem = f"reaches {name} from outside"
+    if problem is not None:
+        raise TypeError(
+            f"{name_of(function)} {problem}, which a graph cannot follow; inside torch.compile "
+            "give values to the function that masks.function or scores.function makes, or make "
+            "the mask or score before"
+        )
 
 
 class Given(NamedTuple):

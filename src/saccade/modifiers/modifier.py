@@ -49,6 +49,19 @@ class Modifier:
         return f"{type(self).__name__}({written(self.key, self.captured)})"
 
 
+def refuse_in_graphs(argument: str, value: Any) -> None:
+    """Refuse a plain function while torch.compile traces: a graph cannot follow what it reaches.
+
+    Raises:
+        TypeError: saying where to make the mask or score.
+    """
+    if torch.compiler.is_compiling() and is_plain_function(value):
+        raise TypeError(
+            f"{argument}: got a function inside torch.compile, whose values a graph cannot follow; "
+            f"make the {argument} before, or give values to what saccade.{argument}s.function makes"
+        )
+
+
 def is_plain_function(value: Any) -> bool:
     """Whether a value is a function that a mask or score may be traced from."""
     kinds = (types.FunctionType, types.MethodType, functools.partial)

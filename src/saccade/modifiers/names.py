@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from saccade.modifiers.constant import remembered_constant
+from saccade.modifiers.constant import constant
 from saccade.modifiers.expression import READS, TRUTH, Expression, parse
 
 CAUSAL, WINDOW, KEY_LENGTHS, DOCUMENTS, BLOCKS, DENSE, OTHER = (
@@ -75,7 +75,7 @@ def _indices(expression: Expression, number: int) -> list[str]:
     return [expression[index].op for index in expression[number].operands]
 
 
-@remembered_constant
+@constant
 def consists_of(key: str, names: frozenset[str]) -> bool:
     """Whether a mask is made of these by & and |. To a trace the answer is a constant."""
     return leaves(parse(key)) <= names

@@ -89,7 +89,7 @@ def _floor(trace: Trace, value: Any) -> Symbol:
 
 
 def _ceil(trace: Trace, value: Any) -> Symbol:
-    return -_floor(trace, -trace.symbol(trace.constant(value)))
+    return trace.apply("neg", _floor(trace, trace.apply("neg", value)))
 
 
 def _pow(trace: Trace, value: Any, exponent: Any) -> Symbol:
