@@ -172,3 +172,22 @@ def test_a_function_that_reaches_numbers_is_refused_inside_a_graph():
     graph, _ = compiled(lambda query: attend(query, mask=reaching()))
     with pytest.raises(Exception, match="reaches width from outside, which a graph cannot follow"):
         graph(rows())
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents", "blocks"])
+def test_lengths_that_change_compile_nothing_anew(kind: str) -> None:
+    def function(query: Tensor, table: Tensor) -> Tensor:
+        mask = masks.causal()
+        if kind != "causal":
+            mask = masks.documents(table) if kind == "documents" else masks.blocks(table, 8)
+        return attend(query, mask=mask)
+
+    counter = CompileCounter()
+    run: Any = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
+    for length in (48, 24, 31):
+        query = torch.randn(2, 2, length, 8, generator=torch.Generator().manual_seed(length))
+        table = torch.arange(length)[None].expand(2, -1) // 7
+        if kind == "blocks":
+            table = torch.ones(2, 2, -(-length // 8), -(-length // 8)).tril().bool()
+        torch.testing.assert_close(run(query, table), function(query, table))
+    assert counter.frame_count == 1

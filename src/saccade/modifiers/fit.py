@@ -79,21 +79,40 @@ def misfit(key: str, captured: Captured, extents: Extents) -> str | None:
 
 
 def _misfit(need: Need, table: Tensor, captured: Captured, extents: Extents) -> str | None:
-    sizes, fits = [], True
-    for size, axis, divisor in zip(table.shape, need.axes, need.divisors, strict=True):
-        want = getattr(extents, axis) if axis else None
-        if want is not None and divisor >= 0:
-            want = -(-want // captured.ints[divisor])
-        longer = not need.label or (extents.packed and axis in ("query_len", "kv_len"))
-        wanted = want is None or size == want or (size > want and longer)
-        fits = fits and (wanted or (size == 1 and need.nearest))
-        sizes.append(f"{axis} {want}" if want is not None else axis or "any")
-    if fits:
+    wanted = [
+        _wanted(axis, divisor, captured, extents)
+        for axis, divisor in zip(need.axes, need.divisors, strict=True)
+    ]
+    fits = [
+        want is None
+        or size == want
+        or (size == 1 and need.nearest)
+        or (_may_be_longer(need, axis, extents) and size > want)
+        for size, axis, want in zip(table.shape, need.axes, wanted, strict=True)
+    ]
+    if all(fits):
         return None
+    # Only now, as text of a size makes it a constant to torch.compile.
+    sizes = [
+        f"{axis} {want}" if want is not None else axis or "any"
+        for axis, want in zip(need.axes, wanted, strict=True)
+    ]
     name = need.label or f"captured tensor {need.tensor}"
     at_least = "" if need.label else " at least"
     ones = " or 1 there" if need.nearest else ""
     return f"{name}: got shape {tuple(table.shape)}, takes{at_least} [{', '.join(sizes)}]{ones}"
+
+
+def _wanted(axis: str, divisor: int, captured: Captured, extents: Extents) -> int | None:
+    """How many entries a dimension must hold; None: as many as it has."""
+    want = getattr(extents, axis) if axis else None
+    if want is None or divisor < 0:
+        return want
+    return -(-want // captured.ints[divisor])
+
+
+def _may_be_longer(need: Need, axis: str, extents: Extents) -> bool:
+    return not need.label or (extents.packed and axis in ("query_len", "kv_len"))
 
 
 def expanded(key: str, captured: Captured) -> Captured:
