@@ -370,4 +370,4 @@ class TestNumbersThatAreNotThere:
 
     def test_offsets_are_read_elsewhere(self) -> None:
         with pytest.raises(ValueError, match="cu_seqlens_q"):
-            saccade.attention_packed(*self.tensors(), self.offsets + 1)
+            saccade.attention_packed(*self.tensors(), self.offsets + 1)  # pyright: ignore[reportCallIssue]

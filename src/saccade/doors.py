@@ -88,7 +88,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        call: tuple[Recalled, tuple[Any, ...], bool], *tensors: Tensor | None
+        call: tuple[Recalled, tuple[Any, ...], bool], *tensors: Any
     ) -> tuple[Tensor, Tensor]:
         found, plain, alone = call
         inputs, tables = tensors[:NUM_INPUTS], tensors[NUM_INPUTS:]
@@ -121,7 +121,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _backward(
-    variant: Variant | None, wanted: list[int], plain: tuple[Any, ...], *tensors: Tensor | None
+    variant: Variant | None, wanted: list[int], plain: tuple[Any, ...], *tensors: Any
 ) -> Sequence[Tensor]:
     """The backward pass, straight to the body unless somebody listens or will differentiate it."""
     if torch.is_grad_enabled() or not nobody_listens(tensors):

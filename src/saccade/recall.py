@@ -143,12 +143,17 @@ def _must_be_checked(
         torch.compiler.is_compiling()
         or somebody_listens()
         or torch._C._is_any_autocast_enabled()
-        or (mask is not None and (type(mask) is not Mask or mask.captured.tensors))
-        or (score is not None and (type(score) is not Score or score.captured.tensors))
+        or (mask is not None and not _captures_no_tensor(mask, Mask))
+        or (score is not None and not _captures_no_tensor(score, Score))
         or (scale is not None and type(scale) is not float)
         or (implementation is not None and type(implementation) is not str)
         or (config is not None and type(config) is not Config)
     )
+
+
+def _captures_no_tensor(modifier: Any, kind: type) -> bool:
+    """Whether it is a mask or score as such, and what it computes is known from its key."""
+    return type(modifier) is kind and not modifier.captured.tensors
 
 
 def recalled(key: tuple[Any, ...] | None) -> Recalled | None:

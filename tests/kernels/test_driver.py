@@ -141,7 +141,7 @@ def test_a_descriptor_is_checked_with_numbers_as_wide_as_its_own(
     boxes = [Box.of(rows, False, 64, 64)]
     if dtype == torch.float32:
         rows = rows.view(-1, 64)
-        boxes.append(Box.plain(*rows.shape, 8))
+        boxes.append(Box.plain(*rows.shape, 8))  # pyright: ignore[reportCallIssue]
     for box in boxes[-1:]:
         made = descriptor(launch.itself, rows, box).maker()(rows.data_ptr())
         assert made.base.data_ptr() == rows.data_ptr()

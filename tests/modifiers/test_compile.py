@@ -110,7 +110,7 @@ def test_what_a_module_holds_is_read_by_each_call():
             super().__init__()
             self.slopes = torch.nn.Parameter(torch.tensor([0.1, 0.2]))
             self.register_buffer("ids", torch.arange(LENGTH) // 5)
-            self.mask = as_mask(lambda b, h, q, k: self.ids[q] == self.ids[k])
+            self.mask = as_mask(lambda b, h, q, k: self.ids[q] == self.ids[k])  # pyright: ignore[reportIndexIssue]
             self.score = as_score(lambda s, b, h, q, k: s - self.slopes[h] * (q - k).abs())
 
         def forward(self, query: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def call(form: str, score: Any, given: list[Tensor], implementation: str, **more
     options = {"score": score, "implementation": implementation, **FORMS[form], **more}
     if form == "packed":  # two sequences of other lengths; the tables are long enough for both
         offsets = torch.tensor([0, 5, 9]).int(), torch.tensor([0, 5, 12]).int()
-        output, lse = saccade.attention_packed(*given, *offsets, return_lse=True, **options)
+        output, lse = saccade.attention_packed(*given, *offsets, return_lse=True, **options)  # pyright: ignore[reportCallIssue]
         return torch.cat([output.flatten(), lse.flatten()])
     output, lse = saccade.attention(*given, return_lse=True, **options)
     return torch.cat([output.flatten(), lse.masked_fill(lse == -torch.inf, 0).flatten()])

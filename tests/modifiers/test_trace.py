@@ -104,8 +104,13 @@ def test_functions_are_taken_as_they_are(implementation):
     slope = torch.tensor([0.1, 0.5, 1.0])
     alibi = lambda s, b, h, q, k: s - slope[h] * (q - k).abs()  # noqa: E731
     call = {"implementation": implementation}
-    found = saccade.attention(query, key, value, mask=window, score=alibi, **call)
-    wanted = saccade.attention(
-        query, key, value, mask=saccade.masks.window(4), score=saccade.scores.alibi(slope), **call
+    found = saccade.attention(query, key, value, mask=window, score=alibi, **call)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    wanted = saccade.attention(  # pyright: ignore[reportCallIssue]
+        query,
+        key,
+        value,
+        mask=saccade.masks.window(4),
+        score=saccade.scores.alibi(slope),
+        **call,  # pyright: ignore[reportArgumentType]
     )
     torch.testing.assert_close(found, wanted)

@@ -99,7 +99,7 @@ MASKS: dict[str, Case] = {
     "option": (lambda b, h, q, k: torch.add(q, k, alpha=2) > 3, "add with alpha is not known"),
     "too few operands": (lambda b, h, q, k: q.minimum() > 3, "min of 1 operands, takes 2"),
     "too many operands": (lambda b, h, q, k: q.abs(k) > 3, "abs of 2 operands, takes 1"),
-    "where of one": (lambda b, h, q, k: torch.where(q > k) > 3, "where of 1 operands, takes 3"),
+    "where of one": (lambda b, h, q, k: torch.where(q > k) > 3, "where of 1 operands, takes 3"),  # pyright: ignore[reportOperatorIssue]
     "least of all": (lambda b, h, q, k: q.min() > 3, "min of one tensor looks at all rows"),
     "stacked": (lambda b, h, q, k: torch.stack([q, k]).sum() > 3, "stack is not known"),
     "made a tensor": (lambda b, h, q, k: torch.tensor([q, k])[0] > 3, "tensor is not known"),
@@ -214,7 +214,7 @@ def test_errors_of_the_function_itself_stay_what_they_are():
     with pytest.raises(IndexError, match="only integers"):
         as_mask(lambda b, h, q, k: array[q] > k)
     with pytest.raises(TypeError, match="clamp"):
-        as_mask(lambda b, h, q, k: torch.clamp(q, least=2) > 3)
+        as_mask(lambda b, h, q, k: torch.clamp(q, least=2) > 3)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="gave no score: it gave nothing; takes a number"):
         as_score(lambda s, b, h, q, k: None)
     with pytest.raises(ZeroDivisionError):

@@ -125,4 +125,4 @@ def test_numbers_out_of_range_are_refused_by_name(name, value):
 @pytest.mark.parametrize("name", ["query_tile", "kv_tile"])
 def test_tiles_that_no_kernel_has_are_refused_by_name(name):
     with pytest.raises(ValueError, match=rf"{name}: got 131072, takes a power of two from 16 to"):
-        configs.check(Config(**{name: 2**17}))
+        configs.check(Config(**{name: 2**17}))  # pyright: ignore[reportArgumentType]

@@ -108,7 +108,7 @@ def differentiated(operation: Operation, results: Any, leaves: list[Tensor]) -> 
     if not any(leaf.requires_grad for leaf in leaves):
         return found
     total = sum(result.square().sum() for result in results)
-    return [*found, *torch.autograd.grad(total, leaves)]
+    return [*found, *torch.autograd.grad(total, leaves)]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def plainly(operation: Operation, leaves: list[Tensor] | None = None) -> list[Tensor]:
@@ -201,7 +201,7 @@ def _(operation: Operation, seen: Seen) -> list[Tensor]:
 def _(operation: Operation, seen: Seen) -> list[Tensor]:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         leaves = [mode.from_tensor(leaf) for leaf in operation.leaves()]
-        found = plainly(operation, leaves)
+        found = plainly(operation, leaves)  # pyright: ignore[reportArgumentType]
     seen.extend((tuple(rows.shape), rows.stride(), str(rows.dtype)) for rows in found)
     return []
 
@@ -332,7 +332,7 @@ def _(operation: Operation, seen: Seen) -> list[Tensor]:
     leaves = operation.leaves()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         found = plainly(operation, leaves)
-    seen.extend(event.name for event in profile.events())
+    seen.extend(event.name for event in profile.events())  # pyright: ignore[reportOptionalIterable]
     return found
 
 

@@ -184,9 +184,9 @@ def test_one_prompt_may_be_given_alone():
     assert engine.generate([], **GREEDY) == []
     for wrong in ({"input_ids": [tokens]}, 5):
         with pytest.raises(TypeError, match="prompts: got a "):
-            engine.generate(wrong, **GREEDY)
+            engine.generate(wrong, **GREEDY)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="prompt: got a int"):
-        engine.generate([tokens, 5], **GREEDY)
+        engine.generate([tokens, 5], **GREEDY)  # pyright: ignore[reportArgumentType]
 
 
 def test_every_seed_draws_its_own_text():

@@ -33,8 +33,8 @@ class Described(NamedTuple):
         """As Triton's front door takes it."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        sizes: Any = map(list, (self.shape, self.strides, self.sides))
-        return TensorDescriptor(self.base, *sizes, self.layout)
+        shape, strides, sides = map(list, (self.shape, self.strides, self.sides))
+        return TensorDescriptor(self.base, shape, strides, sides, self.layout)
 
     def maker(self) -> Callable[[int], Any]:
         """What makes the same for an address that is known to fit, without checking it again."""
