@@ -52,7 +52,7 @@ LENS = torch.tensor([20, 9], dtype=I32)
         ({"scale": "big"}, TypeError, "scale: got 'big'"),
         ({"sinks": PAGES[0, 0, 0]}, ValueError, "sinks: got shape (16,), takes (4,)"),
         ({"mask": PAGES}, TypeError, "mask: got a tensor of torch.float32"),
-        ({"mask": PAGES[0, 0] > 0}, ValueError, "mask: dense: tensor: got shape"),
+        ({"mask": PAGES[0, 0] > 0}, ValueError, "mask: tensor: got shape"),
         ({"implementation": "fast"}, ValueError, "implementation: got 'fast'"),
         ({"cu_seqlens_q": LENS}, ValueError, "query: got shape (2, 4, 2, 16), takes [tokens"),
     ],

@@ -148,8 +148,10 @@ AttentionMaskInterface.register("plain", written_out_mask)
 
 
 def assert_errs_no_more(got: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """Saccade may err as plain PyTorch errs in the same dtype, plus six deviations of that."""
+    """Saccade may err as plain PyTorch errs in the same dtype, plus six deviations of that, plus a
+    rounding of the largest number: on some processors plain PyTorch errs by less than that."""
     error = (plain.double() - exact).abs()
-    allowed = 1.1 * error.max() + 6 * error.square().mean().sqrt()
+    rounding = torch.finfo(got.dtype).eps * exact.abs().max()
+    allowed = 1.1 * error.max() + 6 * error.square().mean().sqrt() + rounding
     largest = (got.double() - exact).abs().max()
     assert largest <= allowed, f"errs by {largest:.3g}, may err by {allowed:.3g}"

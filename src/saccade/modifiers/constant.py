@@ -20,7 +20,7 @@ def constant(function: Function) -> Function:
         return remembered(*args, **options)
 
     functools.update_wrapper(call, function)
-    del call.__wrapped__  # by which Dynamo would find the way around the mark
+    vars(call).pop("__wrapped__", None)  # by which Dynamo would find the way around the mark
     call._dynamo_marked_constant = True  # type: ignore[attr-defined]
     call.cache_clear = remembered.cache_clear  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
