@@ -37,9 +37,12 @@ def test_options_of_others_are_answered(options, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"mask": "causal"}, r"mask: got 'causal', takes .*write mask=saccade\.masks\.causal\(\)"),
+        (
+            {"mask": "causal"},
+            r"mask: got str \('causal'\), takes .*write mask=saccade\.masks\.causal\(\)",
+        ),
         ({"mask": masks.causal}, r"mask: got the function saccade\.masks\.causal.*write mask="),
-        ({"mask": True}, r"mask: got True, takes a saccade Mask"),
+        ({"mask": True}, r"mask: got bool \(True\), takes a saccade Mask"),
         ({"score": scores.softcap}, r"score: got the function saccade\.scores\.softcap.*write"),
         ({"score": torch.ones(6, 6)}, r"score: got Tensor, .*saccade\.scores\.bias\(tensor\)"),
         (
