@@ -392,6 +392,7 @@ def as_mask(mask: AnyMask) -> Mask:
         return _function(mask, "top_left")()
     advice = f"; write mask=saccade.masks.{mask}()" if mask == "causal" else ""
     raise TypeError(
-        f"mask: got {type(mask).__name__} ({mask!r}), takes a saccade Mask such as saccade.masks.causal(), a function of "
-        f"(batch, head, query_row, kv_row), or a bool tensor (True = visible){advice}"
+        f"mask: got {type(mask).__name__} ({mask!r}), takes a saccade Mask such as "
+        "saccade.masks.causal(), a function of (batch, head, query_row, kv_row), or a bool tensor "
+        f"(True = visible){advice}"
     )

@@ -192,7 +192,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "deterministic=1": ({"deterministic": 1}, TypeError, "deterministic: got 1"),
     "dropout_p=False": ({"dropout_p": False}, TypeError, "dropout_p: got False"),
     "dropout_p=1.0": ({"dropout_p": 1.0}, ValueError, "dropout_p: got 1.0"),
-    "mask": ({"mask": below}, TypeError, "mask: got a mask function"),
+    "mask": ({"mask": below}, TypeError, "if it captures the others, call it with them"),
     "score": ({"score": torch.zeros(1)}, TypeError, "score: got"),
     "config": ({"config": 1}, TypeError, "config: got"),
     "implementation": ({"implementation": ["cpu"]}, ValueError, "implementation: got"),

@@ -344,8 +344,10 @@ def _check_parameters(function: Callable[..., Any], arguments: list[Any], what: 
         takes = ", ".join([*(["score"] if what == "score" else []), *ROWS])
         more = len(arguments) - len(takes.split())
         beside = f" and {more} that it captures" if more else ""
+        advice = "" if more else f"; if it captures the others, call it with them: {what}=made(...)"
         raise TypeError(
-            f"{what}: {name_of(function)} has the parameters {signature}, takes ({takes}){beside}"
+            f"{what}: {name_of(function)} has the parameters {signature}, takes ({takes})"
+            f"{beside}{advice}"
         ) from None
 
 
