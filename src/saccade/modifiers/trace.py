@@ -306,9 +306,13 @@ def trace(
         rows[row] = found.apply("+", rows[row], offset) if offset else rows[row]
     arguments = [*([found.symbol(found.add("score"))] if score else []), *rows]
     arguments += [value if known else found.placeholder(value) for value in captured]
-    _check_parameters(function, arguments, what)
     with _Captures(found):
-        answer = function(*arguments)
+        try:
+            answer = function(*arguments)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                _check_parameters(function, arguments, what)  # it was not even entered
+            raise
     result = _result(found, answer, what, function)
     kind = found.steps[result].kind
     if not score:
