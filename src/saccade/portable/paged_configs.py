@@ -77,9 +77,10 @@ _FLOAT32: dict[bool, Row] = {
     False: ((16, 32, 4, 1, 2), (16, 16, 8, 1, 2), (16, 16, 4, 1, 2), (16, 16, 8, 1, 1)),
     True: ((32, 32, 4, 1, 2), (32, 32, 4, 1, 2), (16, 16, 8, 1, 2), (16, 16, 8, 1, 1)),
 }
-_FEW_FLOAT32: dict[str, Row] = {  # where the second tile above spills two registers
-    "sm_120": ((16, 32, 4, 1, 2), (16, 32, 8, 1, 2), (16, 16, 4, 1, 2), (16, 16, 8, 1, 1)),
-}
+_FEW_FLOAT32: dict[str, Row] = dict.fromkeys(  # where the second tile above spills two registers
+    ("sm_86", "sm_89", "sm_120"),
+    ((16, 32, 4, 1, 2), (16, 32, 8, 1, 2), (16, 16, 4, 1, 2), (16, 16, 8, 1, 1)),
+)
 _FEW["sm_100"] = _FEW["sm_90"]
 # The same for pages of eight bits, where a tile of 16 rows holds all heads of a group: twice the
 # keys are as many bytes, and share what is done once for a tile.
