@@ -94,6 +94,7 @@ class Trace(RowBuilder):
         self.made: dict[int, Tensor] = {}  # tensors that the function made itself, kept alive
         self.computed: dict[int, Tensor] = {}  # of tensors that learn
         self._reads: dict[tuple[Any, ...], int] = {}
+        self._read: list[Tensor] = []  # kept alive, as reads are known by identity
 
     def symbol(self, number: int) -> Symbol:
         """A step as the traced function sees it."""
@@ -185,6 +186,7 @@ class Trace(RowBuilder):
         label = (self.labels or {}).get(id(table), "")
         key = (id(table), op, tuple(places))
         if key not in self._reads:
+            self._read.append(table)
             table, places = self.without_offsets(table, places)
             self.tensors.append(table)
             name = f"t{len(self.tensors) - 1}:{letter}{label and ':' + label}"
