@@ -12,7 +12,8 @@ implementations (the fastest of each run, if it is not given), and `from=` a glo
     <!-- table: begin against=sdpa/flash by=portable from=h200/portable.jsonl gpu-causal-* -->
 
 The line below the table then says how many measured rows are not shown, and the worst ratio of all.
-Memory has columns where it was measured.
+Memory has columns where it was measured. Training steps have a table of their own: tokens a second,
+and how far losses and gradient norms of the first steps lie apart.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ RESULTS = "benchmarks/results"
 AGAINST, BY, FROM = "against=", "by=", "from="
 TIMES = "| case | pass | Saccade ms | {0} ms | Saccade / {0} |", "|---|---|---:|---:|---:|"
 MEMORY = " Saccade MB | {0} MB |", "---:|---:|"
+STEPS = (
+    "| case | batch | pass | Saccade tokens/s | {0} tokens/s | time, Saccade / {0} "
+    "| Saccade GB | {0} GB |",
+    "|---|---:|---|---:|---:|---:|---:|---:|",
+)
 
 
 class Row(NamedTuple):
@@ -48,6 +54,25 @@ class Row(NamedTuple):
     def has_memory(self) -> bool:
         """Whether memory was measured beside the time."""
         return "peak_mb" in self.saccade or "peak_mb" in self.peer
+
+    @property
+    def of_training(self) -> bool:
+        """Whether it stands for training steps, which are shown by tokens a second."""
+        return "tokens_per_second" in self.saccade and "tokens_per_second" in self.peer
+
+    def step_cells(self) -> str:
+        """A line of the table of training steps."""
+        both = self.saccade, self.peer
+        rates = [result["tokens_per_second"] for result in both]
+        cells = [
+            f"`{self.case}`",
+            str(self.saccade["case"]["batch"]),
+            self.which_pass,
+            *(f"{rate:,.0f}" for rate in rates),
+            f"{self.ratio:.2f}",
+            *(f"{result['peak_mb'] / 1e3:.1f}" if "peak_mb" in result else "–" for result in both),
+        ]
+        return f"| {' | '.join(cells)} |\n"
 
     def cells(self, memory: bool) -> str:
         """A line of the table."""
@@ -98,12 +123,20 @@ def table(root: Path, words: list[str]) -> str:
     for path in sorted(root.glob(f"{RESULTS}/{files}")):
         rows = rows_of(path, peer, by)
         shown = [row for row in rows if not globs or any(fnmatchcase(row.case, g) for g in globs)]
-        if shown:
-            memory = any(row.has_memory for row in shown)
+        steps = [row for row in shown if row.of_training]
+        others = [row for row in shown if not row.of_training]
+        if others:
+            memory = any(row.has_memory for row in others)
             head = [times + more * memory for times, more in zip(TIMES, MEMORY, strict=True)]
             lines = "\n".join(head).format(peer.replace("sdpa", "SDPA"))
-            text = f"{lines}\n{''.join(row.cells(memory) for row in shown)}"
-            parts.append(f"{text}\n{_source(path.relative_to(root), rows, shown, memory)}\n")
+            text = f"{lines}\n{''.join(row.cells(memory) for row in others)}"
+            note = "; memory at the worst moment beyond the inputs, where it was measured" * memory
+            parts.append(f"{text}\n{_source(path.relative_to(root), rows, others, note)}\n")
+        if steps:
+            lines = "\n".join(STEPS).format(peer.replace("sdpa", "SDPA"))
+            text = f"{lines}\n{''.join(row.step_cells() for row in steps)}"
+            note = f" of steps; GB: all that is allocated at the worst moment. {_course(steps)}"
+            parts.append(f"{text}\n{_source(path.relative_to(root), rows, steps, note)}\n")
     return "\n".join(parts) or "Nothing has been measured yet.\n"
 
 
@@ -113,15 +146,27 @@ def _option(words: list[str], name: str, default: str) -> tuple[str, list[str]]:
     return (found or [default])[-1], [word for word in words if not word.startswith(name)]
 
 
-def _source(path: Path, rows: list[Row], shown: list[Row], memory: bool) -> str:
+def _course(steps: list[Row]) -> str:
+    """How far what the first steps computed lies from what the peer's did."""
+    distances = []
+    for name in ("losses", "gradient_norms"):
+        pairs = [
+            pair for row in steps for pair in zip(row.saccade[name], row.peer[name], strict=True)
+        ]
+        distances.append(max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs))
+    return "Losses of the first steps differ by at most {:.0e}, gradient norms by {:.0e}".format(
+        *distances
+    )
+
+
+def _source(path: Path, rows: list[Row], shown: list[Row], note: str) -> str:
     """Where the numbers come from, and what the table leaves out."""
     newest = max((row.saccade for row in rows), key=lambda result: result["date"])
     name = path.as_posix()
     text = (
         f"From [{name}]({name}): {newest['device']}, {newest['threads']} threads, "
-        f"torch {newest['versions']['torch']}, {newest['date'][:10]}. Medians"
+        f"torch {newest['versions']['torch']}, {newest['date'][:10]}. Medians{note}."
     )
-    text += "; memory at the worst moment beyond the inputs, where it was measured." * memory or "."
     if len(shown) < len(rows):
         worst = max(rows, key=lambda row: row.ratio)
         verb = "is" if len(shown) == 1 else "are"

@@ -8,12 +8,12 @@ import readme_table
 README = "# Title\n\n<!-- table: begin{globs} -->\nold\n<!-- table: end -->\n\nrest\n"
 
 
-def line(case, who, milliseconds, run="1", date="2026-01-02T03:04:05Z", **more):
+def line(name, who, milliseconds, run="1", date="2026-01-02T03:04:05Z", **more):
     fields = {
         "date": date, "device": "a CPU", "threads": 2, "versions": {"torch": "2.13.0"},
-        "case": {"name": case}, "pass": "forward", "who": who, "median_ms": milliseconds,
-        "run": run, **more,
-    }  # fmt: skip
+        "case": {"name": name}, "pass": "forward", "who": who, "median_ms": milliseconds,
+        "run": run,
+    } | more  # fmt: skip
     return json.dumps(fields) + "\n"
 
 
@@ -139,3 +139,30 @@ def test_another_peer_may_stand_beside_saccade(tmp_path):
     assert "| case | pass | Saccade ms | SDPA/flash ms | Saccade / SDPA/flash |" in text(tmp_path)
     assert "| `a` | forward | 1.00 | 2.00 | 0.50 |" in text(tmp_path)
     assert "`b`" not in text(tmp_path)
+
+
+def step(who, rate, peak, losses, norms):
+    return line(
+        "gpu-training-2k", who, 1.6384e7 / rate, tokens_per_second=rate, peak_mb=peak,
+        losses=losses, gradient_norms=norms, case={"name": "gpu-training-2k", "batch": 8},
+    )  # fmt: skip
+
+
+def test_training_steps_are_shown_by_tokens_a_second(tmp_path):
+    make(
+        tmp_path,
+        line("a", "saccade/cpu", 1.0, peak_mb=12.3),
+        line("a", "sdpa", 2.0),
+        step("saccade/hopper", 123456.7, 15600.0, [8.0, 7.0], [2.0, 1.0]).replace('"1"', '"2"'),
+        step("sdpa", 100000.0, 24500.0, [8.0, 7.007], [2.0, 1.02]).replace('"1"', '"2"'),
+    )
+    assert readme_table.main([str(tmp_path)]) == 0
+    written = text(tmp_path)
+    assert "| `a` | forward | 1.00 | 2.00 | 0.50 | 12 | – |" in written
+    assert (
+        "| case | batch | pass | Saccade tokens/s | SDPA tokens/s | time, Saccade / SDPA |"
+        in written
+    )
+    assert "| `gpu-training-2k` | 8 | forward | 123,457 | 100,000 | 0.81 | 15.6 | 24.5 |" in written
+    assert "Losses of the first steps differ by at most 1e-03, gradient norms by 2e-02." in written
+    assert readme_table.main(["--check", str(tmp_path)]) == 0

@@ -56,11 +56,17 @@ SERVING = typer.Option(
     file_okay=False,
     help="Serve 64 requests by a model's folder, beside transformers' generate.",
 )
+TRAINING = typer.Option(
+    "--training",
+    help="Measure training steps of a Llama-like model instead: sdpa and saccade, by --who.",
+)
+LENGTHS = typer.Option("--lengths", help="With --training: of the sequences, such as 2k,8k,32k.")
+MODES = typer.Option("--modes", help="With --training: eager, compiled; both by default.")
 LIST = typer.Option("--list", help="List the cases for this device and end.")
 LIST_PEERS = typer.Option("--list-peers", help="List the peers, with reasons, and end.")
 
 
-def bench(
+def bench(  # breaks function-length: each option takes a line of it
     cases: Annotated[Names, CASES] = None,
     who: Annotated[Names, WHO] = None,
     passes: Annotated[Names, PASS] = None,
@@ -80,6 +86,9 @@ def bench(
     host: Annotated[bool, HOST] = False,
     first_call: Annotated[bool, FIRST_CALL] = False,
     serving: Annotated[Path | None, SERVING] = None,
+    training: Annotated[bool, TRAINING] = False,
+    lengths: Annotated[Names, LENGTHS] = None,
+    modes: Annotated[Names, MODES] = None,
     list_cases: Annotated[bool, LIST] = False,
     list_peers: Annotated[bool, LIST_PEERS] = False,
 ) -> None:
@@ -94,6 +103,7 @@ def bench(
       saccade bench --list           [dim]what can be measured[/dim]
       saccade bench --list-peers     [dim]who can take part, and why not[/dim]
       saccade bench -c 'cpu-causal-*-4k' -w 'saccade/*,sdpa' --json found.jsonl
+      saccade bench --training --lengths 2k,8k --modes eager
       saccade bench --targets found.jsonl
       saccade bench --read benchmarks/results --report page.html
     """
@@ -104,35 +114,44 @@ def bench(
         return (listing.show_cases if list_cases else listing.show_peers)(where)
     _refuse_unused({
         "--cases": cases, "--who": who, "--pass": passes, "--dtype": dtype, "--host": host,
-        "--first-call": first_call, "--serving": serving, "--json": json, "--plot": plot,
+        "--first-call": first_call, "--serving": serving, "--training": training,
+        "--lengths": lengths, "--modes": modes, "--json": json, "--plot": plot,
         "--report": report, "--read": read, "--targets": targets,
     })  # fmt: skip
     if targets is not None:
         return _or_exit(lambda: session.show_targets(targets))
-    if read is not None and not (report and (cases or host or first_call or serving)):
+    if read is not None and not (report and (cases or host or first_call or serving or training)):
         return _or_exit(lambda: session.show_results(read, plot, report))
     outputs = session.Outputs(json, plot, report, read)
     if serving is not None:
         return _or_exit(lambda: session.run_serving(serving, outputs))
-    asked = session.Asked(cases or [], who or [], passes or [], dtype or [])
+    given = (cases, who, passes, dtype, lengths, modes)
+    asked = session.Asked(*(names or [] for names in given))
     if host or first_call:
         other = session.run_host if host else session.run_first_calls
         return _or_exit(lambda: other(asked, where, outputs))
     settings = _or_exit(lambda: session.settings(where, rounds, limit, memory, quick, graph, cold))
-    return _or_exit(lambda: session.run(asked, settings, outputs))
+    run = session.run_training if training else session.run
+    return _or_exit(lambda: run(asked, settings, outputs))
 
 
 def _refuse_unused(options: dict[str, object]) -> None:
     """End the program if options are given that another one would leave unused."""
     given = [name for name, value in options.items() if value]
-    calls = [name for name in ("--host", "--first-call", "--serving") if name in given]
+    kinds, of_training = ("--host", "--first-call", "--serving"), ("--lengths", "--modes")
+    calls = [name for name in (*kinds, "--training") if name in given]
     choice, what, unused = ("--cases", "--who", "--pass", "--dtype"), "", ()
+    left_by_all = (*choice, *of_training, *calls, "--json")
     if "--targets" in given:
-        what, unused = "--targets", (*choice, *calls, "--json", "--plot", "--report", "--read")
+        what, unused = "--targets", (*left_by_all, "--plot", "--report", "--read")
     elif "--read" in given and not ("--report" in given and ("--cases" in given or calls)):
-        what, unused = "--read", (*choice, *calls, "--json")
+        what, unused = "--read", left_by_all
+    elif calls == ["--training"]:
+        what, unused = "--training", ("--cases", "--pass", "--dtype")
     elif calls:
-        what, unused = calls[0], ("--plot",)
+        what, unused = calls[0], ("--plot", *of_training)
+    else:
+        what, unused = "a run without --training", of_training
     if left := [name for name in unused if name in given]:
         _give_up(f"{what} leaves {' and '.join(left)} unused; give one without the other")
 

@@ -1,4 +1,7 @@
-"""Plot: throughput by length for each peer, a panel for each dtype, head dimension and mask."""
+"""Plot: throughput by length for each peer, a panel for each dtype, head dimension and mask.
+
+Of training steps that is tokens a second, of all others operations.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from saccade.bench.cases import SHORT_DTYPES
 from saccade.bench.report.collect import OURS, kind_of, machine_of
 from saccade.bench.results import Result, latest
 
-Series = dict[str, list[tuple[int, float]]]  # who -> (length, TFLOP/s)
+Series = dict[str, list[tuple[int, float]]]  # who -> (length, TFLOP/s or tokens/s)
 
 # Saccade in shades of one colour, then colours that stay apart for most kinds of colour blindness
 # (Okabe and Ito).
@@ -66,17 +69,19 @@ def plot(results: Sequence[Result], path: Path) -> None:
     grid = figure.add_gridspec(num_rows, max(1, len(columns)), height_ratios=heights)
     styles = _styles(results)
     unit = "T" if max((result.tflops or 0.0) for result in results) >= 1 else "G"
+    trained = {_panel(result, result.which_pass) for result in results if result.tokens_per_second}
     for row_index, row in enumerate(rows):
         for column_index, column in enumerate(columns):
             if (row, column) in curves:
                 axes = figure.add_subplot(grid[row_index, column_index])
-                _draw_curves(axes, curves[row, column], styles, unit)
+                of_steps = (row, column) in trained
+                _draw_curves(axes, curves[row, column], styles, "" if of_steps else unit)
                 axes.set_title(textwrap.fill(f"{row}, {column}", 40), fontsize=9)
-                if column_index == 0:
-                    axes.set_ylabel(f"{unit}FLOP/s")
+                if column_index == 0 or of_steps:
+                    axes.set_ylabel("tokens/s" if of_steps else f"{unit}FLOP/s")
     if singles:
         _draw_singles(figure.add_subplot(grid[-1, :]), singles, styles)
-    what = "attention throughput by length" if curves else "attention beside peers"
+    what = "throughput by length" if curves else "attention beside peers"
     figure.suptitle(f"{_machines(results)}: {what}", fontsize=11)
     drawn = {who for members in (*curves.values(), *dict(singles).values()) for who in members}
     handles = [
@@ -102,9 +107,10 @@ def curves_of(results: Sequence[Result]) -> dict[tuple[str, str], Series]:
     panels: dict[tuple[str, str], Series] = defaultdict(lambda: defaultdict(list))
     for (_, which_pass), members in latest(results).items():
         for who, result in members.items():
-            if result.tflops is not None:
+            rate = result.tokens_per_second or result.tflops
+            if rate is not None:
                 panel = panels[_panel(result, which_pass)]
-                panel[who].append((result.case["kv_len"], result.tflops))
+                panel[who].append((result.case["kv_len"], rate))
     return {
         place: {who: sorted(points) for who, points in series.items()}
         for place, series in panels.items()

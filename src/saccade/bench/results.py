@@ -39,9 +39,12 @@ class Result:
         tflops, gbps: operations on visible pairs, or for decoding the least bytes, a second; of a
             yardstick that moves other bytes than the case's, those.
         run: the same for all that took turns; only within one run are times comparable.
-        peak_mb: memory at the worst moment beyond the inputs, where it was measured.
+        peak_mb: memory at the worst moment beyond the inputs, where it was measured; of training
+            steps all that is allocated, weights and optimizer included.
         error: the largest ‖result − exact‖ / ‖exact‖ of what was compared with float64: of rows of
             a forward pass, of a head's gradients of a backward pass.
+        tokens_per_second, first_seconds, losses, gradient_norms: of training steps alone: the time
+            of the first step, which compiles, and what the first steps gave from the same weights.
     """
 
     date: str
@@ -61,6 +64,10 @@ class Result:
     gbps: float | None = None
     peak_mb: float | None = None
     error: float | None = None
+    tokens_per_second: float | None = None
+    first_seconds: float | None = None
+    losses: list[float] | None = None
+    gradient_norms: list[float] | None = None
 
     def line(self) -> str:
         """The result as it stands in a file; fields that were not measured are left out.
@@ -104,12 +111,18 @@ def _check(result: Result) -> None:
     for field in fields(Result):
         value, kinds = getattr(result, field.name), _KINDS[str(field.type)]
         name = "pass" if field.name == "which_pass" else field.name
-        if isinstance(value, bool) or not isinstance(value, kinds):
+        parts = value if isinstance(value, list) else [value]
+        known = isinstance(value, kinds) and (parts is not value or all(map(_is_number, parts)))
+        if isinstance(value, bool) or not known:
             raise ValueError(f"not a result: {name}: got {value!r}, takes {field.type}")
-        if isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:
+        if any(_is_number(part) and not abs(part) <= sys.float_info.max for part in parts):
             raise ValueError(f"not a result: {name}: got {value!r}, takes a finite number")
     if not isinstance(result.case.get("name"), str):
         raise ValueError("not a result: case: got no name, takes the fields of a case")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 _NUMBER, _NONE = (int, float), (type(None),)
@@ -119,6 +132,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": _NUMBER,
     "float | None": (*_NUMBER, *_NONE),
+    "list[float] | None": (list, *_NONE),
     "dict[str, str]": (dict,),
     "dict[str, Any]": (dict,),
 }

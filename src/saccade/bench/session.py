@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from saccade.bench import (
     selection,
     serving,
     table,
+    training,
+    training_model,
+    training_table,
 )
 from saccade.bench import plot as plotting
 from saccade.bench import report as reporting
@@ -40,6 +44,8 @@ class Asked(NamedTuple):
     who: list[str]
     passes: list[str]
     dtypes: list[str]
+    lengths: list[str]
+    modes: list[str]
 
 
 class Outputs(NamedTuple):
@@ -153,9 +159,21 @@ def show_results(path: Path, image: Path | None, page: Path | None) -> None:
     else:
         for source in sources:
             title = source.label if len(sources) > 1 else ""
-            console().print(table.results_table(source.results, title=title))
+            show_tables(source.results, title)
     if image is not None:
         plotting.plot(found, image)
+
+
+def show_tables(found: Sequence[results.Result], title: str = "") -> None:
+    """Print the tables of results: training steps have their own."""
+    terminal = console()
+    steps = [result for result in found if training_table.is_training(result)]
+    others = [result for result in found if not training_table.is_training(result)]
+    if others:
+        terminal.print(table.results_table(others, title=title))
+    if steps:
+        terminal.print(training_table.speed_table(steps, "" if others else title))
+        terminal.print(training_table.course_table(steps))
 
 
 def run_host(asked: Asked, where: torch.device, outputs: Outputs) -> None:
@@ -188,6 +206,33 @@ def run_serving(folder: Path, outputs: Outputs) -> None:
     if outputs.file is not None:
         results.append(outputs.file, found)
     outputs._replace(image=None).finish(known, found)
+
+
+def run_training(asked: Asked, how: measure.Settings, outputs: Outputs) -> None:
+    """Measure training steps; what was found by then is kept and shown if it is interrupted."""
+    works = training.workloads(selection.machine(how.device.type), selection.split(asked.lengths))
+    who = training.chosen("--who", selection.split(asked.who), training.ATTENTIONS)
+    modes = training.chosen("--modes", selection.split(asked.modes), list(training.MODES))
+    training_model.require()
+    known = outputs.require()
+    found: list[results.Result] = []
+    absences: list[measure.Absence] = []
+    plan = dataclasses.replace(how.plan, sample_seconds=0.0)  # a turn is one step
+    try:
+        with console().status("") as status:
+            steps = training.measure_training(works, who, modes, how.device, plan, status.update)
+            for new, missing in steps:
+                found += new
+                absences += missing
+                if outputs.file is not None:
+                    results.append(outputs.file, new)
+    finally:
+        show_tables(found)
+        for line in table.footnotes(absences):
+            console().print(line)
+        outputs.finish(known, found)
+    if not found:
+        raise ValueError("nothing was measured")
 
 
 def _shown(cases: Sequence[Case]) -> Iterator[Case]:

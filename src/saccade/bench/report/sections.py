@@ -115,7 +115,10 @@ def memory(found: Sequence[Point]) -> Table:
         if point.result.peak_mb is not None
     ]
     columns = ("machine", "case", "pass", "who", "MB")
-    return Table("Memory at the worst moment beyond the inputs", columns, rows)
+    return Table(
+        "Memory at the worst moment beyond the inputs; of training steps, all that is allocated",
+        columns, rows,
+    )  # fmt: skip
 
 
 def calls(found: Sequence[Point]) -> Table:
