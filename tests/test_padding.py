@@ -79,7 +79,11 @@ def test_attention(soft: Implementation, mask: Any, deterministic: bool) -> None
     )  # fmt: skip
     for place, (mine, without) in enumerate(zip(found[:5], wanted[:5], strict=True)):
         assert_padded(mine, without, -torch.inf if place == 1 else 0.0)
-    torch.testing.assert_close(found[5], wanted[5])
+    # A sink's gradient sums output times grad_output over its rows: what outputs may differ by
+    # (they hold rounded numbers), that sum may.
+    apart = (found[0][:q].float() - wanted[0].float()).abs() * grads[0][:q].float().abs()
+    wider = apart.sum((0, 2)) + 1e-5 * (1 + wanted[5].abs())
+    assert bool(((found[5] - wanted[5]).abs() <= wider).all()), (found[5], wanted[5])
 
 
 @pytest.mark.parametrize(
