@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import saccade
 from saccade import masks
 
+attention_packed: Any = saccade.attention_packed
+attention_paged: Any = saccade.attention_paged
 OFFSETS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
 
 
@@ -63,7 +66,7 @@ def test_formulas_are_those_that_pytorch_has_for_its_kernels():
 
 def test_packed_sequences_count_pairs_within_them():
     tensors = [drawn(14, heads, 8) for heads in (4, 2, 2)]  # two rows of padding
-    found = counted(lambda *rows: saccade.attention_packed(*rows, OFFSETS), *tensors)
+    found = counted(lambda *rows: attention_packed(*rows, OFFSETS), *tensors)
     pairs = 4 * (5 * 5 + 7 * 7)
     assert found == 2 * pairs * 16 + 2 * pairs * 40
 
@@ -71,7 +74,7 @@ def test_packed_sequences_count_pairs_within_them():
 def test_where_offsets_have_no_values_sequences_are_taken_as_equally_long():
     with FakeTensorMode() as mode, FlopCounterMode(display=False) as counter:
         rows = [mode.from_tensor(torch.empty(12, 4, 8)) for _ in range(3)]
-        saccade.attention_packed(*rows, mode.from_tensor(OFFSETS))
+        attention_packed(*rows, mode.from_tensor(OFFSETS))
     assert counter.get_total_flops() == 2 * 4 * (3 * 4 * 4) * 16
 
 
@@ -80,12 +83,12 @@ def test_pages_count_up_to_the_lengths():
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
     lens = torch.tensor([3, 10], dtype=torch.int32)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        saccade.attention_paged(torch.randn(2, 4, 1, 8), *pages, table, lens)
+        attention_paged(torch.randn(2, 4, 1, 8), *pages, table, lens)
     assert counter.get_total_flops() == 2 * 4 * 13 * 16
     offsets = torch.tensor([0, 2, 3], dtype=torch.int32)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         query = torch.randn(3, 4, 8)
-        saccade.attention_paged(query, *pages, table, lens, cu_seqlens_q=offsets)
+        attention_paged(query, *pages, table, lens, cu_seqlens_q=offsets)
     assert counter.get_total_flops() == 2 * 4 * (2 * 3 + 1 * 10) * 16
 
 

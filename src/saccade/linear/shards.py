@@ -39,9 +39,8 @@ def attention(
         options["key_lengths"] = split.local("key_lengths", options["key_lengths"], OF_BATCH)
     if (given := options.get("initial_state")) is not None:
         fields = zip(given._fields, given, strict=True)
-        options["initial_state"] = LinearState(
-            *(split.local(f"initial_state.{name}", each, where) for name, each in fields)
-        )
+        parts = [split.local(f"initial_state.{name}", each, where) for name, each in fields]
+        options["initial_state"] = LinearState(*parts)
     names = "cu_seqlens_q", "cu_seqlens_k"
     places = [split.local(*named, OF_NEITHER) for named in zip(names, offsets, strict=False)]
     wants_state = options.pop("return_state")
