@@ -12,8 +12,6 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import saccade
@@ -343,31 +341,3 @@ class TestTraining:
         finally:
             torch.use_deterministic_algorithms(False)
         assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
-
-
-class TestNumbersThatAreNotThere:
-    """Offsets are not read where numbers have no values."""
-
-    offsets = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
-
-    def tensors(self) -> list[Tensor]:
-        torch.manual_seed(0)
-        return [torch.randn(12, heads, 8) for heads in (4, 2, 2)]
-
-    @pytest.mark.parametrize("call", [saccade.attention_packed, saccade.linear_attention_packed])
-    def test_fake_tensors(self, call: Any) -> None:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake = [mode.from_tensor(tensor) for tensor in self.tensors()]
-            for offsets in (self.offsets, mode.from_tensor(self.offsets)):
-                assert call(*fake, offsets).shape == (12, 4, 8)
-
-    @pytest.mark.parametrize("call", [saccade.attention_packed, saccade.linear_attention_packed])
-    @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
-    def test_make_fx(self, call: Any, tracing: Any) -> None:
-        tensors = (*self.tensors(), self.offsets)
-        traced: Any = make_fx(lambda *given: call(*given), tracing_mode=tracing)(*tensors)
-        torch.testing.assert_close(traced(*tensors), call(*tensors))
-
-    def test_offsets_are_read_elsewhere(self) -> None:
-        with pytest.raises(ValueError, match="cu_seqlens_q"):
-            saccade.attention_packed(*self.tensors(), self.offsets + 1)  # pyright: ignore[reportCallIssue]

@@ -17,6 +17,7 @@ from saccade.cache.paged_cache import PagedCache as PagedCache
 from saccade.cache.pool import OutOfPages as OutOfPages
 from saccade.cache.write import cache_write as cache_write
 from saccade.explain import explain as explain
+from saccade.flops import register as _register_flops
 from saccade.integrations.sdpa import (  # last: it is built on the names above
     scaled_dot_product_attention as scaled_dot_product_attention,
 )
@@ -32,6 +33,8 @@ from saccade.rotary import rotate as rotate
 
 if _TYPE_CHECKING:
     from saccade.serving.engine import Engine as Engine
+
+_register_flops()
 
 # What torch.load takes with its defaults: plain values that hold tensors and numbers.
 _add_safe_globals([masks.Mask, scores.Score, _Captured, Config, LinearState])

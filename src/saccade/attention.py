@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from saccade import arguments, dispatch, doors, recall
+from saccade import arguments, dispatch, doors, recall, shards
 from saccade.elsewhere import unknown_options
 from saccade.masks import AnyMask
 from saccade.prepare import prepare, with_seed
@@ -108,6 +108,13 @@ def attention(  # breaks function-length: most of it is the docstring
     if found is not None:
         output, lse = doors.attention(Inputs(query, key, value), found, deterministic, alone=True)
         return (output, lse) if return_lse else output
+    if shards.any_sharded(query, key, value):
+        options = {
+            "mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout_p": dropout_p,
+            "return_lse": return_lse, "deterministic": deterministic,
+            "implementation": implementation, "config": config,
+        }  # fmt: skip
+        return shards.attention(attention, query, key, value, (), options)
     inputs, variant, problem, checked = prepare(
         query, key, value, None, None, None, None,
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
@@ -203,6 +210,14 @@ def attention_packed(  # breaks function-length: most of it is the docstring
         inputs = Inputs(query, key, value, None, None, *offsets)
         output, lse = doors.attention(inputs, found, deterministic, alone=True)
         return (output, lse) if return_lse else output
+    if shards.any_sharded(*tensors):
+        options = {
+            "mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout_p": dropout_p,
+            "return_lse": return_lse, "deterministic": deterministic,
+            "implementation": implementation, "config": config,
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+        }  # fmt: skip
+        return shards.attention(attention_packed, query, key, value, offsets, options)
     inputs, variant, problem, checked = prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from saccade import arguments, dispatch, recall
+from saccade import arguments, dispatch, recall, shards
 from saccade.autocast import without_autocast
 from saccade.elsewhere import unknown_options
 from saccade.masks import AnyMask
@@ -123,6 +123,12 @@ def attention_paged(  # breaks function-length: most of it is the docstring
         inputs, mask, score, scale, batch_invariant, implementation, config
     )
     found = recall.recalled(recall_key)
+    if found is None and shards.any_sharded(*inputs):
+        options = {
+            "mask": mask, "score": score, "scale": scale, "batch_invariant": batch_invariant,
+            "return_lse": return_lse, "implementation": implementation, "config": config,
+        }  # fmt: skip
+        return shards.attention_paged(attention_paged, inputs, options)
     if found is None:
         inputs, variant, problem, resolved = prepare_paged(
             inputs, mask=mask, score=score, scale=scale, batch_invariant=batch_invariant,

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from saccade import dispatch
 from saccade.arguments import OFFSETS
 from saccade.autocast import without_autocast
-from saccade.linear import doors
+from saccade.linear import doors, shards
 from saccade.linear.operators import flatten
 from saccade.linear.prepare import Prepared, prepare
 from saccade.linear.problem import LinearResults, LinearState
@@ -122,6 +122,15 @@ def linear_attention(  # breaks function-length: most of it is the docstring
 
     >>> output, state = saccade.linear_attention(query, key, value, return_state=True)
     """
+    if shards.sharded(query, key, value, state=initial_state):
+        options: dict[str, Any] = {
+            "causal": causal, "align": align, "feature_map": feature_map, "normalize": normalize,
+            "eps": eps, "scale": scale, "decay": decay, "key_lengths": key_lengths,
+            "initial_state": initial_state, "return_state": return_state,
+            "implementation": implementation, "config": config,
+        }  # fmt: skip
+        tensors = {"query": query, "key": key, "value": value}
+        return shards.attention(linear_attention, tensors, (), options)
     prepared = prepare(
         query, key, value,
         causal=causal, align=align, feature_map=feature_map, normalize=normalize, eps=eps,
@@ -187,6 +196,11 @@ def linear_attention_packed(
     unknown = set(options) - set(Options.__annotations__)
     if unknown:
         raise TypeError(f"linear_attention_packed: got the unknown arguments {sorted(unknown)}")
+    if shards.sharded(query, key, value, state=options.get("initial_state")):
+        tensors = {"query": query, "key": key, "value": value}
+        offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        given = {"return_state": return_state, "implementation": implementation, **options}
+        return shards.attention(linear_attention_packed, tensors, offsets, given)
     prepared = prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, return_state=return_state, **options
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade import dispatch
 from saccade.arguments import values_readable
 from saccade.checks import integers
+from saccade.linear import shards
 from saccade.linear.arguments import STATE_SHAPES
 from saccade.linear.operators import flatten, linear_step_op
 from saccade.linear.prepare import prepare
@@ -57,6 +58,13 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     >>> output = saccade.linear_attention_step(state, query, key, value)
     """
     _check_wishes(state, query, key, value, decay)
+    if shards.sharded(query, key, value, state=state):
+        options = {
+            "state_index": state_index, "feature_map": feature_map, "normalize": normalize,
+            "eps": eps, "scale": scale, "decay": decay, "implementation": implementation,
+        }  # fmt: skip
+        tensors = {"query": query, "key": key, "value": value}
+        return shards.step(linear_attention_step, state, tensors, options)
     _check_pools(state)
     index = _check_index(state, query, state_index)
     here = state if index is None else _picked(state, index)

@@ -101,7 +101,7 @@ def _pools(name: str, pools: Sequence[Tensor]) -> list[Tensor]:
     for pool in pools:
         if not isinstance(pool, Tensor) or pool.dim() < 1:
             raise TypeError(f"{name}: got {type(pool).__name__}, takes {takes}")
-    if len({pool.shape[0] for pool in pools}) > 1:
+    if any(pool.shape[0] != pools[0].shape[0] for pool in pools):
         raise ValueError(f"{name}: got pools of different numbers of pages, takes one number")
     return list(pools)
 

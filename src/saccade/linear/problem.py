@@ -207,3 +207,19 @@ class LinearProblem(NamedTuple):
         inside = 2 * COUNTED_CHUNK * (self.head_dim + self.value_dim) if self.causal else 0
         queries = heads * self.query_len * (product + inside)
         return rows * (queries + state_heads * self.kv_len * product)
+
+    @property
+    def backward_flops(self) -> int:
+        """Floating-point operations of a backward pass in chunks of 64 rows.
+
+        The state is made again by the keys; its gradient takes the queries in; the gradients of
+        queries, keys and values each read one of the two: five products with a state. Inside a
+        chunk are five more, three of them over head_dim.
+        """
+        rows = 1 if self.packed else self.batch
+        heads = max(self.query_heads, self.key_heads, self.value_heads)
+        state_heads = max(self.key_heads, self.value_heads)
+        product = 2 * self.head_dim * self.value_dim
+        inside = 2 * COUNTED_CHUNK * (3 * self.head_dim + 2 * self.value_dim) if self.causal else 0
+        queries = heads * self.query_len * (2 * product + inside)
+        return rows * (queries + 3 * state_heads * self.kv_len * product)
