@@ -2,7 +2,7 @@
 
 Usage: python tools/try_stack.py TORCH TRITON [PATH ...] [--folder FOLDER] [--record] [...]
 
---help says more. Needs only Python >= 3.10 and its venv module; docs/stacks.md holds what was found.
+--help says more. Needs only Python >= 3.10 and its venv module. What was found: docs/stacks.md.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ Triton's interpreter runs the kernels of the others.
 """
 EXAMPLES = """\
 examples:
-  python tools/try_stack.py 2.15.0 3.9.0 --sample            a minute or two of tests
-  python tools/try_stack.py 2.15.0 3.9.0 --record            all of them; docs/stacks.md gets the result
-  python tools/try_stack.py 2.15.0 3.9.0 tests/test_masks.py -- -k window
-                                                             some, with options of pytest's own
-  nice python tools/try_stack.py 2.11.0 3.6.0 --record --remove
-                                                             beside other work, leaving nothing behind
+  a minute or two of tests:
+    python tools/try_stack.py 2.15.0 3.9.0 --sample
+  all of them, whose result docs/stacks.md gets:
+    python tools/try_stack.py 2.15.0 3.9.0 --record
+  some, with options of pytest's own:
+    python tools/try_stack.py 2.15.0 3.9.0 tests/test_masks.py -- -k window
+  beside other work, leaving nothing behind:
+    nice python tools/try_stack.py 2.11.0 3.6.0 --record --remove
 
 The environment is made once: 5 to 7 GB, since a torch with Triton brings CUDA's libraries, and
 some minutes. A second run with the same TORCH, TRITON and FOLDER takes it as it is. pip's own

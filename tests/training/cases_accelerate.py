@@ -18,7 +18,9 @@ def loop(run: Run) -> Trained:
     whole = padded(32)
     data = [{name: rows[index] for name, rows in whole.items()} for index in range(32)]
     model, optimizer, loader = accelerator.prepare(
-        model.train(), torch.optim.AdamW(model.parameters(), lr=1e-3), DataLoader(data, batch_size=4)
+        model.train(),
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        DataLoader(data, batch_size=4),
     )  # pyright: ignore[reportArgumentType]
     for batch in loader:
         with accelerator.accumulate(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import lightning
@@ -42,9 +41,7 @@ def fitted(run: Run, **changes: Any) -> Trained:
     batches = padded(32)
     data = [{name: rows[index] for name, rows in batches.items()} for index in range(32)]
     module = Language(run.model())
-    made = lightning.Trainer(
-        max_epochs=1, default_root_dir=tempfile.mkdtemp(), **OPTIONS | changes
-    )
+    made = lightning.Trainer(max_epochs=1, default_root_dir="out", **OPTIONS | changes)
     made.fit(module, DataLoader(data, batch_size=4))  # pyright: ignore[reportArgumentType]
     return Trained(module.losses, module.before, weights(module.model))
 

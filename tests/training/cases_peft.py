@@ -36,9 +36,7 @@ def lora(run: Run) -> Trained:
 
 def dora(run: Run) -> Trained:
     """The same with lengths of their own."""
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=PROJECTIONS, use_dora=True
-    )
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=PROJECTIONS, use_dora=True)
     return adapted(run, config)
 
 

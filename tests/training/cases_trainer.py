@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import transformers
@@ -15,12 +14,12 @@ QUIET: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tq
 
 def arguments(**changes: Any) -> Any:
     """The Trainer's defaults, for a few steps, with nothing reported or kept."""
-    return transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, **STEPS | QUIET | changes
-    )
+    return transformers.TrainingArguments(output_dir="out", use_cpu=True, **STEPS | QUIET | changes)
 
 
-def language(run: Run, padding_side: str = "right", collator: Any = None, **changes: Any) -> Trained:
+def language(
+    run: Run, padding_side: str = "right", collator: Any = None, **changes: Any
+) -> Trained:
     """Next tokens of texts of unequal length, a batch as long as its longest."""
     collator = collator or transformers.DataCollatorForLanguageModeling(
         tokenizer(padding_side), mlm=False
@@ -76,9 +75,7 @@ def compiled(run: Run) -> Trained:
 def classifier(run: Run) -> Trained:
     """An encoder: two classes of texts, which are padded."""
     read = tokenizer()
-    data = [
-        {**read(text), "label": index % 2} for index, text in enumerate(texts(64, shortest=2))
-    ]
+    data = [{**read(text), "label": index % 2} for index, text in enumerate(texts(64, shortest=2))]
     made = transformers.Trainer(
         model=run.classifier(), args=arguments(), train_dataset=data,
         data_collator=transformers.DataCollatorWithPadding(read),

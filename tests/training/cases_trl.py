@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import datasets
@@ -14,9 +13,13 @@ from trained import Trained, by_trainer
 
 def options(run: Run, **changes: Any) -> dict[str, Any]:
     """What every trainer is told: where, how long, nothing reported."""
-    return {"output_dir": tempfile.mkdtemp(), "use_cpu": True, **STEPS, **QUIET, **run.precision} | (
-        changes
-    )
+    return {
+        "output_dir": "out",
+        "use_cpu": True,
+        **STEPS,
+        **QUIET,
+        **run.precision,
+    } | (changes)
 
 
 def sft(run: Run, **changes: Any) -> Trained:
@@ -52,7 +55,10 @@ def padding_free(run: Run) -> Trained:
 def completions(run: Run) -> Trained:
     """Prompts whose completions alone are learnt."""
     data = datasets.Dataset.from_list(
-        [{"prompt": f"{a} ", "completion": b} for a, b in zip(texts(64), texts(64, seed=1), strict=True)]
+        [
+            {"prompt": f"{a} ", "completion": b}
+            for a, b in zip(texts(64), texts(64, seed=1), strict=True)
+        ]
     )
     made = trl.SFTTrainer(
         run.model(), trl.SFTConfig(**options(run)), train_dataset=data,

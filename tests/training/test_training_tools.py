@@ -67,9 +67,7 @@ def compare(case: str, folder: Path, processes: int = 1, attends: str = "saccade
     """Train three times, and let the comparison say where it ends too far away."""
     if case != NEEDS_TORCH_ALONE:
         require()
-    exact, sdpa, ours = (
-        run(case, name, folder, processes) for name in ("exact", "sdpa", attends)
-    )
+    exact, sdpa, ours = (run(case, name, folder, processes) for name in ("exact", "sdpa", attends))
     assert (ours["calls"] > 0) == (attends == "saccade")
     judge(exact, sdpa, ours, case.startswith(IN_BFLOAT16))
 

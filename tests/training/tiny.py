@@ -12,7 +12,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 WORDS = [f"w{number}" for number in range(93)]
-VOCABULARY = {word: index for index, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *WORDS])}
+VOCABULARY = {
+    word: index for index, word in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *WORDS])
+}
 CHAT = (
     "{% for message in messages %}{{ message['content'] + ' ' }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
