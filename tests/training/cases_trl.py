@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import datasets
+import transformers
 import trl
 from cases_trainer import QUIET, STEPS
 from tiny import Run, texts, tokenizer
@@ -76,11 +77,16 @@ def preferences() -> datasets.Dataset:
 
 
 def dpo(run: Run) -> Trained:
-    """Direct preference optimisation beside a reference that stays as it is."""
+    """Direct preference optimisation; trl loads the reference from where the model came from."""
+    run.model().save_pretrained("start")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        "start", attn_implementation=run.attention
+    )
     made = trl.DPOTrainer(
-        run.model(), args=trl.DPOConfig(**options(run)), train_dataset=preferences(),
-        processing_class=tokenizer(),
+        model, args=trl.DPOConfig(**options(run)), train_dataset=preferences(),
+        processing_class=tokenizer(), ref_model=run.model() if run.exact else None,
     )  # fmt: skip
+    assert made.ref_model.config._attn_implementation == run.attention
     return by_trainer(made)
 
 
@@ -94,7 +100,9 @@ def grpo(run: Run) -> Trained:
     data = datasets.Dataset.from_list([{"prompt": text} for text in texts(32)])
     made = trl.GRPOTrainer(
         run.model(), variety,
-        args=trl.GRPOConfig(**options(run, num_generations=4, max_completion_length=8)),
+        args=trl.GRPOConfig(**options(
+            run, num_generations=4, max_completion_length=8, learning_rate=1e-4
+        )),
         train_dataset=data, processing_class=tokenizer("left"),
     )  # fmt: skip
     return by_trainer(made)
