@@ -13,7 +13,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; pytest brings its own workers.
 .NOTPARALLEL:
-.PHONY: help demo bench docs test browser check kernels kernels-known test-gpu clean
+.PHONY: help demo bench docs test test-newest test-training browser check kernels kernels-known test-gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,13 +39,14 @@ TORCH_STAMP := $(VENV)/.installed-$(subst /,_,$(subst :,_,$(subst $(space),_,$(s
 DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
+TRAINING_STAMP := $(VENV)/.installed-training-tests
 NEWEST := $(VENV)/newest-triton
 NEWEST_STAMP := $(VENV)/.installed-newest-triton
 
 help: ## show this help
 	@echo "make TARGET [ARGS=...]"
 	@echo
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 	@echo
 	@echo "  ARGS=...     passed on to demo, bench, docs and pytest"
 	@echo "  PYTHON=...   the Python that makes $(VENV); default: the first of python3, python3.14 ... python3.10 that is >= 3.10"
@@ -79,8 +80,18 @@ CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
 
 # One torch thread a worker: the workers already fill the cores.
 test: $(DEV_STAMP) browser ## run the tests that need no GPU
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SACCADE_BROWSER=$(BROWSER) $(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu" \
-	    --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype $(ARGS)
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SACCADE_BROWSER=$(BROWSER) $(BIN)/python -m pytest -q -n $(WORKERS) \
+	    -m "not gpu and not training" --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype $(ARGS)
+
+# What a new Triton or torch has broken so far. By the newest torch as well, whose default build is
+# gigabytes of CUDA packages: python tools/try_stack.py --help; what was found is in docs/stacks.md.
+test-newest: $(DEV_STAMP) $(NEWEST_STAMP) ## run a sample of the tests by the newest Triton, in the torch that is there
+	@PYTHONPATH=$(NEWEST) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) \
+	    -m "not gpu and not training" $$($(BIN)/python tools/try_stack.py --list-sample) $(ARGS)
+
+# Each case trains in processes of its own, three times: some minutes, and not a part of CI.
+test-training: $(TRAINING_STAMP) ## train tiny models by the tools that people use, and compare with sdpa
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu" -rs tests/training $(ARGS)
 
 # The report's page is tested in a headless Chromium. Debian has one without a desktop's parts; pip
 # has none, and what other packages fetch comes from neither. A machine's own packages are touched
@@ -175,6 +186,11 @@ $(DEV_STAMP): $(TORCH_STAMP) pyproject.toml
 	@echo "Installing Saccade and its development tools in $(VENV) (a minute or so)"
 	@$(PIP_INSTALL) -e '.[dev,bench]' $(TRITON)
 	@touch $@ $(DEMO_STAMP)
+
+$(TRAINING_STAMP): $(DEV_STAMP)
+	@echo "Installing trl, peft, accelerate and lightning in $(VENV) (a minute or so)"
+	@$(PIP_INSTALL) -e '.[dev,bench,training-tests]' $(TRITON)
+	@touch $@
 
 $(NEWEST_STAMP): $(PYTHON_STAMP)
 	@echo "Installing $(NEWEST_TRITON) beside $(VENV)'s own"

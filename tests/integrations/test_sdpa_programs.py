@@ -51,6 +51,7 @@ WAYS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")  # by torch 2.15
 @pytest.mark.parametrize("way", list(WAYS))
 def test_programs_for_elsewhere_keep_pytorchs_operator(way: str) -> None:
     tensors = inputs()
@@ -65,6 +66,7 @@ def test_programs_for_elsewhere_keep_pytorchs_operator(way: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")  # by torch 2.15
 def test_pytorchs_own_layers_are_scripted() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)

@@ -1,0 +1,66 @@
+"""Run one case of training in this process, and keep its losses and weights.
+
+Usage: python tests/training/run_case.py CASE ATTENDS FILE
+
+CASE is a function of a file beside this one: "trl.dpo" is `dpo` in cases_trl.py.
+ATTENDS is "saccade" or "sdpa"; "exact", which is sdpa in float64 from end to end; or "careless",
+which sees every earlier token whatever the mask says, to show that a comparison notices.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from tiny import Run
+
+
+def careless(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    """Causal attention that asks no mask."""
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True, scale=options.get("scaling")
+    )
+    return output.transpose(1, 2), None
+
+
+def prepare(attends: str) -> Callable[[], int]:
+    """Make the attention known by its name; what counts its calls."""
+    calls = [0]
+    if attends == "careless":
+        transformers.AttentionInterface.register(attends, careless)
+        transformers.AttentionMaskInterface.register(attends, lambda **_: None)
+    if attends == "saccade":
+        import saccade
+        import saccade.integrations.transformers as integration
+
+        integration.register()
+        attention: Any = saccade.attention
+
+        def counted(*tensors: Any, **options: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                calls[0] += 1
+            return attention(*tensors, **options)
+
+        saccade.attention = counted
+    return lambda: calls[0]
+
+
+def main(case: str, attends: str, file: str) -> None:
+    """Run the case; the first process of several writes."""
+    calls = prepare(attends)
+    exact = attends == "exact"
+    torch.manual_seed(0)
+    module, _, function = case.partition(".")
+    trains = getattr(importlib.import_module(f"cases_{module}"), function)
+    trained = trains(Run("sdpa" if exact else attends, exact))
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+        torch.save({**trained._asdict(), "calls": calls()}, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
