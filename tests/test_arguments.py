@@ -117,7 +117,8 @@ TENSORS = [
     Refusal("rows", "value", normal(2, 2, 6, 3), ValueError, "got 6 rows", "takes key's 5"),
 ]
 
-NUMBER, SHARE, FLAG = "a finite number or None", "a number in [0, 1)", "takes True or False"
+NUMBER = "0 or a number of 1e-30 to 1e+30 in size or None"
+SHARE, FLAG = "a number in [0, 1)", "takes True or False"
 NUMBERS = [
     Refusal("a str", "scale", "0.5", TypeError, "got '0.5'", NUMBER),
     Refusal("a bool", "scale", True, TypeError, "got True", NUMBER),
@@ -126,6 +127,8 @@ NUMBERS = [
     Refusal("NaN", "scale", float("nan"), ValueError, "got nan", NUMBER),
     Refusal("inf", "scale", float("inf"), ValueError, "got inf", NUMBER),
     Refusal("minus inf", "scale", -float("inf"), ValueError, "got -inf", NUMBER),
+    Refusal("beyond float32", "scale", 1e39, ValueError, "got 1e+39", NUMBER),
+    Refusal("below float32", "scale", -1e-46, ValueError, "got -1e-46", NUMBER),
     Refusal("None", "dropout_p", None, TypeError, "got None", SHARE),
     Refusal("a str", "dropout_p", "0.1", TypeError, "got '0.1'", SHARE),
     Refusal("a bool", "dropout_p", False, TypeError, "got False", SHARE),

@@ -146,3 +146,45 @@ def test_attention_over_pages(paged: Implementation, mask: Any, ends: list[int])
     wanted, found = run(query[:end]), run(spoilt(query, end, torch.nan))
     assert_padded(found[0], wanted[0])
     assert_padded(found[1], wanted[1], -torch.inf)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("trash", [torch.nan, torch.inf])
+def test_keys_behind_the_last_row_are_not_read(
+    linear: Implementation, trash: float, packed: bool
+) -> None:
+    """Aligned at the top left no row sees them; without a state nothing does."""
+    rows, keys, options = 20, 30, dict(align="top_left", implementation=linear.name)
+    chance = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> Tensor:
+        found = torch.randn(*shape, generator=chance)
+        return found.to(linear.device, linear.dtypes_of(0)[0])
+
+    given = [random(2, 2, length, 16) for length in (rows, keys, keys)]
+    given.append(-random(2, 2, keys).float().abs() / 8)
+    grad = random(2, 2, rows, 16)
+
+    def run(trash: float) -> list[Tensor]:
+        leaves = [tensor.clone() for tensor in given]
+        for leaf in leaves[1:3]:
+            leaf[:, :, rows:] = trash
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        query, key, value, decay = leaves
+        if packed:
+            ends = [
+                torch.tensor([0, length, 2 * length], dtype=torch.int32, device=grad.device)
+                for length in (rows, keys)
+            ]
+            laid = (leaf.transpose(1, 2).flatten(0, 1) for leaf in leaves)
+            query, key, value, decay = laid
+            output = saccade.linear_attention_packed(
+                query, key, value, *ends, decay=decay, **options
+            )
+            output = output.unflatten(0, (2, rows)).transpose(1, 2)
+        else:
+            output = saccade.linear_attention(query, key, value, decay=decay, **options)
+        return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+    for found, wanted in zip(run(trash), run(0.0), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)

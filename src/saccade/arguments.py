@@ -117,14 +117,23 @@ def check_heads(name: str, query_heads: int, kv_heads: int) -> None:
         )
 
 
+SMALLEST, LARGEST = 1e-30, 1e30  # scales: kernels hold them, times log2(e), in float32
+SCALES = "0 or a number of 1e-30 to 1e+30 in size"
+
+
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     """The factor of the scores: 1/sqrt(head_dim) unless given."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
+    return check_scale(scale, " or None (1/sqrt(head_dim))")
+
+
+def check_scale(scale: object, or_else: str = "") -> float:
+    """Refuse what is neither 0 nor a number that float32 holds with room to spare."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
-        raise TypeError(f"scale: got {scale!r}, takes a finite number or None (1/sqrt(head_dim))")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: got {scale}, takes a finite number or None (1/sqrt(head_dim))")
+        raise TypeError(f"scale: got {scale!r}, takes {SCALES}{or_else}")
+    if not (scale == 0 or SMALLEST <= abs(scale) <= LARGEST):
+        raise ValueError(f"scale: got {scale}, takes {SCALES}{or_else}")
     return float(scale)
 
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.arguments import check_flag, check_offsets, resolve_config
+from saccade.arguments import check_flag, check_offsets, check_scale, resolve_config
 from saccade.autocast import cast
 from saccade.checks import check_align
 from saccade.feature_maps import ScaledMap
 from saccade.linear import arguments
 from saccade.linear.problem import LinearInputs, LinearProblem, LinearState, LinearVariant
-from saccade.linear.scaling import Scaling, padding_of, scale_features
+from saccade.linear.scaling import Scaling, ends_of, padding_of, scale_features, sequence_of
 from saccade.prepare import strides_fit_tma
 from saccade.problem import Config
 from saccade.reference.linear import features
@@ -56,15 +56,14 @@ def prepare(
 ) -> Prepared:
     """Check every argument, apply the feature map unless the implementation does."""
     query, key, value = (cast(tensor) for tensor in (query, key, value))
-    packed = cu_seqlens_q is not None
-    arguments.check_rows(query, key, value, packed=packed)
+    arguments.check_rows(query, key, value, packed=cu_seqlens_q is not None)
     check_flag("causal", causal)
     check_flag("return_state", return_state)
     check_align(align)
     maps = arguments.resolve_map(feature_map)
     form = arguments.resolve_normalize(normalize)
     eps = arguments.check_number("eps", eps, least=0.0)
-    scale = arguments.check_number("scale", scale)
+    scale = check_scale(scale)
     config = resolve_config(config, query.device)
     if cu_seqlens_q is not None:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -80,6 +79,7 @@ def prepare(
     inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     arguments.check_decay(inputs)
     _warn_of_signs(maps, form)
+    inputs = _without_unseen_keys(inputs, align) if causal and not return_state else inputs
     inputs, fused, scaling = _mapped(inputs, maps, initial_state, causal and form != "none")
     sizes = (inputs.num_sequences, inputs.state_heads, inputs.query.shape[-1], value.shape[-1])
     arguments.check_state(state_name, initial_state, sizes, query)
@@ -94,6 +94,40 @@ def prepare(
         eps = 0.0  # in units that differ from row to row it would mean nothing
     variant = LinearVariant(causal, align, fused, form, eps, scale)
     return Prepared(inputs, variant, problem_of(inputs, variant, config), config, scaling)
+
+
+def _without_unseen_keys(inputs: LinearInputs, align: str) -> LinearInputs:
+    """The inputs without keys behind the last row, which neither a row nor a state reads.
+
+    Implementations multiply such keys by sums of no rows, and 0 · NaN is no 0. Packed ones become 0
+    where they lie. Aligned at the bottom right, the last row sees all keys.
+    """
+    if align != "top_left":
+        return inputs
+    ends_q, ends_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if ends_q is None or ends_k is None:
+        seen = inputs.query.shape[2]
+        if inputs.key.shape[2] <= seen:
+            return inputs
+        decay, lengths = inputs.decay, inputs.key_lengths
+        return inputs._replace(
+            key=inputs.key[:, :, :seen],
+            value=inputs.value[:, :, :seen],
+            decay=decay if decay is None or decay.dim() == 1 else decay[..., :seen],
+            key_lengths=None if lengths is None else lengths.clamp(max=seen),
+        )
+    if ends_q is ends_k:
+        return inputs
+    tokens = inputs.key.shape[0]
+    starts = ends_of(ends_k, tokens)
+    sequence = sequence_of(tokens, starts)
+    row = torch.arange(tokens, device=starts.device) - starts[sequence]
+    unseen = (row >= (ends_q[1:] - ends_q[:-1])[sequence]).view(-1, 1, 1)
+    key, value = (rows.masked_fill(unseen, 0) for rows in (inputs.key, inputs.value))
+    decay = inputs.decay
+    if decay is not None and decay.dim() > 1:
+        decay = decay.masked_fill(unseen.squeeze(-1), 0)
+    return inputs._replace(key=key, value=value, decay=decay)
 
 
 def _mapped(

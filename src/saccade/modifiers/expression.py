@@ -15,6 +15,7 @@ change of the key, and equal expressions have equal keys in every process.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -130,15 +131,15 @@ class Builder:
             op, operands = {">": "<", ">=": "<="}[op], operands[::-1]
         if op == "!=":
             return self.add("~", self.add("==", *operands))
-        known = self._folded(op, operands)
-        if known is not None:
-            return known
         key = (op, operands, detail)
-        if key not in self._numbers:
+        known = self._numbers.get(key)
+        if known is None and op in ("~", "&", "|"):
+            known = self._folded(op, operands)
+        if known is None:
             kinds = [self.steps[number].kind for number in operands]
-            self._numbers[key] = len(self.steps)
+            known = self._numbers[key] = len(self.steps)
             self.steps.append(Step(op, operands, detail, _kind(op, detail, kinds)))
-        return self._numbers[key]
+        return known
 
     def literal(self, value: bool | int | float) -> int:
         """A number or truth that is part of the code."""
@@ -193,34 +194,40 @@ class Builder:
                 added.append(self.add(step.op, *(added[n] for n in step.operands), detail=detail))
         return added[-1]
 
-    def expression(self, result: int) -> tuple[Expression, list[tuple[str, int]]]:
+    def expression(self, result: int) -> tuple[Expression, tuple[tuple[str, int], ...]]:
         """The steps that a result needs, with slots in order; and which slot each one was."""
-        order: list[int] = []
-        waiting, seen = [(result, False)], set()
-        while waiting:
-            number, done = waiting.pop()
-            if done:
-                order.append(number)
-            elif number not in seen:
-                seen.add(number)
-                waiting.append((number, True))
-                waiting += [(of, False) for of in reversed(self.steps[number].operands)]
-        places = {number: place for place, number in enumerate(order)}
-        slots: dict[tuple[str, int], int] = {}
-        used = {"t": 0, "i": 0, "f": 0}
-        steps = []
-        for number in order:
-            step = self.steps[number]
-            detail = step.detail
-            if step.op == "number" or step.op in READS:
-                if step.slot not in slots:
-                    slots[step.slot] = used[step.slot[0]]
-                    used[step.slot[0]] += 1
-                _, colon, rest = detail.partition(":")
-                detail = f"{step.slot[0]}{slots[step.slot]}{colon}{rest}"
-            operands = tuple(places[of] for of in step.operands)
-            steps.append(step._replace(operands=operands, detail=detail))
-        return tuple(steps), list(slots)
+        return _only(tuple(self.steps), result)
+
+
+@functools.lru_cache(maxsize=1024)  # functions that compute the same are traced again and again
+def _only(given: tuple[Step, ...], result: int) -> tuple[Expression, tuple[tuple[str, int], ...]]:
+    """The steps that one of them needs, in the order of a walk to it, as `Builder.expression`."""
+    order: list[int] = []
+    waiting, seen = [(result, False)], set()
+    while waiting:
+        number, done = waiting.pop()
+        if done:
+            order.append(number)
+        elif number not in seen:
+            seen.add(number)
+            waiting.append((number, True))
+            waiting += [(of, False) for of in reversed(given[number].operands)]
+    places = {number: place for place, number in enumerate(order)}
+    slots: dict[tuple[str, int], int] = {}
+    used = {"t": 0, "i": 0, "f": 0}
+    steps = []
+    for number in order:
+        step = given[number]
+        detail = step.detail
+        if step.op == "number" or step.op in READS:
+            if step.slot not in slots:
+                slots[step.slot] = used[step.slot[0]]
+                used[step.slot[0]] += 1
+            _, colon, rest = detail.partition(":")
+            detail = f"{step.slot[0]}{slots[step.slot]}{colon}{rest}"
+        operands = tuple(places[of] for of in step.operands)
+        steps.append(step._replace(operands=operands, detail=detail))
+    return tuple(steps), tuple(slots)
 
 
 def _kind(op: str, detail: str, kinds: list[str]) -> str:
@@ -260,6 +267,7 @@ def _is_real(literal: str) -> bool:
 # ---- keys -----------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1024)
 def key_of(expression: Expression) -> str:
     """An expression as text."""
     return ";".join(step.text() for step in expression)

@@ -49,6 +49,8 @@ def _joined(op: str, operands: Sequence[tuple[str, int]]) -> tuple[str, int]:
         sign = "-" if op == "neg" else op
         return sign + _within(operands[0], binding), binding
     left, right = operands
+    if op in ("+", "-") and right[0].startswith("-") and right[0][1:].isalnum():  # a - -1
+        op, right = {"+": "-", "-": "+"}[op], (right[0][1:], 10)
     first = _within(left, binding if binding else 1)  # (a < b) < c is no chain
     second = _within(right, binding if op in "&|" else binding + 1)  # a - (b - c)
     return f"{first} {op} {second}", binding
