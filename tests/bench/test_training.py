@@ -1,12 +1,14 @@
 """The bench of training steps: what it computes is right, and one failure loses nothing else."""
 
 import builtins
+import io
 import json
 import sys
 
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from saccade.bench import training, training_model, training_table
@@ -26,6 +28,7 @@ app.command()(bench)
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     monkeypatch.setitem(SHAPES, "cpu", TINY)
+    monkeypatch.setattr(training_model, "LEARNING_RATE", 3e-3)  # so narrow a model needs more
 
 
 def run(*arguments):
@@ -164,6 +167,16 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     assert done.exit_code != 0
     assert len(read(file)) == 2
     assert "tokens/s" in done.output
+
+
+def test_the_table_of_losses_shows_all_of_them():
+    ((results, _),) = measured("32")
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(training_table.course_table(results))
+    text = console.export_text()
+    assert "…" not in text
+    for result in results:
+        assert all(f"{loss:.4f}" in text for loss in result.losses)
 
 
 def test_losses_that_are_not_finite_are_no_result(monkeypatch):

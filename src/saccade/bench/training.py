@@ -79,7 +79,7 @@ def measure_training(
         for mode in modes:
             try:
                 yield _measure(work, attentions, mode, device, plan, say)
-            except torch.OutOfMemoryError as error:
+            except Exception as error:  # whatever one case raises, the others are to be measured
                 reason = f"{mode}: {first_line(error)}"
                 absences = [Absence(work.case().name, who, reason) for who in attentions]
             else:
@@ -107,6 +107,8 @@ def _measure(
             continue
         runs[who], courses[who] = found
     say(f"{case.name}, {mode}: in turns ...")
+    for run in runs.values():  # compiled code may compile anew once others have come
+        run()
     clock = GpuClock(device) if device.type == "cuda" else WallClock()
     candidates = {who: Runnable(run) for who, run in runs.items()}
     timings = rotate(candidates, clock, plan) if candidates else {}

@@ -44,7 +44,7 @@ def course_table(results: Sequence[Result]) -> Table:
     caption = f"of the first steps from the same weights; Δ: the largest distance from {YARDSTICK}"
     table = Table(caption=caption, caption_justify="left")
     for name in ("case", "pass", "who", "losses", "Δ", "gradient norms", "Δ"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=name not in ("losses", "gradient norms"))
     for (case, which_pass), members in latest(results).items():
         yardstick = members.get(YARDSTICK)
         for number, (who, result) in enumerate(members.items()):
