@@ -27,7 +27,7 @@ REGION = re.compile(r"(<!-- stacks: begin -->\n)(.*?)(<!-- stacks: end -->)", re
 ALL = "all"
 
 # A minute or two of two cores: what a new torch or Triton has broken so far, and the way of a call.
-SAMPLE = (
+SAMPLE: tuple[str, ...] = (
     "tests/test_operators.py",
     "tests/test_linear_operators.py",
     "tests/recall",

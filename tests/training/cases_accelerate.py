@@ -1,5 +1,9 @@
 """Cases of accelerate."""
 
+# Where the tools are installed: their own annotations are narrower than what they take.
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import accelerate
@@ -21,7 +25,7 @@ def loop(run: Run) -> Trained:
         model.train(),
         torch.optim.AdamW(model.parameters(), lr=1e-3),
         DataLoader(data, batch_size=4),
-    )  # pyright: ignore[reportArgumentType]
+    )
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch, use_cache=False).loss

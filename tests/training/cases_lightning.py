@@ -1,5 +1,9 @@
 """Cases of lightning."""
 
+# Where the tools are installed: their own annotations are narrower than what they take.
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -42,7 +46,7 @@ def fitted(run: Run, **changes: Any) -> Trained:
     data = [{name: rows[index] for name, rows in batches.items()} for index in range(32)]
     module = Language(run.model())
     made = lightning.Trainer(max_epochs=1, default_root_dir="out", **OPTIONS | changes)
-    made.fit(module, DataLoader(data, batch_size=4))  # pyright: ignore[reportArgumentType]
+    made.fit(module, DataLoader(data, batch_size=4))
     return Trained(module.losses, module.before, weights(module.model))
 
 

@@ -1,5 +1,9 @@
 """Cases of peft, through the Trainer and through trl."""
 
+# Where the tools are installed: their own annotations are narrower than what they take.
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,9 @@
 """Cases of trl: its defaults turn checkpointing of activations and bfloat16 on."""
 
+# Where the tools are installed: their own annotations are narrower than what they take.
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 from typing import Any

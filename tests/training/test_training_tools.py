@@ -51,6 +51,12 @@ def run(case: str, attends: str, folder: Path, processes: int = 1) -> dict[str, 
         sys.executable, *(several if processes > 1 else []), str(HERE / "run_case.py"), case,
         attends, str(file),
     ]  # fmt: skip
+    started(command, folder)
+    return torch.load(file)
+
+
+def started(command: list[str], folder: Path) -> None:
+    """Run a program to its end, beside this checkout's saccade and no interpreter of kernels."""
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1",
            "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}  # fmt: skip
@@ -60,7 +66,6 @@ def run(case: str, attends: str, folder: Path, processes: int = 1) -> dict[str, 
         timeout=60 * MINUTES,
     )  # fmt: skip
     assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
-    return torch.load(file)
 
 
 def compare(case: str, folder: Path, processes: int = 1, attends: str = "saccade") -> None:
@@ -131,3 +136,15 @@ def test_notices_an_attention_that_asks_no_mask(case, tmp_path):
     require()
     with pytest.raises(AssertionError):
         compare(case, tmp_path, attends="careless")
+
+
+@pytest.mark.slow
+@pytest.mark.training
+def test_the_page_is_one_program_that_runs(tmp_path):
+    require()
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == page.count("\n```python") >= 7
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(blocks), encoding="utf-8")
+    started([sys.executable, str(program)], tmp_path)
