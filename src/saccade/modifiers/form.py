@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.modifiers.constant import constant
-from saccade.modifiers.expression import Captured, key_of
+from saccade.modifiers.expression import Captured, Expression, key_of
 from saccade.modifiers.trace import letter_of, name_of, trace
 
 DTYPES = {"b": torch.bool, "i": torch.int32, "l": torch.int64, "f": torch.float32}
@@ -76,17 +76,23 @@ def form_of(
     """
     if not built_in:
         _check_reach(function)
-    places = [_placeholder(kind) for kind in kinds]
-    expression, found = trace(function, align, places, score=score, known=False, built_in=built_in)
-    tensors = [_index(places, tensor) for tensor in found.tensors]
-    if -1 in tensors:
+    places = placeholders(kinds)
+    form = form_from(
+        *trace(function, align, places, score=score, known=False, built_in=built_in), places
+    )
+    if -1 in form.tensors:
         raise TypeError(
             f"{name_of(function)} reads tensors from outside; inside torch.compile give them to "
             "the function that masks.function or scores.function makes, or make the mask before"
         )
+    return form
+
+
+def form_from(expression: Expression, found: Captured, places: list[Any]) -> Form:
+    """The form of an expression that was traced for such placeholders."""
     return Form(
         key_of(expression),
-        tuple(tensors),
+        tuple(_index(places, tensor) for tensor in found.tensors),
         tuple((_index(places, n), 0 if isinstance(n, Given) else n) for n in found.ints),
         tuple((_index(places, n), 0.0 if isinstance(n, Given) else n) for n in found.floats),
     )
@@ -118,6 +124,11 @@ class Given(NamedTuple):
     """Stands for a number that is not known yet."""
 
     kind: str
+
+
+def placeholders(kinds: Sequence[str]) -> list[Any]:
+    """What a function is given to be traced for values of these kinds."""
+    return [_placeholder(kind) for kind in kinds]
 
 
 def _placeholder(kind: str) -> Any:

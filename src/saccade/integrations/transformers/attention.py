@@ -12,6 +12,7 @@ from torch import Tensor
 
 import saccade
 from saccade.integrations.transformers import continuous, kinds
+from saccade.integrations.transformers.graph_masks import GraphMask
 from saccade.integrations.transformers.kinds import Visible
 from saccade.integrations.transformers.mask_tensors import MaskTensor
 from saccade.integrations.transformers.masks import LazyMask
@@ -35,7 +36,7 @@ def attention_forward(  # breaks function-length: most of it is the docstring
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | GraphMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -53,7 +54,7 @@ def attention_forward(  # breaks function-length: most of it is the docstring
         query: [batch, query_heads, query_len, head_dim].
         key, value: [batch, kv_heads, kv_len, dim]; heads are not repeated. Pages of a
             `PagedGenerationCache` are read where they lie.
-        attention_mask: a `LazyMask`, a bool tensor [batch, 1 or query_heads, query_len, kv_len]
+        attention_mask: a `LazyMask` or `GraphMask`, a bool tensor [batch, 1 or query_heads, query_len, kv_len]
             (True = visible), or a floating-point one, which is added to the scores. None: what
             `is_causal` and `sliding_window` say.
         dropout: the share of weights that is dropped. scaling: the factor of the scores.
@@ -128,7 +129,11 @@ def _chained(
 
 
 def _mask_and_bias(
-    attention_mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, window: int | None
+    attention_mask: Tensor | GraphMask | None,
+    query: Tensor,
+    key: Tensor,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Visible, Tensor | None]:
     """What is hidden, and what is added to the scores."""
     takes = (
@@ -137,14 +142,14 @@ def _mask_and_bias(
     )
     if attention_mask is None:
         return _unmasked(query.shape[2], key.shape[2], causal, window), None
-    if not isinstance(attention_mask, Tensor):
+    if not isinstance(attention_mask, (Tensor, GraphMask)):
         raise TypeError(f"attention_mask: got {type(attention_mask).__name__}, takes {takes}")
     if attention_mask.dim() != 4 or attention_mask.shape[2:] != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"attention_mask: got shape {tuple(attention_mask.shape)} for {query.shape[2]} query "
             f"rows and {key.shape[2]} keys, takes {takes}"
         )
-    if isinstance(attention_mask, LazyMask):
+    if isinstance(attention_mask, (LazyMask, GraphMask)):
         return attention_mask.visible(), None
     if isinstance(attention_mask, MaskTensor):
         return saccade.masks.dense(attention_mask.written_out()), None

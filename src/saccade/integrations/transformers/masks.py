@@ -18,6 +18,7 @@ from transformers import masking_utils
 
 import saccade
 from saccade.integrations.transformers import kinds
+from saccade.integrations.transformers.graph_masks import GraphMask, graph_mask
 from saccade.integrations.transformers.kinds import Visible
 from saccade.integrations.transformers.mask_tensors import MaskTensor
 
@@ -159,7 +160,7 @@ def lazy_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **options: Any,
-) -> LazyMask:
+) -> LazyMask | GraphMask:
     """The mask function that is registered with transformers' AttentionMaskInterface.
 
     Args:
@@ -168,16 +169,16 @@ def lazy_mask(
         attention_mask: [batch, positions], 0 at padding, or None.
         options: what other masks need (dtype, config, when to leave the mask out).
     """
+    if torch.compiler.is_compiling():
+        return graph_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            use_vmap, torch.device(device),
+        )  # fmt: skip
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache counts it up in place, before layers ask
-    return _made(
+    return LazyMask(
         MaskRequest(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             use_vmap, torch.device(device),
         )
     )  # fmt: skip
-
-
-@torch.compiler.disable(reason="a mask without memory is no tensor that a graph could hold")
-def _made(request: MaskRequest) -> LazyMask:
-    return LazyMask(request)
