@@ -67,7 +67,7 @@ def check(sizes: Sizes, mask: Mask, *, exact: bool = True) -> tuple[plan.Unit, .
     assert visited.max() <= 1, "a pair is visited twice"
     assert not (seen & (visited == 0)).any(), "a visible pair is not visited"
     assert not (unmasked & ~seen).any(), "a hidden pair is visited without a mask"
-    if exact:
+    if exact and not sizes.short:
         check_no_hidden_tile(seen, visited.bool(), sizes)
     return units
 
@@ -224,18 +224,47 @@ def test_masked_runs_are_of_bounded_length():
 
 
 def test_masks_that_differ_by_batch_or_head_get_a_unit_each():
-    sizes = sizes_of(batch=3, heads=2, query_len=16, kv_len=16)
-    by_batch = masks.key_lengths(torch.tensor([8, 0, 16]))
+    sizes = sizes_of(batch=3, heads=2, query_len=16, kv_len=24)
+    by_batch = masks.key_lengths(torch.tensor([8, 0, 24]))
     units = check(sizes, by_batch)
     assert [(unit.batch, unit.heads) for unit in units] == [((b, b + 1), (0, 2)) for b in range(3)]
     assert [unit.tiles[0].runs for unit in units] == [
-        (Run(0, 8, False),), (), (Run(0, 16, False),),
+        (Run(0, 8, False),), (), (Run(0, 24, False),),
     ]  # fmt: skip
     by_head = masks.dense(torch.tensor([True, False]).view(2, 1, 1))
     units = check(sizes, by_head)
     assert [(unit.batch, unit.heads) for unit in units] == [((0, 3), (h, h + 1)) for h in range(2)]
     assert [bool(unit.tiles[0].runs) for unit in units] == [True, False]
-    assert len(check(sizes, by_batch & by_head)) == 6
+    units = check(sizes, by_batch & by_head)
+    assert [unit.batch for unit in units] == [(0, 1), (1, 2), (2, 3), (0, 3)]
+    assert [unit.heads for unit in units] == [(0, 1)] * 3 + [(1, 2)]
+
+
+def test_neighbours_that_visit_the_same_keys_are_one_unit():
+    sizes = sizes_of(batch=5, heads=2, query_len=16, kv_len=24)
+    units = check(sizes, masks.key_lengths(torch.tensor([24, 20, 16, 12, 24])))
+    assert [unit.batch for unit in units] == [(0, 2), (2, 4), (4, 5)]
+    assert [unit.tiles[0].runs for unit in units] == [
+        (Run(0, 24, True),), (Run(0, 16, True),), (Run(0, 24, False),),
+    ]  # fmt: skip
+
+
+def test_as_many_go_together_as_a_mask_may_hold(monkeypatch):
+    monkeypatch.setattr(plan, "PAIRS_TOGETHER", 2 * 16 * 24)
+    sizes = sizes_of(batch=5, query_len=16, kv_len=24)
+    units = check(sizes, masks.key_lengths(torch.full((5,), 20)))
+    assert [unit.batch for unit in units] == [(0, 2), (2, 4), (4, 5)]
+
+
+@pytest.mark.parametrize("kv_len", [5, 16])
+def test_short_sequences_go_together(kv_len, monkeypatch):
+    sizes = sizes_of(batch=4, query_len=8, kv_len=kv_len)
+    mask = masks.key_lengths(torch.tensor([5, 0, 3, 5])) & masks.causal()
+    assert check(sizes, mask) == (
+        plan.Unit((0, 4), (0, 3), (QueryTile(0, 8, (Run(0, kv_len, True),)),)),
+    )
+    monkeypatch.setattr(plan, "PAIRS_TOGETHER", 2 * 8 * kv_len)
+    assert len(check(sizes, mask)) > 1
 
 
 # ---- memory and time --------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from saccade.language import index_range
@@ -18,6 +18,10 @@ KV_TILE = 128
 LONG_STRETCH = 1024
 # Key rows under one evaluation of the mask: bounds the memory that a masked run needs.
 MASKED_STRETCH = 4096
+# Short sequences go together, under one mask: a call for each would cost more than it skips. They
+# have one query tile and at most so many key tiles; and so many pairs of a head go together.
+SHORT_TILES = 2
+PAIRS_TOGETHER = 2**20
 # Query tiles judged at once: bounds the memory of the plan for very long sequences.
 STRIP = 64
 
@@ -37,6 +41,12 @@ class QueryTile(NamedTuple):
     stop: int
     runs: tuple[Run, ...]
 
+    def under_both(self, other: QueryTile) -> QueryTile:
+        """The same tile under this mask and another one that visits the same keys."""
+        pairs = zip(self.runs, other.runs, strict=True)
+        runs = (one._replace(masked=one.masked or two.masked) for one, two in pairs)
+        return self._replace(runs=tuple(runs))
+
 
 class Unit(NamedTuple):
     """Batch entries and query heads (as ranges) that share one plan."""
@@ -44,6 +54,14 @@ class Unit(NamedTuple):
     batch: tuple[int, int]
     heads: tuple[int, int]
     tiles: tuple[QueryTile, ...]
+
+    @property
+    def stretches(self) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        """Which keys each tile of query rows visits, under a mask or not."""
+        return [
+            (tile.start, tile.stop, [(run.start, run.stop) for run in tile.runs])
+            for tile in self.tiles
+        ]
 
 
 class Sizes(NamedTuple):
@@ -56,6 +74,16 @@ class Sizes(NamedTuple):
     first_batch: int
     query_tile: int
     kv_tile: int
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of one head."""
+        return self.batch * self.query_len * self.kv_len
+
+    @property
+    def short(self) -> bool:
+        """Whether a sequence has too few tiles for a plan of its own."""
+        return self.query_len <= self.query_tile and self.kv_len <= SHORT_TILES * self.kv_tile
 
 
 def units(sizes: Sizes, variant: Variant) -> tuple[Unit, ...]:
@@ -79,6 +107,9 @@ def _units(sizes: Sizes, mask: str, captured: Captured) -> tuple[Unit, ...]:
     if not mask:
         run = Run(0, sizes.kv_len, masked=False)
         return (Unit(*everything, (QueryTile(0, sizes.query_len, (run,)),)),)
+    if sizes.short and sizes.pairs <= PAIRS_TOGETHER:
+        run = Run(0, sizes.kv_len, masked=True)
+        return (Unit(*everything, (QueryTile(0, sizes.query_len, (run,)),)),)
     tiles: dict[tuple[int, int], list[QueryTile]] = {}
     batches = heads = 1
     for judged in _judge_strips(sizes, mask, captured):
@@ -86,15 +117,32 @@ def _units(sizes: Sizes, mask: str, captured: Captured) -> tuple[Unit, ...]:
         for b in range(batches):
             for h in range(heads):
                 tiles.setdefault((b, h), []).extend(judged.tiles(b, h))
-    return tuple(
+    found = [
         Unit(
             everything[0] if batches == 1 else (b, b + 1),
             everything[1] if heads == 1 else (h, h + 1),
-            tuple(_joined(tiles[b, h])),
+            tuple(tiles[b, h]),
         )
-        for b in range(batches)
         for h in range(heads)
-    )
+        for b in range(batches)
+    ]
+    together = _together(found, PAIRS_TOGETHER * sizes.batch // max(1, sizes.pairs))
+    return tuple(unit._replace(tiles=tuple(_joined(unit.tiles))) for unit in together)
+
+
+def _together(units: list[Unit], most: int) -> Iterator[Unit]:
+    """Join neighbouring batch entries that visit the same keys, up to so many entries."""
+    waiting = units[0]
+    for unit in units[1:]:
+        entries = waiting.batch[0], unit.batch[1]
+        alike = unit.heads == waiting.heads and unit.stretches == waiting.stretches
+        if alike and unit.batch[0] == waiting.batch[1] and entries[1] - entries[0] <= most:
+            tiles = zip(waiting.tiles, unit.tiles, strict=True)
+            waiting = Unit(entries, unit.heads, tuple(one.under_both(two) for one, two in tiles))
+        else:
+            yield waiting
+            waiting = unit
+    yield waiting
 
 
 class _Strip(NamedTuple):
@@ -185,7 +233,7 @@ def _unmask_clean_runs(runs: list[Run], certain: list[bool], tile: int) -> list[
     ]
 
 
-def _joined(tiles: list[QueryTile]) -> Iterator[QueryTile]:
+def _joined(tiles: Sequence[QueryTile]) -> Iterator[QueryTile]:
     """Join neighbours that see the same keys without a mask: one larger tile, one call."""
     waiting: QueryTile | None = None
     for tile in tiles:

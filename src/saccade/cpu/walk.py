@@ -11,6 +11,7 @@ from saccade.cpu import plan
 from saccade.cpu.parts import Part
 from saccade.cpu.plan import Run, Sizes
 from saccade.cpu.tile import Place
+from saccade.modifiers.names import is_causal
 from saccade.problem import Config, Inputs, Variant
 
 # A rectangle in plain tiles holds at most about this many scores (16 MiB in float32).
@@ -74,7 +75,7 @@ class Dense(NamedTuple):
             return None
         if not self.variant.mask:
             return "full"
-        causal = self.variant.mask in ("causal:bottom_right#", "causal:top_left#")
+        causal = is_causal(self.variant.mask)
         length = self.sizes.query_len
         short = self.sizes.query_tile < length <= FLASH_KEYS
         return "causal" if causal and length == self.sizes.kv_len and not short else None
