@@ -16,9 +16,10 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # Weyl sequence: golden ratio and sqrt(3) - 1
 LOW_32 = 0xFFFFFFFF
+DRAWN = 2**16  # counters at once: what is made of more would leave the cache of a processor
 
 
-def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> list[Tensor]:
+def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor | int) -> list[Tensor]:
     """Four random words for each counter.
 
     Args:
@@ -31,13 +32,25 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) ->
     words = list(counter)
     key = [seed & LOW_32, (seed >> 32) & LOW_32]
     for _ in range(ROUNDS):
-        # int64 products wrap, but their 64 bits are right; the shift's sign bits are masked off.
+        # int64 products wrap, but their 64 bits are right. Words 1 and 3 are products' low halves:
+        # what stands above them is masked off once they are mixed, as the shift's sign bits are.
         products = [words[0] * MULTIPLIERS[0], words[2] * MULTIPLIERS[1]]
-        high = [(product >> 32) & LOW_32 for product in products]
-        low = [product & LOW_32 for product in products]
-        words = [high[1] ^ words[1] ^ key[0], low[1], high[0] ^ words[3] ^ key[1], low[0]]
+        mixed = [
+            _mixed(product >> 32, word, of_key)
+            for product, word, of_key in zip(products[::-1], words[1::2], key, strict=True)
+        ]
+        words = [mixed[0], products[1], mixed[1], products[0]]
         key = [(k + step) & LOW_32 for k, step in zip(key, KEY_STEPS, strict=True)]
-    return words
+    return [words[0], words[1] & LOW_32, words[2], words[3] & LOW_32]
+
+
+def _mixed(high: Tensor, word: Tensor, key: Tensor | int) -> Tensor:
+    """The low 32 bits of high ^ word ^ key; a seed that is a tensor may be mapped by vmap."""
+    if isinstance(key, Tensor):
+        return (high ^ word ^ key) & LOW_32
+    wide = torch.broadcast_shapes(high.shape, word.shape) == high.shape
+    mixed = high.bitwise_xor_(word) if wide else high ^ word
+    return mixed.bitwise_xor_(key).bitwise_and_(LOW_32)
 
 
 def threshold(dropout_p: float) -> int:
@@ -64,16 +77,31 @@ def kept(
 
 
 def kept_range(
-    seed: Tensor,
+    seed: int,
     batch: Tensor,
     head: Tensor,
     query_row: Tensor,
     kv_range: tuple[int, int],
     dropout_p: float,
 ) -> Tensor:
-    """`kept` for the key rows start … stop - 1 along the last dimension, drawing each word once."""
+    """`kept` on the CPU for a rectangle of pairs, drawing each word once.
+
+    Args:
+        seed: int64; see `philox_4x32`.
+        batch, head, query_row: index tensors along the first three of four dimensions.
+        kv_range: the key rows start … stop - 1.
+    """
     start, stop = kv_range
     first = start // 4
-    groups = torch.arange(first, -(-stop // 4), device=seed.device).view(1, 1, 1, -1)
-    words = torch.stack(philox_4x32((groups, query_row, head, batch), seed), dim=-1)
-    return (words.flatten(-2) >= threshold(dropout_p))[..., start - 4 * first : stop - 4 * first]
+    groups = torch.arange(first, -(-stop // 4), device="cpu").view(1, 1, 1, -1)
+    sides = batch.shape[0], head.shape[1], query_row.shape[2], groups.shape[3]
+    of_head = max(1, sides[2] * sides[3])
+    heads, batches = max(1, DRAWN // of_head), max(1, DRAWN // (of_head * max(1, sides[1])))
+    found = torch.empty((*sides, 4), dtype=torch.bool, device="cpu")
+    for b in range(0, sides[0], batches):
+        for h in range(0, sides[1], heads):
+            at = slice(b, b + batches), slice(h, h + heads)
+            words = philox_4x32((groups, query_row, head[:, at[1]], batch[at[0]]), seed)
+            for lane, word in enumerate(words):
+                torch.ge(word, threshold(dropout_p), out=found[at][..., lane])
+    return found.flatten(-2)[..., start - 4 * first : stop - 4 * first]

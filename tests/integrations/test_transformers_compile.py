@@ -42,7 +42,11 @@ def batch(kind: str, length: int = LENGTH) -> dict[str, Tensor]:
     input_ids = tokens(2, length)
     if kind == "packed":
         positions = torch.cat([torch.arange(7), torch.arange(length - 7)])
-        return {"input_ids": input_ids, "labels": input_ids, "position_ids": positions.expand(2, -1)}
+        return {
+            "input_ids": input_ids,
+            "labels": input_ids,
+            "position_ids": positions.expand(2, -1),
+        }
     real = torch.ones(2, length, dtype=torch.long)
     if kind == "padded":
         real[1, length - 6 :] = 0

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from saccade.cpu.remembered import Remembered
 from saccade.cpu.tile import Place
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Captured
 from saccade.problem import Variant
 
-# Edges of at most this many pairs are remembered, and at most so many of them: 32 MiB in float32.
-REMEMBERED_PAIRS = 2**17
-REMEMBERED_EDGES = 64
+# Edges of at most this many pairs are remembered, and so many pairs in all: 32 MiB in float32.
+REMEMBERED_PAIRS = 2**20
+MOST_PAIRS = 2**23
 
 
 class Edge(NamedTuple):
@@ -51,25 +52,22 @@ def edge_at(
     if not masked:
         return place, None
     captured = variant.mask_captured
-    rows, keys = (stop - start for start, stop in (place.query_rows, place.kv_rows))
-    if captured.tensors or rows * keys > REMEMBERED_PAIRS:  # tensors may change, large ones cost
+    sides = (stop - start for start, stop in (place.batch, place.query_rows, place.kv_rows))
+    if math.prod(sides) > REMEMBERED_PAIRS:
         return _edge_at(variant.mask, captured, place, kv_tile, dtype)
-    numbers = (tuple(captured.ints), tuple(captured.floats))
-    return _remembered(variant.mask, *numbers, place, kv_tile, dtype)
+    numbers = (tuple(captured.ints), tuple(map(float.hex, captured.floats)))
+    return _remembered.get(
+        (variant.mask, *numbers, place, kv_tile, dtype),
+        captured.tensors,
+        lambda: _edge_at(variant.mask, captured, place, kv_tile, dtype),
+    )
 
 
-@functools.lru_cache(maxsize=REMEMBERED_EDGES)
-def _remembered(
-    mask: str,
-    ints: tuple[int, ...],
-    floats: tuple[float, ...],
-    place: Place,
-    kv_tile: int,
-    dtype: torch.dtype,
-) -> tuple[Place, Edge | None] | None:
-    """The layers of a model, and their backward passes, ask for the same edges again and again."""
-    with torch.inference_mode(False):  # what is remembered must serve everywhere
-        return _edge_at(mask, Captured((), ints, floats), place, kv_tile, dtype)
+def _pairs_of(found: tuple[Place, Edge | None] | None) -> int:
+    return 2**10 if found is None or found[1] is None else found[1].bias.numel()
+
+
+_remembered: Remembered[tuple[Place, Edge | None] | None] = Remembered(MOST_PAIRS, _pairs_of)
 
 
 def _edge_at(

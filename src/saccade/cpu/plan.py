@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from saccade.cpu.remembered import Remembered
 from saccade.language import index_range
 from saccade.modifiers import intervals
 from saccade.modifiers.expression import Captured, Coordinates
@@ -89,17 +89,14 @@ class Sizes(NamedTuple):
 def units(sizes: Sizes, variant: Variant) -> tuple[Unit, ...]:
     """Plans for all of a dense problem, one for each part of it that the mask treats alike."""
     captured = variant.mask_captured
-    if captured.tensors:  # their contents may change
-        return _units(sizes, variant.mask, captured)
-    return _remembered(sizes, variant.mask, tuple(captured.ints), tuple(captured.floats))
+    return _remembered.get(
+        (sizes, variant.mask, tuple(captured.ints), tuple(map(float.hex, captured.floats))),
+        captured.tensors,
+        lambda: _units(sizes, variant.mask, captured),
+    )
 
 
-@functools.lru_cache(maxsize=256)
-def _remembered(
-    sizes: Sizes, mask: str, ints: tuple[int, ...], floats: tuple[float, ...]
-) -> tuple[Unit, ...]:
-    """The layers of a model, and their backward passes, ask for the same plan again and again."""
-    return _units(sizes, mask, Captured((), ints, floats))
+_remembered: Remembered[tuple[Unit, ...]] = Remembered(most=256)
 
 
 def _units(sizes: Sizes, mask: str, captured: Captured) -> tuple[Unit, ...]:

@@ -14,11 +14,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saccade import dropout
+from saccade.cpu.remembered import Remembered
 from saccade.language import index_range
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.gradient import Taken, change_backward
 from saccade.problem import Variant, accumulate_dtype
+
+
+MOST_DRAWN = 2**25  # pairs, of one byte each, whose draws are remembered
 
 
 class Place(NamedTuple):
@@ -41,9 +45,9 @@ class _Scored(NamedTuple):
     """A rectangle after its scores are known."""
 
     raw: Tensor  # scale · query · keyᵀ, [batch, heads, rows, keys]
-    changed: Tensor  # after the score change, -inf where hidden
+    changed: Tensor  # after the score change, -inf where hidden; may be changed in place
     visible: Tensor | None
-    kept: Tensor | None  # after dropout
+    kept: Tensor | None  # the factor that dropout gives a weight: 0 or 1 / (1 - dropout_p)
 
 
 def _score(
@@ -63,14 +67,30 @@ def _score(
     if spoilt is not None:
         changed = changed.masked_fill(spoilt, torch.nan)
     seen = evaluate.visible(variant.mask, variant.mask_captured, at) if masked else None
-    if seen is not None:
+    if seen is not None and changed is raw and spoilt is None:  # NaN would show, and be seen
+        changed = raw.add_(torch.where(seen, 0.0, -torch.inf).to(raw.dtype))
+    elif seen is not None:
         changed = changed.masked_fill(~seen, -torch.inf)
+    elif variant.score and spoilt is None:  # it may be memory that the score captured
+        changed = changed.clone()
     kept = None
     if seed is not None:
-        kept = dropout.kept_range(
-            seed, at.batch, at.head, at.query_row, place.kv_rows, variant.dropout_p
-        )
+        kept = _kept(int(seed), place, variant.dropout_p).to(raw.dtype)
+        kept = kept.div_(1 - variant.dropout_p)
     return _Scored(raw, changed, seen, kept)
+
+
+def _kept(seed: int, place: Place, dropout_p: float) -> Tensor:
+    """The pairs that are kept; the backward pass finds what the forward pass drew."""
+
+    def draw() -> Tensor:
+        at = place.coordinates()
+        return dropout.kept_range(seed, at.batch, at.head, at.query_row, place.kv_rows, dropout_p)
+
+    return _drawn.get((seed, place, dropout_p), (), draw)
+
+
+_drawn: Remembered[Tensor] = Remembered(MOST_DRAWN, Tensor.numel)
 
 
 def _packed(rows: Tensor, key: Tensor) -> Tensor:
@@ -97,12 +117,12 @@ def forward(
     scored = _score(query, key, variant, seed, place, masked, spoilt)
     row_max = scored.changed.amax(-1, keepdim=True)
     row_max.masked_fill_(row_max == -torch.inf, 0)
-    weights = (scored.changed - row_max).exp_()
+    weights = scored.changed.sub_(row_max).exp_()
     row_sum = weights.sum(-1, keepdim=True)
     empty = row_sum == 0
     row_sum.masked_fill_(empty, 1)
     if scored.kept is not None:
-        weights = weights.masked_fill(~scored.kept, 0).div_(1 - variant.dropout_p)
+        weights.mul_(scored.kept)
     output = (_packed(weights, key) @ value).view(*query.shape[:3], value.shape[-1]).div_(row_sum)
     lse = (row_max + row_sum.log()).masked_fill(empty, -torch.inf)
     return output, lse.squeeze(-1)
@@ -144,15 +164,15 @@ def backward(
     grad_output, query = grad_output.to(wide), query.to(wide)
     query, key, value, spoilt = _set_spoilt_apart(query, key.to(wide), value.to(wide), careful)
     scored = _score(query, key, variant, seed, place, masked, spoilt)
-    weights = (scored.changed - lse.unsqueeze(-1)).exp_()
+    weights = scored.changed.sub_(lse.unsqueeze(-1)).exp_()
     if careful and scored.visible is not None:  # a NaN row must not reach what it does not see
         weights = weights.masked_fill(~scored.visible, 0)
     grad_output = _packed(grad_output, key)
     grad_weights = (grad_output @ value.transpose(-1, -2)).view_as(weights)
     dropped = weights
     if scored.kept is not None:
-        dropped = weights.masked_fill(~scored.kept, 0).div_(1 - variant.dropout_p)
-        grad_weights = grad_weights.masked_fill_(~scored.kept, 0).div_(1 - variant.dropout_p)
+        dropped = weights * scored.kept
+        grad_weights = grad_weights.mul_(scored.kept)
     grad_value = _packed(dropped, key).transpose(-1, -2) @ grad_output
     grad_scores = grad_weights.sub_(row_dot.unsqueeze(-1)).mul_(weights)
     if careful and scored.visible is not None:
@@ -161,7 +181,7 @@ def backward(
         variant.score, variant.score_captured, scored.raw, place.coordinates(), grad_scores,
         scored.visible, wanted,
     )  # fmt: skip
-    grad_scores = _packed(grad_scores.mul(variant.scale), key)
+    grad_scores = _packed(grad_scores.mul_(variant.scale), key)
     grad_query = (grad_scores @ key).view(query.shape)
     grad_key = grad_scores.transpose(-1, -2) @ _packed(query, key)
     return Shares(grad_query, grad_key, grad_value, taken)
