@@ -30,6 +30,7 @@ from saccade.modifiers.expression import Captured, key_of
 from saccade.modifiers.form import form_of, kind_of
 from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
 from saccade.modifiers.normal_form import Lengths
+from saccade.modifiers.tape import traced_in_graph
 from saccade.modifiers.trace import trace
 
 __all__ = [
@@ -332,7 +333,7 @@ def of_positions(
     function: Callable[..., Any],
     query_len: int,
     kv_len: int,
-    query_start: int = 0,
+    query_start: Any = 0,
     kv_start: int = 0,
 ) -> Mask:
     """A mask function of positions, for rows that start at some of them.
@@ -343,18 +344,19 @@ def of_positions(
     Args:
         function: of (batch, head, query_position, kv_position); see `saccade.masks.function`.
         query_len, kv_len: rows of the call.
-        query_start, kv_start: the positions of the first rows.
+        query_start, kv_start: the positions of the first rows; in a graph a tensor, too.
 
     Raises:
         TypeError: if the function does what cannot be known without its rows.
     """
+    if torch.compiler.is_compiling():  # lengths may be any there
+        return Mask(*traced_in_graph(function, (query_start, kv_start)))
     lengths = Lengths(query_len, kv_len, query_start - kv_start)
     found, values = trace(function, offsets=(query_start, kv_start), lengths=lengths)
     return Mask(key_of(found), values)
 
 
 NOTHING_HIDDEN = Mask("")
-
 
 # What the `mask` argument of a call takes.
 AnyMask = Mask | Tensor | Callable[..., Any] | None

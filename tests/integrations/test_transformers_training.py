@@ -9,8 +9,6 @@ import torch
 from tiny_models import OWN, assert_errs_no_more, llama, model, sharpened, tokens
 from torch import Tensor
 
-import saccade.integrations.transformers as integration
-
 LENGTH = 20
 RIGHT_PADDED = torch.ones(2, LENGTH, dtype=torch.long)
 RIGHT_PADDED[1, 15:] = 0
@@ -75,19 +73,3 @@ def test_dropout_is_drawn_again_for_the_backward_pass():
         steps.append([weights.grad for weights in tiny.parameters()])
     assert all(map(torch.equal, steps[0], steps[1]))
     assert not any(map(torch.equal, steps[0], steps[2]))  # another seed drops others
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute:UserWarning"
-)  # dynamo's own, of a parameter
-def test_compiled_model_attends_between_its_graphs():
-    integration.register()
-    tiny = sharpened(llama(num_hidden_layers=1)).double()
-    tiny.set_attn_implementation("saccade")
-    options = {"attention_mask": RIGHT_PADDED, "use_cache": False}
-    wanted = tiny(tokens(2, LENGTH), **options).logits
-    torch._dynamo.reset()
-    got = torch.compile(tiny, backend="eager")(tokens(2, LENGTH), **options).logits
-    assert torch.equal(got, wanted)
-    got.sum().backward()
-    torch._dynamo.reset()

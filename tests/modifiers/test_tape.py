@@ -58,7 +58,6 @@ def test_shows_the_same_pairs(name: str, offsets: tuple[int, int]) -> None:
     if {"IDS", "REAL"} & {*FUNCTIONS[name].__code__.co_names}:
         offsets = (0, 0)  # the tables have no further rows
     found = traced_in_graph(FUNCTIONS[name], offsets)
-    assert found is not None
     expression, captured = trace(FUNCTIONS[name], offsets=offsets)
     wanted = shown(key_of(expression), captured)
     assert torch.equal(shown(*found), wanted)
@@ -68,17 +67,16 @@ def test_shows_the_same_pairs(name: str, offsets: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", ["causal", "window", "documents", "padding", "chunks"])
 def test_is_known_by_the_same_key(name: str) -> None:
     found = traced_in_graph(FUNCTIONS[name])
-    assert found is not None and found[0] == key_of(trace(FUNCTIONS[name])[0])
+    assert found[0] == key_of(trace(FUNCTIONS[name])[0])
 
 
 def test_tensors_are_captured_by_reference() -> None:
     found = traced_in_graph(FUNCTIONS["documents"])
-    assert found is not None and all(tensor is IDS for tensor in found[1].tensors)
+    assert all(tensor is IDS for tensor in found[1].tensors)
 
 
 def test_an_offset_may_be_a_tensor() -> None:
     found = traced_in_graph(FUNCTIONS["causal"], (torch.tensor([2]), 0))
-    assert found is not None
     assert torch.equal(shown(*found), shown(masks.window(LENGTH, 2).key, Captured((), (LENGTH, 2))))
 
 
@@ -94,4 +92,5 @@ UNKNOWN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_no_trace_can_know_is_said(name: str) -> None:
-    assert traced_in_graph(UNKNOWN[name]) is None
+    with pytest.raises(TypeError):
+        traced_in_graph(UNKNOWN[name])

@@ -21,7 +21,6 @@ from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.gradient import Taken, change_backward
 from saccade.problem import Variant, accumulate_dtype
 
-
 MOST_DRAWN = 2**25  # pairs, of one byte each, whose draws are remembered
 
 

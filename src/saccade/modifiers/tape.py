@@ -128,15 +128,15 @@ class _Reads(TorchFunctionMode):
 
 def traced_in_graph(
     function: Callable[..., Any], offsets: tuple[Any, Any] = (0, 0)
-) -> tuple[str, Captured] | None:
+) -> tuple[str, Captured]:
     """The key of a mask function and what it captured, while torch.compile follows the call.
 
     Args:
         function: of (batch, head, query_row, kv_row); it may reach tensors from anywhere.
         offsets: what is added to query_row and kv_row, numbers or tensors.
 
-    Returns:
-        None for a function that does what cannot be known without its rows.
+    Raises:
+        TypeError: for a function that does what cannot be known without its rows.
     """
     tape = Tape()
     rows = [tape.write(name) for name in ROWS]
@@ -147,16 +147,15 @@ def traced_in_graph(
             place = tape.passed(offset)
             tape.entries.append(("__add__", ((ENTRY, row), place), ()))
             rows[row] = Taped(tape, len(tape.entries) - 1)
-    try:
-        with _Reads(tape):
-            answer = function(*rows)
-    except TypeError:
-        return None
-    if not isinstance(answer, Taped):
-        return None
-    kinds = tuple([kind_of(value) for value in tape.given])
-    form = _form_of_tape(tuple(tape.entries), answer._place, kinds)
-    return None if form is None else (form.key, form.captured(tape.given))
+    with _Reads(tape):
+        answer = function(*rows)
+    form = None
+    if isinstance(answer, Taped):
+        kinds = tuple([kind_of(value) for value in tape.given])
+        form = _form_of_tape(tuple(tape.entries), answer._place, kinds)
+    if form is None:
+        raise TypeError("mask: got a function that does what masks do not know inside of a graph")
+    return form.key, form.captured(tape.given)
 
 
 @constant

@@ -54,9 +54,9 @@ def attention_forward(  # breaks function-length: most of it is the docstring
         query: [batch, query_heads, query_len, head_dim].
         key, value: [batch, kv_heads, kv_len, dim]; heads are not repeated. Pages of a
             `PagedGenerationCache` are read where they lie.
-        attention_mask: a `LazyMask` or `GraphMask`, a bool tensor [batch, 1 or query_heads, query_len, kv_len]
-            (True = visible), or a floating-point one, which is added to the scores. None: what
-            `is_causal` and `sliding_window` say.
+        attention_mask: what the mask function made, a bool tensor [batch, 1 or query_heads,
+            query_len, kv_len] (True = visible), or a floating-point one, which is added to the
+            scores. None: what `is_causal` and `sliding_window` say.
         dropout: the share of weights that is dropped. scaling: the factor of the scores.
         sliding_window: tokens a row sees, itself included; only where there is no mask.
         softcap: bend scores into (-softcap, softcap).

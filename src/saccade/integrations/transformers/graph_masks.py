@@ -7,6 +7,7 @@ sequences hide is known to nobody while a graph is made: it is read when the gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,6 @@ from transformers import masking_utils
 from saccade import masks
 from saccade.integrations.transformers import kinds
 from saccade.integrations.transformers.kinds import Visible
-from saccade.language import index_range
-from saccade.modifiers import evaluate
-from saccade.modifiers.expression import Coordinates
-from saccade.modifiers.tape import traced_in_graph
 
 
 class GraphMask:
@@ -32,8 +29,14 @@ class GraphMask:
     dtype = torch.bool
     ndim = 4
 
-    def __init__(self, seen: Visible, shape: tuple[int, int, int, int], device: torch.device):
-        self._seen, self.shape, self.device = seen, shape, device
+    def __init__(
+        self,
+        seen: Visible,
+        shape: tuple[int, int, int, int],
+        device: torch.device,
+        write: Callable[[], Tensor],
+    ):
+        self._seen, self.shape, self.device, self._write = seen, shape, device, write
 
     def dim(self) -> int:
         """As many as a tensor would have."""
@@ -48,7 +51,7 @@ class GraphMask:
         if not isinstance(device, (torch.device, str)):
             raise TypeError(f"attention_mask: got .to({device}) of a mask, takes a device")
         moved = None if self._seen is None else self._seen.to(device)
-        return GraphMask(moved, self.shape, torch.device(device))
+        return GraphMask(moved, self.shape, torch.device(device), lambda: self._write().to(device))
 
     def __getitem__(self, index: Any) -> GraphMask:
         """A part of it, written out."""
@@ -58,7 +61,7 @@ class GraphMask:
                 f"attention_mask: got a part of {part.dim()} dimensions, takes parts of 4"
             )
         shape = (part.shape[0], part.shape[1], part.shape[2], part.shape[3])
-        return GraphMask(masks.dense(part), shape, self.device)
+        return GraphMask(masks.dense(part), shape, self.device, lambda: part)
 
     def visible(self) -> Visible:
         """The mask for saccade's attention, None where nothing is hidden."""
@@ -66,12 +69,7 @@ class GraphMask:
 
     def written_out(self) -> Tensor:
         """The mask as a bool tensor."""
-        batch, heads, query_len, kv_len = self.shape
-        ends = (batch, heads, query_len, kv_len)
-        at = [index_range(0, end, dim, self.device) for dim, end in enumerate(ends)]
-        seen = masks.NOTHING_HIDDEN if self._seen is None else self._seen
-        pairs = Coordinates(at[0], at[1], at[2], at[3], kv_len - query_len)
-        return evaluate.visible(seen.key, seen.captured, pairs).expand(ends)
+        return self._write()
 
 
 def graph_mask(
@@ -87,8 +85,8 @@ def graph_mask(
 ) -> GraphMask:
     """The mask that a `MaskRequest` of these fields asks for, inside of a graph."""
     shape = (batch_size, 1, q_length, kv_length)
-    found = traced_in_graph(mask_function, (q_offset, kv_offset))
-    if found is None:  # it branches on rows, say: transformers calls it for each pair
+
+    def write() -> Tensor:
         written = masking_utils.sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length,
             q_offset=q_offset, kv_offset=kv_offset,  # pyright: ignore[reportArgumentType]
@@ -96,10 +94,15 @@ def graph_mask(
             allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
         assert written is not None, "no mask is left out"
-        return GraphMask(masks.dense(written), shape, device)
-    seen = masks.Mask(*found)
+        return written
+
+    try:
+        seen = masks.of_positions(mask_function, q_length, kv_length, q_offset, kv_offset)
+    except TypeError:  # it branches on rows, say: transformers calls it for each pair
+        written = write()
+        return GraphMask(masks.dense(written), shape, device, lambda: written)
     parts = [None if seen.hides_nothing else seen, _padding(real, kv_length, kv_offset)]
-    return GraphMask(kinds.conjunction(parts), shape, device)
+    return GraphMask(kinds.conjunction(parts), shape, device, write)
 
 
 def _padding(real: Tensor | None, kv_len: int, kv_offset: int) -> Visible:
