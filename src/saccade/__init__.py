@@ -27,6 +27,7 @@ from saccade.linear_attention import linear_attention as linear_attention
 from saccade.linear_attention import linear_attention_packed as linear_attention_packed
 from saccade.linear_step import linear_attention_step as linear_attention_step
 from saccade.merge import merge as merge
+from saccade.modifier_module import ModifierModule as ModifierModule
 from saccade.modifiers.expression import Captured as _Captured
 from saccade.problem import Config as Config
 from saccade.rotary import rotate as rotate
@@ -45,6 +46,7 @@ __all__ = [
     "Engine",
     "LayeredCache",
     "LinearState",
+    "ModifierModule",
     "OutOfPages",
     "PagedCache",
     "attention",
