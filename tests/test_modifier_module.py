@@ -102,5 +102,5 @@ def test_refuses_what_no_module_can_own():
     with pytest.raises(TypeError, match="modifier: got function, takes a saccade Mask or Score"):
         ModifierModule(lambda b, h, q, k: q >= k)  # pyright: ignore[reportArgumentType]
     computed = nn.Parameter(torch.ones(2)).exp()
-    with pytest.raises(ValueError, match="tensor slopes requires a gradient and is no nn.Param"):
+    with pytest.raises(ValueError, match="tensor slopes requires a gradient"):
         ModifierModule(scores.alibi(computed))

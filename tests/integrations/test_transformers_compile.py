@@ -194,14 +194,15 @@ def test_a_graph_mask_is_sliced_and_moved() -> None:
 def test_a_graph_mask_is_no_number() -> None:
     scores: Any = torch.zeros(2, 1, 12, 12)
     with pytest.raises(TypeError):
-        scores + graph_mask()
+        _ = scores + graph_mask()
     with pytest.raises(TypeError):
         torch.where(graph_mask(), scores, 0.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_generates_with_a_static_cache() -> None:
     ours, theirs = pair("llama")
-    ours.eval(), theirs.eval()
+    ours.eval()
+    theirs.eval()
     prompts = {
         "input_ids": torch.tensor([[0, 0, 11, 12, 13], [21, 22, 23, 24, 25]]),
         "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]),
