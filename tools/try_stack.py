@@ -26,13 +26,17 @@ RECORDS, PAGE = Path("docs/stacks.json"), Path("docs/stacks.md")
 REGION = re.compile(r"(<!-- stacks: begin -->\n)(.*?)(<!-- stacks: end -->)", re.DOTALL)
 ALL = "all"
 
-# A minute or two of two cores: what a new torch or Triton has broken so far, and the way of a call.
+# A minute or two of two cores, for what a new torch or Triton has broken so far.
 SAMPLE: tuple[str, ...] = (
-    "tests/test_operators.py",
-    "tests/test_linear_operators.py",
-    "tests/recall",
-    "tests/kernels",
+    "tests/kernels/test_driver.py",
+    "tests/kernels/test_dropout.py",
+    "tests/kernels/test_inside.py",
+    "tests/kernels/test_language.py",
+    "tests/kernels/test_launch.py",
     "tests/portable/test_linear.py",
+    "tests/portable/test_one_loop.py",
+    "tests/integrations/test_sdpa_stand_in.py",
+    "tests/test_operators.py",
 )
 
 HELP = """\
