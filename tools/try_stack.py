@@ -134,7 +134,8 @@ def main(arguments: list[str]) -> int:
         if read.remove:
             shutil.rmtree(environment, ignore_errors=True)
     print(f"{stack.name}: {found.passed} passed, {found.failed} failed, {found.skipped} skipped")
-    print(*(f"  {name}" for name in found.failures), sep="\n")
+    for name in found.failures:
+        print(f"  {name}")
     if read.record:
         record(ROOT, described(stack, "sample" if read.sample else ALL, found))
         print(f"Written to {RECORDS} and {PAGE}")
@@ -186,7 +187,7 @@ def read_report(report: Path) -> Found:
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     failed = {_name(case) for case in cases if _has(case, "failure", "error")}
     skipped = {_name(case) for case in cases if _has(case, "skipped")} - failed
-    passed = {_name(case) for case in cases} - failed - skipped
+    passed = [case for case in cases if _name(case) not in failed | skipped]
     seconds = sum(float(suite.get("time", 0)) for suite in _suites(report))
     return Found(len(passed), len(failed), len(skipped), round(seconds), sorted(failed))
 
