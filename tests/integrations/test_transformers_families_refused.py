@@ -226,6 +226,9 @@ def test_copy_may_be_changed_in_place_and_nothing_else():
     assert bool(lazy[..., 0].all())
     with pytest.raises(NotImplementedError, match="changes its argument in place"):
         copied.masked_fill_(torch.ones(7).bool(), -torch.inf)
+    for addend in (0.0, -torch.inf, -1):
+        with pytest.raises(ValueError, match=f"an entry of it that is set to {addend}"):
+            copied[:, :, :, 1] = addend
 
 
 def test_layers_attend_by_a_mask_that_was_sliced():

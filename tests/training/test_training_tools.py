@@ -37,7 +37,7 @@ BY_TWO = (
 )  # fmt: skip
 IN_BFLOAT16 = ("trl.", "peft.sft", "trainer.mixed", "lightning.mixed", "distributed.fsdp2_mixed")
 NEEDS_TORCH_ALONE = "distributed.fsdp2"  # so it is run everywhere
-MINUTES = 5  # for one training; the longest compiles for one
+MINUTES = 10  # for one training; the longest compiles for one
 
 sys.path.insert(0, str(HERE))
 from trained import distance  # noqa: E402

@@ -80,7 +80,9 @@ def has_handler(tensor: object) -> bool:
     """Whether a tensor's type has a say in what functions make of it, by `__torch_function__`."""
     handler = getattr(type(tensor), "__torch_function__", DISABLED)
     default = Tensor.__torch_function__
-    return handler is not DISABLED and getattr(handler, "__func__", handler) != default.__func__
+    if handler is DISABLED or handler == default:  # in torch 2.15's traces methods lack __func__
+        return False
+    return getattr(handler, "__func__", handler) != default.__func__
 
 
 def _causal(bias: Any, query_len: int, kv_len: int) -> masks.Mask:

@@ -82,6 +82,18 @@ class MaskTensor(Deferred):
             return tree_map_only(Tensor, functools.partial(_made_of, func, masks), result)
         raise ValueError(complaint(f"torch.ops.{func}"))
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write truths: torch makes numbers of them (2.15), or of all numbers truths (before it).
+
+        Raises:
+            ValueError: for numbers that are no truths; -inf would become True.
+        """
+        if isinstance(value, int | float):
+            if isinstance(value, float) or value not in (0, 1):
+                raise ValueError(complaint(f"an entry of it that is set to {value}"))
+            value = torch.tensor(bool(value))
+        super().__setitem__(index, value)
+
 
 class WrittenMask(MaskTensor):
     """A mask that is written out.
