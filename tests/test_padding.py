@@ -154,7 +154,8 @@ def test_keys_behind_the_last_row_are_not_read(
     linear: Implementation, trash: float, packed: bool
 ) -> None:
     """Aligned at the top left no row sees them; without a state nothing does."""
-    rows, keys, options = 20, 30, dict(align="top_left", implementation=linear.name)
+    rows, keys = 20, 30
+    options: dict[str, Any] = {"align": "top_left", "implementation": linear.name}
     chance = torch.Generator().manual_seed(7)
 
     def random(*shape: int) -> Tensor:
