@@ -132,7 +132,7 @@ def check_scale(scale: object, or_else: str = "") -> float:
     """Refuse what is neither 0 nor a number that float32 holds with room to spare."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
         raise TypeError(f"scale: got {scale!r}, takes {SCALES}{or_else}")
-    if not (scale == 0 or SMALLEST <= abs(scale) <= LARGEST):
+    if not (scale == 0 or SMALLEST <= scale <= LARGEST or -LARGEST <= scale <= -SMALLEST):
         raise ValueError(f"scale: got {scale}, takes {SCALES}{or_else}")
     return float(scale)
 

@@ -138,7 +138,7 @@ def test_other_names_are_not_looked_at():
 
 
 def masks() -> dict[str, Any]:
-    lazy = integration.lazy_mask(2, 7, 7)
+    lazy: Any = integration.lazy_mask(2, 7, 7)
     return {"lazy": lazy, "slice": lazy[:, :, :, :7], "copied": lazy.clone()}
 
 
@@ -215,7 +215,7 @@ def test_mask_of_a_mask_is_a_mask(use, which):
 
 
 def test_copy_may_be_changed_in_place_and_nothing_else():
-    lazy = integration.lazy_mask(2, 7, 7)
+    lazy: Any = integration.lazy_mask(2, 7, 7)
     with pytest.raises(NotImplementedError, match="changes its argument in place"):
         lazy[:, :, :, 0] = False
     with pytest.raises(NotImplementedError, match="changes its argument in place"):
@@ -233,7 +233,7 @@ def test_copy_may_be_changed_in_place_and_nothing_else():
 
 def test_layers_attend_by_a_mask_that_was_sliced():
     layer = llama().model.layers[0].self_attn
-    mask = integration.lazy_mask(2, 7, 7)
+    mask: Any = integration.lazy_mask(2, 7, 7)
     rows = ROWS[..., :4]
     wanted, _ = attention.attention_forward(layer, rows, rows, rows, mask)
     got, _ = attention.attention_forward(layer, rows, rows, rows, mask[:, :, :, :7].clone())

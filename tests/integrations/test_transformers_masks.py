@@ -32,7 +32,7 @@ FUNCTIONS = {
 }
 
 
-def lazy(function: Any = causal, real: Any = None, **changes: Any) -> LazyMask:
+def lazy(function: Any = causal, real: Any = None, **changes: Any) -> Any:
     request: dict[str, Any] = {"batch_size": 2, "q_length": 7, "kv_length": 7}
     return integration.lazy_mask(
         **request | changes, mask_function=function, attention_mask=real, device="cpu"

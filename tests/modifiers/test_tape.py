@@ -23,7 +23,7 @@ SLOPES = torch.tensor([0.5, 2.0])
 def pairs() -> Coordinates:
     ends = (2, 2, LENGTH, LENGTH)
     at: list[Any] = [index_range(0, end, dim) for dim, end in enumerate(ends)]
-    return Coordinates(*at, 0)
+    return Coordinates(at[0], at[1], at[2], at[3], 0)
 
 
 def shown(key: str, captured: Captured) -> torch.Tensor:

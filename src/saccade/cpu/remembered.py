@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ Result = TypeVar("Result")
 MOST_COMPARED = 2**18
 
 
-class _Entry(NamedTuple, Generic[Result]):
+@dataclass(frozen=True)
+class _Entry(Generic[Result]):
     tensors: list[Tensor]  # copies
     result: Result
     size: int

@@ -48,8 +48,8 @@ def attention(
     found = split.joined(output, where, query.shape[0], heads)
     if not wants_state:
         return found
-    sums = [each if each is None else split.joined(each, where, batch, state_heads)
-            for each in state]  # fmt: skip
+    sums: list[Any] = [each if each is None else split.joined(each, where, batch, state_heads)
+                       for each in state]  # fmt: skip
     return found, LinearState(*sums)
 
 

@@ -139,7 +139,7 @@ def traced_in_graph(
         TypeError: for a function that does what cannot be known without its rows.
     """
     tape = Tape()
-    rows = [tape.write(name) for name in ROWS]
+    rows: list[Any] = [tape.write(name) for name in ROWS]
     for row, offset in zip((2, 3), offsets, strict=True):
         if isinstance(offset, Tensor):
             rows[row] = rows[row] + offset.reshape(())
