@@ -135,7 +135,7 @@ def is_handled(given: tuple[Any, ...]) -> bool:
     """
     if not may_be_handled(given):
         return False
-    if any(has_handler(value) and not is_causal_bias(value) for value in given):
+    if any(not is_causal_bias(value) and has_handler(value) for value in given):
         return True
     return any(type(mode) is not DeviceContext for mode in _modes())
 
