@@ -97,36 +97,30 @@ def prepare(
 
 
 def _without_unseen_keys(inputs: LinearInputs, align: str) -> LinearInputs:
-    """The inputs without keys behind the last row, which neither a row nor a state reads.
+    """The inputs with 0 for keys behind the last row, which neither a row nor a state reads.
 
-    Implementations multiply such keys by sums of no rows, and 0 · NaN is no 0. Packed ones become 0
-    where they lie. Aligned at the bottom right, the last row sees all keys.
+    Implementations multiply such keys by sums of no rows, and 0 · NaN is no 0. Aligned at the
+    bottom right, the last row sees all keys.
     """
+    ends_q, ends_k, decay = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.decay
     if align != "top_left":
         return inputs
-    ends_q, ends_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     if ends_q is None or ends_k is None:
-        seen = inputs.query.shape[2]
-        if inputs.key.shape[2] <= seen:
+        if inputs.key.shape[2] <= inputs.query.shape[2]:
             return inputs
-        decay, lengths = inputs.decay, inputs.key_lengths
-        return inputs._replace(
-            key=inputs.key[:, :, :seen],
-            value=inputs.value[:, :, :seen],
-            decay=decay if decay is None or decay.dim() == 1 else decay[..., :seen],
-            key_lengths=None if lengths is None else lengths.clamp(max=seen),
-        )
-    if ends_q is ends_k:
+        row = torch.arange(inputs.key.shape[2], device=inputs.key.device)
+        unseen = (row >= inputs.query.shape[2]).unsqueeze(-1)
+    elif ends_q is ends_k:
         return inputs
-    tokens = inputs.key.shape[0]
-    starts = ends_of(ends_k, tokens)
-    sequence = sequence_of(tokens, starts)
-    row = torch.arange(tokens, device=starts.device) - starts[sequence]
-    unseen = (row >= (ends_q[1:] - ends_q[:-1])[sequence]).view(-1, 1, 1)
-    key, value = (rows.masked_fill(unseen, 0) for rows in (inputs.key, inputs.value))
-    decay = inputs.decay
+    else:
+        tokens = inputs.key.shape[0]
+        starts = ends_of(ends_k, tokens)
+        sequence = sequence_of(tokens, starts)
+        row = torch.arange(tokens, device=starts.device) - starts[sequence]
+        unseen = (row >= (ends_q[1:] - ends_q[:-1])[sequence]).view(-1, 1, 1)
     if decay is not None and decay.dim() > 1:
         decay = decay.masked_fill(unseen.squeeze(-1), 0)
+    key, value = (rows.masked_fill(unseen, 0) for rows in (inputs.key, inputs.value))
     return inputs._replace(key=key, value=value, decay=decay)
 
 
