@@ -198,6 +198,12 @@ class Builder:
         """The steps that a result needs, with slots in order; and which slot each one was."""
         return _only(tuple(self.steps), result)
 
+    def combination(self, result: int) -> Combination:
+        """The key of a result, and which of the values in slots it has."""
+        expression, chosen = self.expression(result)
+        places = (tuple(place for kind, place in chosen if kind == letter) for letter in "tif")
+        return Combination(key_of(expression), *places)
+
 
 @functools.lru_cache(maxsize=1024)  # functions that compute the same are traced again and again
 def _only(given: tuple[Step, ...], result: int) -> tuple[Expression, tuple[tuple[str, int], ...]]:
@@ -329,9 +335,7 @@ def combined(combiner: str, first: str, second: str = "") -> Combination:
         result = builder.include(other, counts_of(one), score=result)
     else:
         result = builder.add(combiner, result, builder.include(other, counts_of(one)))
-    expression, chosen = builder.expression(result)
-    places = (tuple(place for kind, place in chosen if kind == letter) for letter in "tif")
-    return Combination(key_of(expression), *places)
+    return builder.combination(result)
 
 
 @constant

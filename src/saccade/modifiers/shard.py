@@ -16,7 +16,6 @@ from saccade.modifiers.expression import (
     Captured,
     Combination,
     counts_of,
-    key_of,
     mentions,
     parse,
 )
@@ -103,6 +102,4 @@ def _moved(key: str, variable: str) -> Combination:
         else:
             operands = (added[number] for number in step.operands)
             added.append(builder.add(step.op, *operands, detail=step.detail))
-    steps, chosen = builder.expression(added[-1])
-    places = (tuple(place for kind, place in chosen if kind == letter) for letter in "tif")
-    return Combination(key_of(steps), *places)
+    return builder.combination(added[-1])
