@@ -21,6 +21,12 @@ CHAT = (
 )
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY), "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+
+
 class Run(NamedTuple):
     """Who attends, and whether in float64 from end to end."""
 
@@ -30,11 +36,7 @@ class Run(NamedTuple):
     def model(self) -> Any:
         """A causal model with grouped heads, a layer with a window and one without."""
         config = transformers.Qwen3Config(
-            vocab_size=len(VOCABULARY),
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **SIZES,
             num_key_value_heads=2,
             head_dim=16,
             max_position_embeddings=256,
@@ -53,11 +55,7 @@ class Run(NamedTuple):
     def classifier(self) -> Any:
         """An encoder that sees both ways."""
         config = transformers.BertConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **SIZES,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
