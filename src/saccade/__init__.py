@@ -1,5 +1,6 @@
 """Saccade: exact attention for PyTorch, for training and serving, in Python."""
 
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from torch.serialization import add_safe_globals as _add_safe_globals
@@ -7,7 +8,6 @@ from torch.serialization import add_safe_globals as _add_safe_globals
 from saccade import feature_maps as feature_maps
 from saccade import masks as masks
 from saccade import scores as scores
-from saccade import testing as testing
 from saccade.attention import attention as attention
 from saccade.attention import attention_packed as attention_packed
 from saccade.attention_paged import attention_paged as attention_paged
@@ -33,6 +33,7 @@ from saccade.problem import Config as Config
 from saccade.rotary import rotate as rotate
 
 if _TYPE_CHECKING:
+    from saccade import testing as testing
     from saccade.serving.engine import Engine as Engine
 
 _register_flops()
@@ -70,9 +71,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """`saccade.Engine`, when it is first asked for: who trains should not wait for serving."""
+    """`saccade.Engine` and `saccade.testing`, when they are first asked for.
+
+    Who trains should not wait for serving, nor for the cases of tests.
+    """
     if name == "Engine":
         from saccade.serving.engine import Engine
 
         return Engine
+    if name == "testing":
+        return _import_module("saccade.testing")
     raise AttributeError(f"module 'saccade' has no attribute {name!r}")
