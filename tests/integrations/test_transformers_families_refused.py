@@ -285,6 +285,7 @@ def test_everything_that_models_say_is_known():
 
 @pytest.mark.parametrize("name", attention.NOT_SERVED)
 def test_sparse_layers_are_refused(name):
+    integration.register()
     layer = llama().model.layers[0].self_attn
     told: dict[str, Any] = {name: torch.zeros(1)}
     with pytest.raises(ValueError, match=rf"{name}: got some from LlamaAttention, takes None"):
