@@ -8,6 +8,7 @@ what `driver.py` finds behind Triton's launcher.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,9 +44,15 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], options: Mapping[str, int]):
-        self.kernel, self.constants, self.options = kernel, dict(constants), {**FUSED, **options}
+        self.kernel, self.constants, self.own_options = kernel, dict(constants), dict(options)
         self.compiled: Any = None
         self.start: Start | None = None
+
+    @functools.cached_property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told: the kernel's own options, and those that every kernel has."""
+        told = {} if INTERPRETED else inside.compiler_options()
+        return {**FUSED, **told, **self.own_options}
 
     def __call__(
         self, programs: int, device: int | None, tensors: Sequence[Tensor], arguments: Arguments
