@@ -16,9 +16,6 @@ from triton import knobs
 from saccade.kernels import compiling, launch
 from saccade.kernels.launch import Launch
 
-VERSION = ".".join(triton.__version__.split(".")[:2])
-HERE = compiling.BY_VERSION.get(VERSION, compiling.NOTHING)
-
 
 class Driver:
     """Stands in for a driver of Triton's, which needs a GPU."""
@@ -33,7 +30,8 @@ class Driver:
 def pretend(monkeypatch: pytest.MonkeyPatch, version: str, backend: str) -> None:
     """A Triton of some version on a GPU of some make."""
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(triton, "__version__", version)
+    table, known = compiling.BY_VERSION, version.rpartition(".")[0]
+    monkeypatch.setattr(compiling, "HERE", table.get(known, compiling.NOTHING))
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(backend), raising=False)
 
 
@@ -62,8 +60,8 @@ def test_the_table_says_what_the_installed_triton_does() -> None:
     from triton.backends.nvidia import compiler
 
     source = inspect.getsource(compiler)
-    assert ("--regAllocOptLevel=2" in source) is HERE.register_level
-    assert ("disable_slp_vectorizer=capability == 80" in source) is HERE.vectors
+    assert ("--regAllocOptLevel=2" in source) is compiling.HERE.register_level
+    assert ("disable_slp_vectorizer=capability == 80" in source) is compiling.HERE.vectors
 
 
 class Kernel:

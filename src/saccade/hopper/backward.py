@@ -22,8 +22,9 @@ from triton.experimental.gluon import language as gl
 
 from saccade.hopper.careful import note_spoilt
 from saccade.hopper.finishing import as_matrix, pad_rows
-from saccade.hopper.forward import as_operand, mma_layout, ticket_of
+from saccade.hopper.forward import mma_layout, ticket_of
 from saccade.hopper.pipeline import (
+    as_operand,
     here,
     store,
     wait_for_stores,

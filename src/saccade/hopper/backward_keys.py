@@ -27,8 +27,9 @@ from triton.experimental.gluon import language as gl
 
 from saccade.hopper.backward import next_ticket, produce, weigh
 from saccade.hopper.finishing import as_matrix
-from saccade.hopper.forward import as_operand, mma_layout
+from saccade.hopper.forward import mma_layout
 from saccade.hopper.pipeline import (
+    as_operand,
     here,
     warpgroup_mma_wait,
 )

@@ -20,8 +20,9 @@ from triton.experimental.gluon import language as gl
 
 from saccade.hopper.backward import next_ticket
 from saccade.hopper.finishing import as_matrix
-from saccade.hopper.forward import announce, as_operand, mma_layout, ticket_of
+from saccade.hopper.forward import announce, mma_layout, ticket_of
 from saccade.hopper.pipeline import (
+    as_operand,
     here,
     warpgroup_mma_wait,
 )

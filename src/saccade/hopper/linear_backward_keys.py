@@ -25,7 +25,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.forward import as_operand, mma_layout
+from saccade.hopper.forward import mma_layout
 from saccade.hopper.linear_backward_rows import keys_seen, map_queries, place_of, produce, within
 from saccade.hopper.linear_forward import narrow_sums, row_of_output, settled
 from saccade.hopper.linear_kinds import (
@@ -61,6 +61,7 @@ from saccade.hopper.linear_program import (
 )
 from saccade.hopper.linear_rings import make_sweep_rings
 from saccade.hopper.pipeline import (
+    as_operand,
     here,
     store,
     wait_for_stores,

@@ -32,7 +32,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.forward import as_operand, mma_layout
+from saccade.hopper.forward import mma_layout
 from saccade.hopper.linear_backward_rows import map_keys, produce, queries_seeing, within
 from saccade.hopper.linear_forward import (
     narrow_sums,
@@ -64,7 +64,13 @@ from saccade.hopper.linear_program import (
     sums_at,
 )
 from saccade.hopper.linear_rings import make_sweep_rings
-from saccade.hopper.pipeline import here, wait_for_stores, warpgroup_mma, warpgroup_mma_wait
+from saccade.hopper.pipeline import (
+    as_operand,
+    here,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from saccade.hopper.weighing import ROWS
 from saccade.kernels.features import LOG2_E
 

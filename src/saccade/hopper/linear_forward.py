@@ -20,7 +20,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.forward import as_operand, mma_layout
+from saccade.hopper.forward import mma_layout
 from saccade.hopper.linear_mapping import map_features
 from saccade.hopper.linear_program import (
     BLOCK,
@@ -35,6 +35,7 @@ from saccade.hopper.linear_program import (
 )
 from saccade.hopper.linear_rings import make_linear_rings
 from saccade.hopper.pipeline import (
+    as_operand,
     fence_async_shared,
     here,
     store,

@@ -27,7 +27,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.hopper.forward import as_operand, mma_layout
+from saccade.hopper.forward import mma_layout
 from saccade.hopper.linear_backward_queries import derivative
 from saccade.hopper.linear_backward_rows import keys_seen, place_of, queries_seeing, within
 from saccade.hopper.linear_forward import row_of_output, store_output, store_totals
@@ -45,6 +45,7 @@ from saccade.hopper.linear_program import (
 from saccade.hopper.linear_wide_mapping import map_inner, map_outer
 from saccade.hopper.linear_wide_rings import FACTOR, MINUS_DELTA, make_wide_rings
 from saccade.hopper.pipeline import (
+    as_operand,
     fence_async_shared,
     here,
     wait_for_stores,

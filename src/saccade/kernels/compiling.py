@@ -3,10 +3,13 @@
     since  what Triton does                                       to our kernels, on an H200
     3.7    has ptxas allocate registers by its level 2, against   Hopper kernels spill two to eight
            a fault of ptxas 13 that it does not name              times as much
-    3.9    lets LLVM's SLP vectorizer gather scalars in vectors,  registers hold halves in the wrong
-           which ptxas takes apart again                          order, and addresses all at once
+    3.9    lets LLVM's SLP vectorizer gather scalars in vectors,  addresses take registers all at
+           which ptxas takes apart again                          once, which spill
+    3.9    converts two numbers that a loop carries to one        each tile of weights is turned
+           register, the wrong way round                          round before its product
 
-Both are told otherwise for our kernels alone: by an option of theirs, and while they are compiled.
+The first two are told otherwise for our kernels alone: by an option of theirs, and while they are
+compiled. The third is why `hopper/forward.py` converts by assembly there.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from triton import knobs
 class Mended(NamedTuple):
     """What a version of Triton does that is set right."""
 
-    register_level: bool
+    register_level: bool = False
     vectors: bool = False
+    conversions: bool = False
 
 
-BY_VERSION = {"3.7": Mended(True), "3.8": Mended(True), "3.9": Mended(True, vectors=True)}
-NOTHING = Mended(False)
+NOTHING = Mended()
+BY_VERSION = {"3.7": Mended(True), "3.8": Mended(True), "3.9": Mended(True, True, True)}
+HERE = BY_VERSION.get(".".join(triton.__version__.split(".")[:2]), NOTHING)
 OWN_LEVEL = "--regAllocOptLevel=5"  # ptxas takes the last that it is given; from 4 on all are alike
 PIPELINE = "saccade: scalars stay scalars"  # what Triton knows kernels by that were compiled so
 
@@ -37,10 +42,9 @@ _LOCK = threading.RLock()
 
 def mended() -> Mended:
     """What is set right of this Triton, for the active device."""
-    found = BY_VERSION.get(".".join(triton.__version__.split(".")[:2]), NOTHING)
-    if found == NOTHING or triton.runtime.driver.active.get_current_target().backend != "cuda":
+    if HERE == NOTHING or triton.runtime.driver.active.get_current_target().backend != "cuda":
         return NOTHING
-    return found
+    return HERE
 
 
 def options() -> dict[str, str]:
