@@ -98,13 +98,17 @@ def main(arguments: list[str]) -> int:
         if isinstance(found, str):
             print(f"{job.case} {job.which_pass} {job.who}: {found}", flush=True)
             continue
-        ratios = {versions[name]: ratio for name, (_, ratio) in found.items() if name != "own"}
+        ratios = {name: ratio for name, (_, ratio) in found.items() if name != "own"}
         worst = max(worst, *ratios.values())
         show(job, found["own"][0], ratios, read.limit)
         if read.json:
-            times = {versions[name]: round(ms, 5) for name, (ms, _) in found.items()}
-            rounded = {version: round(ratio, 4) for version, ratio in ratios.items()}
-            line = {**job._asdict(), "median_ms": times, "ratio": rounded, "rounds": read.rounds}
+            line = {
+                **job._asdict(),
+                "tritons": versions,
+                "median_ms": {name: round(ms, 5) for name, (ms, _) in found.items()},
+                "ratio": {name: round(ratio, 4) for name, ratio in ratios.items()},
+                "rounds": read.rounds,
+            }
             with read.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
     return 1 if worst > read.limit else 0
@@ -125,7 +129,7 @@ def jobs_of(results: Path, cases: list[str], who: str) -> list[Job]:
 def show(job: Job, own_ms: float, ratios: dict[str, float], limit: float) -> None:
     """A line for each job; a star for a ratio above the limit."""
     cells = "  ".join(
-        f"{version} {ratio:.3f}{'*' if ratio > limit else ' '}" for version, ratio in ratios.items()
+        f"{name} {ratio:.3f}{'*' if ratio > limit else ' '}" for name, ratio in ratios.items()
     )
     print(f"{job.case:48} {job.which_pass:9} {job.who:18} {own_ms:8.4f} ms  {cells}", flush=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from saccade import dispatch
-from saccade.kernels import inside, launch
+from saccade.kernels import compiling, inside, launch
 from saccade.kernels.inside import PARTS, Part
 from saccade.kernels.launch import Launch
 
@@ -50,16 +49,6 @@ class Kernel:
         return lambda *arguments, **more: self.given.append((grid, arguments, more))
 
 
-class Driver:
-    """Stands in for a driver of Triton's, which needs a GPU."""
-
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-
-    def get_current_target(self) -> Driver:
-        return self
-
-
 @pytest.fixture
 def differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inside, "unknown", lambda: "CudaLauncher, which Triton 9.9 brings")
@@ -70,44 +59,13 @@ def test_by_an_unknown_triton_kernels_take_its_front_door(
 ) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(inside.triton.runtime.driver, "_active", Driver("cuda"), raising=False)
+    monkeypatch.setattr(compiling, "mended", lambda: compiling.NOTHING)  # it asks a GPU
     kernel, rows = Kernel(), torch.zeros(16)
     prepared = Launch(kernel, {"SIZE": 16}, {"num_warps": 4})
     for _ in range(2):
         prepared(3, 0, [rows], lambda pointer: (pointer(rows),))
-    more = {"SIZE": 16, "num_warps": 4, "enable_fp_fusion": True, **inside.compiler_options()}
+    more = {"SIZE": 16, "num_warps": 4, "enable_fp_fusion": True}
     assert kernel.given == [((3,), (rows,), more)] * 2
-
-
-@pytest.mark.parametrize(
-    ("version", "backend", "told"),
-    [
-        ("3.6.0", "cuda", None),
-        ("3.7.1", "cuda", "--regAllocOptLevel=5"),
-        ("3.9.0", "cuda", "--regAllocOptLevel=5"),
-        ("3.9.0", "hip", None),  # its options have no such name
-        ("9.9.0", "cuda", None),  # nothing is known of what it tells ptxas
-    ],
-)
-@pytest.mark.parametrize("users", [None, "-O2 --regAllocOptLevel=3"])
-def test_registers_are_allocated_by_the_level_of_ptxas(
-    monkeypatch: pytest.MonkeyPatch, version: str, backend: str, told: str | None, users: str | None
-) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(inside.triton, "__version__", version)
-    monkeypatch.setattr(inside.knobs.nvidia, "ptxas_options", users)
-    monkeypatch.setattr(inside.triton.runtime.driver, "_active", Driver(backend), raising=False)
-    options = Launch(Kernel(), {}, {"num_warps": 4}).options
-    expected = None if told is None else " ".join(filter(None, (told, users)))
-    assert options.get("ptx_options") == expected
-
-
-def test_triton_tells_ptxas_what_ours_sets_right() -> None:
-    """In the versions that are named, and in no other."""
-    from triton.backends.nvidia import compiler
-
-    known = ".".join(inside.triton.__version__.split(".")[:2]) in inside.FEW_REGISTERS
-    assert ("--regAllocOptLevel=2" in inspect.getsource(compiler)) is known
 
 
 @pytest.mark.parametrize("by_name", [dispatch.BY_NAME, dispatch.LINEAR_BY_NAME])

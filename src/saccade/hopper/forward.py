@@ -394,5 +394,21 @@ def mma_layout(width):
 
 @gluon.jit
 def as_operand(weights, dtype: gl.constexpr, SUMS: gl.constexpr):
-    """Weights as a product takes them from registers."""
+    """Weights as a product takes them from registers: two neighbours of a row in each.
+
+    By assembly: what LLVM made of a conversion that a loop carries had the two in the wrong order
+    (Triton 3.9), and each tile of weights was turned round.
+    """
+    if weights.dtype == gl.float32:
+        NARROW: gl.constexpr = conversion_of_two(dtype)
+        weights = gl.inline_asm_elementwise(
+            NARROW, "=r,f,f", [weights], dtype=dtype, is_pure=True, pack=2
+        )
     return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
+
+
+@gluon.constexpr_function
+def conversion_of_two(dtype):
+    """The instruction that rounds two float32, the second of them to the upper half."""
+    name = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype.name]
+    return f"cvt.rn.{name}.f32 $0, $2, $1;"

@@ -6,7 +6,7 @@ slower, and right. `saccade.explain` then says so.
 
 What compilation relies on is used where it is named: `knobs.runtime.interpret` (`launch.py`),
 `JITFunction.warmup` (`launch.py`), `device_caches` and `compute_cache_key` (`offline/compiler.py`),
-all of them in 3.6 to 3.9. What Triton tells ptxas is set right by `compiler_options`.
+all of them in 3.6 to 3.9; and what `compiling.py` sets right, in the versions that it names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import triton
-from triton import knobs
 
 Form = tuple[str, ...]  # names of parameters or fields
 
@@ -81,26 +80,6 @@ PARTS = (
         {FIELDS: "3.6", (*FIELDS, "round_f32_to_tf32"): "3.7 to 3.9"},
     ),
 )  # fmt: skip
-
-
-FEW_REGISTERS = frozenset({"3.7", "3.8", "3.9"})
-"""Versions that have ptxas allocate registers by its level 2, against a fault of ptxas 13 that they
-do not name. By it kernels whose warps share registers by roles spill two to eight times as much as
-by ptxas's own level, and took up to 1.7 of their time on an H200."""
-OWN_LEVEL = "--regAllocOptLevel=5"  # ptxas takes the last that it is given; from 4 on all are alike
-
-
-def compiler_options() -> dict[str, str]:
-    """Options for every kernel that is compiled for the active device: none by most versions.
-
-    What a user has ptxas told (PTXAS_OPTIONS) stands behind ours, and so holds.
-    """
-    version = ".".join(triton.__version__.split(".")[:2])
-    if version not in FEW_REGISTERS:
-        return {}
-    if triton.runtime.driver.active.get_current_target().backend != "cuda":
-        return {}
-    return {"ptx_options": " ".join(filter(None, (OWN_LEVEL, knobs.nvidia.ptxas_options)))}
 
 
 @functools.cache

@@ -16,7 +16,8 @@ from saccade.portable.arguments import Geometry, mask_argument, tensors_of, view
 from saccade.problem import Inputs, Variant
 
 LISTED_AT_ONCE = 256  # tiles that a program judges or lists together
-ROWS_AT_ONCE = 8192  # rows of tiles that a program judges together, if rows decide
+ROWS_AT_ONCE = 4096  # rows of tiles that a program judges together, if rows decide
+ROW_WARPS = 8  # 16 rows a thread: with 64, kernels by Triton 3.7 to 3.9 spill thousands of numbers
 JUDGED_IN_TURN = 32  # tiles of single pairs that a program judges
 
 
@@ -64,7 +65,7 @@ class Planner:
         self.walk = Launch(
             plan.plan_walks,
             {**constants, "AT_ONCE": 1 if self.in_pairs else ROWS_AT_ONCE // self.other_tile},
-            options,
+            options if self.in_pairs else {**options, "num_warps": ROW_WARPS},
         )
         self.judge = Launch(
             plan.judge_pairs, {**constants, "AT_ONCE": 1, "CHUNK": JUDGED_IN_TURN}, options

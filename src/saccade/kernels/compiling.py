@@ -1,0 +1,114 @@
+"""Compiling: what is set right of Triton's own ways to compile, by its version.
+
+    since  what Triton does                                       to our kernels, on an H200
+    3.7    has ptxas allocate registers by its level 2, against   Hopper kernels spill two to eight
+           a fault of ptxas 13 that it does not name              times as much
+    3.9    lets LLVM's SLP vectorizer gather scalars in vectors,  registers hold halves in the wrong
+           which ptxas takes apart again                          order, and addresses all at once
+
+Both are told otherwise for our kernels alone: by an option of theirs, and while they are compiled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import triton
+from triton import knobs
+
+
+class Mended(NamedTuple):
+    """What a version of Triton does that is set right."""
+
+    register_level: bool
+    vectors: bool = False
+
+
+BY_VERSION = {"3.7": Mended(True), "3.8": Mended(True), "3.9": Mended(True, vectors=True)}
+NOTHING = Mended(False)
+OWN_LEVEL = "--regAllocOptLevel=5"  # ptxas takes the last that it is given; from 4 on all are alike
+PIPELINE = "saccade: scalars stay scalars"  # what Triton knows kernels by that were compiled so
+
+_LOCK = threading.RLock()
+
+
+def mended() -> Mended:
+    """What is set right of this Triton, for the active device."""
+    found = BY_VERSION.get(".".join(triton.__version__.split(".")[:2]), NOTHING)
+    if found == NOTHING or triton.runtime.driver.active.get_current_target().backend != "cuda":
+        return NOTHING
+    return found
+
+
+def options() -> dict[str, str]:
+    """Options for every kernel: none by most versions.
+
+    What a user has ptxas told (PTXAS_OPTIONS) stands behind ours, and so holds.
+    """
+    if not mended().register_level:
+        return {}
+    return {"ptx_options": " ".join(filter(None, (OWN_LEVEL, knobs.nvidia.ptxas_options)))}
+
+
+@contextmanager
+def set_right() -> Iterator[None]:
+    """While a kernel is compiled: without vectors, unless a user's own hook stands there.
+
+    The hook is the whole process's, so one thread compiles at a time.
+    """
+    if not mended().vectors:
+        yield
+        return
+    with _LOCK:
+        if knobs.runtime.add_stages_inspection_hook is not None:
+            yield
+            return
+        knobs.runtime.add_stages_inspection_hook = _pipeline
+        try:
+            yield
+        finally:
+            knobs.runtime.add_stages_inspection_hook = None
+
+
+def _pipeline(*asked: Any) -> tuple[str, str] | None:
+    """Triton's hook: asked for nothing, a key; else it is given (backend, stages, …) to change."""
+    if not asked:
+        return PIPELINE, PIPELINE
+    stages: dict[str, Callable[[Any, Any], Any]] = asked[1]
+    stages["llir"] = _without_vectors(stages["llir"])
+    return None
+
+
+def _without_vectors(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The stage that makes LLVM's code, with its vectorizer of scalars turned off."""
+    from triton.backends.nvidia import compiler
+
+    def made(source: Any, metadata: Any) -> Any:
+        with _LOCK:
+            whole = compiler.llvm
+            compiler.llvm = _Scalars(whole)
+            try:
+                return make(source, metadata)
+            finally:
+                compiler.llvm = whole
+
+    return made
+
+
+class _Scalars:
+    """Triton's LLVM, which is told not to make vectors of scalars."""
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def optimize_module(self, *arguments: Any, **options: Any) -> Any:
+        """As Triton's, but for the vectorizer."""
+        return self._whole.optimize_module(
+            *arguments, **{**options, "disable_slp_vectorizer": True}
+        )
