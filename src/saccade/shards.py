@@ -54,9 +54,9 @@ class Split:
         self.mesh, self.placements = query.device_mesh, query.placements
         self.kinds: list[str | None] = []
         for placement in self.placements:
-            if type(placement) is Shard and placement.dim % query.dim() == where.batch:
+            if isinstance(placement, Shard) and placement.dim % query.dim() == where.batch:
                 self.kinds.append(BATCH)
-            elif type(placement) is Shard and placement.dim % query.dim() == where.heads:
+            elif isinstance(placement, Shard) and placement.dim % query.dim() == where.heads:
                 self.kinds.append(HEADS)
             elif isinstance(placement, Replicate):
                 self.kinds.append(None)
