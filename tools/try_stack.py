@@ -42,7 +42,7 @@ SAMPLE: tuple[str, ...] = (
 HELP = """\
 Make an environment that holds TORCH and TRITON, run the tests in it, and say which fail.
 
-PyTorch names the Triton that it wants: torch 2.11 comes with triton 3.6.0, 2.12 with 3.7.1, 2.14
+PyTorch names the Triton that it wants: torch 2.11 comes with triton 3.6.0, 2.12.1 with 3.7.1, 2.14
 with 3.8.0 and 2.15 with 3.9.0. No GPU is needed: the tests that need one are left out, and
 Triton's interpreter runs the kernels of the others.
 """

@@ -248,7 +248,8 @@ def compiled(capability):
     signature |= {"output_ptr": "*fp32", "kv_len": "i32", "TILE": "constexpr"}
     source = ASTSource(inner_loop, signature, constexprs={"TILE": 64})
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": 4}).asm["ptx"]
+    options = {"num_warps": 4, "enable_fp_fusion": True}  # as the library has it: see launch.py
+    return triton.compile(source, target=target, options=options).asm["ptx"]
 
 
 INSTRUCTIONS = {

@@ -54,9 +54,9 @@ class Split:
         self.mesh, self.placements = query.device_mesh, query.placements
         self.kinds: list[str | None] = []
         for placement in self.placements:
-            if type(placement) is Shard and placement.dim % query.dim() == where.batch:
+            if isinstance(placement, Shard) and placement.dim % query.dim() == where.batch:
                 self.kinds.append(BATCH)
-            elif type(placement) is Shard and placement.dim % query.dim() == where.heads:
+            elif isinstance(placement, Shard) and placement.dim % query.dim() == where.heads:
                 self.kinds.append(HEADS)
             elif isinstance(placement, Replicate):
                 self.kinds.append(None)
@@ -66,8 +66,10 @@ class Split:
                     f"query: got the placement {placement}, takes {takes} or Replicate(); "
                     "redistribute it"
                 )
+        # Asked one by one: torch 2.11 does not trace a mesh's shape.
+        self.sizes = [self.mesh.size(dim) for dim in range(self.mesh.ndim)]
         self.head_shards = 1
-        for size, kind in zip(self.mesh.shape, self.kinds, strict=True):
+        for size, kind in zip(self.sizes, self.kinds, strict=True):
             self.head_shards *= size if kind == HEADS else 1
         if query.shape[1] % self.head_shards:
             raise ValueError(
@@ -84,7 +86,7 @@ class Split:
     def part(self, kind: str, size: int) -> Part:
         """What this rank has of so many batch entries or heads, as DTensor cuts them."""
         start, here = 0, size
-        for dim, (ranks, cut) in enumerate(zip(self.mesh.shape, self.kinds, strict=True)):
+        for dim, (ranks, cut) in enumerate(zip(self.sizes, self.kinds, strict=True)):
             if cut == kind:
                 chunk = -(-here // ranks)
                 first = min(chunk * self.mesh.get_local_rank(dim), here)

@@ -13,7 +13,7 @@ from saccade.offline import findings, known, pool
 from saccade.offline.calls import Call
 from saccade.offline.linear_calls import LinearCall
 from saccade.offline.paged_calls import PagedCall
-from saccade.offline.pool import Job
+from saccade.offline.pool import Compiled, Job, Usage
 
 TABLE = Path(__file__).parents[2] / "docs/kernels.json"
 
@@ -23,19 +23,66 @@ pytestmark = pytest.mark.skipif(
 # Of a thread: half a tile of keys, in each of two branches, and four to rescale by in one of them.
 # Three consumers cover each other's.
 EXPONENTS = {64: 0, 128: 132, 256: 68}
+# Kernels that newer compilers have spill in loops where 3.6's has none or few: (Triton, kernel,
+# call) and the spills that were seen there. What is not here is compared with the oldest's.
+SEEN = {
+    ("3.7", "hopper_linear_backward_keys", "bf16 d128 causal"): 16,
+    ("3.8", "hopper_backward", "bf16 d64 none"): 4,
+    ("3.8", "hopper_backward", "bf16 d64 causal"): 2,
+    ("3.8", "hopper_backward", "bf16 d128 none"): 2,
+    ("3.8", "hopper_backward", "bf16 d128 causal"): 2,
+    ("3.8", "hopper_backward, in turns", "bf16 d128 causal"): 2,
+    ("3.8", "hopper_linear_backward_keys", "bf16 d128 causal"): 30,
+    ("3.9", "hopper_backward", "bf16 d64 causal"): 4,
+    ("3.9", "hopper_backward, in turns", "bf16 d128 causal"): 14,
+    ("3.9", "hopper_linear_backward_keys", "bf16 d128 causal"): 26,
+    ("3.9", "hopper_linear_wide_output", "bf16 d256 causal"): 17,
+    ("3.9", "hopper_linear_wide_grad_query", "bf16 d256 causal"): 16,
+    ("3.9", "hopper_linear_wide_grad_key", "bf16 d256 causal"): 20,
+}
 
 
 def compiled(which, kernel, *calls):
     jobs = [Job("sm_90", call, which, (kernel,)) for call in calls]
-    found = known.read(TABLE, importlib.metadata.version("triton"))
+    triton = importlib.metadata.version("triton")
+    found = known.read(TABLE, triton)
     results = pool.compile_all(jobs, 1, known=found)
     assert results
     usages = []
     for result in results:
         assert result.usage is not None, result.error
+        result = without_seen(triton, result)
         assert not findings.fault(result) or findings.excuse(result), findings.fault(result)
         usages.append((result.job.call.head_dim, result.usage))
     return usages
+
+
+def without_seen(triton, result):
+    """A compiled kernel as if it did not spill, where SEEN has its spills; there may be no more."""
+    place = triton.rpartition(".")[0], result.kernel, result.job.call.name
+    if place not in SEEN:
+        return result
+    looped = result.usage.looped
+    assert looped <= SEEN[place], f"{place}: {looped} spills in loops, {SEEN[place]} were seen"
+    assert looped, f"{place}: no spills in loops any more; remove it from SEEN"
+    return result._replace(usage=result.usage._replace(spills=0, looped=0))
+
+
+def test_no_more_spills_than_were_seen():
+    call = Call(64)
+    job = Job("sm_90", call, "hopper_shared", ("hopper_backward",))
+    seen = SEEN["3.8", "hopper_backward", call.name]
+
+    def with_spills(count):
+        usage = Usage(168, 9, 0, looped=count, products=96, covered=28)
+        return Compiled(job, "hopper_backward", (64, 64, 12, 2), 0.0, usage, "", "")
+
+    assert without_seen("3.8.0", with_spills(seen)).usage.looped == 0
+    with pytest.raises(AssertionError, match=f"{seen + 1} spills in loops, {seen} were seen"):
+        without_seen("3.8.0", with_spills(seen + 1))
+    with pytest.raises(AssertionError, match="remove it from SEEN"):
+        without_seen("3.8.0", with_spills(0))
+    assert without_seen("3.6.0", with_spills(seen + 1)).usage.looped == seen + 1
 
 
 def test_all_widths_multiply_and_cover_their_exponents():

@@ -87,8 +87,9 @@ def dpo(run: Run) -> Trained:
         "start", attn_implementation=run.attention
     )
     made = trl.DPOTrainer(
-        model, args=trl.DPOConfig(**options(run)), train_dataset=preferences(),
-        processing_class=tokenizer(), ref_model=run.model() if run.exact else None,
+        model, args=trl.DPOConfig(**options(run, learning_rate=1e-4)),
+        train_dataset=preferences(), processing_class=tokenizer(),
+        ref_model=run.model() if run.exact else None,
     )  # fmt: skip
     assert made.ref_model.config._attn_implementation == run.attention
     return by_trainer(made)

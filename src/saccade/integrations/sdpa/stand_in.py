@@ -60,7 +60,7 @@ class StandIn:
     def attempt(self, *arguments: Any, **options: Any) -> Tensor | None:
         """Our output, or None: traced and exported programs keep PyTorch's operator."""
         traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
-        if not self.active or traced or torch.compiler.is_exporting():
+        if not self.active or traced or _is_exporting():
             return None
         return self.serve(*arguments, **options)
 
@@ -143,6 +143,14 @@ def is_handled(given: tuple[Any, ...]) -> bool:
 def may_be_handled(given: tuple[Any, ...]) -> bool:
     """Whether PyTorch asks a mode or a tensor's type; in compiled code it tells no modes."""
     return torch._C._is_torch_function_mode_enabled() or has_torch_function(given)
+
+
+def _is_exporting() -> bool:
+    """Whether a program is being exported, by `torch.compiler.is_exporting`'s own flag.
+
+    Asked by that function, torch 2.11 says True in all compiled code; newer ones read the flag.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def _modes() -> list[Any]:
