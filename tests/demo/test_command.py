@@ -41,7 +41,7 @@ def test_the_whole_demo(run, tmp_path):
     assert result.exit_code == 0, result.output
     for expected in (
         "this model", "counting pairs", "Distance from the float64 reference", "2 (causal)",
-        "2 (causal), capped", "the cat", "Causal", "Window 256", "plain PyTorch",
+        "2 (softcap)", "the cat", "Causal", "Window 256", "plain PyTorch",
         "comparison.png", "saccade generate", "--temperature 0.7",
     ):  # fmt: skip
         assert expected in result.output

@@ -90,7 +90,7 @@ def compare(calls: list[AttentionCall], seed: int) -> Iterator[Finding]:
     are those of the computation alone. The reference computes in float64. The last layer is
     compared once more with capped scores, which SDPA does not compute.
     """
-    capped = replace(calls[-1], layer=f"{calls[-1].layer}, capped", softcap=SOFTCAP)
+    capped = replace(calls[-1], layer=f"{len(calls)} (softcap)", softcap=SOFTCAP)
     for call in (*calls, capped):
         for dtype in DTYPES:
             rows = [tensor.to(dtype) for tensor in (call.query, call.key, call.value)]

@@ -131,13 +131,13 @@ def _attended(
         place = before[:, None] + step * torch.arange(q.shape[1], device=q.device)
         turned = saccade.rotate(q.flatten(0, 1), _at(angles, place), interleaved=rotary_interleaved)
         q = turned.view(q.shape)
-    options = options.keywords()
+    keywords = options.keywords()
     if cache_leftpad is not None:
         seen = behind_padding(cache_leftpad)
-        options["mask"] = seen if options["mask"] is None else options["mask"] & seen
+        keywords["mask"] = seen if keywords["mask"] is None else keywords["mask"] & seen
     lens = (before + num_new).clamp(max=capacity)
     output, lse = saccade.attention_paged(
-        q.transpose(1, 2), key_pages, value_pages, table, lens, **options, return_lse=True
+        q.transpose(1, 2), key_pages, value_pages, table, lens, **keywords, return_lse=True
     )
     return output.transpose(1, 2), lse
 
