@@ -13,7 +13,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; pytest brings its own workers.
 .NOTPARALLEL:
-.PHONY: help demo bench docs test test-newest test-training browser check kernels kernels-known test-gpu clean
+.PHONY: help demo bench docs test test-quick test-newest test-training browser check kernels kernels-known test-gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -79,9 +79,15 @@ comma := ,
 CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
 
 # One torch thread a worker: the workers already fill the cores.
-test: $(DEV_STAMP) browser ## run the tests that need no GPU
+test: $(DEV_STAMP) browser ## run the tests that need no GPU (15 minutes on two cores)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SACCADE_BROWSER=$(BROWSER) $(BIN)/python -m pytest -q -n $(WORKERS) \
 	    -m "not gpu and not training" --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype $(ARGS)
+
+# The front door, masks, scores and the reference.
+QUICK_TESTS := tests/test_import.py tests/test_cli.py tests/test_masks.py tests/test_scores.py tests/reference
+test-quick: $(DEV_STAMP) ## run a sample of the tests
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) \
+	    -m "not gpu and not training" $(QUICK_TESTS) $(ARGS)
 
 # What a new Triton or torch has broken so far. By the newest torch as well, whose default build is
 # gigabytes of CUDA packages: python tools/try_stack.py --help; what was found is in docs/stacks.md.

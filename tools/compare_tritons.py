@@ -217,9 +217,9 @@ def work() -> int:
     import triton
 
     from saccade.bench.cases import CASES
-    from saccade.bench.gpu_clock import GpuClock
-    from saccade.bench.passes import runnable
     from saccade.bench.peers import Call, all_peers
+    from saccade.bench.peers.peer import runnable
+    from saccade.bench.timing import GpuClock
 
     device = torch.device("cuda", 0)
     clock = GpuClock(device)

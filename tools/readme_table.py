@@ -1,17 +1,21 @@
-"""Write the README's table of measurements from the result files, and from nothing else.
+"""Write the tables of measurements of README.md and docs/measured.md from the result files alone.
 
 Usage: python tools/readme_table.py [--check] [ROOT]
 
-Rewrites what stands between ``<!-- table: begin -->`` and ``<!-- table: end -->`` in README.md from
-benchmarks/results/*/*.jsonl. With --check nothing is written, and the exit status is 1 if the
-README differs from what the files give. Globs of case names in the first mark choose rows,
+Rewrites what stands between ``<!-- table: begin -->`` and ``<!-- table: end -->`` in both from
+benchmarks/results/*/*.jsonl. With --check nothing is written, and the exit status is 1 if a page
+differs from what the files give. Globs of case names in the first mark choose rows,
 `against=` the peer that Saccade stands beside (sdpa, if it is not given), `by=` one of its
 implementations (the fastest of each run, if it is not given), and `from=` a glob of files:
 
     <!-- table: begin cpu-*-4k cpu-decode-* -->
     <!-- table: begin against=sdpa/flash by=portable from=h200/portable.jsonl gpu-causal-* -->
 
-The line below the table then says how many measured rows are not shown, and the worst ratio of all.
+The word `summary` writes one sentence instead, with geometric means over the cases and the worst:
+
+    <!-- table: begin summary against=sdpa/cudnn,sdpa/flash by=hopper from=h200/hopper.jsonl -->
+
+The line below a table says how many measured rows are not shown, and the worst ratio of all.
 Memory has columns where it was measured. Training steps have a table of their own: tokens a second,
 and how far losses and gradient norms of the first steps lie apart.
 """
@@ -23,10 +27,12 @@ import re
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 REGION = re.compile(r"(<!-- table: begin([^>]*?)-->\n)(.*?)(<!-- table: end -->)", re.DOTALL)
 RESULTS = "benchmarks/results"
+PAGES = ("README.md", "docs/measured.md")
 AGAINST, BY, FROM = "against=", "by=", "from="
 TIMES = "| case | pass | Saccade ms | {0} ms | Saccade / {0} |", "|---|---|---:|---:|---:|"
 MEMORY = " Saccade MB | {0} MB |", "---:|---:|"
@@ -119,6 +125,8 @@ def table(root: Path, words: list[str]) -> str:
     peer, words = _option(words, AGAINST, "sdpa")
     by, words = _option(words, BY, "*")
     files, globs = _option(words, FROM, "*/*.jsonl")
+    if "summary" in words:
+        return "".join(_summary(root, path, peer, by) for path in root.glob(f"{RESULTS}/{files}"))
     parts = []
     for path in sorted(root.glob(f"{RESULTS}/{files}")):
         rows = rows_of(path, peer, by)
@@ -138,6 +146,25 @@ def table(root: Path, words: list[str]) -> str:
             note = f" of steps; GB: all that is allocated at the worst moment. {_course(steps)}"
             parts.append(f"{text}\n{_source(path.relative_to(root), rows, steps, note)}\n")
     return "\n".join(parts) or "Nothing has been measured yet.\n"
+
+
+def _summary(root: Path, path: Path, peers: str, by: str) -> str:
+    """One sentence: the mean and the worst ratio to each peer, by passes."""
+    name, parts, rows = path.relative_to(root).as_posix(), [], []
+    for peer in peers.split(","):
+        rows = rows_of(path, peer, by)
+        passes = dict.fromkeys(row.which_pass for row in rows)
+        ratios = {one: [row.ratio for row in rows if row.which_pass == one] for one in passes}
+        said = " and ".join(
+            f"{geometric_mean(found):.2f} {which_pass} (at most {max(found):.2f})"
+            for which_pass, found in ratios.items()
+        )
+        parts.append(f"of {peer.replace('sdpa', 'SDPA')}'s time it takes {said}")
+    cases = len({row.case for row in rows})
+    device = rows[-1].saccade["device"]
+    return (
+        f"On one {device}, in the mean of {cases} cases, {'; '.join(parts)} ([{name}]({name})).\n"
+    )
 
 
 def _option(words: list[str], name: str, default: str) -> tuple[str, list[str]]:
@@ -177,19 +204,21 @@ def _source(path: Path, rows: list[Row], shown: list[Row], note: str) -> str:
     return text
 
 
-def rewritten(readme: str, root: Path) -> str:
-    """The README with its tables made anew.
+def rewritten(text: str, root: Path, page: str = PAGES[0]) -> str:
+    """A page with its tables made anew.
 
     Raises:
-        ValueError: if the README has no marks.
+        ValueError: if it has no marks.
     """
-    if not REGION.search(readme):
-        raise ValueError("README.md has no <!-- table: begin --> ... <!-- table: end -->")
-    return REGION.sub(lambda found: _region(found, root), readme)
+    if not REGION.search(text):
+        raise ValueError(f"{page} has no <!-- table: begin --> ... <!-- table: end -->")
+    up = "../" * page.count("/")
 
+    def region(found: re.Match[str]) -> str:
+        made = table(root, found[2].split()).replace(f"]({RESULTS}", f"]({up}{RESULTS}")
+        return f"{found[1]}\n{made}\n{found[4]}"
 
-def _region(found: re.Match[str], root: Path) -> str:
-    return f"{found[1]}\n{table(root, found[2].split())}\n{found[4]}"
+    return REGION.sub(region, text)
 
 
 def _milliseconds(result: dict[str, Any]) -> str:
@@ -202,24 +231,29 @@ def _megabytes(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the README, or say whether it is as it should be."""
+    """Write the pages that there are, or say whether they are as they should be."""
     roots = [argument for argument in arguments if argument != "--check"]
     root = Path(roots[0]) if roots else Path(__file__).parent.parent
-    path = root / "README.md"
-    before = path.read_text(encoding="utf-8")
-    try:
-        after = rewritten(before, root)
-    except ValueError as error:
-        print(f"readme table: {error}")
-        return 1
-    if "--check" in arguments:
-        same = before == after
-        told = "as the result files give it" if same else "differs; run tools/readme_table.py"
-        print(f"readme table: {told}")
-        return int(not same)
-    path.write_text(after, encoding="utf-8")
-    print("readme table: written")
-    return 0
+    same = True
+    for page in PAGES:
+        path = root / page
+        if page != PAGES[0] and not path.exists():
+            continue
+        before = path.read_text(encoding="utf-8")
+        try:
+            after = rewritten(before, root, page)
+        except ValueError as error:
+            print(f"readme table: {error}")
+            return 1
+        same = same and before == after
+        if "--check" not in arguments:
+            path.write_text(after, encoding="utf-8")
+    if "--check" not in arguments:
+        print("readme table: written")
+        return 0
+    told = "as the result files give it" if same else "differs; run tools/readme_table.py"
+    print(f"readme table: {told}")
+    return int(not same)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def _show_versions(wanted: bool) -> None:
     """Print what a report of a fault should name, and end."""
     if not wanted:
         return
-    from saccade.bench.environment import versions
+    from saccade.bench.results import versions
 
     for name, version in versions().items():
         typer.echo(f"{name} {version}")

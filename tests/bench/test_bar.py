@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from saccade.bench.bar import Bar
+from saccade.bench.terminal import Bar
 
 
 def test_the_time_left_follows_from_what_is_done():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from saccade.bench.cases import CASES, DEFAULT_CASES, Case
-from saccade.bench.paged_cases import PagedCase
+from saccade.bench.case import Case, PagedCase
+from saccade.bench.cases import CASES, DEFAULT_CASES
 from saccade.bench.selection import (
     choose_cases,
     choose_passes,

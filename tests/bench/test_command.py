@@ -2,16 +2,20 @@
 
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 import typer
+from hatchling.builders.wheel import WheelBuilder
 from typer.testing import CliRunner
 
-from saccade.bench import environment, listing, memory
+from saccade.bench import processes, results, session
 from saccade.bench.cases import CASES
 from saccade.bench.command import bench
 from saccade.bench.peers import paged
+from saccade.bench.report.write import SCRIPTS
 from saccade.bench.results import read
 
 app = typer.Typer()
@@ -89,7 +93,7 @@ def test_lists_and_help():
 
 def test_peers_over_pages_are_asked_by_a_case_that_they_serve():
     peers = {
-        peer.who: listing.reason_against(peer, torch.device("cpu")) for peer in paged.peers()[:2]
+        peer.who: session.reason_against(peer, torch.device("cpu")) for peer in paged.peers()[:2]
     }
     assert peers == {"saccade/paged-16": None, "saccade/scattered-16": None}
 
@@ -106,14 +110,22 @@ def test_importing_the_command_imports_nothing_heavy():
 
 def test_memory_in_a_fresh_process():
     case = CASES["tiny-full-fp32-d16-48"]
-    peak = memory.peak_on_cpu(case, "plain", "forward+backward")
+    peak = processes.peak_on_cpu(case, "plain", "forward+backward")
     assert isinstance(peak, float)
     assert 0 <= peak < 50
-    assert "not installed" in str(memory.peak_on_cpu(case, "flash_attn_3", "forward"))
+    assert "not installed" in str(processes.peak_on_cpu(case, "flash_attn_3", "forward"))
 
 
 def test_the_environment_is_named():
-    assert environment.device_name(torch.device("cpu"))
-    assert {"saccade", "python", "torch"} <= set(environment.versions())
-    commit = environment.commit()
+    assert results.device_name(torch.device("cpu"))
+    assert {"saccade", "python", "torch"} <= set(results.versions())
+    commit = results.commit()
     assert commit is None or len(commit) in (12, 13)
+
+
+def test_the_wheel_holds_the_page_s_parts(tmp_path):
+    builder = WheelBuilder(str(Path(__file__).parents[2]))
+    (path,) = builder.build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(path) as wheel:
+        names = {Path(name).name for name in wheel.namelist() if "bench/report/" in name}
+    assert {"page.html", "style.css", *SCRIPTS} <= names

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-from saccade.bench.peers import fla
+from saccade.bench.peers import packages
 
 
 def config(num_warps: int = 4, num_stages: int = 2, **tiles: int) -> Any:
@@ -37,8 +37,8 @@ def test_what_may_win_is_compiled_before_it_is_timed():
     configs = [config(BK=64, BV=64), config(8, BK=64, BV=64), config(BK=32, BV=64), config(1)]
     tuner = Tuner(configs)
     module: Any = SimpleNamespace(kernel=SimpleNamespace(fn=tuner), other=3)
-    fla.tune_quickly(module)
-    fla.tune_quickly(module)  # once is enough
+    packages.tune_quickly(module)
+    packages.tune_quickly(module)  # once is enough
     assert tuner.prune_configs({"T": 8}) == configs[:2]
     assert len(tuner.asked) == 2
     assert all(
@@ -49,7 +49,7 @@ def test_what_may_win_is_compiled_before_it_is_timed():
 
 def test_a_kernel_without_plausible_configs_keeps_all():
     tuner = Tuner([config(1), config(1, BK=16)])
-    fla.tune_quickly(SimpleNamespace(kernel=tuner))  # type: ignore[arg-type]
+    packages.tune_quickly(SimpleNamespace(kernel=tuner))  # type: ignore[arg-type]
     assert len(tuner.prune_configs({})) == 2
 
 
@@ -64,4 +64,4 @@ def test_a_kernel_without_plausible_configs_keeps_all():
     ],
 )
 def test_small_tiles_and_few_warps_are_left_out(plausible: bool, one: Any):
-    assert fla.is_plausible(one) is plausible
+    assert packages.is_plausible(one) is plausible

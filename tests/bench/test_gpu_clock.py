@@ -7,8 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from saccade.bench.gpu_clock import GpuClock
-from saccade.bench.passes import Runnable
+from saccade.bench.timing import GpuClock, Runnable
 
 
 class NoStream:

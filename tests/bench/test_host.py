@@ -5,14 +5,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from saccade.bench import first_call, host
+from saccade.bench import host, processes
 from saccade.bench.cases import CASES, HOST_CASES
 from saccade.bench.command import bench
-from saccade.bench.passes import Runnable
 from saccade.bench.peers import all_peers, ours
-from saccade.bench.process import fresh
 from saccade.bench.results import read
-from saccade.bench.timing import Plan
+from saccade.bench.timing import Plan, Runnable
 
 CPU = torch.device("cpu")
 PEERS = {peer.who: peer for peer in all_peers()}
@@ -60,7 +58,7 @@ def test_first_calls_in_fresh_processes(tmp_path):
     assert done.exit_code == 0, done.output
     assert [(item.which_pass, item.who) for item in read(file)] == [
         (f"first {which_pass}{suffix}", ours.chosen(CASES["tiny-causal-fp32-d16-48"], CPU))
-        for suffix in first_call.SUFFIXES
+        for suffix in processes.SUFFIXES
         for which_pass in ("forward", "backward")
     ]
     assert "first backward, cached" in done.output
@@ -68,14 +66,14 @@ def test_first_calls_in_fresh_processes(tmp_path):
 
 def test_a_peer_without_a_first_call_says_why():
     case = CASES["tiny-causal-fp32-d16-48"]
-    results, absences = first_call.measure_first_calls(case, [PEERS["flash_attn_3"]], CPU)
+    results, absences = processes.measure_first_calls(case, [PEERS["flash_attn_3"]], CPU)
     assert results == []
     assert "not installed" in absences[0].reason
 
 
 def test_a_process_that_fails_or_hangs_gives_the_reason():
-    assert "No module named" in str(fresh("saccade.bench.nothing", (), {}, 60.0))
-    assert "not finished" in str(fresh("this", (), {}, 0.001))
+    assert "No module named" in str(processes.fresh("saccade.bench.nothing", (), {}, 60.0))
+    assert "not finished" in str(processes.fresh("this", (), {}, 0.001))
 
 
 @pytest.mark.parametrize("option", ["--host", "--first-call"])

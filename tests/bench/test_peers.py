@@ -8,12 +8,21 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import saccade
-from saccade.bench.cases import CASES, Case
+from saccade.bench.case import INT8_SCALE, Case
+from saccade.bench.cases import CASES
 from saccade.bench.check import GRADIENT_LIMITS, OUTPUT_LIMITS, check, exact
 from saccade.bench.measure import fit
-from saccade.bench.paged_cases import INT8_SCALE
-from saccade.bench.peers import Call, Peer, all_peers, flex, from_layout, installed, ours, to_layout
-from saccade.bench.peers.traffic import COPY_BYTES
+from saccade.bench.peers import (
+    Call,
+    Peer,
+    all_peers,
+    from_layout,
+    ours,
+    packages,
+    pytorch,
+    to_layout,
+)
+from saccade.bench.peers.rates import COPY_BYTES
 from saccade.bench.visibility import Visibility
 
 CPU = torch.device("cpu")
@@ -110,17 +119,17 @@ def test_flex_gives_the_reason_when_nothing_can_be_compiled(monkeypatch):
         raise subprocess.TimeoutExpired(command, 1)
 
     for run, reason in ((fails, "no compiler"), (hangs, "did not finish")):
-        flex.why_not.cache_clear()
+        pytorch.why_not.cache_clear()
         monkeypatch.setattr(subprocess, "run", run)
         assert reason in str(PEERS["flex"].prepare(TINY[0], CPU))
-    flex.why_not.cache_clear()
+    pytorch.why_not.cache_clear()
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
 def test_flex_s_mask_function_is_the_case_s_mask(case):
     zero = torch.tensor(0)
     rows = torch.arange(case.query_len)[:, None], torch.arange(case.kv_len)
-    visible = flex.mask_function(case, CPU)
+    visible = pytorch.mask_function(case, CPU)
     true = case.visibility.tensor(case.query_len, case.kv_len, CPU)
     if visible is None:
         assert true.all()
@@ -164,7 +173,7 @@ class FlashStandIn:
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
 def test_flash_attn_is_asked_for_the_case_s_mask(case):
-    call = installed.flash_attn(FlashStandIn, case, CPU)
+    call = packages.flash_attn(FlashStandIn, case, CPU)
     told = case.visibility.kind in ("prefix", "blocks") or case.name.startswith("tiny-documents")
     if told:
         assert "mask" in str(call)

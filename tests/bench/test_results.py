@@ -8,10 +8,9 @@ import torch
 from rich.console import Console
 
 from saccade.bench.cases import CASES
-from saccade.bench.measure import Absence
 from saccade.bench.plot import curves_of, plot
-from saccade.bench.results import Result, append, case_fields, latest, read, record
-from saccade.bench.table import footnotes, results_table
+from saccade.bench.results import Absence, Result, append, case_fields, latest, read, record
+from saccade.bench.terminal import footnotes, results_table
 from saccade.bench.timing import Timing
 
 DESIGNED = {

@@ -8,7 +8,7 @@ from saccade.bench import serving
 from saccade.bench.results import read
 from saccade.bench.timing import Plan
 from saccade.cli import app
-from saccade.demo.export import export
+from saccade.demo.files import export
 from saccade.demo.model import ByteModel
 from saccade.demo.settings import ModelShape
 

@@ -7,16 +7,18 @@ import pytest
 from rich.console import Console
 
 from saccade.bench.cases import CASES
-from saccade.bench.history import FASTEST, History, Unmeasured
-from saccade.bench.judgement import judge, missing_lines, targets_table
-from saccade.bench.peers.traffic import COPY_BYTES
+from saccade.bench.peers.rates import COPY_BYTES
 from saccade.bench.results import Result, append, case_fields
 from saccade.bench.session import show_targets
 from saccade.bench.targets import CPU_TARGETS, GPU_TARGETS, TARGETS
+from saccade.bench.terminal import targets_table
+from saccade.bench.verdicts import judge, still_missing
 from saccade.bench.yardsticks import (
+    FASTEST,
     GOOD_RATE,
     Bytes,
     Copying,
+    History,
     Memory,
     Peer,
     Published,
@@ -25,6 +27,7 @@ from saccade.bench.yardsticks import (
     Tiles,
     Time,
     Tokens,
+    Unmeasured,
 )
 
 FULL_1K, PACKED = "gpu-full-bf16-d128-1k", "gpu-packed-bf16-d128-16x1024"
@@ -87,8 +90,8 @@ def answers(found):
 def shown(verdicts):
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(targets_table(verdicts))
-    for line in missing_lines(verdicts):
-        console.print(line)
+    for line in still_missing(verdicts):
+        console.print("missing", line)
     return console.export_text()
 
 

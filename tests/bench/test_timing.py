@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from saccade.bench.passes import Runnable
-from saccade.bench.timing import Plan, Timing, WallClock, orders, rotate
+from saccade.bench.timing import Plan, Runnable, Timing, WallClock, orders, rotate
 
 
 class CountingClock(WallClock):

@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from saccade.bench import timing, training, training_model, training_table
+from saccade.bench import terminal, timing, training
 from saccade.bench.command import bench
 from saccade.bench.results import read
 from saccade.bench.timing import Plan
-from saccade.bench.training_model import SHAPES, Models, ModelShape, Workload
+from saccade.bench.training import SHAPES, Models, ModelShape, Workload
 
 CPU = torch.device("cpu")
 ONCE = Plan(rounds=3, sample_seconds=0.0, limit_seconds=0.0)
@@ -31,7 +31,7 @@ app.command()(bench)
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     monkeypatch.setitem(SHAPES, "cpu", TINY)
-    monkeypatch.setattr(training_model, "LEARNING_RATE", 3e-3)  # so narrow a model needs more
+    monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)  # so narrow a model needs more
 
 
 def run(*arguments):
@@ -61,7 +61,7 @@ def test_operations_of_products_are_those_that_pytorch_counts():
 
     work = Workload("cpu", TINY, 32)
     models = Models(work, ["sdpa"], CPU)
-    (tokens,) = training_model.batches(work, 1, CPU)
+    (tokens,) = training.batches(work, 1, CPU)
     with FlopCounterMode(display=False) as counter:
         training._differentiated(models.by_attention["sdpa"], tokens)
     attention = work.shape.layers * work.case().flops("forward+backward")
@@ -95,7 +95,7 @@ def test_losses_and_gradient_norms_are_those_of_sdpa(length):
     assert (theirs.who, ours.who) == ("sdpa", "saccade/cpu")
     assert theirs.case["checkpointing"] == (length == "128")
     for field in ("losses", "gradient_norms"):
-        assert training_table.distance(getattr(ours, field), getattr(theirs, field)) < 1e-5
+        assert terminal.distance(getattr(ours, field), getattr(theirs, field)) < 1e-5
         assert len(getattr(ours, field)) == training.COMPARED_STEPS
     assert ours.losses and ours.losses[-1] < ours.losses[0]
     assert ours.run == theirs.run
@@ -112,8 +112,8 @@ def test_another_attention_shows_in_the_losses(monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", uncausal)
     ((wrong, _),) = measured("64", attentions=["sdpa"])
-    assert training_table.distance(wrong[0].losses, right[0].losses) > 1e-4
-    assert training_table.distance(wrong[0].gradient_norms, right[0].gradient_norms) > 1e-3
+    assert terminal.distance(wrong[0].losses, right[0].losses) > 1e-4
+    assert terminal.distance(wrong[0].gradient_norms, right[0].gradient_norms) > 1e-3
 
 
 def test_one_that_fails_loses_no_other(monkeypatch):
@@ -175,7 +175,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
 def test_the_table_of_losses_shows_all_of_them():
     ((results, _),) = measured("32")
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(training_table.course_table(results))
+    console.print(terminal.course_table(results))
     text = console.export_text()
     assert "…" not in text
     for result in results:
@@ -183,7 +183,7 @@ def test_the_table_of_losses_shows_all_of_them():
 
 
 def test_losses_that_are_not_finite_are_no_result(monkeypatch):
-    monkeypatch.setattr(training_model, "LEARNING_RATE", float("inf"))
+    monkeypatch.setattr(training, "LEARNING_RATE", float("inf"))
     ((results, absences),) = measured("32", attentions=["sdpa"])
     assert not results
     assert "not finite" in absences[0].reason
@@ -220,8 +220,8 @@ def test_compiled_steps_take_part():
     assert not absences
     theirs, ours = results
     assert ours.which_pass == "training step, compiled"
-    assert training_table.distance(ours.losses, theirs.losses) < 1e-5
-    assert training_table.distance(ours.gradient_norms, theirs.gradient_norms) < 1e-4
+    assert terminal.distance(ours.losses, theirs.losses) < 1e-5
+    assert terminal.distance(ours.gradient_norms, theirs.gradient_norms) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from saccade.demo.baselines import PRIOR_COUNT, bigram, bigram_bits, unigram, unigram_bits
+from saccade.demo.text import PRIOR_COUNT, bigram, bigram_bits, unigram, unigram_bits
 
 
 def as_bytes(text):

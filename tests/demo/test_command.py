@@ -41,7 +41,8 @@ def test_the_whole_demo(run, tmp_path):
     assert result.exit_code == 0, result.output
     for expected in (
         "this model", "counting pairs", "Distance from the float64 reference", "2 (causal)",
-        "the cat", "Causal", "Window 256", "plain PyTorch", "comparison.png", "saccade generate",
+        "2 (softcap)", "the cat", "Causal", "Window 256", "plain PyTorch",
+        "comparison.png", "saccade generate", "--temperature 0.7",
     ):  # fmt: skip
         assert expected in result.output
     folder = tmp_path / "out"
@@ -50,7 +51,7 @@ def test_the_whole_demo(run, tmp_path):
     bits = results["bits_per_byte"]
     assert bits["this model"] < bits["counting pairs (bigram)"] < bits["counting bytes (unigram)"]
     assert results["steps"] == 100
-    assert len(results["exactness"]) == 12
+    assert len(results["exactness"]) == 16
     assert len(results["comparison"]["measured"]) == 6
     exported = {path.name for path in (folder / "huggingface").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= exported
@@ -58,7 +59,7 @@ def test_the_whole_demo(run, tmp_path):
 
 
 def test_a_model_that_learned_nothing_is_called_so(run, monkeypatch):
-    monkeypatch.setattr("saccade.demo.plot.matplotlib_missing", lambda: True)
+    monkeypatch.setattr("saccade.demo.report.matplotlib_missing", lambda: True)
     monkeypatch.setattr("saccade.demo.comparison.measure_peak", lambda call: None)
     result = run("--steps", "1")
     assert result.exit_code == 1

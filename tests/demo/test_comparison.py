@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from saccade.demo import comparison
-from saccade.demo.contenders import CONTENDERS
-from saccade.demo.memory import Call, make_inputs, measure_peak
+from saccade.demo.comparison import Call, make_inputs, measure_peak
+from saccade.demo.exactness import CONTENDERS
 from saccade.demo.settings import QUICK
 
 SHORT = replace(QUICK, lengths=(64, 128), window_lengths=(64,), rounds=1)

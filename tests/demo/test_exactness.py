@@ -13,7 +13,9 @@ def findings():
 
 def test_every_layer_dtype_and_contender_is_compared():
     found = findings()
-    assert len({(one.layer, one.dtype, one.who) for one in found}) == len(found) == 2 * 2 * 3
+    assert len({(one.layer, one.dtype, one.who) for one in found}) == len(found) == 2 * 2 * 3 + 4
+    capped = {one.who for one in found if "softcap" in one.layer}
+    assert capped == {"saccade", "plain PyTorch"}  # SDPA has no softcap
 
 
 def test_errors_are_those_of_the_dtype():

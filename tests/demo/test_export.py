@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saccade.demo.export import byte_characters, export
+from saccade.demo.files import byte_characters, export
 from saccade.demo.model import ByteModel
 from saccade.demo.settings import ModelShape
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from saccade.demo.generation import Sampling, cache_error, generate, opening
-from saccade.demo.model import ByteModel
+from saccade.demo.model import ByteModel, Sampling, cache_error, generate, opening
 from saccade.demo.settings import ModelShape
 
 

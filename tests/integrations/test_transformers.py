@@ -11,7 +11,7 @@ from torch import Tensor
 
 import saccade
 import saccade.integrations.transformers as integration
-from saccade.integrations.transformers import attention, masks, rows, versions
+from saccade.integrations.transformers import attention, deferred, masks, versions
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -30,7 +30,7 @@ def nothing_written_out(monkeypatch):
         raise AssertionError(f"a {type(self).__name__} was written out")
 
     monkeypatch.setattr(masks.LazyMask, "written_out", refuse)
-    monkeypatch.setattr(rows.PagedRows, "written_out", refuse)
+    monkeypatch.setattr(deferred.PagedRows, "written_out", refuse)
 
 
 def generated(name: str, implementation: str, **options: Any) -> Tensor:
@@ -244,7 +244,7 @@ def test_weights_are_not_to_be_had():
 
 
 def test_paged_cache_drops_nothing():
-    step = rows.Step(1, 1, torch.tensor([1]), torch.zeros(1, 1).int(), torch.tensor([2]).int())
-    held = rows.PagedRows(torch.zeros(1, 1, 4, 4), None, step, torch.float32)
+    step = deferred.Step(1, 1, torch.tensor([1]), torch.zeros(1, 1).int(), torch.tensor([2]).int())
+    held = deferred.PagedRows(torch.zeros(1, 1, 4, 4), None, step, torch.float32)
     with pytest.raises(ValueError, match=r"dropout: got 0\.5, takes 0"):
         attention.attention_forward(Layer(), torch.zeros(1, 1, 1, 4), held, held, None, dropout=0.5)

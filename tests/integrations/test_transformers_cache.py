@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 import saccade
 from saccade.integrations.transformers import PagedGenerationCache
-from saccade.integrations.transformers import windows as sliding
-from saccade.integrations.transformers.rows import PagedRows
+from saccade.integrations.transformers import cache as sliding
+from saccade.integrations.transformers.deferred import PagedRows
 
 
 def rows(batch: int, length: int) -> tuple[Tensor, Tensor]:

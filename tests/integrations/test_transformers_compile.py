@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import saccade.integrations.transformers as integration
-from saccade.integrations.transformers.graph_masks import GraphMask
+from saccade.integrations.transformers.masks import GraphMask
 
 LENGTH = 20
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from saccade.cli import app
-from saccade.demo.export import export
+from saccade.demo.files import export
 from saccade.demo.model import ByteModel
 from saccade.demo.settings import ModelShape
-from saccade.serving import display, session
+from saccade.serving import session
 
 SHAPE = ModelShape(32, 4, 2, 48, windows=(8, None), context=96)
 
@@ -121,7 +121,7 @@ def test_the_live_table_shows_who_writes(folder):
     engine = served.saccade.Engine(model, tokenizer, max_sequences=2)
     completions = [engine.submit(text, max_new_tokens=6) for text in ("ab", "cd", "ef")]
     terminal = Console(width=100, record=True, force_terminal=True)
-    watch = display.Watch(terminal, completions, 18)
+    watch = session.Watch(terminal, completions, 18)
     for _ in range(3):
         engine.step()
     watch.update(engine.statistics())

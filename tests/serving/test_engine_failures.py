@@ -7,8 +7,8 @@ from torch import nn
 
 import saccade
 from saccade.serving import worker
-from saccade.serving.step import Step
-from saccade.serving.text import TextStream
+from saccade.serving.detokenizer import TextStream
+from saccade.serving.model import Step
 
 NEW = 6
 GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}

@@ -166,3 +166,27 @@ def test_training_steps_are_shown_by_tokens_a_second(tmp_path):
     assert "| `gpu-training-2k` | 8 | forward | 123,457 | 100,000 | 0.81 | 15.6 | 24.5 |" in written
     assert "Losses of the first steps differ by at most 1e-03, gradient norms by 2e-02." in written
     assert readme_table.main(["--check", str(tmp_path)]) == 0
+
+
+def test_a_summary_is_a_sentence_of_means_and_the_worst(tmp_path):
+    make(
+        tmp_path,
+        *(line(name, "saccade/cpu", ms, run=name) for name, ms in (("a", 1.0), ("b", 4.0))),
+        *(line(name, "sdpa", 2.0, run=name) for name in "ab"),
+        globs=" summary",
+    )
+    assert readme_table.main([str(tmp_path)]) == 0
+    assert "of SDPA's time it takes 1.00 forward (at most 2.00)" in text(tmp_path)
+    assert "in the mean of 2 cases" in text(tmp_path)
+
+
+def test_tables_of_docs_link_from_there_and_are_checked(tmp_path):
+    make(tmp_path, line("a", "saccade/cpu", 1.0), line("a", "sdpa", 2.0))
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs/measured.md"
+    page.write_text(README.format(globs=""), encoding="utf-8")
+    assert readme_table.main([str(tmp_path)]) == 0
+    assert "](../benchmarks/results/cpu/dense.jsonl)" in page.read_text(encoding="utf-8")
+    assert readme_table.main(["--check", str(tmp_path)]) == 0
+    page.write_text(README.format(globs=""), encoding="utf-8")
+    assert readme_table.main(["--check", str(tmp_path)]) == 1

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from saccade.bench.case import SHORT_DTYPES as SHORT_DTYPES
-from saccade.bench.case import Case as Case
-from saccade.bench.case import Tensors as Tensors
-from saccade.bench.case import short
-from saccade.bench.linear_cases import linear_cases
-from saccade.bench.paged_cases import paged_cases
+from saccade.bench.case import (
+    SHORT_DTYPES,
+    SHORT_PAGES,
+    Case,
+    LinearCase,
+    PagedCase,
+    StepCase,
+    short,
+)
 from saccade.bench.visibility import CAUSAL, FULL, Visibility, lengths_text
 
 
@@ -113,6 +116,85 @@ def _tiny_cases() -> Iterator[Case]:
     yield _case("tiny", FULL, "float32", (4, 2), (1, 64), 16, label="decode")
 
 
+def _linear_step(
+    machine: str, batch: int, heads: int, dim: int, dtype: str = "bfloat16"
+) -> StepCase:
+    name = f"{machine}-linear-step-{SHORT_DTYPES[dtype]}-d{dim}-{batch}x{heads}"
+    return StepCase(name, batch, heads, heads, 1, 65, dim, dim, dtype, FULL)
+
+
+def _linear(dtype: str, heads: int, length: int, dim: int, *, label: str = "linear") -> LinearCase:
+    name = f"cpu-{label}-{SHORT_DTYPES[dtype]}-d{dim}-{short(length)}"
+    return LinearCase(name, 1, heads, heads, length, length, dim, dim, dtype, CAUSAL)
+
+
+def _linear_on_gpu(batch: int, length: int, heads: int, dim: int) -> LinearCase:
+    name = f"gpu-linear-bf16-d{dim}-{batch}x{short(length)}"
+    return LinearCase(name, batch, heads, heads, length, length, dim, dim, "bfloat16", CAUSAL)
+
+
+def _linear_cases() -> Iterator[LinearCase]:
+    """For two cores: the sizes of the targets, and one problem at many lengths. For a GPU: four.
+    For both: steps."""
+    for dtype in ("float32", "bfloat16"):
+        for heads, dim in ((8, 128), (8, 64)):
+            yield _linear(dtype, heads, 4096, dim)
+    for length in (1024, 4096, 16384, 65536, 262144):
+        yield _linear("float32", 2, length, 64, label="linear-length")
+    for batch, length, heads, dim in (
+        (8, 8192, 16, 128), (8, 8192, 32, 64), (1, 131072, 8, 128), (8, 2048, 32, 256)
+    ):  # fmt: skip
+        yield _linear_on_gpu(batch, length, heads, dim)
+    yield _linear_step("cpu", 64, 16, 128)
+    yield _linear_step("cpu", 1, 8, 64)
+    yield _linear_step("gpu", 64, 16, 128)
+    yield _linear_step("tiny", 2, 2, 16, "float32")
+    yield LinearCase(
+        "tiny-linear-fp32-d16-48", 1, 2, 2, 48, 48, 16, 16, "float32", CAUSAL
+    )  # fmt: skip
+
+
+def _pages(
+    machine: str,
+    heads: tuple[int, int],
+    lens: tuple[int, ...],
+    *,
+    dtype: str = "bfloat16",
+    page_dtype: str = "",
+    dim: int = 128,
+    new: int = 1,
+) -> PagedCase:
+    """A case named by its heads and lengths, and by how many tokens are new if it is not one."""
+    stored = page_dtype or dtype
+    lengths = lengths_text(lens) if len(set(lens)) > 1 else f"{len(lens)}x{short(lens[0])}"
+    kind = f"pages-h{heads[0]}x{heads[1]}" + (f"-new{short(new)}" if new > 1 else "")
+    name = f"{machine}-{kind}-{SHORT_PAGES[stored]}-d{dim}-{lengths}"
+    visibility = CAUSAL if new > 1 else FULL
+    return PagedCase(
+        name, 1, *heads, new * len(lens), sum(lens), dim, dim, dtype, visibility,
+        lens=lens, new=new, page_dtype=stored,
+    )  # fmt: skip
+
+
+def _paged_cases() -> Iterator[PagedCase]:
+    """For a GPU: decoding at the sizes of the targets, ragged and in eight bits, and chunks."""
+    many = ((1, 8192), (1, 131072), (16, 8192), (64, 4096), (128, 8192), (256, 2048))
+    few = ((1, 8192), (16, 8192), (128, 8192))
+    for heads, sizes in (((32, 8), many), ((64, 8), few), ((32, 32), few)):
+        for count, length in sizes:
+            yield _pages("gpu", heads, (length,) * count)
+    yield _pages("gpu", (32, 8), (131072, *(1024,) * 63))
+    for page_dtype in ("float8_e4m3fn", "int8"):
+        for count in (16, 128):
+            yield _pages("gpu", (32, 8), (8192,) * count, page_dtype=page_dtype)
+    for new, length in ((2048, 8192), (512, 32768), (8192, 8192)):
+        yield _pages("gpu", (32, 8), (length,), new=new)
+    tiny = {"dtype": "float32", "dim": 16}
+    yield _pages("tiny", (4, 2), (64, 32, 16), **tiny)
+    yield _pages("tiny", (4, 2), (32,) * 2, page_dtype="int8", **tiny)
+    yield _pages("tiny", (4, 2), (48,), new=20, **tiny)
+
+
 HOST_CASES = {
     "cpu": _case("cpu", FULL, "float32", (4, 4), (128, 128), 64, label="host"),
     "gpu": _case("gpu", FULL, "bfloat16", (4, 4), (128, 128), 64, label="host"),
@@ -121,7 +203,7 @@ HOST_CASES = {
 
 CASES: dict[str, Case] = {
     case.name: case
-    for cases in (_cpu_cases, linear_cases, _gpu_cases, paged_cases, _tiny_cases)
+    for cases in (_cpu_cases, _linear_cases, _gpu_cases, _paged_cases, _tiny_cases)
     for case in cases()
 }
 

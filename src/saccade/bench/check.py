@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.bench.cases import Case, Tensors
-from saccade.bench.passes import in_layout
+from saccade.bench.case import Case, Tensors
 from saccade.bench.peers import Call, from_layout
+from saccade.bench.peers.peer import in_layout
 
 MOST_ROWS, MOST_HEADS, MOST_BATCHES = 48, 4, 2
 

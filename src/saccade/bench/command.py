@@ -107,11 +107,11 @@ def bench(  # breaks function-length: each option takes a line of it
       saccade bench --targets found.jsonl
       saccade bench --read benchmarks/results --report page.html
     """
-    from saccade.bench import listing, session
+    from saccade.bench import session
 
     where = _or_exit(lambda: session.device(device))
     if list_cases or list_peers:
-        return (listing.show_cases if list_cases else listing.show_peers)(where)
+        return (session.show_cases if list_cases else session.show_peers)(where)
     _refuse_unused({
         "--cases": cases, "--who": who, "--pass": passes, "--dtype": dtype, "--host": host,
         "--first-call": first_call, "--serving": serving, "--training": training,

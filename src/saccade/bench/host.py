@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from saccade.bench.cases import Case, Tensors
-from saccade.bench.measure import Absence, first_line, fit
-from saccade.bench.passes import Runnable, in_layout
+from saccade.bench.case import Case, Tensors
+from saccade.bench.measure import fit
 from saccade.bench.peers import Call, Peer
-from saccade.bench.results import Result, record
-from saccade.bench.timing import Plan, rotate
+from saccade.bench.peers.peer import in_layout
+from saccade.bench.results import Absence, Result, first_line, record
+from saccade.bench.timing import Plan, Runnable, rotate
 
 PASSES = ("host", "host with gradients", "host forward+backward")
 """A call that records nothing, one that does, and one with its backward pass."""

@@ -9,15 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from saccade.bench import memory
-from saccade.bench.cases import Case, Tensors
+from saccade.bench import processes
+from saccade.bench.case import Case, Tensors
 from saccade.bench.check import check, exact
-from saccade.bench.gpu_clock import GpuClock
-from saccade.bench.passes import runnable
 from saccade.bench.peers import Call, Peer
-from saccade.bench.results import Result, record
+from saccade.bench.peers.peer import runnable
+from saccade.bench.results import Absence, Result, first_line, record
 from saccade.bench.selection import passes_of
-from saccade.bench.timing import Clock, Plan, Timing, WallClock, rotate
+from saccade.bench.timing import Clock, GpuClock, Plan, Timing, WallClock, rotate
 
 ONE_TURN = Plan(rounds=1, sample_seconds=0.0, warm_seconds=0.0)
 
@@ -54,14 +53,6 @@ class Settings:
         """Whether memory is measured for a case."""
         cheap = self.device.type == "cuda"
         return (cheap or case.memory_matters) if self.memory is None else self.memory
-
-
-class Absence(NamedTuple):
-    """Why a peer has no time, or no memory, in a case."""
-
-    case: str
-    who: str
-    reason: str
 
 
 class Fitted(NamedTuple):
@@ -199,11 +190,7 @@ def _peaks(
 ) -> dict[str, float | str]:
     """Each peer's peak memory, or why it is unknown."""
     if settings.device.type == "cuda":
-        return {who: memory.peak_on_gpu(runnable(calls[who], which_pass, tensors)) for who in names}
-    return {who: memory.peak_on_cpu(case, who, which_pass) for who in names}
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what an exception says, cut to what fits in a footnote."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:160] if lines else "no message"
+        return {
+            who: processes.peak_on_gpu(runnable(calls[who], which_pass, tensors)) for who in names
+        }
+    return {who: processes.peak_on_cpu(case, who, which_pass) for who in names}

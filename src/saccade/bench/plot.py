@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from saccade.bench.cases import SHORT_DTYPES
+from saccade.bench.case import SHORT_DTYPES
 from saccade.bench.report.collect import OURS, kind_of, machine_of
 from saccade.bench.results import Result, latest
 

@@ -1,21 +1,77 @@
-"""Results: one JSON object a line for each thing that was measured."""
+"""Results: one JSON object a line for each thing that was measured, and where it was measured."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import platform
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from saccade.bench import environment
-from saccade.bench.cases import Case
+import saccade
+from saccade.bench.case import Case
 from saccade.bench.timing import Timing
+
+PACKAGES = (
+    "triton", "transformers", "flash-attn", "xformers", "flash-attention-triton",
+    "flash-linear-attention",
+)  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's or the processor's name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that takes part."""
+    found = {
+        "saccade": saccade.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the source that runs, "+" behind it where files differ; None outside of git."""
+    here = Path(__file__)
+    try:
+        _git("ls-files", "--error-unmatch", here.name)  # or it is somebody else's repository
+        changed = _git("status", "--porcelain", "--untracked-files=no", ":/src")
+        return _git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
 
 PASSES = ("forward", "backward", "forward+backward")
 FORWARD_PASSES = ("forward", "decode")
@@ -167,10 +223,10 @@ def record(
         results.append(
             Result(
                 date=f"{now:%Y-%m-%dT%H:%M:%SZ}",
-                commit=environment.commit(),
-                device=environment.device_name(device),
+                commit=commit(),
+                device=device_name(device),
                 threads=torch.get_num_threads(),
-                versions=environment.versions(),
+                versions=versions(),
                 case=case_fields(case),
                 which_pass=which_pass,
                 who=who,
@@ -186,6 +242,20 @@ def record(
             )
         )
     return results
+
+
+class Absence(NamedTuple):
+    """Why a peer has no time, or no memory, in a case."""
+
+    case: str
+    who: str
+    reason: str
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an exception says, cut to what fits in a footnote."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:160] if lines else "no message"
 
 
 def append(path: Path, results: Iterable[Result]) -> None:

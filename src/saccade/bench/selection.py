@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from saccade.bench.cases import CASES, DEFAULT_CASES, SHORT_DTYPES, Case
+from saccade.bench.case import SHORT_DTYPES, Case
+from saccade.bench.cases import CASES, DEFAULT_CASES
 from saccade.bench.peers import Peer
 from saccade.bench.results import PASSES
 

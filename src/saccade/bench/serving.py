@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 import saccade
-from saccade.bench.cases import Case
-from saccade.bench.passes import Runnable
+from saccade.bench.case import Case
 from saccade.bench.results import Result, record
-from saccade.bench.timing import Plan, WallClock, rotate
+from saccade.bench.timing import Plan, Runnable, WallClock, rotate
 
 ENGINE, ONE_BY_ONE = "saccade/engine", "transformers/generate"
 REQUESTS, NEW_TOKENS = 64, 128

@@ -4,37 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 
 from saccade.bench import (
-    bar,
-    first_call,
     host,
-    judgement,
     measure,
+    processes,
     results,
     selection,
     serving,
-    table,
+    terminal,
     training,
-    training_model,
-    training_table,
+    verdicts,
 )
 from saccade.bench import plot as plotting
 from saccade.bench import report as reporting
-from saccade.bench.cases import CASES, HOST_CASES, Case
+from saccade.bench.case import Case
+from saccade.bench.cases import CASES, HOST_CASES
 from saccade.bench.peers import Peer, all_peers, ours
+from saccade.bench.terminal import console
 from saccade.bench.timing import Plan
 
 QUICK = Plan(rounds=3, sample_seconds=0.005, warm_seconds=0.0, limit_seconds=20.0)
 
 # The load average of the last minute above which a CPU is not ours alone.
 BUSY = 0.5
+
+# Dense, over pages, and linear attention: who can take part in one of them can take part.
+EASY = {
+    "cpu": ("cpu-decode-fp32-d128-16k", "tiny-causal-fp32-d16-48", "tiny-linear-fp32-d16-48"),
+    "cuda": (
+        "gpu-causal-bf16-d64-512", "gpu-pages-h32x8-bf16-d128-1x8k", "gpu-linear-bf16-d64-8x8k",
+    ),
+}  # fmt: skip
+
+Found = tuple[list[results.Result], list[results.Absence]]
 
 
 class Asked(NamedTuple):
@@ -63,23 +71,51 @@ class Outputs(NamedTuple):
     page: Path | None = None
     read: Path | None = None
 
-    def require(self) -> list[reporting.Source]:
-        """Refuse before anything is measured what cannot be written; what `read` holds.
+
+class Recorder:
+    """What is measured in one use: kept in the file at once, shown and drawn at the end.
+
+    Raises:
+        ValueError: before anything is measured: for an image of an unknown format, or if there
+            is nothing to read.
+        ModuleNotFoundError: for an image without matplotlib.
+    """
+
+    def __init__(self, outputs: Outputs) -> None:
+        self.outputs = outputs
+        self.found: list[results.Result] = []
+        self.absences: list[results.Absence] = []
+        if outputs.image is not None:
+            plotting.require(outputs.image)
+        reads = outputs.page is not None and outputs.read is not None
+        self.known = reporting.gather(outputs.read) if reads and outputs.read else []
+
+    def add(self, new: list[results.Result], missing: Iterable[results.Absence] = ()) -> None:
+        """Take results; an interrupted run leaves what it has."""
+        self.found += new
+        self.absences += missing
+        if self.outputs.file is not None:
+            results.append(self.outputs.file, new)
+
+    def finish(self, show: Callable[[list[results.Result]], None]) -> None:
+        """Show what was found and why some of it was not; write the image and the page."""
+        if self.found:
+            show(self.found)
+        for line in terminal.footnotes(self.absences):
+            console().print(line)
+        if self.outputs.image is not None and self.found:
+            plotting.plot(self.found, self.outputs.image)
+        if self.outputs.page is not None and self.found:
+            write_page([*self.known, reporting.Source("this run", self.found)], self.outputs.page)
+
+    def require_results(self) -> None:
+        """Refuse to end well without any result.
 
         Raises:
-            ValueError: for an image of an unknown format, or if `read` holds nothing.
-            ModuleNotFoundError: for an image without matplotlib.
+            ValueError: if nothing was measured.
         """
-        if self.image is not None:
-            plotting.require(self.image)
-        return reporting.gather(self.read) if self.page is not None and self.read else []
-
-    def finish(self, known: list[reporting.Source], found: list[results.Result]) -> None:
-        """Write the image and the page, once everything was measured."""
-        if self.image is not None and found:
-            plotting.plot(found, self.image)
-        if self.page is not None and found:
-            write_page([*known, reporting.Source("this run", found)], self.page)
+        if not self.found:
+            raise ValueError("nothing was measured")
 
 
 def write_page(sources: list[reporting.Source], page: Path) -> None:
@@ -87,12 +123,6 @@ def write_page(sources: list[reporting.Source], page: Path) -> None:
     size = reporting.write(sources, page)
     count = sum(len(source.results) for source in sources)
     console().print(f"{page}: {count} results, {size / 1e3:.0f} kB", soft_wrap=True)
-
-
-def console() -> Console:
-    """Where tables go; wide enough for them even where the output is no terminal."""
-    terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=160)
 
 
 def device(name: str) -> torch.device:
@@ -140,178 +170,151 @@ def settings(
     return measure.Settings(where, plan, memory, graph, cold)
 
 
+def show_cases(where: torch.device) -> None:
+    """Print the named cases for a device."""
+    console().print(terminal.cases_table(selection.listed_cases(where.type)))
+
+
+def show_peers(where: torch.device) -> None:
+    """Print everybody, and why they cannot take part here, judged by an easy case of each kind."""
+    with console().status("asking ..."):
+        answers = [(peer, reason_against(peer, where)) for peer in all_peers()]
+    console().print(terminal.peers_table(answers))
+
+
+def reason_against(peer: Peer, where: torch.device) -> str | None:
+    """Why somebody cannot take part in any easy case, or None."""
+    reasons = []
+    for name in EASY[where.type]:
+        try:
+            call = peer.prepare(CASES[name], where)
+        except Exception as error:  # whatever a package raises, the others are to be listed
+            call = f"fails: {results.first_line(error)}"
+        if not isinstance(call, str):
+            return None
+        reasons.append(call)
+    return reasons[0]
+
+
 def show_targets(path: Path) -> None:
     """Print how the targets stand in a file of results, or in all of a folder; what they lack."""
-    terminal = console()
     found = [result for file in results.files_of(path) for result in results.read(file)]
-    verdicts = judgement.judge(found)
-    terminal.print(judgement.targets_table(verdicts))
-    for line in judgement.missing_lines(verdicts):
-        terminal.print(line)
+    answers = verdicts.judge(found)
+    console().print(terminal.targets_table(answers))
+    for line in verdicts.still_missing(answers):
+        console().print(f"[bold]missing[/bold] {line}")
 
 
 def show_results(path: Path, image: Path | None, page: Path | None) -> None:
     """Show what a file, or every file of a folder, holds: on a page, else in a table a file."""
-    sources = Outputs(None, image, page, path).require() or reporting.gather(path)
-    found = [result for source in sources for result in source.results]
+    if image is not None:
+        plotting.require(image)
+    sources = reporting.gather(path)
     if page is not None:
         write_page(sources, page)
     else:
         for source in sources:
-            title = source.label if len(sources) > 1 else ""
-            show_tables(source.results, title)
+            show_tables(source.results, source.label if len(sources) > 1 else "")
     if image is not None:
-        plotting.plot(found, image)
+        plotting.plot([result for source in sources for result in source.results], image)
 
 
 def show_tables(found: Sequence[results.Result], title: str = "") -> None:
     """Print the tables of results: training steps have their own."""
-    terminal = console()
-    steps = [result for result in found if training_table.is_training(result)]
-    others = [result for result in found if not training_table.is_training(result)]
+    steps = [result for result in found if terminal.is_training(result)]
+    others = [result for result in found if not terminal.is_training(result)]
     if others:
-        terminal.print(table.results_table(others, title=title))
+        console().print(terminal.results_table(others, title=title))
     if steps:
-        terminal.print(training_table.speed_table(steps, "" if others else title))
-        terminal.print(training_table.course_table(steps))
+        console().print(terminal.speed_table(steps, "" if others else title))
+        console().print(terminal.course_table(steps))
 
 
 def run_host(asked: Asked, where: torch.device, outputs: Outputs) -> None:
     """Measure the host's time of a call, by default of saccade's choice and of SDPA."""
-    cases = _named_cases(asked, where) or [HOST_CASES[selection.machine(where.type)]]
-    known = outputs.require()
-    found = []
-    for case in _shown(cases):
-        peers = _named_peers(asked) or _peers_of(ours.chosen(case, where), "sdpa")
-        found.append(host.measure_host(case, peers, where))
-    _show_calls(found, outputs, known, "µs")
+    default = HOST_CASES[selection.machine(where.type)]
+    _run_calls(asked, where, outputs, default, ("sdpa",), host.measure_host, "µs")
 
 
 def run_first_calls(asked: Asked, where: torch.device, outputs: Outputs) -> None:
     """Measure the first calls of fresh processes, by default of saccade's choice."""
-    default = CASES[first_call.DEFAULT_CASES[selection.machine(where.type)]]
-    known = outputs.require()
-    found = []
-    for case in _shown(_named_cases(asked, where) or [default]):
-        peers = _named_peers(asked) or _peers_of(ours.chosen(case, where))
-        found.append(first_call.measure_first_calls(case, peers, where))
-    _show_calls(found, outputs, known, "ms")
+    default = CASES[processes.DEFAULT_CASES[selection.machine(where.type)]]
+    _run_calls(asked, where, outputs, default, (), processes.measure_first_calls, "ms")
+
+
+def _run_calls(
+    asked: Asked,
+    where: torch.device,
+    outputs: Outputs,
+    default: Case,
+    beside: tuple[str, ...],
+    measured: Callable[[Case, Sequence[Peer], torch.device], Found],
+    unit: str,
+) -> None:
+    """Measure single calls case by case: of the peers that are named, or of ours and `beside`."""
+    patterns, who = selection.split(asked.cases), selection.split(asked.who)
+    dtypes = selection.split(asked.dtypes)
+    cases = selection.choose_cases(patterns, dtypes, where.type) if patterns else [default]
+    recorder = Recorder(outputs._replace(image=None))
+    with console().status("") as status:
+        for case in cases:
+            status.update(f"measuring {case.name} ...")
+            names = who or [ours.chosen(case, where), *beside]
+            recorder.add(*measured(case, selection.choose_peers(names, all_peers()), where))
+    recorder.finish(lambda found: console().print(terminal.results_table(found, unit)))
+    recorder.require_results()
 
 
 def run_serving(folder: Path, outputs: Outputs) -> None:
     """Measure an engine that serves many requests, beside transformers' generate."""
-    terminal = console()
-    known = outputs.require()
-    found = serving.measure_serving(folder, say=terminal.print)
-    if outputs.file is not None:
-        results.append(outputs.file, found)
-    outputs._replace(image=None).finish(known, found)
+    recorder = Recorder(outputs._replace(image=None))
+    recorder.add(serving.measure_serving(folder, say=console().print))
+    recorder.finish(lambda found: None)  # it was said line by line
 
 
-def run_training(asked: Asked, how: measure.Settings, outputs: Outputs) -> None:
+def run_training(asked: Asked, options: measure.Settings, outputs: Outputs) -> None:
     """Measure training steps; what was found by then is kept and shown if it is interrupted."""
-    works = training.workloads(selection.machine(how.device.type), selection.split(asked.lengths))
+    where = options.device
+    works = training.workloads(selection.machine(where.type), selection.split(asked.lengths))
     who = training.chosen("--who", selection.split(asked.who), training.ATTENTIONS)
     modes = training.chosen("--modes", selection.split(asked.modes), list(training.MODES))
-    training_model.require()
-    known = outputs.require()
-    found: list[results.Result] = []
-    absences: list[measure.Absence] = []
-    plan = dataclasses.replace(how.plan, sample_seconds=0.0)  # a turn is one step
+    training.require()
+    recorder = Recorder(outputs)
+    plan = dataclasses.replace(options.plan, sample_seconds=0.0)  # a turn is one step
     try:
         with console().status("") as status:
-            steps = training.measure_training(works, who, modes, how.device, plan, status.update)
-            for new, missing in steps:
-                found += new
-                absences += missing
-                if outputs.file is not None:
-                    results.append(outputs.file, new)
+            for found in training.measure_training(works, who, modes, where, plan, status.update):
+                recorder.add(*found)
     finally:
-        show_tables(found)
-        for line in table.footnotes(absences):
-            console().print(line)
-        outputs.finish(known, found)
-    if not found:
-        raise ValueError("nothing was measured")
+        recorder.finish(show_tables)
+    recorder.require_results()
 
 
-def _shown(cases: Sequence[Case]) -> Iterator[Case]:
-    """Each case, its name on the terminal while it is measured."""
-    with console().status("") as status:
-        for case in cases:
-            status.update(f"measuring {case.name} ...")
-            yield case
-
-
-def _named_cases(asked: Asked, where: torch.device) -> list[Case]:
-    patterns, dtypes = selection.split(asked.cases), selection.split(asked.dtypes)
-    return selection.choose_cases(patterns, dtypes, where.type) if patterns else []
-
-
-def _named_peers(asked: Asked) -> list[Peer]:
-    patterns = selection.split(asked.who)
-    return selection.choose_peers(patterns, all_peers()) if patterns else []
-
-
-def _peers_of(*names: str) -> list[Peer]:
-    return [peer for peer in all_peers() if peer.who in names]
-
-
-def _show_calls(
-    found: list[tuple[list[results.Result], list[measure.Absence]]],
-    outputs: Outputs,
-    known: list[reporting.Source],
-    unit: str,
-) -> None:
-    new = [result for part, _ in found for result in part]
-    if outputs.file is not None:
-        results.append(outputs.file, new)
-    terminal = console()
-    if new:
-        terminal.print(table.results_table(new, unit))
-    for line in table.footnotes(absence for _, part in found for absence in part):
-        terminal.print(line)
-    outputs._replace(image=None).finish(known, new)
-    if not new:
-        raise ValueError("nothing was measured")
-
-
-def run(asked: Asked, how: measure.Settings, outputs: Outputs) -> None:
+def run(asked: Asked, options: measure.Settings, outputs: Outputs) -> None:
     """Measure what was asked, show it, and keep it where a file is named."""
-    where = how.device
-    cases = selection.choose_cases(
-        selection.split(asked.cases), selection.split(asked.dtypes), where.type
-    )
+    where = options.device
+    patterns, dtypes = selection.split(asked.cases), selection.split(asked.dtypes)
+    cases = selection.choose_cases(patterns, dtypes, where.type)
     peers = selection.choose_peers(selection.split(asked.who), all_peers())
     passes = selection.choose_passes(selection.split(asked.passes))
-    known = outputs.require()
-    terminal = console()
+    recorder = Recorder(outputs)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if where.type == "cpu" and load > BUSY:
-        terminal.print(
+        console().print(
             f"[yellow]Other programs keep {load:.1f} processors busy: these times will be noisy, "
             "and many-threaded calls suffer most.[/yellow]"
         )
-    found: list[results.Result] = []
-    absences: list[measure.Absence] = []
-    shares = [_share(case, passes, len(peers), how) for case in cases]
-    with bar.Bar(terminal, [case.name for case in cases], shares) as progress:
-        for new, missing in measure.measure(cases, peers, passes, how, progress):
-            found += new
-            absences += missing
-            if outputs.file is not None:  # at once: an interrupted run leaves what it has
-                results.append(outputs.file, new)
+    seconds = [_expected_seconds(case, passes, len(peers), options) for case in cases]
+    with terminal.Bar(console(), [case.name for case in cases], seconds) as progress:
+        for found in measure.measure(cases, peers, passes, options, progress):
+            recorder.add(*found)
             progress.case_done()
-    if found:
-        terminal.print(table.results_table(found))
-    for line in table.footnotes(absences):
-        terminal.print(line)
-    outputs.finish(known, found)
-    if not found:
-        raise ValueError("nothing was measured")
+    recorder.finish(lambda found: console().print(terminal.results_table(found)))
+    recorder.require_results()
 
 
-def _share(case: Case, passes: tuple[str, ...], num_peers: int, how: measure.Settings) -> float:
-    """The seconds that a case is expected to take."""
+def _expected_seconds(
+    case: Case, passes: tuple[str, ...], num_peers: int, options: measure.Settings
+) -> float:
     names = selection.passes_of(case, passes)
-    return num_peers * sum(measure.expected_seconds(case, name, how) for name in names)
+    return num_peers * sum(measure.expected_seconds(case, name, options) for name in names)

@@ -1,10 +1,223 @@
-"""Targets: what saccade is meant to reach, on a CPU and on one GPU of Hopper's size."""
+"""Targets: what saccade is meant to reach, one table for two CPU cores and one H200.
 
-from saccade.bench.cpu_targets import CPU_TARGETS as CPU_TARGETS
-from saccade.bench.hopper_targets import HOPPER_TARGETS
-from saccade.bench.linear_targets import LINEAR_TARGETS
-from saccade.bench.paged_targets import PAGED_TARGETS
-from saccade.bench.portable_targets import PORTABLE_TARGETS
+Targets of pages are measured with `saccade bench --graph --cold`: replays of CUDA graphs, with a
+cold L2 cache.
+"""
 
-GPU_TARGETS = (*PORTABLE_TARGETS, *LINEAR_TARGETS, *PAGED_TARGETS, *HOPPER_TARGETS)
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from saccade.bench.cases import CASES
+from saccade.bench.selection import passes_of
+from saccade.bench.yardsticks import (
+    FASTEST,
+    Bytes,
+    Copying,
+    Memory,
+    Peer,
+    Published,
+    Reading,
+    Sum,
+    Tiles,
+    Time,
+    Tokens,
+    Yardstick,
+)
+
+FORWARD, BACKWARD = ("forward",), ("backward",)
+BOTH = FORWARD + BACKWARD
+TRAINED = ("forward", "forward+backward")
+PORTABLE, HOPPER = "saccade/portable", "saccade/hopper"
+SCATTERED = "saccade/scattered-64"  # pages as they lie after a while of serving
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound that must hold in every case and pass it names, or for their geometric mean.
+
+    Attributes:
+        what: the bound as a sentence.
+        cases: globs of case names; they begin with the machine.
+        yardstick: what is compared with.
+        limit: the largest value that the yardstick may give.
+        passes: which passes.
+        subject: whose times are judged; by default the fastest of saccade's implementations.
+        mean: whether the mean is bounded instead of each.
+    """
+
+    what: str
+    cases: tuple[str, ...]
+    yardstick: Yardstick
+    limit: float
+    passes: tuple[str, ...]
+    subject: str = FASTEST
+    mean: bool = False
+
+    @property
+    def machine(self) -> str:
+        """The first word of its cases' names."""
+        return self.cases[0].split("-")[0]
+
+    def expected(self) -> list[tuple[str, str]]:
+        """Every case and pass that must be measured."""
+        names = [name for name in CASES if any(fnmatchcase(name, glob) for glob in self.cases)]
+        return [(name, which) for name in names for which in passes_of(CASES[name], self.passes)]
+
+
+def _pages(heads: str, *lengths: str, dtype: str = "bf16") -> tuple[str, ...]:
+    return tuple(f"gpu-pages-h{heads}-{dtype}-d128-{length}" for length in lengths)
+
+
+def _linear() -> Iterator[Target]:
+    """Milliseconds of the two passes of each case: portable, Hopper."""
+    for shape, limits in LINEAR_LIMITS.items():
+        for subject, pair in zip((PORTABLE, HOPPER), limits, strict=True):
+            for which_pass, limit in zip(BOTH, pair, strict=True):
+                kernels = subject.removeprefix("saccade/").capitalize()
+                yield Target(
+                    f"{kernels} kernels take at most {limit} ms for linear attention, {shape}, "
+                    f"{which_pass}.",
+                    (f"gpu-linear-bf16-{shape}",), Time(), limit, (which_pass,), subject,
+                )  # fmt: skip
+
+
+# Features and normaliser included.
+LINEAR_LIMITS = {
+    "d128-8x8k": ((0.80, 2.3), (0.40, 1.3)),
+    "d64-8x8k": ((0.55, 1.8), (0.42, 1.2)),
+    "d128-1x128k": ((1.0, 2.8), (0.60, 1.6)),
+    "d256-8x2k": ((1.6, 5.0), (0.9, 2.7)),
+}
+NARROW = tuple(f"gpu-{mask}-bf16-d{dim}-*" for mask in ("full", "causal") for dim in (64, 128))
+NARROW_FROM_1K = tuple(f"{glob}k" for glob in NARROW)  # a length of 512 is not written with a k
+WIDE = ("gpu-full-bf16-d256-*", "gpu-causal-bf16-d256-*")
+WINDOW, DOCUMENTS = "gpu-window256-bf16-d128-16k", "gpu-documents-bf16-d128-16x1024"
+PREFIX, BLOCKS = "gpu-prefix4096-bf16-d128-16k", "gpu-blocks128-bf16-d128-16k"
+MIXED = "gpu-packed-causal-bf16-d128-8192+64x128"
+MASKED = ("gpu-window1024-bf16-d128-16k", MIXED, "gpu-grouped-bf16-d128-4k")
+EQUAL_PARTS = Sum({
+    "gpu-packed-bf16-d128-16x1024": ("gpu-full-bf16-d128-1k",),
+    "gpu-packed-causal-bf16-d128-16x1024": ("gpu-causal-bf16-d128-1k",),
+})  # fmt: skip
+MIXED_PARTS = Sum({
+    MIXED: ("gpu-packed-causal-bf16-d128-1x8192", "gpu-packed-causal-bf16-d128-64x128"),
+})  # fmt: skip
+# FlashAttention-3 on pages of 64, with a cold L2 cache, where a copy ran at 4,250 GB/s: µs.
+FLASH_3 = Published(
+    dict(zip(
+        (*_pages("32x8", "1x8k", "1x128k", "16x8k", "64x4k", "128x8k"),
+         *_pages("64x8", "16x8k"), *_pages("32x32", "16x8k")),
+        (24.4, 146.0, 143.0, 267.0, 992.0, 158.0, 500.0),
+        strict=True,
+    )),
+    4250.0,
+)  # fmt: skip
+LARGE_PAGES = (
+    *_pages("32x8", "1x128k", "16x8k", "64x4k", "128x8k", "256x2k"),
+    *_pages("64x8", "16x8k", "128x8k"),
+    *_pages("32x32", "16x8k", "128x8k"),
+)
+(MANY_EQUAL,) = _pages("32x8", "64x4k")
+IN_FP8 = Sum({
+    fp8: (bf16,)
+    for fp8, bf16 in zip(
+        _pages("32x8", "16x8k", "128x8k", dtype="fp8"), _pages("32x8", "16x8k", "128x8k"),
+        strict=True,
+    )
+})  # fmt: skip
+DECODE, CHUNKS, MATRIX = ("cpu-decode-*",), ("gpu-pages-*-new*",), ("cpu-linear-fp32-d128-4k",)
+LONG_LINEAR = tuple(f"cpu-linear-length-*-{length}" for length in ("16k", "64k", "256k"))
+
+CPU_TARGETS = (
+    Target("Dense attention in float32 takes at most 1.05 of SDPA's time.",
+           ("cpu-full-fp32-*", "cpu-causal-fp32-*"), Peer("sdpa"), 1.05, TRAINED),
+    Target("Dense attention in bfloat16 takes at most 1.05 of SDPA's time.",
+           ("cpu-full-bf16-*", "cpu-causal-bf16-*"), Peer("sdpa"), 1.05, TRAINED),
+    Target("A window of 256 in 4k takes at most 0.25 of SDPA's time with that mask.",
+           ("cpu-window256-*",), Peer("sdpa"), 0.25, TRAINED),
+    Target("Eight packed sequences of 512 take at most 0.25 of SDPA's time with the block mask.",
+           ("cpu-packed-*",), Peer("sdpa"), 0.25, TRAINED),
+    Target("Decoding with 32/8 heads and 16k keys takes at most 0.50 of SDPA's time.",
+           DECODE, Peer("sdpa"), 0.5, TRAINED),
+    *(
+        Target(f"Decoding from neighbouring pages of {size} takes at most 1.1 of the time "
+               "without pages.", DECODE, Peer("saccade/cpu"), 1.1, FORWARD, f"saccade/paged-{size}")
+        for size in (16, 64, 256)
+    ),
+    Target("Decoding from neighbouring pages of 16 takes at most 0.50 of SDPA's time without "
+           "pages.", DECODE, Peer("sdpa"), 0.5, FORWARD, "saccade/paged-16"),
+    Target("Decoding from scattered pages of 16 takes at most 0.50 of gathering them for SDPA.",
+           DECODE, Peer("sdpa/gathered-16"), 0.5, FORWARD, "saccade/scattered-16"),
+    Target("One head of 32k rows takes less than 200 MB beyond the inputs.",
+           ("cpu-memory-*",), Memory(), 200.0, ("forward+backward",)),
+    Target("Linear attention reaches at least 0.35 of torch.bmm's rate, forward.",
+           MATRIX, Peer("bmm"), 1 / 0.35, FORWARD),
+    Target("Linear attention reaches at least 0.30 of torch.bmm's rate, forward and backward.",
+           MATRIX, Peer("bmm"), 1 / 0.30, ("forward+backward",)),
+    Target("Linear attention takes at most 1.2 times as long for a token at up to 256k as at 4k.",
+           LONG_LINEAR, Tokens("cpu-linear-length-fp32-d64-4k"), 1.2, TRAINED),
+)  # fmt: skip
+
+GPU_TARGETS = (
+    Target("Portable kernels take at most 1/1.25 of the time of SDPA's flash, dense, forward.",
+           NARROW_FROM_1K, Peer("sdpa/flash"), 1 / 1.25, FORWARD, PORTABLE),
+    Target("Portable kernels take at most 1/1.15 of the time of SDPA's flash, dense, backward.",
+           NARROW_FROM_1K, Peer("sdpa/flash"), 1 / 1.15, BACKWARD, PORTABLE),
+    Target("Portable kernels are never slower than FlexAttention on dense cases.",
+           NARROW_FROM_1K, Peer("flex"), 1.0, BOTH, PORTABLE),
+    Target("Portable kernels take at most FlexAttention's time under a window, documents, a prefix "
+           "and blocks.", (WINDOW, DOCUMENTS, PREFIX, BLOCKS), Peer("flex"), 1.0, BOTH, PORTABLE),
+    Target("Portable kernels take at most 1.2 times as long for a visible tile under a window, "
+           "documents and blocks as without a mask.",
+           (WINDOW, DOCUMENTS, BLOCKS), Tiles("gpu-full-bf16-d128-16k"), 1.2, BOTH, PORTABLE),
+    Target("Sixteen packed sequences of 1k take at most 1.05 of the dense batch's time.",
+           tuple(EQUAL_PARTS.others), EQUAL_PARTS, 1.05, BOTH, PORTABLE),
+    Target("One packed sequence of 8k with 64 of 128 takes at most 1.15 of its parts' sum.",
+           tuple(MIXED_PARTS.others), MIXED_PARTS, 1.15, BOTH, PORTABLE),
+    Target("Portable kernels take at most 1/4 of flash_attention_triton's time on causal cases.",
+           NARROW_FROM_1K[2:], Peer("flash_attention_triton"), 1 / 4, BOTH, PORTABLE),
+    *_linear(),
+    Target("A step of 64 × 16 float32 states reaches at least 0.80 of a copy's bandwidth.",
+           ("gpu-linear-step-*",), Copying(), 1 / 0.80, FORWARD, PORTABLE),
+    Target("Attention over pages takes at most FlashAttention-3's time, scaled by the rate of a "
+           "copy.", tuple(FLASH_3.micros), FLASH_3, 1.0, FORWARD, SCATTERED),
+    Target("Attention over pages takes in the mean at most 1/1.1 of FlashAttention-3's time.",
+           tuple(FLASH_3.micros), FLASH_3, 1 / 1.1, FORWARD, SCATTERED, mean=True),
+    Target("Attention over pages reads 4.3 TB/s, or 0.97 of a pure read, from 512 MB on.",
+           LARGE_PAGES, Reading(), 1 / 0.97, FORWARD, SCATTERED),
+    Target("One sequence of 8k in pages takes at most 0.015 ms.",
+           _pages("32x8", "1x8k"), Time(), 0.015, FORWARD, SCATTERED),
+    Target("Pages of 16 take at most 1.03 of the time with pages of 256.",
+           LARGE_PAGES, Peer("saccade/scattered-256"), 1.03, FORWARD, "saccade/scattered-16"),
+    Target("A byte of one sequence of 128k with 63 of 1k takes at most 1.1 times as long as in "
+           "64 of 4k.", _pages("32x8", "131072+63x1024"), Bytes(MANY_EQUAL), 1.1, FORWARD,
+           SCATTERED),
+    Target("Pages in fp8 take at most 1/1.7 of the time in bfloat16.",
+           tuple(IN_FP8.others), IN_FP8, 1 / 1.7, FORWARD, SCATTERED),
+    Target("Portable kernels take at most 1.08 of their dense time for chunks of a prompt over "
+           "pages.", CHUNKS, Peer(PORTABLE), 1.08, FORWARD, "portable/scattered-64"),
+    Target("Hopper kernels take at most 1.08 of their dense time for chunks of a prompt over "
+           "pages.", CHUNKS, Peer(HOPPER), 1.08, FORWARD, "hopper/scattered-64"),
+    *(
+        target
+        for what, mean, cases, passes in (
+            ("D64 and D128, forward", 1.15, NARROW, FORWARD),
+            ("D256, forward", 1.12, WIDE, FORWARD),
+            ("D64 and D128, backward", 1.12, NARROW_FROM_1K, BACKWARD),
+        )
+        for target in (
+            Target(f"Hopper kernels reach at least 0.98 of cuDNN's rate in every case, {what}.",
+                   cases, Peer("sdpa/cudnn"), 1 / 0.98, passes, HOPPER),
+            Target(f"Hopper kernels reach in the mean at least {mean} of cuDNN's rate, {what}.",
+                   cases, Peer("sdpa/cudnn"), 1 / mean, passes, HOPPER, mean=True),
+        )
+    ),
+    Target("Hopper kernels reach at least 1.3 of FlexAttention's rate under a window of 1k in 16k, "
+           "on a packed mix and with grouped heads.",
+           MASKED, Peer("flex"), 1 / 1.3, FORWARD, HOPPER),
+)  # fmt: skip
+
 TARGETS = (*CPU_TARGETS, *GPU_TARGETS)

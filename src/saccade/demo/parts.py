@@ -10,17 +10,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from saccade.demo import comparison, files, plot, report
-from saccade.demo.baselines import bigram_bits, unigram_bits
+from saccade.demo import comparison, files, report
 from saccade.demo.comparison import Measured
-from saccade.demo.exactness import Finding, compare, ratios_to_plain
-from saccade.demo.export import export
-from saccade.demo.generation import Sampling, cache_error, generate, opening
-from saccade.demo.model import ByteModel
+from saccade.demo.exactness import SOFTCAP, Finding, compare, ratios_to_plain
+from saccade.demo.files import export
+from saccade.demo.model import ByteModel, Sampling, cache_error, generate, opening
 from saccade.demo.settings import Settings
-from saccade.demo.text import Corpus, TextError, gather, spread_windows
-from saccade.demo.threads import choose_threads
-from saccade.demo.training import Schedule, Step, held_out_bits, train
+from saccade.demo.text import Corpus, TextError, bigram_bits, gather, spread_windows, unigram_bits
+from saccade.demo.training import Schedule, Step, choose_training_threads, held_out_bits, train
 
 MODEL = "this model"
 CHECKED_BYTES = 256  # the cache is checked on so many bytes
@@ -65,7 +62,7 @@ def train_model(
     report.heading(console, "1. Training")
     shape = settings.shape
     if steps is None:  # with a number of steps the result should not hang on the machine's mood
-        choose_threads(model, settings.batch)
+        choose_training_threads(model, settings.batch)
     layers = ", ".join("everything" if w is None else f"{w} bytes" for w in shape.windows)
     console.print(
         f"{model.num_parameters:,} parameters, {len(shape.windows)} layers that see back "
@@ -118,8 +115,9 @@ def check(console: Console, corpus: Corpus, model: ByteModel, seed: int) -> list
             f"Largest RMS error as a multiple of plain PyTorch's, {dtype}: {', '.join(ratios)}."
         )
     console.print(
-        "Saccade and SDPA run the same kernel of PyTorch's on a CPU. Its exponential may be an "
-        "approximate one, which shows in float32."
+        f"Where scores are capped (at {SOFTCAP:g}), Saccade's own tiles compute: SDPA has no "
+        "softcap. In the other rows Saccade and SDPA run the same kernel of PyTorch's, whose "
+        "exponential may be an approximate one, which shows in float32."
     )
     off = cache_error(model, tokens[0, :CHECKED_BYTES])
     console.print(
@@ -177,18 +175,19 @@ def save(
         "as Hugging Face's": exported,
         "numbers": results,
     }
-    if plot.matplotlib_missing():
+    if report.matplotlib_missing():
         console.print(
             "No plot: matplotlib is missing (pip install 'saccade[bench]').", markup=False
         )
     else:
         saved["plot"] = output / "comparison.png"
-        plot.save_plot(measured, saved["plot"], files.device_name())
+        report.save_plot(measured, saved["plot"], files.device_name())
     for what, path in saved.items():
         console.print(f"{what:>17}  {path}", markup=False, soft_wrap=True)
     console.print(
         "It is a Qwen2 of its size. With transformers (pip install 'saccade[transformers]') it "
-        f'writes many texts at once: saccade generate {exported} "def " "class "',
+        f'writes many texts at once: saccade generate {exported} "def " "class " '
+        f"--temperature {Sampling().temperature}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
 

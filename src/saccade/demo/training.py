@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from saccade.demo.model import ByteModel
+from saccade.serving import capacity
 
 WARM_UP = 0.05  # the share of the training in which the learning rate rises
 FINAL_RATE = 0.05  # of the highest learning rate
@@ -127,3 +128,14 @@ def held_out_bits(
     for part in windows.long().split(batch):
         total += float(next_byte_loss(model(part[:, :-1]), part[:, 1:])) * len(part)
     return total / len(windows) / math.log(2)
+
+
+def choose_training_threads(model: ByteModel, batch: int) -> int:
+    """Let PyTorch use as many threads as are fastest for a step; the model stays as it is."""
+    tokens = torch.zeros(batch, model.shape.context, dtype=torch.long)
+
+    def step() -> object:
+        loss = next_byte_loss(model(tokens), tokens)
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    return capacity.choose_threads(step)

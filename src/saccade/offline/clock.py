@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from saccade.bench.passes import Runnable
+from saccade.bench.timing import Runnable
 from saccade.kernels.launch import Launch
 from saccade.offline import calls
 from saccade.offline.tuning import PASS_OF, Task, whole_config

@@ -9,22 +9,22 @@ from typing import Any
 from typing_extensions import Unpack
 
 from saccade.serving import trial
-from saccade.serving.completion import Completion, Generated
+from saccade.serving.capacity import Capacity, make_capacity
+from saccade.serving.completion import Completion, EngineStatistics, Generated
+from saccade.serving.detokenizer import TextStream, Tokenizer
 from saccade.serving.model import PackedModel
-from saccade.serving.prompts import (
+from saccade.serving.request import (
+    Limits,
     Prompt,
+    Request,
     RequestOptions,
     check_options,
     list_prompts,
     read_limits,
     read_prompt,
 )
-from saccade.serving.request import Limits, Request
-from saccade.serving.room import Room, make_room
 from saccade.serving.sampling import Sampling, check_number
 from saccade.serving.scheduler import Preemption, Scheduler
-from saccade.serving.statistics import EngineStatistics
-from saccade.serving.text import TextStream, Tokenizer
 from saccade.serving.worker import Worker
 
 
@@ -89,13 +89,13 @@ class Engine:
         check_number("max_sequences", max_sequences, least=1)
         check_number("max_batch_tokens", max_batch_tokens, least=max_sequences)
         self._model = PackedModel(model)
-        room = Room(num_pages, memory, page_size, page_dtype, host_pages)
+        capacity = Capacity(num_pages, memory, page_size, page_dtype, host_pages)
         if max_length is None:
             max_length = self._model.longest or 2**20
         check_number("max_length", max_length, least=2)
         self.max_length = max_length
-        self.cache = make_room(
-            room, self._model, sequences=max_sequences, longest=max_length,
+        self.cache = make_capacity(
+            capacity, self._model, sequences=max_sequences, longest=max_length,
             rows=max_batch_tokens, swaps=preemption == "swap",
         )  # fmt: skip
         self.num_pages = sum(self.cache.num_pages)
@@ -115,7 +115,7 @@ class Engine:
 
         Args:
             prompt: text, or token numbers.
-            max_new_tokens: None: as many as max_length leaves room for.
+            max_new_tokens: None: as many as max_length leaves capacity for.
             temperature, top_k, top_p, seed: how tokens are drawn; greedy unless a temperature is
                 given. Equal seeds give equal numbers, whatever else the engine serves.
             stop: texts at which a request ends; they are not part of its text.

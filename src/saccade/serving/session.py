@@ -11,12 +11,123 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
-from saccade.serving import display
-from saccade.serving.completion import Completion, Generated
+from saccade.serving.capacity import choose_threads
+from saccade.serving.completion import Completion, EngineStatistics, Generated, RequestStatistics
 from saccade.serving.engine import Engine
-from saccade.serving.threads import choose_threads
+
+ROWS = 12  # requests shown at once: a live table must fit the screen
+SHOWN = 48  # the last characters of a text that is being written
+REFRESHES = 8  # a second
+
+
+class Watch:
+    """A live table of the requests that run, over a bar of all new tokens."""
+
+    def __init__(self, console: Console, completions: Sequence[Completion], most_tokens: int):
+        self._completions = completions
+        self._bar = Progress(
+            TextColumn("{task.fields[done]} of {task.fields[all]} done"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("tokens  {task.fields[speed]:,.0f}/s"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task(
+            "", total=most_tokens, done=0, all=len(completions), speed=0
+        )
+        self.live = Live(console=console, transient=True, auto_refresh=False)
+
+    def update(self, engine: EngineStatistics) -> None:
+        """Show where all requests stand now."""
+        states = [completion.statistics for completion in self._completions]
+        new_tokens = sum(state.new_tokens for state in states)
+        done = sum(state.state == "done" for state in states)
+        self._bar.update(
+            self._task, completed=new_tokens, done=done, speed=engine.tokens_per_second
+        )
+        table = _table("", "state", "prompt", "cached", "new", "pages", "/s")
+        table.add_column("text", no_wrap=True)
+        shown = [n for n, state in enumerate(states) if state.state != "done"][:ROWS]
+        for number in shown:
+            state = states[number]
+            text = Text(_last(self._completions[number].text_so_far()))
+            table.add_row(*_numbers(number, state), text)
+        left = len(states) - done - len(shown)
+        more = [Text(f"and {left} more", style="dim")] if left > 0 else []
+        self.live.update(Group(table, *more, self._bar), refresh=True)
+
+
+def _last(text: str) -> str:
+    return " ".join(readable(text).split())[-SHOWN:]
+
+
+def _numbers(number: int, state: RequestStatistics) -> list[str]:
+    speed = state.tokens_per_second
+    fields = ("state", "prompt_tokens", "cached_tokens", "new_tokens", "pages")
+    return [
+        str(number + 1), *(str(getattr(state, field)) for field in fields),
+        "–" if speed is None else f"{speed:,.0f}",
+    ]  # fmt: skip
+
+
+def text_panel(number: int, prompt: str, generated: Generated) -> Panel:
+    """One prompt, dimmed, and what came after it."""
+    text = Text(readable(prompt), style="dim")
+    text.append(readable(generated.text or ""), style="bold cyan")
+    what = generated.statistics
+    speed = f", {what.tokens_per_second:,.0f} tokens/s" if what.tokens_per_second else ""
+    explanation = f"{what.new_tokens} tokens{speed} · {generated.reason.replace('_', ' ')}"
+    return Panel(text, title=str(number), subtitle=explanation, border_style="cyan")
+
+
+def requests_table(results: Sequence[Generated]) -> Table:
+    """What became of each request."""
+    table = _table(
+        "", "ended by", "prompt", "cached", "new", "pages", "new\n/s", "queued\nms", "first\nms",
+        "gave\nway",
+    )  # fmt: skip
+    for number, result in enumerate(results):
+        what = result.statistics
+        numbers = _numbers(number, what)
+        numbers[1] = result.reason.replace("_", " ")
+        first = "–" if what.to_first_token is None else f"{1e3 * what.to_first_token:,.0f}"
+        table.add_row(*numbers, f"{1e3 * what.queued:,.0f}", first, str(what.preemptions))
+    return table
+
+
+def summary(statistics: EngineStatistics) -> str:
+    """What the engine did, in a line."""
+    read = statistics.prompt_tokens
+    cached = f" ({statistics.cached_tokens / read:.0%} found in the cache)" if read else ""
+    plural = "" if statistics.done == 1 else "s"
+    return (
+        f"{statistics.done} request{plural}: {read:,} prompt tokens{cached}, "
+        f"{statistics.new_tokens:,} new ones in {statistics.busy:.2f} s "
+        f"({statistics.tokens_per_second:,.0f} a second), {statistics.steps:,} steps, "
+        f"{statistics.preemptions} preemptions, {statistics.pages:,} pages."
+    )
+
+
+def readable(text: str) -> str:
+    """Text whose control characters cannot move the cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text.expandtabs(4))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        left = name in ("state", "ended by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    return table
 
 
 def run(
@@ -50,9 +161,9 @@ def run(
             print(result.text)
         return
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), 1):
-        console.print(display.text_panel(number, prompt, result))
-    console.print(display.requests_table(results))
-    console.print(display.summary(engine.statistics()))
+        console.print(text_panel(number, prompt, result))
+    console.print(requests_table(results))
+    console.print(summary(engine.statistics()))
 
 
 def load(folder: Path, device: str | None) -> tuple[Any, Any]:
@@ -95,13 +206,13 @@ def watch(
     console: Console, engine: Engine, completions: Sequence[Completion], most_tokens: int
 ) -> None:
     """Take steps, and show how far all requests are."""
-    shown = display.Watch(console, completions, most_tokens * len(completions))
+    shown = Watch(console, completions, most_tokens * len(completions))
     with shown.live:
         next_look = 0.0
         while engine.step():
             if perf_counter() >= next_look:
                 shown.update(engine.statistics())
-                next_look = perf_counter() + 1 / display.REFRESHES
+                next_look = perf_counter() + 1 / REFRESHES
 
 
 def write(path: Path, prompts: Sequence[str], results: Sequence[Generated]) -> None:

@@ -15,11 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import saccade
-from saccade.serving.model import PackedModel
+from saccade.serving.model import PackedModel, Rows, Step
 from saccade.serving.request import Limits, Request
 from saccade.serving.sampling import Sampling
 from saccade.serving.scheduler import Scheduler
-from saccade.serving.step import Rows, Step
 
 PROMPTS, LENGTH = 3, 12
 # Of rows: rounding alone may turn near ties between experts over in some of them.

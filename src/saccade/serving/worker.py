@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from saccade import LayeredCache
-from saccade.serving import statistics
-from saccade.serving.model import PackedModel
+from saccade.serving import completion
+from saccade.serving.completion import Counts, EngineStatistics
+from saccade.serving.model import PackedModel, Step
 from saccade.serving.request import Request, State
 from saccade.serving.sampling import Draw, Sampling, choose
 from saccade.serving.scheduler import Plan, Scheduler, Share
-from saccade.serving.statistics import Counts, EngineStatistics
-from saccade.serving.step import Step
 
 R = TypeVar("R")
 
@@ -83,7 +82,7 @@ class Worker:
         """What there is now, and what was done so far."""
         with self._lock:
             self._mend()
-            return statistics.of_engine(
+            return completion.of_engine(
                 self._counts,
                 waiting=len(self._scheduler.waiting) + len(self._submitted),
                 running=len(self._scheduler.running),

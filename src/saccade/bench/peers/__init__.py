@@ -1,6 +1,6 @@
 """Peers: everybody who can be timed, each with a reason where it cannot."""
 
-from saccade.bench.peers import flex, installed, linear, ours, paged, plain, sdpa, traffic
+from saccade.bench.peers import ours, packages, paged, pytorch, rates
 from saccade.bench.peers.peer import Call as Call
 from saccade.bench.peers.peer import Peer as Peer
 from saccade.bench.peers.peer import from_layout as from_layout
@@ -9,5 +9,5 @@ from saccade.bench.peers.peer import to_layout as to_layout
 
 def all_peers() -> list[Peer]:
     """Everybody, in the order of the tables' columns."""
-    modules = (ours, plain, sdpa, flex, installed, linear, paged, traffic)
+    modules = (ours, pytorch, packages, rates, paged)
     return [peer for module in modules for peer in module.peers()]

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 import saccade
-from saccade import masks
-from saccade.bench.cases import Case
-from saccade.bench.paged_cases import PagedCase
-from saccade.bench.peers import linear
+from saccade import LinearState, masks
+from saccade.bench.case import Case, PagedCase, StepCase
 from saccade.bench.peers.peer import Call, Peer, to_layout
 from saccade.bench.visibility import block_layout
 
@@ -40,11 +38,11 @@ def _peer(name: str) -> Peer:
 
 def _prepare(name: str, case: Case, device: torch.device) -> Call | str:
     if case.attention == "linear":
-        return linear.ours(name, case, device)
+        return _linear(name, case, device)
     if isinstance(case, PagedCase) and len(case.lens) > 1:
         return "this call has no pages: it takes one sequence"
-    if name == "reference" and case.score_bytes > LARGEST_REFERENCE_SCORES:
-        return f"its scores alone would take {case.score_bytes / 1e9:.1f} GB"
+    if name == "reference" and (reason := case.scores_beyond(LARGEST_REFERENCE_SCORES)):
+        return reason
     reason = explained(case, device).reasons[name]
     if reason is not None:
         return reason
@@ -77,7 +75,7 @@ def chosen(case: Case, device: torch.device) -> str:
 
 def explained(case: Case, device: torch.device) -> Any:
     """What `saccade.explain` says of a case."""
-    (query, key, value), mask = _stand_ins(case, device), mask_of(case, device)
+    (query, key, value), mask = case.empty(device), mask_of(case, device)
     if not case.packed:
         return saccade.explain(query, key, value, mask=mask)
     query, key, value = (to_layout(tensor, "packed") for tensor in (query, key, value))
@@ -104,14 +102,35 @@ def mask_of(case: Case, device: torch.device) -> masks.Mask | None:
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-def _stand_ins(case: Case, device: torch.device) -> list[Tensor]:
-    """Tensors of a case's shapes that nobody reads, hence no memory is touched."""
+def _linear(name: str, case: Case, device: torch.device) -> Call | str:
+    """One of saccade's implementations."""
+    row = torch.empty(1, 1, 1, 8, dtype=case.torch_dtype, device=device)
+    reason = saccade.explain_linear(row, row, row).reasons.get(name, "it has no linear attention")
+    if name == "reference":
+        reason = case.scores_beyond(LARGEST_REFERENCE_SCORES)
+    if reason is not None:
+        return reason
 
-    def empty(heads: int, length: int, dim: int) -> Tensor:
-        return torch.empty(case.batch, heads, length, dim, dtype=case.torch_dtype, device=device)
+    if isinstance(case, StepCase):
+        return _step(name)
 
-    return [
-        empty(case.query_heads, case.query_len, case.head_dim),
-        empty(case.kv_heads, case.kv_len, case.head_dim),
-        empty(case.kv_heads, case.kv_len, case.value_dim),
-    ]
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return saccade.linear_attention(query, key, value, implementation=name)
+
+    return Call(run)
+
+
+def _step(name: str) -> Call | str:
+    """A step in place from the state of all keys but the last, which the first call makes."""
+    if name == "reference":
+        return "it changes no states in place"
+    made: list[LinearState] = []
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        token = [rows[:, :, -1:] for rows in (query, key, value)]
+        if not made:
+            before = [rows[:, :, :-1] for rows in (key, key, value)]
+            made.append(saccade.linear_attention(*before, return_state=True)[1])
+        return saccade.linear_attention_step(made[0], *token, implementation=name)
+
+    return Call(run)

@@ -15,8 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import saccade
 from saccade import masks
-from saccade.bench.cases import Case
-from saccade.bench.paged_cases import INT8_SCALE, PagedCase
+from saccade.bench.case import INT8_SCALE, Case, PagedCase
 from saccade.bench.peers.peer import Call, Peer
 
 PAGE_SIZES = (16, 64, 256)

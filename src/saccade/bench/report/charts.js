@@ -58,22 +58,29 @@ const charts = {
     }).observe(charts.part("chart"));
   },
 
-  // Saccade's in warm colours and peers' in cold ones; the same one everywhere on the page, and
-  // unlike ones for those who are seen most.
+  // Saccade's in warm colours and peers' in cold ones, the same one everywhere on the page. Those
+  // that stand in one chart differ in colour; where there are too few, in dashes.
   chooseStyles() {
-    const styles = {}, counts = { ours: 0, peer: 0 };
-    let index = 0;
-    const seen = new Map(), owners = new Map();
-    for (const { who, ours } of charts.points) {
-      seen.set(who, (seen.get(who) ?? 0) + 1);
-      owners.set(who, ours);
+    const styles = {}, together = new Map(), beside = new Map(), seen = new Map();
+    for (const point of charts.points) {
+      const place = ["machine", "kind", "dtype", "dim", "pass"].map((name) => point[name]).join("\n");
+      if (!together.has(place)) together.set(place, new Set());
+      together.get(place).add(point.who);
+      seen.set(point.who, { ours: point.ours, count: (seen.get(point.who)?.count ?? 0) + 1 });
     }
-    for (const who of [...seen.keys()].sort((one, other) => seen.get(other) - seen.get(one))) {
-      const ours = owners.get(who), kind = ours ? "ours" : "peer";
-      const colors = ours ? 4 : 5, count = counts[kind]++;
+    for (const names of together.values()) {
+      for (const who of names) beside.set(who, new Set([...(beside.get(who) ?? []), ...names]));
+    }
+    const order = [...seen.keys()].sort((one, other) => seen.get(other).count - seen.get(one).count);
+    for (const [index, who] of order.entries()) {
+      const ours = seen.get(who).ours, kind = ours ? "ours" : "peer", colors = ours ? 4 : 5;
+      const near = [...beside.get(who)].map((name) => styles[name]).filter((style) => style?.ours === ours);
+      const taken = new Set(near.map((style) => style.number));
+      let number = 0;
+      while (taken.has(number)) number++;
       styles[who] = {
-        who, ours, color: `--${kind}-${count % colors}`, dash: Math.floor(count / colors) % 4,
-        marker: index++ % drawing.markers.length,
+        who, ours, number, color: `--${kind}-${number % colors}`, dash: Math.floor(number / colors) % 4,
+        marker: index % drawing.markers.length,
       };
     }
     return styles;

@@ -1,16 +1,57 @@
-"""Collect: result files become what the page shows."""
+"""Collect: result files become what the page shows, beside the most that a machine can do."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.bench.cases import SHORT_DTYPES
+from saccade.bench.case import SHORT_DTYPES
 from saccade.bench.peers import all_peers
-from saccade.bench.report.limits import Limit, limit_of
 from saccade.bench.results import Result, files_of, read, runs_of
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a device can do at most.
+
+    Attributes:
+        device: its name, as PyTorch gives it.
+        tflops: by dtype. Of half precision: tensor cores, without sparsity. Of float32: without
+            tensor cores, whose tf32 has too few bits to be float32.
+        gbps: of its memory.
+        source: where the numbers come from.
+    """
+
+    device: str
+    tflops: Mapping[str, float]
+    gbps: float
+    source: str
+
+    def most(self, result: Result) -> float | None:
+        """The most that a result's rate can be, in its own unit; None where that is unknown."""
+        return self.gbps if result.gbps is not None else self.tflops.get(result.case["dtype"])
+
+
+def _nvidia(device: str, half: float, single: float, gbps: float) -> Limit:
+    tflops = {"bfloat16": half, "float16": half, "float32": single}
+    return Limit(device, tflops, gbps, "NVIDIA's data sheet")
+
+
+LIMITS = (
+    _nvidia("NVIDIA H200", 989.5, 67.0, 4800.0),
+    _nvidia("NVIDIA H100 80GB HBM3", 989.5, 67.0, 3350.0),
+    _nvidia("NVIDIA A100-SXM4-80GB", 312.0, 19.5, 2039.0),
+    _nvidia("NVIDIA A100-SXM4-40GB", 312.0, 19.5, 1555.0),
+)
+
+
+def limit_of(device: str) -> Limit | None:
+    """The limit of a device; None of one that is not in the table."""
+    return next((limit for limit in LIMITS if limit.device == device), None)
+
 
 # Peers that are saccade: what it chooses, and its kernels where they are asked for by name.
 OURS = ("saccade/", "portable/", "hopper/")

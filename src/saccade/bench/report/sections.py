@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from saccade.bench.judgement import Verdict, number_text, still_missing
 from saccade.bench.report import collect, markup
 from saccade.bench.report.collect import Point, Source
 from saccade.bench.report.markup import Cell, Table, milliseconds, number, percent
 from saccade.bench.results import Result, runs_of
+from saccade.bench.verdicts import Verdict, number_text, still_missing
 
 
 def tiles(found: Sequence[Point], verdicts: dict[str, list[Verdict]]) -> str:
@@ -47,15 +47,14 @@ def beside_peers(sources: Sequence[Source]) -> Table:
                 ratios[machine, who, which_pass].append(ratio)
     rows = [
         (
-            Cell(machine), Cell(who), Cell(which_pass),
-            number(median(values), "{:.2f}"), number(min(values), "{:.2f}"),
-            number(max(values), "{:.2f}"),
+            Cell(who), Cell(which_pass), number(median(values), "{:.2f}"),
             Cell(f"{sum(value < 1 for value in values)} of {len(values)}",
                  sum(value < 1 for value in values) / len(values)),
+            number(min(values), "{:.2f}"), number(max(values), "{:.2f}"), Cell(machine),
         )
         for (machine, who, which_pass), values in ratios.items()
     ]  # fmt: skip
-    columns = ("machine", "peer", "pass", "median", "best", "worst", "saccade is faster in")
+    columns = ("peer", "pass", "median", "saccade is faster in", "best", "worst", "machine")
     return Table(
         "The time of saccade's fastest implementation over the peer's, in the same run; "
         "below 1 saccade is faster", columns, rows,

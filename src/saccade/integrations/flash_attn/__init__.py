@@ -15,12 +15,11 @@ from saccade.integrations.flash_attn.functions import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
-)
-from saccade.integrations.flash_attn.packed import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from saccade.integrations.flash_attn.import_hook import install, installed, uninstall
 from saccade.integrations.flash_attn.padding import (
     IndexFirstAxis,
     IndexFirstAxisResidual,
@@ -38,7 +37,6 @@ from saccade.integrations.flash_attn.rotary import (
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
 )
-from saccade.integrations.flash_attn.stand_in import install, installed, uninstall
 
 __all__ = [
     "IndexFirstAxis",

@@ -9,9 +9,7 @@ from torch import Tensor
 
 import saccade
 from saccade import masks
-from saccade.integrations.flash_attn.forward_only import without_gradient
-from saccade.integrations.flash_attn.how import How
-from saccade.integrations.flash_attn.scalars import flag, whole
+from saccade.integrations.flash_attn.options import Options, flag, whole, without_gradient
 
 LARGEST_PAGE = 1024
 
@@ -71,13 +69,13 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
         TypeError, ValueError: naming the argument.
         NotImplementedError: in backward, as there are no gradients.
     """
-    how = How.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = Options.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
     more, interleaved = flag("return_softmax_lse", return_softmax_lse), rotary_interleaved
     new = _New(k, v, _angles(rotary_cos, rotary_sin), flag("rotary_interleaved", interleaved))
     whole("num_splits", num_splits)
     with torch.no_grad():
         found = _attended(
-            q, (k_cache, v_cache), new, how, cache_seqlens, cache_batch_idx, cache_leftpad,
+            q, (k_cache, v_cache), new, options, cache_seqlens, cache_batch_idx, cache_leftpad,
             block_table,
         )  # fmt: skip
     name = "flash_attn_with_kvcache"
@@ -86,7 +84,7 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
 
 
 class _New(NamedTuple):
-    """What is appended, and how it and queries are turned."""
+    """What is appended, and options it and queries are turned."""
 
     k: Tensor | None
     v: Tensor | None
@@ -98,7 +96,7 @@ def _attended(
     q: Tensor,
     caches: tuple[Tensor, Tensor],
     new: _New,
-    how: How,
+    options: Options,
     cache_seqlens: Any,
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
@@ -129,17 +127,17 @@ def _attended(
             rotary=_at(angles, place), interleaved=rotary_interleaved,
         )  # fmt: skip
     if angles is not None:
-        step = 1 if how.local else 0
+        step = 1 if options.local else 0
         place = before[:, None] + step * torch.arange(q.shape[1], device=q.device)
         turned = saccade.rotate(q.flatten(0, 1), _at(angles, place), interleaved=rotary_interleaved)
         q = turned.view(q.shape)
-    options = how.options()
+    keywords = options.keywords()
     if cache_leftpad is not None:
         seen = behind_padding(cache_leftpad)
-        options["mask"] = seen if options["mask"] is None else options["mask"] & seen
+        keywords["mask"] = seen if keywords["mask"] is None else keywords["mask"] & seen
     lens = (before + num_new).clamp(max=capacity)
     output, lse = saccade.attention_paged(
-        q.transpose(1, 2), key_pages, value_pages, table, lens, **options, return_lse=True
+        q.transpose(1, 2), key_pages, value_pages, table, lens, **keywords, return_lse=True
     )
     return output.transpose(1, 2), lse
 

@@ -1,7 +1,7 @@
 """Version 3: the calls of `flash_attn_interface`, FlashAttention-3's module.
 
 They differ from version 2's in their arguments: no dropout, no ALiBi, pages by `page_table`. With
-`return_attn_probs` they return the output and the lse. Options that only choose how kernels run
+`return_attn_probs` they return the output and the lse. Options that only choose options kernels run
 (`num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`) change nothing here; those that change
 the result and are not served raise by name.
 """
@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 import saccade
-from saccade.integrations.flash_attn import cache, functions, packed
-from saccade.integrations.flash_attn.forward_only import without_gradient
+from saccade.integrations.flash_attn import cache, functions
 from saccade.integrations.flash_attn.functions import unpacked
-from saccade.integrations.flash_attn.how import How
-from saccade.integrations.flash_attn.scalars import flag, whole
+from saccade.integrations.flash_attn.options import Options, flag, whole, without_gradient
 
 Scale = Tensor | None
 
@@ -117,7 +115,7 @@ def flash_attn_varlen_func(
     """Attention of packed sequences, as version 2's `flash_attn_varlen_func` computes it."""
     _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
     _refuse(seqused_q=seqused_q, seqused_k=seqused_k)
-    found = packed.flash_attn_varlen_func(
+    found = functions.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
         causal, window_size, softcap, None, deterministic, True,
     )  # fmt: skip
@@ -181,11 +179,11 @@ def flash_attn_with_kvcache(  # breaks function-length: half of it is its argume
             "page_table, cache_seqlens: take tensors with cu_seqlens_q: queries are packed over "
             "pages alone"
         )
-    how = How.of(softmax_scale, causal, window_size, softcap, None)
+    options = Options.of(softmax_scale, causal, window_size, softcap, None)
     with torch.no_grad():
         found = saccade.attention_paged(
             q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), page_table, cache_seqlens,
-            cu_seqlens_q=cu_seqlens_q, **how.options(), return_lse=True,
+            cu_seqlens_q=cu_seqlens_q, **options.keywords(), return_lse=True,
         )  # fmt: skip
     found = without_gradient("flash_attn_with_kvcache", found, q, k_cache, v_cache)
     return _answer(found, return_softmax_lse, "return_softmax_lse")

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 import saccade
 from saccade.integrations.sdpa.call import is_causal_bias, translated
-from saccade.integrations.sdpa.stand_in import NAME, StandIn
+from saccade.integrations.sdpa.patch import NAME, Patch
 
 PLAIN = (Tensor, Parameter)  # types that nothing but PyTorch itself looks into
 
@@ -74,12 +74,12 @@ def enable() -> None:
 
     >>> saccade.integrations.sdpa.enable()
     """
-    _stand_in.put()
+    _patch.put()
 
 
 def disable() -> None:
     """Give PyTorch its function back."""
-    _stand_in.take_away()
+    _patch.take_away()
 
 
 @contextmanager
@@ -175,4 +175,4 @@ def _all_backends() -> bool:
 _all_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]  # to a trace
 
 
-_stand_in = StandIn(_served)
+_patch = Patch(_served)

@@ -13,6 +13,7 @@ from saccade.integrations.transformers import versions
 
 versions.require()
 
+from saccade.integrations.transformers.attention import AttentionStep as AttentionStep  # noqa: E402
 from saccade.integrations.transformers.attention import (  # noqa: E402
     attention_forward as attention_forward,
 )
@@ -21,6 +22,5 @@ from saccade.integrations.transformers.cache import (  # noqa: E402
 )
 from saccade.integrations.transformers.masks import lazy_mask as lazy_mask  # noqa: E402
 from saccade.integrations.transformers.registration import register as register  # noqa: E402
-from saccade.integrations.transformers.steps import AttentionStep as AttentionStep  # noqa: E402
 
 __all__ = ["AttentionStep", "PagedGenerationCache", "attention_forward", "lazy_mask", "register"]

@@ -1,23 +1,62 @@
-"""Attention: the function that is registered with transformers' AttentionInterface."""
+"""Attention: the function that is registered with transformers' AttentionInterface, and what a
+serving engine hands to it through a model's forward pass.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 import saccade
-from saccade.integrations.transformers import continuous, kinds
-from saccade.integrations.transformers.graph_masks import GraphMask
-from saccade.integrations.transformers.kinds import Visible
+from saccade.integrations.transformers import continuous, masks
+from saccade.integrations.transformers.deferred import PagedRows
 from saccade.integrations.transformers.mask_tensors import MaskTensor
-from saccade.integrations.transformers.masks import LazyMask
-from saccade.integrations.transformers.rows import PagedRows
-from saccade.integrations.transformers.steps import AttentionStep
+from saccade.integrations.transformers.masks import GraphMask, LazyMask, Visible
+
+
+class AttentionStep(Protocol):
+    """One step of an engine that keeps keys and values itself.
+
+    An engine calls ``model(input_ids, position_ids=…, saccade_step=step, use_cache=False)`` with
+    the tokens of all its sequences laid side by side in one row. Every attention layer then calls
+    `attend` in place of attending, and ignores the attention mask: which tokens are whose only
+    the step knows.
+    """
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: saccade.masks.Mask,
+        score: saccade.scores.Score | None,
+        scale: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Keep the new keys and values, and attend to all that each sequence has.
+
+        Args:
+            layer: the attention layer's number in the model.
+            query: [1, query_heads, tokens, head_dim], turned by its rotary embedding already.
+            key, value: [1, kv_heads, tokens, dim]: of the new tokens only.
+            mask: `masks.causal()`, or `masks.window(left)` in a layer with a sliding window;
+                rows are numbered within each sequence and aligned at the bottom right.
+            score: `scores.softcap(cap)` where the layer has one, else None.
+            scale: the factor of the scores; 1/sqrt(head_dim) where None.
+            sinks: [query_heads] logits, where the layer has some, else None.
+
+        Returns:
+            [1, tokens, query_heads, value_dim].
+        """
+        ...
+
 
 # What layers may hide behind, by what a config's `layer_types` calls them, and say in arguments.
 TOLD_TO_STEPS = ("full_attention", "sliding_attention")
@@ -196,7 +235,7 @@ def _within_packed(
         )[None]
         for rows, ends in zip((query, key), offsets, strict=True)
     ]
-    return kinds.conjunction([mask, saccade.masks.documents(*ids)])
+    return masks.conjunction([mask, saccade.masks.documents(*ids)])
 
 
 def _told(

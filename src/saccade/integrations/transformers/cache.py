@@ -14,6 +14,7 @@ is fast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,29 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 import saccade
-from saccade.integrations.transformers import windows as sliding
-from saccade.integrations.transformers.rows import Step, paged_rows
+from saccade.integrations.transformers.deferred import Step, paged_rows
+
+MOST_DRAFTS = 128  # tokens behind a long chunk that sliding layers can take back
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """How many tokens each layer sees before a token itself; None: all of them."""
+    kinds, reach = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    return [
+        reach - 1 if kinds and kinds[layer] == "sliding_attention" and reach else None
+        for layer in range(config.num_hidden_layers)
+    ]
+
+
+def most_pages(max_tokens: int, window: int | None, page_size: int) -> int:
+    """The most pages that a sequence of so many tokens holds in layers of a window."""
+    if window is not None:
+        # A chunk of a window behind a window; and then what is kept of a longer one, which is
+        # taken before they are let go of. Each begins and ends within a page.
+        kept = 3 * (window + 1) + MOST_DRAFTS + 3 * page_size
+        max_tokens = min(max_tokens, kept)
+    return math.ceil(max_tokens / page_size)
+
 
 PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -164,10 +186,10 @@ class PagedGenerationCache(Cache):
         if others or model.config.is_encoder_decoder:
             got = ", ".join(sorted(others)) or "an encoder and a decoder"
             raise ValueError(f"model: got layers of {got}, takes {', '.join(sorted(PAGED_LAYERS))}")
-        reaches = sliding.windows_of(config)
+        reaches = windows_of(config)
         if max_tokens is not None:
             num_pages = {
-                window: batch_size * sliding.most_pages(max_tokens, window, page_size)
+                window: batch_size * most_pages(max_tokens, window, page_size)
                 for window in set(reaches)
             }
         assert num_pages is not None  # one of the two was given
@@ -213,7 +235,7 @@ class PagedGenerationCache(Cache):
     def _begin_step(self, pages: saccade.LayeredCache, length: int, count: int) -> None:
         outgrown = [window is not None and count > window + 1 for window in pages.kinds]
         before = pages.tables(self.sequences) if any(outgrown) and length else None
-        spare = [sliding.MOST_DRAFTS if each else None for each in outgrown]
+        spare = [MOST_DRAFTS if each else None for each in outgrown]
         slots = pages.append(dict.fromkeys(self.sequences, count), spare=spare)
         tables = pages.tables(self.sequences)
         self._steps = [

@@ -1,16 +1,19 @@
-"""Installed: packages for attention that the user may have beside PyTorch."""
+"""Packages: attention by what the user may have installed beside PyTorch."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.bench.cases import Case
+from saccade.bench.case import Case
 from saccade.bench.peers.peer import Call, Peer
 
 Maker = Callable[[Any, Case, torch.device], Call | str]
@@ -23,6 +26,13 @@ def peers() -> list[Peer]:
         _peer("flash_attn_3", "flash_attn_interface", "FlashAttention-3", flash_attn),
         _peer("xformers", "xformers.ops", "memory_efficient_attention", _xformers),
         _peer("flash_attention_triton", "flash_attention_triton", "FlashAttention-2", _triton),
+        Peer(
+            "fla",
+            "chunk_linear_attn with normalize, by the package fla, tuned quickly; elu + 1 outside",
+            prepare_fla,
+            by_default=importlib.util.find_spec("fla") is not None,
+            attention=("linear",),
+        ),
     ]
 
 
@@ -97,3 +107,76 @@ def _triton(module: Any, case: Case, device: torch.device) -> Call | str:
 def _first(result: Any) -> Tensor:
     """Some versions give the output alone, others a tuple that begins with it."""
     return result[0] if isinstance(result, tuple) else result
+
+
+KERNELS = ("fla.ops.common.chunk_h", "fla.ops.common.chunk_o", "fla.ops.utils.cumsum")
+WARM_MS, TIMED_MS = 3, 15  # of each config; Triton's own are 25 and 100
+MOST_COMPILERS = 16
+
+
+def prepare_fla(case: Case, device: torch.device) -> Call | str:
+    """chunk_linear_attn with its normaliser; features are taken outside, as it has none."""
+    try:
+        module = importlib.import_module("fla.ops.linear_attn")
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "fla"
+        return "not installed" if missing else f"import fails: {error}"
+    if device.type != "cuda":
+        return "it takes tensors on a GPU"
+    if case.decodes:
+        return "chunk_linear_attn goes on from no state in place"
+    for name in KERNELS:
+        tune_quickly(importlib.import_module(name))
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key = (torch.nn.functional.elu(rows) + 1 for rows in (query, key))
+        return module.chunk_linear_attn(query, key, value, scale=1.0, normalize=True)[0]
+
+    return Call(run, "rows first")
+
+
+def tune_quickly(module: ModuleType) -> None:
+    """Have the kernels of a module tuned as this file's docstring says."""
+    for kernel in vars(module).values():
+        while kernel is not None and not hasattr(kernel, "prune_configs"):
+            kernel = getattr(kernel, "fn", None)
+        if kernel is not None and "prune_configs" not in vars(kernel):
+            _tune_quickly(kernel)
+
+
+def _tune_quickly(tuner: Any) -> None:
+    from triton.testing import do_bench
+
+    prune = tuner.prune_configs
+
+    def pruned(meta: dict[str, Any]) -> list[Any]:
+        configs = prune(meta)
+        kept = [config for config in configs if is_plausible(config)] or configs
+        named = dict(tuner.nargs)
+
+        def compile_one(config: Any) -> None:
+            asked = {**named, **meta, **config.all_kwargs(), "warmup": True}
+            try:
+                tuner.fn.run(**asked)
+            except Exception:  # it will fail again where it is timed, which Triton expects
+                return
+
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_COMPILERS)) as pool:
+            list(pool.map(compile_one, kept))
+        return kept
+
+    def bench(call: Any, quantiles: Any) -> Any:
+        return do_bench(call, warmup=WARM_MS, rep=TIMED_MS, quantiles=quantiles)
+
+    tuner.prune_configs, tuner.do_bench = pruned, bench
+
+
+def is_plausible(config: Any) -> bool:
+    """Whether a config may win on a GPU of today: not the small tiles, and no single warp."""
+    tiles = [config.kwargs[name] for name in ("BK", "BV") if name in config.kwargs]
+    rows = config.kwargs.get("BT")
+    if rows is not None:  # a sum along the rows
+        return rows >= 64 and config.num_warps >= 4 and config.num_stages in (1, 3)
+    if tiles and config.num_stages == 4:
+        return False
+    return min(tiles, default=64) >= 64 and config.num_warps > 1

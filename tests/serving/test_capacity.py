@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from saccade.serving.threads import choose_threads
+from saccade.serving.capacity import choose_threads
 
 
 @pytest.fixture

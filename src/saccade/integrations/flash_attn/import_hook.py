@@ -1,4 +1,4 @@
-"""Stand-in: let `import flash_attn` in other people's code find saccade's calls.
+"""Import hook: let `import flash_attn` in other people's code find saccade's calls.
 
 So does `import flash_attn_interface`, FlashAttention-3's module.
 """
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from saccade.integrations.flash_attn import cache, functions, packed, padding, rotary, version_3
+from saccade.integrations.flash_attn import cache, functions, padding, rotary, version_3
 
 VERSION = "2.8.3"
 """Of flash-attn, whose calls these are: programs look at it."""
 
 CALLS = {
     name: getattr(module, name)
-    for module in (functions, packed, cache)
+    for module in (functions, cache)
     for name in vars(module)
     if name.startswith("flash_attn_")
 }

@@ -1,23 +1,29 @@
-"""Linear: who takes part in cases of linear attention."""
+"""Rates: how fast products and the memory are, as yardsticks: none of them computes attention."""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import saccade
-from saccade import LinearState
-from saccade.bench.cases import Case
-from saccade.bench.linear_cases import StepCase
-from saccade.bench.peers import fla
+from saccade.bench.case import Case, StepCase
 from saccade.bench.peers.peer import Call, Peer
+
+COPY_BYTES = 2**30
+"""What "copy" moves, read and written together, whatever the case."""
+
+COMPUTES = "memory does not bound it"
 
 
 def peers() -> list[Peer]:
-    """Those who compute nothing but linear attention, and the rate that a product reaches."""
+    """The rate that a product reaches, a pure read of a case's bytes, and a pure copy of many."""
+    yardstick: dict[str, Any] = {
+        "by_default": False,
+        "attention": ("paged", "linear"),
+        "computes_attention": False,
+    }
     return [
         Peer(
             "bmm",
@@ -26,48 +32,47 @@ def peers() -> list[Peer]:
             attention=("linear",),
             computes_attention=False,
         ),
+        Peer("read", "a sum over as many bytes as the case has", _read, **yardstick),
         Peer(
-            "fla",
-            "chunk_linear_attn with normalize, by the package fla, tuned quickly; elu + 1 outside",
-            fla.prepare,
-            by_default=importlib.util.find_spec("fla") is not None,
-            attention=("linear",),
+            "copy", "a copy of half a GiB, whatever the case", _copy, moves=COPY_BYTES, **yardstick
         ),
     ]
 
 
-def ours(name: str, case: Case, device: torch.device) -> Call | str:
-    """One of saccade's implementations."""
-    row = torch.empty(1, 1, 1, 8, dtype=case.torch_dtype, device=device)
-    reason = saccade.explain_linear(row, row, row).reasons.get(name, "it has no linear attention")
-    if name == "reference" and case.score_bytes > 2**28:
-        reason = f"its scores alone would take {case.score_bytes / 1e9:.1f} GB"
-    if reason is not None:
-        return reason
+def _read(case: Case, device: torch.device) -> Call | str:
+    if _computes(case):
+        return COMPUTES
 
-    if isinstance(case, StepCase):
-        return _step(name)
+    @functools.cache
+    def memory() -> tuple[Tensor, Tensor]:
+        return torch.ones(case.bytes // 4, device=device), torch.empty((), device=device)
 
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return saccade.linear_attention(query, key, value, implementation=name)
+    def run(*inputs: Tensor) -> Tensor:
+        source, total = memory()
+        return torch.sum(source, 0, out=total)
 
     return Call(run)
 
 
-def _step(name: str) -> Call | str:
-    """A step in place from the state of all keys but the last, which the first call makes."""
-    if name == "reference":
-        return "it changes no states in place"
-    made: list[LinearState] = []
+def _copy(case: Case, device: torch.device) -> Call | str:
+    if _computes(case):
+        return COMPUTES
 
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        token = [rows[:, :, -1:] for rows in (query, key, value)]
-        if not made:
-            before = [rows[:, :, :-1] for rows in (key, key, value)]
-            made.append(saccade.linear_attention(*before, return_state=True)[1])
-        return saccade.linear_attention_step(made[0], *token, implementation=name)
+    @functools.cache
+    def memory() -> tuple[Tensor, Tensor]:
+        source = torch.ones(COPY_BYTES // 8, device=device)
+        return source, torch.empty_like(source)
+
+    def run(*inputs: Tensor) -> Tensor:
+        source, target = memory()
+        return torch.neg(source, out=target)  # an operation: copies have an engine of their own
 
     return Call(run)
+
+
+def _computes(case: Case) -> bool:
+    """Whether a case is a whole call of linear attention, and no step."""
+    return case.attention == "linear" and not case.decodes
 
 
 class _Products(torch.autograd.Function):

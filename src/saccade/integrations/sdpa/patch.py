@@ -1,10 +1,10 @@
-"""Stand-in: what stands at `torch.nn.functional.scaled_dot_product_attention` after `enable`.
+"""Patch: what stands at `torch.nn.functional.scaled_dot_product_attention` after `enable`.
 
 Programs know that function by its identity. A handler of calls (`__torch_function__` of a tensor
 or of a mode) asks `func is torch.nn.functional.scaled_dot_product_attention`, or `func is` what it
 kept from earlier, or looks it up in a dictionary; TorchScript knows it by its address. So handlers
 are given PyTorch's own function, which stands in its place again as long as they run; and the
-stand-in equals it, hashes like it, and is registered with TorchScript as the same operator.
+patch equals it, hashes like it, and is registered with TorchScript as the same operator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = "scaled_dot_product_attention"
 ORIGINAL: Any = vars(torch._C)["_nn"].scaled_dot_product_attention
 
 
-class StandIn:
+class Patch:
     """Callable in the place of PyTorch's function: asks `serve`, and else calls that function.
 
     Args:
@@ -111,17 +111,17 @@ class StandIn:
 class _Last(TorchFunctionMode):
     """A mode behind all others: when they have seen a call and pass it on, it comes to us."""
 
-    def __init__(self, stand_in: StandIn) -> None:
+    def __init__(self, patch: Patch) -> None:
         super().__init__()
-        self.stand_in = stand_in
+        self.patch = patch
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What func gives; of PyTorch's function, what we give if we serve the call."""
         options = kwargs or {}
-        if func is self.stand_in.before:
-            output = self.stand_in.attempt(*args, **options)
+        if func is self.patch.before:
+            output = self.patch.attempt(*args, **options)
             if output is not None:
                 return output
         return func(*args, **options)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade.serving.text import TextStream
+from saccade.serving.detokenizer import TextStream
 
 
 class ByteTokenizer:

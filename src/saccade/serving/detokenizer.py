@@ -1,4 +1,4 @@
-"""Text: tokens become text as they come, and stop strings are noticed in it."""
+"""Detokenizer: tokens become text as they come, and stop strings are noticed in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judgement: how the targets stand in a file of results, and what is missing for an answer."""
+"""Verdicts: how the targets stand in a file of results, and what is missing for an answer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from rich.table import Table
-
-from saccade.bench.history import History, Unmeasured
 from saccade.bench.results import Result
 from saccade.bench.selection import folded
-from saccade.bench.target import Target
-from saccade.bench.targets import TARGETS
+from saccade.bench.targets import TARGETS, Target
+from saccade.bench.yardsticks import History, Unmeasured
 
 
 class Verdict(NamedTuple):
@@ -60,34 +57,6 @@ def _verdict(target: Target, history: History) -> Verdict:
         mean = geometric_mean([value for value, _, _ in verdict.measured])
         verdict.measured[:] = [(mean, f"mean of {len(verdict.measured)}", "")]
     return verdict
-
-
-def targets_table(verdicts: Sequence[Verdict]) -> Table:
-    """A row a target, and below it each case that misses it."""
-    caption = "a ratio to another's time counts only within one interleaved run"
-    table = Table(caption=caption, caption_justify="left")
-    table.add_column("target")
-    table.add_column("worst", justify="right", no_wrap=True)
-    table.add_column("limit", justify="right")
-    table.add_column("cases", justify="right", no_wrap=True)
-    table.add_column("reached", no_wrap=True)
-    colors = {"yes": "green", "no": "red", "not measured": "yellow"}
-    for verdict in verdicts:
-        limit, count = verdict.target.limit, len(verdict.measured)
-        worst = number_text(verdict, verdict.measured[0][0]) if verdict.measured else "–"
-        good = count - len(verdict.misses)
-        cases = f"{good} of {count + len(verdict.missing)}"
-        answer = f"[{colors[verdict.answer]}]{verdict.answer}[/]"
-        table.add_row(verdict.target.what, worst, number_text(verdict, limit), cases, answer)
-        for value, case, which_pass in verdict.misses:
-            where = f"{case}, {which_pass}" if which_pass else case
-            table.add_row(f"[dim]  {where}[/dim]", number_text(verdict, value))
-    return table
-
-
-def missing_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """What must still be measured, for the terminal."""
-    return [f"[bold]missing[/bold] {line}" for line in still_missing(verdicts)]
 
 
 def still_missing(verdicts: Sequence[Verdict]) -> list[str]:
