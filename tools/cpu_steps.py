@@ -119,7 +119,7 @@ def batch_of(work: Work) -> dict[str, torch.Tensor]:
 def step_of(
     work: Work, attention: str, compiled: bool, seen: list[torch.Tensor]
 ) -> Callable[[], float]:
-    """One step, which gives its loss; the first one's gradient of queries' weights goes to `seen`."""
+    """One step, which gives its loss; the first one adds the gradient of a weight to `seen`."""
     model, batch = model_of(work, attention), batch_of(work)
     forward = torch.compile(model, dynamic=False) if compiled else model
     queries = model.model.layers[0].self_attn.q_proj.weight
