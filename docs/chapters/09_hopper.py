@@ -247,9 +247,8 @@ def compiled(capability):
     signature = dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), "*bf16")
     signature |= {"output_ptr": "*fp32", "kv_len": "i32", "TILE": "constexpr"}
     source = ASTSource(inner_loop, signature, constexprs={"TILE": 64})
-    target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": 4, "enable_fp_fusion": True}  # as the library has it: see launch.py
-    return triton.compile(source, target=target, options=options).asm["ptx"]
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return triton.compile(source, GPUTarget("cuda", capability, 32), options).asm["ptx"]
 
 
 INSTRUCTIONS = {
