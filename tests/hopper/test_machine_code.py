@@ -73,16 +73,19 @@ def test_no_more_spills_than_were_seen():
     job = Job("sm_90", call, "hopper_shared", ("hopper_backward",))
     seen = SEEN["3.8", "hopper_backward", call.name]
 
-    def with_spills(count):
+    def left_of(triton, count):
         usage = Usage(168, 9, 0, looped=count, products=96, covered=28)
-        return Compiled(job, "hopper_backward", (64, 64, 12, 2), 0.0, usage, "", "")
+        made = Compiled(job, "hopper_backward", (64, 64, 12, 2), 0.0, usage, "", "")
+        usage = without_seen(triton, made).usage
+        assert usage is not None
+        return usage.looped
 
-    assert without_seen("3.8.0", with_spills(seen)).usage.looped == 0
+    assert left_of("3.8.0", seen) == 0
     with pytest.raises(AssertionError, match=f"{seen + 1} spills in loops, {seen} were seen"):
-        without_seen("3.8.0", with_spills(seen + 1))
+        left_of("3.8.0", seen + 1)
     with pytest.raises(AssertionError, match="remove it from SEEN"):
-        without_seen("3.8.0", with_spills(0))
-    assert without_seen("3.6.0", with_spills(seen + 1)).usage.looped == seen + 1
+        left_of("3.8.0", 0)
+    assert left_of("3.6.0", seen + 1) == seen + 1
 
 
 def test_all_widths_multiply_and_cover_their_exponents():
