@@ -48,7 +48,7 @@ def _mixed(high: Tensor, word: Tensor, key: Tensor | int) -> Tensor:
     """The low 32 bits of high ^ word ^ key; a seed that is a tensor may be mapped by vmap."""
     if isinstance(key, Tensor):
         return (high ^ word ^ key) & LOW_32
-    wide = torch.broadcast_shapes(high.shape, word.shape) == high.shape
+    wide = high.dim() == word.dim() and all(map(int.__ge__, high.shape, word.shape))
     mixed = high.bitwise_xor_(word) if wide else high ^ word
     return mixed.bitwise_xor_(key).bitwise_and_(LOW_32)
 

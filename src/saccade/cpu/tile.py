@@ -6,7 +6,7 @@ are float32 (float64 for float64).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from saccade.cpu.remembered import Remembered
 from saccade.language import index_range
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
-from saccade.modifiers.gradient import Taken, change_backward
+from saccade.modifiers.gradient import Taken, change_backward, change_with_slopes
+from saccade.modifiers.selection import hide
 from saccade.problem import Variant, accumulate_dtype
 
 MOST_DRAWN = 2**25  # pairs, of one byte each, whose draws are remembered
@@ -44,9 +45,15 @@ class _Scored(NamedTuple):
     """A rectangle after its scores are known."""
 
     raw: Tensor  # scale · query · keyᵀ, [batch, heads, rows, keys]
-    changed: Tensor  # after the score change, -inf where hidden; may be changed in place
+    changed: Tensor  # after the score change, -inf where hidden
     visible: Tensor | None
-    kept: Tensor | None  # the factor that dropout gives a weight: 0 or 1 / (1 - dropout_p)
+    kept: Tensor | None  # 1 where dropout keeps a weight, which is divided by 1 - dropout_p, else 0
+    slopes: Sequence[Tensor] | None  # see change_with_slopes
+    fresh: bool  # whether `changed` is nobody else's: a score may give what it captured
+
+    def less(self, numbers: Tensor) -> Tensor:
+        """The changed scores less a number of each row, in their memory if that is free."""
+        return self.changed.sub_(numbers) if self.fresh else self.changed.sub(numbers)
 
 
 def _score(
@@ -57,26 +64,30 @@ def _score(
     place: Place,
     masked: bool,
     spoilt: Tensor | None,
+    wanted: Collection[int] | None = None,
 ) -> _Scored:
+    """wanted: in a backward pass, the captured tensors whose gradients are asked for."""
     batch, heads, rows, _ = query.shape
     raw = (_packed(query, key) @ key.transpose(-1, -2)).mul_(variant.scale)
     raw = raw.view(batch, heads, rows, key.shape[2])
     at = place.coordinates()
-    changed = evaluate.change(variant.score, variant.score_captured, raw, at)
+    slopes = None
+    if wanted is None or not variant.score:
+        changed = evaluate.change(variant.score, variant.score_captured, raw, at)
+    else:
+        changed, slopes = change_with_slopes(variant.score, variant.score_captured, raw, at, wanted)
+    fresh = changed is raw or spoilt is not None
     if spoilt is not None:
         changed = changed.masked_fill(spoilt, torch.nan)
     seen = evaluate.visible(variant.mask, variant.mask_captured, at) if masked else None
-    if seen is not None and changed is raw and spoilt is None:  # NaN would show, and be seen
+    if seen is not None and changed is raw:  # NaN would show, and be seen
         changed = raw.add_(torch.where(seen, 0.0, -torch.inf).to(raw.dtype))
     elif seen is not None:
-        changed = changed.masked_fill(~seen, -torch.inf)
-    elif variant.score and spoilt is None:  # it may be memory that the score captured
-        changed = changed.clone()
+        changed, fresh = hide(changed, seen), True
     kept = None
-    if seed is not None:
-        kept = _kept(int(seed), place, variant.dropout_p).to(raw.dtype)
-        kept = kept.div_(1 - variant.dropout_p)
-    return _Scored(raw, changed, seen, kept)
+    if seed is not None:  # bytes become numbers ten times as fast as bools
+        kept = _kept(int(seed), place, variant.dropout_p).view(torch.uint8).to(raw.dtype)
+    return _Scored(raw, changed, seen, kept, slopes, fresh)
 
 
 def _kept(seed: int, place: Place, dropout_p: float) -> Tensor:
@@ -116,13 +127,15 @@ def forward(
     scored = _score(query, key, variant, seed, place, masked, spoilt)
     row_max = scored.changed.amax(-1, keepdim=True)
     row_max.masked_fill_(row_max == -torch.inf, 0)
-    weights = scored.changed.sub_(row_max).exp_()
+    weights = scored.less(row_max).exp_()
     row_sum = weights.sum(-1, keepdim=True)
     empty = row_sum == 0
     row_sum.masked_fill_(empty, 1)
+    divisor = row_sum
     if scored.kept is not None:
         weights.mul_(scored.kept)
-    output = (_packed(weights, key) @ value).view(*query.shape[:3], value.shape[-1]).div_(row_sum)
+        divisor = row_sum * (1 - variant.dropout_p)
+    output = (_packed(weights, key) @ value).view(*query.shape[:3], value.shape[-1]).div_(divisor)
     lse = (row_max + row_sum.log()).masked_fill(empty, -torch.inf)
     return output, lse.squeeze(-1)
 
@@ -162,10 +175,12 @@ def backward(
     wide = accumulate_dtype(query.dtype)
     grad_output, query = grad_output.to(wide), query.to(wide)
     query, key, value, spoilt = _set_spoilt_apart(query, key.to(wide), value.to(wide), careful)
-    scored = _score(query, key, variant, seed, place, masked, spoilt)
-    weights = scored.changed.sub_(lse.unsqueeze(-1)).exp_()
+    scored = _score(query, key, variant, seed, place, masked, spoilt, wanted)
+    weights = scored.less(lse.unsqueeze(-1)).exp_()
     if careful and scored.visible is not None:  # a NaN row must not reach what it does not see
         weights = weights.masked_fill(~scored.visible, 0)
+    if scored.kept is not None:
+        grad_output = grad_output / (1 - variant.dropout_p)
     grad_output = _packed(grad_output, key)
     grad_weights = (grad_output @ value.transpose(-1, -2)).view_as(weights)
     dropped = weights
@@ -178,7 +193,7 @@ def backward(
         grad_scores = grad_scores.masked_fill(~scored.visible, 0)
     grad_scores, taken = change_backward(
         variant.score, variant.score_captured, scored.raw, place.coordinates(), grad_scores,
-        scored.visible, wanted,
+        scored.visible, wanted, scored.slopes,
     )  # fmt: skip
     grad_scores = _packed(grad_scores.mul_(variant.scale), key)
     grad_query = (grad_scores @ key).view(query.shape)

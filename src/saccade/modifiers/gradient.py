@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.language import slices_of
-from saccade.modifiers.derivative import derivatives
+from saccade.modifiers.derivative import Derivatives, derivatives
 from saccade.modifiers.evaluate import evaluate, inside
 from saccade.modifiers.expression import Captured, Coordinates, needed
+from saccade.modifiers.selection import keep
 
 
 class Taken(NamedTuple):
@@ -47,6 +48,20 @@ class Taken(NamedTuple):
         total.index_put_(places, gradient.to(total.dtype), accumulate=True)
 
 
+def change_with_slopes(
+    key: str, captured: Captured, score: Tensor, at: Coordinates, wanted: Collection[int] = ()
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The changed scores, and what `change_backward` will need: a step is computed once for both.
+
+    wanted: the places of the captured tensors whose gradients will be asked for.
+    """
+    found = derivatives(key)
+    results = [found.result, *_numbers(found, wanted)]
+    values = evaluate(found.expression, captured, at, score, needed(found.expression, *results))
+    changed = values[found.result]
+    return changed.expand(torch.broadcast_shapes(changed.shape, score.shape)), values
+
+
 def change_backward(
     key: str,
     captured: Captured,
@@ -55,12 +70,14 @@ def change_backward(
     grad: Tensor,
     visible: Tensor | None,
     wanted: Collection[int] = (),
+    values: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, list[Taken]]:
     """Carry the gradient of changed scores back.
 
     Args:
         visible: which pairs are; what a derivative gives elsewhere, NaN perhaps, is left out.
         wanted: the places of the captured tensors whose gradients are asked for.
+        values: what `change_with_slopes` gave besides; None: it is computed here.
 
     Returns:
         The gradient of the scores before the change, and what wanted tensors get.
@@ -68,18 +85,15 @@ def change_backward(
     if not key:
         return grad, []
     found = derivatives(key)
-    reads = {slot: found.of_reads[slot] for slot in wanted if slot in found.of_reads}
-    results = [number for pair in reads.values() for number in pair]
-    if found.of_score is not None:
-        results.append(found.of_score)
-    values = evaluate(found.expression, captured, at, score, needed(found.expression, *results))
+    if values is None:
+        _, values = change_with_slopes(key, captured, score, at, wanted)
 
     def through(slope: Tensor) -> Tensor:
         product = (grad * slope).to(grad.dtype)
-        return product if visible is None else product.masked_fill(~visible, 0)
+        return product if visible is None else keep(product, visible)
 
     taken = []
-    for slot, (slope, read) in reads.items():
+    for slot, (slope, read) in _reads(found, wanted).items():
         step, table = found.expression[read], captured.tensors[slot]
         indices = [values[number] for number in step.operands]
         if slices_of(table, indices) is None:
@@ -90,6 +104,16 @@ def change_backward(
     if found.of_score is None:
         return torch.zeros_like(grad), taken
     return through(values[found.of_score]), taken
+
+
+def _reads(found: Derivatives, wanted: Collection[int]) -> dict[int, tuple[int, int]]:
+    return {slot: found.of_reads[slot] for slot in wanted if slot in found.of_reads}
+
+
+def _numbers(found: Derivatives, wanted: Collection[int]) -> list[int]:
+    """The steps that gradients are made of."""
+    numbers = [number for pair in _reads(found, wanted).values() for number in pair]
+    return numbers if found.of_score is None else [*numbers, found.of_score]
 
 
 def _nearest(index: Tensor, size: int) -> Tensor:
