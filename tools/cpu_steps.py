@@ -154,8 +154,10 @@ def compare(work: Work, mode: str, rounds: int, on_round: Callable[[], None]) ->
     ratios = [a / b for a, b in zip(taken["saccade"], taken[work.peer], strict=True)]
     own, beside = seen["saccade"][0], seen[work.peer][0]
     distance = None if work.dropout else float((own - beside).norm() / beside.norm())
-    heads, lengths, dims = (HEADS, KV_HEADS), (work.length,) * 2, (HEAD_DIM,) * 2
-    case = Case(f"cpu-step-{work.name}", work.batch, *heads, *lengths, *dims, "float32", CAUSAL)
+    name, rows = f"cpu-step-{work.name}", work.length
+    case = Case(
+        name, work.batch, HEADS, KV_HEADS, rows, rows, HEAD_DIM, HEAD_DIM, "float32", CAUSAL
+    )
     names = {"saccade": "saccade/cpu"}
     timings = {names.get(who, who): Timing.of(samples) for who, samples in taken.items()}
     about = {"layers": LAYERS, "padded": work.padded, "dropout": work.dropout,

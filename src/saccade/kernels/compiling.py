@@ -42,9 +42,10 @@ _LOCK = threading.RLock()
 
 def mended() -> Mended:
     """What is set right of this Triton, for the active device."""
-    if HERE == NOTHING or triton.runtime.driver.active.get_current_target().backend != "cuda":
+    if HERE == NOTHING:
         return NOTHING
-    return HERE
+    device: Any = triton.runtime.driver.active
+    return HERE if device.get_current_target().backend == "cuda" else NOTHING
 
 
 def options() -> dict[str, str]:
@@ -70,7 +71,8 @@ def set_right() -> Iterator[None]:
         if knobs.runtime.add_stages_inspection_hook is not None:
             yield
             return
-        knobs.runtime.add_stages_inspection_hook = _pipeline
+        hook: Any = _pipeline  # Triton's own type knows one of the two ways in which it is called
+        knobs.runtime.add_stages_inspection_hook = hook
         try:
             yield
         finally:
