@@ -85,7 +85,7 @@ test: $(DEV_STAMP) browser ## run the tests that need no GPU (15 minutes on two 
 
 # The front door, masks, scores and the reference.
 QUICK_TESTS := tests/test_import.py tests/test_cli.py tests/test_masks.py tests/test_scores.py tests/reference
-test-quick: $(DEV_STAMP) ## run a sample of the tests
+test-quick: $(DEV_STAMP) ## run a sample of the tests (a quarter of a minute on two cores)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) \
 	    -m "not gpu and not training" $(QUICK_TESTS) $(ARGS)
 

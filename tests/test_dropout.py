@@ -69,6 +69,13 @@ def test_a_range_of_keys_is_kept_as_its_single_keys(bounds):
     assert torch.equal(part, whole[..., slice(*bounds)])
 
 
+@pytest.mark.parametrize("sizes", [(2, 3, 0, 9), (2, 0, 5, 9), (0, 3, 5, 9), (2, 3, 5, 0)])
+def test_a_rectangle_may_be_empty(sizes):
+    rows = grid(*sizes)[:3]
+    part = dropout.kept_range(11, *rows, kv_range=(0, sizes[3]), dropout_p=0.4)
+    assert part.shape == sizes and part.dtype == torch.bool
+
+
 def test_the_first_word_decides_about_the_first_key():
     words = philox((0, 0, 0, 0), torch.tensor(5))
     for share in (0.1, 0.5, 0.9):

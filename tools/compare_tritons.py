@@ -8,9 +8,10 @@ Usage: python tools/compare_tritons.py FOLDER [FOLDER ...] [--case GLOB] [--json
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from saccade.bench.timing import orders
 
 ROOT = Path(__file__).resolve().parents[1]
 HELP = """\
@@ -69,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--limit", type=float, default=1.03, help="the largest ratio (1.03)")
     made.add_argument("--compilers", type=int, default=os.cpu_count() or 1, help="processes")
     made.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
-    made.add_argument("--json", metavar="FILE", type=Path, help="append results, one a line")
+    made.add_argument("--json", metavar="FILE", type=Path, help="append what was found, one a line")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return made
 
@@ -79,14 +82,25 @@ def main(arguments: list[str]) -> int:
     read = parser().parse_args(arguments)
     if read.worker:
         return work()
-    begin = time.perf_counter()
     jobs = jobs_of(read.results, read.case or ["*"], read.who)
     if not jobs:
         parser().error(f"no result file in {read.results} holds such a case")
     folders = {"own": None} | {folder.name: folder.resolve() for folder in read.folders}
-    compile_all(folders, jobs, read.compilers)
+    caches = Path(tempfile.mkdtemp(prefix="compare-tritons-"))
+    try:
+        return compare(read, folders, jobs, caches)
+    finally:
+        shutil.rmtree(caches, ignore_errors=True)
+
+
+def compare(
+    read: argparse.Namespace, folders: dict[str, Path | None], jobs: list[Job], caches: Path
+) -> int:
+    """Compile and time all jobs; the exit status."""
+    begin = time.perf_counter()
+    compile_all(folders, jobs, read.compilers, caches)
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-    workers = {name: Worker(folder) for name, folder in folders.items()}
+    workers = {name: Worker(folder, caches) for name, folder in folders.items()}
     versions = {name: worker.ask({"version": True})["version"] for name, worker in workers.items()}
     print(" ".join(f"{name}: Triton {version}" for name, version in versions.items()), flush=True)
     worst = 0.0
@@ -140,11 +154,10 @@ def show(job: Job, own_ms: float, ratios: dict[str, float], limit: float) -> Non
 class Worker:
     """A process that makes calls by one Triton; it answers each line of JSON with another."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, caches: Path) -> None:
         path = [str(folder)] if folder else []
         path += [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-        name = folder.name if folder else "own"
-        cache = Path(tempfile.gettempdir(), f"compare-tritons-{os.getpid()}-{name}")
+        cache = caches / (folder.name if folder else "own")
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker"], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -171,10 +184,12 @@ class Worker:
         return self.answer()
 
 
-def compile_all(folders: dict[str, Path | None], jobs: list[Job], processes: int) -> None:
+def compile_all(
+    folders: dict[str, Path | None], jobs: list[Job], processes: int, caches: Path
+) -> None:
     """Fill every Triton's cache on disk: each process makes a share of the calls once."""
     each = max(1, processes // len(folders))
-    shares = [(Worker(folder), jobs[first::each]) for folder in folders.values()
+    shares = [(Worker(folder, caches), jobs[first::each]) for folder in folders.values()
               for first in range(each)]  # fmt: skip
     for worker, share in shares:
         worker.send({"compile": share})
@@ -195,8 +210,8 @@ def compared(
             return f"{name}: {answer['error']}"
     repeats = max(1, round(SAMPLE_SECONDS / answers["own"]["seconds"]))
     taken: dict[str, list[float]] = {name: [] for name in workers}
-    for number in range(rounds):
-        for name in random.Random(number).sample(list(workers), len(workers)):
+    for order in itertools.islice(orders(list(workers)), rounds):
+        for name in order:
             taken[name].append(workers[name].ask({"time": repeats})["seconds"])
     own = taken["own"]
     return {

@@ -48,7 +48,8 @@ def _mixed(high: Tensor, word: Tensor, key: Tensor | int) -> Tensor:
     """The low 32 bits of high ^ word ^ key; a seed that is a tensor may be mapped by vmap."""
     if isinstance(key, Tensor):
         return (high ^ word ^ key) & LOW_32
-    wide = high.dim() == word.dim() and all(map(int.__ge__, high.shape, word.shape))
+    fits = (size in (1, whole) for size, whole in zip(word.shape, high.shape, strict=False))
+    wide = high.dim() == word.dim() and all(fits)
     mixed = high.bitwise_xor_(word) if wide else high ^ word
     return mixed.bitwise_xor_(key).bitwise_and_(LOW_32)
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from saccade import dispatch
-from saccade.kernels import compiling, inside, launch
+from saccade.kernels import compiler_workarounds, inside, launch
 from saccade.kernels.inside import PARTS, Part
 from saccade.kernels.launch import Launch
 
@@ -59,7 +59,8 @@ def test_by_an_unknown_triton_kernels_take_its_front_door(
 ) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(compiling, "mended", lambda: compiling.NOTHING)  # it asks a GPU
+    none = compiler_workarounds.NONE  # else it asks a GPU
+    monkeypatch.setattr(compiler_workarounds, "needed", lambda: none)
     kernel, rows = Kernel(), torch.zeros(16)
     prepared = Launch(kernel, {"SIZE": 16}, {"num_warps": 4})
     for _ in range(2):

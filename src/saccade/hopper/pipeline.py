@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from saccade.kernels.compiling import HERE
+from saccade.kernels.compiler_workarounds import INSTALLED
 
 fence_async_shared = hopper.fence_async_shared
 warpgroup_mma = hopper.warpgroup_mma
@@ -341,7 +341,7 @@ def in_stages(stages, shape):
     return [stages, *shape]
 
 
-BY_TWOS = gl.constexpr(HERE.conversions)  # by assembly; by 3.6 it takes 1.05 of the time
+BY_TWOS = gl.constexpr(INSTALLED.conversions)  # by assembly; by 3.6 it takes 1.05 of the time
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ slower, and right. `saccade.explain` then says so.
 
 What compilation relies on is used where it is named: `knobs.runtime.interpret` (`launch.py`),
 `JITFunction.warmup` (`launch.py`), `device_caches` and `compute_cache_key` (`offline/compiler.py`),
-all of them in 3.6 to 3.9; and what `compiling.py` sets right, in the versions that it names.
+all of them in 3.6 to 3.9; and what `compiler_workarounds.py` undoes, in the versions that it names.
 """
 
 from __future__ import annotations

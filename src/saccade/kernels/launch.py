@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from saccade.kernels import compiling, inside
+from saccade.kernels import compiler_workarounds, inside
 from saccade.kernels.driver import Described, call_of
 from saccade.kernels.places import ALIGNMENT, Places, Start
 
@@ -51,8 +51,7 @@ class Launch:
     @functools.cached_property
     def options(self) -> dict[str, Any]:
         """What Triton is told: the kernel's own options, and those that every kernel has."""
-        told = {} if INTERPRETED else compiling.options()
-        return {**FUSED, **told, **self.own_options}
+        return {**FUSED, **compiler_workarounds.options(), **self.own_options}
 
     def __call__(
         self, programs: int, device: int | None, tensors: Sequence[Tensor], arguments: Arguments
@@ -84,12 +83,8 @@ class Launch:
         return self.start(programs, torch._C._cuda_getCurrentRawStream(device), *tensors)
 
     def _through_the_front_door(self, programs: int, arguments: Arguments) -> None:
-        start = self.kernel[(programs,)]
-        if INTERPRETED:
-            start(*opened(arguments(itself)), **self.constants, **self.options)
-            return
-        with compiling.set_right():
-            start(*opened(arguments(itself)), **self.constants, **self.options)
+        with compiler_workarounds.applied():
+            self.kernel[(programs,)](*opened(arguments(itself)), **self.constants, **self.options)
 
     def _prepare(self, tensors: Sequence[Tensor], arguments: Arguments) -> Start:
         """Compile and load, once; what starts this call and those like it."""
@@ -104,7 +99,7 @@ class Launch:
 
     def compile(self, arguments: tuple[Any, ...]) -> Any:
         """The kernel compiled for such arguments, for the active device; nothing is started."""
-        with compiling.set_right():
+        with compiler_workarounds.applied():
             return self.kernel.warmup(
                 *opened(arguments), grid=(1,), **self.constants, **self.options
             )

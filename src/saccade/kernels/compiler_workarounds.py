@@ -1,6 +1,6 @@
-"""Compiling: what is set right of Triton's own ways to compile, by its version.
+"""Workarounds for what Triton's own compiler does to our kernels, by its version.
 
-    since  what Triton does                                       to our kernels, on an H200
+    since  what Triton does                                       what that does to our kernels
     3.7    has ptxas allocate registers by its level 2, against   Hopper kernels spill two to eight
            a fault of ptxas 13 that it does not name              times as much
     3.9    lets LLVM's SLP vectorizer gather scalars in vectors,  addresses take registers all at
@@ -8,8 +8,9 @@
     3.9    converts two numbers that a loop carries to one        each tile of weights is turned
            register, the wrong way round                          round before its product
 
-The first two are told otherwise for our kernels alone: by an option of theirs, and while they are
-compiled. The third is why `hopper/forward.py` converts by assembly there.
+The first two are undone for our kernels alone: by an option of theirs, and by a hook that stands
+while they are compiled. The third is why `hopper/pipeline.py` converts by assembly there. What each
+costs on an H200: benchmarks/results/h200/triton_versions.txt.
 """
 
 from __future__ import annotations
@@ -23,29 +24,33 @@ import triton
 from triton import knobs
 
 
-class Mended(NamedTuple):
-    """What a version of Triton does that is set right."""
+class Workarounds(NamedTuple):
+    """Which of the three a version of Triton needs."""
 
     register_level: bool = False
     vectors: bool = False
     conversions: bool = False
 
 
-NOTHING = Mended()
-BY_VERSION = {"3.7": Mended(True), "3.8": Mended(True), "3.9": Mended(True, True, True)}
-HERE = BY_VERSION.get(".".join(triton.__version__.split(".")[:2]), NOTHING)
+NONE = Workarounds()
+BY_VERSION = {
+    "3.7": Workarounds(register_level=True),
+    "3.8": Workarounds(register_level=True),
+    "3.9": Workarounds(register_level=True, vectors=True, conversions=True),
+}
+INSTALLED = BY_VERSION.get(".".join(triton.__version__.split(".")[:2]), NONE)
 OWN_LEVEL = "--regAllocOptLevel=5"  # ptxas takes the last that it is given; from 4 on all are alike
 PIPELINE = "saccade: scalars stay scalars"  # what Triton knows kernels by that were compiled so
 
 _LOCK = threading.RLock()
 
 
-def mended() -> Mended:
-    """What is set right of this Triton, for the active device."""
-    if HERE == NOTHING:
-        return NOTHING
+def needed() -> Workarounds:
+    """What this Triton needs for the active device; nothing for its interpreter."""
+    if INSTALLED == NONE or knobs.runtime.interpret:
+        return NONE
     device: Any = triton.runtime.driver.active
-    return HERE if device.get_current_target().backend == "cuda" else NOTHING
+    return INSTALLED if device.get_current_target().backend == "cuda" else NONE
 
 
 def options() -> dict[str, str]:
@@ -53,18 +58,18 @@ def options() -> dict[str, str]:
 
     What a user has ptxas told (PTXAS_OPTIONS) stands behind ours, and so holds.
     """
-    if not mended().register_level:
+    if not needed().register_level:
         return {}
     return {"ptx_options": " ".join(filter(None, (OWN_LEVEL, knobs.nvidia.ptxas_options)))}
 
 
 @contextmanager
-def set_right() -> Iterator[None]:
-    """While a kernel is compiled: without vectors, unless a user's own hook stands there.
+def applied() -> Iterator[None]:
+    """Compile kernels without vectors meanwhile, unless a user's own hook stands there.
 
     The hook is the whole process's, so one thread compiles at a time.
     """
-    if not mended().vectors:
+    if not needed().vectors:
         yield
         return
     with _LOCK:
