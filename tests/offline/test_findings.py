@@ -5,7 +5,7 @@ import json
 
 from rich.console import Console
 
-from saccade.offline import compiler, findings, markdown
+from saccade.offline import findings, machine_code, markdown
 from saccade.offline.calls import Call
 from saccade.offline.paged_calls import PagedCall
 from saccade.offline.pool import Compiled, Job, Usage
@@ -97,13 +97,13 @@ def test_spills_are_found_inside_of_loops():
         STL [R1], R4 ;
         BRA `(.L_x_2) ;
     """.splitlines()
-    assert [listing[n].split()[0] for n in compiler.spilling(listing)] == [
+    assert [listing[n].split()[0] for n in machine_code.spilling(listing)] == [
         "STL",
         "LDL",
         "LDL",
         "STL",
     ]
-    assert [listing[n].split()[1] for n in compiler.in_loops(listing)] == ["R2,", "[R1],"]
+    assert [listing[n].split()[1] for n in machine_code.in_loops(listing)] == ["R2,", "[R1],"]
 
 
 def test_a_loop_over_edges_may_spill_where_pairs_read_a_tensor():
@@ -149,15 +149,15 @@ def test_kernels_with_roles_must_multiply_and_must_cover_their_exponents():
 
 
 def test_reductions_behind_a_condition_are_no_default():
-    """ptxas reads another register than the condition's; see `compiler.guarded_reductions`."""
+    """ptxas reads another register than the condition's; see `machine_code.guarded_reductions`."""
     listing = """
         @!P0 LDG.E R2, desc[UR24][R4.64] ;
         REDUX.MIN.S32 UR5, R2 ;
         @P0 REDUX.MAX.S32 UR11, R6 ;
         @!UP1 REDUX.SUM.S32 UR4, R0 ;
     """.splitlines()
-    assert compiler.guarded_reductions(listing) == 2
-    assert compiler.guarded_reductions(listing[:3]) == 0
+    assert machine_code.guarded_reductions(listing) == 2
+    assert machine_code.guarded_reductions(listing[:3]) == 0
     found = compiled(168, 0, 1000)
     assert found.usage is not None
     assert findings.fault(found) == ""
@@ -166,7 +166,7 @@ def test_reductions_behind_a_condition_are_no_default():
 
 
 def test_barriers_are_made_before_a_fence_and_roles_after_it():
-    """TMA's first tile may else come before them; see `compiler.unfenced_barriers`."""
+    """TMA's first tile may else come before them; see `machine_code.unfenced_barriers`."""
     ptx = """
         @%p1 mbarrier.init.shared::cta.b64 [%r1], 1;
         bar.sync 0, 128;
@@ -174,12 +174,12 @@ def test_barriers_are_made_before_a_fence_and_roles_after_it():
         fence.proxy.async.shared::cta;
         barrier.sync 1;
     """
-    assert compiler.unfenced_barriers(ptx) == 0
-    assert compiler.unfenced_barriers(ptx.replace("fence.proxy.async.shared::cta;", "")) == 2
+    assert machine_code.unfenced_barriers(ptx) == 0
+    assert machine_code.unfenced_barriers(ptx.replace("fence.proxy.async.shared::cta;", "")) == 2
     later = ptx.replace(
         "barrier.sync", "@%p1 mbarrier.init.shared::cta.b64 [%r3], 1;\nbarrier.sync"
     )
-    assert compiler.unfenced_barriers(later) == 1
+    assert machine_code.unfenced_barriers(later) == 1
     found = compiled(168, 0, 1000)
     assert found.usage is not None
     unfenced = found._replace(usage=found.usage._replace(unfenced=3))
@@ -200,7 +200,7 @@ def test_only_innermost_loops_that_multiply_count_for_kernels_with_roles():
         STL [R1], R2 ;
         @P0 BRA `(.L_x_1) ;
     """.splitlines()
-    ((start, end),) = compiler.multiplying(listing)
-    assert compiler.spilling(listing[start:end]) == []
-    assert len(compiler.spilling(listing)) == 2
-    assert compiler.covered(listing) == 2
+    ((start, end),) = machine_code.multiplying(listing)
+    assert machine_code.spilling(listing[start:end]) == []
+    assert len(machine_code.spilling(listing)) == 2
+    assert machine_code.covered(listing) == 2

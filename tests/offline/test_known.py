@@ -1,10 +1,11 @@
 """Known: what is kept of compiled kernels, what is compiled again, and what is found wrong."""
 
+import importlib.util
 import json
 
 import pytest
 
-from saccade.offline import known
+from saccade.offline import compiler, known
 from saccade.offline.calls import Call
 from saccade.offline.pool import Compiled, Job, Usage
 
@@ -83,3 +84,33 @@ def test_a_key_stands_for_all_that_it_is_made_of(monkeypatch, tmp_path):
         assert known.key_of(*asked[0]) not in keys
     finally:
         known._reader.cache_clear()
+
+
+SOURCE = '''
+import triton
+import triton.language as tl
+
+FACTOR = tl.constexpr({factor})
+
+@triton.jit
+def inner(x):
+    """{text}"""
+    return x * FACTOR  # {text}
+
+@triton.jit
+def kernel(ptr):
+    tl.store(ptr, inner(tl.load(ptr)))
+'''
+
+
+def test_the_code_of_a_kernel_is_not_where_it_stands_nor_what_is_said_of_it(tmp_path):
+    def code(name, **parts):
+        (tmp_path / f"{name}.py").write_text(parts.pop("before", "") + SOURCE.format(**parts))
+        spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return compiler.code_of(module.kernel)
+
+    first = code("first", text="one", factor=2)
+    assert code("second", text="another", factor=2, before="# moved\n" * 9) == first
+    assert code("third", text="one", factor=3) != first

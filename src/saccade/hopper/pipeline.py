@@ -341,13 +341,19 @@ def in_stages(stages, shape):
     return [stages, *shape]
 
 
-BY_TWOS = gl.constexpr(INSTALLED.conversions)  # by assembly; by 3.6 it takes 1.05 of the time
+@gluon.constexpr_function
+def by_twos(SUMS):
+    """Whether numbers are converted by assembly: by Triton 3.9, and for 64 columns of sums.
+
+    For 128 and 256, and by 3.6, it takes 1.03 to 1.05 of the time.
+    """
+    return INSTALLED.conversions and SUMS.instr_shape[1] <= 64
 
 
 @gluon.jit
 def as_operand(weights, dtype: gl.constexpr, SUMS: gl.constexpr):
     """Weights as a product takes them from registers: two neighbours of a row in each."""
-    if BY_TWOS and weights.dtype == gl.float32:
+    if by_twos(SUMS) and weights.dtype == gl.float32:
         if dtype == gl.bfloat16:
             weights = gl.inline_asm_elementwise(
                 "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [weights], dtype=gl.bfloat16,

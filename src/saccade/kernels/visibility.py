@@ -180,7 +180,7 @@ def found(
 
     Whole spans of tiles are judged first, so that a window on a long side finds itself at once.
     Short sides need no such help, but are not spared it: a reduction behind a condition is
-    miscompiled (see `offline.compiler.guarded_reductions`).
+    miscompiled (see `offline.machine_code.guarded_reductions`).
     """
     count = tl.cdiv(lengths[1], OTHER)
     span = tl.cdiv(count, FOUND_AT_ONCE)

@@ -17,7 +17,7 @@ from pathlib import Path
 from saccade.offline.pool import Compiled, Usage
 
 SAMPLE = 16
-READER = Path(__file__).with_name("compiler.py")
+READER = Path(__file__).with_name("machine_code.py")
 
 Known = Mapping[str, Sequence[int]]  # key → the numbers of a Usage
 
@@ -30,7 +30,9 @@ def key_of(triton: str, architecture: str, given: str) -> str:
 
 @functools.cache
 def _reader() -> str:
-    return hashlib.sha256(READER.read_bytes()).hexdigest()
+    lines = READER.read_text(encoding="utf-8").splitlines()
+    code = "\n".join(line for line in lines if "import " not in line)
+    return hashlib.sha256(code.encode()).hexdigest()
 
 
 def read(file: Path, triton: str) -> dict[str, Sequence[int]]:

@@ -21,7 +21,7 @@ from saccade.hopper import configs as hopper_configs
 from saccade.hopper import counter
 from saccade.kernels import launch
 from saccade.kernels.launch import Launch
-from saccade.offline import calls, compiler, linear_calls, paged_calls
+from saccade.offline import calls, compiler, linear_calls, machine_code, paged_calls
 from saccade.offline.calls import Call
 from saccade.offline.known import key_of
 from saccade.offline.linear_calls import LINEAR_PASSES, LinearCall
@@ -63,7 +63,7 @@ class Recorder:
         try:
             asked = arguments(launch.itself)
             key = key_of(triton.__version__, self.architecture, compiler.given(started, asked))
-            used = self.known.get(key) or compiler.usage(started.compile(asked))
+            used = self.known.get(key) or machine_code.usage(started.compile(asked))
         except Exception as failure:  # whatever the compiler raises is what is to be told
             error = f"{type(failure).__name__}: {failure}"[:400]
         seconds = time.perf_counter() - begin
