@@ -74,7 +74,8 @@ docs: $(DOCS_STAMP) ## run the chapters and build the site, out/site/index.html 
 # Whose shape annotations the tests check at run time. No module that holds kernels: the check wraps
 # every annotated function, and Triton cannot compile a wrapped one ("tl is not defined"). Nor the
 # public edge, which refuses wrong arguments with errors of its own.
-CHECKED := reference cpu dropout parallel
+OPS := attention linear_attention paged_attention
+CHECKED := $(OPS:%=ops.%.reference) $(OPS:%=ops.%.cpu) kv_cache.reference runtime.dropout
 comma := ,
 CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
 
@@ -84,7 +85,7 @@ test: $(DEV_STAMP) browser ## run the tests that need no GPU (15 minutes on two 
 	    -m "not gpu and not training" --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype $(ARGS)
 
 # The front door, masks, scores and the reference.
-QUICK_TESTS := tests/test_import.py tests/test_cli.py tests/test_masks.py tests/test_scores.py tests/reference
+QUICK_TESTS := tests/test_import.py tests/test_cli.py tests/test_masks.py tests/test_scores.py tests/ops/attention/test_reference.py
 test-quick: $(DEV_STAMP) ## run a sample of the tests (a quarter of a minute on two cores)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) \
 	    -m "not gpu and not training" $(QUICK_TESTS) $(ARGS)

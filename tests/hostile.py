@@ -199,7 +199,7 @@ class Calls:
 
     def writing(self) -> None:
         """New tokens into slots that are anywhere."""
-        from saccade.portable import write  # on a CPU, nobody else calls it
+        from saccade.kv_cache import write_triton as write  # on a CPU, nobody else calls it
 
         for dtype in (self.dtype, torch.int8):
             keys, values = (self.hold(self.rows(6, 2, 16, self.dim).to(dtype)) for _ in "kv")
@@ -232,10 +232,13 @@ def nothing_looked_at() -> Iterator[None]:
 @contextlib.contextmanager
 def no_memory_of_calls() -> Iterator[None]:
     """Calls are prepared anew, so that the memory of their results is guarded too."""
-    from saccade import recall
-    from saccade.hopper import attention as hopper
-    from saccade.hopper import gradients as hopper_gradients
-    from saccade.portable import attention, gradients, linear, paged
+    from saccade.ops.attention.hopper import gradients as hopper_gradients
+    from saccade.ops.attention.hopper import host as hopper
+    from saccade.ops.attention.triton import gradients
+    from saccade.ops.attention.triton import host as attention
+    from saccade.ops.linear_attention.triton import host as linear
+    from saccade.ops.paged_attention.triton import host as paged
+    from saccade.runtime import call_cache as recall
 
     kept: list[tuple[Any, str]] = [
         (recall, "_calls"), (attention, "_forwards"), (gradients, "_launches"),

@@ -115,7 +115,7 @@ PAGED_IMPLEMENTATIONS = [
     Implementation("reference", batch_invariant=False),
     Implementation("reference", device="cuda", batch_invariant=False),
     Implementation("cpu", small=_CPU_TILES),
-    # Interpreted, a sample of the suite runs: tests/portable/test_paged.py.
+    # Interpreted, a sample of the suite runs: tests/ops/paged_attention/triton/test_decode.py.
     Implementation("portable", _COMPILED, "cuda", _SMALLEST, slow=True, widest=256),
 ]
 if os.environ.get("TRITON_INTERPRET") == "1":  # conftest.py sees to it wherever there is no GPU

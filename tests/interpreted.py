@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch import itself
-from saccade.kernels.tiles import num_rows
-from saccade.kernels.visibility import judge_tiles
-from saccade.language import index_range
+from saccade.gpu.kernel_args import Extent, mask_argument, score_argument, view
+from saccade.gpu.launcher import itself
+from saccade.gpu.tensor_view import num_rows
+from saccade.gpu.tile_ranges import judge_tiles
 from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.fit import expanded
-from saccade.portable.arguments import Extent, mask_argument, score_argument, view
-from saccade.problem import Variant
+from saccade.modifiers.ops import index_range
+from saccade.runtime.spec import Variant
 
 NOTHING = Captured()
 

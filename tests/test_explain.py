@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import saccade
-from saccade import Config, dispatch, masks, scores
+from saccade import Config, masks, scores
 from saccade.explain import costs
-from saccade.language import index_range
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
+from saccade.modifiers.ops import index_range
+from saccade.runtime import backends as dispatch
 from saccade.testing import make_paged_case
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KV_LEN, HEAD_DIM, VALUE_DIM = 2, 4, 2, 6, 9, 8, 3
@@ -116,14 +117,17 @@ def test_a_named_one_that_cannot_is_not_replaced():
 def test_chosen_is_what_the_call_takes(implementation, monkeypatch):
     explained = saccade.explain(*dense(), implementation=implementation).chosen
     ran = []
-    for name, target in (("cpu", "saccade.cpu.attention.forward"), ("reference", REFERENCE)):
+    for name, target in (
+        ("cpu", "saccade.ops.attention.cpu.host.forward"),
+        ("reference", REFERENCE),
+    ):
         monkeypatch.setattr(target, _remembering(ran, name))
     with pytest.raises(RuntimeError, match="enough seen"):
         saccade.attention(*dense(), implementation=implementation)
     assert ran == [explained]
 
 
-REFERENCE = "saccade.reference.attention.attention"
+REFERENCE = "saccade.ops.attention.reference.attention"
 
 
 def _remembering(names: list[str], name: str) -> Any:
@@ -212,8 +216,8 @@ def test_nothing_runs_and_no_random_number_is_drawn(monkeypatch):
     def explode(*arguments: Any) -> Any:
         raise AssertionError("an implementation ran")
 
-    monkeypatch.setattr("saccade.cpu.attention.forward", explode)
-    monkeypatch.setattr("saccade.reference.attention.attention", explode)
+    monkeypatch.setattr("saccade.ops.attention.cpu.host.forward", explode)
+    monkeypatch.setattr("saccade.ops.attention.reference.attention", explode)
     state = torch.get_rng_state()
     saccade.explain(*dense(), dropout_p=0.5)
     assert torch.equal(torch.get_rng_state(), state)

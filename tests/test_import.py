@@ -24,8 +24,10 @@ def imported() -> tuple[float, float, list[str]]:
 
 def test_import_brings_nothing_heavy() -> None:
     _, _, modules = imported()
-    assert "saccade.reference.attention" in modules
-    assert not {"saccade.cpu.attention", "saccade.portable.attention"} & set(modules)
+    assert "saccade.ops.attention.reference" in modules
+    assert not {"saccade.ops.attention.cpu.host", "saccade.ops.attention.triton.host"} & set(
+        modules
+    )
     assert HEAVY.isdisjoint(modules)
 
 

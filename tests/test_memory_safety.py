@@ -47,7 +47,7 @@ def small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's own kernels take what they would leave to others."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("this GPU is no Hopper")
-    from saccade.hopper import configs
+    from saccade.ops.attention.hopper import configs
 
     judge = configs.pages_unsupported
     monkeypatch.setattr(

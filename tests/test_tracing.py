@@ -15,7 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import saccade
-from saccade import masks, recall, scores
+from saccade import masks, scores
+from saccade.runtime import call_cache as recall
 
 OFFSETS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
 LENGTHS = torch.tensor([7, 3])

@@ -29,30 +29,32 @@ MAX_KERNEL_ARGUMENTS = 12
 # Names that tell nothing about what is inside: such a file collects whatever has no better place.
 BANNED_FILE_NAMES = {"utils", "common", "helpers"}
 
-# Folders of src/saccade -> what they may not import. Arrows point down: the public calls use
-# dispatch, dispatch uses the implementations, and these use kernels/ but never one another. Only
-# hopper rests on portable: how a kind of call is prepared and tiles are planned has nothing of
-# Hopper in it, and portable kernels serve what Hopper's do not, or have to repeat.
-PUBLIC_EDGE = {
-    "attention", "attention_paged", "cache", "linear_attention",
-    "integrations", "serving", "bench", "demo", "cli",
-}  # fmt: skip
+# Rooms of src/saccade -> rooms that they may not import. Arrows point down: the calls of an
+# operation (its api, autograd, custom_op) use runtime/, which uses modifiers/; backends (ops/*/cpu,
+# triton, hopper) use gpu/ and runtime/, but never a call nor one another. Only hopper rests on
+# triton: how calls are prepared and tiles are planned has nothing of Hopper in it, and kernels in
+# Triton serve what Hopper's do not, or have to repeat.
+BACKENDS = {"cpu", "triton", "hopper"}
+CALLS = {"api", "autograd", "custom_op", "step"}
+TOP = {"kv_cache", "integrations", "serving", "bench", "demo", "cli", "kernel_check"}
 FORBIDDEN_IMPORTS = {
-    "reference": PUBLIC_EDGE | {"cpu", "portable", "hopper"},
-    "cpu": PUBLIC_EDGE | {"reference", "portable", "hopper"},
-    "portable": PUBLIC_EDGE | {"reference", "cpu", "hopper"},
-    "hopper": PUBLIC_EDGE | {"reference", "cpu"},
-    "kernels": PUBLIC_EDGE | {"reference", "cpu", "portable", "hopper"},
+    "modifiers": TOP | CALLS | BACKENDS | {"reference", "runtime", "gpu"},
+    "runtime": TOP | CALLS | BACKENDS | {"reference"},
+    "gpu": TOP | CALLS | BACKENDS | {"reference", "ops"},
+    "reference": TOP | CALLS | BACKENDS,
+    "cpu": TOP | CALLS | {"reference", "triton", "hopper", "gpu"},
+    "triton": TOP | CALLS | {"reference", "cpu", "hopper"},
+    "hopper": TOP | CALLS | {"reference", "cpu"},
 }
 # What looks at kernels from outside reaches for their insides, so nothing may come to rest on it.
-ONLY_IMPORTED_BY = {"offline": {"cli", "offline"}}
+ONLY_IMPORTED_BY = {"kernel_check": {"cli", "kernel_check"}}
 # What is built on the library sees only its public names, and its own package.
 PUBLIC_NAME_USERS = {
     "integrations": {"integrations"},
     "serving": {"serving", "integrations"},
     "bench": {"bench"},
     "demo": {"demo", "serving"},
-    "cli": {"bench", "demo", "offline", "serving"},
+    "cli": {"bench", "demo", "kernel_check", "serving"},
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -128,14 +130,23 @@ def banned_name(source: Source) -> Iterator[Finding]:
 
 
 def import_direction(source: Source) -> Iterator[Finding]:
-    """Imports point down: the public edge, dispatch, an implementation, kernels."""
-    forbidden = FORBIDDEN_IMPORTS.get(source.layer, set())
+    """Imports point down: calls, the runtime, a backend, what kernels share."""
+    room = room_of(".".join(source.path.with_suffix("").parts[2:])) if source.layer else ""
+    forbidden = FORBIDDEN_IMPORTS.get(room, set())
     for line, module in imported_modules(source):
         top = module.split(".")[0]
-        if top in forbidden:
-            yield line, f"{source.layer} must not import saccade.{module}"
+        if room_of(module) in forbidden:
+            yield line, f"{room} must not import saccade.{module}"
         elif source.layer and source.layer not in ONLY_IMPORTED_BY.get(top, {source.layer}):
             yield line, f"{source.layer} must not import saccade.{module}, which the cli alone does"
+
+
+def room_of(module: str) -> str:
+    """The room of a module below saccade: its folder; of an operation the backend, or the file."""
+    parts = module.split(".")
+    if parts[0] != "ops":
+        return parts[0]
+    return parts[2] if len(parts) > 2 else "ops"
 
 
 def public_names_only(source: Source) -> Iterator[Finding]:

@@ -28,15 +28,15 @@ ALL = "all"
 
 # A minute or two of two cores, for what a new torch or Triton has broken so far.
 SAMPLE: tuple[str, ...] = (
-    "tests/kernels/test_driver.py",
-    "tests/kernels/test_dropout.py",
-    "tests/kernels/test_inside.py",
-    "tests/kernels/test_language.py",
-    "tests/kernels/test_launch.py",
-    "tests/portable/test_linear.py",
-    "tests/portable/test_one_loop.py",
+    "tests/gpu/test_fast_launch.py",
+    "tests/gpu/test_dropout.py",
+    "tests/gpu/test_triton_internals.py",
+    "tests/gpu/test_device_ops.py",
+    "tests/gpu/test_launcher.py",
+    "tests/ops/linear_attention/triton/test_passes.py",
+    "tests/ops/attention/triton/test_one_loop.py",
     "tests/integrations/test_sdpa_stand_in.py",
-    "tests/test_operators.py",
+    "tests/ops/attention/test_custom_op.py",
 )
 
 HELP = """\

@@ -8,29 +8,29 @@ from torch.serialization import add_safe_globals as _add_safe_globals
 from saccade import feature_maps as feature_maps
 from saccade import masks as masks
 from saccade import scores as scores
-from saccade.attention import attention as attention
-from saccade.attention import attention_packed as attention_packed
-from saccade.attention_paged import attention_paged as attention_paged
-from saccade.cache.layered_cache import LayeredCache as LayeredCache
-from saccade.cache.move import move_pages as move_pages
-from saccade.cache.paged_cache import PagedCache as PagedCache
-from saccade.cache.pool import OutOfPages as OutOfPages
-from saccade.cache.write import cache_write as cache_write
 from saccade.explain import explain as explain
-from saccade.flops import register as _register_flops
 from saccade.integrations.sdpa import (  # last: it is built on the names above
     scaled_dot_product_attention as scaled_dot_product_attention,
 )
-from saccade.linear.explain import explain_linear as explain_linear
-from saccade.linear.problem import LinearState as LinearState
-from saccade.linear_attention import linear_attention as linear_attention
-from saccade.linear_attention import linear_attention_packed as linear_attention_packed
-from saccade.linear_step import linear_attention_step as linear_attention_step
-from saccade.merge import merge as merge
+from saccade.kv_cache.layered_cache import LayeredCache as LayeredCache
+from saccade.kv_cache.move import move_pages as move_pages
+from saccade.kv_cache.paged_cache import PagedCache as PagedCache
+from saccade.kv_cache.pool import OutOfPages as OutOfPages
+from saccade.kv_cache.write import cache_write as cache_write
 from saccade.modifier_module import ModifierModule as ModifierModule
 from saccade.modifiers.expression import Captured as _Captured
-from saccade.problem import Config as Config
+from saccade.ops.attention.api import attention as attention
+from saccade.ops.attention.api import attention_packed as attention_packed
+from saccade.ops.attention.merge import merge as merge
+from saccade.ops.flops import register as _register_flops
+from saccade.ops.linear_attention.api import linear_attention as linear_attention
+from saccade.ops.linear_attention.api import linear_attention_packed as linear_attention_packed
+from saccade.ops.linear_attention.explain import explain_linear as explain_linear
+from saccade.ops.linear_attention.step import linear_attention_step as linear_attention_step
+from saccade.ops.paged_attention.api import attention_paged as attention_paged
 from saccade.rotary import rotate as rotate
+from saccade.runtime.linear_spec import LinearState as LinearState
+from saccade.runtime.spec import Config as Config
 
 if _TYPE_CHECKING:
     from saccade import testing as testing

@@ -8,8 +8,8 @@ import typer
 
 from saccade.bench.command import bench
 from saccade.demo.command import demo
-from saccade.offline.kernels_command import kernels
-from saccade.offline.tune_command import tune
+from saccade.kernel_check.kernels_command import kernels
+from saccade.kernel_check.tune_command import tune
 from saccade.serving.command import generate
 
 app = typer.Typer(

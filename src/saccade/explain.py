@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import dispatch, language
-from saccade.arguments import values_readable
+from saccade.modifiers import ops as language
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.written import written
-from saccade.prepare import prepare, prepare_paged
-from saccade.problem import Config, Inputs, PagedInputs, Problem, Variant
+from saccade.runtime import backends as dispatch
+from saccade.runtime.arguments import values_readable
+from saccade.runtime.spec import Config, Inputs, PagedInputs, Problem, Variant
+from saccade.runtime.validation import prepare, prepare_paged
 
 # Pairs that `explain` is ready to count one by one; larger problems are counted by sampling rows.
 COUNTED_PAIRS = 2**26

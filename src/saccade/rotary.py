@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.arguments import check_flag
+from saccade.runtime.arguments import check_flag
 
 
 def rotate(rows: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:

@@ -20,13 +20,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from saccade.checks import check_align, floats
-from saccade.language import absolute, exp, log, maximum, minimum, take, tanh, where
 from saccade.modifiers import expression
 from saccade.modifiers.expression import Captured, key_of
 from saccade.modifiers.form import form_of, kind_of
 from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
+from saccade.modifiers.ops import absolute, exp, log, maximum, minimum, take, tanh, where
 from saccade.modifiers.trace import trace
+from saccade.runtime.checks import check_align, floats
 
 __all__ = [
     "Score",

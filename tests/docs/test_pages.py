@@ -9,12 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WALKED = {
-    "docs/forward.md": ["src/saccade/portable/forward.py"],
+    "docs/forward.md": ["src/saccade/ops/attention/triton/forward.py"],
     "docs/linear.md": [
-        "src/saccade/reference/linear.py",
-        "src/saccade/cpu/linear_steps.py",
-        "src/saccade/cpu/linear_forward.py",
-        "src/saccade/cpu/linear_backward.py",
+        "src/saccade/ops/linear_attention/reference.py",
+        "src/saccade/ops/linear_attention/cpu/steps.py",
+        "src/saccade/ops/linear_attention/cpu/forward.py",
+        "src/saccade/ops/linear_attention/cpu/backward.py",
     ],
 }
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in WALKED}

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from saccade.cpu import backward, flash, forward, tile
+from saccade.ops.attention.cpu import backward, forward
+from saccade.ops.attention.cpu import dense_tile as tile
+from saccade.ops.attention.cpu import flash_tile as flash
 from saccade.testing import Case, assert_exact, make_case, oracle, tolerances
 from saccade.testing.kinds import MASKS
 

@@ -32,11 +32,11 @@ def kernel(arguments: str = "", body: str = "pass", decorator: str = "triton.jit
     ("path", "expected"),
     [
         ("src/saccade/utils.py", [(1, "file-name")]),
-        ("src/saccade/portable/common.py", [(1, "file-name")]),
+        ("src/saccade/gpu/common.py", [(1, "file-name")]),
         ("src/saccade/helpers/softmax.py", [(1, "file-name")]),
         ("tests/helpers.py", [(1, "file-name")]),
-        ("src/saccade/portable/common_prefix.py", []),
-        ("tests/portable/test_forward.py", []),
+        ("src/saccade/gpu/common_prefix.py", []),
+        ("tests/ops/attention/triton/test_forward.py", []),
     ],
 )
 def test_file_name(tmp_path, path, expected):
@@ -46,9 +46,9 @@ def test_file_name(tmp_path, path, expected):
 @pytest.mark.parametrize(
     ("path", "limit"),
     [
-        ("src/saccade/portable/forward.py", 400),
-        ("src/saccade/hopper/forward.py", 400),
-        ("tests/portable/test_forward.py", 400),
+        ("src/saccade/ops/attention/triton/forward.py", 400),
+        ("src/saccade/ops/attention/hopper/forward.py", 400),
+        ("tests/ops/attention/triton/test_forward.py", 400),
         ("docs/chapters/01_tiles.py", 400),
         ("tools/sweep.py", 400),
     ],
@@ -69,19 +69,19 @@ def test_file_length(tmp_path, path, limit):
     ],
 )
 def test_function_length(tmp_path, decorator, limit):
-    path = "src/saccade/portable/forward.py"
+    path = "src/saccade/ops/attention/triton/forward.py"
     assert violations(tmp_path, path, function(limit, decorator)) == []
     assert violations(tmp_path, path, function(limit + 1, decorator)) == [(2, "function-length")]
 
 
 def test_function_length_counts_methods_and_nested_functions(tmp_path):
     text = "class Pool:\n    def grow(self):\n" + "        pass\n" * 60
-    assert violations(tmp_path, "src/saccade/cache/pool.py", text) == [(2, "function-length")]
+    assert violations(tmp_path, "src/saccade/kv_cache/pool.py", text) == [(2, "function-length")]
 
 
 @pytest.mark.parametrize("decorator", ["triton.jit", "gluon.jit"])
 def test_kernel_arguments(tmp_path, decorator):
-    path = "src/saccade/portable/forward.py"
+    path = "src/saccade/ops/attention/triton/forward.py"
     twelve = ", ".join(f"view_{index}" for index in range(12))
     sizes = "QUERY_TILE: tl.constexpr, KV_TILE: 'gl.constexpr'"
     good = kernel(f"{twelve}, {sizes}", decorator=decorator)
@@ -108,7 +108,7 @@ def test_kernel_arguments(tmp_path, decorator):
     ],
 )
 def test_banned_name(tmp_path, text):
-    found = violations(tmp_path, "src/saccade/portable/forward.py", text)
+    found = violations(tmp_path, "src/saccade/ops/attention/triton/forward.py", text)
     assert set(found) == {(1, "banned-name")}
 
 
@@ -124,19 +124,19 @@ def test_banned_name(tmp_path, text):
     ],
 )
 def test_good_name(tmp_path, text):
-    assert violations(tmp_path, "src/saccade/portable/forward.py", text) == []
+    assert violations(tmp_path, "src/saccade/ops/attention/triton/forward.py", text) == []
 
 
 @pytest.mark.parametrize("name", ["acc", "alpha", "T", "p"])
 def test_banned_kernel_name(tmp_path, name):
-    path = "src/saccade/portable/forward.py"
+    path = "src/saccade/ops/attention/triton/forward.py"
     assert violations(tmp_path, path, kernel(body=f"{name} = 1")) == [(3, "banned-name")]
     assert violations(tmp_path, path, kernel(arguments=name)) == [(2, "banned-name")]
     assert violations(tmp_path, path, f"def launch({name}): pass") == []
 
 
 def test_banned_name_is_reported_once_in_a_kernel(tmp_path):
-    path = "src/saccade/portable/forward.py"
+    path = "src/saccade/ops/attention/triton/forward.py"
     assert violations(tmp_path, path, kernel(body="qk = 1")) == [(3, "banned-name")]
 
 
@@ -147,56 +147,59 @@ def test_integrations_keep_the_arguments_of_their_peers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layer", "statement"),
+    ("path", "statement"),
     [
-        ("reference", "from saccade.attention import attention"),
-        ("cpu", "from saccade import attention"),
-        ("cpu", "from saccade.reference import softmax"),
-        ("cpu", "from .. import reference"),
-        ("cpu", "from ..portable import forward"),
-        ("kernels", "from ..reference.softmax import softmax"),
-        ("kernels", "import saccade.portable.merge"),
-        ("portable", "import saccade.integrations.sdpa as sdpa"),
-        ("portable", "from ..bench import timing"),
-        ("portable", "from saccade.hopper import forward"),
-        ("portable", "def run():\n    from ..hopper import forward"),
-        ("hopper", "from ..demo import main"),
-        ("hopper", "from ..cpu import forward"),
-        ("portable", "from ..offline import catalogue"),
-        ("problem", "import saccade.offline.calls"),
+        ("ops/attention/reference.py", "from saccade.ops.attention.api import attention"),
+        ("ops/attention/reference.py", "from .api import attention"),
+        ("ops/attention/cpu/host.py", "from saccade.ops.attention.reference import softmax"),
+        ("ops/attention/cpu/host.py", "from .. import reference"),
+        ("ops/attention/cpu/host.py", "from ..triton import forward"),
+        ("ops/paged_attention/cpu/host.py", "from saccade.ops.attention import autograd"),
+        ("gpu/online_softmax.py", "from ..ops.attention.reference import softmax"),
+        ("gpu/hopper/pipeline.py", "import saccade.ops.paged_attention.triton.combine"),
+        ("ops/attention/triton/forward.py", "import saccade.integrations.sdpa as sdpa"),
+        ("ops/attention/triton/forward.py", "from ....bench import timing"),
+        ("ops/attention/triton/forward.py", "from saccade.ops.attention.hopper import forward"),
+        ("ops/attention/triton/host.py", "def run():\n    from ..hopper import forward"),
+        ("ops/attention/hopper/host.py", "from ....demo import main"),
+        ("ops/attention/hopper/host.py", "from ...linear_attention.cpu import forward"),
+        ("ops/attention/triton/host.py", "from ....kernel_check import catalogue"),
+        ("runtime/spec.py", "import saccade.kernel_check.calls"),
+        ("runtime/spec.py", "from saccade.ops.attention import custom_op"),
+        ("modifiers/trace.py", "from ..runtime import spec"),
     ],
 )
-def test_import_direction(tmp_path, layer, statement):
-    [(_, rule)] = violations(tmp_path, f"src/saccade/{layer}/forward.py", statement)
+def test_import_direction(tmp_path, path, statement):
+    [(_, rule)] = violations(tmp_path, f"src/saccade/{path}", statement)
     assert rule == "import-direction"
-
-
-@pytest.mark.parametrize(
-    ("layer", "statement"),
-    [
-        ("reference", "from .attention import rows"),  # reference/attention.py, not attention.py
-        ("cpu", "from ..problem import Problem"),
-        ("kernels", "from . import softmax"),
-        ("portable", "from ..kernels.softmax import softmax_step"),
-        ("hopper", "from ..portable.merge import merge_kernel"),
-        ("hopper", "from saccade.portable import merge"),
-        ("dispatch", "from .reference import forward"),
-        ("offline", "from ..portable import configs\nfrom . import catalogue"),
-        ("cpu", "import torch.utils, bench, attention"),
-    ],
-)
-def test_good_import_direction(tmp_path, layer, statement):
-    path = "src/saccade/dispatch.py" if layer == "dispatch" else f"src/saccade/{layer}/forward.py"
-    assert violations(tmp_path, path, statement) == []
 
 
 @pytest.mark.parametrize(
     ("path", "statement"),
     [
-        ("demo/run.py", "from saccade.problem import Problem"),
+        ("ops/linear_attention/reference.py", "from .feature_scaling import scaled"),
+        ("ops/attention/cpu/host.py", "from ....runtime.spec import Problem"),
+        ("gpu/launcher.py", "from . import online_softmax"),
+        ("ops/attention/triton/forward.py", "from ....gpu.online_softmax import softmax_step"),
+        ("ops/attention/hopper/host.py", "from ..triton.kind import kind_of"),
+        ("ops/linear_attention/hopper/host.py", "from saccade.ops.attention.triton import kind"),
+        ("ops/attention/api.py", "from .reference import forward"),
+        ("kernel_check/pool.py", "from ..ops.attention.triton import configs"),
+        ("kernel_check/pool.py", "from . import catalogue"),
+        ("ops/attention/cpu/host.py", "import torch.utils, bench, attention"),
+    ],
+)
+def test_good_import_direction(tmp_path, path, statement):
+    assert violations(tmp_path, f"src/saccade/{path}", statement) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "statement"),
+    [
+        ("demo/run.py", "from saccade.runtime.spec import Problem"),
         ("demo/run.py", "from ..bench import cases"),
         ("bench/cases.py", "from saccade import dispatch"),
-        ("integrations/sdpa/call.py", "import saccade.problem"),
+        ("integrations/sdpa/call.py", "import saccade.runtime.spec"),
         ("cli.py", "from .portable import configs"),
     ],
 )
@@ -213,8 +216,8 @@ def test_private_name(tmp_path, path, statement):
         ("demo/run.py", "from .. import masks"),
         ("bench/cases.py", "from .timing import measure\nfrom saccade.bench import report"),
         ("cli.py", "from .demo import run\nfrom saccade.bench import cases"),
-        ("cli.py", "from .offline.kernels_command import kernels"),
-        ("dispatch.py", "from .problem import Problem"),
+        ("cli.py", "from .kernel_check.kernels_command import kernels"),
+        ("runtime/backends.py", "from .problem import Problem"),
     ],
 )
 def test_public_name(tmp_path, path, statement):
@@ -222,7 +225,7 @@ def test_public_name(tmp_path, path, statement):
 
 
 def test_a_rule_is_broken_in_the_open_with_a_reason(tmp_path):
-    path = "src/saccade/portable/forward.py"
+    path = "src/saccade/ops/attention/triton/forward.py"
     assert violations(tmp_path, path, "qk = 1  # breaks banned-name: a peer reads it") == []
     for comment in ("# breaks banned-name:", "# breaks file-length: a peer reads it"):
         assert violations(tmp_path, path, f"qk = 1  {comment}") == [(1, "banned-name")]
@@ -242,6 +245,6 @@ def test_main_prints_a_line_for_each_violation(tmp_path, capsys):
 
 
 def test_main_is_content_with_a_good_tree(tmp_path, capsys):
-    violations(tmp_path, "src/saccade/problem.py", "")
+    violations(tmp_path, "src/saccade/runtime/spec.py", "")
     assert house_rules.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == "house rules: all kept\n"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.language import take, take_by_slices
 from saccade.modifiers.expression import (
     FUNCTIONS,
     READS,
@@ -27,6 +26,7 @@ from saccade.modifiers.expression import (
     Step,
     parse,
 )
+from saccade.modifiers.ops import take, take_by_slices
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "+": torch.add, "-": torch.sub, "*": torch.mul, "/": torch.div, "%": torch.remainder,

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.language import slices_of
 from saccade.modifiers.derivative import Derivatives, derivatives
 from saccade.modifiers.evaluate import evaluate, inside
 from saccade.modifiers.expression import Captured, Coordinates, needed
+from saccade.modifiers.ops import slices_of
 from saccade.modifiers.selection import keep
 
 

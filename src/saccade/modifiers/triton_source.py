@@ -153,7 +153,7 @@ def _of_dtype(code: str, step: Step) -> str:
 
 
 def _constant(step: Step, slots: list[tuple[str, int]]) -> str:
-    """A number; whole ones come with ADDED added, as those of Views do (tiles.py)."""
+    """A number; whole ones come with ADDED added, as those of Views do (gpu/tensor_view.py)."""
     if step.op == "literal":
         return _literal(step.literal)
     data = f"data[{slots.index(step.slot)}]"

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from saccade.arguments import checked as checked
+from saccade.runtime.arguments import checked as checked
 from saccade.testing.cases import Case as Case
 from saccade.testing.cases import make_case as make_case
 from saccade.testing.kinds import Description as Description

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.attention import attention, attention_packed
 from saccade.masks import Mask
-from saccade.prepare import prepare, with_seed
-from saccade.reference import attention as reference
+from saccade.ops.attention import reference
+from saccade.ops.attention.api import attention, attention_packed
+from saccade.runtime.validation import prepare, with_seed
 from saccade.scores import Score
 from saccade.testing.kinds import MASKS, SCORES, Description, bias_shape
 
@@ -87,7 +87,7 @@ class Case:
 
 
 def padded(positional: list[Tensor]) -> list[Any]:
-    """The positional arguments of `saccade.prepare.prepare`, None where the call has none."""
+    """The positional arguments of `validation.prepare`, None where the call has none."""
     return [*positional, *[None] * (7 - len(positional))]
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.linear.prepare import Prepared, prepare
-from saccade.linear.problem import LinearState
-from saccade.linear_attention import linear_attention, linear_attention_packed
-from saccade.problem import accumulate_dtype
-from saccade.reference import linear as reference
+from saccade.ops.linear_attention import reference
+from saccade.ops.linear_attention.api import linear_attention, linear_attention_packed
+from saccade.ops.linear_attention.validation import Prepared, prepare
+from saccade.runtime.linear_spec import LinearState
+from saccade.runtime.spec import accumulate_dtype
 from saccade.testing.cases import laid_out, like_strided
 
 DECAYS = ("none", "heads", "rows")

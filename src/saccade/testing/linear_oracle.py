@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.linear.problem import LinearVariant
-from saccade.problem import accumulate_dtype
-from saccade.reference import linear as reference
-from saccade.reference.linear import Rows
+from saccade.ops.linear_attention import reference
+from saccade.ops.linear_attention.reference import Rows
+from saccade.runtime.linear_spec import LinearVariant
+from saccade.runtime.spec import accumulate_dtype
 from saccade.testing.linear_cases import LinearCase
 from saccade.testing.oracle import AGAINST_PLAIN, CONFIDENCE, assert_within
 

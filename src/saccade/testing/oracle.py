@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.language import take
 from saccade.modifiers.expression import Coordinates
-from saccade.prepare import prepare, with_seed
-from saccade.problem import Inputs, Variant, accumulate_dtype
-from saccade.reference import attention as reference
-from saccade.reference import paged
+from saccade.modifiers.ops import take
+from saccade.ops.attention import reference
+from saccade.ops.paged_attention import reference as paged
+from saccade.runtime.spec import Inputs, Variant, accumulate_dtype
+from saccade.runtime.validation import prepare, with_seed
 from saccade.testing.cases import Case, padded
 from saccade.testing.paged import PagedCase
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.attention_paged import attention_paged
+from saccade.kv_cache.quantization import quantised
 from saccade.masks import Mask
-from saccade.prepare import prepare_paged
-from saccade.problem import PagedInputs, Variant
-from saccade.quantisation import quantised
-from saccade.reference import paged as reference
+from saccade.ops.paged_attention import reference
+from saccade.ops.paged_attention.api import attention_paged
+from saccade.runtime.spec import PagedInputs, Variant
+from saccade.runtime.validation import prepare_paged
 from saccade.scores import Score
 from saccade.testing.kinds import MASKS, SCORES, Description, bias_shape
 

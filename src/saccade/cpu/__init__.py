@@ -1,1 +1,0 @@
-"""Tiled attention in PyTorch: the practical path on a machine without a GPU."""

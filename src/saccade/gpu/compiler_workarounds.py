@@ -1,0 +1,125 @@
+"""Workarounds for what Triton's own compiler does to our kernels, by its version.
+
+    since  what Triton does                                       what that does to our kernels
+    3.7    has ptxas allocate registers by its level 2, against   Hopper kernels spill two to eight
+           a fault of ptxas 13 that it does not name              times as much
+    3.9    lets LLVM's SLP vectorizer gather scalars in vectors,  addresses take registers all at
+           which ptxas takes apart again                          once, which spill
+    3.9    converts two numbers that a loop carries to one        each tile of weights is turned
+           register, the wrong way round                          round before its product
+
+The first two are undone for our kernels alone: by an option of theirs, and by a hook that stands
+while they are compiled. The third is why `gpu/hopper/pipeline.py` converts by assembly there. What
+each costs on an H200: benchmarks/results/h200/triton_versions.txt.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import triton
+from triton import knobs
+
+
+class Workarounds(NamedTuple):
+    """Which of the three a version of Triton needs."""
+
+    register_level: bool = False
+    vectors: bool = False
+    conversions: bool = False
+
+
+NONE = Workarounds()
+BY_VERSION = {
+    "3.7": Workarounds(register_level=True),
+    "3.8": Workarounds(register_level=True),
+    "3.9": Workarounds(register_level=True, vectors=True, conversions=True),
+}
+INSTALLED = BY_VERSION.get(".".join(triton.__version__.split(".")[:2]), NONE)
+OWN_LEVEL = "--regAllocOptLevel=5"  # ptxas takes the last that it is given; from 4 on all are alike
+PIPELINE = "saccade: scalars stay scalars"  # what Triton knows kernels by that were compiled so
+
+_LOCK = threading.RLock()
+
+
+def needed() -> Workarounds:
+    """What this Triton needs for the active device; nothing for its interpreter."""
+    if INSTALLED == NONE or knobs.runtime.interpret:
+        return NONE
+    device: Any = triton.runtime.driver.active
+    return INSTALLED if device.get_current_target().backend == "cuda" else NONE
+
+
+def options() -> dict[str, str]:
+    """Options for every kernel: none by most versions.
+
+    What a user has ptxas told (PTXAS_OPTIONS) stands behind ours, and so holds.
+    """
+    if not needed().register_level:
+        return {}
+    return {"ptx_options": " ".join(filter(None, (OWN_LEVEL, knobs.nvidia.ptxas_options)))}
+
+
+@contextmanager
+def applied() -> Iterator[None]:
+    """Compile kernels without vectors meanwhile, unless a user's own hook stands there.
+
+    The hook is the whole process's, so one thread compiles at a time.
+    """
+    if not needed().vectors:
+        yield
+        return
+    with _LOCK:
+        if knobs.runtime.add_stages_inspection_hook is not None:
+            yield
+            return
+        hook: Any = _pipeline  # Triton's own type knows one of the two ways in which it is called
+        knobs.runtime.add_stages_inspection_hook = hook
+        try:
+            yield
+        finally:
+            knobs.runtime.add_stages_inspection_hook = None
+
+
+def _pipeline(*asked: Any) -> tuple[str, str] | None:
+    """Triton's hook: asked for nothing, a key; else it is given (backend, stages, …) to change."""
+    if not asked:
+        return PIPELINE, PIPELINE
+    stages: dict[str, Callable[[Any, Any], Any]] = asked[1]
+    stages["llir"] = _without_vectors(stages["llir"])
+    return None
+
+
+def _without_vectors(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The stage that makes LLVM's code, with its vectorizer of scalars turned off."""
+    from triton.backends.nvidia import compiler
+
+    def made(source: Any, metadata: Any) -> Any:
+        with _LOCK:
+            whole = compiler.llvm
+            compiler.llvm = _Scalars(whole)
+            try:
+                return make(source, metadata)
+            finally:
+                compiler.llvm = whole
+
+    return made
+
+
+class _Scalars:
+    """Triton's LLVM, which is told not to make vectors of scalars."""
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def optimize_module(self, *arguments: Any, **options: Any) -> Any:
+        """As Triton's, but for the vectorizer."""
+        return self._whole.optimize_module(
+            *arguments, **{**options, "disable_slp_vectorizer": True}
+        )

@@ -1,0 +1,178 @@
+"""Language: what mask and score functions may call, as device functions.
+
+Each one means exactly what its namesake in `saccade.modifiers.ops` means on torch tensors;
+operators whose meaning differs between Python and C (``//`` and ``%`` of negative numbers) stand
+here too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.gpu.tensor_view import wide
+
+
+@triton.jit
+def absolute(value):
+    """Magnitude."""
+    return tl.abs(value)
+
+
+@triton.jit
+def exp(value):
+    """e to the power of a number."""
+    return tl.exp(value.to(tl.float32))
+
+
+@triton.jit
+def exp2(value):
+    """2 to the power of a number."""
+    return tl.exp2(value.to(tl.float32))
+
+
+@triton.jit
+def log(value):
+    """Natural logarithm."""
+    return tl.log(value.to(tl.float32))
+
+
+@triton.jit
+def log2(value):
+    """Logarithm to base 2."""
+    return tl.log2(value.to(tl.float32))
+
+
+@triton.jit
+def sqrt(value):
+    """Square root."""
+    return tl.sqrt_rn(value.to(tl.float32))
+
+
+@triton.jit
+def sigmoid(value):
+    """1 / (1 + exp(-value))."""
+    return 1.0 / (1.0 + tl.exp(-value.to(tl.float32)))
+
+
+@triton.jit
+def tanh(value):
+    """Near 0 an odd polynomial, which keeps the relative error small (Cephes, Moshier 1992)."""
+    value = value.to(tl.float32)
+    square = value * value
+    slope = -5.70498872745e-3
+    slope = slope * square + 2.06390887954e-2
+    slope = slope * square - 5.37397155531e-2
+    slope = slope * square + 1.33314422036e-1
+    slope = slope * square - 3.33332819422e-1
+    near = value + value * (square * slope)
+    magnitude = tl.abs(value)
+    far = 1.0 - 2.0 / (tl.exp(2.0 * magnitude) + 1.0)
+    far = tl.where(value < 0, -far, far)
+    return tl.where(magnitude < 0.625, near, far)
+
+
+@triton.jit
+def minimum(first, second):
+    """The smaller one; NaN if either is."""
+    return tl.minimum(first, second, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def maximum(first, second):
+    """The larger one; NaN if either is."""
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def where(condition, first, second):
+    """The first where the condition holds, else the second."""
+    return tl.where(condition, first, second)
+
+
+@triton.jit
+def floor_divide(dividend, divisor):
+    """Python's ``//`` of whole numbers: rounds down, where the machine rounds towards 0."""
+    quotient = dividend // divisor
+    rest = dividend - quotient * divisor
+    return quotient - ((rest != 0) & ((rest < 0) != (divisor < 0))).to(tl.int32)
+
+
+@triton.jit
+def floor_modulo(dividend, divisor):
+    """Python's ``%`` of whole numbers: has the divisor's sign, where the machine's has not."""
+    rest = dividend % divisor
+    return tl.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest)
+
+
+@triton.jit
+def floor_divide_real(dividend, divisor):
+    """Python's ``//`` of real numbers, from the rest: a rounded quotient may be the next number."""
+    rest = dividend % divisor
+    quotient = (dividend - rest) / divisor - tl.where(is_opposite(rest, divisor), 1.0, 0.0)
+    below = tl.floor(quotient)
+    whole = tl.where(quotient - below > 0.5, below + 1.0, below)
+    return tl.where(divisor == 0, dividend / divisor, whole)
+
+
+@triton.jit
+def floor_modulo_real(dividend, divisor):
+    """Python's ``%`` of real numbers."""
+    rest = dividend % divisor
+    return tl.where(is_opposite(rest, divisor), rest + divisor, rest)
+
+
+@triton.jit
+def is_opposite(rest, divisor):
+    """Whether a rest has another sign than the divisor, as Python's never has."""
+    return (rest != 0) & ((rest < 0) != (divisor < 0))
+
+
+# ---- kinds of numbers ------------------------------------------------------------------------
+
+
+@triton.jit
+def to_real(value):
+    """A truth or a whole number, or one of another width, as a real number."""
+    return value.to(tl.float32)
+
+
+@triton.jit
+def to_whole(value):
+    """A real number without what stands behind its point."""
+    return value.to(tl.int64)
+
+
+@triton.jit
+def to_int32(value):
+    """A whole number of a narrow table: 8 and 16 bits would wrap round, uint8 meets no int8."""
+    return value.to(tl.int32)
+
+
+@triton.jit
+def widened(value):
+    """A whole number with 64 bits, where sums and products may pass 32."""
+    return value.to(tl.int64)
+
+
+# ---- captured tensors: (pointer, sizes, strides) ---------------------------------------------
+
+
+@triton.jit
+def nearest(index, table, DIM: tl.constexpr):
+    """Where the entry nearest to an index lies along one dimension of a table, in elements."""
+    inside = tl.minimum(tl.maximum(index, 0), table[1][DIM] - 1)
+    return wide(inside) * table[2][DIM]
+
+
+@triton.jit
+def entry(index, table, DIM: tl.constexpr):
+    """The same of an index that counts from the end where it is below 0, as in Python."""
+    return nearest(tl.where(index < 0, index + table[1][DIM], index), table, DIM)
+
+
+@triton.jit
+def read(table, offset, DIMS: tl.constexpr):
+    """The entries of a table at offsets in elements."""
+    tl.static_assert(len(table[1]) == DIMS, "take: needs one index for each dimension of a table")
+    return tl.load(table[0] + offset)

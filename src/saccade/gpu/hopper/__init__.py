@@ -1,0 +1,1 @@
+"""What Gluon kernels for capability 9.0 share: rings of tiles, descriptors, schedules."""

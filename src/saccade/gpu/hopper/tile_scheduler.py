@@ -1,0 +1,244 @@
+"""Schedule: in which order programs take tiles of query rows, and what they are told about them.
+
+A ticket is what the producer tells the consumers about the tile of query rows that comes next.
+Numbers are given to programs in order of cost, dearest first, so that the last ones to finish have
+little to do (longest processing time first, Graham 1969).
+"""
+
+# Triton's language has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu import tile_ranges as visibility
+from saccade.gpu.kernel_args import Extent
+from saccade.gpu.rules import Rules
+from saccade.gpu.tensor_view import wide
+
+TICKET_SIZE = gl.constexpr(16)
+
+
+class Schedule(NamedTuple):
+    """How many tiles there are, and in which order they are taken; numbers are made by `as_odd`."""
+
+    origin: Any  # dense_origin or packed_origin: coordinates of a sequence's first row
+    counter: Any  # int32 in memory, 0 between calls; None: every program knows its tiles ahead
+    total: int  # tiles of query rows, of all heads and sequences
+    slots: int  # of one head (and sequence)
+    heads_at_once: int  # heads whose tiles are taken in turn, so that their keys stay in the L2
+    spoilt: Any = None  # the memory of the counter, if there are flags behind it
+
+
+def as_odd(number: int) -> int:
+    """A number as a Schedule holds it. Triton compiles anew for 1 and for multiples of 16."""
+    return 2 * number + 1
+
+
+def order_of(extent: Extent, tile: int, heads_at_once: int) -> tuple[int, int, int]:
+    """Tiles in all, tiles of one head, and heads that take turns, as a Schedule holds them."""
+    heads = max(1, min(heads_at_once, extent.heads * extent.sequences))
+    return as_odd(extent.programs(tile)), as_odd(extent.slots(tile)), as_odd(heads)
+
+
+@gluon.jit
+def num_tiles(schedule):
+    """How many tiles of query rows there are in all."""
+    return schedule.total >> 1
+
+
+@gluon.jit
+def next_number(schedule, number):
+    """The number that a program takes after another one: the next that nobody has, or its own."""
+    if schedule.counter is None:
+        following = number + gl.num_programs(0)
+    else:
+        # Each program takes one number too many; who takes the very last resets the counter.
+        taken = gl.atomic_add(schedule.counter, 1, sem="relaxed")
+        if taken == num_tiles(schedule) - 1:
+            gl.store(schedule.counter, 0)
+        following = taken + gl.num_programs(0)
+    return following
+
+
+@gluon.jit
+def program_of(schedule, number):
+    """The program, as Views count them, behind a number.
+
+    Tiles of `heads_at_once` heads take turns: all last tiles of these heads, then all last but one.
+    """
+    slots, at_once = schedule.slots >> 1, schedule.heads_at_once >> 1
+    group = number // (slots * at_once)
+    rest = number - group * (slots * at_once)
+    heads = gl.minimum(num_tiles(schedule) // slots - group * at_once, at_once)
+    return (group * at_once + rest % heads) * slots + rest // heads
+
+
+@gluon.jit
+def program_of_keys(schedule, number):
+    """The same where programs stand at tiles of keys: all first tiles of these heads come first,
+    as under a causal mask they are seen by most queries."""
+    slots = schedule.slots >> 1
+    program = program_of(schedule, number)
+    slot = program % slots
+    return program - slot + slots - 1 - slot
+
+
+@gluon.jit
+def tile_of(rules, walk, index):
+    """The tile of keys that is visited as number `index`: edges come first.
+
+    A walk of no tiles is taken as one of a single edge, so that nobody need tell it apart: all of
+    its pairs are hidden.
+    """
+    edge_index = gl.maximum(gl.minimum(index, walk[3] - 1), 0)  # lists have no other places
+    edge = rules.mask.tile(rules.mask, walk, edge_index, False)
+    clean = rules.mask.tile(rules.mask, walk, gl.maximum(index - walk[3], 0), True)
+    tile = gl.where(index < walk[3], edge, clean).to(gl.int32)
+    return gl.where(walk[3] + walk[5] == 0, 0, tile)
+
+
+@gluon.jit
+def tile_from_last(rules, walk, index):
+    """The same where the last edge comes first: `own_edges` passes over it."""
+    return tile_of(rules, walk, gl.where(index < walk[3], walk[3] - 1 - index, index))
+
+
+@gluon.jit
+def num_visits(walk):
+    """How many tiles of keys are visited: at least one, see `tile_of`."""
+    return gl.maximum(walk[3] + walk[5], 1)
+
+
+@gluon.jit
+def own_edges(rules, at, walk, KV_TILE: gl.constexpr):
+    """Of a walk by `tile_from_last`, where one consumer begins, and from where on nothing is hidden
+    from its 64 rows.
+
+    Tiles of keys are half as long as those of query rows: under a causal mask the first edge may be
+    hidden from all of the upper rows, and the second one from none of the lower.
+    """
+    batch, query_head, first_row, query_len, kv_len = at
+    first_key = tile_from_last(rules, walk, 0) * KV_TILE
+    possible, _ = rules.mask.judge(
+        batch, query_head, first_row, first_row + 63, first_key, first_key + KV_TILE - 1,
+        kv_len - query_len, rules.mask.data, 64, KV_TILE,
+    )  # fmt: skip
+    second_key = tile_from_last(rules, walk, 1) * KV_TILE
+    _, certain = rules.mask.judge(
+        batch, query_head, first_row, first_row + 63, second_key, second_key + KV_TILE - 1,
+        kv_len - query_len, rules.mask.data, 64, KV_TILE,
+    )  # fmt: skip
+    begin = gl.where(possible, 0, gl.minimum(num_visits(walk) - 1, 1)).to(gl.int32)
+    only_first = certain & (walk[3] == 2) & (second_key + KV_TILE <= kv_len)
+    return begin, num_edges(walk) - only_first.to(gl.int32)
+
+
+@gluon.jit
+def is_edge(walk, index):
+    """Whether pairs of that tile may be hidden."""
+    return index < num_edges(walk)
+
+
+@gluon.jit
+def num_edges(walk):
+    """How many of the first tiles of a walk may hold hidden pairs."""
+    return gl.maximum(walk[3], 1 - walk[5])
+
+
+@gluon.jit
+def write_ticket(place, query_len, kv_len, walk):
+    """A ticket as numbers, to hand through shared memory. place: batch, head, first row."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    index = gl.arange(0, TICKET_SIZE, LAYOUT)
+    numbers = gl.where(index == 0, place[0], 0)
+    numbers = gl.where(index == 1, place[1], numbers)
+    numbers = gl.where(index == 2, place[2], numbers)
+    numbers = gl.where(index == 3, query_len, numbers)
+    numbers = gl.where(index == 4, kv_len, numbers)
+    first = wide(walk[0])
+    numbers = gl.where(index == 5, first.to(gl.int32), numbers)
+    numbers = gl.where(index == 6, (first >> 32).to(gl.int32), numbers)
+    for place_in_walk in gl.static_range(1, 6):
+        numbers = gl.where(index == 6 + place_in_walk, walk[place_in_walk], numbers)
+    return numbers
+
+
+@gluon.jit
+def read_ticket(numbers):
+    """What was written, by every thread for itself."""
+    first = entry(numbers, 6).to(gl.int64) << 32 | (entry(numbers, 5).to(gl.int64) & 0xFFFFFFFF)
+    walk = (
+        first, entry(numbers, 7), entry(numbers, 8), entry(numbers, 9), entry(numbers, 10),
+        entry(numbers, 11),
+    )  # fmt: skip
+    place = entry(numbers, 0), entry(numbers, 1), entry(numbers, 2)
+    return place, entry(numbers, 3), entry(numbers, 4), walk
+
+
+@gluon.jit
+def entry(numbers, PLACE: gl.constexpr):
+    """One number of a ticket that every thread holds whole."""
+    index = gl.arange(0, TICKET_SIZE, numbers.type.layout)
+    return gl.sum(gl.where(index == PLACE, numbers, 0), 0)
+
+
+# ---- a mask's walk, by one warp: Gluon wants the layout of `visibility.found` to be named -------
+
+
+@gluon.jit
+def found(
+    mask, batch, head, slot, start, lengths,
+    TILE: gl.constexpr, OTHER: gl.constexpr, OVER_KEYS: gl.constexpr,
+):  # fmt: skip
+    """Judge all tiles of the other side, 32 together; see `visibility.find_walk`."""
+    tiles_of_warp = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    length, other_length = lengths
+    low = start + tiles_of_warp * 0
+    high = gl.minimum(low + TILE, length) - 1
+    count = (other_length + OTHER - 1) // OTHER
+    first, end = count, 0
+    clean_first, clean_end = count, count
+    for base in range(0, count, 32):
+        tiles = base + tiles_of_warp
+        exists = tiles < count
+        other_low = gl.where(exists, tiles * OTHER, 0)
+        other_high = gl.minimum(other_low + OTHER, other_length) - 1
+        if OVER_KEYS:
+            possible, certain = mask.judge(
+                batch, head, low, high, other_low, other_high, other_length - length, mask.data,
+                TILE, OTHER,
+            )  # fmt: skip
+        else:
+            possible, certain = mask.judge(
+                batch, head, other_low, other_high, low, high, length - other_length, mask.data,
+                OTHER, TILE,
+            )  # fmt: skip
+            certain = certain & (start + TILE <= length)
+        possible = possible & exists
+        certain = certain & exists & (other_low + OTHER <= other_length)
+        first = gl.minimum(first, gl.min(gl.where(possible, tiles, count), 0))
+        end = gl.maximum(end, gl.max(gl.where(possible, tiles + 1, 0), 0))
+        clean_first = gl.minimum(clean_first, gl.min(gl.where(certain, tiles, count), 0))
+        after = (tiles > clean_first) & (certain == 0)
+        clean_end = gl.minimum(clean_end, gl.min(gl.where(after, tiles, count), 0))
+    end = gl.maximum(first, end)
+    clean_first = gl.minimum(clean_first, end)
+    clean_end = gl.maximum(gl.minimum(clean_end, end), clean_first)
+    num_left = clean_first - first
+    num_edges = num_left + end - clean_end
+    return first, num_left, clean_end - num_left, num_edges, clean_first, clean_end - clean_first
+
+
+def with_own_walk(changes: Rules) -> Rules:
+    """The rules, with the walk that a program finds by itself as Gluon can compile it."""
+    mask = changes.mask
+    if mask.walk is not visibility.found:
+        return changes
+    return changes._replace(mask=mask._replace(walk=found))

@@ -1,0 +1,232 @@
+"""Arguments: a call's tensors as kernels take them: Views, Mask, Score and Dropout.
+
+All that stays the same between calls of one kind is worked out once; what is left for each call
+is a tuple around each address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from saccade.gpu import packing, scores
+from saccade.gpu import tensor_view as tiles
+from saccade.gpu import tile_ranges as visibility
+from saccade.gpu.compose import mask_functions, score_functions
+from saccade.gpu.dropout import Dropout
+from saccade.gpu.launcher import Pointer
+from saccade.gpu.rules import Rules
+from saccade.gpu.scores import Score
+from saccade.gpu.tensor_view import View
+from saccade.gpu.tile_ranges import Mask
+from saccade.modifiers.expression import Captured, slots
+from saccade.runtime import dropout
+from saccade.runtime.spec import Inputs, Variant
+
+
+class Extent(NamedTuple):
+    """One side of a call: its sequences, rows (of each dense one, or all packed ones), heads."""
+
+    batch: int
+    length: int
+    heads: int
+    packed: bool
+
+    def slots(self, tile: int) -> int:
+        """Programs along the rows of one head: of one dense sequence, or of all packed ones."""
+        if self.length == 0:
+            return 0
+        return self.length // tile + self.batch if self.packed else -(-self.length // tile)
+
+    def programs(self, tile: int) -> int:
+        """Programs in all."""
+        return self.slots(tile) * self.heads * (1 if self.packed else self.batch)
+
+    @property
+    def sequences(self) -> int:
+        """Batch entries that slots do not tell apart."""
+        return 1 if self.packed else self.batch
+
+
+class Geometry(NamedTuple):
+    """Both sides of a call."""
+
+    queries: Extent
+    keys: Extent
+
+    @staticmethod
+    def of(inputs: Inputs) -> Geometry:
+        """The geometry of a dense or packed call."""
+        query, key, offsets = inputs.query, inputs.key, inputs.cu_seqlens_q
+        if offsets is None:
+            batch, query_heads, query_len = query.shape[:3]
+            return Geometry(
+                Extent(batch, query_len, query_heads, False),
+                Extent(batch, key.shape[2], key.shape[1], False),
+            )
+        batch = offsets.shape[0] - 1
+        return Geometry(
+            Extent(batch, query.shape[0], query.shape[1], True),
+            Extent(batch, key.shape[0], key.shape[1], True),
+        )
+
+    def lengths(self) -> tuple[int, int]:
+        """Rows of a sequence on both sides; of packed ones, on average."""
+        queries, keys = self
+        if not queries.packed:
+            return queries.length, keys.length
+        return queries.length // max(queries.batch, 1), keys.length // max(keys.batch, 1)
+
+
+def view(
+    pointer: Pointer, tensor: Tensor | None, strides: tuple[int, int, int], extent: Extent,
+    offsets: Tensor | None, find: Any = packing.packed_program,
+) -> View:  # fmt: skip
+    """A View of a tensor (None: of rows without memory); strides are batch, head and row.
+
+    find: what a program works on, where sequences are packed.
+    """
+    address: Any = None if tensor is None else pointer(tensor)
+    added = tiles.ADDED.value
+    steps, step = strides[:2], tl.constexpr(strides[2])
+    if offsets is None:
+        data: tuple[Any, ...] = (extent.length + added, extent.heads + added)
+        return View(address, steps, step, tiles.dense, tiles.dense_program, data)
+    numbers = extent.batch + added, extent.heads + added, extent.length + added
+    data = (pointer(offsets), *numbers)
+    return View(address, steps, step, packing.packed, find, data, pad=packing.fill_padding)
+
+
+def row_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
+    """Strides of batch, head and row of [batch, heads, length, dim] or [tokens, heads, dim]."""
+    strides = tensor.stride()
+    return (0, strides[1], strides[0]) if packed else (strides[0], strides[1], strides[2])
+
+
+def number_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
+    """The same of one number a row: [batch, heads, length] or [heads, tokens]."""
+    strides = tensor.stride()
+    return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])
+
+
+def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, ...]:
+    """What an expression captured, slot by slot; a tensor as (address, sizes, strides)."""
+    data: list[Any] = []
+    for slot in slots(key):
+        value = captured.value(slot)
+        if isinstance(value, Tensor):
+            if value.numel() == 0:  # nothing meets, but programs without rows still look
+                value = value.new_zeros((1,) * value.dim())
+            data.append((pointer(value), tuple(value.shape), value.stride()))
+        else:
+            data.append(value + tiles.ADDED.value if isinstance(value, int) else value)
+    return tuple(data)
+
+
+NOTHING_HIDDEN = Mask(None, None, visibility.everything, visibility.next_in_range)
+
+
+def mask_argument(variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = ()) -> Mask:
+    """The mask as kernels take it; `plan` holds addresses of what was planned ahead."""
+    if not variant.mask:
+        return NOTHING_HIDDEN
+    functions = mask_functions(variant.mask)
+    data = captured_data(variant.mask, variant.mask_captured, pointer)
+    if not plan:
+        walk, tile = visibility.found, visibility.next_in_range
+    elif len(plan) == 3:
+        walk, tile = visibility.planned, visibility.next_in_range
+    else:
+        walk, tile = visibility.listed, visibility.next_in_list
+    return Mask(functions.visible, functions.judge, walk, tile, data, plan)
+
+
+def score_argument(variant: Variant, pointer: Pointer, by: int | None = None) -> Score | None:
+    """The score as kernels take it, with its derivative by the score, or by a captured tensor."""
+    if variant.score:
+        functions = score_functions(variant.score)
+        data = captured_data(variant.score, variant.score_captured, pointer)
+        derivative = functions.derivative if by is None else functions.reads[by].derivative
+        return Score(functions.change, derivative, data)
+    if variant.scale <= 0:  # softmax_step folds positive scales only
+        return Score(scores.unchanged, scores.one, ())
+    return None
+
+
+def dropout_argument(inputs: Inputs, variant: Variant, pointer: Pointer) -> Dropout | None:
+    """Dropout as kernels take it."""
+    if inputs.seed is None:
+        return None
+    growth = 1.0 / (1.0 - variant.dropout_p)
+    return Dropout(pointer(inputs.seed), dropout.threshold(variant.dropout_p), growth)
+
+
+def rules(
+    inputs: Inputs,
+    variant: Variant,
+    pointer: Pointer,
+    plan: tuple[Any, ...] = (),
+    by: int | None = None,
+) -> Rules:
+    """What a kernel does to pairs; `by` as in `score_argument`."""
+    return Rules(
+        mask_argument(variant, pointer, plan),
+        score_argument(variant, pointer, by),
+        dropout_argument(inputs, variant, pointer),
+        variant.scale,
+    )
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 is multiplied: IEEE unless PyTorch was told that less will do."""
+    if dtype != torch.float32:
+        return "ieee"
+    return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[
+        torch.get_float32_matmul_precision()
+    ]
+
+
+def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
+    """What tells one kind of call from another: everything but addresses."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    sinks, offsets = inputs.sinks, inputs.cu_seqlens_q
+    captured = ()
+    if variant.mask or variant.score:
+        captured = tuple(map(kind_of_captured, (variant.mask_captured, variant.score_captured)))
+    return (
+        query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
+        query.dtype, query.device, variant.mask, variant.score, variant.scale, captured,
+        None if inputs.seed is None else variant.dropout_p,
+        None if sinks is None else sinks.dtype, None if offsets is None else offsets.shape,
+        torch.get_float32_matmul_precision() if query.dtype == torch.float32 else None,
+    )  # fmt: skip
+
+
+def kind_of_captured(captured: Captured) -> tuple[Any, ...]:
+    """What tells one kind of captured values from another."""
+    tensors = tuple((table.shape, table.stride(), table.dtype) for table in captured.tensors)
+    return tensors, tuple(captured.ints), tuple(captured.floats)
+
+
+NO_OTHERS = (None,) * len(Inputs._fields[3:])
+
+
+def there_are(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Tensors without those that are None."""
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def brings_three(inputs: Inputs, variant: Variant) -> bool:
+    """Whether a call, and every one of its kind, has no tensors but query, key and value."""
+    captured = variant.mask_captured.tensors or variant.score_captured.tensors
+    return inputs[3:] == NO_OTHERS and not captured
+
+
+def tensors_of(inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
+    """All tensors that a call brings with it, those that its mask and score captured too."""
+    captured = *variant.mask_captured.tensors, *variant.score_captured.tensors
+    return (*there_are(inputs), *captured)

@@ -1,0 +1,195 @@
+"""Findings: what is wrong with what was compiled, and tables of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from saccade.kernel_check.calls import Call
+from saccade.kernel_check.linear_calls import LinearCall
+from saccade.kernel_check.paged_calls import PagedCall
+from saccade.kernel_check.pool import Compiled, Usage
+from saccade.ops.attention.triton import configs
+from saccade.ops.attention.triton.configs import KernelProblem
+from saccade.ops.linear_attention.triton import configs as linear_configs
+
+TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
+# Masks of which most tiles are hidden or clean, so that the loop over the others counts little.
+READ_BY_PAIR = ("blocks", "dense")
+# Kernels whose warps have roles, and what runs on while their exponents are computed.
+ROLES = {
+    "hopper_forward": "the product of values",
+    "hopper_pages_forward": "the product of values",
+    "hopper_backward": "the product of values and gradients",
+    "hopper_backward_queries": "the product of values and gradients",
+}
+FEW = 32  # reads and writes; of two consumers on Hopper, of 3,000 cycles a tile
+CAPTION = (
+    "config: query tile × kv tile, warps, stages. spills: instructions that move registers to"
+    " memory or back (gfx942: registers). s: seconds"
+)
+
+
+def fault(compiled: Compiled) -> str:
+    """What speaks against a kernel as a default; "" if nothing does."""
+    usage, architecture = compiled.usage, compiled.job.architecture
+    if usage is None:
+        return compiled.error.splitlines()[0]
+    faults = [f"spills ({usage.spills})"] if usage.spills else []
+    return "; ".join([*faults, *_excesses(usage, architecture), *_lacks(compiled)])
+
+
+def _excesses(usage: Usage, architecture: str) -> list[str]:
+    found = []
+    limit = configs.SHARED_MEMORY[architecture]
+    if usage.shared > limit:
+        found.append(f"{usage.shared} bytes of shared memory, more than {limit}")
+    if usage.columns > TENSOR_MEMORY_COLUMNS:
+        found.append(f"{usage.columns} columns of tensor memory, more than {TENSOR_MEMORY_COLUMNS}")
+    if usage.unfenced:
+        found.append(f"{usage.unfenced} barriers without a fence before roles start")
+    if usage.guarded:
+        found.append(f"{usage.guarded} reductions behind a condition, which ptxas gets wrong")
+    return found
+
+
+def _lacks(compiled: Compiled) -> list[str]:
+    """What the machine code of a kernel whose warps have roles must hold."""
+    usage = compiled.usage
+    kernel = compiled.kernel.split(",")[0]
+    if usage is None or kernel not in ROLES:
+        return []
+    lacks = [] if usage.products else ["no WGMMA"]
+    warps = compiled.config[2]
+    if not usage.covered and warps // 4 < 3:  # three groups cover each other's exponents
+        lacks.append(f"its exponents wait for {ROLES[kernel]}")
+    return lacks
+
+
+def excuse(compiled: Compiled) -> str:
+    """Why a default is allowed to spill; "" where it does not, or is not allowed to."""
+    usage, which = compiled.usage, compiled.kernel.split(",")[0]
+    if usage is None or not usage.spills:
+        return ""
+    if _excesses(usage, compiled.job.architecture) or _lacks(compiled):
+        return ""
+    if not usage.looped and usage.products:
+        return "outside of the loops that multiply"
+    if not usage.looped:
+        return "outside of its loops, so once a program"
+    if compiled.kernel.endswith(", careful") or "_again" in compiled.kernel:
+        return "it repeats only the programs that met NaN or inf"
+    architecture, call = compiled.job.architecture, compiled.job.call
+    if isinstance(call, LinearCall):
+        return linear_configs.SPILLING
+    if isinstance(call, PagedCall) and call.query_len > 1 and usage.looped <= FEW:
+        return "a few numbers, once a tile, which short chunks wait for memory to bring"
+    if isinstance(call, PagedCall):
+        return configs.every_tile_spills(architecture, call.dtype == "fp32", call.head_dim)
+    if which in ROLES and call.mask in (*READ_BY_PAIR, "documents"):
+        return "its one loop serves edges too, in which every pair reads a captured tensor"
+    if which.startswith("hopper_backward") and call.score != "none":
+        return "changed scores and their derivatives have no registers beside the gradients"
+    if which == "hopper_backward_queries" and usage.looped <= FEW:
+        return "a few numbers of its walk, read once a tile, have no registers beside the gradients"
+    if which == "hopper_forward" and call.head_dim <= 64 and usage.looped <= FEW:
+        return "a few weights, as two programs share the registers of a multiprocessor"
+    if which == "hopper_forward" and call.mask == "causal" and usage.looped <= FEW:
+        return "a number of its walk, read once a tile, as each consumer has edges of its own"
+    if which not in configs.PASSES:
+        return ""
+    if call.mask in READ_BY_PAIR:
+        return "its loop over edges spills, in which every pair reads a captured tensor"
+    return configs.may_spill(problem_of(architecture, which, call))
+
+
+def problem_of(architecture: str, which: str, call: Call) -> KernelProblem:
+    """The entry of the tables that a kernel of a call looks up."""
+    problem = KernelProblem(
+        architecture, which, call.head_dim, call.dtype == "fp32", call.mask != "none",
+        call.dropout_p > 0, call.mask in READ_BY_PAIR and not call.packed, call.is_short(),
+        call.packed,
+    )  # fmt: skip
+    return configs.entry_of(problem)
+
+
+def config_text(config: Sequence[int]) -> str:
+    """Tiles, warps and stages, as short as they are legible: 64×128 w4 s2."""
+    query_tile, kv_tile, warps, stages = config
+    tiles = f"{query_tile}×{kv_tile}" if kv_tile else str(query_tile or "–")
+    return f"{tiles} w{warps} s{stages}"
+
+
+def kilobytes(count: int) -> str:
+    """A size as people compare it with a limit."""
+    return f"{count / 1024:.0f} KB" if count >= 1024 or not count else f"{count} B"
+
+
+def usage_tables(results: Sequence[Compiled]) -> list[Table]:
+    """All that was compiled, by architecture; faults in red, those that are allowed in yellow."""
+    tables: dict[str, Table] = {}
+    for compiled in results:
+        architecture = compiled.job.architecture
+        if architecture not in tables:
+            tables[architecture] = _empty_table(architecture)
+        style = "yellow" if excuse(compiled) else "red" if fault(compiled) else None
+        cells = compiled.kernel, compiled.job.call.name, *_cells(compiled)
+        tables[architecture].add_row(*cells, style=style)
+    return list(tables.values())
+
+
+def _empty_table(architecture: str) -> Table:
+    limit = kilobytes(configs.SHARED_MEMORY[architecture])
+    table = Table(
+        title=f"{architecture} (shared memory: {limit})", title_justify="left",
+        caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("call", min_width=14)
+    for name in ("config", "regs", "spills", "shared", "s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _cells(compiled: Compiled) -> list[str]:
+    usage, config = compiled.usage, config_text(compiled.config)
+    if usage is None:
+        return [config, "failed", "", "", f"{compiled.seconds:.1f}"]
+    shared = kilobytes(usage.shared)
+    return [config, str(usage.registers), str(usage.spills), shared, f"{compiled.seconds:.1f}"]
+
+
+def offenders(results: Iterable[Compiled]) -> list[str]:
+    """A line for each kernel that must not be a default."""
+    return [_line(result) for result in results if fault(result) and not excuse(result)]
+
+
+def excused(results: Iterable[Compiled]) -> list[str]:
+    """A line for each default that is known to spill, with the reason why it is one."""
+    return [f"{_line(result)}, allowed: {excuse(result)}" for result in results if excuse(result)]
+
+
+def _line(compiled: Compiled) -> str:
+    of = f"{compiled.job.call.name}, {config_text(compiled.config)}"
+    return f"{compiled.job.architecture}: {compiled.kernel} ({of}): {fault(compiled)}"
+
+
+def to_json(results: Iterable[Compiled], triton: str) -> str:
+    """Everything that is known of what was compiled."""
+    rows: list[dict[str, Any]] = []
+    for compiled in results:
+        usage = compiled.usage
+        rows.append(
+            {
+                "architecture": compiled.job.architecture, "kernel": compiled.kernel,
+                "call": compiled.job.call._asdict(), "config": list(compiled.config),
+                "usage": None if usage is None else usage._asdict(),
+                "seconds": round(compiled.seconds, 3), "fault": fault(compiled),
+                "allowed": excuse(compiled),
+            }
+        )  # fmt: skip
+    return json.dumps({"triton": triton, "kernels": rows}, indent=1) + "\n"

@@ -1,0 +1,142 @@
+"""Tuning: what is tuned, what was measured, and who won. Nothing here needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+
+from saccade.kernel_check.calls import Call
+from saccade.kernel_check.pool import Compiled
+from saccade.kernel_check.report import config_text, fault, kilobytes, problem_of
+from saccade.ops.attention.triton import configs
+from saccade.ops.attention.triton.configs import KernelProblem
+from saccade.runtime.spec import Config
+
+WORTH_IT = 0.98  # of the default's time: less of a gain is noise
+PASS_OF = {
+    "forward": "forward",
+    "backward_keys": "ordered",
+    "backward_queries": "ordered",
+    "backward_shared": "shared",
+    "backward_bias": "bias",
+}
+
+
+class Task(NamedTuple):
+    """One entry of the tables that is to be found, and the call that it is timed on."""
+
+    problem: KernelProblem
+    call: Call
+
+    @property
+    def name(self) -> str:
+        """The entry and the call."""
+        problem, call = self.problem, self.call
+        return (
+            f"{problem.which} on {problem.architecture}: {call.name}, batch {call.batch}, "
+            f"heads {call.heads}/{call.kv_heads}, length {call.length}"
+        )
+
+
+class Measured(NamedTuple):
+    """What is known of one candidate."""
+
+    config: Config
+    milliseconds: float | None = None  # None: it was not timed
+    reason: str = ""  # why not
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+
+
+def task(architecture: str, which: str, call: Call) -> Task:
+    """The entry of the tables that a kernel of a call looks up.
+
+    Raises:
+        ValueError: for a kernel that has no config.
+    """
+    if which not in configs.PASSES:
+        raise ValueError(f"--which: got {which!r}, takes {', '.join(configs.PASSES)}")
+    if which == "backward_bias":
+        call = call._replace(score="bias")
+    return Task(problem_of(architecture, which, call), call)
+
+
+def whole_config(which: str, config: Config) -> Config:
+    """The config to give to a call, so that one kernel of it gets these numbers."""
+    return config if which == "forward" else Config(backward=config)
+
+
+def judged(problem: KernelProblem, config: Config, compiled: Sequence[Compiled]) -> Measured:
+    """A candidate as its compilation (with care, and without) leaves it, before it is timed."""
+    if not compiled:
+        return Measured(config, reason="was not compiled")
+    used = [result.usage for result in compiled if result.usage is not None]
+    failed = [fault(result) for result in compiled if result.usage is None]
+    if failed:
+        return Measured(config, reason=failed[0])
+    registers, spills, shared = (
+        max(numbers) for numbers in zip(*(usage[:3] for usage in used), strict=True)
+    )
+    limit = configs.SHARED_MEMORY[problem.architecture]
+    reason = f"{kilobytes(shared)} of shared memory" if shared > limit else ""
+    return Measured(config, None, reason, registers, spills, shared)
+
+
+def winner(measured: Sequence[Measured], default: Config) -> Measured | None:
+    """The fastest, unless it gains too little on the default to be more than noise.
+
+    None where nothing could be timed.
+    """
+    timed = [entry for entry in measured if entry.milliseconds is not None]
+    if not timed:
+        return None
+    fastest = min(timed, key=lambda entry: entry.milliseconds or 0.0)
+    for entry in timed:
+        if entry.config == default:
+            gained = (fastest.milliseconds or 0.0) < WORTH_IT * (entry.milliseconds or 0.0)
+            return fastest if gained else entry
+    return fastest
+
+
+def results_table(found: Task, measured: Sequence[Measured], shown: int = 20) -> Table:
+    """Candidates by time; the default and the winner are marked."""
+    default = configs.default(found.problem)
+    best = winner(measured, default)
+    timed = sorted(
+        (entry for entry in measured if entry.milliseconds is not None),
+        key=lambda entry: entry.milliseconds or 0.0,
+    )
+    table = Table(title=found.name, title_justify="left", caption_justify="left")
+    for name in ("config", "ms", "× default", "registers", "spills", "shared", ""):
+        table.add_column(name, justify="left" if name in ("config", "") else "right", no_wrap=True)
+    base = next((entry.milliseconds for entry in timed if entry.config == default), None)
+    for place, entry in enumerate(timed):
+        is_best = best is not None and entry.config == best.config
+        if place >= shown and not is_best and entry.config != default:
+            continue
+        marks = ["default"] * (entry.config == default) + ["winner"] * is_best
+        milliseconds = entry.milliseconds or 0.0
+        table.add_row(
+            config_text(entry.config.numbers()), f"{milliseconds:.3f}",
+            "" if base is None else f"{milliseconds / base:.2f}", str(entry.registers),
+            str(entry.spills or ""), kilobytes(entry.shared), ", ".join(marks),
+            style="bold green" if is_best else "bold" if marks else None,
+        )  # fmt: skip
+    left_out = len(measured) - len(timed)
+    table.caption = f"{len(timed)} timed, {left_out} left out"
+    for entry in measured:
+        if entry.config == default and entry.milliseconds is None:
+            table.caption += f"; the default was not timed: {entry.reason}"
+    return table
+
+
+def line_to_commit(problem: KernelProblem, config: Config) -> str:
+    """The row of configs.py with the config in its column."""
+    name, row = configs.row_of(problem)
+    column = configs.WIDTHS.index(problem.width)
+    row = (*row[:column], config, *row[column + 1 :])
+    cells = ", ".join(str(tuple(entry.numbers())) for entry in row)
+    return f'"{name}": _row({cells}),'

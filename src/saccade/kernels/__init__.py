@@ -1,1 +1,0 @@
-"""Kernels: the device functions that all Triton and Gluon kernels of Saccade are made of."""

@@ -1,0 +1,240 @@
+"""Books: all that a paged cache keeps count of, and the steps that change one sequence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from saccade.kv_cache.pool import PagePool
+from saccade.kv_cache.prefix import PrefixIndex
+from saccade.kv_cache.storage import PageMemory
+from saccade.kv_cache.whole import at_once
+
+
+@dataclass
+class Held:
+    """One sequence: its pages in order, and what is known of its tokens.
+
+    Attributes:
+        pages: page numbers; None where a page was released behind the window.
+        tokens: its tokens, as far as they were named (all, or the sequence shares nothing new).
+        written: tokens whose keys and values lie in the pages for sure.
+        digests: of the leading full pages that were offered to the prefix index.
+        before: what comes before the first page (PrefixIndex.root).
+        host_pages: where its pages lie on the host, while it is swapped out.
+    """
+
+    before: bytes
+    pages: list[int | None] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    length: int = 0
+    written: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    cached: int = 0
+    copies: int = 0
+    host_pages: list[int | None] | None = None
+
+    @property
+    def kept(self) -> list[int]:
+        """The pages that it holds on the device."""
+        return [page for page in self.pages if page is not None]
+
+    @property
+    def kept_on_host(self) -> list[int]:
+        """The pages that it holds on the host."""
+        return [page for page in self.host_pages or () if page is not None]
+
+    @property
+    def named(self) -> bool:
+        """Whether all of its tokens are known."""
+        return len(self.tokens) >= self.length
+
+    def cut(self, page_size: int) -> None:
+        """Forget names of tokens that it does not have, or not any more."""
+        del self.tokens[self.length :], self.digests[self.written // page_size :]
+
+
+@dataclass
+class Books:
+    """The state of a cache.
+
+    Attributes:
+        sequences: what all else about pages can be counted from.
+        torn: whether an exception now leaves something half counted, which `mend` counts anew.
+    """
+
+    memory: PageMemory
+    pool: PagePool
+    host_pool: PagePool
+    index: PrefixIndex
+    page_size: int
+    window: int | None
+    prefix_caching: bool
+    sequences: dict[int, Held] = field(default_factory=dict)
+    torn: bool = False
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("copied", "released", "moved", "swapped_out", "swapped_in", "asked", "matched"), 0
+        )
+    )
+
+    def find(self, sequence: int, *, on_device: bool = True) -> Held:
+        """A sequence by its number.
+
+        Raises:
+            KeyError: if there is none of that number.
+            ValueError: if it is swapped out and must not be.
+        """
+        held = self.sequences.get(sequence)
+        if held is None:
+            raise KeyError(f"sequence: got {sequence}, takes one that was allocated and not freed")
+        if on_device and held.host_pages is not None:
+            raise ValueError(f"sequence: got {sequence}, which is swapped out; swap it in first")
+        return held
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Let go of pages, the last first, so that beginnings are evicted after ends."""
+        self.pool.drop(reversed(pages), keep=self.index.__contains__)
+
+    def commit(self, held: Held) -> None:
+        """All tokens so far are written: offer the full pages to others."""
+        self.torn = True
+        self.publish(held)
+        self.torn = False
+
+    def publish(self, held: Held) -> None:
+        """As `commit`, within a change."""
+        held.written = held.length
+        if not self.prefix_caching or not held.named:
+            return
+        for number in range(len(held.digests), held.written // self.page_size):
+            page = held.pages[number]
+            if page is None:
+                return
+            tokens = held.tokens[number * self.page_size : (number + 1) * self.page_size]
+            before = held.digests[-1] if held.digests else held.before
+            held.digests.append(self.index.publish(page, before, tokens))
+
+    def forget(self, held: Held) -> None:
+        """Let nobody find what lies in a sequence's pages, nor the same tokens elsewhere."""
+        self.torn = True
+        for digest in held.digests:
+            page = self.index.page_of.get(digest)
+            if page is not None:
+                self.index.forget(page)
+        self.mend()
+
+    def end(self, sequence: int) -> None:
+        """Let go of a sequence and its pages."""
+        held = self.find(sequence, on_device=False)
+        self.torn = True
+        del self.sequences[sequence]
+        self.drop(held.kept)
+        self.host_pool.drop(held.kept_on_host)
+        self.torn = False
+
+    def mend(self) -> None:
+        """Count anew, from the sequences, what an exception may have left half counted."""
+        if not self.torn:
+            return
+        for held in self.sequences.values():
+            held.cut(self.page_size)
+        self.index.mend()
+        everyone = self.sequences.values()
+        self.pool.recount((page for held in everyone for page in held.kept), self.index.entry_of)
+        self.host_pool.recount(page for held in everyone for page in held.kept_on_host)
+        self.torn = False
+
+
+@dataclass
+class Change:
+    """What a call will enter in the books, worked out before anything is.
+
+    Attributes:
+        sequences: as they will be; those in the books stay as they are.
+        written: sequences, as they are, all of whose tokens are written.
+        overwritten: pages that will hold other tokens than they are known by.
+        dropped, dropped_on_host: pages that the sequences will hold no longer.
+        counts: what the books will count.
+    """
+
+    books: Books
+    sequences: dict[int, Held] = field(default_factory=dict)
+    written: list[Held] = field(default_factory=list)
+    overwritten: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    dropped_on_host: list[int] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def enter(*changes: Change) -> None:
+    """Enter changes, all of them or none. Nothing here fails; an interrupt is mended."""
+    for change in changes:
+        change.books.torn = True
+        for held in change.written:
+            change.books.publish(held)
+        for page in change.overwritten:
+            change.books.index.forget(page)
+    at_once(partial(change.books.sequences.update, change.sequences) for change in changes)
+    for change in changes:
+        books = change.books
+        for held in change.sequences.values():
+            held.cut(books.page_size)
+        books.drop(change.dropped)
+        books.host_pool.drop(change.dropped_on_host)
+        for name, count in change.counts.items():
+            books.counts[name] += count
+        books.torn = False
+
+
+def begun(books: Books, number: int, tokens: list[int], salt: bytes) -> Change:
+    """A new sequence with the pages that hold the beginning of its tokens, if any."""
+    root = PrefixIndex.root(salt)
+    found = books.index.match(tokens, root) if books.prefix_caching else []
+    length = len(found) * books.page_size
+    digests = [digest for _, digest in found]
+    pages: list[int | None] = [page for page, _ in found]
+    held = Held(root, pages, tokens[:length], length, length, digests, cached=length)
+    books.torn = True
+    books.pool.hold(held.kept)
+    counts = Counter(asked=len(tokens), matched=length)
+    return Change(books, {number: held}, counts=counts)
+
+
+def forked(books: Books, number: int, sequence: int) -> Change:
+    """A new sequence with the tokens and pages of another one."""
+    held = books.find(sequence)
+    books.torn = True
+    books.pool.hold(held.kept)
+    twin = replace(
+        held, pages=[*held.pages], tokens=[*held.tokens], digests=[*held.digests],
+        cached=held.length, copies=0,
+    )  # fmt: skip
+    return Change(books, {number: twin})
+
+
+def trimmed(books: Books, sequence: int, length: int) -> Change:
+    """A sequence without its last tokens; see `PagedCache.trim`."""
+    held = books.find(sequence)
+    check_trim(books, held, length)
+    keep = -(-length // books.page_size)
+    shorter = replace(
+        held, pages=held.pages[:keep], length=length, written=min(held.written, length),
+        cached=min(held.cached, length),
+    )  # fmt: skip
+    dropped = [page for page in held.pages[keep:] if page is not None]
+    return Change(books, {sequence: shorter}, dropped=dropped)
+
+
+def check_trim(books: Books, held: Held, length: int) -> None:
+    """Raise ValueError if a sequence cannot be trimmed to so many tokens."""
+    if not 0 <= length <= held.length:
+        raise ValueError(f"length: got {length}, takes 0 to {held.length}")
+    released = next((n for n, page in enumerate(held.pages) if page is not None), len(held.pages))
+    if books.window is not None and released and length - books.window < released * books.page_size:
+        least = released * books.page_size + books.window
+        raise ValueError(
+            f"length: got {length}, takes at least {least}: earlier pages are released"
+        )

@@ -1,1 +1,0 @@
-"""Linear attention between the public calls and the implementations: values, checks, operators."""

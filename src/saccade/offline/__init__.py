@@ -1,1 +1,0 @@
-"""Offline: what is done to kernels ahead of any call: compiled for every GPU, looked at, tuned."""

@@ -1,0 +1,1 @@
+"""The operations: each with its call, its reference, and its backends."""

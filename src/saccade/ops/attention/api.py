@@ -1,0 +1,232 @@
+"""The attention calls: check the arguments, choose an implementation, give the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, overload
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from saccade.masks import AnyMask
+from saccade.ops.attention import autograd as doors
+from saccade.runtime import arguments, shards
+from saccade.runtime import backends as dispatch
+from saccade.runtime import call_cache as recall
+from saccade.runtime.call_cache import Recalled
+from saccade.runtime.elsewhere import unknown_options
+from saccade.runtime.spec import Config, Inputs
+from saccade.runtime.validation import prepare, with_seed
+from saccade.scores import AnyScore
+
+
+class Options(TypedDict, total=False):
+    """The options that `attention` and `attention_packed` share, for type checkers."""
+
+    mask: AnyMask
+    score: AnyScore
+    scale: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    deterministic: bool
+    implementation: str | None
+    config: Config | Mapping[tuple[int, int], Config] | None
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+def attention(  # breaks function-length: most of it is the docstring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: AnyMask = None,
+    score: AnyScore = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str | None = None,
+    config: Config | Mapping[tuple[int, int], Config] | None = None,
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Each query row becomes the average of the values, weighted by how well its keys match.
+
+    Args:
+        query: [batch, query_heads, query_len, head_dim], any strides.
+        key: [batch, kv_heads, kv_len, head_dim]; kv_heads divides query_heads.
+        value: [batch, kv_heads, kv_len, value_dim].
+        mask: which pairs are visible: a `Mask` (`saccade.masks`), or a bool tensor broadcastable
+            to [batch, query_heads, query_len, kv_len] (True = visible), or a function of
+            (batch, head, query_row, kv_row). None: all of them.
+        score: a change of the scaled scores (`saccade.scores`), a function of (score, batch, head,
+            query_row, kv_row), or None.
+        scale: the factor of the scores; 1/sqrt(head_dim) where None.
+        sinks: [query_heads] logits that join the softmax's denominator and carry no value.
+        dropout_p: the share of weights that is dropped, in [0, 1); the rest grows to make up.
+        return_lse: also return the log-sum-exp of each row's scores (sinks included).
+        deterministic: gradients are bit-equal from run to run. Forward passes always are.
+        implementation: "cpu", "hopper", "portable" or "reference"; None takes the first that fits.
+            A named one never falls back: it raises where it cannot serve.
+        config: tile sizes, or a mapping from (major, minor) GPU capabilities to them.
+
+    Returns:
+        output [batch, query_heads, query_len, value_dim] in query's dtype and memory order (if
+        query is [batch, length, heads, dim] in memory, ``output.transpose(1, 2).flatten(2)``
+        copies nothing); with `return_lse` also the lse [batch, query_heads, query_len], natural
+        logarithm, float32 (float64 for float64). A row that sees nothing gives 0 and -inf.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes.
+        NotImplementedError: where the named implementation cannot serve the call.
+
+    Source: Vaswani et al. 2017, section 3.2.1.
+
+    >>> output = saccade.attention(query, key, value, mask=saccade.masks.causal())
+    """
+    if unknown:
+        raise unknown_options(unknown)
+    arguments.check_flag("return_lse", return_lse)
+    recall_key = None
+    if recall.plain_options(sinks, dropout_p, deterministic):
+        recall_key = recall.key_of(query, key, value, mask, score, scale, implementation, config)
+    found = recall.recalled(recall_key)
+    if found is not None:
+        output, lse = doors.attention(Inputs(query, key, value), found, deterministic, alone=True)
+        return (output, lse) if return_lse else output
+    if shards.any_sharded(query, key, value):
+        options = {
+            "mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout_p": dropout_p,
+            "return_lse": return_lse, "deterministic": deterministic,
+            "implementation": implementation, "config": config,
+        }  # fmt: skip
+        return shards.attention(attention, query, key, value, (), options)
+    inputs, variant, problem, checked = prepare(
+        query, key, value, None, None, None, None,
+        mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
+        return_lse=return_lse, deterministic=deterministic, config=config,
+    )  # fmt: skip
+    found = Recalled(variant, checked, dispatch.choose(problem, implementation))
+    recall.keep(recall_key, found)
+    output, lse = doors.attention(with_seed(inputs, variant), found, deterministic)
+    return (output, lse) if return_lse else output
+
+
+@overload
+def attention_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def attention_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+def attention_packed(  # breaks function-length: most of it is the docstring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    mask: AnyMask = None,
+    score: AnyScore = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str | None = None,
+    config: Config | Mapping[tuple[int, int], Config] | None = None,
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention for sequences of unequal length laid end to end, with no padding between them.
+
+    Args:
+        query: [tokens, query_heads, head_dim], the sequences one after the other.
+        key: [kv_tokens, kv_heads, head_dim].
+        value: [kv_tokens, kv_heads, value_dim].
+        cu_seqlens_q: int32 [batch + 1]: sequence b's queries are the tokens from
+            cu_seqlens_q[b] to cu_seqlens_q[b + 1]. Starts at 0, ascends, ends at the token
+            count or below it: rows behind are padding (output 0, lse -inf, gradients 0).
+        cu_seqlens_k: the same for keys and values; cu_seqlens_q where None.
+        max_seqlen_q, max_seqlen_k: the longest lengths, if known; never read from a GPU.
+        mask, score, scale, sinks, dropout_p, return_lse, deterministic, implementation, config:
+            as in `attention`; masks and scores number rows within each sequence, `batch` is the
+            sequence, and their tensors are as long as the longest sequence, or longer.
+
+    Returns:
+        output [tokens, query_heads, value_dim]; with `return_lse` also the lse
+        [query_heads, tokens].
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `attention`.
+    """
+    if cu_seqlens_q is None:
+        raise TypeError(f"cu_seqlens_q: got None, takes {arguments.OFFSETS}")
+    if unknown:
+        raise unknown_options(unknown)
+    arguments.check_flag("return_lse", return_lse)
+    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    tensors, recall_key = (query, key, value, *offsets), None
+    if recall.plain_options(sinks, dropout_p, deterministic):
+        recall_key = recall.packed_key_of(
+            tensors, (max_seqlen_q, max_seqlen_k), mask, score, scale, implementation, config
+        )
+    found = recall.recalled(recall_key)
+    if found is not None:
+        inputs = Inputs(query, key, value, None, None, *offsets)
+        output, lse = doors.attention(inputs, found, deterministic, alone=True)
+        return (output, lse) if return_lse else output
+    if shards.any_sharded(*tensors):
+        options = {
+            "mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout_p": dropout_p,
+            "return_lse": return_lse, "deterministic": deterministic,
+            "implementation": implementation, "config": config,
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+        }  # fmt: skip
+        return shards.attention(attention_packed, query, key, value, offsets, options)
+    inputs, variant, problem, checked = prepare(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
+        return_lse=return_lse, deterministic=deterministic, config=config,
+    )  # fmt: skip
+    found = Recalled(variant, checked, dispatch.choose(problem, implementation))
+    recall.keep(recall_key, found)
+    output, lse = doors.attention(with_seed(inputs, variant), found, deterministic)
+    return (output, lse) if return_lse else output

@@ -1,0 +1,1 @@
+"""Softmax attention in PyTorch, tile by tile, for machines without a GPU."""

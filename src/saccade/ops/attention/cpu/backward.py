@@ -1,0 +1,181 @@
+"""Backward: the rectangles' shares in the gradients, recomputed from the lse and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.ops.attention.cpu import dense_tile as tile
+from saccade.ops.attention.cpu import edge_masks as edges
+from saccade.ops.attention.cpu import flash_tile as flash
+from saccade.ops.attention.cpu import segments as walk
+from saccade.ops.attention.cpu.dense_tile import Place
+from saccade.ops.attention.cpu.edge_masks import Edge
+from saccade.ops.attention.cpu.gradients import GradientSum
+from saccade.ops.attention.cpu.segments import Dense
+from saccade.runtime.spec import accumulate_dtype
+
+
+class Results(NamedTuple):
+    """What the forward pass gave, and the gradients that came back for it."""
+
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor | None
+
+
+class DenseGradients(NamedTuple):
+    """Gradients of a dense problem; sinks and tables in the accumulation dtype."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    tables: dict[int, Tensor]
+
+
+class _Rows(NamedTuple):
+    """What every rectangle of a row needs to know of the whole row."""
+
+    output: Tensor
+    lse: Tensor  # finite: 0 where the row sees nothing
+    grad_output: Tensor  # 0 where the row sees nothing
+    row_dot: Tensor | None  # Σ grad_output · output, less the gradient of the lse
+    plain: bool  # the flash kernel knows nothing of a gradient of the lse
+
+    @staticmethod
+    def of(dense: Dense, results: Results, careful: bool) -> _Rows:
+        output, lse, grad_output, grad_lse = results
+        sees_nothing = lse == -torch.inf
+        if bool(sees_nothing.any()):
+            grad_output = grad_output.masked_fill(sees_nothing.unsqueeze(-1), 0)
+            lse = lse.masked_fill(sees_nothing, 0)
+        plain = grad_lse is not None or not dense.fits_flash or careful
+        row_dot = None
+        if plain or dense.sinks is not None:  # the flash kernel computes its own
+            row_dot = (grad_output.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
+        if row_dot is not None and grad_lse is not None:
+            row_dot = row_dot - grad_lse.masked_fill(sees_nothing, 0)
+        return _Rows(output, lse, grad_output, row_dot, plain)
+
+
+def differentiate(dense: Dense, results: Results, wanted: Sequence[int]) -> DenseGradients:
+    """Gradients of a dense problem, with those of the wanted captured tensors of the score."""
+    rows = _Rows.of(dense, results, careful=False)
+    grad_sinks = None
+    if dense.sinks is not None and rows.row_dot is not None:
+        sink_weights = (dense.sinks.to(rows.lse.dtype).view(1, -1, 1) - rows.lse).exp()
+        sink_weights = sink_weights.masked_fill(results.lse == -torch.inf, 0)
+        grad_sinks = -(sink_weights * rows.row_dot).sum((0, 2))
+    sums, tables = _empty_sums(dense, wanted)
+    if not dense.sees_nothing:
+        masked = _visit(dense, rows, sums, tables, careful=False)
+        # NaN that was carried to where it is hidden shows in one of the three: a spoilt key or
+        # value in gradients of rows that do not see it, a spoilt query in those of keys.
+        if masked and not all(bool(part.result().sum().isfinite()) for part in sums):
+            sums, tables = _empty_sums(dense, wanted)
+            _visit(dense, _Rows.of(dense, results, careful=True), sums, tables, careful=True)
+    grad_query, grad_key, grad_value = (part.result() for part in sums)
+    return DenseGradients(grad_query, grad_key, grad_value, grad_sinks, tables)
+
+
+def _empty_sums(dense: Dense, wanted: Sequence[int]) -> tuple[list[GradientSum], dict[int, Tensor]]:
+    tensors = dense.variant.score_captured.tensors
+    tables = {
+        index: torch.zeros_like(tensors[index], dtype=accumulate_dtype(tensors[index].dtype))
+        for index in wanted
+    }
+    return [GradientSum(rows) for rows in (dense.query, dense.key, dense.value)], tables
+
+
+def _visit(
+    dense: Dense, rows: _Rows, sums: list[GradientSum], tables: dict[int, Tensor], careful: bool
+) -> bool:
+    """Add the shares of every rectangle; say whether any of them needed the mask."""
+    form = None if rows.plain else dense.flash_at_once
+    if form is not None:
+        whole, causal = walk.whole(dense), form == "causal"
+        _add(sums, dense, whole, _flash(dense, rows, whole, None, causal))
+        return causal
+    any_masked = False
+    for place, runs in walk.row_tiles(dense):
+        for run in runs:
+            any_masked |= run.masked
+            at = place._replace(kv_rows=(run.start, run.stop))
+            _run(dense, rows, at, run.masked, careful, sums, tables)
+    return any_masked
+
+
+def _run(
+    dense: Dense,
+    rows: _Rows,
+    place: Place,
+    masked: bool,
+    careful: bool,
+    sums: list[GradientSum],
+    tables: dict[int, Tensor],
+) -> None:
+    """Add one rectangle's shares, by the flash kernel where it fits."""
+    if rows.plain:
+        for batch in walk.row_pieces(place):
+            for piece in batch:
+                for part in walk.key_pieces(piece):
+                    shares = _plain(dense, rows, part, masked, careful, tables)
+                    _add(sums, dense, part, shares[:3])
+                    for taken in shares.taken:
+                        taken.add_to(tables[taken.place])
+        return
+    found = edges.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
+    if found is None:
+        return
+    place, edge = found
+    _add(sums, dense, place, _flash(dense, rows, place, edge, causal=False))
+
+
+def _flash(
+    dense: Dense, rows: _Rows, place: Place, edge: Edge | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys = walk.slices_of(dense, place)
+    return flash.backward(
+        rows.grad_output[queries],
+        dense.query[queries],
+        dense.key[keys],
+        dense.value[keys],
+        rows.output[queries],
+        rows.lse[queries],
+        dense.variant.scale,
+        edge,
+        causal,
+    )
+
+
+def _plain(
+    dense: Dense, rows: _Rows, place: Place, masked: bool, careful: bool, wanted: Collection[int]
+) -> tile.Shares:
+    queries, keys = walk.slices_of(dense, place)
+    assert rows.row_dot is not None
+    return tile.backward(
+        rows.grad_output[queries],
+        dense.query[queries],
+        dense.key[keys],
+        dense.value[keys],
+        rows.lse[queries],
+        rows.row_dot[queries],
+        dense.variant,
+        dense.seed,
+        place,
+        masked,
+        careful,
+        wanted,
+    )
+
+
+def _add(sums: list[GradientSum], dense: Dense, place: Place, shares: Sequence[Tensor]) -> None:
+    """Add shares of query, key and value to their sums."""
+    queries, keys = walk.slices_of(dense, place)
+    for total, at, share in zip(sums, (queries, keys, keys), shares, strict=True):
+        total.add(at, share)

@@ -1,0 +1,245 @@
+"""Plan: which stretches of keys each tile of query rows visits, and where it needs the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from saccade.modifiers import intervals
+from saccade.modifiers.expression import Captured, Coordinates
+from saccade.modifiers.ops import index_range
+from saccade.ops.attention.cpu.remembered import Remembered
+from saccade.runtime.spec import Variant
+
+QUERY_TILE = 256
+KV_TILE = 128
+# A clean stretch this long is worth a call of its own; a shorter one runs with the mask of its
+# neighbours, which costs less than merging one more partial result.
+LONG_STRETCH = 1024
+# Key rows under one evaluation of the mask: bounds the memory that a masked run needs.
+MASKED_STRETCH = 4096
+# Short sequences go together, under one mask: a call for each would cost more than it skips. They
+# have one query tile and at most so many key tiles; and so many pairs of a head go together.
+SHORT_TILES = 2
+PAIRS_TOGETHER = 2**20
+# Query tiles judged at once: bounds the memory of the plan for very long sequences.
+STRIP = 64
+
+
+class Run(NamedTuple):
+    """Adjacent key rows start … stop - 1. `masked`: some pairs may be hidden."""
+
+    start: int
+    stop: int
+    masked: bool
+
+
+class QueryTile(NamedTuple):
+    """Query rows start … stop - 1 and the runs of keys that they see."""
+
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+
+    def under_both(self, other: QueryTile) -> QueryTile:
+        """The same tile under this mask and another one that visits the same keys."""
+        pairs = zip(self.runs, other.runs, strict=True)
+        runs = (one._replace(masked=one.masked or two.masked) for one, two in pairs)
+        return self._replace(runs=tuple(runs))
+
+
+class Unit(NamedTuple):
+    """Batch entries and query heads (as ranges) that share one plan."""
+
+    batch: tuple[int, int]
+    heads: tuple[int, int]
+    tiles: tuple[QueryTile, ...]
+
+    @property
+    def stretches(self) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        """Which keys each tile of query rows visits, under a mask or not."""
+        return [
+            (tile.start, tile.stop, [(run.start, run.stop) for run in tile.runs])
+            for tile in self.tiles
+        ]
+
+
+class Sizes(NamedTuple):
+    """The sizes of one dense problem, and the index of its first batch entry."""
+
+    batch: int
+    heads: int
+    query_len: int
+    kv_len: int
+    first_batch: int
+    query_tile: int
+    kv_tile: int
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of one head."""
+        return self.batch * self.query_len * self.kv_len
+
+    @property
+    def short(self) -> bool:
+        """Whether a sequence has too few tiles for a plan of its own."""
+        return self.query_len <= self.query_tile and self.kv_len <= SHORT_TILES * self.kv_tile
+
+
+def units(sizes: Sizes, variant: Variant) -> tuple[Unit, ...]:
+    """Plans for all of a dense problem, one for each part of it that the mask treats alike."""
+    captured = variant.mask_captured
+    return _remembered.get(
+        (sizes, variant.mask, tuple(captured.ints), tuple(map(float.hex, captured.floats))),
+        captured.tensors,
+        lambda: _units(sizes, variant.mask, captured),
+    )
+
+
+_remembered: Remembered[tuple[Unit, ...]] = Remembered(most=256)
+
+
+def _units(sizes: Sizes, mask: str, captured: Captured) -> tuple[Unit, ...]:
+    everything = (0, sizes.batch), (0, sizes.heads)
+    if not mask:
+        run = Run(0, sizes.kv_len, masked=False)
+        return (Unit(*everything, (QueryTile(0, sizes.query_len, (run,)),)),)
+    if sizes.short and sizes.pairs <= PAIRS_TOGETHER:
+        run = Run(0, sizes.kv_len, masked=True)
+        return (Unit(*everything, (QueryTile(0, sizes.query_len, (run,)),)),)
+    tiles: dict[tuple[int, int], list[QueryTile]] = {}
+    batches = heads = 1
+    for judged in _judge_strips(sizes, mask, captured):
+        batches, heads = judged.shape
+        for b in range(batches):
+            for h in range(heads):
+                tiles.setdefault((b, h), []).extend(judged.tiles(b, h))
+    found = [
+        Unit(
+            everything[0] if batches == 1 else (b, b + 1),
+            everything[1] if heads == 1 else (h, h + 1),
+            tuple(tiles[b, h]),
+        )
+        for h in range(heads)
+        for b in range(batches)
+    ]
+    together = _together(found, PAIRS_TOGETHER * sizes.batch // max(1, sizes.pairs))
+    return tuple(unit._replace(tiles=tuple(_joined(unit.tiles))) for unit in together)
+
+
+def _together(units: list[Unit], most: int) -> Iterator[Unit]:
+    """Join neighbouring batch entries that visit the same keys, up to so many entries."""
+    waiting = units[0]
+    for unit in units[1:]:
+        entries = waiting.batch[0], unit.batch[1]
+        alike = unit.heads == waiting.heads and unit.stretches == waiting.stretches
+        if alike and unit.batch[0] == waiting.batch[1] and entries[1] - entries[0] <= most:
+            tiles = zip(waiting.tiles, unit.tiles, strict=True)
+            waiting = Unit(entries, unit.heads, tuple(one.under_both(two) for one, two in tiles))
+        else:
+            yield waiting
+            waiting = unit
+    yield waiting
+
+
+class _Strip(NamedTuple):
+    """Verdicts for a strip of query tiles: nested lists [batch][head][query tile][kv tile]."""
+
+    first_row: int
+    sizes: Sizes
+    shape: tuple[int, int]
+    possible: list[list[list[list[bool]]]]
+    certain: list[list[list[list[bool]]]]
+
+    def tiles(self, b: int, h: int) -> Iterator[QueryTile]:
+        verdicts = zip(self.possible[b][h], self.certain[b][h], strict=True)
+        for index, (possible, certain) in enumerate(verdicts):
+            start = self.first_row + index * self.sizes.query_tile
+            stop = min(start + self.sizes.query_tile, self.sizes.query_len)
+            runs = _runs(possible, certain, self.sizes.kv_tile, self.sizes.kv_len)
+            yield QueryTile(start, stop, tuple(runs))
+
+
+def _judge_strips(sizes: Sizes, mask: str, captured: Captured) -> Iterator[_Strip]:
+    """Ask the mask about all tiles, a strip of query tiles at a time."""
+    rows = sizes.query_tile * STRIP
+    num_kv_tiles = -(-sizes.kv_len // sizes.kv_tile)
+    for first_row in range(0, sizes.query_len, rows):
+        last_row = min(first_row + rows, sizes.query_len)
+        at = Coordinates(
+            batch=index_range(sizes.first_batch, sizes.first_batch + sizes.batch, 0),
+            head=index_range(0, sizes.heads, 1),
+            query_row=intervals.rows(first_row, last_row, sizes.query_tile, 2),
+            kv_row=intervals.rows(0, sizes.kv_len, sizes.kv_tile, 3),
+            shift=sizes.kv_len - sizes.query_len,
+        )
+        truth = intervals.classify(mask, captured, at)
+        num_query_tiles = -(-(last_row - first_row) // sizes.query_tile)
+        shape = [1] * (4 - truth.possible.dim()) + list(truth.possible.shape)
+        batches, heads = shape[0], shape[1]
+        wanted = (batches, heads, num_query_tiles, num_kv_tiles)
+        yield _Strip(
+            first_row,
+            sizes,
+            (batches, heads),
+            truth.possible.expand(wanted).tolist(),
+            truth.certain.expand(wanted).tolist(),
+        )
+
+
+def _runs(possible: list[bool], certain: list[bool], tile: int, kv_len: int) -> list[Run]:
+    """Join adjacent tiles into runs: long clean stretches apart, the rest under the mask."""
+    runs: list[Run] = []
+    for kind, first, last in _stretches(possible, certain):
+        start, stop = first * tile, min(last * tile, kv_len)
+        if kind == HIDDEN:
+            continue
+        masked = kind == EDGE or stop - start < LONG_STRETCH
+        touches = bool(runs) and runs[-1].stop == start and runs[-1].masked and masked
+        if touches and stop - runs[-1].start <= MASKED_STRETCH:
+            runs[-1] = Run(runs[-1].start, stop, masked=True)
+        elif masked:
+            step = range(start, stop, MASKED_STRETCH)
+            runs += [Run(s, min(s + MASKED_STRETCH, stop), masked=True) for s in step]
+        else:
+            runs.append(Run(start, stop, masked=False))
+    return _unmask_clean_runs(runs, certain, tile)
+
+
+HIDDEN, EDGE, CLEAN = range(3)
+
+
+def _stretches(possible: list[bool], certain: list[bool]) -> Iterator[tuple[int, int, int]]:
+    """(kind, first tile, tile after the last) of each stretch of tiles of one kind."""
+    first, kind = 0, None
+    for index, (some, every) in enumerate(zip(possible, certain, strict=True)):
+        this = CLEAN if every else EDGE if some else HIDDEN
+        if this != kind:
+            if kind is not None:
+                yield kind, first, index
+            first, kind = index, this
+    if kind is not None:
+        yield kind, first, len(possible)
+
+
+def _unmask_clean_runs(runs: list[Run], certain: list[bool], tile: int) -> list[Run]:
+    """A short clean stretch that found no masked neighbour needs no mask after all."""
+    return [
+        run._replace(masked=not all(certain[run.start // tile : -(-run.stop // tile)]))
+        for run in runs
+    ]
+
+
+def _joined(tiles: Sequence[QueryTile]) -> Iterator[QueryTile]:
+    """Join neighbours that see the same keys without a mask: one larger tile, one call."""
+    waiting: QueryTile | None = None
+    for tile in tiles:
+        clean = not any(run.masked for run in tile.runs)
+        if waiting is not None and clean and waiting.runs == tile.runs:
+            waiting = waiting._replace(stop=tile.stop)
+            continue
+        if waiting is not None:
+            yield waiting
+        waiting = tile
+    if waiting is not None:
+        yield waiting

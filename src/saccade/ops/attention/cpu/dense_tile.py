@@ -1,0 +1,221 @@
+"""Tile: one rectangle of pairs in plain PyTorch, for every mask, score and dropout.
+
+Query heads that share a kv head are packed into rows, so that one product serves the group. Sums
+are float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from saccade.modifiers import evaluate
+from saccade.modifiers.expression import Coordinates
+from saccade.modifiers.gradient import Taken, change_backward, change_with_slopes
+from saccade.modifiers.ops import index_range
+from saccade.modifiers.selection import hide
+from saccade.ops.attention.cpu.remembered import Remembered
+from saccade.runtime import dropout
+from saccade.runtime.spec import Variant, accumulate_dtype
+
+MOST_DRAWN = 2**25  # pairs, of one byte each, whose draws are remembered
+
+
+class Place(NamedTuple):
+    """Where a rectangle lies: ranges of batch entries, query heads, query rows and key rows."""
+
+    batch: tuple[int, int]
+    heads: tuple[int, int]
+    query_rows: tuple[int, int]
+    kv_rows: tuple[int, int]
+    shift: int
+
+    def coordinates(self) -> Coordinates:
+        """Index tensors for every pair of the rectangle."""
+        ranges = (self.batch, self.heads, self.query_rows, self.kv_rows)
+        batch, head, query_row, kv_row = (index_range(*r, dim) for dim, r in enumerate(ranges))
+        return Coordinates(batch, head, query_row, kv_row, self.shift)
+
+
+class _Scored(NamedTuple):
+    """A rectangle after its scores are known."""
+
+    raw: Tensor  # scale · query · keyᵀ, [batch, heads, rows, keys]
+    changed: Tensor  # after the score change, -inf where hidden
+    visible: Tensor | None
+    kept: Tensor | None  # 1 where dropout keeps a weight, which is divided by 1 - dropout_p, else 0
+    slopes: Sequence[Tensor] | None  # see change_with_slopes
+    fresh: bool  # whether `changed` is nobody else's: a score may give what it captured
+
+    def less(self, numbers: Tensor) -> Tensor:
+        """The changed scores less a number of each row, in their memory if that is free."""
+        return self.changed.sub_(numbers) if self.fresh else self.changed.sub(numbers)
+
+
+def _score(
+    query: Tensor,
+    key: Tensor,
+    variant: Variant,
+    seed: Tensor | None,
+    place: Place,
+    masked: bool,
+    spoilt: Tensor | None,
+    wanted: Collection[int] | None = None,
+) -> _Scored:
+    """wanted: in a backward pass, the captured tensors whose gradients are asked for."""
+    batch, heads, rows, _ = query.shape
+    raw = (_packed(query, key) @ key.transpose(-1, -2)).mul_(variant.scale)
+    raw = raw.view(batch, heads, rows, key.shape[2])
+    at = place.coordinates()
+    slopes = None
+    if wanted is None or not variant.score:
+        changed = evaluate.change(variant.score, variant.score_captured, raw, at)
+    else:
+        changed, slopes = change_with_slopes(variant.score, variant.score_captured, raw, at, wanted)
+    fresh = changed is raw or spoilt is not None
+    if spoilt is not None:
+        changed = changed.masked_fill(spoilt, torch.nan)
+    seen = evaluate.visible(variant.mask, variant.mask_captured, at) if masked else None
+    if seen is not None and changed is raw:  # NaN would show, and be seen
+        changed = raw.add_(torch.where(seen, 0.0, -torch.inf).to(raw.dtype))
+    elif seen is not None:
+        changed, fresh = hide(changed, seen), True
+    kept = None
+    if seed is not None:  # bytes become numbers ten times as fast as bools
+        kept = _kept(int(seed), place, variant.dropout_p).view(torch.uint8).to(raw.dtype)
+    return _Scored(raw, changed, seen, kept, slopes, fresh)
+
+
+def _kept(seed: int, place: Place, dropout_p: float) -> Tensor:
+    """The pairs that are kept; the backward pass finds what the forward pass drew."""
+
+    def draw() -> Tensor:
+        at = place.coordinates()
+        return dropout.kept_range(seed, at.batch, at.head, at.query_row, place.kv_rows, dropout_p)
+
+    return _drawn.get((seed, place, dropout_p), (), draw)
+
+
+_drawn: Remembered[Tensor] = Remembered(MOST_DRAWN, Tensor.numel)
+
+
+def _packed(rows: Tensor, key: Tensor) -> Tensor:
+    """Query-side rows [batch, heads, rows, dim] as [batch, kv_heads, group · rows, dim]."""
+    batch, heads, num_rows, dim = rows.shape
+    kv_heads = key.shape[1]
+    return rows.reshape(batch, kv_heads, heads // kv_heads * num_rows, dim)
+
+
+def forward(
+    query: Float[Tensor, "batch query_heads rows dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    variant: Variant,
+    seed: Tensor | None,
+    place: Place,
+    masked: bool,
+    careful: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of a rectangle. `careful`: inputs hold NaN or inf, which must stay put."""
+    wide = accumulate_dtype(query.dtype)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    query, key, value, spoilt = _set_spoilt_apart(query, key, value, careful)
+    scored = _score(query, key, variant, seed, place, masked, spoilt)
+    row_max = scored.changed.amax(-1, keepdim=True)
+    row_max.masked_fill_(row_max == -torch.inf, 0)
+    weights = scored.less(row_max).exp_()
+    row_sum = weights.sum(-1, keepdim=True)
+    empty = row_sum == 0
+    row_sum.masked_fill_(empty, 1)
+    divisor = row_sum
+    if scored.kept is not None:
+        weights.mul_(scored.kept)
+        divisor = row_sum * (1 - variant.dropout_p)
+    output = (_packed(weights, key) @ value).view(*query.shape[:3], value.shape[-1]).div_(divisor)
+    lse = (row_max + row_sum.log()).masked_fill(empty, -torch.inf)
+    return output, lse.squeeze(-1)
+
+
+class Shares(NamedTuple):
+    """A rectangle's share in the gradients; `taken`: of tensors that the score captured."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    taken: list[Taken]
+
+
+def backward(
+    grad_output: Float[Tensor, "batch query_heads rows value_dim"],
+    query: Float[Tensor, "batch query_heads rows dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    lse: Float[Tensor, "batch query_heads rows"],
+    row_dot: Float[Tensor, "batch query_heads rows"],
+    variant: Variant,
+    seed: Tensor | None,
+    place: Place,
+    masked: bool,
+    careful: bool,
+    wanted: Collection[int] = (),
+) -> Shares:
+    """The share of a rectangle of pairs in the gradients.
+
+    Args:
+        lse: of the whole rows, finite (0 where a row sees nothing).
+        row_dot: Σ grad_output · output of the whole rows, less the gradient of the lse.
+        wanted: places of the score's captured tensors whose gradients are asked for.
+
+    Source: FlashAttention-2 (Dao 2023), section 3.1.2, algorithm 2.
+    """
+    wide = accumulate_dtype(query.dtype)
+    grad_output, query = grad_output.to(wide), query.to(wide)
+    query, key, value, spoilt = _set_spoilt_apart(query, key.to(wide), value.to(wide), careful)
+    scored = _score(query, key, variant, seed, place, masked, spoilt, wanted)
+    weights = scored.less(lse.unsqueeze(-1)).exp_()
+    if careful and scored.visible is not None:  # a NaN row must not reach what it does not see
+        weights = weights.masked_fill(~scored.visible, 0)
+    if scored.kept is not None:
+        grad_output = grad_output / (1 - variant.dropout_p)
+    grad_output = _packed(grad_output, key)
+    grad_weights = (grad_output @ value.transpose(-1, -2)).view_as(weights)
+    dropped = weights
+    if scored.kept is not None:
+        dropped = weights * scored.kept
+        grad_weights = grad_weights.mul_(scored.kept)
+    grad_value = _packed(dropped, key).transpose(-1, -2) @ grad_output
+    grad_scores = grad_weights.sub_(row_dot.unsqueeze(-1)).mul_(weights)
+    if careful and scored.visible is not None:
+        grad_scores = grad_scores.masked_fill(~scored.visible, 0)
+    grad_scores, taken = change_backward(
+        variant.score, variant.score_captured, scored.raw, place.coordinates(), grad_scores,
+        scored.visible, wanted, scored.slopes,
+    )  # fmt: skip
+    grad_scores = _packed(grad_scores.mul_(variant.scale), key)
+    grad_query = (grad_scores @ key).view(query.shape)
+    grad_key = grad_scores.transpose(-1, -2) @ _packed(query, key)
+    return Shares(grad_query, grad_key, grad_value, taken)
+
+
+def _set_spoilt_apart(
+    query: Tensor, key: Tensor, value: Tensor, careful: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Zero the rows that hold NaN or inf and say which pairs touch one.
+
+    Such a pair's score becomes NaN and is selected away where it is hidden; a product would carry
+    it on, since 0 · NaN is NaN.
+    """
+    if not careful:
+        return query, key, value, None
+    cleaned, spoilt = [], []
+    for rows in (query, key, value):
+        bad = ~rows.isfinite().all(-1, keepdim=True)
+        cleaned.append(rows.masked_fill(bad, 0))
+        spoilt.append(bad)
+    group = query.shape[1] // key.shape[1]
+    of_keys = (spoilt[1] | spoilt[2]).repeat_interleave(group, dim=1).transpose(-1, -2)
+    return cleaned[0], cleaned[1], cleaned[2], spoilt[0] | of_keys

@@ -1,0 +1,131 @@
+"""Forward: the rectangles' outputs, merged by their log-sum-exps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.ops.attention.cpu import dense_tile as tile
+from saccade.ops.attention.cpu import edge_masks as edges
+from saccade.ops.attention.cpu import flash_tile as flash
+from saccade.ops.attention.cpu import segments as walk
+from saccade.ops.attention.cpu.block_mask import Run
+from saccade.ops.attention.cpu.dense_tile import Place
+from saccade.ops.attention.cpu.segments import Dense
+from saccade.runtime.spec import accumulate_dtype
+
+
+def attend(dense: Dense) -> tuple[Tensor, Tensor]:
+    """Output [batch, heads, rows, value_dim] and lse of a dense problem."""
+    if dense.sees_nothing:
+        output, lse = memory(dense)
+        output, lse = output.zero_(), lse.fill_(-torch.inf)
+    else:
+        output, lse, masked = _visit(dense, careful=False)
+        if masked and not bool(output.sum().isfinite()):
+            output, lse, _ = _visit(dense, careful=True)
+    return add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
+
+
+def memory(dense: Dense) -> tuple[Tensor, Tensor]:
+    """Memory for the output and lse of a dense problem."""
+    batch, heads, rows = dense.query.shape[:3]
+    wide = accumulate_dtype(dense.query.dtype)
+    output = dense.query.new_empty(batch, rows, heads, dense.value.shape[-1], dtype=wide)
+    return output.transpose(1, 2), dense.query.new_empty(batch, heads, rows, dtype=wide)
+
+
+def _visit(dense: Dense, careful: bool) -> tuple[Tensor, Tensor, bool]:
+    """Compute every row tile; also say whether any of them needed the mask."""
+    form = None if careful else dense.flash_at_once
+    if form is not None:
+        scale, causal = dense.variant.scale, form == "causal"
+        whole = flash.forward(dense.query, dense.key, dense.value, scale, None, causal)
+        return *whole, causal
+    tiles = list(walk.row_tiles(dense))
+    if len(tiles) == 1 and len(tiles[0][1]) == 1:
+        place, runs = tiles[0]
+        return *_row_tile(dense, place, runs, careful), runs[0].masked
+    output, lse = memory(dense)
+    for place, runs in tiles:
+        at = walk.slices_of(dense, place).queries
+        output[at], lse[at] = _row_tile(dense, place, runs, careful)
+    return output, lse, any(run.masked for _, runs in tiles for run in runs)
+
+
+def _row_tile(
+    dense: Dense, place: Place, runs: tuple[Run, ...], careful: bool
+) -> tuple[Tensor, Tensor]:
+    """One tile of query rows against all that it sees."""
+    partials = []
+    for run in runs:
+        partial = rectangle(
+            dense, place._replace(kv_rows=(run.start, run.stop)), run.masked, careful
+        )
+        if partial is not None:
+            partials.append(partial)
+    return merged(dense, place, partials)
+
+
+def rectangle(
+    dense: Dense, place: Place, masked: bool, careful: bool
+) -> tuple[Tensor, Tensor] | None:
+    """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
+    if not dense.fits_flash or careful:
+        return _plain(dense, place, masked, careful)
+    found = edges.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
+    if found is None:
+        return None
+    place, edge = found
+    query, key, value = _rows(dense, place)
+    return flash.forward(query, key, value, dense.variant.scale, edge, causal=False)
+
+
+def _rows(dense: Dense, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    at = walk.slices_of(dense, place)
+    return dense.query[at.queries], dense.key[at.keys], dense.value[at.keys]
+
+
+def _plain(dense: Dense, place: Place, masked: bool, careful: bool) -> tuple[Tensor, Tensor]:
+    """One rectangle in plain tiles."""
+
+    def piece(rows: Place) -> tuple[Tensor, Tensor]:
+        partials = [
+            tile.forward(*_rows(dense, part), dense.variant, dense.seed, part, masked, careful)
+            for part in walk.key_pieces(rows)
+        ]
+        return merged(dense, rows, partials)
+
+    batches = []
+    for batch in walk.row_pieces(place):
+        outputs, lses = zip(*(piece(rows) for rows in batch), strict=True)
+        batches.append((torch.cat(outputs, dim=2), torch.cat(lses, dim=2)))
+    outputs, lses = zip(*batches, strict=True)
+    return torch.cat(outputs), torch.cat(lses)
+
+
+def merged(
+    dense: Dense, place: Place, partials: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """The sum of partial results over disjoint keys; zeros and -inf where there are none."""
+    if not partials:
+        rows = dense.query[walk.slices_of(dense, place).queries]
+        wide = accumulate_dtype(rows.dtype)
+        output = rows.new_zeros(*rows.shape[:3], dense.value.shape[-1], dtype=wide)
+        return output, rows.new_full(rows.shape[:3], -torch.inf, dtype=wide)
+    output, lse = partials[0]
+    for next_output, next_lse in partials[1:]:
+        total = torch.logaddexp(lse, next_lse)
+        shift = total.masked_fill(total == -torch.inf, 0)
+        wide = total.dtype
+        output = output.to(wide) * (lse - shift).exp().unsqueeze(-1)
+        output += next_output.to(wide) * (next_lse - shift).exp().unsqueeze(-1)
+        lse = total
+    return output, lse
+
+
+def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Let each head's sink join the denominators."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    shift = total.masked_fill(total == -torch.inf, 0)
+    return output * (lse - shift).exp().unsqueeze(-1), total

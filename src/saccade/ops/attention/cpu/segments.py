@@ -1,0 +1,147 @@
+"""Walk: the rectangles of a dense problem, in the order in which both passes visit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from saccade.modifiers.names import is_causal
+from saccade.ops.attention.cpu import block_mask as plan
+from saccade.ops.attention.cpu.block_mask import Run, Sizes
+from saccade.ops.attention.cpu.dense_tile import Place
+from saccade.ops.attention.cpu.varlen import Part
+from saccade.runtime.spec import Config, Inputs, Variant
+
+# A rectangle in plain tiles holds at most about this many scores (2 MiB in float32): a dozen passes
+# go over them, which take up to 1.4 times as long where they leave the cache of a processor.
+TILE_SCORES = 2**19
+TILE_ROWS = 256
+# Key rows that PyTorch's flash kernel visits at once, whatever its causal form hides.
+FLASH_KEYS = 512
+TILE_KEYS = 512
+
+
+class Dense(NamedTuple):
+    """One dense problem: a whole batch, or neighbouring sequences of a packed call.
+
+    Where keys come in pieces, `key` and `value` hold the rows from `first_kv` on.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    seed: Tensor | None
+    variant: Variant
+    sizes: Sizes
+    first_kv: int = 0
+
+    @staticmethod
+    def of(part: Part, inputs: Inputs, variant: Variant, config: Config) -> Dense:
+        """The part of a call as a dense problem."""
+        query, key = part.queries(inputs.query), part.keys(inputs.key)
+        value = part.keys(inputs.value)
+        sizes = Sizes(
+            batch=query.shape[0],
+            heads=query.shape[1],
+            query_len=query.shape[2],
+            kv_len=key.shape[2],
+            first_batch=part.first_batch,
+            query_tile=config.query_tile or plan.QUERY_TILE,
+            kv_tile=config.kv_tile or plan.KV_TILE,
+        )
+        return Dense(query, key, value, inputs.sinks, inputs.seed, variant, sizes)
+
+    @property
+    def sees_nothing(self) -> bool:
+        """No rows, or no keys."""
+        return self.query.shape[:3].numel() == 0 or self.key.shape[2] == 0
+
+    @property
+    def fits_flash(self) -> bool:
+        """Whether PyTorch's flash kernel can compute the inner tiles."""
+        plain = not self.variant.score and self.seed is None
+        return plain and self.query.shape[-1] > 0 and self.value.shape[-1] > 0
+
+    @property
+    def flash_at_once(self) -> str | None:
+        """Which form of the flash kernel serves all of it at once: "full", "causal", or None.
+
+        The causal form skips nothing within 512 keys: up to there two tiles, the second under a
+        mask, do less work.
+        """
+        if not self.fits_flash:
+            return None
+        if not self.variant.mask:
+            return "full"
+        causal = is_causal(self.variant.mask)
+        length = self.sizes.query_len
+        short = self.sizes.query_tile < length <= FLASH_KEYS
+        return "causal" if causal and length == self.sizes.kv_len and not short else None
+
+
+class Slices(NamedTuple):
+    """A rectangle as slices of [batch, query_heads, rows] and [batch, kv_heads, keys]."""
+
+    queries: tuple[slice, slice, slice]
+    keys: tuple[slice, slice, slice]
+
+
+def slices_of(dense: Dense, place: Place) -> Slices:
+    """Where a rectangle's rows lie in the tensors of its problem."""
+    group = dense.query.shape[1] // dense.key.shape[1]
+    first = dense.sizes.first_batch
+    batch = slice(place.batch[0] - first, place.batch[1] - first)
+    kv_heads = slice(place.heads[0] // group, -(-place.heads[1] // group))
+    return Slices(
+        (batch, slice(*place.heads), slice(*place.query_rows)),
+        (batch, kv_heads, slice(*(row - dense.first_kv for row in place.kv_rows))),
+    )
+
+
+def row_tiles(dense: Dense) -> Iterator[tuple[Place, tuple[Run, ...]]]:
+    """Each tile of query rows (a place over all keys) with the runs of keys that it sees."""
+    first, everything = dense.sizes.first_batch, whole(dense)
+    for unit in plan.units(dense.sizes, dense.variant):
+        batch = (unit.batch[0] + first, unit.batch[1] + first)
+        alike = everything._replace(batch=batch, heads=unit.heads)
+        for query_tile in unit.tiles:
+            yield alike._replace(query_rows=(query_tile.start, query_tile.stop)), query_tile.runs
+
+
+def whole(dense: Dense) -> Place:
+    """The one rectangle that holds every pair."""
+    sizes = dense.sizes
+    return Place(
+        batch=(sizes.first_batch, sizes.first_batch + sizes.batch),
+        heads=(0, sizes.heads),
+        query_rows=(0, sizes.query_len),
+        kv_rows=(0, sizes.kv_len),
+        shift=sizes.kv_len - sizes.query_len,
+    )
+
+
+def row_pieces(place: Place) -> list[list[Place]]:
+    """Cut a rectangle for plain tiles by batch entries, and those by query rows."""
+    heads = place.heads[1] - place.heads[0]
+    keys = min(TILE_KEYS, max(1, place.kv_rows[1] - place.kv_rows[0]))
+    num_rows = min(TILE_ROWS, max(1, place.query_rows[1] - place.query_rows[0]))
+    batch_step = max(1, TILE_SCORES // (heads * num_rows * keys))
+    row_step = min(TILE_ROWS, max(16, TILE_SCORES // (heads * batch_step * keys)))
+    return [
+        [place._replace(batch=batch, query_rows=rows) for rows in _cut(place.query_rows, row_step)]
+        for batch in _cut(place.batch, batch_step)
+    ]
+
+
+def key_pieces(place: Place) -> Iterator[Place]:
+    """Cut a rectangle for plain tiles by key rows."""
+    for keys in _cut(place.kv_rows, TILE_KEYS):
+        yield place._replace(kv_rows=keys)
+
+
+def _cut(whole: tuple[int, int], step: int) -> Iterator[tuple[int, int]]:
+    for start in range(whole[0], whole[1], step):
+        yield start, min(start + step, whole[1])

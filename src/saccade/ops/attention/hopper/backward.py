@@ -1,0 +1,378 @@
+"""Attention backward on Hopper: gradients of keys and values, and shares of those of queries.
+
+A program stands at a tile of keys, of which each of its two consumers owns one half, and walks
+along the queries that see it. Pairs lie as [keys, queries]: then weights and grad_scores, as they
+stand in registers, are left operands of the products that give the gradients of values and keys.
+grad_scores go through shared memory too, where both halves meet: each consumer multiplies half of
+a tile's share of the gradients of queries, and TMA adds it to memory in float32.
+
+Source: FlashAttention-3 (Shah et al. 2024), appendix B; its algorithm is FlashAttention-2's.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.hopper.pipeline import (
+    as_operand,
+    here,
+    store,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from saccade.gpu.hopper.tile_scheduler import (
+    next_number,
+    num_tiles,
+    num_visits,
+    program_of,
+    program_of_keys,
+    write_ticket,
+)
+from saccade.gpu.online_softmax import LOG2_E
+from saccade.gpu.tensor_view import num_rows, row_pointers
+from saccade.ops.attention.hopper.dq_accumulate import (
+    add_share,
+    give_turn,
+    given_turn,
+    may_hide,
+    may_wait,
+    multiply_grad_scores,
+    query_tile_of,
+)
+from saccade.ops.attention.hopper.epilogue import as_matrix, pad_rows
+from saccade.ops.attention.hopper.forward import mma_layout, ticket_of
+from saccade.ops.attention.hopper.nonfinite import note_spoilt
+from saccade.ops.attention.hopper.smem import make_backward_rings
+from saccade.ops.attention.hopper.softmax import ROWS, places_of
+
+
+@gluon.jit(do_not_specialize=["rules"])
+def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
+    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, share_desc,
+    grad_key_desc, grad_value_desc,
+    query, key, grad_key, grad_value,  # Views
+    rules, schedule, scratch,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    STAGES: gl.constexpr, CAREFUL: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: tiles of 128 keys of one head, one after the other."""
+    rings = make_backward_rings(
+        query_desc, key_desc, value_desc, grad_output_desc, starts_desc, share_desc,
+        grad_value_desc, STAGES,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume, (
+                share_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
+                rules, schedule, scratch, rings,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 0,
+            )),
+            (consume, (
+                share_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
+                rules, schedule, scratch, rings,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 1,
+            )),
+            (produce, (
+                query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
+                grad_key, grad_value, rules, schedule, scratch, rings,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, False,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def produce(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
+    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
+    grad_key, grad_value, rules, schedule, scratch, rings,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    APART: gl.constexpr,
+):  # fmt: skip
+    """Load what consumers will need, as soon as there is room for it.
+
+    APART: who releases queries does not release gradients of outputs with them. Then gradients
+    leave through the memory of keys and values, so all else comes before these.
+
+    In the end it writes gradients of rows that belong to no sequence.
+    """
+    KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
+    QUERY_TILE: gl.constexpr = query_desc.block_type.shape[2]
+    tile_turn, ticket_turn, turn = 0, 0, 0
+    number = gl.program_id(0)
+    sound = number >= 0
+    if scratch.turns is not None:
+        sound = may_wait(query, key)
+    while number < num_tiles(schedule):
+        if scratch.turns is None:
+            program = program_of_keys(schedule, number)
+        else:  # last tiles add first, so they come first: nobody waits for who has not begun
+            program = program_of(schedule, number)
+        batch, kv_head, tile, slot = key.find(program, key.data, KV_TILE)
+        kv_start = tile * KV_TILE
+        query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
+        if (kv_start < kv_len) & sound:  # packed sequences have slots without rows
+            kv_batch, kv_row = schedule.origin(batch, key.data)
+            query_batch, query_row = schedule.origin(batch, query.data)
+            keys_at = [kv_batch, kv_head, kv_row + kv_start, 0]
+            for group_head in range(0, HEADS_PER_KV_HEAD):
+                query_head = kv_head * HEADS_PER_KV_HEAD + group_head
+                walk = rules.mask.walk(
+                    rules.mask, batch, query_head, slot, kv_start, (kv_len, query_len),
+                    KV_TILE, QUERY_TILE, False,
+                )  # fmt: skip
+                rings.tickets.acquire(ticket_turn)
+                place = (batch, query_head, kv_start)
+                rings.tickets.put(ticket_turn, write_ticket(place, query_len, kv_len, walk))
+                first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
+                for index in range(0, num_visits(walk)):
+                    query_tile = query_tile_of(rules, scratch, walk, index)
+                    queries_at = [query_batch, query_head, query_row + query_tile * QUERY_TILE, 0]
+                    begins = (group_head == 0) & (index == 0)
+                    if not APART:  # noqa: SIM102 (known when compiling; the next is not)
+                        if begins:
+                            rings.keys.acquire(tile_turn)
+                            rings.keys.load(tile_turn, key_desc, keys_at)
+                    rings.queries.acquire(turn)
+                    rings.queries.load_with(
+                        turn, query_desc, queries_at,
+                        starts_desc, [first_slot + query_tile, 0], rings.starts,
+                    )  # fmt: skip
+                    if APART:
+                        rings.grad_outputs.acquire(turn)
+                        rings.grad_outputs.load(turn, grad_output_desc, queries_at)
+                        if begins:
+                            rings.keys.acquire(tile_turn)
+                            rings.keys.load(tile_turn, key_desc, keys_at)
+                    if begins:
+                        rings.values.acquire(tile_turn)
+                        rings.values.load(tile_turn, value_desc, keys_at)
+                    if not APART:
+                        rings.grad_outputs.load(turn, grad_output_desc, queries_at)
+                    turn += 1
+                ticket_turn += 1
+            tile_turn += 1
+        # No sooner: who has a number and does not begin may keep others waiting.
+        number = next_number(schedule, number)
+    # A ticket for no keys: there is nothing left.
+    rings.tickets.acquire(ticket_turn)
+    none = ticket_turn * 0
+    nothing = (none, none, none, none, none, none)
+    rings.tickets.put(ticket_turn, write_ticket((none, none, none), none, none, nothing))
+    pad_rows(grad_key, 0.0, HEAD_DIM)
+    pad_rows(grad_value, 0.0, VALUE_DIM)
+
+
+@gluon.jit
+def consume(
+    share_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
+    rules, schedule, scratch, rings,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    CAREFUL: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Compute half of the keys of each tile that the producer announces."""
+    HEAD_WIDTH: gl.constexpr = rings.keys.memory.shape[4]
+    VALUE_WIDTH: gl.constexpr = rings.values.memory.shape[4]
+    QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
+    tile_turn, ticket_turn, turn = 0, 0, 0
+    added = -1
+    place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+    while kv_len > 0:
+        rings.keys.wait(tile_turn)
+        rings.values.wait(tile_turn)
+        of_key = gl.zeros([ROWS, HEAD_WIDTH], gl.float32, mma_layout(HEAD_WIDTH))
+        of_value = gl.zeros([ROWS, VALUE_WIDTH], gl.float32, mma_layout(VALUE_WIDTH))
+        for group_head in range(0, HEADS_PER_KV_HEAD):
+            if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
+                if group_head > 0:
+                    place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+            ticket_turn += 1
+            batch, query_head, kv_start = place
+            first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
+            at = (batch, query_head, kv_start + WHICH * ROWS, query_len, kv_len, first_slot)
+            of_key, of_value, added = sum_over_queries(
+                share_desc, rings, rules, scratch, at, walk, turn, added, of_key, of_value, WHICH
+            )
+            turn += num_visits(walk)
+        rings.values.release(tile_turn)
+        rings.keys.release(tile_turn)
+        tile_turn += 1
+        batch, query_head, kv_start = place
+        kv_head = query_head // HEADS_PER_KV_HEAD
+        at = (batch, kv_head, kv_start + WHICH * ROWS, kv_len)
+        if CAREFUL:
+            note_spoilt(scratch.flag, of_key)
+            note_spoilt(scratch.flag, of_value)
+        memory = rings.outputs[WHICH]
+        finish(of_value, grad_value_desc, grad_value, schedule, at, memory, VALUE_DIM)
+        finish(of_key * rules.scale, grad_key_desc, grad_key, schedule, at, memory, HEAD_DIM)
+        place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+        if scratch.turns is not None:
+            added = give_turn(rings, scratch, kv_start, added)
+    wait_for_stores()
+
+
+@gluon.jit
+def next_ticket(rings, turn):
+    """What to do next; its memory may take another ticket now."""
+    ticket = ticket_of(rings, turn)
+    rings.tickets.release(turn)
+    return ticket
+
+
+@gluon.jit
+def sum_over_queries(
+    share_desc, rings, rules, scratch, at, walk, turn, added, of_key, of_value,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    """Add what every visited tile of one query head gives.
+
+    The product that gives shares of the gradients of queries needs the grad_scores of both
+    consumers. It starts one tile late, so that neither waits for the other. Without a descriptor
+    of shares there are none.
+    """
+    SHARING: gl.constexpr = share_desc is not None
+    of_key, of_value, added = add_tile(
+        share_desc, rings, rules, scratch, at, walk, 0, turn, added, of_key, of_value, False, WHICH
+    )
+    for index in range(1, num_visits(walk)):
+        turn += 1
+        of_key, of_value, added = add_tile(
+            share_desc, rings, rules, scratch, at, walk, index, turn, added, of_key, of_value,
+            SHARING, WHICH,
+        )  # fmt: skip
+    if SHARING:
+        share = multiply_grad_scores(rings, turn, WHICH)
+        share = warpgroup_mma_wait(0, deps=[share])
+        last = num_visits(walk) - 1
+        given = given_turn(rules, scratch, at, walk, last, WHICH)
+        added = add_share(
+            share_desc, rings, rules, scratch, at, walk, last, share, given, added, WHICH
+        )
+    return of_key, of_value, added
+
+
+@gluon.jit
+def add_tile(
+    share_desc, rings, rules, scratch, at, walk, index, turn, added, of_key, of_value,
+    LATER: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Add what one tile of queries gives to the gradients of the keys and values.
+
+    Whatever the consumer computes itself, it computes while a product runs:
+
+        scores and grad_weights → exponents, under grad_weights → of_value → grad_scores, under
+        of_value → share of the tile before, of_key → share out, under of_key
+
+    LATER: the share of the tile before is to be computed.
+    """
+    QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
+    PAIRS: gl.constexpr = mma_layout(QUERY_TILE)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, PAIRS)
+    OF_KEY: gl.constexpr = mma_layout(rings.keys.memory.shape[4])
+    OF_VALUE: gl.constexpr = mma_layout(rings.values.memory.shape[4])
+    key_half = as_matrix(rings.keys.memory.index(here(turn - turn))).slice(WHICH * ROWS, ROWS)
+    value_half = as_matrix(rings.values.memory.index(here(turn - turn))).slice(WHICH * ROWS, ROWS)
+    query_tile = as_matrix(rings.queries.at(turn))
+    grad_tile = as_matrix(rings.grad_outputs.at(turn))
+    nothing = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
+    # The sooner the better, but twice as many pairs leave no registers for it any sooner.
+    SOON: gl.constexpr = QUERY_TILE == ROWS
+    if LATER and SOON:
+        given = given_turn(rules, scratch, at, walk, index - 1, WHICH)
+
+    rings.queries.wait(turn)
+    starts = rings.starts.index(rings.queries.stage(turn)).reshape([2 * QUERY_TILE])
+    score_start = starts.slice(0, QUERY_TILE).load(COLUMNS)
+    if rules.score is None:  # noqa: SIM108
+        scores = nothing + score_start[None, :]
+    else:
+        scores = nothing
+    scores = warpgroup_mma(key_half, query_tile.permute((1, 0)), scores, is_async=True)
+    grad_start = starts.slice(QUERY_TILE, QUERY_TILE).load(COLUMNS)
+    rings.grad_outputs.wait(turn)
+    grad_weights = warpgroup_mma(
+        value_half, grad_tile.permute((1, 0)), nothing + grad_start[None, :], is_async=True
+    )
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    weights, slopes = weigh(scores, score_start, rules, scratch, at, walk, index)
+    operand = as_operand(weights, query_tile.dtype, OF_VALUE)
+    of_value = warpgroup_mma(operand, grad_tile, of_value, is_async=True)
+    grad_weights, slopes = warpgroup_mma_wait(1, deps=[grad_weights, slopes])
+    grad_scores = (slopes * grad_weights).to(query_tile.dtype)
+    operand = gl.convert_layout(grad_scores, gl.DotOperandLayout(0, OF_KEY, 2))
+    if LATER and SOON:
+        share = multiply_grad_scores(rings, turn - 1, WHICH)
+    if share_desc is not None:
+        rings.queries.acquire(turn + 1)  # then both have read what lay here two tiles before
+        rings.grad_scores.put_rows(turn, WHICH * ROWS, grad_scores)
+    if LATER and not SOON:
+        given = given_turn(rules, scratch, at, walk, index - 1, WHICH)
+        share = multiply_grad_scores(rings, turn - 1, WHICH)
+    of_key = warpgroup_mma(operand, query_tile, of_key, is_async=True)
+    if LATER:
+        of_value, share = warpgroup_mma_wait(1, deps=[of_value, share])
+        added = add_share(
+            share_desc, rings, rules, scratch, at, walk, index - 1, share, given, added, WHICH
+        )
+        of_key = warpgroup_mma_wait(0, deps=[of_key])
+    else:
+        of_value, of_key = warpgroup_mma_wait(0, deps=[of_value, of_key])
+    rings.queries.release(turn)
+    return of_key, of_value, added
+
+
+@gluon.jit
+def weigh(scores, score_start, rules, scratch, at, walk, index):
+    """Weights of a tile of pairs, and what grad_weights - row_dot are multiplied by."""
+    batch, query_head, first_key, query_len, kv_len, _ = at
+    query_tile = query_tile_of(rules, scratch, walk, index)
+    key_rows, query_rows = places_of(scores, first_key, query_tile * scores.shape[1])
+    if rules.score is None:
+        weights = gl.exp2(scores * (rules.scale * LOG2_E))  # they started at -lse
+    else:
+        scaled = scores * rules.scale
+        changed = rules.score.change(
+            scaled, batch, query_head, query_rows, key_rows, kv_len - query_len, rules.score.data
+        )
+        weights = gl.exp2(changed * LOG2_E + score_start[None, :])
+    if may_hide(scratch, walk, index, query_tile):  # all others run without mask arithmetic
+        visible = (key_rows < kv_len) & (query_rows < query_len)
+        if rules.mask.visible is not None:
+            visible = visible & rules.mask.visible(
+                batch, query_head, query_rows, key_rows, kv_len - query_len, rules.mask.data
+            )
+        weights = gl.where(visible, weights, 0.0)
+    if rules.score is None:
+        slopes = weights
+    else:
+        slopes = weights * rules.score.derivative(
+            scaled, batch, query_head, query_rows, key_rows, kv_len - query_len, rules.score.data
+        )
+    return weights, slopes
+
+
+@gluon.jit
+def finish(sums, desc, view, schedule, at, memory, DIM: gl.constexpr):
+    """Write the gradients of 64 rows of keys or values."""
+    batch, kv_head, first_row, kv_len = at
+    numbers = sums.to(desc.dtype)
+    wait_for_stores()
+    if first_row + ROWS <= kv_len:
+        as_matrix(memory).store(numbers)
+        kv_batch, kv_row = schedule.origin(batch, view.data)
+        store(desc, [kv_batch, kv_head, kv_row + first_row, 0], memory)
+    else:  # rows past the end are another sequence's, or nobody's
+        row, channel = places_of(numbers, first_row, 0)
+        pointers = row_pointers(view, batch, kv_head, row, channel)
+        gl.store(pointers, numbers, mask=(row < kv_len) & (channel < DIM))

@@ -1,0 +1,205 @@
+"""Gradients of keys and values of more than 128 channels on Hopper.
+
+A program stands at a tile of 64 keys and walks along the queries that see it. Each of its two
+consumers owns one gradient, all channels of it, and computes what that one needs:
+
+    the first     scores = keys · queriesᵀ → weights
+                  of_value += weights · grad_outputs
+    the second    grad_weights = values · grad_outputsᵀ → grad_scores
+                  of_key += grad_scores · queries
+
+Weights and grad_scores are left operands as they stand in registers. The one thing that the second
+wants of the first, what grad_weights are multiplied by, goes through shared memory in 16 bits: 8 K
+a tile. Shares of the gradients of queries would take eight times as much, and registers that are
+not there; so those are computed by `backward_d256_dq.py`, with two of the products done again.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.hopper.pipeline import as_operand, here, warpgroup_mma_wait
+from saccade.gpu.hopper.tile_scheduler import num_visits
+from saccade.ops.attention.hopper.backward import next_ticket, produce, weigh
+from saccade.ops.attention.hopper.epilogue import as_matrix
+from saccade.ops.attention.hopper.forward import mma_layout
+from saccade.ops.attention.hopper.mma_split import (
+    add_rows,
+    finish_wide,
+    multiply_channels,
+    no_sums,
+    parts_of,
+    wait_for_sums_of,
+)
+from saccade.ops.attention.hopper.smem import make_key_rings
+from saccade.ops.attention.hopper.softmax import ROWS
+
+
+@gluon.jit(do_not_specialize=["rules"])
+def attention_backward_keys(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
+    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, share_desc,
+    grad_key_desc, grad_value_desc,
+    query, key, grad_key, grad_value,  # Views
+    rules, schedule, scratch,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    STAGES: gl.constexpr, CAREFUL: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: tiles of 64 keys of one head, one after the other. There are no shares."""
+    gl.static_assert(share_desc is None)
+    rings = make_key_rings(
+        query_desc, key_desc, value_desc, grad_output_desc, starts_desc,
+        grad_key_desc, grad_value_desc, STAGES,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume, (
+                grad_value_desc, query, grad_value, rules, schedule, scratch, rings,
+                HEADS_PER_KV_HEAD, VALUE_DIM, HEAD_DIM, CAREFUL, 0,
+            )),
+            (consume, (
+                grad_key_desc, query, grad_key, rules, schedule, scratch, rings,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 1,
+            )),
+            (produce, (
+                query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
+                grad_key, grad_value, rules, schedule, scratch, rings,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, True,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def consume(
+    grad_desc, query, grad, rules, schedule, scratch, rings,
+    HEADS_PER_KV_HEAD: gl.constexpr, DIM: gl.constexpr, OTHER_DIM: gl.constexpr,
+    CAREFUL: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Compute one gradient of each tile of keys that the producer announces: that of values (0),
+    from the keys, or that of keys (1), from the values."""
+    PARTS: gl.constexpr = parts_of(grad_desc.block_type.shape[3], DIM)
+    mine = rings.keys if WHICH == 0 else rings.values
+    OTHERS: gl.constexpr = parts_of(mine.memory.shape[4], OTHER_DIM)
+    tile_turn, ticket_turn, turn = 0, 0, 0
+    place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+    while kv_len > 0:
+        mine.wait(tile_turn)
+        sums = no_sums(PARTS)
+        for group_head in range(0, HEADS_PER_KV_HEAD):
+            if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
+                if group_head > 0:
+                    place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+            ticket_turn += 1
+            batch, query_head, kv_start = place
+            at = (batch, query_head, kv_start, query_len, kv_len, 0)
+            sums = sum_over_queries(rings, rules, scratch, at, walk, turn, sums, OTHERS, WHICH)
+            turn += num_visits(walk)
+        factor = 1.0 if WHICH == 0 else rules.scale
+        batch, query_head, kv_start = place
+        at = (batch, query_head // HEADS_PER_KV_HEAD, kv_start, kv_len)
+        # It leaves through the memory of what was multiplied.
+        finish_wide(
+            sums, factor, grad_desc, grad, schedule, at, rings.outputs[WHICH], scratch.flag,
+            DIM, CAREFUL,
+        )  # fmt: skip
+        mine.release(tile_turn)
+        tile_turn += 1
+        place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+
+
+@gluon.jit
+def sum_over_queries(
+    rings, rules, scratch, at, walk, turn, sums, PARTS: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    """Add what every visited tile of one query head gives, each one step late: its product and the
+    first one of the next step follow each other without a pause."""
+    if WHICH == 0:
+        pairs, sums = add_weights(rings, rules, scratch, at, walk, 0, turn, 0, sums, PARTS, False)
+    else:
+        pairs, sums = add_grad_scores(rings, turn, 0, sums, PARTS, False)
+    for index in range(1, num_visits(walk)):
+        turn += 1
+        if WHICH == 0:
+            pairs, sums = add_weights(
+                rings, rules, scratch, at, walk, index, turn, pairs, sums, PARTS, True
+            )
+        else:
+            pairs, sums = add_grad_scores(rings, turn, pairs, sums, PARTS, True)
+    ring = rings.grad_outputs if WHICH == 0 else rings.queries
+    ring.wait(turn)
+    sums = wait_for_sums_of(0, add_rows(pairs, as_matrix(ring.at(turn)), sums))
+    ring.release(turn)
+    return sums
+
+
+@gluon.jit
+def add_weights(
+    rings, rules, scratch, at, walk, index, turn, weights, of_value,
+    PARTS: gl.constexpr, LATER: gl.constexpr,
+):  # fmt: skip
+    """Add what the tile of queries before gives to the gradients of values, from its weights; and
+    make the weights of this one.
+
+    PARTS: of the channels of keys. LATER: there is a tile before.
+    """
+    QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
+    PAIRS: gl.constexpr = mma_layout(QUERY_TILE)
+    key_tile = as_matrix(rings.keys.memory.index(here(turn - turn)))
+    query_tile = as_matrix(rings.queries.at(turn))
+    if LATER:
+        rings.grad_outputs.wait(turn - 1)
+        of_value = add_rows(weights, as_matrix(rings.grad_outputs.at(turn - 1)), of_value)
+    rings.queries.wait(turn)
+    starts = rings.starts.index(rings.queries.stage(turn)).reshape([2 * QUERY_TILE])
+    score_start = starts.slice(0, QUERY_TILE).load(gl.SliceLayout(0, PAIRS))
+    scores = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
+    if rules.score is None:
+        scores = scores + score_start[None, :]
+    scores = multiply_channels(key_tile, query_tile, scores, PARTS)
+    if LATER:
+        of_value = wait_for_sums_of(len(PARTS), of_value)
+        rings.grad_outputs.release(turn - 1)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    rings.queries.release(turn)
+    weights, slopes = weigh(scores, score_start, rules, scratch, at, walk, index)
+    rings.slopes.acquire(turn)
+    rings.slopes.put(turn, slopes.to(query_tile.dtype))
+    return as_operand(weights, query_tile.dtype, PAIRS), of_value
+
+
+@gluon.jit
+def add_grad_scores(
+    rings, turn, grad_scores, of_key, PARTS: gl.constexpr, LATER: gl.constexpr
+):  # fmt: skip
+    """The same for the gradients of keys, from grad_scores. PARTS: of the channels of values."""
+    QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
+    PAIRS: gl.constexpr = mma_layout(QUERY_TILE)
+    value_tile = as_matrix(rings.values.memory.index(here(turn - turn)))
+    grad_tile = as_matrix(rings.grad_outputs.at(turn))
+    if LATER:
+        of_key = add_rows(grad_scores, as_matrix(rings.queries.at(turn - 1)), of_key)
+    rings.queries.wait(turn)
+    starts = rings.starts.index(rings.queries.stage(turn)).reshape([2 * QUERY_TILE])
+    grad_start = starts.slice(QUERY_TILE, QUERY_TILE).load(gl.SliceLayout(0, PAIRS))
+    nothing = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
+    rings.grad_outputs.wait(turn)
+    grad_weights = multiply_channels(value_tile, grad_tile, nothing + grad_start[None, :], PARTS)
+    if LATER:
+        of_key = wait_for_sums_of(len(PARTS), of_key)
+        rings.queries.release(turn - 1)
+    grad_weights = warpgroup_mma_wait(0, deps=[grad_weights])
+    rings.grad_outputs.release(turn)
+    rings.slopes.wait(turn)
+    slopes = rings.slopes.at(turn).load(PAIRS).to(gl.float32)
+    rings.slopes.release(turn)
+    return as_operand(slopes * grad_weights, grad_tile.dtype, PAIRS), of_key

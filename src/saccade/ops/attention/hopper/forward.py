@@ -1,0 +1,393 @@
+"""Attention forward on Hopper: one warp loads tiles by TMA, groups of four warps compute.
+
+Source: FlashAttention-3 (Shah et al. 2024), algorithm 2 without its turns; the online softmax is
+that of `saccade.gpu.online_softmax`. What is fed to it, and in which order, is in `produce`; the
+algorithm is in `consume` and `fold_tile`.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.hopper.pipeline import (
+    as_operand,
+    flag_at,
+    follow,
+    here,
+    pinned,
+    wait_for_each_other,
+    wait_for_stores,
+    wait_for_sums,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from saccade.gpu.hopper.tile_scheduler import (
+    next_number,
+    num_edges,
+    num_tiles,
+    num_visits,
+    own_edges,
+    program_of,
+    read_ticket,
+    tile_from_last,
+    write_ticket,
+)
+from saccade.gpu.tensor_view import num_rows
+from saccade.ops.attention.hopper.epilogue import as_matrix, finish, pad_numbers, pad_rows
+from saccade.ops.attention.hopper.nonfinite import attend_with_care, note_spoilt
+from saccade.ops.attention.hopper.smem import make_rings
+from saccade.ops.attention.hopper.softmax import (
+    NOTHING,
+    ROWS,
+    change_and_hide,
+    moderate,
+    no_references,
+    raise_references,
+    rescaled,
+    sum_by_thread,
+    weights_of,
+)
+
+
+@gluon.jit(do_not_specialize=["rules"])
+def attention_forward(
+    query_desc, key_desc, value_desc, output_desc,
+    query, key, value, output, logsumexp,  # Views
+    rules, sinks, schedule,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    COVERED: gl.constexpr, LOOK: gl.constexpr, TRIM: gl.constexpr,
+):  # fmt: skip
+    """One program: tiles of CONSUMERS · 64 rows of one head, one after the other."""
+    rings = make_rings(
+        query_desc, key_desc, value_desc, output_desc, CONSUMERS, STAGES, QUERY_STAGES
+    )
+    follow()
+    # A tuple that holds functions cannot be given a name, so arguments are written out each time.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 0,
+                )),
+                (consume, (
+                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 1,
+                )),
+                (produce, (
+                    query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
+                    HEADS_PER_KV_HEAD, TRIM,
+                )),
+                (announce, (
+                    query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, 0,
+                )),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.static_assert(CONSUMERS == 3)
+        gl.warp_specialize(
+            [
+                (consume, (
+                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 0,
+                )),
+                (consume, (
+                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 1,
+                )),
+                (consume, (
+                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 2,
+                )),
+                (produce, (
+                    query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
+                    HEADS_PER_KV_HEAD, TRIM,
+                )),
+                (announce, (
+                    query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, 0,
+                )),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@gluon.jit
+def announce(
+    query, key, output, logsumexp, rules, schedule, rings,
+    VALUE_DIM: gl.constexpr, FEWEST: gl.constexpr,
+):  # fmt: skip
+    """Say which tile of query rows comes next, and which tiles of keys it visits.
+
+    This takes as long as some tiles do, so a warp of its own does it, while others work on the tile
+    before. It asks for a number no sooner: another program may be done by then. Sequences of FEWEST
+    query rows or fewer are passed over. In the end it writes the results (the second of which may
+    be None) of rows that belong to no sequence.
+    """
+    QUERY_TILE: gl.constexpr = len(rings.queries) * ROWS
+    KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
+    turn = 0
+    number = gl.program_id(0)
+    while number < num_tiles(schedule):
+        batch, query_head, tile, slot = query.find(
+            program_of(schedule, number), query.data, QUERY_TILE
+        )
+        query_start = tile * QUERY_TILE
+        query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
+        # Packed sequences have slots without rows.
+        if (query_start < query_len) & (query_len > FEWEST):
+            walk = rules.mask.walk(
+                rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
+                QUERY_TILE, KV_TILE, True,
+            )  # fmt: skip
+            place = (batch, query_head, query_start)
+            rings.tickets.put(turn, write_ticket(place, query_len, kv_len, walk))
+            turn += 1
+            rings.tickets.acquire(turn)
+        number = next_number(schedule, number)
+    # A ticket for no rows: there is nothing left.
+    none = number * 0
+    nothing = (none, none, none, none, none, none)
+    rings.tickets.put(turn, write_ticket((none, none, none), none, none, nothing))
+    pad_rows(output, 0.0, VALUE_DIM)
+    if logsumexp is not None:
+        pad_numbers(logsumexp, float("-inf"))
+
+
+@gluon.jit
+def produce(
+    query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
+    HEADS_PER_KV_HEAD: gl.constexpr, TRIM: gl.constexpr,
+):  # fmt: skip
+    """Load what consumers will need, as soon as there is room for it."""
+    KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
+    tile_turn, kv_turn = 0, 0
+    place, query_len, _, walk = ticket_of(rings, tile_turn)
+    while query_len > 0:
+        batch, query_head, query_start = place
+        query_batch, query_row = schedule.origin(batch, query.data)
+        kv_batch, kv_row = schedule.origin(batch, key.data)
+        kv_head = query_head // HEADS_PER_KV_HEAD
+        visits = num_visits(walk)
+        for index in range(0, visits):
+            kv_start = tile_from_last(rules, walk, index) * KV_TILE
+            coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
+            rings.keys.acquire(kv_turn)
+            rings.keys.load(kv_turn, key_desc, coordinates)
+            if index == 0:
+                first = query_batch, query_head, query_row + query_start
+                load_queries(query_desc, rings, first, tile_turn, TRIM)
+            rings.values.acquire(kv_turn)
+            rings.values.load(kv_turn, value_desc, coordinates)
+            if index == gl.maximum(visits - 2, 0):
+                rings.tickets.release(tile_turn)  # now is the time to announce the next tile
+            kv_turn += 1
+        tile_turn += 1
+        place, query_len, _, walk = ticket_of(rings, tile_turn)
+
+
+@gluon.jit
+def load_queries(query_desc, rings, first, turn, TRIM: gl.constexpr):
+    """Load each consumer's rows of a tile, whose first one lies there: batch entry, head, row."""
+    batch, head, row = first
+    for which in gl.static_range(len(rings.queries)):
+        rings.queries[which].acquire(turn)
+        first_row = row + share_of(which, turn, TRIM) * ROWS
+        rings.queries[which].load(turn, query_desc, [batch, head, first_row, 0])
+
+
+@gluon.jit
+def share_of(WHICH: gl.constexpr, turn, TRIM: gl.constexpr):
+    """Which 64 rows of a tile a consumer takes: by turns if some have less to do than others."""
+    return (WHICH + turn) & 1 if TRIM else WHICH
+
+
+@gluon.jit
+def consume(
+    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, COVERED: gl.constexpr, LOOK: gl.constexpr, TRIM: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    """Compute 64 rows of each tile of query rows that is announced. PAGE_SIZE: 0 without pages;
+    COVERED, LOOK, TRIM: as in configs.Schedule."""
+    tile_turn, kv_turn = 0, 0
+    place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
+    while query_len > 0:
+        rings.tickets.release(tile_turn)
+        batch, query_head, query_start = place
+        first_row = query_start + share_of(WHICH, tile_turn, TRIM) * ROWS
+        at = (batch, query_head, first_row, query_len, kv_len)
+        state = attend(
+            rings.queries[WHICH], rings.keys, rings.values, rules, at, walk, tile_turn, kv_turn,
+            COVERED, LOOK or rules.score is not None, TRIM,
+        )  # fmt: skip
+        kv_turn += num_visits(walk)
+        # Behind the counter; computed anew, as there are no registers to keep it.
+        spoilt = schedule.spoilt + (1 + here(gl.program_id(0)) * 4 + WHICH)
+        note_spoilt(spoilt, state[2])
+        wait_for_each_other()
+        any_spoilt = flag_at(spoilt)  # it comes while the tile is finished
+        finish(
+            state, output_desc, output, logsumexp, sinks, schedule, at, rings.outputs[WHICH],
+            VALUE_DIM,
+        )  # fmt: skip
+        if any_spoilt != 0:
+            # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN), perhaps as scores left
+            # their reference far behind: all once more.
+            wait_for_sums()
+            wait_for_each_other()
+            gl.store(spoilt, 0)
+            attend_with_care(
+                query, key, value, output, logsumexp, rules, sinks, at, walk,
+                rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
+            )  # fmt: skip
+            wait_for_each_other()
+        tile_turn += 1
+        place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
+    wait_for_stores()
+
+
+@gluon.jit
+def ticket_of(rings, turn):
+    """What a turn is about, as it was announced."""
+    rings.tickets.wait(turn)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
+    return read_ticket(rings.tickets.at(turn).load(LAYOUT))
+
+
+@gluon.jit
+def attend(
+    queries, keys, values, rules, at, walk, tile_turn, kv_turn, COVERED: gl.constexpr,
+    LOOK: gl.constexpr, TRIM: gl.constexpr,
+):  # fmt: skip
+    """Visit the tiles of keys of a walk: row_max, row_sum and weighted_sum of 64 query rows.
+
+    The product of weights and values runs under the softmax of the next tile, so it is always one
+    tile late: what a step leaves behind is the weights of its own tile.
+    """
+    KV_TILE: gl.constexpr = keys.memory.shape[3]
+    VALUE_WIDTH: gl.constexpr = values.memory.shape[4]
+    SCORES: gl.constexpr = mma_layout(KV_TILE)
+    SUMS: gl.constexpr = mma_layout(VALUE_WIDTH)
+    query_tile = as_matrix(queries.at(tile_turn))
+    begin, edges = 0, num_edges(walk)
+    if TRIM:
+        begin, edges = own_edges(rules, at, walk, KV_TILE)
+        if begin > 0:
+            keys.wait(kv_turn)
+            keys.release(kv_turn)
+            values.wait(kv_turn)
+            values.release(kv_turn)
+        kv_turn += begin
+    queries.wait(tile_turn)
+    keys.wait(kv_turn)
+    token = multiply_keys(query_tile, as_matrix(keys.at(kv_turn)), SCORES)
+    scores = warpgroup_mma_wait(0, deps=[token])
+    keys.release(kv_turn)
+    scores = change_and_hide(scores, rules, at, walk, begin, edges)
+    references = no_references(scores)
+    references, rescale = raise_references(scores, rules, references)
+    weights = weights_of(scores, rules, references)
+    weighted_sum = gl.zeros([ROWS, VALUE_WIDTH], gl.float32, SUMS)
+    state = (
+        references,
+        sum_by_thread(weights),
+        weighted_sum,
+        as_operand(weights, query_tile.dtype, SUMS),
+        rescale,  # 0, unknown to the compiler: else it moves the product with it elsewhere
+    )
+    for index in range(begin + 1, num_visits(walk)):
+        state = fold_tile(
+            query_tile, keys, values, rules, at, walk, index, edges, kv_turn, state, COVERED, LOOK
+        )  # fmt: skip
+        kv_turn += 1
+    queries.release(tile_turn)
+    references, row_sum, weighted_sum, weights, rescale = state
+    values.wait(kv_turn)
+    weighted_sum = rescaled(weighted_sum, rescale)
+    token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
+    row_max = gl.convert_layout(gl.max(references, 1), gl.SliceLayout(1, SCORES))
+    row_max = gl.where(row_max == NOTHING, float("-inf"), row_max)
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, SCORES))
+    weighted_sum, row_sum = warpgroup_mma_wait(0, deps=[token, row_sum])
+    values.release(kv_turn)
+    return row_max, row_sum, weighted_sum
+
+
+@gluon.jit
+def fold_tile(
+    query_tile, keys, values, rules, at, walk, index, edges, kv_turn, state, COVERED: gl.constexpr,
+    LOOK: gl.constexpr,
+):  # fmt: skip
+    """Weigh the tile of keys after turn kv_turn, while the values of kv_turn are summed up.
+
+    If COVERED, the exponents are computed under that sum; else other consumers' are.
+    If LOOK, references are raised first in every tile, not in edges and the first clean tile only.
+    """
+    SCORES: gl.constexpr = mma_layout(keys.memory.shape[3])
+    SUMS: gl.constexpr = mma_layout(values.memory.shape[4])
+    references, row_sum, weighted_sum, weights, rescale = state
+    keys.wait(kv_turn + 1)
+    scores_token = multiply_keys(query_tile, as_matrix(keys.at(kv_turn + 1)), SCORES)
+    values.wait(kv_turn)
+    weighted_sum = rescaled(weighted_sum, pinned(rescale))
+    sum_token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores_token])
+    scores = change_and_hide(scores, rules, at, walk, index, edges)
+    if not COVERED:
+        weighted_sum, scores = warpgroup_mma_wait(0, deps=[sum_token, scores])
+        values.release(kv_turn)
+    # After the edges and one clean tile every row has seen a key. The branches keep the exponents
+    # above the wait for the sum: else ptxas has that first.
+    if (not LOOK) & (index > walk[3]):
+        new_weights = weights_of(scores, rules, references)
+        sums = sum_by_thread(new_weights)
+        rescale, raised = moderate(sums)
+        new_weights = rescaled(new_weights, rescale)
+        sums = sums * rescale
+        references += raised
+    else:
+        references, rescale = raise_references(scores, rules, references)
+        new_weights = weights_of(scores, rules, references)
+        sums = sum_by_thread(new_weights)
+    row_sum = row_sum * rescale + sums
+    if COVERED:
+        if LOOK:  # one branch is no border, but this loop is
+            values.wait(kv_turn + 1)
+        weighted_sum, new_weights, row_sum, rescale = warpgroup_mma_wait(
+            0, deps=[sum_token, new_weights, row_sum, rescale]
+        )
+        values.release(kv_turn)
+    keys.release(kv_turn + 1)
+    new_weights = as_operand(new_weights, query_tile.dtype, SUMS)
+    return references, row_sum, weighted_sum, new_weights, rescale
+
+
+@gluon.jit
+def multiply_keys(query_tile, key_tile, LAYOUT: gl.constexpr):
+    """Start query · keyᵀ."""
+    KV_TILE: gl.constexpr = key_tile.shape[0]
+    nothing = gl.zeros([ROWS, KV_TILE], gl.float32, LAYOUT)
+    return warpgroup_mma(
+        query_tile, key_tile.permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
+
+
+@gluon.constexpr_function
+def mma_layout(width):
+    """How the four warps of a consumer hold 64 rows of a result."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16]
+    )

@@ -1,0 +1,400 @@
+"""Gradients by Hopper kernels: which kernels a backward pass starts, and in which order.
+
+begin → backward → end                                  the fast form, and the one in turns
+begin → backward → end → again, keys → again, queries   … where hidden rows may spoil something
+begin → backward (without shares) → again, keys → portable queries          the ordered form
+begin → backward_keys → backward_queries → again, keys → again, queries     above 128 channels
+… → one portable pass for each bias that wants a gradient
+
+What these kernels do not serve goes to the portable ones; `configs.backward_unsupported` says
+why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.gpu import packing
+from saccade.gpu import tensor_view as tiles
+from saccade.gpu.hopper import tile_counter as counter
+from saccade.gpu.hopper import tile_scheduler as schedule
+from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, width_of
+from saccade.gpu.kernel_args import (
+    brings_three,
+    mask_argument,
+    rules,
+    signature,
+    tensors_of,
+    there_are,
+    view,
+)
+from saccade.gpu.launcher import Launch, Pointer, next_width
+from saccade.gpu.online_softmax import LOG2_E
+from saccade.gpu.places import ALIGNMENT
+from saccade.gpu.planning import Planner
+from saccade.ops.attention.hopper import again, configs
+from saccade.ops.attention.hopper import preprocess as backward_rows
+from saccade.ops.attention.hopper.backward import attention_backward
+from saccade.ops.attention.hopper.backward_d256_dkdv import attention_backward_keys
+from saccade.ops.attention.hopper.backward_memory import Given, Makers, Memory
+from saccade.ops.attention.hopper.preprocess import (
+    Scratch,
+    attention_backward_begin,
+    attention_backward_end,
+)
+from saccade.ops.attention.hopper.problems import backward_problem
+from saccade.ops.attention.hopper.query_gradients import Queries
+from saccade.ops.attention.triton import gradients as portable
+from saccade.ops.attention.triton.backward_common import Forward
+from saccade.ops.attention.triton.backward_dq import attention_backward_queries
+from saccade.ops.attention.triton.gradients import Results, refuse_unordered
+from saccade.ops.attention.triton.kind import Kind, remembered
+from saccade.runtime.spec import Config, Gradients, Inputs, Variant, empty_gradients
+from saccade.runtime.validation import strides_fit_tma
+
+LONGEST_SIDE = 256  # of what TMA moves at once
+
+
+def backward(
+    inputs: Inputs,
+    variant: Variant,
+    config: Config,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    wanted_tables: Sequence[int],
+    deterministic: bool,
+) -> Gradients:
+    """Gradients of the inputs, and of the wanted tensors that the score captured."""
+    if deterministic and wanted_tables:
+        refuse_unordered(variant, wanted_tables)
+    if grad_output.data_ptr() % ALIGNMENT:  # TMA could not read it
+        grad_output = grad_output.clone(memory_format=torch.contiguous_format)
+    key = (
+        signature(inputs, variant), output.stride(), lse.stride(), grad_output.stride(),
+        None if grad_lse is None else grad_lse.stride(), len(wanted_tables) > 0, deterministic,
+        configs.BACKWARD_OVERRIDE, configs.TAKE_ALL,
+    )  # fmt: skip
+    given = output, lse, grad_output, grad_lse, wanted_tables, deterministic
+    prepared = remembered(_backwards, key, lambda: prepare(inputs, variant, *given))
+    return prepared(inputs, variant, config, *given)
+
+
+def prepare(
+    inputs: Inputs,
+    variant: Variant,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    wanted_tables: Sequence[int],
+    deterministic: bool,
+) -> Callable[..., Gradients]:
+    """The backward pass of a call's kind; call it as `backward`."""
+    problem = backward_problem(inputs, variant, deterministic)
+    if configs.backward_unsupported(problem) is not None:
+        return portable.backward
+    call = aligned(inputs), variant, lse, grad_output
+    return Backward(*call, problem, len(wanted_tables) > 0)
+
+
+class Backward:
+    """The backward pass of one kind of call, prepared."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        variant: Variant,
+        lse: Tensor,
+        grad_output: Tensor,
+        problem: configs.BackwardProblem,
+        wants_tables: bool,
+    ):
+        self.copies = not strides_fit_tma(grad_output)  # gradients of a sum have no strides
+        if self.copies:
+            grad_output = torch.empty(grad_output.shape, dtype=grad_output.dtype, device="meta")
+        self.kind = kind = Kind.of(inputs, packing.packed_program)
+        self.alone = brings_three(inputs, variant)
+        self.careful = variant.mask != "" or kind.packed
+        self.rest = inputs.sinks is not None or wants_tables
+        self.ordered, self.in_turns = configs.ordered(problem), configs.in_turns(problem)
+        self.apart = configs.apart(problem)
+        self.schedule = chosen = configs.choose_backward(problem)
+        self.width, self.tile = width, tile = problem.head_width, chosen.query_tile
+        self.slots = kind.geometry.queries.programs(tile)
+        sizes = tile, chosen.kv_tile
+        self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=False)
+        gradients = empty_gradients(inputs)[:3]
+        self.boxes = self._boxes(inputs, grad_output, *gradients[1:])
+        self.memory = Makers.of(
+            gradients, lse, self.slots, (tile, width), shares=not self.ordered,
+            portable=self.careful or self.ordered or self.rest, flag=self.careful,
+            turns=self.in_turns,
+        )  # fmt: skip
+        scored = variant.score != "" or variant.scale <= 0
+        self.factor = LOG2_E.value if scored else 1.0 / variant.scale
+        self.begin, self.main, self.end = self._launches(inputs)
+        call = inputs, variant
+        self.again_keys = kind.launch(
+            again.attention_backward_again_keys, "backward_keys", call, None
+        )
+        of_queries: Any = again.attention_backward_again_queries
+        more: dict[str, Any] = {}
+        if self.ordered and not self.apart:
+            of_queries, more = attention_backward_queries, {"CHAINED": False}
+        self.queries = kind.launch(of_queries, "backward_queries", call, None, **more)
+        sizes = self.queries.constants["QUERY_TILE"], self.queries.constants["KV_TILE"]
+        self.over_keys = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
+        self.order = self._order(problem.query_len)
+        total = kind.geometry.keys.programs(self.schedule.kv_tile)
+        self.programs = min(total, kind.multiprocessors)
+        self.own_queries = None
+        if self.apart:
+            rows = grad_output, gradients[0]
+            self.own_queries = Queries(kind, inputs, variant, rows, self.careful)
+
+    def _launches(self, inputs: Inputs) -> tuple[Launch, Launch, Launch]:
+        """The kernels that are Hopper's own."""
+        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+        values = {"VALUE_DIM": value_dim}
+        rows = {"QUERY_TILE": self.tile, "HEAD_WIDTH": self.width}
+        of_begin = {"VALUE_WIDTH": next_width(value_dim), "KV_TILE": configs.BACKWARD_KV_TILE}
+        of_main = {
+            "HEADS_PER_KV_HEAD": self.kind.constants["HEADS_PER_KV_HEAD"],
+            "HEAD_DIM": head_dim,
+            "STAGES": self.schedule.stages,
+            "CAREFUL": self.careful,
+            "CONSUMER_REGISTERS": self.schedule.consumer_registers,
+            "PRODUCER_REGISTERS": self.schedule.producer_registers,
+        }
+        of_end = {"HEAD_DIM": head_dim, "CAREFUL": self.careful}
+        kernel = attention_backward_keys if self.apart else attention_backward
+        options = {"num_warps": 4, "num_stages": 1}
+        return (
+            Launch(attention_backward_begin, {**values, **rows, **of_begin}, options),
+            Launch(kernel, {**values, **of_main}, options),
+            Launch(attention_backward_end, {**rows, **of_end}, options),
+        )
+
+    def _boxes(
+        self, inputs: Inputs, grad_output: Tensor, of_key: Tensor, of_value: Tensor
+    ) -> tuple[Box, ...]:
+        """What TMA moves at once, in the kernel's order."""
+        packed, width, tile = self.kind.packed, self.width, self.tile
+        value_width = width_of(inputs.value.shape[-1])
+        of_part = tile * width // backward_rows.PARTS.value
+        return (
+            Box.of(inputs.query, packed, tile, width),
+            Box.of(inputs.key, packed, self.schedule.kv_tile, width),
+            Box.of(inputs.value, packed, self.schedule.kv_tile, value_width),
+            Box.of(grad_output, packed, tile, value_width),
+            Box.plain(self.slots, 2 * tile, 1),
+            Box.plain(
+                self.slots * tile * width // LONGEST_SIDE, LONGEST_SIDE, of_part // LONGEST_SIDE
+            ),
+            Box.of(of_key, packed, configs.ROWS, width),
+            Box.of(of_value, packed, configs.ROWS, value_width),
+        )
+
+    def _order(self, query_len: int) -> tuple[int, int, int]:
+        """In which order the kernel takes tiles of keys."""
+        of_query_head = 8 * self.width * query_len  # queries, gradients of outputs, float32 shares
+        of_kv_head = of_query_head * self.kind.constants["HEADS_PER_KV_HEAD"]
+        heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
+        keys = self.kind.geometry.keys
+        if self.in_turns:
+            slots = keys.slots(self.schedule.kv_tile)
+            heads = configs.heads_in_turns(slots, self.kind.multiprocessors)
+        return schedule.order_of(keys, self.schedule.kv_tile, heads)
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        variant: Variant,
+        config: Config,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        wanted_tables: Sequence[int],
+        deterministic: bool,
+    ) -> Gradients:
+        """As `backward`, for calls of this kind."""
+        if self.copies:
+            grad_output = grad_output.clone(memory_format=torch.contiguous_format)
+        inputs, memory = aligned(inputs), self.memory()
+        given = Given(output, lse, grad_output, grad_lse)
+        Call(self, inputs, variant, given, memory).run()
+        found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
+        if not self.rest:
+            return found
+        launches = portable.prepare(inputs, variant, config, deterministic)
+        assert memory.lse_log2 is not None and memory.row_dot is not None
+        results = Results(*given, memory.lse_log2, memory.row_dot)
+        rest = portable.Call(inputs, variant, launches, results)
+        tables = {place: rest.table(place, rest.known(), config) for place in wanted_tables}
+        return found._replace(sinks=rest.sinks(), tables=tables)
+
+
+_backwards: dict[Any, Callable[..., Gradients]] = {}
+
+
+class Call(NamedTuple):
+    """One backward pass under way."""
+
+    prepared: Backward
+    inputs: Inputs
+    variant: Variant
+    given: Given
+    memory: Memory
+
+    def run(self) -> None:
+        """Start every kernel of the pass, but for sinks and tables."""
+        prepared, memory = self.prepared, self.memory
+        kind, slots = prepared.kind, prepared.slots
+        brought = self.inputs[:3] if prepared.alone else tensors_of(self.inputs, self.variant)
+        known = (*brought, *there_are((*self.given, *memory)))
+        prepared.begin(slots, kind.device, known, self._begin_arguments)
+        plan = prepared.planner(self.inputs, self.variant)
+        counters: tuple[Tensor, ...] = ()
+        if prepared.schedule.grid == "dynamic":
+            counters = (counter.counter_of(memory.starts.device),)
+        prepared.main(
+            prepared.programs, kind.device, (*known, *plan.tensors, *counters),
+            lambda pointer: self._main_arguments(pointer, plan.argument(pointer), counters),
+        )  # fmt: skip
+        if memory.shares is not None:
+            prepared.end(slots, kind.device, known, self._end_arguments)
+        if prepared.own_queries is not None:
+            prepared.own_queries(
+                self.inputs, self.variant, self.given.grad_output, memory, known, counters
+            )
+        if memory.flag is not None:
+            programs = kind.geometry.keys.programs(prepared.again_keys.constants["KV_TILE"])
+            prepared.again_keys(programs, kind.device, known, self._again_keys_arguments)
+        self._start_queries(known)
+
+    def _start_queries(self, known: tuple[Tensor, ...]) -> None:
+        """Gradients of queries by the portable pass: in the ordered form, or once more."""
+        prepared, memory = self.prepared, self.memory
+        launch = prepared.queries
+        programs = prepared.kind.geometry.queries.programs(launch.constants["QUERY_TILE"])
+        if prepared.ordered and prepared.own_queries is None:
+            plan = prepared.over_keys(self.inputs, self.variant)
+            tensors = (*known, *plan.tensors)
+            launch(
+                programs, prepared.kind.device, tensors,
+                lambda pointer: self._queries_arguments(pointer, plan.argument(pointer)),
+            )  # fmt: skip
+        elif memory.flag is not None:
+            launch(programs, prepared.kind.device, known, self._again_queries_arguments)
+
+    def _begin_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
+        output, lse, grad_output, grad_lse = self.given
+        return (
+            self._rows(pointer, output),
+            self._rows(pointer, grad_output),
+            self._numbers(pointer, lse),
+            self._numbers(pointer, grad_lse),
+            self._numbers(pointer, self.memory.lse_log2),
+            self._numbers(pointer, self.memory.row_dot),
+            *self._whose_turn(pointer),
+            self._scratch(pointer),
+            pointer(self.memory.starts),
+            self.prepared.factor,
+        )
+
+    def _main_arguments(
+        self, pointer: Pointer, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
+    ) -> tuple[Any, ...]:
+        prepared, inputs, memory = self.prepared, self.inputs, self.memory
+        packed = prepared.kind.packed
+        moved = (
+            inputs.query, inputs.key, inputs.value, self.given.grad_output, memory.starts,
+            memory.shares, memory.of_key, memory.of_value,
+        )  # fmt: skip
+        return (
+            *(
+                None if tensor is None else descriptor(pointer, tensor, box)
+                for tensor, box in zip(moved, prepared.boxes, strict=True)
+            ),
+            *prepared.kind.inputs(pointer, inputs)[:2],
+            self._of_keys(pointer, memory.of_key),
+            self._of_keys(pointer, memory.of_value),
+            schedule.with_own_walk(rules(inputs, self.variant, pointer, plan)),
+            schedule.Schedule(
+                packing.packed_origin if packed else tiles.dense_origin,
+                pointer(counters[0]) if counters else None,
+                *prepared.order,
+            ),
+            self._scratch(pointer),
+        )
+
+    def _end_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
+        of_queries = self._rows(pointer, self.memory.of_query)
+        return of_queries, self._scratch(pointer), self.variant.scale
+
+    def _again_keys_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
+        of_key, of_value = self.memory[1:3]
+        gradients = self._of_keys(pointer, of_key), self._of_keys(pointer, of_value)
+        return self._flag(pointer), self._forward(pointer), *gradients, self._rules(pointer)
+
+    def _queries_arguments(self, pointer: Pointer, plan: tuple[Any, ...]) -> tuple[Any, ...]:
+        of_queries = self._rows(pointer, self.memory.of_query)
+        changes = rules(self.inputs, self.variant, pointer, plan)
+        return self._forward(pointer), of_queries, changes, None, None, None  # statistics are there
+
+    def _again_queries_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
+        of_queries = self._rows(pointer, self.memory.of_query)
+        return self._flag(pointer), self._forward(pointer), of_queries, self._rules(pointer)
+
+    # ---- arguments that several kernels take ---------------------------------------------------
+
+    def _rows(self, pointer: Pointer, rows: Tensor) -> Any:
+        return self.prepared.kind.rows(pointer, rows, self.inputs)
+
+    def _numbers(self, pointer: Pointer, numbers: Tensor | None) -> Any:
+        if numbers is None:
+            return None
+        return self.prepared.kind.numbers(pointer, numbers, self.inputs)
+
+    def _of_keys(self, pointer: Pointer, rows: Tensor) -> Any:
+        kind = self.prepared.kind
+        return view(pointer, rows, kind.steps(rows), kind.geometry.keys, self.inputs.cu_seqlens_k)
+
+    def _flag(self, pointer: Pointer) -> Any:
+        assert self.memory.flag is not None  # else nothing is repeated
+        return pointer(self.memory.flag)
+
+    def _scratch(self, pointer: Pointer) -> Scratch:
+        packed, memory = self.prepared.kind.packed, self.memory
+        slot = backward_rows.packed_slot if packed else backward_rows.dense_slot
+        found = (memory.shares, memory.flag, memory.turns)
+        shares, flag, turns = (None if t is None else pointer(t) for t in found)
+        return Scratch(slot, shares, flag, turns)
+
+    def _whose_turn(self, pointer: Pointer) -> tuple[Any, Any]:
+        """What `begin` finds the last tile of keys of a tile of queries by."""
+        if not self.prepared.in_turns:
+            return None, None
+        keys = self.prepared.kind.inputs(pointer, self.inputs)[1]
+        return keys, mask_argument(self.variant, pointer)
+
+    def _forward(self, pointer: Pointer) -> Forward:
+        return Forward(
+            *self.prepared.kind.inputs(pointer, self.inputs),
+            self._rows(pointer, self.given.grad_output),
+            self._numbers(pointer, self.memory.lse_log2),
+            self._numbers(pointer, self.memory.row_dot),
+        )
+
+    def _rules(self, pointer: Pointer) -> Any:
+        changes = rules(self.inputs, self.variant, pointer)
+        if not self.prepared.planner.needed:
+            return changes
+        return changes._replace(mask=changes.mask._replace(walk=again.every_tile))

@@ -1,0 +1,139 @@
+"""Attention by Hopper kernels: the body that the operators run on GPUs of capability 9.0.
+
+The forward pass is prepared once for a kind of call, as in `saccade.ops.attention.triton.host`;
+gradients are in `saccade.ops.attention.hopper.gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from saccade.gpu import packing
+from saccade.gpu import tensor_view as tiles
+from saccade.gpu.hopper import tile_counter as counter
+from saccade.gpu.hopper import tile_scheduler as schedule
+from saccade.gpu.hopper.descriptors import Box, aligned, descriptor
+from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
+from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.planning import NO_PLAN, Plan, Planner
+from saccade.ops.attention.hopper import configs
+from saccade.ops.attention.hopper.forward import attention_forward
+from saccade.ops.attention.hopper.gradients import backward as backward
+from saccade.ops.attention.hopper.problems import kernel_problem
+from saccade.ops.attention.triton import host as portable
+from saccade.ops.attention.triton.kind import Kind, memory_like, remembered
+from saccade.runtime.spec import Config, Inputs, Variant, empty_results
+
+
+class Forward:
+    """The forward pass of one kind of call, prepared."""
+
+    def __init__(self, inputs: Inputs, variant: Variant):
+        self.kind = kind = Kind.of(inputs, packing.packed_program)
+        self.device = inputs.query.device
+        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+        problem = kernel_problem(inputs, variant)
+        widths = problem.head_width, problem.value_width
+        self.schedule = chosen = configs.choose(problem)
+        sizes = chosen.query_tile, chosen.kv_tile
+        self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
+        output, lse = empty_results(inputs)
+        self.output, self.lse = memory_like(output), memory_like(lse)
+        self.alone = brings_three(inputs, variant) and not self.planner.needed
+        self.counted = chosen.grid == "dynamic"
+        self.boxes = (
+            Box.of(inputs.query, kind.packed, configs.ROWS, widths[0]),
+            Box.of(inputs.key, kind.packed, chosen.kv_tile, widths[0]),
+            Box.of(inputs.value, kind.packed, chosen.kv_tile, widths[1]),
+            Box.of(output, kind.packed, configs.ROWS, widths[1] // chosen.output_parts),
+        )
+        options = {"num_warps": 4, "num_stages": chosen.stages, "launch_pdl": True}
+        if chosen.programs > 1:
+            options["maxnreg"] = chosen.launch_registers
+        self.launch = Launch(
+            attention_forward,
+            {
+                "HEADS_PER_KV_HEAD": kind.constants["HEADS_PER_KV_HEAD"],
+                "HEAD_DIM": head_dim,
+                "VALUE_DIM": value_dim,
+                "CONSUMERS": chosen.consumers,
+                "STAGES": chosen.stages,
+                "QUERY_STAGES": chosen.query_stages,
+                "CONSUMER_REGISTERS": chosen.consumer_registers,
+                "PRODUCER_REGISTERS": chosen.producer_registers,
+                "COVERED": chosen.covered,
+                "LOOK": chosen.look,
+                "TRIM": chosen.trim,
+            },
+            options,
+        )
+        queries, tile = kind.geometry.queries, chosen.query_tile
+        heads = configs.heads_at_once(
+            problem.masked, queries.heads * queries.sequences, queries.slots(tile),
+            kind.multiprocessors, kind.constants["HEADS_PER_KV_HEAD"],
+            2 * sum(widths) * kind.geometry.lengths()[1],
+        )  # fmt: skip
+        self.order = schedule.order_of(queries, tile, heads)
+        self.programs = min(queries.programs(tile), chosen.programs * kind.multiprocessors)
+
+    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
+        """Output and lse of a call of this kind."""
+        output, lse = self.output(), self.lse()
+        numbers = counter.counter_of(self.device)
+        plan, tensors = NO_PLAN, (*inputs[:3], output, lse, numbers)
+        if not self.alone:
+            plan = self.planner(inputs, variant)
+            tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)
+        if not self.launch.again(self.programs, self.kind.device, tensors):
+            self._start(aligned(inputs), variant, output, lse, plan, numbers)
+        return output, lse
+
+    def _start(
+        self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: Plan,
+        numbers: Tensor,
+    ) -> None:  # fmt: skip
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            moved = (inputs.query, inputs.key, inputs.value, output)
+            return (
+                *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
+                *self.kind.inputs(pointer, inputs),
+                self.kind.rows(pointer, output, inputs),
+                self.kind.numbers(pointer, lse, inputs),
+                schedule.with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
+                None if inputs.sinks is None else pointer(inputs.sinks),
+                schedule.Schedule(
+                    packing.packed_origin if self.kind.packed else tiles.dense_origin,
+                    pointer(numbers) if self.counted else None,
+                    *self.order,
+                    pointer(numbers),
+                ),
+            )
+
+        tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)
+        self.launch(self.programs, self.kind.device, tensors, arguments)
+
+
+_forwards: dict[Any, Forward] = {}
+
+
+def prepared(
+    inputs: Inputs, variant: Variant, config: Config
+) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
+    """The forward pass of the call's kind; call it with inputs of that kind."""
+    if configs.forward_unsupported(kernel_problem(inputs, variant)) is not None:
+        return portable.prepared(inputs, variant, config)
+    return by_own_kernel(inputs, variant)
+
+
+def by_own_kernel(inputs: Inputs, variant: Variant) -> Forward:
+    """The same by the kernel for Hopper, even where another one is faster."""
+    key = signature(inputs, variant), configs.OVERRIDE
+    return remembered(_forwards, key, lambda: Forward(inputs, variant))
+
+
+def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, Tensor]:
+    """Output and lse; see `saccade.attention`."""
+    return prepared(inputs, variant, config)(inputs, variant)

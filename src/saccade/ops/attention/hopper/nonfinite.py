@@ -1,0 +1,144 @@
+"""Careful: what is done again where a hidden row may have spoilt the sums (0 · NaN is NaN).
+
+It happens seldom, so the consumer does it alone, with plain loads and products from registers, 16
+keys at a time. The producer has long gone on.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.hopper.pipeline import mma_v2
+from saccade.gpu.online_softmax import softmax_step
+from saccade.gpu.paged_view import inside, slot_pointers
+from saccade.gpu.tensor_view import ADDED, row_pointers, store_numbers, wide
+from saccade.gpu.tile_ranges import CAREFUL_ROWS, careful_parts, careful_start
+from saccade.ops.attention.hopper.softmax import (
+    ROWS,
+    change,
+    exponent_factor,
+    hide,
+    places_of,
+    settle,
+)
+
+CHANNELS = gl.constexpr(64)  # that are multiplied at once
+
+
+@gluon.jit
+def note_spoilt(flag, tile):
+    """Write 1 to memory if a tile holds NaN or inf anywhere.
+
+    No thread waits for another one, and hardly ever does one write.
+    """
+    parts = gl.reshape(tile * 0.0, [tile.shape[0], tile.shape[1] // 8, 4, 2])
+    spoilt = gl.sum(gl.sum(parts, 1), 2) != 0.0
+    gl.store(flag + spoilt.to(gl.int32) * 0, 1, mask=spoilt)
+
+
+@gluon.jit
+def attend_with_care(
+    query, key, value, output, logsumexp, rules, sinks, at, walk,
+    KV_TILE: gl.constexpr, HEADS_PER_KV_HEAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """All of the work of one consumer for one tile of query rows, and its results in memory."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]
+    )
+    batch, query_head, first_row, query_len, _ = at
+    kv_head = query_head // HEADS_PER_KV_HEAD
+    for first_channel in range(0, VALUE_DIM, CHANNELS):
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+        row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, MMA))
+        weighted_sum = gl.zeros([ROWS, CHANNELS], gl.float32, MMA)
+        state = (row_max, row_sum, weighted_sum)
+        for index in range(0, careful_parts(walk, KV_TILE)):
+            kv_start = careful_start(rules.mask, walk, index, KV_TILE).to(gl.int32)
+            state = fold_part(
+                query, key, value, rules, at, kv_head, kv_start, first_channel, state,
+                HEAD_DIM, VALUE_DIM, PAGE_SIZE,
+            )  # fmt: skip
+        row_max, row_sum, weighted_sum = state
+        factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
+        attended = weighted_sum * factor[:, None]
+        row, channel = places_of(attended, first_row, first_channel)
+        gl.store(
+            row_pointers(output, batch, query_head, row, channel),
+            attended.to(output.ptr.dtype.element_ty),
+            mask=(row < query_len) & (channel < VALUE_DIM),
+        )
+        rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
+        store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
+
+
+@gluon.jit
+def fold_part(
+    query, key, value, rules, at, kv_head, kv_start, first_channel, state,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Fold 16 rows of keys and values into the state, for some channels of the values.
+
+    A value row that holds NaN or inf there is taken as 0, and spoils the pairs that it is visible
+    in.
+    """
+    row_max, row_sum, weighted_sum = state
+    MMA: gl.constexpr = weighted_sum.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    batch, query_head, first_row, query_len, kv_len = at
+    scores = gl.zeros([ROWS, CAREFUL_ROWS], gl.float32, MMA)
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LEFT))[:, None]
+    kv_rows = kv_start + gl.arange(0, CAREFUL_ROWS, gl.SliceLayout(0, RIGHT))[None, :]
+    for first in range(0, HEAD_DIM, CHANNELS):
+        channels = first + gl.arange(0, CHANNELS, gl.SliceLayout(0, LEFT))[None, :]
+        queries = gl.load(
+            row_pointers(query, batch, query_head, rows, channels),
+            mask=(rows < query_len) & (channels < HEAD_DIM), other=0.0,
+        )  # fmt: skip
+        channels = first + gl.arange(0, CHANNELS, gl.SliceLayout(1, RIGHT))[:, None]
+        keys = gl.load(
+            kv_pointers(key, batch, kv_head, kv_rows, channels, kv_len, PAGE_SIZE),
+            mask=(kv_rows < kv_len) & (channels < HEAD_DIM), other=0.0,
+        )  # fmt: skip
+        scores = mma_v2(queries, keys, scores)
+    rows = kv_start + gl.arange(0, CAREFUL_ROWS, gl.SliceLayout(1, RIGHT))[:, None]
+    channels = first_channel + gl.arange(0, CHANNELS, gl.SliceLayout(0, RIGHT))[None, :]
+    values = gl.load(
+        kv_pointers(value, batch, kv_head, rows, channels, kv_len, PAGE_SIZE),
+        mask=(rows < kv_len) & (channels < VALUE_DIM), other=0.0,
+    )  # fmt: skip
+    spoilt = gl.sum(values.to(gl.float32) * 0.0, 1) != 0.0
+    values = gl.where(spoilt[:, None], 0.0, values).to(value.ptr.dtype.element_ty)
+
+    if rules.score is not None:
+        scores = change(scores, rules, at, kv_start)
+    of_column = gl.convert_layout(spoilt.to(gl.int32), gl.SliceLayout(0, MMA)) > 0
+    scores = gl.where(of_column[None, :], float("nan"), scores)
+    scores = hide(scores, rules, at, kv_start)
+    weights, rescale, row_max, row_sum = softmax_step(
+        scores, exponent_factor(rules), row_max, row_sum, True
+    )
+    weights = gl.convert_layout(weights.to(values.dtype), LEFT)
+    weighted_sum = mma_v2(weights, values, weighted_sum * rescale[:, None])
+    return row_max, row_sum, weighted_sum
+
+
+@gluon.jit
+def kv_pointers(view, batch, head, rows, channels, length, PAGE_SIZE: gl.constexpr):
+    """Addresses of rows × channels of keys or values, which lie in pages unless PAGE_SIZE is 0."""
+    if PAGE_SIZE == 0:
+        pointers = row_pointers(view, batch, head, rows, channels)
+    else:
+        table = view.data[0] + wide(batch) * (view.data[1] - ADDED)
+        page = gl.load(table + rows // PAGE_SIZE, mask=rows < length, other=0)
+        page = inside(page, view.data)
+        pointers = slot_pointers(view, head, (page, 0, rows % PAGE_SIZE), channels)
+    return pointers

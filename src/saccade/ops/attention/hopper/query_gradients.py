@@ -1,0 +1,92 @@
+"""Gradients of queries by a Hopper kernel of their own, prepared: see `backward_d256_dq.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from saccade.gpu import packing
+from saccade.gpu import tensor_view as tiles
+from saccade.gpu.hopper import tile_scheduler as schedule
+from saccade.gpu.hopper.descriptors import Box, descriptor, width_of
+from saccade.gpu.kernel_args import rules
+from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.planning import Planner
+from saccade.ops.attention.hopper import configs
+from saccade.ops.attention.hopper.backward_d256_dq import attention_backward_queries
+from saccade.ops.attention.hopper.backward_memory import Memory
+from saccade.ops.attention.triton.kind import Kind
+from saccade.runtime.spec import Inputs, Variant
+
+
+class Queries:
+    """The pass of one kind of call, which comes after the one for keys and values."""
+
+    def __init__(
+        self, kind: Kind, inputs: Inputs, variant: Variant, rows: tuple[Tensor, Tensor],
+        careful: bool,
+    ):  # fmt: skip
+        self.kind = kind
+        grad_output, of_query = rows
+        chosen = configs.QuerySchedule()
+        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+        widths = width_of(head_dim), width_of(value_dim)
+        sizes = tile, kv_tile = chosen.query_tile, chosen.kv_tile
+        self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
+        self.boxes = (
+            Box.of(inputs.query, kind.packed, configs.ROWS, widths[0]),
+            Box.of(inputs.key, kind.packed, kv_tile, widths[0]),
+            Box.of(inputs.value, kind.packed, kv_tile, widths[1]),
+            Box.of(grad_output, kind.packed, configs.ROWS, widths[1]),
+            Box.of(of_query, kind.packed, configs.ROWS, widths[0]),
+        )
+        constants = {
+            "HEADS_PER_KV_HEAD": kind.constants["HEADS_PER_KV_HEAD"],
+            "HEAD_DIM": head_dim,
+            "VALUE_DIM": value_dim,
+            "STAGES": chosen.stages,
+            "CAREFUL": careful,
+            "CONSUMER_REGISTERS": chosen.consumer_registers,
+            "PRODUCER_REGISTERS": chosen.producer_registers,
+        }
+        options = {"num_warps": 4, "num_stages": 1}
+        self.launch = Launch(attention_backward_queries, constants, options)
+        queries = kind.geometry.queries
+        heads = configs.heads_at_once(
+            variant.mask != "", queries.heads * queries.sequences, queries.slots(tile),
+            kind.multiprocessors, kind.constants["HEADS_PER_KV_HEAD"],
+            2 * sum(widths) * kind.geometry.lengths()[1],
+        )  # fmt: skip
+        self.order = schedule.order_of(queries, tile, heads)
+        self.programs = min(queries.programs(tile), kind.multiprocessors)
+
+    def __call__(
+        self, inputs: Inputs, variant: Variant, grad_output: Tensor, memory: Memory,
+        known: tuple[Tensor, ...], counters: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        """Write gradients of queries; raise the flag, if there is one, for NaN or inf."""
+        kind, plan = self.kind, self.planner(inputs, variant)
+        of_query, lse_log2, row_dot = memory.of_query, memory.lse_log2, memory.row_dot
+        assert (
+            lse_log2 is not None and row_dot is not None
+        )  # the first kernel of the pass wrote them
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            moved = (inputs.query, inputs.key, inputs.value, grad_output, of_query)
+            return (
+                *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
+                *kind.inputs(pointer, inputs)[:2],
+                kind.rows(pointer, of_query, inputs),
+                kind.numbers(pointer, lse_log2, inputs),
+                kind.numbers(pointer, row_dot, inputs),
+                schedule.with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
+                schedule.Schedule(
+                    packing.packed_origin if kind.packed else tiles.dense_origin,
+                    pointer(counters[0]) if counters else None,
+                    *self.order,
+                    None if memory.flag is None else pointer(memory.flag),
+                ),
+            )
+
+        self.launch(self.programs, kind.device, (*known, *plan.tensors, *counters), arguments)

@@ -1,0 +1,246 @@
+"""Weighing: from scores to weights, on tiles as products leave them in registers.
+
+A weight is 2 to the power of a score less the reference of its row. The reference is the largest
+score that was met when it was last raised, and as long as no score exceeds it by more than a few
+powers of 2 it stays: then all that was summed before stays as it is, too (as in FlashAttention-4).
+For edges, references are raised before scores are weighed; for other tiles the sums tell afterwards
+whether they should have been, which saves looking for the largest score.
+
+Numbers of each row are held by thread: [rows, 8], of which a thread has two for each of its rows.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.hopper.tile_scheduler import tile_from_last
+from saccade.gpu.online_softmax import LN_2, LOG2_E
+
+NOTHING = gl.constexpr(-3e38)  # the reference of a row that has seen no key
+SLACK = gl.constexpr(8.0)  # powers of 2 by which scores may exceed their reference: 256
+ROWS = gl.constexpr(64)  # query rows of one consumer, as many as one WGMMA takes
+
+
+@gluon.jit
+def change_and_hide(scores, rules, at, walk, index, edges):
+    """The scores of tile number `index` of a walk that begins with so many edges, ready to be
+    weighed."""
+    if rules.score is not None:
+        scores = change(scores, rules, at, tile_from_last(rules, walk, index) * scores.shape[1])
+    if index < edges:  # all others run without mask arithmetic
+        scores = hide(scores, rules, at, tile_from_last(rules, walk, index) * scores.shape[1])
+    return scores
+
+
+@gluon.jit
+def change(scores, rules, at, kv_start):
+    """The scores as the caller changes them."""
+    batch, query_head, first_row, query_len, kv_len = at
+    query_rows, kv_rows = places_of(scores, first_row, kv_start)
+    return rules.score.change(
+        scores * rules.scale, batch, query_head, query_rows, kv_rows, kv_len - query_len,
+        rules.score.data,
+    )  # fmt: skip
+
+
+@gluon.jit
+def hide(scores, rules, at, kv_start):
+    """The scores with -inf where a pair is hidden, or a key row past the end."""
+    batch, query_head, first_row, query_len, kv_len = at
+    query_rows, kv_rows = places_of(scores, first_row, kv_start)
+    if kv_start + scores.shape[1] > kv_len:  # few edges do, and a comparison costs as a mask does
+        scores = gl.where(kv_rows < kv_len, scores, float("-inf"))
+    if rules.mask.visible is not None:
+        visible = rules.mask.visible(
+            batch, query_head, query_rows, kv_rows, kv_len - query_len, rules.mask.data
+        )
+        scores = gl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def no_references(scores):
+    """The references of rows that have seen no key."""
+    of_thread = sum_by_thread(scores)  # for its layout
+    LAYOUT: gl.constexpr = of_thread.type.layout
+    return gl.full([scores.shape[0], 8], NOTHING, gl.float32, LAYOUT)
+
+
+@gluon.jit
+def raise_references(scores, rules, references):
+    """The references that suit a tile, and what shrinks everything summed before.
+
+    The maximum is taken in two steps: four short chains of instructions take less time than two
+    long ones.
+    """
+    in_parts = gl.reshape(scores, [scores.shape[0], scores.shape[1] // 8, 8])
+    largest = gl.max(in_parts, 1)
+    LAYOUT: gl.constexpr = largest.type.layout
+    nothing = gl.zeros([scores.shape[0], 8], gl.float32, LAYOUT)
+    largest = gl.max(largest, 1)[:, None] * exponent_factor(rules) + nothing
+    references = gl.convert_layout(references, LAYOUT)
+    raised = gl.where(largest > references + SLACK, largest, references)
+    return raised, gl.exp2(references - raised)
+
+
+@gluon.jit
+def weights_of(scores, rules, references):
+    """The weights of scores."""
+    return gl.exp2(scores * exponent_factor(rules) - spread(references, scores))
+
+
+@gluon.jit
+def exponent_factor(rules):
+    """What turns scores into exponents of 2; scores that the caller changed are scaled already."""
+    return LOG2_E if rules.score is not None else rules.scale * LOG2_E
+
+
+@gluon.jit
+def moderate(sums):
+    """What shrinks a tile and everything before, as sums of its weights by thread tell, and by how
+    much that raises the references: 1 and 0, unless a sum of the warp exceeds 256.
+
+    Sums near the end of float32 are made NaN, and the tile of query rows is done once more.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .f32 a, b, t;
+        .reg .b32 k;
+        max.f32 a, $8, $9;
+        max.f32 b, $10, $11;
+        mov.f32 $0, 0f3F800000;
+        mov.f32 $2, 0f3F800000;
+        mov.f32 $4, 0f00000000;
+        mov.f32 $6, 0f00000000;
+        max.f32 t, a, b;
+        setp.gt.f32 p, t, 0f43800000;
+        vote.sync.any.pred p, p, 0xffffffff;
+        @!p bra.uni DONE;
+        shfl.sync.bfly.b32 t, a, 1, 0x1f, 0xffffffff;
+        max.f32 a, a, t;
+        shfl.sync.bfly.b32 t, a, 2, 0x1f, 0xffffffff;
+        max.f32 a, a, t;
+        shfl.sync.bfly.b32 t, b, 1, 0x1f, 0xffffffff;
+        max.f32 b, b, t;
+        shfl.sync.bfly.b32 t, b, 2, 0x1f, 0xffffffff;
+        max.f32 b, b, t;
+        mov.b32 k, a;
+        shr.u32 k, k, 23;
+        sub.s32 k, k, 127;
+        setp.gt.f32 p, a, 0f43800000;
+        selp.b32 k, k, 0, p;
+        cvt.rn.f32.s32 $4, k;
+        sub.s32 k, 127, k;
+        shl.b32 k, k, 23;
+        setp.ge.f32 p, a, 0f7B800000;
+        selp.b32 k, 0x7FFFFFFF, k, p;
+        mov.b32 $0, k;
+        mov.b32 k, b;
+        shr.u32 k, k, 23;
+        sub.s32 k, k, 127;
+        setp.gt.f32 p, b, 0f43800000;
+        selp.b32 k, k, 0, p;
+        cvt.rn.f32.s32 $6, k;
+        sub.s32 k, 127, k;
+        shl.b32 k, k, 23;
+        setp.ge.f32 p, b, 0f7B800000;
+        selp.b32 k, 0x7FFFFFFF, k, p;
+        mov.b32 $2, k;
+        DONE:
+        mov.f32 $1, $0;
+        mov.f32 $3, $2;
+        mov.f32 $5, $4;
+        mov.f32 $7, $6;
+        }""",
+        "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f", [sums], dtype=(gl.float32, gl.float32),
+        is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def sum_by_thread(weights):
+    """Sums of each row, of what one thread holds of it: [rows, 8]."""
+    return gl.sum(gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def spread(numbers, tile):
+    """Numbers of each row and thread, [rows, 8], beside a tile."""
+    SHAPE: gl.constexpr = [tile.shape[0], tile.shape[1] // 8, 8]
+    parts = gl.reshape(tile, SHAPE)
+    LAYOUT: gl.constexpr = parts.type.layout
+    numbers = gl.convert_layout(numbers, gl.SliceLayout(1, LAYOUT))
+    wide = gl.expand_dims(numbers, 1) * gl.full(SHAPE, 1.0, gl.float32, LAYOUT)
+    return gl.convert_layout(gl.reshape(wide, tile.shape), tile.type.layout)
+
+
+@gluon.constexpr_function
+def multiply_in_assembly(numbers):
+    """Inline assembly: so many numbers of a thread times as many others, unless those are 1. A
+    thread has two rows, and two numbers of each by turns."""
+    lines = ["{", ".reg .pred p;", ".reg .pred q;"]
+    lines += [f"setp.neu.f32 p, ${2 * numbers}, 0f3F800000;"]
+    lines += [f"setp.neu.or.f32 p, ${2 * numbers + 2}, 0f3F800000, p;"]
+    lines += ["vote.sync.any.pred q, p, 0xffffffff;", "@!q bra.uni DONE;"]
+    lines += [f"mul.f32 ${n}, ${n}, ${2 * numbers + n};" for n in range(numbers)]
+    return "\n".join([*lines, "DONE:", "}"])
+
+
+@gluon.constexpr_function
+def multiply_operands(numbers):
+    """Its operands: results, which are the first numbers at first, and the others."""
+    return ",".join(["=f"] * numbers + [str(n) for n in range(numbers)] + ["f"] * numbers)
+
+
+@gluon.jit
+def rescaled(tile, rescale):
+    """A tile times numbers of each row; a warp that finds nothing but 1 among them goes past it."""
+    NUMBERS: gl.constexpr = tile.shape[0] * tile.shape[1] // (32 * gl.num_warps())
+    ASSEMBLY: gl.constexpr = multiply_in_assembly(NUMBERS)
+    OPERANDS: gl.constexpr = multiply_operands(NUMBERS)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, OPERANDS, [tile, spread(rescale, tile)], dtype=gl.float32, is_pure=False,
+        pack=NUMBERS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def settle(row_max, row_sum, sinks, query_head):
+    """What the weighted sums are multiplied by at last, and the natural lse.
+
+    A sink joins the sum of the weights and has no value. A row that saw nothing has the lse -inf.
+    """
+    LAYOUT: gl.constexpr = row_max.type.layout
+    shrink = gl.full([ROWS], 1.0, gl.float32, LAYOUT)
+    if sinks is not None:
+        sink = gl.load(sinks + query_head).to(gl.float32) * LOG2_E
+        new_max = gl.maximum(row_max, sink)
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+        shrink = gl.exp2(row_max - shift)
+        row_sum = row_sum * shrink + gl.exp2(sink - shift)
+        row_max = new_max
+    divisor = gl.where(row_sum == 0, 1.0, row_sum)
+    return shrink / divisor, (row_max + gl.log2(divisor)) * LN_2
+
+
+@gluon.jit
+def along_rows(numbers, tile):
+    """One number a row, as a column beside a tile."""
+    return gl.convert_layout(numbers, gl.SliceLayout(1, tile.type.layout))[:, None]
+
+
+@gluon.jit
+def places_of(tile, first_row, first_column):
+    """The places of a tile's numbers: a column of rows, and a row of columns."""
+    LAYOUT: gl.constexpr = tile.type.layout
+    rows = first_row + gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
+    columns = first_column + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    return rows[:, None], columns[None, :]

@@ -1,0 +1,115 @@
+"""Pairs: weights and gradients of a tile of pairs, the same for every backward kernel.
+
+A tile lies either way: query rows as a column and key rows as a row, or the other way round. All
+that depends on rows comes in already shaped, so nothing here knows which way it lies.
+
+    weights      = exp(scores - lse)
+    grad_scores  = weights · (grad_weights - row_dot)
+
+Source: FlashAttention-2 (Dao 2023), algorithm 2, lines 11 to 14.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from saccade.gpu.dropout import kept
+from saccade.gpu.online_softmax import LOG2_E
+from saccade.gpu.tensor_view import load_numbers, row_pointers
+
+
+class Forward(NamedTuple):
+    """What a backward kernel reads, as Views."""
+
+    query: Any
+    key: Any
+    value: Any
+    grad_output: Any
+    lse_log2: Any
+    row_dot: Any
+
+
+@triton.jit
+def load_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.constexpr):
+    """lse_log2 and row_dot of each row. Unless WHOLE, rows past the end get 0, which copies into
+    shared memory can fill in; with queries and gradients of 0 nothing comes of them."""
+    if WHOLE:
+        lse_log2 = tl.load(row_pointers(forward.lse_log2, batch, head, query_rows, 0))
+        row_dot = tl.load(row_pointers(forward.row_dot, batch, head, query_rows, 0))
+    else:
+        lse_log2 = load_numbers(forward.lse_log2, batch, head, query_rows, query_len, 0.0)
+        row_dot = load_numbers(forward.row_dot, batch, head, query_rows, query_len, 0.0)
+    return lse_log2, row_dot
+
+
+@triton.jit
+def load_both_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.constexpr):
+    """The same for loops, as one load of [rows, 2].
+
+    Triton has each thread load all numbers that it needs itself where they are fewer than threads,
+    which makes most of a loop's copies copies of statistics; together they are as many.
+    """
+    rows, second = query_rows[:, None], tl.arange(0, 2)[None, :] == 1
+    pointers = tl.where(
+        second,
+        row_pointers(forward.row_dot, batch, head, rows, 0),
+        row_pointers(forward.lse_log2, batch, head, rows, 0),
+    )
+    if WHOLE:  # noqa: SIM108
+        both = tl.load(pointers)
+    else:
+        both = tl.load(pointers, mask=rows < query_len, other=0.0)
+    return tl.split(both)
+
+
+@triton.jit
+def weigh(scores, lse_log2, spoilt, inside, rules, at):
+    """The weights of a tile, the derivative of its scores, and which pairs are visible.
+
+    Where nothing changes scores the derivative is a plain 1, and where nothing is hidden visible
+    is a plain True; the compiler removes both.
+
+    at: (batch, head, query rows, key rows, shift). spoilt: pairs that hold NaN or inf, or None.
+    inside: pairs inside the sequences on an edge tile, True where nothing comes of others, or None
+    where all pairs are visible.
+    """
+    batch, head, query_rows, kv_rows, shift = at
+    derivative, visible = 1.0, True
+    if rules.score is None:
+        weights = tl.exp2(scores * (rules.scale * LOG2_E) - lse_log2)
+    else:
+        scaled = scores * rules.scale
+        changed = rules.score.change(
+            scaled, batch, head, query_rows, kv_rows, shift, rules.score.data
+        )
+        derivative = rules.score.derivative(
+            scaled, batch, head, query_rows, kv_rows, shift, rules.score.data
+        )
+        weights = tl.exp2(changed * LOG2_E - lse_log2)
+    if spoilt is not None:
+        weights = tl.where(spoilt, float("nan"), weights)
+    if inside is not None:
+        visible = inside
+        if rules.mask.visible is not None:
+            visible = inside & rules.mask.visible(
+                batch, head, query_rows, kv_rows, shift, rules.mask.data
+            )
+        weights = tl.where(visible, weights, 0.0)
+    return weights, derivative, visible
+
+
+@triton.jit
+def differentiate(weights, grad_weights, row_dot, derivative, visible):
+    """The gradients of the scores; 0 where a pair is hidden."""
+    grad_scores = weights * (grad_weights - row_dot) * derivative
+    return tl.where(visible, grad_scores, 0.0)
+
+
+@triton.jit
+def drop(dropout, batch, head, query_rows, kv_start, KV_TILE: tl.constexpr):
+    """What each weight is multiplied by, [queries, keys]: growth, or 0 where a pair is dropped."""
+    keep = kept(dropout, batch, head, query_rows, kv_start, KV_TILE)
+    return tl.where(keep, dropout.growth, 0.0)

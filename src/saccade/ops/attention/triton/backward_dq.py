@@ -1,0 +1,162 @@
+"""Attention backward, gradients of queries: one pass over the keys, in order, nothing atomic.
+
+Source: FlashAttention-2 (Dao 2023), algorithm 2, line 15, with the loops exchanged.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from saccade.gpu.tensor_view import (
+    any_spoilt,
+    load_rows,
+    load_tile,
+    num_rows,
+    pad_rows,
+    spoilt_rows,
+    store_numbers,
+    store_rows,
+    without,
+)
+from saccade.gpu.tile_ranges import CAREFUL_ROWS, careful_parts, careful_start, if_present
+from saccade.ops.attention.triton.backward_common import differentiate, drop, load_statistics, weigh
+from saccade.ops.attention.triton.backward_preprocess import in_base_2, load_given, statistics_from
+
+
+@triton.jit(do_not_specialize=["rules"])
+def attention_backward_queries(
+    forward, grad_query, rules, output, logsumexp, grad_lse,  # the last may be None, or all three
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: QUERY_TILE rows of one head, and every key row that they see.
+
+    With `output`, the row statistics are made here, from rows that are read anyway, and written
+    for kernels that follow; without, they are read. CHAINED: the kernel that makes them may still
+    run, and is waited for here; then the kernel for keys may start.
+    """
+    batch, query_head, tile, slot = forward.query.find(
+        tl.program_id(0), forward.query.data, QUERY_TILE
+    )
+    query_start = tile * QUERY_TILE
+    query_len, kv_len = num_rows(forward.query, batch), num_rows(forward.key, batch)
+    query_rows = query_start + tl.arange(0, QUERY_TILE)
+    pad_rows(grad_query, 0.0, HEAD_DIM, HEAD_WIDTH)
+    query_tile = load_rows(
+        forward.query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
+    )
+    if output is None:
+        grad_tile = load_rows(
+            forward.grad_output, batch, query_head, query_rows, query_len, VALUE_DIM, VALUE_WIDTH,
+            False,
+        )  # fmt: skip
+    else:
+        given = load_given(
+            output, forward.grad_output, logsumexp, grad_lse, batch, query_head, query_rows,
+            query_len, VALUE_DIM, VALUE_WIDTH,
+        )  # fmt: skip
+        grad_tile = given[1]
+    at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_start, query_len, kv_len)
+    walk = rules.mask.walk(
+        rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
+        QUERY_TILE, KV_TILE, True,
+    )  # fmt: skip
+    walk = if_present(walk, query_start < query_len)
+    if CHAINED:
+        if output is None:
+            gdc_wait()
+        gdc_launch_dependents()
+    if output is None:
+        lse_log2, row_dot = load_statistics(
+            forward, batch, query_head, query_rows, query_len, False
+        )
+    else:
+        lse, row_dot, saw_nothing = statistics_from(given)
+        lse_log2 = in_base_2(lse, saw_nothing)
+        store_numbers(forward.lse_log2, batch, query_head, query_rows, query_len, lse_log2)
+        store_numbers(forward.row_dot, batch, query_head, query_rows, query_len, row_dot)
+    rows = (query_tile, grad_tile, lse_log2, row_dot)
+    of_query = tl.zeros([QUERY_TILE, HEAD_WIDTH], tl.float32)
+    tile = rules.mask.tile(rules.mask, walk, 0, True)
+    for index in range(0, walk[5]):
+        following = rules.mask.tile(rules.mask, walk, index + 1, True)
+        of_query = add_tile(
+            forward, rules, at, tile * KV_TILE, rows, of_query,
+            HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
+        )  # fmt: skip
+        tile = following
+    tile = rules.mask.tile(rules.mask, walk, 0, False)
+    for index in range(0, walk[3]):
+        following = rules.mask.tile(rules.mask, walk, index + 1, False)
+        of_query = add_tile(
+            forward, rules, at, tile * KV_TILE, rows, of_query,
+            HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
+        )  # fmt: skip
+        tile = following
+    if rules.mask.visible is not None:  # noqa: SIM102 (known when compiling; the next is not)
+        if any_spoilt(of_query, True):  # as in forward.py
+            query_tile = load_rows(
+                forward.query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH,
+                False,
+            )  # fmt: skip
+            grad_tile = load_rows(
+                forward.grad_output, batch, query_head, query_rows, query_len, VALUE_DIM,
+                VALUE_WIDTH, False,
+            )  # fmt: skip
+            rows = (query_tile, grad_tile, lse_log2, row_dot)
+            of_query = tl.zeros([QUERY_TILE, HEAD_WIDTH], tl.float32)
+            for index in tl.range(0, careful_parts(walk, KV_TILE), num_stages=1):
+                kv_start = careful_start(rules.mask, walk, index, KV_TILE)
+                of_query = add_tile(
+                    forward, rules, at, kv_start, rows, of_query,
+                    HEAD_DIM, VALUE_DIM, CAREFUL_ROWS, PRECISION, True, True,
+                )  # fmt: skip
+    of_query = of_query * rules.scale
+    store_rows(grad_query, batch, query_head, query_rows, query_len, of_query, HEAD_DIM)
+
+
+@triton.jit
+def add_tile(
+    forward, rules, at, kv_start, rows, of_query,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_TILE: tl.constexpr,
+    PRECISION: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Add what one tile of keys gives to the gradients of a tile of queries: [queries, keys]."""
+    batch, query_head, kv_head, query_start, query_len, kv_len = at
+    query_tile, grad_tile, lse_log2, row_dot = rows
+    query_rows = query_start + tl.arange(0, query_tile.shape[0])
+    kv_rows = kv_start + tl.arange(0, KV_TILE)
+    key_tile = load_tile(
+        forward.key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1],
+        not EDGE,
+    )  # fmt: skip
+    value_tile = load_tile(
+        forward.value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, grad_tile.shape[1],
+        not EDGE,
+    )  # fmt: skip
+    spoilt, inside = None, None
+    if CAREFUL:
+        of_keys = spoilt_rows(key_tile) | spoilt_rows(value_tile)
+        of_queries = spoilt_rows(query_tile) | spoilt_rows(grad_tile)
+        spoilt = of_queries[:, None] | of_keys[None, :]
+        query_tile, grad_tile = without(of_queries, query_tile), without(of_queries, grad_tile)
+        key_tile, value_tile = without(of_keys, key_tile), without(of_keys, value_tile)
+    if EDGE:
+        inside = (kv_rows < kv_len)[None, :]  # a query row past the end has sums of its own
+        if CAREFUL or rules.score is not None:
+            inside = inside & (query_rows < query_len)[:, None]
+
+    scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+    pairs = (batch, query_head, query_rows[:, None], kv_rows[None, :], kv_len - query_len)
+    weights, derivative, visible = weigh(scores, lse_log2[:, None], spoilt, inside, rules, pairs)
+    grad_weights = tl.dot(grad_tile, tl.trans(value_tile), input_precision=PRECISION)
+    if rules.dropout is not None:
+        grad_weights *= drop(rules.dropout, batch, query_head, query_rows, kv_start, KV_TILE)
+    if not CAREFUL:
+        visible = True  # 0 · NaN is NaN, which is seen in the end
+    grad_scores = differentiate(weights, grad_weights, row_dot[:, None], derivative, visible)
+    return tl.dot(grad_scores.to(key_tile.dtype), key_tile, of_query, input_precision=PRECISION)

@@ -1,0 +1,300 @@
+"""Configs: which tile sizes a kernel gets, as a pure function of the problem and the device.
+
+The tables below were timed where a comment says so; elsewhere they are the largest of the usual
+tiles that compile without spilling (docs/kernels.md). Nothing is tried out on a user's first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from saccade.runtime.spec import CONFIG_NUMBERS, Config
+
+# Shared memory that one program may take, in bytes (`saccade kernels --check` compares with it).
+SHARED_MEMORY = {
+    "sm_75": 64 << 10,
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+    "gfx942": 64 << 10,
+}
+ARCHITECTURES = tuple(SHARED_MEMORY)
+PASSES = ("forward", "backward_keys", "backward_queries", "backward_shared", "backward_bias")
+WIDTHS = (32, 64, 128, 256)
+"""The columns of the tables: the most channels that each is for."""
+
+WARPS = (1, 2, 4, 8, 16)
+LARGEST_TILE = 2**16
+# Capabilities whose nearest older neighbour in the list has less of what matters: Orin, the 8.7,
+# has the shared memory of the 8.0 and not that of the 8.6.
+EXCEPTIONS = {(8, 7): "sm_80"}
+
+
+class KernelProblem(NamedTuple):
+    """What a config depends on."""
+
+    architecture: str  # one of ARCHITECTURES
+    which: str  # one of PASSES
+    width: int  # the larger of head_dim and value_dim, as the kernel widens them
+    wide: bool  # float32: no tensor cores, twice the memory
+    masked: bool = False  # whether there is a mask: smaller tiles waste less at its edges
+    dropout: bool = False  # whether weights are dropped: random numbers take registers
+    listed: bool = False  # whether tiles are listed: then few are edges, and those are slow
+    short: bool = False  # whether rows see few keys of many: beginnings and ends count
+    packed: bool = False  # whether sequences are packed: some programs have no rows
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """The newest architecture named here that is not newer than a CUDA capability.
+
+    Raises:
+        ValueError: for a capability older than Turing's (7, 5).
+    """
+    if capability in EXCEPTIONS:
+        return EXCEPTIONS[capability]
+    number = capability[0] * 10 + capability[1]
+    known = sorted(int(name[3:]) for name in ARCHITECTURES if name.startswith("sm_"))
+    fitting = [known_number for known_number in known if known_number <= number]
+    if not fitting:
+        raise ValueError(f"capability: got {capability}, takes (7, 5) or newer")
+    return f"sm_{fitting[-1]}"
+
+
+def choose(
+    problem: KernelProblem,
+    given: Config | None = None,
+    table: Mapping[KernelProblem, Config] | None = None,
+) -> Config:
+    """The config of a kernel: what the caller gave; the rest from the user's table, or the default.
+
+    Raises:
+        ValueError: for a given number that no kernel can have.
+    """
+    entry, table = entry_of(problem), table or {}
+    config = table.get(entry) or table.get(entry._replace(packed=False)) or default(problem)
+    if given is None:
+        return config
+    check(given)
+    sizes = {name: getattr(given, name) for name in CONFIG_NUMBERS}
+    return replace(config, **{name: size for name, size in sizes.items() if size})
+
+
+def check(config: Config) -> None:
+    """Refuse numbers that no kernel can have; 0 leaves a choice open.
+
+    Raises:
+        ValueError: naming the field, what it got and what it takes.
+    """
+    for name in ("query_tile", "kv_tile"):
+        tile = getattr(config, name)
+        if tile and (not 16 <= tile <= LARGEST_TILE or tile & (tile - 1)):
+            takes = f"takes a power of two from 16 to {LARGEST_TILE}"
+            raise ValueError(f"{name}: got {tile}, {takes}")
+    if config.num_warps and config.num_warps not in WARPS:
+        allowed = ", ".join(map(str, WARPS))
+        raise ValueError(f"num_warps: got {config.num_warps}, takes one of {allowed}")
+
+
+def entry_of(problem: KernelProblem) -> KernelProblem:
+    """The problem as tables know it: with the width of its column."""
+    return problem._replace(width=WIDTHS[_column(problem.width)])
+
+
+def default(problem: KernelProblem) -> Config:
+    """The config in the tables below."""
+    _, row = row_of(problem)
+    return row[_column(problem.width)]
+
+
+def every_tile_spills(architecture: str, wide: bool, width: int) -> str:
+    """Why there is no tile that does not spill, or "" where there may be one."""
+    if (wide or architecture == "sm_75") and width > 64:
+        return "products without tensor cores hold whole rows in registers: every tile spills"
+    return ""
+
+
+def may_spill(problem: KernelProblem) -> str:
+    """Why the default is allowed to spill, or "" where it is not."""
+    if reason := every_tile_spills(problem.architecture, problem.wide, problem.width):
+        return reason
+    return _TIMED.get((problem.architecture, *row_of(problem)[:1], problem.width), "")
+
+
+def row_of(problem: KernelProblem) -> tuple[str, tuple[Config, ...]]:
+    """The row of the tables that serves a problem, by its name there."""
+    rows = _FLOAT32 if problem.wide else _HALF[problem.architecture]
+    kinds = [kind for kind in ("dropout", "listed", "short", "masked") if getattr(problem, kind)]
+    names = [*(f"{problem.which}, {kind}" for kind in kinds), problem.which]
+    if problem.packed:
+        names = [kind for name in names for kind in (f"{name}, packed", name)]
+    name = next(filter(rows.__contains__, names))
+    return name, rows[name]
+
+
+def in_one_loop(problem: KernelProblem) -> bool:
+    """Whether clean tiles and edges of a short walk share a loop in the forward pass.
+
+    Timed on an H200 for causal masks of 1k and less and a window of 256, at width 128; at width 64
+    it takes longer.
+    """
+    timed = problem.architecture == "sm_90" and 64 < problem.width <= 128
+    return timed and problem.short and not (problem.wide or problem.dropout)
+
+
+def _column(width: int) -> int:
+    return next(column for column, widest in enumerate(WIDTHS) if width <= widest)
+
+
+def _row(*columns: tuple[int, int, int, int]) -> tuple[Config, ...]:
+    return tuple(Config(*column) for column in columns)
+
+
+# Columns: WIDTHS. Entries: query_tile, kv_tile, num_warps, num_stages. A row with a mask or with
+# dropout stands where the plain one would not do.
+_AMPERE = {  # sm_80: 163 KB
+    "forward": _row((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+    "forward, masked": _row((64, 64, 4, 2), (64, 64, 4, 2), (128, 32, 8, 3), (64, 64, 8, 2)),
+    "forward, dropout": _row((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1)),
+    "backward_keys": _row((32, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 3), (16, 64, 8, 2)),
+    "backward_keys, masked": _row((32, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+    "backward_keys, dropout": _row((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
+    "backward_queries": _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
+    "backward_queries, masked": _row(
+        (64, 32, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2), (32, 32, 8, 1)
+    ),
+    "backward_queries, dropout": _row(
+        (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 1)
+    ),
+    "backward_shared": _row((32, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 3), (16, 64, 8, 2)),
+    "backward_shared, masked": _row((32, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+    "backward_shared, dropout": _row(
+        (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)
+    ),
+    "backward_bias": _row((64, 64, 4, 1), (64, 64, 4, 1), (32, 64, 4, 1), (16, 16, 4, 1)),
+}
+_ADA = {  # sm_86, sm_89: 99 KB
+    **_AMPERE,
+    "forward": _row((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+    "forward, masked": _row((64, 64, 4, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+    "backward_keys": _row((32, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 2), (16, 64, 8, 2)),
+    "backward_queries": _row((128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
+    "backward_shared": _row((32, 32, 4, 2), (32, 32, 4, 2), (64, 64, 8, 2), (16, 64, 8, 2)),
+    "backward_bias": _row((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+}
+_GEFORCE = {  # sm_120: 99 KB too; by Triton 3.9 the wider forward tile spills 53 registers there
+    **_ADA,
+    "forward": _row((128, 64, 4, 3), (128, 64, 4, 3), (128, 32, 8, 2), (64, 32, 8, 2)),
+}
+# Timed on an H200, but for backward_bias; at width 256 forward, backward_keys and backward_queries.
+_HOPPER = {  # sm_90: 227 KB
+    "forward": _row((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+    "forward, masked": _row((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+    "forward, listed": _row((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
+    "forward, dropout": _row((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 2)),
+    "backward_keys": _row((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2)),
+    "backward_keys, masked": _row((64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 8, 2)),
+    "backward_keys, short, packed": _row(
+        (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)
+    ),
+    "backward_keys, dropout": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
+    "backward_queries": _row((64, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (128, 32, 8, 2)),
+    "backward_queries, packed": _row(
+        (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 2)
+    ),
+    "backward_queries, masked": _row(
+        (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)
+    ),
+    "backward_queries, short": _row(
+        (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 2)
+    ),
+    "backward_queries, dropout": _row(
+        (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 1)
+    ),
+    "backward_shared": _row((64, 128, 8, 3), (64, 128, 8, 3), (64, 128, 8, 3), (32, 32, 8, 1)),
+    "backward_shared, dropout": _row(
+        (32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)
+    ),
+    "backward_bias": _row((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 8, 1)),
+}
+_BLACKWELL = {  # sm_100: 227 KB, and tensor memory for sums
+    "forward": _row((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
+    "forward, masked": _row((64, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (64, 64, 8, 2)),
+    "forward, dropout": _row((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 2)),
+    "backward_keys": _row((64, 128, 8, 3), (64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
+    "backward_keys, masked": _row((64, 64, 4, 2), (64, 64, 4, 2), (64, 128, 8, 2), (32, 64, 8, 2)),
+    "backward_keys, dropout": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1)),
+    "backward_queries": _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
+    "backward_queries, masked": _row(
+        (128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 3), (32, 32, 8, 2)
+    ),
+    "backward_queries, dropout": _row(
+        (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)
+    ),
+    "backward_shared": _row((64, 128, 8, 3), (64, 128, 8, 3), (64, 64, 8, 3), (16, 64, 8, 1)),
+    "backward_shared, masked": _row(
+        (64, 128, 8, 3), (64, 128, 8, 3), (32, 128, 8, 2), (16, 64, 8, 2)
+    ),
+    "backward_shared, dropout": _row(
+        (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 8, 1)
+    ),
+    "backward_bias": _row((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 8, 1), (16, 16, 4, 1)),
+}
+# gfx942: 64 KB, and 512 registers. By Triton 3.9 wider tiles of packed rows spill under documents.
+_CDNA = {
+    "forward": _row((128, 64, 4, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
+    "forward, masked, packed": _row(
+        (128, 64, 4, 2), (128, 64, 4, 2), (64, 32, 8, 2), (64, 32, 4, 2)
+    ),
+    "forward, masked": _row((128, 64, 4, 2), (128, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2)),
+    "backward_keys": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1), (16, 32, 8, 1)),
+    "backward_queries": _row((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 16, 8, 1)),
+    "backward_shared": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1), (16, 32, 4, 1)),
+    "backward_shared, masked": _row((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1)),
+    "backward_bias": _row((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+}
+# Without tensor cores a thread holds whole rows of both operands of a product, so tiles are small.
+# That is float32 as IEEE has it, and everything on Turing, whose tensor cores Triton has given up.
+_SCALAR = {
+    "forward": _row((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1), (32, 16, 8, 1)),
+    "forward, masked": _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "backward_keys": _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "backward_keys, masked": _row((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "backward_queries": _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "backward_queries, masked": _row(
+        (32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)
+    ),
+    "backward_shared": _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "backward_shared, masked": _row((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "backward_bias": _row((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+}
+_FLOAT32 = {  # of every architecture
+    "forward": _row((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+    "backward_keys": _row((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "backward_queries": _row((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "backward_shared": _row((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "backward_bias": _row((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+}
+_HALF = {
+    "sm_75": _SCALAR,
+    "sm_80": _AMPERE,
+    "sm_86": _ADA,
+    "sm_89": _ADA,
+    "sm_90": _HOPPER,
+    "sm_100": _BLACKWELL,
+    "sm_120": _GEFORCE,
+    "gfx942": _CDNA,
+}
+# Defaults that spill and stay, as they were timed: (architecture, row, width).
+_TIMED = {
+    ("sm_90", "backward_keys", 128): "chosen by its time on an H200",
+    ("sm_90", "backward_keys", 256): "chosen by its time on an H200",
+    ("sm_90", "backward_keys, masked", 256): "chosen by its time on an H200",
+    ("sm_90", "backward_keys, short, packed", 128): "chosen by its time on an H200",
+    ("sm_90", "backward_keys, short, packed", 256): "chosen by its time on an H200",
+    ("sm_90", "backward_shared", 128): "chosen by its time on an H200",
+}

@@ -1,0 +1,189 @@
+"""Attention forward: one pass over the keys, nothing of size query_len x kv_len in memory.
+
+Source: FlashAttention-2 (Dao 2023), algorithm 1. docs/forward.md walks through this file.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.gpu.dropout import kept
+from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
+from saccade.gpu.target import is_hopper
+from saccade.gpu.tensor_view import (
+    any_spoilt,
+    load_rows,
+    load_tile,
+    num_rows,
+    pad_results,
+    spoilt_rows,
+    store_numbers,
+    store_tile,
+    without,
+)
+from saccade.gpu.tile_ranges import (
+    CAREFUL_ROWS,
+    careful_parts,
+    careful_start,
+    if_present,
+    next_of_both,
+)
+
+
+@triton.jit(do_not_specialize=["rules"])
+def attention_forward(
+    query, key, value, output, logsumexp,  # Views
+    rules, sinks,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+):  # fmt: skip
+    """One program: QUERY_TILE rows of one head. Grid: every tile of every head and sequence.
+
+    ONE_LOOP: clean tiles and edges share one, as walks are so short that the start of another
+    takes longer than a branch in each tile.
+    """
+    batch, query_head, tile, slot = query.find(tl.program_id(0), query.data, QUERY_TILE)
+    query_start = tile * QUERY_TILE
+    query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
+    query_rows = query_start + tl.arange(0, QUERY_TILE)
+    pad_results(output, logsumexp, VALUE_DIM, VALUE_WIDTH)
+    query_tile = load_rows(
+        query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
+    )
+    at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_rows, query_len, kv_len)
+    walk = rules.mask.walk(
+        rules.mask,
+        batch,
+        query_head,
+        slot,
+        query_start,
+        (query_len, kv_len),
+        QUERY_TILE,
+        KV_TILE,
+        True,
+    )
+    walk = if_present(walk, query_start < query_len)
+
+    row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)
+    weighted_sum = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
+    state = (row_max, row_sum, weighted_sum)
+    if not ONE_LOOP and (rules.mask.visible is not None or walk[5] > 0):
+        tile = rules.mask.tile(rules.mask, walk, 0, True)
+        ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
+        for index in range(0, walk[5]):  # clean tiles: no mask arithmetic
+            following = rules.mask.tile(rules.mask, walk, index + 1, True)
+            state = fold_tile(
+                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
+                HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
+            )  # fmt: skip
+            tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
+    if not ONE_LOOP and (walk[3] > 0 or (rules.mask.visible is not None and not is_hopper())):
+        tile = rules.mask.tile(rules.mask, walk, 0, False)
+        ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
+        for index in range(0, walk[3]):  # edges: pair by pair
+            following = rules.mask.tile(rules.mask, walk, index + 1, False)
+            state = fold_tile(
+                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
+                HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
+            )  # fmt: skip
+            tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
+    if ONE_LOOP:
+        tile = next_of_both(rules.mask, walk, 0)
+        ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
+        for index in range(0, walk[3] + walk[5]):
+            following = next_of_both(rules.mask, walk, index + 1)
+            state = fold_tile(
+                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
+                HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False, index < walk[3],
+            )  # fmt: skip
+            tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
+    if rules.mask.visible is not None and any_spoilt(state[2], True):
+        # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care. The
+        # queries are read again, or they would take registers all the time.
+        query_tile = load_rows(
+            query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
+        )
+        row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)
+        state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
+        for index in tl.range(0, careful_parts(walk, KV_TILE), num_stages=1):
+            kv_start = careful_start(rules.mask, walk, index, KV_TILE)
+            found = key.ahead(key, batch, kv_start, kv_len, CAREFUL_ROWS)
+            state = fold_tile(
+                key, value, rules, at, query_tile, kv_start, found, state,
+                HEAD_DIM, VALUE_DIM, CAREFUL_ROWS, PRECISION, True, True,
+            )  # fmt: skip
+
+    row_max, row_sum, weighted_sum = state
+    divisor, natural_lse = finish_softmax(row_max, row_sum)
+    if rules.dropout is not None:
+        divisor = divisor / rules.dropout.growth
+    attended = weighted_sum * (1.0 / divisor)[:, None]  # one division a row
+    store_tile(output, batch, query_head, query_start, query_len, attended, VALUE_DIM)
+    store_numbers(logsumexp, batch, query_head, query_rows, query_len, natural_lse)
+
+
+@triton.jit
+def fold_tile(
+    key, value, rules, at, query_tile, kv_start, ahead, state,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_TILE: tl.constexpr,
+    PRECISION: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr, is_edge=True,
+):  # fmt: skip
+    """Fold one tile of keys and values into the state (row_max, row_sum, weighted_sum).
+
+    EDGE: pairs may be hidden, and rows may lie past the end, unless a tile `is_edge` not. CAREFUL:
+    a row that holds NaN or inf spoils the pairs that it is visible in and no others.
+    """
+    batch, query_head, kv_head, query_rows, query_len, kv_len = at
+    row_max, row_sum, weighted_sum = state
+    kv_rows = kv_start + tl.arange(0, KV_TILE)
+    key_tile = load_tile(
+        key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not EDGE,
+        ahead=ahead,
+    )  # fmt: skip
+    value_tile = load_tile(
+        value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, weighted_sum.shape[1],
+        not EDGE, ahead=ahead,
+    )  # fmt: skip
+    if CAREFUL:
+        spoilt_query, spoilt_value = spoilt_rows(query_tile), spoilt_rows(value_tile)
+        spoilt = spoilt_query[:, None] | (spoilt_value | spoilt_rows(key_tile))[None, :]
+        query_tile = without(spoilt_query, query_tile)
+        value_tile = without(spoilt_value, value_tile)
+
+    scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+    shift = kv_len - query_len
+    if rules.score is not None:
+        scores = rules.score.change(
+            scores * rules.scale, batch, query_head, query_rows[:, None], kv_rows[None, :], shift,
+            rules.score.data,
+        )  # fmt: skip
+    if CAREFUL:
+        scores = tl.where(spoilt, float("nan"), scores)
+    if EDGE:  # noqa: SIM102 (known when compiling; the next may not be)
+        if is_edge:
+            visible = (kv_rows < kv_len)[None, :]
+            if rules.mask.visible is not None:
+                visible = visible & rules.mask.visible(
+                    batch, query_head, query_rows[:, None], kv_rows[None, :], shift,
+                    rules.mask.data,
+                )  # fmt: skip
+            scores = tl.where(visible, scores, float("-inf"))
+
+    factor = LOG2_E if rules.score is not None else rules.scale * LOG2_E
+    weights, rescale, row_max, row_sum = softmax_step(
+        scores, factor, row_max, row_sum, EDGE or rules.score is not None, rules.dropout is None
+    )
+    if rules.dropout is not None:
+        keep = kept(rules.dropout, batch, query_head, query_rows, kv_start, KV_TILE)
+        weights = tl.where(keep, weights, 0.0)
+    weighted_sum = tl.dot(
+        weights.to(value_tile.dtype), value_tile, weighted_sum * rescale[:, None],
+        input_precision=PRECISION,
+    )  # fmt: skip
+    return row_max, row_sum, weighted_sum

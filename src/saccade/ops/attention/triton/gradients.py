@@ -1,0 +1,337 @@
+"""Gradients by portable kernels: which kernels a backward pass starts, and in which order.
+
+row statistics → keys (with queries, atomically) → careful keys        the fast form
+row statistics → queries → keys → careful keys                  the ordered form: equal bits
+… → one pass for each bias that wants a gradient
+
+Careful keys repeat, under a mask, what met NaN or inf; there the queries' kernel makes statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.gpu.compose import ReadFunctions, score_functions
+from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of, there_are, view
+from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.planning import Plan, Planner
+from saccade.ops.attention.triton.backward_captured import attention_backward_reads
+from saccade.ops.attention.triton.backward_common import Forward
+from saccade.ops.attention.triton.backward_dbias import attention_backward_bias
+from saccade.ops.attention.triton.backward_dkdv import VERDICTS_AT_ONCE, attention_backward_keys
+from saccade.ops.attention.triton.backward_dq import attention_backward_queries
+from saccade.ops.attention.triton.backward_preprocess import attention_row_statistics
+from saccade.ops.attention.triton.kind import Kind, memory_like, remembered, with_unit_channels
+from saccade.runtime.spec import Config, Gradients, Inputs, Variant, empty_gradients
+
+STATISTICS_TILE = 64
+CHAINED = ("sm_90",)  # where kernels start before those ahead of them have ended
+FEW_QUERIES = 64  # rows of queries that one program of the ordered form takes, about
+
+
+class Launches(NamedTuple):
+    """The kernels of a backward pass of one kind."""
+
+    kind: Kind
+    statistics: Launch | None  # None where the queries' kernel makes them
+    keys: Launch  # in the fast form: queries too
+    careful: Launch  # the same, for programs whose first attempt met NaN or inf
+    queries: Launch | None  # None in the fast form
+    over_queries: Planner  # for keys and careful
+    over_keys: Planner  # for queries
+    programs: tuple[int, int, int, int]  # of statistics, keys, careful, queries
+    alone: bool  # whether calls have no tensors but query, key and value, and need no plan
+    tables: dict[int, Launch]  # by place among the score's captured tensors
+    gradients: tuple[Callable[[], Tensor], ...]  # memory for those of query, key and value
+
+
+class Results(NamedTuple):
+    """What the forward pass gave, and the gradients of it."""
+
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor | None
+    lse_log2: Tensor
+    row_dot: Tensor
+
+
+_launches: dict[Any, Launches] = {}
+
+
+def backward(
+    inputs: Inputs,
+    variant: Variant,
+    config: Config,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    wanted_tables: Sequence[int],
+    deterministic: bool,
+) -> Gradients:
+    """Gradients of the inputs, and of the wanted tensors that the score captured."""
+    if deterministic and wanted_tables:
+        refuse_unordered(variant, wanted_tables)
+    inputs = with_unit_channels(inputs)
+    if grad_output.stride(-1) != 1:
+        grad_output = grad_output.contiguous()
+    statistics = torch.empty_like(lse), torch.empty_like(lse)
+    results = Results(output, lse, grad_output, grad_lse, *statistics)
+    key = (
+        *signature(inputs, variant), config, deterministic,
+        output.stride(), grad_output.stride(), lse.stride(),
+        None if grad_lse is None else grad_lse.stride(),
+    )  # fmt: skip
+    launches = remembered(_launches, key, lambda: prepare(inputs, variant, config, deterministic))
+    return Call(inputs, variant, launches, results).run(wanted_tables, config)
+
+
+def refuse_unordered(variant: Variant, wanted_tables: Sequence[int]) -> None:
+    """Refuse gradients whose sums have no fixed order, where the same bits are asked for."""
+    reads = score_functions(variant.score).reads
+    if any(place in reads and not reads[place].as_bias for place in wanted_tables):
+        raise NotImplementedError(
+            "deterministic: the gradient of a tensor that a score reads otherwise than "
+            "saccade.scores.bias does is summed in no fixed order; takes deterministic=False, "
+            "implementation='cpu' or 'reference', or a detached tensor"
+        )
+
+
+def prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bool) -> Launches:
+    """The kernels of a backward pass, chosen; none is compiled before it is started."""
+    kind, call, given = Kind.of(inputs), (inputs, variant), config.backward
+    ordered = deterministic or ordered_is_faster(kind)
+    chained = {"CHAINED": ordered and kind.architecture in CHAINED}
+    early = {"launch_pdl": True} if chained["CHAINED"] else {}
+    which = "backward_keys" if ordered else "backward_shared"
+    keys, careful = (
+        kind.launch(attention_backward_keys, which, call, given, early, CAREFUL=c, **chained)
+        for c in (False, True)
+    )
+    statistics, queries, which = None, None, "backward_queries"
+    if not (ordered and variant.mask):  # without a mask queries have no registers for them
+        sizes = {name: kind.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
+        sizes |= {"QUERY_TILE": STATISTICS_TILE, **chained}
+        options = {"num_warps": 4, "num_stages": 1}
+        statistics = Launch(attention_row_statistics, sizes, options)
+    if ordered:
+        early = early if statistics else {}
+        queries = kind.launch(attention_backward_queries, which, call, given, early, **chained)
+    sizes = [
+        (launch.constants["QUERY_TILE"], launch.constants["KV_TILE"])
+        for launch in (keys, queries or keys)
+    ]
+    over_queries = Planner(inputs, variant, kind.geometry, sizes[0], over_keys=False)
+    over_keys = Planner(inputs, variant, kind.geometry, sizes[1], over_keys=True)
+    of_queries, of_keys = kind.geometry
+    of_tiles = of_keys.programs(sizes[0][1])
+    return Launches(
+        kind, statistics, keys, careful, queries, over_queries, over_keys,
+        programs=(
+            of_queries.programs(STATISTICS_TILE),
+            of_tiles,
+            -(-of_tiles // VERDICTS_AT_ONCE.value),
+            of_queries.programs(sizes[1][0]),
+        ),
+        alone=brings_three(inputs, variant) and not over_queries.needed,
+        tables={},
+        gradients=tuple(map(memory_like, empty_gradients(inputs)[:3])),
+    )  # fmt: skip
+
+
+def ordered_is_faster(kind: Kind) -> bool:
+    """Whether a second pass for the queries costs less than atomic additions.
+
+    It does (on an H200) unless queries are so few that most of the GPU would idle in their pass.
+    """
+    queries, keys = (extent.programs(FEW_QUERIES) for extent in kind.geometry)
+    return 2 * queries >= kind.multiprocessors or keys < kind.multiprocessors
+
+
+class Call(NamedTuple):
+    """One backward pass under way."""
+
+    inputs: Inputs
+    variant: Variant
+    launches: Launches
+    results: Results
+
+    def run(self, wanted: Sequence[int], config: Config) -> Gradients:
+        """Start every kernel of the pass."""
+        launches, kind = self.launches, self.launches.kind
+        of_query, of_key, of_value = [memory() for memory in launches.gradients]
+        known = self.known()
+        if launches.statistics is not None:
+            arguments = self._statistics_arguments
+            launches.statistics(launches.programs[0], kind.device, known, arguments)
+        if launches.queries is None:
+            self._shared(known, of_query, of_key, of_value)
+        else:
+            self._queries(launches.queries, known, of_query)
+            self._keys(known, of_key, of_value, None)
+        tables = {place: self.table(place, known, config) for place in wanted}
+        return Gradients(of_query, of_key, of_value, self.sinks(), tables)
+
+    def known(self) -> tuple[Tensor, ...]:
+        """The tensors that every kernel of the pass may read."""
+        if self.launches.alone:
+            return *self.inputs[:3], *there_are(self.results)
+        return *tensors_of(self.inputs, self.variant), *there_are(self.results)
+
+    def _statistics_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
+        results, grad_lse = self.results, self.results.grad_lse
+        return (
+            self._rows(pointer, results.output),
+            self._rows(pointer, results.grad_output),
+            self._numbers(pointer, results.lse),
+            None if grad_lse is None else self._numbers(pointer, grad_lse),
+            self._numbers(pointer, results.lse_log2),
+            self._numbers(pointer, results.row_dot),
+        )
+
+    def _shared(
+        self, known: Sequence[Tensor], of_query: Tensor, of_key: Tensor, of_value: Tensor
+    ) -> None:
+        """The fast form: gradients of queries add up in float32, in whatever order."""
+        total = torch.zeros(of_query.shape, dtype=torch.float32, device=of_query.device)
+        self._keys(known, of_key, of_value, total)
+        of_query.copy_(total)
+
+    def _keys(
+        self, known: Sequence[Tensor], of_key: Tensor, of_value: Tensor, total: Tensor | None
+    ) -> None:
+        launches, kind = self.launches, self.launches.kind
+        plan, programs = launches.over_queries(self.inputs, self.variant), launches.programs[1]
+        verdicts = None
+        if self.variant.mask:
+            verdicts = torch.empty(programs, dtype=torch.int32, device=of_key.device)
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            keys, offsets = kind.geometry.keys, self.inputs.cu_seqlens_k
+            return (
+                self._forward(pointer),
+                view(pointer, of_key, kind.steps(of_key), keys, offsets),
+                view(pointer, of_value, kind.steps(of_value), keys, offsets),
+                None if total is None else self._rows(pointer, total),
+                self._rules(pointer, plan),
+                None if verdicts is None else pointer(verdicts),
+                programs,
+            )
+
+        tensors = (*known, *there_are((of_key, of_value, total, verdicts)), *plan.tensors)
+        launches.keys(programs, kind.device, tensors, arguments)
+        if self.variant.mask:
+            launches.careful(launches.programs[2], kind.device, tensors, arguments)
+
+    def _queries(self, launch: Launch, known: Sequence[Tensor], of_query: Tensor) -> None:
+        plan = self.launches.over_keys(self.inputs, self.variant)
+        results, grad_lse = self.results, self.results.grad_lse
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            of_queries = self._forward(pointer), self._rows(pointer, of_query)
+            changes = self._rules(pointer, plan)
+            if self.launches.statistics is not None:
+                return (*of_queries, changes, None, None, None)
+            return (
+                *of_queries, changes,
+                self._rows(pointer, results.output),
+                self._numbers(pointer, results.lse),
+                None if grad_lse is None else self._numbers(pointer, grad_lse),
+            )  # fmt: skip
+
+        tensors = (*known, of_query, *plan.tensors)
+        launch(self.launches.programs[3], self.launches.kind.device, tensors, arguments)
+
+    def sinks(self) -> Tensor | None:
+        """A sink's weight times minus row_dot, over all rows that it joins. Needs row_dot."""
+        sinks = self.inputs.sinks
+        if sinks is None:
+            return None
+        packed, lse, row_dot = self.launches.kind.packed, self.results.lse, self.results.row_dot
+        of_head = sinks.float().view(-1, 1) if packed else sinks.float().view(1, -1, 1)
+        rows = (-(of_head - lse).exp() * row_dot).masked_fill(lse == -torch.inf, 0)
+        return rows.sum(1 if packed else (0, 2)).to(sinks.dtype)
+
+    def table(self, place: int, known: Sequence[Tensor], config: Config) -> Tensor:
+        """The gradient of a tensor that the score captured. Needs the row statistics."""
+        table = self.variant.score_captured.tensors[place]
+        functions = score_functions(self.variant.score).reads.get(place)
+        if functions is None:  # nothing that a score gives depends on it
+            return torch.zeros_like(table)
+        if not functions.as_bias:
+            return self._entries(place, functions, known, config)
+        kind, queries = self.launches.kind, self.launches.kind.geometry.queries
+        total = torch.empty(table.shape, dtype=torch.float32, device=table.device)
+        launch = self.launches.tables.get(place)
+        if launch is None:
+            call = self.inputs, self.variant
+            launch = kind.launch(attention_backward_bias, "backward_bias", call, config.backward)
+            self.launches.tables[place] = launch
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            return (
+                self._forward(pointer),
+                pointer(total),
+                tuple(table.shape),
+                (queries.batch, queries.heads),
+                rules(self.inputs, self.variant, pointer, by=place),
+            )
+
+        batches, heads, rows, keys = table.shape
+        query_tile, kv_tile = (launch.constants[name] for name in ("QUERY_TILE", "KV_TILE"))
+        programs = batches * heads * -(-rows // query_tile) * -(-keys // kv_tile)
+        launch(programs, kind.device, (*known, total), arguments)
+        return total.to(table.dtype)
+
+    def _entries(
+        self, place: int, functions: ReadFunctions, known: Sequence[Tensor], config: Config
+    ) -> Tensor:
+        """The same of a tensor that is read otherwise than a bias is."""
+        kind, table = self.launches.kind, self.variant.score_captured.tensors[place]
+        total = torch.zeros(table.shape, dtype=torch.float32, device=table.device)
+        if total.numel() == 0:
+            return total.to(table.dtype)
+        launch = self.launches.tables.get(place)
+        if launch is None:
+            call = self.inputs, self.variant
+            launch = kind.launch(
+                attention_backward_reads, "backward_bias", call, config.backward,
+                PLACE=functions.place, ALONG_QUERIES=functions.along_queries,
+                ALONG_KEYS=functions.along_keys,
+            )  # fmt: skip
+            self.launches.tables[place] = launch
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            return (
+                self._forward(pointer),
+                (pointer(total), tuple(total.shape), total.stride()),
+                rules(self.inputs, self.variant, pointer, by=place),
+            )
+
+        programs = kind.geometry.queries.programs(launch.constants["QUERY_TILE"])
+        launch(programs, kind.device, (*known, total), arguments)
+        return total.to(table.dtype)
+
+    # ---- arguments that several kernels take ---------------------------------------------------
+
+    def _rows(self, pointer: Pointer, rows: Tensor) -> Any:
+        return self.launches.kind.rows(pointer, rows, self.inputs)
+
+    def _numbers(self, pointer: Pointer, numbers: Tensor) -> Any:
+        return self.launches.kind.numbers(pointer, numbers, self.inputs)
+
+    def _forward(self, pointer: Pointer) -> Forward:
+        return Forward(
+            *self.launches.kind.inputs(pointer, self.inputs),
+            self._rows(pointer, self.results.grad_output),
+            self._numbers(pointer, self.results.lse_log2),
+            self._numbers(pointer, self.results.row_dot),
+        )
+
+    def _rules(self, pointer: Pointer, plan: Plan) -> Any:
+        return rules(self.inputs, self.variant, pointer, plan.argument(pointer))

@@ -1,0 +1,157 @@
+"""Kind: what calls of one kind share; it is worked out once and remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from saccade.gpu import packing
+from saccade.gpu.compose import mask_functions
+from saccade.gpu.kernel_args import Geometry, number_strides, precision, row_strides, view
+from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
+from saccade.ops.attention.triton import configs
+from saccade.ops.attention.triton import tuned_configs as tuned
+from saccade.ops.attention.triton.configs import KernelProblem
+from saccade.ops.attention.triton.reach import is_short
+from saccade.runtime.linear_spec import LinearInputs
+from saccade.runtime.spec import Config, Inputs, Variant
+
+NOTHING: Mapping[str, Any] = {}
+MOST_KINDS = 4096  # kinds of calls that are kept prepared
+
+
+class Kind(NamedTuple):
+    """What the kernels of one kind of call share."""
+
+    geometry: Geometry
+    packed: bool
+    device: int | None
+    architecture: str
+    multiprocessors: int
+    constants: dict[str, Any]  # of every kernel
+    strides: tuple[tuple[int, int, int], ...]  # of query, key and value
+    find: Any  # of Views of packed rows
+
+    @staticmethod
+    def of(inputs: Inputs, find: Any = packing.packed_program_by_heads) -> Kind:
+        """The kind of a call, from its tensors; `find` as in `arguments.view`."""
+        geometry = Geometry.of(inputs)
+        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+        packed = inputs.cu_seqlens_q is not None
+        constants = {
+            "HEADS_PER_KV_HEAD": geometry.queries.heads // max(geometry.keys.heads, 1),
+            "HEAD_DIM": head_dim,
+            "VALUE_DIM": value_dim,
+            "HEAD_WIDTH": next_width(head_dim),
+            "VALUE_WIDTH": next_width(value_dim),
+            "PRECISION": precision(inputs.query.dtype),
+        }
+        device = current_device(inputs.query)
+        strides = tuple(row_strides(tensor, packed) for tensor in inputs[:3])
+        arch, count = architecture(inputs.query), multiprocessors(inputs.query)
+        return Kind(geometry, packed, device, arch, count, constants, strides, find)
+
+    def problem(self, which: str, call: tuple[Inputs, Variant]) -> KernelProblem:
+        """What the config of one of this kind's kernels depends on."""
+        width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
+        inputs, variant = call
+        wide, masked = inputs.query.dtype == torch.float32, variant.mask != ""
+        listed = masked and not self.packed and mask_functions(variant.mask).spans_read == 2
+        short = is_short(variant.mask, variant.mask_captured, *self.geometry.lengths())
+        return KernelProblem(
+            self.architecture, which, width, wide, masked, inputs.seed is not None, listed, short,
+            self.packed,
+        )  # fmt: skip
+
+    def launch(
+        self,
+        kernel: Any,
+        which: str,
+        call: tuple[Inputs, Variant],
+        given: Config | None,
+        start: Mapping[str, Any] = NOTHING,
+        **more: Any,
+    ) -> Launch:
+        """A kernel with its config, more options for its start, and constants of its own."""
+        problem = self.problem(which, call)
+        config = configs.choose(problem, given, tuned.load())
+        sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **start}
+        return Launch(kernel, {**self.constants, **sizes, **more}, options)
+
+    def inputs(self, pointer: Pointer, inputs: Inputs) -> tuple[Any, Any, Any]:
+        """Views of query, key and value."""
+        of_query, of_key, of_value = self.strides
+        queries, keys = self.geometry
+        return (
+            view(pointer, inputs.query, of_query, queries, inputs.cu_seqlens_q, self.find),
+            view(pointer, inputs.key, of_key, keys, inputs.cu_seqlens_k, self.find),
+            view(pointer, inputs.value, of_value, keys, inputs.cu_seqlens_k, self.find),
+        )
+
+    def rows(self, pointer: Pointer, rows: Tensor, inputs: Inputs) -> Any:
+        """A View of something that has rows of channels as the queries have."""
+        queries, offsets = self.geometry.queries, inputs.cu_seqlens_q
+        return view(pointer, rows, self.steps(rows), queries, offsets, self.find)
+
+    def steps(self, rows: Tensor) -> tuple[int, int, int]:
+        """Strides of batch entry, head and row."""
+        return row_strides(rows, self.packed)
+
+    def numbers(self, pointer: Pointer, numbers: Tensor, inputs: Inputs) -> Any:
+        """A View of something that has one number for each row of the queries."""
+        strides = number_strides(numbers, self.packed)
+        offsets = inputs.cu_seqlens_q
+        return view(pointer, numbers, strides, self.geometry.queries, offsets, self.find)
+
+
+def memory_like(tensor: Tensor) -> Callable[[], Tensor]:
+    """What gives memory like a tensor's each time, without working its layout out again."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return partial(torch.empty_strided, shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def architecture(tensor: Tensor) -> str:
+    """The architecture in `configs.ARCHITECTURES` that a tensor's device counts as."""
+    if tensor.device.type == "cpu":  # the interpreter has no device
+        return "sm_75"
+    if torch.version.hip is not None:
+        return "gfx942"
+    return configs.architecture_of(torch.cuda.get_device_capability(tensor.device))
+
+
+def multiprocessors(tensor: Tensor) -> int:
+    """How many programs a tensor's device runs side by side, about."""
+    if tensor.device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def remembered(memory: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What a memory holds under a key; made now if it holds nothing there."""
+    found = memory.get(key)
+    if found is None:
+        if len(memory) >= MOST_KINDS:
+            memory.clear()
+        found = memory[key] = make()
+    return found
+
+
+AnyInputs = TypeVar("AnyInputs", Inputs, LinearInputs)
+
+
+def with_unit_channels(inputs: AnyInputs) -> AnyInputs:
+    """The inputs with channels side by side in memory; copied where they are not."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    if query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        return inputs
+    return inputs._replace(
+        **{
+            name: tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+            for name, tensor in (("query", query), ("key", key), ("value", value))
+        }
+    )

@@ -1,0 +1,1 @@
+"""Linear attention: a feature map of queries and keys in the place of the softmax."""

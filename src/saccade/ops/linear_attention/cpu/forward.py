@@ -1,0 +1,130 @@
+"""Forward pass of linear attention on the CPU: chunk by chunk, with one running state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from saccade.ops.linear_attention.cpu.chunk import Dense, Keys, State, lower_, spoilt_rows
+from saccade.ops.linear_attention.cpu.steps import Step
+from saccade.runtime.linear_spec import LinearVariant
+
+
+class Sums(NamedTuple):
+    """What rows read: weighted sums of values and, where there is a normaliser, of ones."""
+
+    weighted: Tensor  # [batch · state_heads, group · rows, value_dim]
+    total: Tensor | None  # [batch · state_heads, group · rows]
+
+
+def attend(
+    dense: Dense, steps: list[Step], state: State, output: Tensor, normaliser: Tensor | None
+) -> None:
+    """Write output [batch, heads, rows, value_dim] and, if wanted, normaliser; change the state."""
+    for step in steps:
+        keys = None if step.keys is None else dense.beside(step.keys)
+        if step.queries is None:
+            visit(dense, state, None, keys)
+            continue
+        sums = visit(dense, state, dense.queries(step.queries), keys)
+        if sums.total is not None and normaliser is not None:
+            into = normaliser[:, :, step.queries]
+            into.copy_(sums.total.view(into.shape))
+        write(dense, sums, output[:, :, step.queries])
+
+
+@overload
+def visit(dense: Dense, state: State, query: Tensor, keys: Keys | None) -> Sums: ...
+@overload
+def visit(dense: Dense, state: State, query: None, keys: Keys | None) -> None: ...
+def visit(dense: Dense, state: State, query: Tensor | None, keys: Keys | None) -> Sums | None:
+    """What rows read of the state and of the keys beside them; those are added to the state."""
+    if keys is not None and keys.key.shape[1] == 1:  # a row beside one key sees the state after it
+        state.add(keys)
+        keys = None
+    sums = None
+    if query is not None:
+        sums = (
+            _read(dense, state, query) if keys is None else _read_pairs(dense, state, query, keys)
+        )
+    if keys is not None:
+        state.add(keys)
+    return sums
+
+
+def joined(parts: list[Sums]) -> Sums:
+    """What rows of some heads after others read, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    totals = [sums.total for sums in parts if sums.total is not None]
+    return Sums(torch.cat([sums.weighted for sums in parts]), torch.cat(totals) if totals else None)
+
+
+def write(dense: Dense, sums: Sums, output: Tensor) -> None:
+    """Write what rows read, divided by the normaliser, to output [batch, heads, rows, dim]."""
+    rows = sums.weighted
+    if sums.total is not None:
+        divisor, _ = divide_by(dense.variant, sums.total)
+        rows = divided(rows, divisor.unsqueeze(-1))
+    output.copy_(dense.from_query(rows))
+
+
+def _read(dense: Dense, state: State, query: Tensor) -> Sums:
+    """From the state alone."""
+    weighted = query @ state.kv
+    if dense.variant.normalize == "none":
+        return Sums(weighted, None)
+    return Sums(weighted, (query @ state.key_sum.unsqueeze(-1)).squeeze(-1))
+
+
+def _read_pairs(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
+    """From the state, and from keys beside the rows."""
+    key, value, fade = keys
+    old = query if fade is None else query * fade.until_row()
+    scores = lower_(query @ key.mT, fade, dense.group)
+    weighted = (scores @ value).baddbmm_(old, state.kv)
+    if not bool(weighted.sum().isfinite()):
+        return _with_care(dense, state, query, keys)
+    if dense.variant.normalize == "none":
+        return Sums(weighted, None)
+    total = scores.sum(-1).add_((old @ state.key_sum.unsqueeze(-1)).squeeze(-1))
+    return Sums(weighted, total)
+
+
+def _with_care(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
+    """The same where some number is not finite: it must not reach rows that do not see it.
+
+    A product would carry it there: a hidden score is 0, and 0 · NaN is NaN.
+    """
+    key, value, fade = keys
+    spoilt = spoilt_rows(key, value)
+    key, value = (rows.masked_fill(spoilt.unsqueeze(-1), 0) for rows in (key, value))
+    scores = lower_(query @ key.mT, fade, dense.group)
+    old = query if fade is None else query * fade.until_row()
+    sees = (spoilt.cumsum(-1) > 0).repeat(1, dense.group)
+    weighted = (scores @ value + old @ state.kv).masked_fill(sees.unsqueeze(-1), torch.nan)
+    if dense.variant.normalize == "none":
+        return Sums(weighted, None)
+    total = scores.sum(-1) + (old @ state.key_sum.unsqueeze(-1)).squeeze(-1)
+    return Sums(weighted, total.masked_fill(sees, torch.nan))
+
+
+def divide_by(variant: LinearVariant, total: Tensor) -> tuple[Tensor, Tensor]:
+    """What weighted sums are divided by, and its derivative by the sum of scores."""
+    if variant.normalize == "sum":
+        return total + variant.eps, torch.ones_like(total)
+    size = total.abs() if variant.normalize == "abs" else total
+    slope = (size >= variant.eps).to(total.dtype)
+    if variant.normalize == "abs":
+        slope *= total.sign()
+    return size.clamp(min=variant.eps), slope
+
+
+def divided(rows: Tensor, divisor: Tensor) -> Tensor:
+    """rows / divisor, and 0 where the divisor is 0."""
+    nothing = divisor == 0
+    if bool(nothing.any()):
+        return (rows / divisor.masked_fill(nothing, 1)).masked_fill_(nothing, 0)
+    return rows / divisor

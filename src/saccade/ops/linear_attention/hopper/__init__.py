@@ -1,0 +1,1 @@
+"""Linear attention in Gluon for capability 9.0."""

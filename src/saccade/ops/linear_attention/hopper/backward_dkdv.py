@@ -1,0 +1,340 @@
+"""Linear attention backward on Hopper: gradients of keys and values, in one sweep backwards.
+
+Both read one state, R = Σ φ̂(query) gradᵀ over the rows behind a chunk. For a chunk of 64 rows, K
+and Q its features, V its values, G the gradients of its output, and w = Σ −δ φ̂(query):
+
+    grad_value = K R + hidden(K Qᵀ) G
+    grad_key   = φ'(key) (V Rᵀ + w + hidden(V Gᵀ − δ) Q)        R += Qᵀ G, w += Σ −δ Q
+
+Each consumer sums up 64 channels of values of R, and has both gradients of one head of up to 64
+channels; or, of a head of up to 128, the first has grad_key and the second grad_value. Then both
+read all of R, so each says when it has written its part and when it has read the other's. Others
+map queries and keys, and load all rows (backward_rows.py).
+
+Of elu + 1, Q and R have elu alone: what the ones of queries add is in elu_correction.py.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.hopper.pipeline import (
+    as_operand,
+    here,
+    store,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from saccade.ops.attention.hopper.forward import mma_layout
+from saccade.ops.attention.hopper.softmax import ROWS
+from saccade.ops.linear_attention.hopper.backward_rows import (
+    keys_seen,
+    map_queries,
+    place_of,
+    produce,
+    within,
+)
+from saccade.ops.linear_attention.hopper.elu_correction import (
+    no_sums,
+    put_ones,
+    start_sizes,
+    summed,
+    with_line,
+    without_line,
+)
+from saccade.ops.linear_attention.hopper.features import at_most_one, narrowed, only
+from saccade.ops.linear_attention.hopper.forward import narrow_sums, row_of_output, settled
+from saccade.ops.linear_attention.hopper.kinds import (
+    ACROSS,
+    GRADS,
+    KEYS,
+    LINE,
+    MINUS_DELTA,
+    ONES,
+    QUERIES,
+    SUM,
+    VALUES,
+)
+from saccade.ops.linear_attention.hopper.program import (
+    BLOCK,
+    channel_of,
+    chunks_of,
+    head_of,
+    keep_spoilt,
+    keep_sums,
+    keys_there,
+    start_sums,
+    state_number,
+)
+from saccade.ops.linear_attention.hopper.smem import make_sweep_rings
+
+
+@gluon.jit
+def linear_backward_keys(
+    query_desc, grad_desc, key_desc, value_desc, grad_key_desc, grad_value_desc, given, kept,
+    before, after, sizes,
+    QUERY_SHARE: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: all rows of a head, or of two, or one segment of them.
+
+    given: RowNumbers. before, after: states (Sums) that the segment starts from, at its end, and
+    ends with, at its beginning, or None. Output heads share queries at most (QUERY_SHARE).
+    """
+    rings = make_sweep_rings(query_desc, 4, BLOCKS, STAGES, 2, FEATURE_MAP == "elu+1")
+    gl.warp_specialize(
+        [
+            (consume, (
+                grad_key_desc, grad_value_desc, kept, before, after, sizes, rings, HEAD_DIM,
+                VALUE_DIM, BLOCKS, SEGMENTS, BOTTOM_RIGHT, FEATURE_MAP, 0,
+            )),
+            (consume, (
+                grad_key_desc, grad_value_desc, kept, before, after, sizes, rings, HEAD_DIM,
+                VALUE_DIM, BLOCKS, SEGMENTS, BOTTOM_RIGHT, FEATURE_MAP, 1,
+            )),
+            (map_queries, (
+                given, kept, before, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
+                BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, True, 0,
+            )),
+            (map_queries, (
+                given, kept, before, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
+                BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, True, 1,
+            )),
+            (produce, (
+                query_desc, grad_desc, key_desc, value_desc, None, sizes, rings, QUERY_SHARE, 1, 1,
+                BLOCKS, SEGMENTS, BOTTOM_RIGHT, True,
+            )),
+        ],
+        [4, 4, 4, 1],
+        [CONSUMER_REGISTERS, MAPPER_REGISTERS, MAPPER_REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def consume(
+    grad_key_desc, grad_value_desc, kept, before, after, sizes, rings,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
+    SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    """Compute two tiles of gradients, chunk by chunk: grad_key and grad_value of a head, or both
+    halves of one of them."""
+    # What the tiles are of.
+    ONE: gl.constexpr = is_of_values(BLOCKS, WHICH, 0)
+    TWO: gl.constexpr = is_of_values(BLOCKS, WHICH, 1)
+    LESS_ONE: gl.constexpr = FEATURE_MAP == "elu+1"
+    batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
+    first, chunks, _ = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, True)
+    number = state_number(sizes, batch, head, 1, SEGMENTS)
+    channel = channel_of(WHICH, BLOCKS, 1, SEGMENTS)
+    there = batch < sizes.batches >> 1
+    keys = keys_seen(keys_there(kept, sizes, batch))
+    sums = start_sums(before, number, there, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
+    if LESS_ONE:
+        put_ones(rings, HEAD_DIM, BLOCKS, WHICH)
+        if before is not None:
+            sums = without_line(sums, HEAD_DIM)
+    narrow_sums(sums, rings, WHICH, 0 * chunks)
+    if BLOCKS == 2:
+        rings.say_written(0 * chunks)
+    for turn in range(0, chunks):
+        place = place_of(first, chunks, turn, True)
+        rings.wait_for_mapped(turn)
+        sums, one, two = fold_chunk(sums, rings, turn, LESS_ONE, WHICH)
+        if BLOCKS == 2:
+            rings.say_read(turn)
+        at = row_of_output(sizes, batch, head, place, 0)
+        one = finished(one, rings, turn, place, keys, ONE, 0, FEATURE_MAP, BLOCKS, WHICH)
+        two = finished(two, rings, turn, place, keys, TWO, 1, FEATURE_MAP, BLOCKS, WHICH)
+        rings.tiles.release_loaded(turn)
+        wait_for_stores()
+        store_tile(grad_key_desc, grad_value_desc, rings, at, one, ONE, 0, BLOCKS, WHICH)
+        store_tile(grad_key_desc, grad_value_desc, rings, at, two, TWO, 1, BLOCKS, WHICH)
+        if BLOCKS == 2:
+            rings.wait_for_read(turn)
+        narrow_sums(sums, rings, WHICH, here(turn - turn))
+        if BLOCKS == 2:
+            rings.say_written(turn + 1)
+    keep_spoilt(kept.spoilt, sums, sizes, batch, head, there, BLOCKS, 1, SEGMENTS, WHICH)
+    if after is not None:
+        if LESS_ONE:
+            sums = with_line(sums, rings, chunks, WHICH)
+        keep_sums(after, sums, number, there, channel, HEAD_DIM, VALUE_DIM)
+    wait_for_stores()
+
+
+@gluon.constexpr_function
+def is_of_values(blocks, which, tile):
+    """Whether a consumer's tile is one of gradients of values, and not of keys."""
+    return (tile if blocks == 1 else which) == 1
+
+
+@gluon.jit
+def fold_chunk(sums, rings, turn, LESS_ONE: gl.constexpr, WHICH: gl.constexpr):
+    """The sums with a chunk added, and both tiles of gradients, each with numbers of its rows.
+
+    Scores become weights before gradients are begun: registers hold no more at once."""
+    BLOCKS: gl.constexpr = len(sums)
+    LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's rows
+    ONE: gl.constexpr = is_of_values(BLOCKS, WHICH, 0)
+    TWO: gl.constexpr = is_of_values(BLOCKS, WHICH, 1)
+    THIN: gl.constexpr = 1 if LESS_ONE else 0  # products of eight columns
+    origin = here(turn - turn)
+    scores, others = start_scores(rings, turn, ONE, BLOCKS, LEFT), 0.0
+    if BLOCKS == 1:  # else both tiles have the same scores
+        others = start_scores(rings, turn, TWO, BLOCKS, LEFT)
+    size = no_sums()
+    if LESS_ONE and TWO:
+        size = start_sizes(rings, turn, BLOCKS, LEFT, WHICH)
+    grads, added = rings.tile_of(turn, GRADS, WHICH), ()
+    for block in gl.static_range(BLOCKS):
+        queries = rings.tile_of(turn, QUERIES, LEFT + block)
+        token = warpgroup_mma(queries.permute((1, 0)), grads, sums[block], is_async=True)
+        added = added + (token,)  # noqa: RUF005
+    if BLOCKS == 1:
+        scores = warpgroup_mma_wait(2 + THIN, deps=[scores])
+        weights, of_one = weights_of(scores, size, rings, turn, ONE, LESS_ONE, BLOCKS, WHICH)
+        others, size = warpgroup_mma_wait(1, deps=[others, size])
+        others, of_two = weights_of(others, size, rings, turn, TWO, LESS_ONE, BLOCKS, WHICH)
+    else:
+        scores, size = warpgroup_mma_wait(2, deps=[scores, size])
+        weights, of_one = weights_of(scores, size, rings, turn, ONE, LESS_ONE, BLOCKS, WHICH)
+        others, of_two = weights, of_one
+        rings.wait_for_written(turn)
+    one = start_tile(rings, turn, weights, origin, ONE, 0, BLOCKS, LEFT)
+    two = start_tile(rings, turn, others, origin, TWO, 1, BLOCKS, LEFT)
+    sums = settled(added, 2 * (BLOCKS + 1))
+    one, two = warpgroup_mma_wait(0, deps=[one, two])
+    return sums, (one, of_one), (two, of_two)
+
+
+@gluon.jit
+def start_scores(rings, turn, OF_VALUES: gl.constexpr, BLOCKS: gl.constexpr, LEFT: gl.constexpr):
+    """Start the scores that weigh gradients of the output, for those of values; or queries."""
+    ROWS_OF: gl.constexpr = KEYS if OF_VALUES else VALUES
+    OTHERS_OF: gl.constexpr = QUERIES if OF_VALUES else GRADS
+    scores = gl.zeros([ROWS, ROWS], gl.float32, mma_layout(BLOCK))
+    for block in gl.static_range(BLOCKS):
+        rows = rings.tile_of(turn, ROWS_OF, LEFT + block)
+        others = rings.tile_of(turn, OTHERS_OF, LEFT + block)
+        scores = warpgroup_mma(
+            rows, others.permute((1, 0)), scores, use_acc=block > 0, is_async=True
+        )
+    return scores
+
+
+@gluon.jit
+def weights_of(
+    scores, size, rings, turn, OF_VALUES: gl.constexpr, LESS_ONE: gl.constexpr,
+    BLOCKS: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Scores as weights; a key is seen by the queries of its own place and later ones. With them
+    the number of each row that ones add something by: see elu_correction.py."""
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH
+    number = 0.0
+    if LESS_ONE:
+        factors = rings.numbers_of(turn, WHICH, ONES).load(gl.SliceLayout(0, LAYOUT))
+    if not OF_VALUES:
+        beta = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(gl.SliceLayout(0, LAYOUT))
+        scores = scores + beta[None, :]
+    elif LESS_ONE:
+        number = summed(size)
+        scores = scores + number[:, None] * factors[None, :]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
+    scores = gl.where(row <= column, scores, 0.0)
+    if LESS_ONE and not OF_VALUES:
+        number = gl.sum(scores * factors[None, :], 1)
+        for block in gl.static_range(BLOCKS):
+            across = rings.numbers_of(turn, LEFT + block, ACROSS)
+            number += across.load(gl.SliceLayout(1, LAYOUT))
+    return as_operand(narrowed(scores), gl.bfloat16, LAYOUT), number
+
+
+@gluon.jit
+def start_tile(
+    rings, turn, weights, origin, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
+    BLOCKS: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Start a tile of gradients: what its rows find in the state, and in their own chunk."""
+    ROWS_OF: gl.constexpr = KEYS if OF_VALUES else VALUES
+    WEIGHED: gl.constexpr = GRADS if OF_VALUES else QUERIES
+    OWN_BLOCK: gl.constexpr = TILE if BLOCKS == 2 else 0
+    found = gl.zeros([ROWS, BLOCK], gl.float32, mma_layout(BLOCK))
+    for block in gl.static_range(BLOCKS):
+        rows = rings.tile_of(turn, ROWS_OF, LEFT + block)
+        if OF_VALUES:
+            state = rings.narrowed.index(origin + (BLOCKS * (LEFT + OWN_BLOCK) + block))
+        else:
+            state = rings.narrowed.index(origin + (BLOCKS * (LEFT + block) + OWN_BLOCK))
+            state = state.permute((1, 0))
+        found = warpgroup_mma(rows, state, found, use_acc=block > 0, is_async=True)
+    weighed = rings.tile_of(turn, WEIGHED, LEFT + OWN_BLOCK)
+    return warpgroup_mma(weights, weighed, found, is_async=True)
+
+
+@gluon.jit
+def finished(
+    tile, rings, turn, place, keys, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
+    FEATURE_MAP: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """A tile of gradients as it is stored: those of keys through the feature map; 0 if hidden.
+
+    tile: with the number of each row that ones add something by.
+    """
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    found, number = tile
+    if not OF_VALUES:
+        SOURCE: gl.constexpr = TILE if BLOCKS == 2 else WHICH  # block, and who mapped it
+        vector = rings.numbers_of(turn, SOURCE, SUM).load(gl.SliceLayout(0, LAYOUT))
+        found = found + vector[None, :]
+        if FEATURE_MAP == "elu+1":
+            found = found + number[:, None]
+        if FEATURE_MAP != "identity":
+            features = rings.tile_of(turn, KEYS, SOURCE).load(LAYOUT)
+            found = found * derivative_at(features, FEATURE_MAP)
+    elif FEATURE_MAP == "elu+1":
+        OWNER: gl.constexpr = TILE if BLOCKS == 2 else WHICH
+        line = rings.numbers_of(turn, OWNER, LINE).load(gl.SliceLayout(0, LAYOUT))
+        found = found + number[:, None] * line[None, :]
+    seen = within(keys, place, gl.SliceLayout(1, LAYOUT))
+    return only(found.to(gl.bfloat16), seen)
+
+
+@gluon.jit
+def derivative_at(features, FEATURE_MAP: gl.constexpr):
+    """The derivative of a feature map, from its result; see `saccade.gpu.features`."""
+    if FEATURE_MAP == "elu+1":
+        slope = at_most_one(features)
+    elif FEATURE_MAP == "relu":
+        slope = gl.where(features.to(gl.float32) > 0, 1.0, 0.0)
+    else:
+        slope = features.to(gl.float32)
+    return slope
+
+
+@gluon.jit
+def store_tile(
+    grad_key_desc, grad_value_desc, rings, at, done, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
+    BLOCKS: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Start to write a tile of gradients."""
+    memory = rings.outputs.index(at[2] * 0 + (2 * WHICH + TILE))
+    memory.store(done)
+    CHANNEL: gl.constexpr = TILE * BLOCK if BLOCKS == 2 else 0
+    coordinates = [at[0], at[1], at[2], CHANNEL]
+    if OF_VALUES:
+        store(grad_value_desc, coordinates, memory.reshape(grad_value_desc.block_type.shape))
+    else:
+        store(grad_key_desc, coordinates, memory.reshape(grad_key_desc.block_type.shape))

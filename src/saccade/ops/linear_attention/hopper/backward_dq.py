@@ -1,0 +1,315 @@
+"""Linear attention backward on Hopper: gradients of queries, the state in registers.
+
+With the roles of forward.py, two of which map keys (backward_rows.py). For a chunk of
+64 rows, G the gradients of its output, V its values, K its features of keys, S and z the sums
+before it, δ = (G · output) · ∂divisor/∂total:
+
+    grad_query = φ'(query) · scale / divisor · (G Sᵀ − δ z + tril(G Vᵀ − δ) K)     S += Kᵀ V
+
+Consumers keep Sᵀ: 64 channels of keys times all of values. The numbers of each row, 1 / divisor and
+−δ, are left in memory for the gradients of keys and values.
+
+Balanced (elu + 1, divided by the sum): K is elu alone, which is exact above 0 and small on average,
+so what is rounded counts for less. What the ones of keys would add to the parentheses is one number
+W in all channels, and it need not be summed up: a normalised row hardly changes as its features
+grow together, so with E for what the parentheses are without it
+
+    φ(query) · (E + W 1) = eps δ / scale        W = (eps δ / scale − φ(query) · E) / Σ φ(query)
+
+That also undoes most of δ's error, and holds whatever part of S has ones, or any 1 ⊗ v: no sum of
+values is kept, and a state to start from is centred. Two consumers with half of the channels each
+exchange their parts of the dot product and of the sum.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.features import LOG2_E
+from saccade.gpu.hopper.pipeline import (
+    as_operand,
+    here,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from saccade.ops.attention.hopper.forward import mma_layout
+from saccade.ops.attention.hopper.softmax import ROWS
+from saccade.ops.linear_attention.hopper.backward_rows import (
+    map_keys,
+    produce,
+    queries_seeing,
+    within,
+)
+from saccade.ops.linear_attention.hopper.features import in_channels, narrowed, only, widened
+from saccade.ops.linear_attention.hopper.forward import (
+    narrow_sums,
+    row_of_output,
+    settled,
+    store_output,
+    store_totals,
+)
+from saccade.ops.linear_attention.hopper.kinds import (
+    FACTOR,
+    GRADS,
+    KEYS,
+    MINUS_DELTA,
+    QUERIES,
+    SUM,
+    VALUES,
+    is_balanced,
+)
+from saccade.ops.linear_attention.hopper.program import (
+    BLOCK,
+    channel_of,
+    chunks_of,
+    head_of,
+    keep_spoilt,
+    keys_there,
+    start_sums,
+    state_number,
+    sums_at,
+)
+from saccade.ops.linear_attention.hopper.smem import make_sweep_rings
+
+
+@gluon.jit(do_not_specialize=["eps"])
+def linear_backward_queries(
+    query_desc, grad_desc, key_desc, value_desc, output_desc, result_desc, given, kept, before,
+    sizes, eps,
+    QUERY_SHARE: gl.constexpr, KEY_SHARE: gl.constexpr, VALUE_SHARE: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
+    SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
+    FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
+    STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: all rows of two blocks of keys' channels, or of one segment of them.
+
+    output_desc: the output, where there is a normaliser; sums of scores lie in `kept`. given:
+    RowNumbers, to be written. before: states (Sums) that the segment starts from, or None. So many
+    (QUERY_SHARE, …) output heads share one of queries, keys, values and states (GROUP).
+    """
+    WITHOUT: gl.constexpr = output_desc is None
+    rings = make_sweep_rings(query_desc, 4 if WITHOUT else 5, BLOCKS, STAGES, OUTPUT_STAGES)
+    gl.warp_specialize(
+        [
+            (consume, (
+                result_desc, given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, VALUE_DIM,
+                BLOCKS, SEGMENTS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 0,
+            )),
+            (consume, (
+                result_desc, given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, VALUE_DIM,
+                BLOCKS, SEGMENTS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 1,
+            )),
+            (map_keys, (
+                given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, BLOCKS, SEGMENTS,
+                BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 0,
+            )),
+            (map_keys, (
+                given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, BLOCKS, SEGMENTS,
+                BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 1,
+            )),
+            (produce, (
+                query_desc, grad_desc, key_desc, value_desc, output_desc, sizes, rings,
+                QUERY_SHARE, KEY_SHARE, VALUE_SHARE, BLOCKS, SEGMENTS, BOTTOM_RIGHT, False,
+            )),
+        ],
+        [4, 4, 4, 1],
+        [CONSUMER_REGISTERS, MAPPER_REGISTERS, MAPPER_REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def consume(
+    result_desc, given, kept, before, sizes, eps, rings,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
+    SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
+    FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Compute 64 channels of the gradients, chunk by chunk."""
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
+    number = state_number(sizes, batch, head, GROUP, SEGMENTS)
+    channel = channel_of(WHICH, BLOCKS, 1, SEGMENTS)
+    there = batch < sizes.batches >> 1
+    queries = queries_seeing(sizes, shift, keys_there(kept, sizes, batch), there, STARTED)
+    sums = start_sums(before, number, there, channel, HEAD_DIM, VALUE_DIM, BLOCKS, True)
+    if is_balanced(FEATURE_MAP, NORMALIZE) and before is not None:
+        sums = centred(sums, before, number, there, HEAD_DIM, VALUE_DIM, WHICH)
+    narrow_sums(sums, rings, WHICH, 0 * chunks)
+    unit = batch * (sizes.heads >> 1) + head
+    for turn in range(0, chunks):
+        place = first + turn * ROWS
+        row = place - shift
+        products = start_products(sums, rings, turn, WHICH)
+        sums, found, minus_delta = fold_chunk(
+            products, rings, turn, is_balanced(FEATURE_MAP, NORMALIZE), NORMALIZE, WHICH
+        )
+        if is_balanced(FEATURE_MAP, NORMALIZE):
+            wanted = minus_delta * (eps * reciprocal(-SCALE))
+            found = balanced(found, wanted, rings, turn, HEAD_DIM, BLOCKS, WHICH)
+        else:
+            if FEATURE_MAP != "identity":
+                rows = rings.tile_of(turn, QUERIES, WHICH).load(LAYOUT).to(gl.float32)
+                found = found * derivative(rows, FEATURE_MAP)
+            if NORMALIZE != "none":
+                factor = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)
+                found = found * factor[:, None]
+            else:
+                found = found * SCALE
+            rings.tiles.release_loaded(turn)
+        done = only(found.to(result_desc.dtype), within(queries, place, ROWS_OF))
+        coordinates = row_of_output(sizes, batch, head, row, channel)
+        store_output(result_desc, rings, coordinates, done, turn, WHICH)
+        if NORMALIZE != "none" and (WHICH == 0 or BLOCKS == 1):  # under the next products
+            store_totals(given.minus_delta, sizes, unit, row, there, minus_delta)
+    keep_spoilt(kept.spoilt, sums, sizes, batch, head, there, BLOCKS, 1, SEGMENTS, WHICH)
+    wait_for_stores()
+
+
+@gluon.jit
+def start_products(sums, rings, turn, WHICH: gl.constexpr):
+    """Start all products of a chunk that need nothing but what lies in memory: scores, what rows
+    find in the sums so far, and the sums with the chunk added."""
+    BLOCKS: gl.constexpr = len(sums)
+    LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's rows
+    nothing = gl.zeros([ROWS, BLOCK], gl.float32, mma_layout(BLOCK))
+    origin = here(turn - turn)
+    rings.wait_for_mapped(turn)
+    scores, found, added = nothing, nothing, ()
+    for block in gl.static_range(BLOCKS):
+        grads = rings.tile_of(turn, GRADS, LEFT + block)
+        values = rings.tile_of(turn, VALUES, LEFT + block)
+        scores = warpgroup_mma(
+            grads, values.permute((1, 0)), scores, use_acc=block > 0, is_async=True
+        )
+    for block in gl.static_range(BLOCKS):
+        grads = rings.tile_of(turn, GRADS, LEFT + block)
+        state = rings.narrowed.index(origin + (BLOCKS * WHICH + block))
+        found = warpgroup_mma(grads, state, found, use_acc=block > 0, is_async=True)
+    features = rings.tile_of(turn, KEYS, WHICH)
+    for block in gl.static_range(BLOCKS):
+        values = rings.tile_of(turn, VALUES, LEFT + block)
+        token = warpgroup_mma(values.permute((1, 0)), features, sums[block], is_async=True)
+        added = added + (token,)  # noqa: RUF005
+    return scores, found, added
+
+
+@gluon.jit
+def fold_chunk(
+    products, rings, turn, TWICE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    """The sums with a chunk added, narrowed beside that; weighted sums of its rows, and −δ.
+
+    TWICE: weights are multiplied as two numbers, rounded and what that lacks.
+    """
+    scores, found, added = products
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    BLOCKS: gl.constexpr = len(added)
+    minus_delta = gl.zeros([ROWS], gl.float32, ROWS_OF)
+    if NORMALIZE != "none":
+        minus_delta = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(ROWS_OF)
+        if BLOCKS == 2:  # half of the channels each
+            minus_delta += rings.numbers_of(turn, 1 - WHICH, MINUS_DELTA).load(ROWS_OF)
+    scores = warpgroup_mma_wait(2 * BLOCKS, deps=[scores])
+    if NORMALIZE != "none":
+        scores = scores + minus_delta[:, None]
+    row = gl.arange(0, ROWS, ROWS_OF)
+    column = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+    scores = gl.where(row[:, None] >= column[None, :], scores, 0.0)
+    features = rings.tile_of(turn, KEYS, WHICH)
+    high = narrowed(scores)
+    weights = as_operand(high, features.dtype, LAYOUT)
+    if TWICE:
+        rest = as_operand(narrowed(scores - widened(high)), features.dtype, LAYOUT)
+        found = warpgroup_mma(weights, features, found, is_async=True)
+        found = warpgroup_mma(rest, features, found, is_async=True)
+        sums = settled(added, 2)
+    else:
+        found = warpgroup_mma(weights, features, found, is_async=True)
+        sums = settled(added, 1)
+    narrow_sums(sums, rings, WHICH, here(turn - turn))
+    found = warpgroup_mma_wait(0, deps=[found])
+    if NORMALIZE != "none":
+        total = rings.numbers_of(turn, WHICH, SUM).load(gl.SliceLayout(0, LAYOUT))
+        found = found + minus_delta[:, None] * total[None, :]
+    return sums, found, minus_delta
+
+
+@gluon.jit
+def centred(
+    sums, before, number, exists, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    """A state less its mean over channels of keys, which both consumers find alike."""
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    OWN: gl.constexpr = WHICH * BLOCK if len(sums) == 2 else 0
+    channels = OWN + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    rest = ()
+    for block in gl.static_range(len(sums)):
+        mean = gl.sum(sums[block], 1)
+        if len(sums) == 2:
+            place, inside = sums_at(number, exists, block, BLOCK - OWN, HEAD_DIM, VALUE_DIM, True)
+            mean += gl.sum(gl.load(before.matrix + place, mask=inside, other=0.0), 1)
+        mean = (mean / HEAD_DIM)[:, None]
+        part = sums[block] - gl.where((channels < HEAD_DIM)[None, :], mean, 0.0)
+        rest = rest + (part,)  # noqa: RUF005
+    return rest
+
+
+@gluon.constexpr_function
+def reciprocal(scale):
+    """Of a scale; of 0, by which all is multiplied in the end, any number."""
+    return 1.0 / scale if scale else 0.0
+
+
+@gluon.jit
+def balanced(
+    found, wanted, rings, turn, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    """Gradients of queries, of what keys less 1 make of those of φ(query); see above.
+
+    wanted: what φ(query) · that is with the ones. The chunk is given back.
+    """
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    rows = rings.tile_of(turn, QUERIES, WHICH).load(LAYOUT).to(gl.float32)
+    slope = derivative(rows, "elu+1")
+    features = slope + gl.maximum(rows, 0.0)
+    features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
+    dot, size = gl.sum(features * found, 1), gl.sum(features, 1)
+    if BLOCKS == 2:  # half of the channels each
+        rings.parts_of(turn, WHICH, 0).store(dot)
+        rings.parts_of(turn, WHICH, 1).store(size)
+        rings.say_written(turn)
+    factor = rings.numbers_of(turn, WHICH, FACTOR).load(gl.SliceLayout(1, LAYOUT))
+    rings.tiles.release_loaded(turn)
+    if BLOCKS == 2:
+        rings.wait_for_written(turn)
+        dot += rings.parts_of(turn, 1 - WHICH, 0).load(gl.SliceLayout(1, LAYOUT))
+        size += rings.parts_of(turn, 1 - WHICH, 1).load(gl.SliceLayout(1, LAYOUT))
+    lacking = (wanted - dot) / gl.where(size > 0, size, 1.0)
+    return (found * factor[:, None] + (lacking * factor)[:, None]) * slope
+
+
+@gluon.jit
+def derivative(rows, FEATURE_MAP: gl.constexpr):
+    """The derivative of a feature map at rows; see `saccade.gpu.features`."""
+    if FEATURE_MAP == "elu+1":
+        slope = gl.minimum(gl.exp2(rows * LOG2_E), 1.0)
+    elif FEATURE_MAP == "relu":
+        slope = gl.where(rows > 0, 1.0, 0.0)
+    else:
+        gl.static_assert(FEATURE_MAP == "exp")
+        slope = gl.exp2(rows * LOG2_E)
+    return slope

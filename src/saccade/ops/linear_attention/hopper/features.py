@@ -1,0 +1,267 @@
+"""Linear attention on Hopper, mapping: features take the place of queries and keys.
+
+Products read their operands from shared memory, so features are put there, by warps that do nothing
+else. They also keep the sum of key features, and find what each query's scores with it sum up to.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.features import exponential, relu
+from saccade.ops.attention.hopper.softmax import ROWS
+from saccade.ops.linear_attention.hopper.program import (
+    BLOCK,
+    chunks_of,
+    head_of,
+    keys_there,
+    state_number,
+    tile_of_values,
+)
+
+# e^x of the two numbers of $1, in float32.
+EXPONENTIALS = """\
+    shl.b32 low, $1, 16;
+    and.b32 high, $1, 0xffff0000;
+    mul.f32 low, low, 0f3FB8AA3B;
+    mul.f32 high, high, 0f3FB8AA3B;
+    ex2.approx.ftz.f32 low, low;
+    ex2.approx.ftz.f32 high, high;
+"""
+# As `features.elu_plus_one`, two numbers at a time: e^x in float32, the tangent in bfloat16, where
+# it is rounded as its sum would be. The lesser of two rounded numbers is the lesser one rounded.
+ELU_PLUS_ONE = gl.constexpr(f"""{{
+    .reg .b32 low, high, grown, tangent, one;
+{EXPONENTIALS}    cvt.rn.bf16x2.f32 grown, high, low;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 tangent, 0;
+    max.bf16x2 tangent, $1, tangent;
+    add.rn.bf16x2 tangent, tangent, one;
+    min.NaN.bf16x2 $0, grown, tangent;
+}}""")
+# The same less a number c, 0 or 1, of which $2 has 1 − c twice, and $3 and $4 c each.
+ELU = gl.constexpr(f"""{{
+    .reg .b32 low, high, grown, above;
+{EXPONENTIALS}    sub.f32 low, low, $3;
+    sub.f32 high, high, $4;
+    cvt.rn.bf16x2.f32 grown, high, low;
+    mov.b32 above, 0;
+    max.bf16x2 above, $1, above;
+    add.rn.bf16x2 above, above, $2;
+    min.NaN.bf16x2 $0, grown, above;
+}}""")
+KEEP = gl.constexpr("and.b32 $0, $1, $2;")
+AT_MOST_ONE = gl.constexpr("""{
+    .reg .b32 slope, high;
+    mov.b32 slope, 0x3f803f80;
+    min.NaN.bf16x2 slope, $2, slope;
+    and.b32 high, slope, 0xffff0000;
+    shl.b32 $0, slope, 16;
+    mov.b32 $1, high;
+}""")
+NARROW = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+WIDEN = gl.constexpr("""{
+    .reg .b32 high;
+    and.b32 high, $2, 0xffff0000;
+    shl.b32 $0, $2, 16;
+    mov.b32 $1, high;
+}""")
+
+
+@gluon.jit
+def map_features(
+    kept, before, after, sizes, rings,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr,
+    SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    SCALE: gl.constexpr, NORMALIZE: gl.constexpr, QUERIES: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Put features in place of a block of keys, and of QUERIES; hidden keys have none, nor have
+    queries that see nothing."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    batch, head = head_of(sizes, WHICH, BLOCKS, TILES, SEGMENTS)
+    first, chunks, _ = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
+    num_keys = keys_there(kept, sizes, batch)
+    FIRST_CHANNEL: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
+    channels = FIRST_CHANNEL + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    inside = (channels < HEAD_DIM) & (batch < sizes.batches >> 1)
+    at = state_number(sizes, batch, head, GROUP, SEGMENTS) * HEAD_DIM + channels
+    key_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, LAYOUT))
+    parts = no_rows(LAYOUT)
+    if before is not None:
+        key_sum = gl.load(before.vector + at, mask=inside, other=0.0)
+    for turn in range(0, chunks):
+        place = first + turn * ROWS
+        rows = place + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        there = (rows >= 0) & (rows < num_keys)
+        # All waits and branches come first: behind them ptxas mixes queries and keys.
+        if QUERIES:
+            rings.queries.wait(turn)
+        rings.keys.wait(turn)
+        if (place < 0) | (place + ROWS > num_keys):
+            clear_hidden(rings, turn, there, WHICH, LAYOUT)
+        if QUERIES:
+            map_queries(
+                rings, turn, (rows >= 0) & (num_keys > 0), key_sum, before is None, FEATURE_MAP,
+                SCALE, NORMALIZE, WHICH, LAYOUT,
+            )  # fmt: skip
+        features = map_keys(
+            rings, turn, there, channels < HEAD_DIM, HEAD_DIM != BLOCKS * BLOCK, FEATURE_MAP,
+            WHICH, LAYOUT,
+        )  # fmt: skip
+        rings.say_mapped(turn)
+        if QUERIES:
+            key_sum += gl.sum(widened(features), 0)
+        else:
+            parts += sum_in_threads(widened(features), LAYOUT)
+    if not QUERIES:  # who has none needs no sum before the end
+        key_sum += gl.sum(parts, 0)
+    if after is not None:
+        mine = inside & (head % GROUP == 0) & (tile_of_values(TILES, SEGMENTS) == 0)
+        gl.store(after.vector + at, key_sum, mask=mine)
+
+
+@gluon.jit
+def no_rows(LAYOUT: gl.constexpr):
+    """As many rows of zeros as `sum_in_threads` gives."""
+    return gl.zeros([ROWS // 4, BLOCK], gl.float32, LAYOUT)
+
+
+# Who adds up such rows has all of a column.
+COLUMNS = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [1, 4], [0, 1]))
+
+
+@gluon.jit
+def sum_over_threads(sums, memory):
+    """The sum of such rows, one channel to a thread, through shared memory."""
+    memory.store(sums)
+    return gl.sum(memory.load(COLUMNS), 0)
+
+
+@gluon.jit
+def sum_in_threads(rows, LAYOUT: gl.constexpr):
+    """Rows in float32 added up as far as a thread has them: every sixteenth of 64."""
+    sums = gl.sum(rows.reshape([4, ROWS // 4, BLOCK]), 0)
+    return gl.convert_layout(sums, LAYOUT)
+
+
+@gluon.jit
+def clear_hidden(rings, turn, there, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Put zeros in values of hidden keys, as a product does not hide what is not finite (0 · NaN is
+    NaN)."""
+    rings.values.wait(turn)
+    values = rings.values.tile_of(turn, WHICH)
+    values.store(only(values.load(LAYOUT), there))
+
+
+@gluon.jit
+def map_queries(
+    rings, turn, seeing, key_sum, UNSTARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Map a chunk's queries, and sum up their scores with all keys of chunks before it."""
+    tile = rings.queries.tile_of(turn, WHICH)
+    features = mapped(tile.load(LAYOUT), FEATURE_MAP)
+    if UNSTARTED:  # those that see nothing find 0, whatever they are
+        features = only(features, seeing)
+    if SCALE != 1.0:
+        features = (widened(features) * SCALE).to(tile.dtype)
+    tile.store(features)
+    if NORMALIZE != "none":
+        totals = gl.sum(widened(features) * key_sum[None, :], 1)
+        rings.totals_of(turn, WHICH).store(totals)
+
+
+@gluon.jit
+def map_keys(
+    rings, turn, there, inside, PARTLY: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    WHICH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Map a chunk's keys; if PARTLY, some channels do not exist."""
+    tile = rings.keys.tile_of(turn, WHICH)
+    features = mapped(tile.load(LAYOUT), FEATURE_MAP)
+    if PARTLY:  # what TMA found there is 0, and e⁰ is not
+        features = gl.where(inside[None, :], features, 0.0)
+    features = only(features, there)
+    tile.store(features)
+    return features
+
+
+@gluon.jit
+def mapped(rows, FEATURE_MAP: gl.constexpr):
+    """Rows through a feature map; see `saccade.gpu.features`."""
+    if FEATURE_MAP == "elu+1":
+        features = gl.inline_asm_elementwise(
+            ELU_PLUS_ONE, "=r,r", [rows], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    elif FEATURE_MAP == "elu":
+        features = less(rows, gl.to_tensor(1.0))
+    elif FEATURE_MAP == "relu":
+        features = relu(rows.to(gl.float32), 0.0).to(rows.dtype)
+    elif FEATURE_MAP == "exp":
+        features = exponential(rows.to(gl.float32), 0.0).to(rows.dtype)
+    else:
+        gl.static_assert(FEATURE_MAP == "identity")
+        features = rows
+    return features
+
+
+@gluon.jit
+def in_channels(features, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr):
+    """Features of a block, 0 in channels that a head has not: what TMA found there is 0, and e⁰ is
+    not."""
+    if HEAD_DIM != BLOCKS * BLOCK:
+        FIRST: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
+        channels = FIRST + gl.arange(0, BLOCK, gl.SliceLayout(0, features.type.layout))
+        features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
+    return features
+
+
+@gluon.jit
+def less(rows, taken):
+    """Features of elu + 1 less a number, 0 or 1."""
+    left = (1.0 - taken).to(gl.bfloat16)
+    return gl.inline_asm_elementwise(
+        ELU, "=r,r,r,r,r", [rows, left, taken], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def only(rows, there):
+    """Rows of bfloat16, zeros where they are hidden: an instruction for two numbers, and no branch,
+    which would keep ptxas from mixing what is before it with what is behind."""
+    kept = gl.where(there, -1, 0).to(gl.int16)[:, None]
+    return gl.inline_asm_elementwise(
+        KEEP, "=r,r,r", [rows, kept], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def widened(rows):
+    """Rows of bfloat16 in float32: two instructions for two numbers, where LLVM takes three."""
+    return gl.inline_asm_elementwise(
+        WIDEN, "=r,=r,r", [rows], dtype=gl.float32, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def at_most_one(rows):
+    """The lesser of 1 and rows of bfloat16, in float32: found before they are widened."""
+    return gl.inline_asm_elementwise(
+        AT_MOST_ONE, "=r,=r,r", [rows], dtype=gl.float32, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def narrowed(rows):
+    """Rows of float32 in bfloat16, two at once: LLVM would move a selection behind this, and then
+    select each half of what was narrowed."""
+    return gl.inline_asm_elementwise(
+        NARROW, "=r,r,r", [rows], dtype=gl.bfloat16, is_pure=True, pack=2
+    )

@@ -1,0 +1,275 @@
+"""Wide linear attention on Hopper, mapping: features take the place of rows, for scan_d256.py.
+
+One partition loads rows and maps all that a program multiplies as features: all channels of queries
+and of keys, or the 128 that the program has of one of them. It keeps the sum of features and, of
+the output, finds what each query's scores with it sum up to. A chunk is loaded when consumers are
+done with the one two turns before, which they are later than the chunk between is mapped: a warp
+that only loads would take registers and wait as long.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.ops.attention.hopper.softmax import ROWS
+from saccade.ops.linear_attention.hopper.backward_rows import (
+    factors_at,
+    keys_seen,
+    mapped_wide,
+    numbers_at,
+    place_of,
+    queries_seeing,
+    unit_of,
+    within,
+)
+from saccade.ops.linear_attention.hopper.features import mapped, only, widened
+from saccade.ops.linear_attention.hopper.program import (
+    BLOCK,
+    channel_of,
+    chunks_of,
+    head_of,
+    keys_there,
+    state_number,
+    tile_of_values,
+)
+from saccade.ops.linear_attention.hopper.smem_d256 import FACTOR, MINUS_DELTA
+from saccade.ops.linear_attention.triton.finish import GRAD_KEY, GRAD_QUERY, OUTPUT
+
+PIECE, PIECES = gl.constexpr(16), gl.constexpr(4)  # rows that are mapped at once; of a chunk
+
+
+@gluon.jit
+def map_inner(
+    descs, given, kept, before, after, sizes, rings,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr,
+    PASS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
+    FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
+    SHARES: gl.constexpr,
+):  # fmt: skip
+    """Put features in place of a and b: queries and keys of the output, keys and queries of
+    grad_value. Each warp has 64 channels, and scores' sums are left in parts of as many."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps() // 4, 4], [1, 0])
+    EACH_ONCE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    BACKWARDS: gl.constexpr = PASS != OUTPUT
+    WIDTH: gl.constexpr = rings.b.memory.shape[2]
+    ADJACENT: gl.constexpr = gl.num_warps()  # rows that as many threads have
+    batch, head = head_of(sizes, 0, 2, TILES, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, BACKWARDS)
+    exists = batch < sizes.batches >> 1
+    channel = channel_of(0, 2, TILES, SEGMENTS)
+    num_keys = keys_there(kept, sizes, batch)
+    keys = keys_seen(num_keys)
+    queries = queries_seeing(sizes, shift, num_keys, exists, STARTED)
+    channels = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    inside = (channels < HEAD_DIM) & exists
+    at = state_number(sizes, batch, head, GROUP, SEGMENTS) * HEAD_DIM + channels
+    key_sum = gl.zeros([WIDTH], gl.float32, gl.SliceLayout(0, LAYOUT))
+    if PASS == OUTPUT:
+        if before is not None:
+            key_sum = gl.load(before.vector + at, mask=inside, other=0.0)
+    else:
+        unit = unit_of(sizes, batch, head, shift)
+        place = place_of(first, chunks, 0, True)
+        factor = factors_at(given, unit, queries, place, SCALE, EACH_ONCE)
+    for turn in range(0, chunks):
+        place = place_of(first, chunks, turn, BACKWARDS)
+        load_chunk(descs, rings, turn, batch, head, place, shift, channel, BACKWARDS, SHARES)
+        if PASS == OUTPUT:
+            clear_hidden(rings.c, turn, place, keys)
+        else:
+            clear_hidden(rings.c, turn, place, queries)
+            rings.numbers_of(turn, FACTOR).store(factor)
+            # Asked for early, as nothing hides how long it takes.
+            factor = factors_at(given, unit, queries, place - ROWS, SCALE, EACH_ONCE)
+        rings.b.wait(turn)
+        b, a = rings.b.at(turn), rings.a.at(turn)
+        rows, part = b.slice(0, PIECE, dim=0).load(LAYOUT), 0.0
+        for piece in gl.static_range(PIECES):
+            tile = b.slice(piece * PIECE, PIECE, dim=0)
+            # Loaded ahead: other warps keep shared memory busy.
+            if piece + 1 < PIECES:
+                ahead = b.slice((piece + 1) * PIECE, PIECE, dim=0).load(LAYOUT)
+            else:
+                rings.a.wait(turn)
+                ahead = a.slice(0, PIECE, dim=0).load(LAYOUT)
+            if PASS == OUTPUT:
+                features = mapped(rows, FEATURE_MAP)
+                there = piece_within(keys, place, piece, LAYOUT)
+            else:
+                features = mapped_wide(widened(rows), FEATURE_MAP)
+                factors = rings.numbers_of(turn, FACTOR).slice(piece * PIECE, PIECE, dim=0)
+                factors = factors.load(gl.SliceLayout(1, LAYOUT))
+                features = (features * factors[:, None]).to(tile.dtype)
+                there = piece_within(queries, place, piece, LAYOUT)
+            if HEAD_DIM != WIDTH:  # what TMA found there is 0, and e⁰ is not
+                features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
+            features = only(features, there)
+            tile.store(features)
+            if PASS == OUTPUT:  # each thread sums up its own rows, until the chunk ends
+                own = gl.reshape(widened(features), [PIECE // ADJACENT, ADJACENT, WIDTH])
+                own = gl.sum(own, 0)
+                part = own if piece == 0 else part + own
+            rows = ahead
+        for piece in gl.static_range(PIECES):
+            tile = a.slice(piece * PIECE, PIECE, dim=0)
+            if piece + 1 < PIECES:
+                ahead = a.slice((piece + 1) * PIECE, PIECE, dim=0).load(LAYOUT)
+            features = mapped(rows, FEATURE_MAP)
+            if PASS == OUTPUT:
+                if before is None:  # those that see nothing find 0, whatever they are
+                    features = only(features, piece_within(queries, place, piece, LAYOUT))
+                if SCALE != 1.0:
+                    features = (widened(features) * SCALE).to(tile.dtype)
+            tile.store(features)
+            if PASS == OUTPUT and NORMALIZE != "none":
+                parts = gl.reshape(widened(features) * key_sum[None, :], [PIECE, 4, WIDTH // 4])
+                totals = gl.permute(gl.sum(parts, 2), (1, 0))
+                rings.parts_of(turn).slice(piece * PIECE, PIECE, dim=1).store(totals)
+            rows = ahead
+        rings.say_mapped(turn)
+        if PASS == OUTPUT:
+            key_sum += gl.convert_layout(gl.sum(part, 0), gl.SliceLayout(0, LAYOUT))
+    if PASS == OUTPUT and after is not None:
+        mine = inside & (head % GROUP == 0) & (tile_of_values(TILES, SEGMENTS) == 0)
+        gl.store(after.vector + at, key_sum, mask=mine)
+
+
+@gluon.jit
+def map_outer(
+    descs, given, kept, before, after, sizes, rings,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr,
+    PASS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
+    FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
+    SHARES: gl.constexpr,
+):  # fmt: skip
+    """Put features in place of c: keys of grad_query, queries of grad_key. Their sum over chunks
+    before stands beside them, and so do the numbers that queries have."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [2 * gl.num_warps(), 16 // gl.num_warps()], [1, gl.num_warps()], [1, 0]
+    )
+    EACH_ONCE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    BACKWARDS: gl.constexpr = PASS != GRAD_QUERY
+    WIDTH: gl.constexpr = rings.c.memory.shape[2]
+    batch, head = head_of(sizes, 0, 2, TILES, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, BACKWARDS)
+    exists = batch < sizes.batches >> 1
+    channel = channel_of(0, 2, TILES, SEGMENTS)
+    num_keys = keys_there(kept, sizes, batch)
+    keys = keys_seen(num_keys)
+    queries = queries_seeing(sizes, shift, num_keys, exists, STARTED)
+    channels = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    channels = channel + channels
+    inside = (channels < HEAD_DIM) & exists
+    at = state_number(sizes, batch, head, GROUP, SEGMENTS) * HEAD_DIM + channels
+    total = gl.zeros([WIDTH], gl.float32, gl.SliceLayout(0, LAYOUT))
+    if before is not None:
+        total = gl.load(before.vector + at, mask=inside, other=0.0)
+    unit = unit_of(sizes, batch, head, shift)
+    place = place_of(first, chunks, 0, BACKWARDS)
+    factor = factors_at(given, unit, queries, place, SCALE, EACH_ONCE)
+    minus_delta = numbers_at(given.minus_delta, unit, queries, place, EACH_ONCE)
+    load_chunk(descs, rings, 0 * chunks, batch, head, place, shift, channel, BACKWARDS, SHARES)
+    for turn in range(0, chunks):
+        place = place_of(first, chunks, turn, BACKWARDS)
+        later = place + ROWS
+        if BACKWARDS:
+            later = place - ROWS
+        rings.wait(turn)
+        rings.numbers_of(turn, FACTOR).store(factor)
+        rings.numbers_of(turn, MINUS_DELTA).store(minus_delta)
+        rings.sum_of(turn).store(total)
+        # Asked for early, as nothing hides how long it takes.
+        factor = factors_at(given, unit, queries, later, SCALE, EACH_ONCE)
+        minus_delta = numbers_at(given.minus_delta, unit, queries, later, EACH_ONCE)
+        tile = rings.c.at(turn)
+        if PASS == GRAD_QUERY:
+            clear_hidden(rings.b, turn, place, keys)
+            features = mapped(tile.load(LAYOUT), FEATURE_MAP)
+            features = only(features, within(keys, place, gl.SliceLayout(1, LAYOUT)))
+        else:
+            clear_hidden(rings.b, turn, place, queries)
+            features = mapped_wide(widened(tile.load(LAYOUT)), FEATURE_MAP)
+            factors = rings.numbers_of(turn, FACTOR).load(gl.SliceLayout(1, LAYOUT))
+            features = (features * factors[:, None]).to(tile.dtype)
+            features = only(features, within(queries, place, gl.SliceLayout(1, LAYOUT)))
+        tile.store(features)
+        rings.say_mapped(turn)
+        if turn + 1 < chunks:
+            load_chunk(
+                descs, rings, turn + 1, batch, head, later, shift, channel, BACKWARDS, SHARES
+            )  # fmt: skip
+        load_own(descs, rings, turn, batch, head, place, shift, channel, BACKWARDS, SHARES)
+        if PASS == GRAD_KEY:
+            deltas = rings.numbers_of(turn, MINUS_DELTA).load(gl.SliceLayout(1, LAYOUT))
+            total += gl.sum(widened(features) * deltas[:, None], 0)
+        else:
+            total += gl.sum(widened(features), 0)
+    if PASS == GRAD_KEY and after is not None:
+        gl.store(after.vector + at, total, mask=inside)
+
+
+@gluon.jit
+def piece_within(bounds, place, piece, LAYOUT: gl.constexpr):
+    """Which rows of a piece of a chunk lie in such bounds."""
+    places = place + (piece * PIECE + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT)))
+    return (places >= bounds[0]) & (places < bounds[1])
+
+
+@gluon.jit
+def clear_hidden(ring, turn, place, bounds):
+    """Put zeros in hidden rows that stand beside features of 0, as a product does not hide what is
+    not finite (0 · NaN is NaN)."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps() // 4, 4], [1, 0])
+    if (place < bounds[0]) | (place + ROWS > bounds[1]):
+        ring.wait(turn)
+        for piece in gl.static_range(PIECES):
+            rows = ring.at(turn).slice(piece * PIECE, PIECE, dim=0)
+            rows.store(only(rows.load(LAYOUT), piece_within(bounds, place, piece, LAYOUT)))
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_chunk(
+    descs, rings, turn, batch, head, place, shift, channel, BACKWARDS: gl.constexpr,
+    SHARES: gl.constexpr,
+):  # fmt: skip
+    """Load the rows of a chunk, as soon as there is room."""
+    row, other = place - shift, place  # of a, and of b and c
+    if BACKWARDS:
+        row, other = place, place - shift
+    a_desc, b_desc, c_desc, _ = descs
+    rings.a.acquire(turn)
+    rings.b.expect(turn, b_desc)
+    rings.b.load_tile(turn, 0, b_desc, [batch, head // SHARES[1], other, 0])
+    rings.a.expect(turn, a_desc)
+    rings.a.load_tile(turn, 0, a_desc, [batch, head // SHARES[0], row, 0])
+    rings.c.expect(turn, c_desc)
+    rings.c.load_tile(turn, 0, c_desc, [batch, head // SHARES[2], other, channel])
+
+
+@gluon.jit
+def load_own(
+    descs, rings, turn, batch, head, place, shift, channel, BACKWARDS: gl.constexpr,
+    SHARES: gl.constexpr,
+):  # fmt: skip
+    """Load the rows that gradients are of, if there are any, when those of the chunk before are
+    read. Who asks waits so long."""
+    own_desc = descs[3]
+    if own_desc is not None:
+        row = place
+        if not BACKWARDS:
+            row = place - shift
+        rings.own.acquire(turn)
+        rings.own.expect(turn, own_desc)
+        for which in gl.static_range(2):
+            at = [batch, head // SHARES[3], row, channel + which * BLOCK]
+            rings.own.load_tile(turn, which, own_desc, at)

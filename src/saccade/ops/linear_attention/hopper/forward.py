@@ -1,0 +1,276 @@
+"""Linear attention forward on Hopper: chunk by chunk along the rows, the state in registers.
+
+Consumers, of four warps each, keep float32 sums of key features times 64 channels of values; which
+those are, program.py says. Other warps map queries and keys (features.py). For a chunk
+of 64 rows, Q and K its features, V its values, S and z the sums before it:
+
+    output = (Q S + tril(Q Kᵀ) V) / (Q z + rows of tril(Q Kᵀ))        S += Kᵀ V, z += Σ K
+
+Source: Katharopoulos et al. 2020, sections 3.2 and 3.3; chunks as in Hua et al. 2022, section 3.3.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.hopper.pipeline import (
+    as_operand,
+    fence_async_shared,
+    here,
+    store,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from saccade.gpu.tensor_view import wide
+from saccade.ops.attention.hopper.forward import mma_layout
+from saccade.ops.attention.hopper.softmax import ROWS
+from saccade.ops.linear_attention.hopper.features import map_features
+from saccade.ops.linear_attention.hopper.program import (
+    BLOCK,
+    channel_of,
+    chunks_of,
+    head_of,
+    keep_spoilt,
+    keep_sums,
+    start_sums,
+    state_number,
+    tile_of_values,
+)
+from saccade.ops.linear_attention.hopper.smem import make_linear_rings
+from saccade.ops.linear_attention.triton.finish import divisor_of
+
+
+@gluon.jit(do_not_specialize=["eps"])
+def linear_forward(
+    query_desc, key_desc, value_desc, output_desc, kept, before, after, sizes, eps,
+    QUERY_SHARE: gl.constexpr, KEY_SHARE: gl.constexpr, VALUE_SHARE: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
+    TILES: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
+    STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: all rows of two blocks of values, or of one segment of them.
+
+    before, after: states (Sums) that the segment starts from and ends with, or None. So many
+    (QUERY_SHARE, …) output heads share one of queries, keys, values and states (GROUP).
+    """
+    rings = make_linear_rings(query_desc, BLOCKS, STAGES, OUTPUT_STAGES)
+    gl.warp_specialize(
+        [
+            (consume, (
+                output_desc, kept, before, after, sizes, eps, rings, GROUP, HEAD_DIM,
+                VALUE_DIM, BLOCKS, TILES, SEGMENTS, BOTTOM_RIGHT, NORMALIZE, OUTPUT_STAGES, 0,
+            )),
+            (consume, (
+                output_desc, kept, before, after, sizes, eps, rings, GROUP, HEAD_DIM,
+                VALUE_DIM, BLOCKS, TILES, SEGMENTS, BOTTOM_RIGHT, NORMALIZE, OUTPUT_STAGES, 1,
+            )),
+            (map_features, (
+                kept, before, after, sizes, rings, GROUP, HEAD_DIM, BLOCKS, TILES, SEGMENTS,
+                BOTTOM_RIGHT, FEATURE_MAP, SCALE, NORMALIZE, True, 0,
+            )),
+            (map_features, (
+                kept, before, after, sizes, rings, GROUP, HEAD_DIM, BLOCKS, TILES, SEGMENTS,
+                BOTTOM_RIGHT, FEATURE_MAP, SCALE, NORMALIZE, True, 1,
+            )),
+            (produce, (
+                query_desc, key_desc, value_desc, sizes, rings, QUERY_SHARE, KEY_SHARE,
+                VALUE_SHARE, BLOCKS, TILES, SEGMENTS, BOTTOM_RIGHT,
+            )),
+        ],
+        [4, 4, 4, 1],
+        [CONSUMER_REGISTERS, MAPPER_REGISTERS, MAPPER_REGISTERS, 24],
+    )  # fmt: skip
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def produce(
+    query_desc, key_desc, value_desc, sizes, rings,
+    QUERY_SHARE: gl.constexpr, KEY_SHARE: gl.constexpr, VALUE_SHARE: gl.constexpr,
+    BLOCKS: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Load queries (if any), keys and values of chunk after chunk, as soon as there is room."""
+    one = head_of(sizes, 0, BLOCKS, TILES, SEGMENTS)
+    other = head_of(sizes, 1, BLOCKS, TILES, SEGMENTS)
+    channel = channel_of(0, BLOCKS, TILES, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
+    for turn in range(0, chunks):
+        place = first + turn * ROWS
+        rings.keys.acquire(turn)  # consumers release all three together
+        if query_desc is not None:
+            row = place - shift
+            load_blocks(rings.queries, turn, query_desc, one, other, row, 0, QUERY_SHARE, BLOCKS)
+        load_blocks(rings.keys, turn, key_desc, one, other, place, 0, KEY_SHARE, BLOCKS)
+        load_blocks(rings.values, turn, value_desc, one, other, place, channel, VALUE_SHARE, BLOCKS)
+
+
+@gluon.jit
+def load_blocks(
+    ring, turn, desc, one, other, row, channel, SHARE: gl.constexpr, BLOCKS: gl.constexpr
+):  # fmt: skip
+    """Load all blocks of a turn: of one head and another, or of channels of one head."""
+    ring.expect(turn, desc)
+    for block in gl.static_range(ring.memory.shape[0] // ring.full.shape[0]):
+        if BLOCKS > 1:
+            coordinates = [one[0], one[1] // SHARE, row, channel + block * BLOCK]
+        elif block == 0:
+            coordinates = [one[0], one[1] // SHARE, row, channel]
+        else:
+            coordinates = [other[0], other[1] // SHARE, row, channel]
+        ring.load_tile(turn, block, desc, coordinates)
+
+
+# ---- summing ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def consume(
+    output_desc, kept, before, after, sizes, eps, rings,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
+    TILES: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    NORMALIZE: gl.constexpr, OUTPUT_STAGES: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Compute 64 channels of the output, chunk by chunk."""
+    batch, head = head_of(sizes, WHICH, BLOCKS, TILES, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
+    number = state_number(sizes, batch, head, GROUP, SEGMENTS)
+    channel = channel_of(WHICH, BLOCKS, TILES, SEGMENTS)
+    there = batch < sizes.batches >> 1
+    sums = start_sums(before, number, there, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
+    narrow_sums(sums, rings, WHICH, 0 * chunks)
+    unit = batch * (sizes.heads >> 1) + head
+    mine = there & (tile_of_values(TILES, SEGMENTS) == 0)
+    for turn in range(0, chunks):
+        products = start_products(sums, rings, turn, WHICH)
+        sums, found, total = fold_chunk(products, rings, turn, NORMALIZE, WHICH)
+        if NORMALIZE != "none":
+            divisor = divisor_of(total, eps, NORMALIZE)
+            found = found * gl.where(divisor == 0, 0.0, 1.0 / divisor)[:, None]
+        query = first + turn * ROWS - shift  # the row of the first of them
+        place = row_of_output(sizes, batch, head, query, channel)
+        store_output(output_desc, rings, place, found.to(output_desc.dtype), turn, WHICH)
+        if NORMALIZE != "none" and (WHICH == 0 or BLOCKS == 1):  # under the next products
+            store_totals(kept.normaliser, sizes, unit, query, mine, total)
+    if kept.spoilt is not None:
+        keep_spoilt(kept.spoilt, sums, sizes, batch, head, there, BLOCKS, TILES, SEGMENTS, WHICH)
+    if after is not None:
+        mine = there & (head % GROUP == 0)
+        keep_sums(after, sums, number, mine, channel, HEAD_DIM, VALUE_DIM)
+    wait_for_stores()
+
+
+@gluon.jit
+def row_of_output(sizes, batch, head, query, channel):
+    """Where rows of the output go: nowhere, past the last batch entry, where none exist.
+
+    A branch around the store makes ptxas crash, and a row before the first one is an illegal
+    instruction.
+    """
+    return gl.where(query >= 0, batch, sizes.batches >> 1), head, gl.maximum(query, 0), channel
+
+
+@gluon.jit
+def store_output(output_desc, rings, place, done, turn, WHICH: gl.constexpr):
+    """Start to write 64 rows."""
+    STAGES: gl.constexpr = rings.outputs.shape[0] // 2
+    wait_for_stores(STAGES - 1)
+    memory = rings.outputs.index(2 * (turn % STAGES) + WHICH)
+    memory.store(done)
+    coordinates = [place[0], place[1], place[2], place[3]]
+    store(output_desc, coordinates, memory.reshape(output_desc.block_type.shape))
+
+
+@gluon.jit
+def store_totals(normaliser, sizes, unit, query, there, total):
+    """Write each row's sum of scores."""
+    query_len = sizes.query_len >> 1
+    row = query + gl.arange(0, ROWS, total.type.layout)
+    pointers = normaliser + (wide(unit) * query_len + row)
+    gl.store(pointers, total, mask=(row >= 0) & (row < query_len) & there)
+
+
+@gluon.jit
+def start_products(sums, rings, turn, WHICH: gl.constexpr):
+    """Start all products of a chunk that need nothing but what lies in memory: scores, what rows
+    find in the sums so far, and the sums with the chunk added."""
+    BLOCKS: gl.constexpr = len(sums)
+    LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's features
+    nothing = gl.zeros([ROWS, BLOCK], gl.float32, mma_layout(BLOCK))
+    origin = here(turn - turn)
+    rings.wait_for_mapped(turn)
+    rings.values.wait(turn)
+    scores, found, added = nothing, nothing, ()
+    for block in gl.static_range(BLOCKS):
+        queries = rings.queries.tile_of(turn, LEFT + block)
+        keys = rings.keys.tile_of(turn, LEFT + block)
+        scores = warpgroup_mma(
+            queries, keys.permute((1, 0)), scores, use_acc=block > 0, is_async=True
+        )
+    for block in gl.static_range(BLOCKS):
+        queries = rings.queries.tile_of(turn, LEFT + block)
+        narrowed = rings.narrowed.index(origin + (BLOCKS * WHICH + block))
+        found = warpgroup_mma(queries, narrowed, found, use_acc=block > 0, is_async=True)
+    values = rings.values.tile_of(turn, WHICH)
+    for block in gl.static_range(BLOCKS):
+        keys = rings.keys.tile_of(turn, LEFT + block)
+        token = warpgroup_mma(keys.permute((1, 0)), values, sums[block], is_async=True)
+        added = added + (token,)  # noqa: RUF005
+    return scores, found, added
+
+
+@gluon.jit
+def fold_chunk(products, rings, turn, NORMALIZE: gl.constexpr, WHICH: gl.constexpr):
+    """The sums with a chunk added, narrowed beside that; weighted sums and totals of its rows."""
+    scores, found, added = products
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    BLOCKS: gl.constexpr = len(added)
+    LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH
+    scores = warpgroup_mma_wait(2 * BLOCKS, deps=[scores])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+    scores = gl.where(row[:, None] >= column[None, :], scores, 0.0)
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+    if NORMALIZE != "none":
+        total = gl.sum(scores, 1)
+        for which in gl.static_range(2 if BLOCKS == 2 else 1):  # one for each who maps this head
+            total += rings.totals_of(turn, LEFT + which).load(gl.SliceLayout(1, LAYOUT))
+    values = rings.values.tile_of(turn, WHICH)
+    weights = as_operand(scores, values.dtype, LAYOUT)
+    found = warpgroup_mma(weights, values, found, is_async=True)
+    sums = settled(added, 1)
+    narrow_sums(sums, rings, WHICH, here(turn - turn))
+    found = warpgroup_mma_wait(0, deps=[found])
+    rings.keys.release(turn)  # and with them queries and values
+    return sums, found, total
+
+
+@gluon.jit
+def settled(tokens, RUNNING: gl.constexpr):
+    """Sums that were being added to, once no more than so many products run."""
+    if len(tokens) == 1:
+        sums = (warpgroup_mma_wait(RUNNING, deps=[tokens[0]]),)
+    else:
+        one, two = warpgroup_mma_wait(RUNNING, deps=[tokens[0], tokens[1]])
+        sums = (one, two)
+    return sums
+
+
+@gluon.jit
+def narrow_sums(sums, rings, WHICH: gl.constexpr, origin):
+    """Put the sums where products find them. origin: 0."""
+    for block in gl.static_range(len(sums)):
+        memory = rings.narrowed.index(origin + (len(sums) * WHICH + block))
+        memory.store(sums[block].to(memory.dtype))
+    fence_async_shared()

@@ -1,0 +1,270 @@
+"""Gradients of linear attention by Hopper kernels, for those passes that have one.
+
+    grad_query        backward_dq.py, which also finds what rows have as numbers
+    grad_key_value    backward_dkdv.py, in one sweep
+    the same of more than 128 channels    scan_d256.py, a sweep for each of the three
+
+A gradient that heads share is summed in float32, which portable passes do; so are long sequences of
+few heads whose chunks would begin elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.gpu.hopper.descriptors import aligned, readable
+from saccade.gpu.kernel_args import there_are
+from saccade.gpu.launcher import Launch, Pointer
+from saccade.ops.attention.triton.kind import remembered
+from saccade.ops.linear_attention.hopper.again import linear_again
+from saccade.ops.linear_attention.hopper.backward_dkdv import linear_backward_keys
+from saccade.ops.linear_attention.hopper.backward_dq import linear_backward_queries
+from saccade.ops.linear_attention.hopper.backward_rows import RowNumbers
+from saccade.ops.linear_attention.hopper.kinds import is_balanced
+from saccade.ops.linear_attention.hopper.passes_d256 import WidePass
+from saccade.ops.linear_attention.hopper.program import Kept
+from saccade.ops.linear_attention.hopper.split import (
+    BLOCK,
+    Split,
+    maybe,
+    moved,
+    sizes,
+    unlike_portable,
+)
+from saccade.ops.linear_attention.hopper.states import collect_keys, collect_queries
+from saccade.ops.linear_attention.triton.given import Again, Given, State, sums
+from saccade.ops.linear_attention.triton.host import (
+    ending_of,
+    given_of,
+    gradients_by,
+    initial_of,
+    passes_of,
+)
+from saccade.ops.linear_attention.triton.kind import LinearKind
+from saccade.ops.linear_attention.triton.passes import Passes
+from saccade.runtime.linear_spec import LinearGradients, LinearInputs, LinearVariant
+from saccade.runtime.spec import Config
+
+WIDEST = 2 * BLOCK  # channels of a state's side in kernels of their own
+
+
+class GradientSchedule(NamedTuple):
+    """How a kernel runs."""
+
+    stages: int  # of rows
+    consumer_registers: int
+    mapper_registers: int
+
+    def constants(self) -> dict[str, int]:
+        """What a kernel is compiled for."""
+        return {
+            "STAGES": self.stages,
+            "CONSUMER_REGISTERS": self.consumer_registers,
+            "MAPPER_REGISTERS": self.mapper_registers,
+        }
+
+
+OF_QUERIES = GradientSchedule(2, 168, 56)
+OF_KEYS = GradientSchedule(2, 176, 48)
+OUTPUT_STAGES = 1  # of gradients of queries: rows take the rest of shared memory
+
+
+def backward(
+    inputs: LinearInputs,
+    variant: LinearVariant,
+    config: Config,
+    output: Tensor,
+    normaliser: Tensor,
+    grad_output: Tensor,
+    grad_kv: Tensor | None,
+    grad_key_sum: Tensor | None,
+) -> LinearGradients:
+    """Gradients of the inputs, the same bits in every run."""
+    passes = HopperPasses(*passes_of(aligned(inputs), variant, Config(kv_tile=BLOCK)))
+    grad_output = readable(grad_output)
+    split = split_of(passes.kind, keys=False)
+    if variant.normalize == "none" or split is None or is_wide(passes.kind):
+        given = given_of(passes, output, normaliser, grad_output)
+    else:
+        numbers = torch.empty_like(normaliser), torch.empty_like(normaliser)
+        given = Given(grad_output, *numbers, (readable(output), normaliser))
+    return gradients_by(passes, given, ending_of(passes, grad_kv, grad_key_sum))
+
+
+def split_of(kind: LinearKind, keys: bool) -> Split | None:
+    """How gradients of queries, or of keys and values, are split; None: portable kernels do it."""
+    shared = (kind.state_heads, kind.key_heads, kind.value_heads) if keys else (kind.query_heads,)
+    if any(heads != kind.heads for heads in shared):
+        return None
+    split = Split.whole(kind).cut(kind)
+    return None if split.segments > 1 and unlike_portable(kind, keys) else split
+
+
+def is_wide(kind: LinearKind) -> bool:
+    """Whether gradients are those of scan_d256.py."""
+    return max(kind.head_dim, kind.value_dim) > WIDEST
+
+
+class HopperPasses(Passes):
+    """One call under way."""
+
+    def gradient_segments(self, keys: bool) -> int:
+        """Into how many parts sequences are cut for gradients of queries, or of keys and values."""
+        split = split_of(self.kind, keys)
+        return super().gradient_segments(keys) if split is None else split.segments
+
+    def collect(self, given: Given | None, segments: int) -> State:
+        """The states of each segment alone: of keys, or of queries where gradients are given."""
+        split = split_of(self.kind, keys=given is not None)
+        if split is None or is_wide(self.kind):
+            return super().collect(given, segments)
+        if given is not None:
+            return collect_queries(self, split, given)
+        variant = self.kind.variant
+        balanced = bool(is_balanced(variant.feature_map, variant.normalize))
+        return collect_keys(self, split, balanced)
+
+    def grad_query(
+        self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
+        segments: int, again: Again | None = None,
+    ) -> None:  # fmt: skip
+        """Write the gradients of queries, one for each output head."""
+        split = split_of(self.kind, keys=False)
+        if split is not None and is_wide(self.kind):
+            rows = given.grad_output, self.inputs.value, self.inputs.key
+            wide = WidePass("grad_query", *rows, result, self._own(self.inputs.query), given)
+            again = self._wide(wide, before, None, segments)
+        elif split is not None:
+            again = self._grad_query(split, given, result, before)
+            # Done again from the first state on: segments may start from others than portable ones.
+            again = again._replace(spoilt=again.spoilt.flatten(2))
+            before, segments = initial_of(self), 1
+        super().grad_query(given, result, dots, before, segments, again)
+
+    def grad_key_value(
+        self, given: Given, results: tuple[Tensor, Tensor], dots: Tensor | None,
+        before: State | None, after: State | None, segments: int, again: Again | None = None,
+    ) -> None:  # fmt: skip
+        """Write the gradients of keys and of values, and of the first states."""
+        split = split_of(self.kind, keys=True)
+        if split is not None and is_wide(self.kind):
+            self._wide_key_value(given, results, before, after, segments)
+            return
+        if split is not None:
+            again, after = self._grad_key_value(split, given, results, before, after), None
+        super().grad_key_value(given, results, dots, before, after, segments, again)
+
+    def _wide_key_value(
+        self, given: Given, results: tuple[Tensor, Tensor], before: State | None,
+        after: State | None, segments: int,
+    ) -> None:  # fmt: skip
+        query, key, value = self.inputs[:3]
+        wide = WidePass(
+            "grad_key", value, given.grad_output, query, results[0], self._own(key), given
+        )
+        again = self._wide(wide, before, after, segments)
+        self.grad_key(given, results[0], None, before, None, segments, again)
+        wide = WidePass("grad_value", key, query, given.grad_output, results[1], None, given)
+        again = self._wide(wide, before, None, segments)
+        self.grad_value(given, results[1], before, segments, again)
+
+    def _wide(
+        self, wide: WidePass, before: State | None, after: State | None, segments: int
+    ) -> Again:
+        shape = self.kind.sequences, self.kind.heads, segments, wide.parts
+        spoilt = self.inputs.query.new_empty(shape, dtype=torch.int32)
+        wide.start(self, before, after, segments, spoilt)
+        return Again(linear_again, spoilt)
+
+    def _own(self, rows: Tensor) -> Tensor | None:
+        """Rows that a gradient goes through the feature map of, if it does more than scale."""
+        return None if self.kind.variant.feature_map == "identity" else rows
+
+    def _grad_query(
+        self, split: Split, given: Given, result: Tensor, before: State | None
+    ) -> Again:
+        kind, spoilt = self.kind, self._spoilt(split)
+        query, key, value = self.inputs[:3]
+        output, normaliser = given.quotient or (None, None)
+
+        def make() -> Launch:
+            constants = {
+                "QUERY_SHARE": self.share(kind.query_heads),
+                "KEY_SHARE": self.share(kind.key_heads),
+                "VALUE_SHARE": self.share(kind.value_heads),
+                "GROUP": kind.group,
+                **self._constants(split),
+                "NORMALIZE": kind.variant.normalize,
+                **OF_QUERIES.constants(),
+                "OUTPUT_STAGES": OUTPUT_STAGES,
+            }
+            return Launch(linear_backward_queries, constants, {"num_warps": 4})
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            kept = Kept(
+                maybe(pointer, normaliser), maybe(pointer, self.inputs.key_lengths),
+                pointer(spoilt),
+            )  # fmt: skip
+            return (
+                *moved(pointer, (query, given.grad_output, key, value)),
+                None if output is None else next(moved(pointer, (output,))),
+                *moved(pointer, (result,)),
+                RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
+                kept, sums(pointer, before), sizes(kind, kind.heads), kind.variant.eps,
+            )  # fmt: skip
+
+        rows = there_are((*given[:3], *(given.quotient or ()), result, spoilt))
+        strides = given.grad_output.stride(), None if output is None else output.stride()
+        cache_key = "hopper grad_query", split, before is None, OF_QUERIES, strides
+        tensors = (*self.known(), *rows, *(before or ()))
+        launch = remembered(kind.launches, cache_key, make)
+        launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
+        return Again(linear_again, spoilt)
+
+    def _grad_key_value(
+        self, split: Split, given: Given, results: tuple[Tensor, Tensor],
+        before: State | None, after: State | None,
+    ) -> Again:  # fmt: skip
+        kind, spoilt = self.kind, self._spoilt(split)
+        query, key, value = self.inputs[:3]
+
+        def make() -> Launch:
+            constants = {
+                "QUERY_SHARE": self.share(kind.query_heads),
+                **self._constants(split),
+                **OF_KEYS.constants(),
+            }
+            return Launch(linear_backward_keys, constants, {"num_warps": 4})
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            return (
+                *moved(pointer, (query, given.grad_output, key, value, *results)),
+                RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
+                Kept(None, maybe(pointer, self.inputs.key_lengths), pointer(spoilt)),
+                sums(pointer, before), sums(pointer, after), sizes(kind, kind.heads),
+            )  # fmt: skip
+
+        states = (*(before or ()), *(after or ()))
+        strides = given.grad_output.stride()
+        cache_key = "hopper keys", split, before is None, after is None, OF_KEYS, strides
+        tensors = (*self.known(), *there_are(given[:3]), *results, spoilt, *states)
+        launch = remembered(kind.launches, cache_key, make)
+        launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
+        return Again(linear_again, spoilt)
+
+    def _constants(self, split: Split) -> dict[str, Any]:
+        kind = self.kind
+        constants = {
+            **split.constants(kind), "STARTED": kind.started, "SCALE": kind.variant.scale,
+        }  # fmt: skip
+        del constants["TILES"]  # one
+        return constants
+
+    def _spoilt(self, split: Split) -> Tensor:
+        """Memory for flags."""
+        kind = self.kind
+        shape = kind.sequences, kind.heads, split.segments, split.parts
+        return self.inputs.query.new_empty(shape, dtype=torch.int32)

@@ -1,0 +1,143 @@
+"""Linear attention by Hopper kernels: the body that the operators run on GPUs of capability 9.0.
+
+The forward pass has a kernel of its own (forward.py), and so have gradients
+(gradients.py). Where heads are few, the length is cut into segments, the states of which
+come first (states.py). Steps are those of `saccade.ops.linear_attention.triton.host`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.gpu.hopper.descriptors import aligned
+from saccade.gpu.kernel_args import there_are
+from saccade.gpu.launcher import Launch, Pointer
+from saccade.ops.attention.triton.kind import remembered
+from saccade.ops.linear_attention.hopper.again import linear_again
+from saccade.ops.linear_attention.hopper.forward import linear_forward
+from saccade.ops.linear_attention.hopper.gradients import backward as backward
+from saccade.ops.linear_attention.hopper.passes_d256 import WidePass
+from saccade.ops.linear_attention.hopper.program import Kept
+from saccade.ops.linear_attention.hopper.split import BLOCK, WIDE, Split, maybe, moved, sizes
+from saccade.ops.linear_attention.hopper.states import collect_keys
+from saccade.ops.linear_attention.triton.chain import chained
+from saccade.ops.linear_attention.triton.given import Again, State, sums
+from saccade.ops.linear_attention.triton.host import initial_of, passes_of
+from saccade.ops.linear_attention.triton.host import step as step
+from saccade.ops.linear_attention.triton.passes import Passes
+from saccade.runtime.linear_spec import (
+    LinearInputs,
+    LinearResults,
+    LinearVariant,
+    empty_linear_results,
+)
+from saccade.runtime.spec import Config
+
+
+class LinearSchedule(NamedTuple):
+    """How the kernel runs."""
+
+    stages: int  # of queries, keys and values
+    output_stages: int
+    consumer_registers: int
+    mapper_registers: int
+
+
+SCHEDULE = LinearSchedule(3, 2, 168, 56)
+OVERRIDE: LinearSchedule | None = None
+"""Taken instead of SCHEDULE, to measure what it should be."""
+
+
+def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
+    """Output, normaliser and last state; see `saccade.linear_attention`."""
+    inputs = aligned(inputs)
+    passes = passes_of(inputs, variant, Config(kv_tile=BLOCK))
+    results = empty_linear_results(inputs, variant)
+    before, after = initial_of(passes), None
+    split = Split.of(passes.kind)
+    if split.segments == 1:
+        after = results.kv, results.key_sum
+    else:
+        parts = collect_keys(passes, split)
+        before, last = chained(passes, parts, before, split.segments, False)
+        results.kv.copy_(last[0])
+        results.key_sum.copy_(last[1])
+    Forward(passes, results, before, after, split).run()
+    return results
+
+
+class Forward(NamedTuple):
+    """One forward pass under way."""
+
+    passes: Passes
+    results: LinearResults
+    before: State | None
+    after: State | None
+    split: Split
+
+    def run(self) -> None:
+        """Write the results, and once more what a spoilt value may have reached."""
+        kind = self.passes.kind
+        shape = kind.sequences, kind.heads, self.split.segments, self.split.parts
+        spoilt = self.results.output.new_empty(shape, dtype=torch.int32)
+        if self.split.blocks == WIDE:
+            self._wide().start(self.passes, self.before, self.after, self.split.segments, spoilt)
+        else:
+            self._sweep(spoilt)
+        totals = self._totals()  # of queries and keys alone: no value spoils them, so they are kept
+        self.passes.output(
+            self.results.output, totals, self.before, None, self.split.segments,
+            totals is not None, Again(linear_again, spoilt),
+        )  # fmt: skip
+
+    def _totals(self) -> Tensor | None:
+        return None if self.passes.kind.variant.normalize == "none" else self.results.normaliser
+
+    def _wide(self) -> WidePass:
+        return WidePass(
+            "output", *self.passes.inputs[:3], self.results.output, totals=self._totals()
+        )
+
+    def _states(self) -> list[Tensor]:
+        return there_are((*(self.before or ()), *(self.after or ())))
+
+    def _sweep(self, spoilt: Tensor) -> None:
+        passes, totals = self.passes, self._totals()
+        kind, inputs = passes.kind, passes.inputs
+        split = self.split
+        schedule, output = OVERRIDE or SCHEDULE, self.results.output
+
+        def make() -> Launch:
+            constants = {
+                "QUERY_SHARE": passes.share(kind.query_heads),
+                "KEY_SHARE": passes.share(kind.key_heads),
+                "VALUE_SHARE": passes.share(kind.value_heads),
+                "GROUP": kind.group,
+                **split.constants(kind),
+                "SCALE": kind.variant.scale,
+                "NORMALIZE": kind.variant.normalize,
+                "STAGES": schedule.stages,
+                "OUTPUT_STAGES": schedule.output_stages,
+                "CONSUMER_REGISTERS": schedule.consumer_registers,
+                "MAPPER_REGISTERS": schedule.mapper_registers,
+            }
+            return Launch(linear_forward, constants, {"num_warps": 4})
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            lengths = inputs.key_lengths
+            return (
+                *moved(pointer, (*inputs[:3], output)),
+                Kept(maybe(pointer, totals), maybe(pointer, lengths), pointer(spoilt)),
+                sums(pointer, self.before),
+                sums(pointer, self.after),
+                sizes(kind, kind.heads),
+                kind.variant.eps,
+            )
+
+        tensors = (*passes.known(), *there_are((output, totals, spoilt)), *self._states())
+        key = "hopper", split, self.before is None, schedule
+        launch = remembered(kind.launches, key, make)
+        launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)

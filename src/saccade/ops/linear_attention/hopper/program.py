@@ -1,0 +1,194 @@
+"""Linear attention on Hopper: which heads, channels and rows a program works on, and its states.
+
+A program has two *blocks* of 64 channels of values, one for each of its consumers. BLOCKS says how
+many blocks of keys' channels a head has:
+
+    1   two heads of up to 64 channels, one for each consumer
+    2   one head of up to 128 channels of keys, and 128 channels of its values (a tile)
+
+Queries and keys are numbered by place, as in `saccade.ops.linear_attention.triton.positions`.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.tensor_view import wide
+from saccade.ops.attention.hopper.forward import mma_layout
+from saccade.ops.attention.hopper.softmax import ROWS
+
+BLOCK = gl.constexpr(64)  # channels that a product has at once
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, as `schedule.as_odd` makes them."""
+
+    query_len: int
+    kv_len: int
+    heads: int  # of the output, or of the state where nothing else is wanted
+    batches: int
+
+
+class Kept(NamedTuple):
+    """Numbers in memory beside the rows."""
+
+    normaliser: Any  # float32 [batch, heads, query_len]: sums of scores; None: nobody wants them
+    lengths: Any  # int64 [batch]: how many keys are there; None: all
+    spoilt: Any  # int32 [batch, heads, SEGMENTS, blocks of values]: whether NaN or inf got in
+
+
+@gluon.jit
+def head_of(
+    sizes, WHICH: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr
+):  # fmt: skip
+    """Batch entry and head of a consumer. The last program may have a head too many: then the
+    batch entry is past the end, where TMA finds zeros and writes nothing."""
+    unit = gl.program_id(0) // (SEGMENTS * TILES)
+    if BLOCKS == 1:
+        unit = 2 * unit + WHICH
+    heads = sizes.heads >> 1
+    return unit // heads, unit % heads
+
+
+@gluon.jit
+def tile_of_values(TILES: gl.constexpr, SEGMENTS: gl.constexpr):
+    """Which 128 channels of values a program has."""
+    tile = gl.program_id(0) * 0
+    if TILES > 1:
+        tile = gl.program_id(0) // SEGMENTS % TILES
+    return tile
+
+
+@gluon.jit
+def channel_of(
+    WHICH: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr
+):  # fmt: skip
+    """The first channel of values of a consumer."""
+    channel = tile_of_values(TILES, SEGMENTS) * (2 * BLOCK)
+    if BLOCKS == 2:
+        channel += WHICH * BLOCK
+    return channel
+
+
+@gluon.jit
+def chunks_of(
+    sizes, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, KEYS: gl.constexpr = False
+):  # fmt: skip
+    """The first place of this program's segment, how many chunks it has, and the first query's.
+
+    Chunks begin where the first row of the result does, which is a query's, or one of KEYS, or a
+    multiple of 64 before: what TMA writes to must not begin before a tensor. A segment without any
+    has one past the end.
+    """
+    query_len, kv_len = sizes.query_len >> 1, sizes.kv_len >> 1
+    shift = 0 * kv_len
+    if BOTTOM_RIGHT:
+        shift = kv_len - query_len
+    if KEYS:
+        first = 0 - (gl.maximum(-shift, 0) + ROWS - 1) // ROWS * ROWS
+    else:
+        first = shift - (gl.maximum(shift, 0) + ROWS - 1) // ROWS * ROWS
+    places = gl.maximum(query_len + shift, kv_len) - first
+    chunks = (places + ROWS - 1) // ROWS
+    of_segment = (chunks + SEGMENTS - 1) // SEGMENTS
+    done = gl.program_id(0) % SEGMENTS * of_segment
+    return first + done * ROWS, gl.maximum(gl.minimum(chunks - done, of_segment), 1), shift
+
+
+@gluon.jit
+def keys_there(kept, sizes, batch):
+    """How many keys of a batch entry are there to be seen."""
+    count = sizes.kv_len >> 1
+    if kept.lengths is not None:
+        last = (sizes.batches >> 1) - 1
+        found = gl.load(kept.lengths + gl.minimum(batch, last))
+        count = gl.minimum(count, found.to(gl.int32))
+    return count
+
+
+# ---- states in memory --------------------------------------------------------------------------
+
+
+@gluon.jit
+def state_number(
+    sizes, batch, head, GROUP: gl.constexpr, SEGMENTS: gl.constexpr
+):  # fmt: skip
+    """Which state in memory a head's segment starts from."""
+    of_head = batch * ((sizes.heads >> 1) // GROUP) + head // GROUP
+    return wide(of_head) * SEGMENTS + gl.program_id(0) % SEGMENTS
+
+
+@gluon.jit
+def sums_at(
+    number, exists, block, channel, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Where 64 channels of keys times 64 of values are, in elements, and what of them exists; if
+    TRANSPOSED, the block is one of values, and the channels are those of keys."""
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    keys = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
+    values = channel + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
+    if TRANSPOSED:
+        keys, values = values, keys
+    inside = (keys < HEAD_DIM) & (values < VALUE_DIM) & exists
+    return number * (HEAD_DIM * VALUE_DIM) + (keys * VALUE_DIM + values), inside
+
+
+@gluon.jit
+def start_sums(
+    before, number, exists, channel, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    BLOCKS: gl.constexpr, TRANSPOSED: gl.constexpr = False,
+):  # fmt: skip
+    """Sums to add to: of nothing, or those that lie in memory."""
+    sums = ()
+    for block in gl.static_range(BLOCKS):
+        if before is None:
+            part = gl.zeros([BLOCK, BLOCK], gl.float32, mma_layout(BLOCK))
+        else:
+            place, inside = sums_at(
+                number, exists, block, channel, HEAD_DIM, VALUE_DIM, TRANSPOSED
+            )  # fmt: skip
+            part = gl.load(before.matrix + place, mask=inside, other=0.0)
+        sums = sums + (part,)  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def keep_sums(
+    after, sums, number, mine, channel, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    TRANSPOSED: gl.constexpr = False,
+):  # fmt: skip
+    """Write sums, if they are this partition's to write."""
+    for block in gl.static_range(len(sums)):
+        place, inside = sums_at(number, mine, block, channel, HEAD_DIM, VALUE_DIM, TRANSPOSED)
+        gl.store(after.matrix + place, sums[block], mask=inside)
+
+
+@gluon.jit
+def holds_spoilt(tile):
+    """Whether a tile holds NaN or inf anywhere, as one truth for the whole consumer."""
+    return gl.max((gl.sum(tile * 0.0, 1) != 0.0).to(gl.int32), 0) > 0
+
+
+@gluon.jit
+def keep_spoilt(
+    spoilt, sums, sizes, batch, head, exists, BLOCKS: gl.constexpr, TILES: gl.constexpr,
+    SEGMENTS: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Say whether NaN or inf got into the sums: rows before it may have it too (0 · NaN is NaN)."""
+    found = holds_spoilt(sums[0])
+    for block in gl.static_range(1, len(sums)):
+        found = found | holds_spoilt(sums[block])
+    segment = (batch * (sizes.heads >> 1) + head) * SEGMENTS + gl.program_id(0) % SEGMENTS
+    if BLOCKS == 2:
+        segment = segment * (2 * TILES) + 2 * tile_of_values(TILES, SEGMENTS) + WHICH
+    gl.store(spoilt + segment, found.to(gl.int32), mask=exists)

@@ -1,0 +1,299 @@
+"""Linear attention on Hopper, wide: heads of up to 256 channels, every pass by one kernel.
+
+The passes are those of `saccade.ops.linear_attention.triton.chunk_scan`, with its names for what
+stands where:
+
+    result_p = Σ_r (a_p · b_r + α_p β_r) · c_r         over rows r of this chunk that p sees
+             + a_p · Σ_r b_r c_rᵀ + α_p Σ_r β_r c_r    over rows r of the chunks visited before
+
+    pass          a           b           c           α, β        direction
+    output        φ(query)    φ(key)      value       –           forwards
+    grad_query    grad        value       φ(key)      −δ, 1       forwards
+    grad_key      value       grad        φ̂(query)    1, −δ       backwards
+    grad_value    φ(key)      φ̂(query)    grad        –           backwards
+
+A program computes 128 channels of the result: two consumers 64 each, whose state of all channels
+of b is half of their registers. Another partition loads rows, and maps them where they lie
+(features_d256.py). The state is narrowed in halves, which take turns in shared memory.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
+# has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from saccade.gpu.hopper.pipeline import (
+    as_operand,
+    fence_async_shared,
+    here,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from saccade.ops.attention.hopper.forward import mma_layout
+from saccade.ops.attention.hopper.softmax import ROWS
+from saccade.ops.linear_attention.hopper.backward_dq import derivative
+from saccade.ops.linear_attention.hopper.backward_rows import (
+    keys_seen,
+    place_of,
+    queries_seeing,
+    within,
+)
+from saccade.ops.linear_attention.hopper.features import narrowed, only
+from saccade.ops.linear_attention.hopper.features_d256 import map_inner, map_outer
+from saccade.ops.linear_attention.hopper.forward import row_of_output, store_output, store_totals
+from saccade.ops.linear_attention.hopper.program import (
+    BLOCK,
+    channel_of,
+    chunks_of,
+    head_of,
+    keep_spoilt,
+    keys_there,
+    state_number,
+    tile_of_values,
+)
+from saccade.ops.linear_attention.hopper.smem_d256 import FACTOR, MINUS_DELTA, make_wide_rings
+from saccade.ops.linear_attention.triton.finish import (
+    GRAD_KEY,
+    GRAD_QUERY,
+    GRAD_VALUE,
+    OUTPUT,
+    divisor_of,
+)
+
+MAPPER_WARPS = gl.constexpr(8)  # which load, too
+HALF = gl.constexpr(128)  # inner channels that are narrowed at once
+
+
+@gluon.jit(do_not_specialize=["eps"])
+def linear_wide(
+    a_desc, b_desc, c_desc, own_desc, result_desc, given, kept, before, after, sizes, eps,
+    A_SHARE: gl.constexpr, B_SHARE: gl.constexpr, C_SHARE: gl.constexpr,
+    OWN_SHARE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr, PASS: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    SCALE: gl.constexpr, NORMALIZE: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: 128 channels of all rows of a head, or of one segment of them.
+
+    own_desc: the rows that a gradient of features is of. given: RowNumbers, for gradients. before,
+    after: states (Sums) that the segment starts from and ends with, or None. So many (A_SHARE, …)
+    output heads share one of each operand, and of states (GROUP).
+    """
+    INNER: gl.constexpr = PASS == OUTPUT or PASS == GRAD_VALUE  # channels that are mapped
+    rings = make_wide_rings(a_desc, c_desc, own_desc, STAGES)
+    gl.warp_specialize(
+        [
+            (consume, (
+                own_desc, result_desc, kept, before, after, sizes, eps, rings, GROUP, HEAD_DIM,
+                VALUE_DIM, TILES, SEGMENTS, PASS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE,
+                NORMALIZE, 0,
+            )),
+            (consume, (
+                own_desc, result_desc, kept, before, after, sizes, eps, rings, GROUP, HEAD_DIM,
+                VALUE_DIM, TILES, SEGMENTS, PASS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE,
+                NORMALIZE, 1,
+            )),
+            (map_inner if INNER else map_outer, (
+                (a_desc, b_desc, c_desc, own_desc), given, kept, before, after, sizes, rings,
+                GROUP, HEAD_DIM, TILES, SEGMENTS, PASS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE,
+                NORMALIZE, (A_SHARE, B_SHARE, C_SHARE, OWN_SHARE),
+            )),
+        ],
+        [4, MAPPER_WARPS],
+        [CONSUMER_REGISTERS, MAPPER_REGISTERS],
+    )  # fmt: skip
+
+
+# ---- summing ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def consume(
+    own_desc, result_desc, kept, before, after, sizes, eps, rings,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, TILES: gl.constexpr,
+    SEGMENTS: gl.constexpr, PASS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr,
+    NORMALIZE: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Compute 64 channels of the result, chunk by chunk."""
+    BACKWARDS: gl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    batch, head = head_of(sizes, WHICH, 2, TILES, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, BACKWARDS)
+    number = state_number(sizes, batch, head, GROUP, SEGMENTS)
+    channel = channel_of(WHICH, 2, TILES, SEGMENTS)
+    there = batch < sizes.batches >> 1
+    num_keys = keys_there(kept, sizes, batch)
+    seen = keys_seen(num_keys)
+    if PASS == GRAD_QUERY:
+        seen = queries_seeing(sizes, shift, num_keys, there, STARTED)
+    sums = (
+        start_half(before, number, channel, 0, HEAD_DIM, VALUE_DIM, PASS),
+        start_half(before, number, channel, 1, HEAD_DIM, VALUE_DIM, PASS),
+    )
+    narrow_half(sums[0], rings, WHICH, 0 * chunks)
+    unit = batch * (sizes.heads >> 1) + head
+    mine = there & (tile_of_values(TILES, SEGMENTS) == 0)
+    for turn in range(0, chunks):
+        place = place_of(first, chunks, turn, BACKWARDS)
+        row = place
+        if not BACKWARDS:
+            row = place - shift
+        sums, found, number_of_row = fold_chunk(sums, rings, turn, PASS, NORMALIZE, WHICH)
+        rings.a.release(turn)  # and with it b and c
+        if PASS == OUTPUT:
+            if NORMALIZE != "none":
+                divisor = divisor_of(number_of_row, eps, NORMALIZE)
+                found = found * gl.where(divisor == 0, 0.0, 1.0 / divisor)[:, None]
+            done = found.to(result_desc.dtype)
+        else:
+            if PASS == GRAD_QUERY:
+                found = found * number_of_row[:, None]
+            if own_desc is not None:
+                rings.own.wait(turn)
+                rows = rings.own.tile_of(turn, WHICH).load(LAYOUT).to(gl.float32)
+                found = found * derivative(rows, FEATURE_MAP)
+                rings.own.release_loaded(turn)
+            done = only(found.to(result_desc.dtype), within(seen, place, gl.SliceLayout(1, LAYOUT)))
+        at = row_of_output(sizes, batch, head, row, channel)
+        store_output(result_desc, rings, at, done, turn, WHICH)
+        if PASS == OUTPUT and NORMALIZE != "none" and WHICH == 0:  # under the next products
+            store_totals(kept.normaliser, sizes, unit, row, mine, number_of_row)
+    keep_spoilt(kept.spoilt, sums, sizes, batch, head, there, 2, TILES, SEGMENTS, WHICH)
+    if after is not None:
+        mine = there & (head % GROUP == 0)
+        for half in gl.static_range(2):
+            place, inside = half_at(number, channel, half, HEAD_DIM, VALUE_DIM, PASS)
+            gl.store(after.matrix + place, sums[half], mask=inside & mine)
+    wait_for_stores()
+
+
+@gluon.jit
+def fold_chunk(
+    sums, rings, turn, PASS: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    """The sums with a chunk added, their first half narrowed; what its rows find; their totals, or
+    what multiplies them at last. Nothing else of the chunk is needed then.
+
+    In registers scores have become weights before anything is found. A half is narrowed when no
+    product reads the other one any more, and before one adds to it.
+    """
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    nothing = gl.zeros([ROWS, BLOCK], gl.float32, LAYOUT)
+    origin = here(turn - turn)
+    rings.wait_for_mapped(turn)
+    a, b = rings.a.at(turn), rings.b.at(turn)
+    c = rings.c.at(turn).slice(WHICH * BLOCK, BLOCK, dim=1)
+    memory = rings.narrowed.index(origin + WHICH)
+    scores = warpgroup_mma(a, b.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    one = warpgroup_mma(c.permute((1, 0)), b.slice(0, HALF, dim=1), sums[0], is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    weights, number_of_row = weights_of(scores, rings, turn, PASS, NORMALIZE)
+    found = found_at_first(rings, turn, PASS, NORMALIZE, WHICH)
+    found = warpgroup_mma(
+        a.slice(0, HALF, dim=1), memory.permute((1, 0)), found,
+        use_acc=PASS != OUTPUT and PASS != GRAD_VALUE, is_async=True,
+    )  # fmt: skip
+    found = warpgroup_mma(weights, c, found, is_async=True)
+    found, one = warpgroup_mma_wait(0, deps=[found, one])
+    narrow_half(sums[1], rings, WHICH, origin)
+    found = warpgroup_mma(a.slice(HALF, HALF, dim=1), memory.permute((1, 0)), found, is_async=True)
+    two = warpgroup_mma(c.permute((1, 0)), b.slice(HALF, HALF, dim=1), sums[1], is_async=True)
+    found = warpgroup_mma_wait(1, deps=[found])
+    narrow_half(one, rings, WHICH, origin)
+    two = warpgroup_mma_wait(0, deps=[two])
+    return (one, two), found, number_of_row
+
+
+@gluon.jit
+def weights_of(scores, rings, turn, PASS: gl.constexpr, NORMALIZE: gl.constexpr):
+    """Scores as weights, 0 where a row does not see another one; and a number of each row: of the
+    output its sum of scores, of grad_query the factor."""
+    BACKWARDS: gl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    if NORMALIZE != "none":
+        if PASS == GRAD_QUERY:
+            minus_delta = rings.numbers_of(turn, MINUS_DELTA).load(gl.SliceLayout(1, LAYOUT))
+            scores = scores + minus_delta[:, None]
+        elif PASS == GRAD_KEY:
+            minus_delta = rings.numbers_of(turn, MINUS_DELTA).load(gl.SliceLayout(0, LAYOUT))
+            scores = scores + minus_delta[None, :]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
+    if BACKWARDS:
+        scores = gl.where(row <= column, scores, 0.0)
+    else:
+        scores = gl.where(row >= column, scores, 0.0)
+    number_of_row = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+    if PASS == OUTPUT and NORMALIZE != "none":
+        number_of_row = gl.sum(scores, 1)
+        for which in gl.static_range(4):
+            number_of_row += rings.part_of(turn, which).load(gl.SliceLayout(1, LAYOUT))
+    elif PASS == GRAD_QUERY:
+        number_of_row = rings.numbers_of(turn, FACTOR).load(gl.SliceLayout(1, LAYOUT))
+    return as_operand(narrowed(scores), gl.bfloat16, LAYOUT), number_of_row
+
+
+@gluon.jit
+def found_at_first(
+    rings, turn, PASS: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    """What rows find without a product: α times the sum of β times rows of c visited before."""
+    LAYOUT: gl.constexpr = mma_layout(BLOCK)
+    found = gl.zeros([ROWS, BLOCK], gl.float32, LAYOUT)
+    if PASS == GRAD_KEY or (PASS == GRAD_QUERY and NORMALIZE != "none"):
+        vector = rings.sum_of(turn).slice(WHICH * BLOCK, BLOCK, dim=0)
+        vector = vector.load(gl.SliceLayout(0, LAYOUT))[None, :]
+        if PASS == GRAD_QUERY:
+            minus_delta = rings.numbers_of(turn, MINUS_DELTA).load(gl.SliceLayout(1, LAYOUT))
+            found = found + minus_delta[:, None] * vector
+        else:
+            found = found + vector
+    return found
+
+
+@gluon.jit
+def narrow_half(sums, rings, WHICH: gl.constexpr, origin):
+    """Put half of the sums where products find them. origin: 0."""
+    memory = rings.narrowed.index(origin + WHICH)
+    memory.store(sums.to(memory.dtype))
+    fence_async_shared()
+
+
+# ---- states in memory ---------------------------------------------------------------------------
+
+
+@gluon.jit
+def half_at(
+    number, channel, half, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PASS: gl.constexpr
+):  # fmt: skip
+    """Where 64 channels of c times half of those of b are, in elements, and what of them exists."""
+    LAYOUT: gl.constexpr = mma_layout(HALF)
+    outer = channel + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
+    inner = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
+    keys, values = inner, outer
+    if PASS == GRAD_QUERY or PASS == GRAD_KEY:  # noqa: SIM109 (a constexpr is in no tuple)
+        keys, values = outer, inner
+    inside = (keys < HEAD_DIM) & (values < VALUE_DIM)
+    return number * (HEAD_DIM * VALUE_DIM) + (keys * VALUE_DIM + values), inside
+
+
+@gluon.jit
+def start_half(
+    before, number, channel, half, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    PASS: gl.constexpr,
+):  # fmt: skip
+    """Half of the sums to add to: of nothing, or those that lie in memory."""
+    sums = gl.zeros([BLOCK, HALF], gl.float32, mma_layout(HALF))
+    if before is not None:
+        place, inside = half_at(number, channel, half, HEAD_DIM, VALUE_DIM, PASS)
+        sums = gl.load(before.matrix + place, mask=inside, other=0.0)
+    return sums

@@ -1,0 +1,234 @@
+"""Rings of linear attention: what the roles of its kernels share in shared memory.
+
+Heads of more than 128 channels have others (smem_d256.py).
+"""
+
+# Triton's language has no types that a checker follows.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from saccade.gpu.hopper.pipeline import (
+    Ring,
+    fence_async_shared,
+    in_stages,
+    make_barriers,
+    make_ring_in,
+    mbarrier,
+    settle,
+)
+
+
+@aggregate
+class LinearRings:
+    """All that producer and consumers of linear attention share; a stage is two tiles.
+
+    Queries and keys are mapped where they lie; that they are, and that totals stand beside them,
+    is what `mapped` says. Who releases keys releases queries and values with them."""
+
+    queries: Ring
+    keys: Ring
+    values: Ring
+    mapped: gl.shared_memory_descriptor  # a barrier for each stage of keys
+    totals: gl.shared_memory_descriptor  # [2 · stages, rows]
+    narrowed: gl.shared_memory_descriptor  # sums: a tile for each consumer and block of keys
+    outputs: gl.shared_memory_descriptor  # a tile for each stage and consumer
+
+    @gluon.constexpr_function
+    def __init__(self, queries, keys, values, mapped, totals, narrowed, outputs):
+        self.queries = queries
+        self.keys = keys
+        self.values = values
+        self.mapped = mapped
+        self.totals = totals
+        self.narrowed = narrowed
+        self.outputs = outputs
+
+    @gluon.jit
+    def say_mapped(self, turn):
+        """One partition has mapped its part of a turn's queries and keys."""
+        fence_async_shared()
+        mbarrier.arrive(self.mapped.index(self.keys.stage(turn)), count=1)
+
+    @gluon.jit
+    def wait_for_mapped(self, turn):
+        """Wait until all of a turn's queries and keys are mapped."""
+        mbarrier.wait(self.mapped.index(self.keys.stage(turn)), self.keys.round(turn) & 1)
+
+    @gluon.jit
+    def totals_of(self, turn, which):
+        """Where a turn's totals are that one of the mappers found."""
+        return self.totals.index(2 * self.keys.stage(turn) + which)
+
+
+@gluon.jit
+def make_linear_rings(
+    desc, BLOCKS: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr
+):  # fmt: skip
+    """Shared memory of a program of linear attention, whose consumers are two.
+
+    Without OUTPUT_STAGES there are neither outputs nor queries; others stand in for them.
+    """
+    # Tiles are matrices here: what was reshaped can be multiplied and moved, but not loaded.
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    TILE: gl.constexpr = [ROWS, desc.block_type.shape[3]]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype)
+    keys = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 2, 1)
+    values = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 0, 1)
+    mapped = make_barriers(STAGES, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], PLAIN)
+    narrowed = gl.allocate_shared_memory(desc.dtype, in_stages(2 * BLOCKS, TILE), LAYOUT)
+    queries, outputs = keys, narrowed
+    if OUTPUT_STAGES > 0:
+        queries = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 0, 1)
+        outputs = gl.allocate_shared_memory(desc.dtype, in_stages(2 * OUTPUT_STAGES, TILE), LAYOUT)
+    settle()
+    return LinearRings(queries, keys, values, mapped, totals, narrowed, outputs)
+
+
+@aggregate
+class SweepRings:
+    """All that producer, mappers and consumers share in the backward pass of linear attention.
+
+    A stage is two tiles of each kind of rows. Queries and keys are mapped where they lie; that they
+    are, and that numbers stand beside them, is what `mapped` says."""
+
+    tiles: Ring
+    mapped: gl.shared_memory_descriptor  # a barrier for each stage
+    shared: gl.shared_memory_descriptor  # two barriers: consumers wrote their sums, and read all
+    numbers: gl.shared_memory_descriptor  # for each stage and mapper, 64 of each of five kinds
+    parts: gl.shared_memory_descriptor  # for two turns and each block, 64 numbers of two kinds
+    narrowed: gl.shared_memory_descriptor  # sums: a tile for each consumer and block of them
+    outputs: gl.shared_memory_descriptor  # a tile for each stage and consumer
+    scratch: gl.shared_memory_descriptor  # for each mapper, sums of its threads' own rows
+    thin: gl.shared_memory_descriptor  # eight columns each: see elu_correction.py
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, mapped, shared, numbers, parts, narrowed, outputs, scratch, thin):
+        self.tiles = tiles
+        self.mapped = mapped
+        self.shared = shared
+        self.numbers = numbers
+        self.parts = parts
+        self.narrowed = narrowed
+        self.outputs = outputs
+        self.scratch = scratch
+        self.thin = thin
+
+    @gluon.jit
+    def tile_of(self, turn, what, block):
+        """A tile of a turn."""
+        return self.tiles.tile_of(turn, 2 * what + block)
+
+    @gluon.jit
+    def say_mapped(self, turn):
+        """One partition has mapped its part of a turn."""
+        fence_async_shared()
+        mbarrier.arrive(self.mapped.index(self.tiles.stage(turn)), count=1)
+
+    @gluon.jit
+    def wait_for_mapped(self, turn):
+        """Wait until all of a turn is there, and mapped."""
+        self.tiles.wait(turn)
+        mbarrier.wait(self.mapped.index(self.tiles.stage(turn)), self.tiles.round(turn) & 1)
+
+    @gluon.jit
+    def say_written(self, turn):
+        """One consumer has written what both read in a turn."""
+        mbarrier.arrive(self.shared.index(turn * 0), count=1)
+
+    @gluon.jit
+    def wait_for_written(self, turn):
+        """Wait until both have."""
+        mbarrier.wait(self.shared.index(turn * 0), turn & 1)
+
+    @gluon.jit
+    def say_read(self, turn):
+        """One consumer needs the sums of a turn no more."""
+        mbarrier.arrive(self.shared.index(turn * 0 + 1), count=1)
+
+    @gluon.jit
+    def wait_for_read(self, turn):
+        """Wait until neither does."""
+        mbarrier.wait(self.shared.index(turn * 0 + 1), turn & 1)
+
+    @gluon.jit
+    def meet(self, turn):
+        """Wait until both mappers have come here, which they do once."""
+        mbarrier.arrive(self.shared.index(turn * 0 + 2), count=1)
+        mbarrier.wait(self.shared.index(turn * 0 + 2), turn * 0)
+
+    @gluon.jit
+    def numbers_of(self, turn, which, kind):
+        """Where a turn's numbers of one kind are that one of the mappers put there."""
+        return self.numbers.index(6 * (2 * self.tiles.stage(turn) + which) + kind)
+
+    @gluon.jit
+    def parts_of(self, turn, which, kind):
+        """Where a turn's numbers of one kind are that one of the consumers put there. Who puts
+        those of the next turn but one there has waited for the other's of the turn between, which
+        were written when this turn's had been read."""
+        return self.parts.index(4 * (turn & 1) + 2 * which + kind)
+
+    @gluon.jit
+    def line_of(self, which):
+        """Where a mapper puts G."""
+        return self.thin.index(which)
+
+    @gluon.jit
+    def ones_of(self, which, block):
+        """Where a consumer has its ones."""
+        return self.thin.index(2 + 2 * which + block)
+
+    @gluon.jit
+    def factors_of(self, which):
+        """Where a mapper puts a chunk's factors."""
+        return self.thin.index(6 + which)
+
+    @gluon.jit
+    def wait_for_end(self, turn):
+        """Wait until both mappers have said that all turns before this one are mapped."""
+        mbarrier.wait(self.mapped.index(self.tiles.stage(turn)), self.tiles.round(turn) & 1)
+
+
+@gluon.jit
+def make_sweep_rings(
+    desc, KINDS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUT_STAGES: gl.constexpr, ONES: gl.constexpr = False,
+):  # fmt: skip
+    """Shared memory of a program of that pass, for so many kinds of rows.
+
+    Without OUTPUT_STAGES there are no outputs, and without ONES no thin tiles; others stand in for
+    them.
+    """
+    # Tiles are matrices here: what was reshaped can be multiplied and moved, but not loaded.
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    TILE: gl.constexpr = [ROWS, desc.block_type.shape[3]]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype)
+    tiles = make_ring_in(desc.dtype, in_stages(2 * KINDS * STAGES, TILE), LAYOUT, STAGES, 2, 1)
+    mapped = make_barriers(STAGES, 2)
+    shared = mapped
+    if OUTPUT_STAGES > 0:
+        shared = make_barriers(3, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.float32, [12 * STAGES, ROWS], PLAIN)
+    parts = gl.allocate_shared_memory(gl.float32, [8, ROWS], PLAIN)
+    narrowed = gl.allocate_shared_memory(desc.dtype, in_stages(2 * BLOCKS, TILE), LAYOUT)
+    outputs = narrowed
+    if OUTPUT_STAGES > 0:
+        outputs = gl.allocate_shared_memory(desc.dtype, in_stages(2 * OUTPUT_STAGES, TILE), LAYOUT)
+    scratch = gl.allocate_shared_memory(
+        gl.float32, [2, ROWS // 4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    thin = narrowed
+    if ONES:
+        THIN: gl.constexpr = [8, ROWS]
+        THIN_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(THIN, desc.dtype)
+        thin = gl.allocate_shared_memory(desc.dtype, in_stages(8, THIN), THIN_LAYOUT)
+    settle()
+    return SweepRings(tiles, mapped, shared, numbers, parts, narrowed, outputs, scratch, thin)

@@ -1,0 +1,235 @@
+"""Linear attention, the sweep: chunk by chunk along the rows, with the running state in registers.
+
+Every pass over a call has this one form, for rows p of one side and rows r of the other:
+
+    result_p = Σ_r (a_p · b_r + α_p β_r) · fade(p, r) · c_r
+
+The sum over rows of earlier chunks is kept as a state, of b_r and c_r; pairs within a chunk are
+multiplied out. Queries and keys are numbered by *place*: key row n has place n, a query row has
+the place of the last key that it sees. The four passes are
+
+    pass          a           b           c           α, β        direction
+    output        φ(query)    φ(key)      value       –           forwards
+    grad_query    grad        value       φ(key)      −δ, 1       forwards
+    grad_key      value       grad        φ̂(query)    1, −δ       backwards
+    grad_value    φ(key)      φ̂(query)    grad        –           backwards
+
+with φ̂(query) = φ(query) / divisor and δ = (grad · output) · ∂divisor/∂total: gradients are those of
+plain products with values [value, 1]. The divisor goes with the features, and last of all with
+grad_query, so that values and their gradients are everywhere multiplied as they lie in memory.
+
+The state is held as [values, keys], channels of each: whichever of b and c is plain stands on the
+left of its product, where Triton cannot take what was computed and then transposed. A program
+computes one tile of the result's channels.
+
+Source: Katharopoulos et al. 2020, sections 3.2 and 3.3; chunks as in Hua et al. 2022, section 3.3;
+decay as in RetNet (Sun et al. 2023), equations 5 to 7.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.gpu.features import load_features, load_number, narrow
+from saccade.gpu.tensor_view import any_spoilt, pad_rows, wide
+from saccade.ops.linear_attention.triton.chunk import add_others, times_sums, total_of
+from saccade.ops.linear_attention.triton.finish import (
+    GRAD_QUERY,
+    GRAD_VALUE,
+    OUTPUT,
+    load_own,
+    store_result,
+)
+from saccade.ops.linear_attention.triton.positions import (
+    bounds_of,
+    faded_until,
+    fades_of,
+    keep_sums,
+    keys_at,
+    queries_at,
+    start_sums,
+    state_of,
+)
+
+
+@triton.jit
+def linear_sweep(
+    a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, after,
+    A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
+    THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    INNER: tl.constexpr, INNER_WIDTH: tl.constexpr, OUTER: tl.constexpr, OUTER_TILE: tl.constexpr,
+    TILES: tl.constexpr, CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of channels of all rows of a head, or of one segment of them.
+
+    factors, minus_delta: Views of 1 / divisor and −δ where a pass has them. numbers: a View of one
+    number for each row, written if NUMBERS: sums of scores with the output, and with a gradient its
+    dot product with the features, for each tile of channels. through: the rows that a gradient is
+    of (Operand). before, after: states (Sums) that the segment starts from and ends with. Without
+    CAUSAL every row reads the state before, in which all rows of the other side are.
+    """
+    BACKWARDS: tl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
+    AUGMENTED: tl.constexpr = PASS != OUTPUT and PASS != GRAD_VALUE
+    HEADS: tl.constexpr = STATE_HEADS if BACKWARDS else STATE_HEADS * GROUP
+    program = tl.program_id(0)
+    tile, segment = program % TILES, (program // TILES) % SEGMENTS
+    head = (program // (TILES * SEGMENTS)) % HEADS
+    batch = program // (TILES * SEGMENTS * HEADS)
+    state_head = head if BACKWARDS else head // GROUP
+    bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
+    pad_rows(result, 0.0, OUTER, OUTER_TILE)
+    if NUMBERS and PASS == OUTPUT:
+        pad_rows(numbers, 0.0, 1, 1)
+    inner, outer = tl.arange(0, INNER_WIDTH), tile * OUTER_TILE + tl.arange(0, OUTER_TILE)
+    at = (batch, head, state_head, tile)
+
+    number = (wide(state_of(sequence, batch)) * STATE_HEADS + state_head) * SEGMENTS + segment
+    keys, values, KEYS, VALUES = inner, outer, INNER, OUTER
+    if AUGMENTED:
+        keys, values, KEYS, VALUES = outer, inner, OUTER, INNER
+    state = start_sums(before, number, keys, values, KEYS, VALUES, BEFORE)
+    chunks = tl.cdiv(bounds[5], CHUNK)
+    of_segment = tl.cdiv(chunks, SEGMENTS)
+    num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
+    for index in range(0, num_chunks):
+        chunk = segment * of_segment + (num_chunks - 1 - index if BACKWARDS else index)
+        state = visit(
+            a, b, c, factors, minus_delta, result, numbers, through, eps, sequence,
+            (at, bounds, bounds[4] + chunk * CHUNK, inner, outer), state,
+            A_SHARE, B_SHARE, C_SHARE, THROUGH_SHARE, GROUP, INNER, OUTER, CHUNK,
+            PASS, CAUSAL, STARTED, NORMALIZE, PRECISION, NUMBERS, False,
+        )  # fmt: skip
+    if CAUSAL and any_spoilt(state[0]):
+        # NaN or inf: within its chunk it may have reached rows that do not see it. With care again.
+        state = start_sums(before, number, keys, values, KEYS, VALUES, BEFORE)
+        for index in tl.range(0, num_chunks, num_stages=1):
+            chunk = segment * of_segment + (num_chunks - 1 - index if BACKWARDS else index)
+            state = visit(
+                a, b, c, factors, minus_delta, result, numbers, through, eps, sequence,
+                (at, bounds, bounds[4] + chunk * CHUNK, inner, outer), state,
+                A_SHARE, B_SHARE, C_SHARE, THROUGH_SHARE, GROUP, INNER, OUTER, CHUNK,
+                PASS, CAUSAL, STARTED, NORMALIZE, PRECISION, NUMBERS, True,
+            )  # fmt: skip
+    if AFTER:
+        mine = (head % GROUP == 0) | BACKWARDS
+        keep_sums(after, number, keys, values, state[0], state[1], mine, KEYS, VALUES)
+
+
+@triton.jit
+def visit(
+    a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, place, state,
+    A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
+    THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
+    CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr, STARTED: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, NUMBERS: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Store the results of one chunk; the state with the chunk added to it.
+
+    place: (which heads and tile, the sequence's bounds, the first place of the chunk, channels).
+    """
+    BACKWARDS: tl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
+    AUGMENTED: tl.constexpr = PASS != OUTPUT and PASS != GRAD_VALUE
+    FADED: tl.constexpr = sequence.faded is not None
+    COUNTED: tl.constexpr = PASS == OUTPUT and factors is not None
+    at, bounds, start, inner, outer = place
+    batch, head, state_head, tile = at
+    matrix, vector = state
+    places = start + tl.arange(0, CHUNK)
+    common = head * GROUP if BACKWARDS else head  # the first output head that is concerned
+    if BACKWARDS:
+        first, others_first = start, start - bounds[0]
+        _, exist, seen = keys_at(bounds, places)
+        _, _, others_seen = queries_at(bounds, places, STARTED, CAUSAL)
+    else:
+        first, others_first = start - bounds[0], start
+        _, exist, seen = queries_at(bounds, places, STARTED, CAUSAL)
+        _, _, others_seen = keys_at(bounds, places)
+    own = 0.0, 1.0
+    if AUGMENTED:  # asked for early, as nothing hides how long it takes
+        own = load_own(
+            through, factors, batch, common, first, seen, outer, THROUGH_SHARE, OUTER,
+            PASS == GRAD_QUERY and NORMALIZE != "none",
+        )  # fmt: skip
+    fade = others_seen.to(tl.float32)
+    if FADED:
+        until, whole = fades_of(sequence, batch, state_head, start, CHUNK)
+        fade = tl.exp(until if BACKWARDS else whole - until)
+    # Later rows read the state before the chunk, which is narrowed before the chunk is added.
+    narrowed, factor = narrow(matrix, b.rows.ptr.dtype.element_ty, 0 if AUGMENTED else 1)
+    if CAUSAL:
+        if FADED:
+            state = matrix * tl.exp(whole), vector * tl.exp(whole)
+        state, others = add_others(
+            b, c, factors, minus_delta, batch, common, others_first, others_seen, fade, inner,
+            outer, state, B_SHARE, C_SHARE, INNER, OUTER, PASS, NORMALIZE, PRECISION, FADED,
+            CAREFUL,
+        )  # fmt: skip
+    a_wide = load_features(
+        a, factors, batch, common, first, seen, inner, A_SHARE, INNER, False, False
+    )
+    total = tl.zeros([CHUNK], tl.float32)
+    if PASS == OUTPUT:
+        total = total_of(factors, a_wide, vector, batch, common, first, seen)
+    a_tile = a_wide.to(a.rows.ptr.dtype.element_ty)
+    extra = seen.to(tl.float32)
+    if AUGMENTED:
+        found = tl.dot(a_tile, narrowed, input_precision=PRECISION) * factor
+        if PASS == GRAD_QUERY:
+            extra = load_number(minus_delta, batch, common, first + tl.arange(0, CHUNK), seen)
+        found += extra[:, None] * vector[None, :]
+    else:
+        found = times_sums(a_tile, narrowed, factor, PRECISION)
+    if FADED:
+        if CAUSAL:
+            left = tl.exp(whole - until if BACKWARDS else until)
+            found = found * left[:, None]
+            if not COUNTED:
+                total = total * left
+        elif BACKWARDS:  # as far as a key has faded when rows see it: at the end
+            end = faded_until(sequence, batch, state_head, bounds[2])
+            left = tl.exp((end - faded_until(sequence, batch, state_head, places)).to(tl.float32))
+            found = found * left[:, None]
+    if CAUSAL:
+        meet = places[None, :] <= places[:, None]
+        if BACKWARDS:
+            meet = places[None, :] >= places[:, None]
+        for member in tl.static_range(GROUP if BACKWARDS else 1):
+            if member > 0:
+                state, others = add_others(
+                    b, c, factors, minus_delta, batch, common + member, others_first, others_seen,
+                    fade, inner, outer, state, B_SHARE, C_SHARE, INNER, OUTER, PASS, NORMALIZE,
+                    PRECISION, FADED, CAREFUL,
+                )  # fmt: skip
+            plain, features, unit, other_extra, spoilt = others
+            if AUGMENTED:
+                scores = tl.dot(a_tile, plain, input_precision=PRECISION)
+                scores += extra[:, None] * other_extra[None, :]
+            else:
+                scores = tl.dot(a_tile, tl.trans(features), input_precision=PRECISION) * unit
+            if FADED:
+                gap = until[:, None] - until[None, :]
+                gap = -gap if BACKWARDS else gap
+                scores *= tl.exp(tl.minimum(gap, 0.0))
+            if CAREFUL:
+                scores = tl.where(spoilt[None, :], float("nan"), scores)
+            scores = tl.where(meet, scores, 0.0)
+            if PASS == OUTPUT and not COUNTED:
+                total += tl.sum(scores, 1)
+            scores, factor = narrow(scores, plain.dtype, 1)
+            if AUGMENTED:
+                found += tl.dot(scores, features, input_precision=PRECISION) * (factor * unit)
+            else:
+                found += tl.dot(scores, tl.trans(plain), input_precision=PRECISION) * factor
+    store_result(
+        result, numbers, through, own, eps, (batch, head, tile), first, exist, seen, outer, found,
+        total, OUTER, PASS, NORMALIZE, NUMBERS,
+    )  # fmt: skip
+    return state

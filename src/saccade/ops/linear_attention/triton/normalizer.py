@@ -1,0 +1,143 @@
+"""Linear attention, counting: each row's sum of scores, the sum of all keys, and all features.
+
+    total_p = φ(query_p) · Σ_r fade(p, r) φ(key_r)
+
+A sweep of the output takes these sums along, and maps rows where it multiplies them. But each tile
+of channels has a program of its own, and with many tiles all that would be done as often as there
+are tiles.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.gpu.features import load_features, where_also
+from saccade.gpu.kernel_args import there_are
+from saccade.gpu.launcher import Pointer, next_width
+from saccade.gpu.tensor_view import pad_rows, row_pointers, tile_pointers, wide
+from saccade.ops.linear_attention.triton.configs import counting
+from saccade.ops.linear_attention.triton.given import State
+from saccade.ops.linear_attention.triton.passes import Passes
+from saccade.ops.linear_attention.triton.positions import bounds_of, fades_of, keys_at, queries_at
+
+MANY_TILES = 4  # whose sums cost more than a pass of their own
+
+
+def counts_first(passes: Passes) -> bool:
+    """Whether sums of scores are taken before the output, once for all tiles of its channels."""
+    variant = passes.kind.variant
+    wanted = variant.causal and variant.normalize != "none"
+    return wanted and passes.tiles(passes.kind.value_dim) >= MANY_TILES
+
+
+def count(
+    passes: Passes, totals: Tensor, before: State | None, after: State | None, segments: int
+) -> tuple[Tensor, Tensor]:
+    """Write each row's sum of scores and, into the last states, the sum of keys.
+
+    Features of queries and of keys come back: the rows themselves where nothing maps them.
+    """
+    kind, (query, key) = passes.kind, passes.inputs[:2]
+    mapped = query, key
+    if maps := kind.variant.feature_map != "identity" or kind.variant.scale != 1.0:
+        mapped = query.new_empty(query.shape), key.new_empty(key.shape)
+    launch = passes.launch(
+        linear_count,
+        ("count", segments, before is None, after is None, *(rows.stride() for rows in mapped)),
+        counting(kind.config),
+        QUERY_SHARE=passes.share(kind.query_heads),
+        KEY_SHARE=passes.share(kind.key_heads),
+        SEGMENTS=segments,
+        INNER=kind.head_dim,
+        INNER_WIDTH=next_width(kind.head_dim),
+        OF_SEGMENTS=kind.config.chunk,
+        MAPS=maps,
+    )
+    ends = None if before is None else before[1], None if after is None else after[1]
+
+    def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        rows = passes.queries(pointer), passes.keys(pointer), passes.per_row(pointer, totals)
+        into = passes.query_side(pointer, mapped[0]), passes.key_side(pointer, mapped[1])
+        sums = (None if end is None else pointer(end) for end in ends)
+        return (*rows, *into, passes.sequence(pointer), *sums)
+
+    tensors = (*passes.known(), totals, *mapped, *there_are(ends))
+    launch(kind.sequences * kind.heads * segments, kind.device, tensors, arguments)
+    return mapped
+
+
+@triton.jit
+def linear_count(
+    query, key, totals, mapped_query, mapped_key, sequence,
+    before, after,  # addresses of sums of keys
+    QUERY_SHARE: tl.constexpr, KEY_SHARE: tl.constexpr, GROUP: tl.constexpr,
+    STATE_HEADS: tl.constexpr, SEGMENTS: tl.constexpr, INNER: tl.constexpr,
+    INNER_WIDTH: tl.constexpr, CHUNK: tl.constexpr, OF_SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, STARTED: tl.constexpr, PRECISION: tl.constexpr,
+    MAPS: tl.constexpr,
+):  # fmt: skip
+    """One program: all rows of a head, or of one segment of them, cut for chunks of OF_SEGMENTS."""
+    program = tl.program_id(0)
+    segment, head = program % SEGMENTS, (program // SEGMENTS) % (STATE_HEADS * GROUP)
+    batch = program // (SEGMENTS * STATE_HEADS * GROUP)
+    bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
+    pad_rows(totals, 0.0, 1, 1)
+    inner = tl.arange(0, INNER_WIDTH)
+    number = (wide(batch) * STATE_HEADS + head // GROUP) * SEGMENTS + segment
+    vector = tl.zeros([INNER_WIDTH], tl.float32)
+    if before is not None:
+        vector += tl.load(before + number * INNER + inner, mask=inner < INNER, other=0.0)
+    chunks = tl.cdiv(bounds[5], CHUNK)
+    of_segment = tl.cdiv(tl.cdiv(bounds[5], OF_SEGMENTS), SEGMENTS) * (OF_SEGMENTS // CHUNK)
+    num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
+    for index in range(0, num_chunks):
+        start = bounds[4] + (segment * of_segment + index) * CHUNK
+        places = start + tl.arange(0, CHUNK)
+        rows, exist, seen = queries_at(bounds, places, STARTED, CAUSAL)
+        _, keys_exist, keys_seen = keys_at(bounds, places)
+        asked = load_features(
+            query, None, batch, head, start - bounds[0], seen, inner, QUERY_SHARE, INNER,
+            False, False,
+        )  # fmt: skip
+        total = tl.sum(asked.to(tl.float32) * vector[None, :], 1)
+        features = load_features(
+            key, None, batch, head, start, keys_seen, inner, KEY_SHARE, INNER, False, False
+        )
+        element: tl.constexpr = key.rows.ptr.dtype.element_ty
+        if MAPS:
+            mine, first = where_also(exist, head % QUERY_SHARE == 0), start - bounds[0]
+            store_rows(mapped_query, batch, head // QUERY_SHARE, first, mine, inner, asked, INNER)
+            mine = where_also(keys_exist, head % KEY_SHARE == 0)
+            store_rows(mapped_key, batch, head // KEY_SHARE, start, mine, inner, features, INNER)
+        faded = features.to(tl.float32)
+        if sequence.faded is not None:
+            until, whole = fades_of(sequence, batch, head // GROUP, start, CHUNK)
+            total *= tl.exp(until)
+            vector, faded = vector * tl.exp(whole), faded * tl.exp(whole - until)[:, None]
+        vector += tl.sum(faded, 0)
+        scores = tl.dot(
+            asked.to(element), tl.trans(features.to(element)), input_precision=PRECISION
+        )
+        if sequence.faded is not None:
+            scores *= tl.exp(tl.minimum(until[:, None] - until[None, :], 0.0))
+        total += tl.sum(tl.where(places[None, :] <= places[:, None], scores, 0.0), 1)
+        at = row_pointers(totals, batch, head, rows, 0)
+        tl.store(at, tl.where(seen, total, 0.0), mask=exist)
+    if after is not None:
+        mine = where_also(inner < INNER, head % GROUP == 0)
+        tl.store(after + number * INNER + inner, vector, mask=mine)
+
+
+@triton.jit
+def store_rows(rows, batch, head, first, mine, channels, features, DIM: tl.constexpr):
+    """Store adjacent rows from `first` on, where they are this program's."""
+    pointers = tile_pointers(rows, batch, head, first, channels[None, :], mine.shape[0], True)
+    inside = mine[:, None] & (channels < DIM)[None, :]
+    tl.store(pointers, features.to(rows.ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,148 @@
+"""Places: where the rows of a call of linear attention meet, and where its states lie in memory.
+
+Key row n has place n, a query row has the place of the last key that it sees. A query before the
+first key has a negative place, one behind the last key (aligned at the top left) a larger one.
+"""
+
+# Triton's own annotations make its functions look as if they never returned.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from saccade.gpu.features import where_also
+from saccade.gpu.packing import offset
+from saccade.gpu.tensor_view import ADDED, num_rows, wide
+
+
+class Sequence(NamedTuple):
+    """Where rows meet: both sides as Views, and how far keys go."""
+
+    queries: Any
+    keys: Any
+    lengths: Any  # int64 [batch] in memory, or None
+    faded: (
+        Any  # float64 sums of decay before each key row: (address, batch step, head step), or None
+    )
+    offsets: Any  # where packed sequences start in `faded`, or None
+    slots: Any  # int64 [batch]: where each sequence's state lies; None: in order
+    num_states: Any  # ADDED; None where slots are
+
+
+class Sums(NamedTuple):
+    """States in memory: [sequences, heads, segments, head_dim, value_dim] and a vector of each."""
+
+    matrix: Any
+    vector: Any
+
+
+# ---- places ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def bounds_of(sequence, batch, BOTTOM_RIGHT: tl.constexpr):
+    """A sequence in places: that of the first query row; how many query rows, key rows, and keys
+    that are there; the first place, and how many there are."""
+    query_len, kv_len = num_rows(sequence.queries, batch), num_rows(sequence.keys, batch)
+    shift = kv_len - query_len if BOTTOM_RIGHT else 0 * kv_len
+    num_keys = kv_len
+    if sequence.lengths is not None:
+        num_keys = tl.minimum(kv_len, tl.load(sequence.lengths + batch).to(tl.int32))
+    first = tl.minimum(shift, 0)
+    return shift, query_len, kv_len, num_keys, first, tl.maximum(query_len + shift, kv_len) - first
+
+
+@triton.jit
+def queries_at(bounds, places, STARTED: tl.constexpr, CAUSAL: tl.constexpr):
+    """Query rows at places, which of them exist, and which of those have something to see."""
+    rows = places - bounds[0]
+    exist = (rows >= 0) & (rows < bounds[1])
+    see = exist
+    if not STARTED:  # nothing before the first key, unless a state came before it
+        see = where_also(see, bounds[3] > 0)
+        if CAUSAL:
+            see = see & (places >= 0)
+    return rows, exist, see
+
+
+@triton.jit
+def keys_at(bounds, places):
+    """Key rows at places, which of them exist, and which of those are there to be seen."""
+    return places, (places >= 0) & (places < bounds[2]), (places >= 0) & (places < bounds[3])
+
+
+@triton.jit
+def faded_until(sequence, batch, head, places):
+    """The sum of decay over all keys up to these places, them included, in float64."""
+    inside = tl.minimum(tl.maximum(places + 1, 0), num_rows(sequence.keys, batch))
+    if sequence.offsets is not None:
+        inside = inside + offset(sequence.keys.data, batch)
+    base = sequence.faded[0] + (wide(batch) * sequence.faded[1] + wide(head) * sequence.faded[2])
+    return tl.load(base + inside)
+
+
+# ---- states in memory --------------------------------------------------------------------------
+
+
+@triton.jit
+def state_of(sequence, batch):
+    """Which state of the memory is a sequence's: one that is there, whatever slots say."""
+    slot = wide(batch)
+    if sequence.slots is not None:
+        slot = tl.load(sequence.slots + batch)
+        slot = tl.minimum(tl.maximum(slot, 0), sequence.num_states - ADDED - 1)
+    return slot
+
+
+@triton.jit
+def sums_at(sums, number, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """Pointers to a state [values, keys] and to its vector of keys, and what of the two exists.
+
+    `keys` and `values` are channels, of KEYS and VALUES in all; in memory those of keys come first.
+    """
+    place = keys[None, :] * VALUES + values[:, None]
+    matrix = sums.matrix + (wide(number) * (KEYS * VALUES) + place)
+    exists = (keys < KEYS)[None, :] & (values < VALUES)[:, None]
+    return matrix, exists, sums.vector + (wide(number) * KEYS + keys), keys < KEYS
+
+
+@triton.jit
+def start_sums(
+    sums, number, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr, STATE: tl.constexpr
+):
+    """Sums to add to: of nothing, or those that lie in memory if STATE."""
+    matrix = tl.zeros([values.shape[0], keys.shape[0]], tl.float32)
+    vector = tl.zeros([keys.shape[0]], tl.float32)
+    if STATE:
+        at, exists, vector_at, vector_exists = sums_at(sums, number, keys, values, KEYS, VALUES)
+        matrix += tl.load(at, mask=exists, other=0.0).to(tl.float32)
+        vector += tl.load(vector_at, mask=vector_exists, other=0.0).to(tl.float32)
+    return matrix, vector
+
+
+@triton.jit
+def keep_sums(
+    sums, number, keys, values, matrix, vector, mine, KEYS: tl.constexpr, VALUES: tl.constexpr
+):
+    """Write sums, if they are this program's to write."""
+    at, exists, vector_at, vector_exists = sums_at(sums, number, keys, values, KEYS, VALUES)
+    element: tl.constexpr = sums.matrix.dtype.element_ty
+    tl.store(at, matrix.to(element), mask=where_also(exists, mine))
+    tl.store(vector_at, vector.to(element), mask=where_also(vector_exists, mine))
+
+
+# ---- fading ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def fades_of(sequence, batch, head, start, CHUNK: tl.constexpr):
+    """Within a chunk: the logarithm of how far the state has faded at each place, and over all."""
+    places = start + tl.arange(0, CHUNK)
+    before = faded_until(sequence, batch, head, start - 1)
+    until = (faded_until(sequence, batch, head, places) - before).to(tl.float32)
+    whole = (faded_until(sequence, batch, head, start + CHUNK - 1) - before).to(tl.float32)
+    return until, whole

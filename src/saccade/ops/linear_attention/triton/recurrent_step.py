@@ -1,0 +1,111 @@
+"""Linear attention, the step: a few new rows of each sequence, whose states change where they lie.
+
+It is as fast as states can be read and written; a chunk's products would only add to that. A
+program owns whole states: the sum of keys must not change before all of it has been read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.gpu.launcher import Launch, Pointer, next_width
+from saccade.gpu.tensor_view import row_pointers, wide
+from saccade.ops.attention.triton.kind import remembered
+from saccade.ops.linear_attention.triton.finish import divisor_of
+from saccade.ops.linear_attention.triton.given import State
+from saccade.ops.linear_attention.triton.passes import Passes
+from saccade.ops.linear_attention.triton.positions import faded_until, state_of
+
+NUMBERS = 8192  # of a state, in registers at a time; by its time on an H200
+
+
+def start_step(passes: Passes, output: Tensor, pool: State) -> None:
+    """Write the output of new rows, and change the states of a pool."""
+    kind = passes.kind
+    width = next_width(kind.head_dim)
+    tile = min(max(NUMBERS // width, 16), next_width(max(kind.value_dim, 1)))
+
+    def make() -> Launch:
+        constants = {
+            "QUERY_SHARE": passes.share(kind.query_heads),
+            "KEY_SHARE": passes.share(kind.key_heads),
+            "VALUE_SHARE": passes.share(kind.value_heads),
+            "GROUP": kind.group,
+            "STATE_HEADS": kind.state_heads,
+            "ROWS": kind.query_len,
+            "HEAD_DIM": kind.head_dim,
+            "HEAD_WIDTH": width,
+            "VALUE_DIM": kind.value_dim,
+            "VALUE_TILE": tile,
+            "TILES": max(-(-kind.value_dim // tile), 1),
+            "NORMALIZE": kind.variant.normalize,
+        }
+        return Launch(linear_step, constants, {"num_warps": 4, "num_stages": 1})
+
+    def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        query, key = passes.queries(pointer), passes.keys(pointer)
+        rows = query, key, passes.values(pointer), passes.query_side(pointer, output)
+        return (*rows, passes.sequence(pointer), *map(pointer, pool), kind.variant.eps)
+
+    launch = remembered(kind.launches, ("step", passes.slots is None, passes.num_states), make)
+    tensors = (*passes.known(), output, *pool)
+    launch(kind.sequences * kind.state_heads, kind.device, tensors, arguments)
+
+
+@triton.jit
+def linear_step(
+    query, key, value, output, sequence, kv, key_sum, eps,  # Operands and a View; addresses
+    QUERY_SHARE: tl.constexpr, KEY_SHARE: tl.constexpr, VALUE_SHARE: tl.constexpr,
+    GROUP: tl.constexpr, STATE_HEADS: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr, TILES: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """One program: the state of one sequence and head, read by GROUP output heads."""
+    batch, head = tl.program_id(0) // STATE_HEADS, tl.program_id(0) % STATE_HEADS
+    number = wide(state_of(sequence, batch)) * STATE_HEADS + head
+    keys = tl.arange(0, HEAD_WIDTH)
+    sum_at, key_exists = key_sum + (number * HEAD_DIM + keys), keys < HEAD_DIM
+    first_sum = tl.load(sum_at, mask=key_exists, other=0.0)
+    for tile in range(0, TILES):
+        values = tile * VALUE_TILE + tl.arange(0, VALUE_TILE)
+        at = kv + (number * (HEAD_DIM * VALUE_DIM) + (keys[:, None] * VALUE_DIM + values[None, :]))
+        exists = key_exists[:, None] & (values < VALUE_DIM)[None, :]
+        state = tl.load(at, mask=exists, other=0.0)
+        sums = first_sum
+        for row in range(0, ROWS):
+            if sequence.faded is not None:
+                until = faded_until(sequence, batch, head, row)
+                fade = tl.exp((until - faded_until(sequence, batch, head, row - 1)).to(tl.float32))
+                state, sums = state * fade, sums * fade
+            common = head * GROUP
+            features = row_of(key, batch, common // KEY_SHARE, row, keys, HEAD_DIM)
+            added = row_of(value, batch, common // VALUE_SHARE, row, values, VALUE_DIM)
+            state += features[:, None] * added[None, :]
+            sums += features
+            for member in tl.static_range(GROUP):
+                asked = row_of(query, batch, (common + member) // QUERY_SHARE, row, keys, HEAD_DIM)
+                divisor = divisor_of(tl.sum(asked * sums, 0), eps, NORMALIZE)
+                found = tl.sum(asked[:, None] * state, 0)
+                found = tl.where(divisor == 0, 0.0, found / divisor)
+                into = row_pointers(output, batch, common + member, row, values)
+                tl.store(into, found.to(output.ptr.dtype.element_ty), mask=values < VALUE_DIM)
+        tl.store(at, state, mask=exists)
+        if tile == TILES - 1:
+            tl.store(sum_at, sums, mask=key_exists)
+
+
+@triton.jit
+def row_of(operand, batch, head, row, channels, DIM: tl.constexpr):
+    """The features of one row, 0 past the last channel."""
+    exists = channels < DIM
+    pointers = row_pointers(operand.rows, batch, head, row, channels)
+    mapped = tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
+    if operand.apply is not None:
+        mapped = operand.apply(mapped, tl.where(exists, 0.0, float("-inf")))
+    if operand.scale is not None:
+        mapped = mapped * operand.scale
+    return mapped

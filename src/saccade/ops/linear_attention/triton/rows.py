@@ -1,0 +1,80 @@
+"""Rows: what kernels of linear attention read of a call, and write beside it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from saccade.gpu.kernel_args import there_are
+from saccade.gpu.launcher import Pointer
+from saccade.gpu.tensor_view import ADDED
+from saccade.ops.linear_attention.triton.given import Given
+from saccade.ops.linear_attention.triton.kind import LinearKind, plain
+from saccade.ops.linear_attention.triton.positions import Sequence
+from saccade.runtime.linear_spec import LinearInputs
+
+
+class Rows(NamedTuple):
+    """One call under way."""
+
+    kind: LinearKind
+    inputs: LinearInputs
+    faded: Tensor | None
+    slots: Tensor | None = None
+    num_states: int = 0  # of the memory that slots say the places of
+
+    def known(self) -> list[Tensor]:
+        """The tensors that every kernel may read."""
+        return there_are((*self.inputs, self.faded, self.slots))
+
+    def sequence(self, pointer: Pointer) -> Sequence:
+        """Where rows meet."""
+        kind, inputs, faded = self.kind, self.inputs, None
+        if self.faded is not None:
+            head_step = self.faded.shape[-1]
+            batch_step = kind.state_heads * head_step if self.faded.dim() == 3 else 0
+            faded = (pointer(self.faded), batch_step, head_step)
+        in_faded = kind.packed and self.faded is not None
+        return Sequence(
+            kind.side(pointer, None, inputs.cu_seqlens_q, keys=False),
+            kind.side(pointer, None, inputs.cu_seqlens_k, keys=True),
+            None if inputs.key_lengths is None else pointer(inputs.key_lengths),
+            faded,
+            pointer(inputs.cu_seqlens_k) if in_faded and inputs.cu_seqlens_k is not None else None,
+            None if self.slots is None else pointer(self.slots),
+            None if self.slots is None else self.num_states + ADDED.value,
+        )
+
+    def queries(self, pointer: Pointer) -> Any:
+        """Queries, to be mapped and scaled."""
+        view = self.query_side(pointer, self.inputs.query)
+        return self.kind.features(view, True)
+
+    def keys(self, pointer: Pointer) -> Any:
+        """Keys, to be mapped."""
+        return self.kind.features(self.key_side(pointer, self.inputs.key), False)
+
+    def values(self, pointer: Pointer) -> Any:
+        """Values, as they are."""
+        return plain(self.key_side(pointer, self.inputs.value))
+
+    def grad(self, pointer: Pointer, given: Given) -> Any:
+        """Gradients of the output, as they are."""
+        return plain(self.query_side(pointer, given.grad_output))
+
+    def factors(self, pointer: Pointer, given: Given) -> Any:
+        """1 / divisor, where there is one."""
+        return None if given.factors is None else self.per_row(pointer, given.factors)
+
+    def query_side(self, pointer: Pointer, rows: Tensor) -> Any:
+        """A View of rows beside the queries."""
+        return self.kind.side(pointer, rows, self.inputs.cu_seqlens_q, keys=False)
+
+    def key_side(self, pointer: Pointer, rows: Tensor) -> Any:
+        """A View of rows beside the keys."""
+        return self.kind.side(pointer, rows, self.inputs.cu_seqlens_k, keys=True)
+
+    def per_row(self, pointer: Pointer, numbers: Tensor) -> Any:
+        """A View of one number for each query row."""
+        return self.kind.numbers(pointer, numbers, self.inputs.cu_seqlens_q, keys=False)

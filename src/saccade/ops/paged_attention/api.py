@@ -1,0 +1,146 @@
+"""The attention call over pages: check the arguments, choose an implementation, give the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, overload
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from saccade.masks import AnyMask
+from saccade.ops.paged_attention import reference
+from saccade.ops.paged_attention.custom_op import attention_paged_through
+from saccade.runtime import arguments, shards
+from saccade.runtime import backends as dispatch
+from saccade.runtime import call_cache as recall
+from saccade.runtime.autocast import without_autocast
+from saccade.runtime.call_cache import Recalled
+from saccade.runtime.elsewhere import unknown_options
+from saccade.runtime.spec import Config, PagedInputs
+from saccade.runtime.validation import prepare_paged
+from saccade.scores import AnyScore
+
+
+class PagedOptions(TypedDict, total=False):
+    """The options of `attention_paged`, for type checkers."""
+
+    cu_seqlens_q: Tensor | None
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+    mask: AnyMask
+    score: AnyScore
+    scale: float | None
+    sinks: Tensor | None
+    batch_invariant: bool
+    implementation: str | None
+    config: Config | Mapping[tuple[int, int], Config] | None
+
+
+@overload
+def attention_paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[PagedOptions],
+) -> Tensor: ...
+@overload
+def attention_paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Tensor]: ...
+def attention_paged(  # breaks function-length: most of it is the docstring
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    mask: AnyMask = None,
+    score: AnyScore = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    config: Config | Mapping[tuple[int, int], Config] | None = None,
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new tokens to sequences whose keys and values lie in pages.
+
+    Row j of sequence b lies in page page_table[b, j // page_size], slot j % page_size. Decoding,
+    chunks of a prompt and drafted tokens are the same call, and may be mixed in one. Forward only.
+
+    Args:
+        query: [batch, query_heads, query_len, head_dim], or with cu_seqlens_q packed:
+            [tokens, query_heads, head_dim]. The last query row stands at the sequence's end.
+        key_pages: [num_pages, kv_heads, page_size, head_dim], any strides, 1 to 1024 slots a page;
+            of query's dtype, or float8_e4m3fn or int8.
+        value_pages: [num_pages, kv_heads, page_size, value_dim], of key_pages' dtype.
+        page_table: int32 [batch, max_pages]; entries behind a sequence's last page are not read.
+        kv_lens: int32 [batch]: tokens of each sequence in its pages, the new ones included.
+        cu_seqlens_q: int32 [batch + 1], as in `attention_packed`; None for a dense query.
+        key_scales, value_scales: [num_pages, kv_heads, page_size]: what numbers of eight bits are
+            multiplied by; int8 needs them, float8_e4m3fn may go without.
+        mask: a `saccade.masks` Mask or a bool tensor (True = visible); None shows every key. A
+            prompt wants `masks.causal()`, drafted tokens `masks.tree(...)`.
+        score, scale, sinks, return_lse, implementation, config: as in `attention`.
+        batch_invariant: cut the keys at fixed positions, so that a sequence's result has the same
+            bits alone and in any batch, wherever its pages lie.
+
+    Returns:
+        output of query's shape with value_dim channels; with `return_lse` also the lse
+        [batch, query_heads, query_len] ([query_heads, tokens] if packed).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes.
+        NotImplementedError: if a gradient may be asked for (the reference has one), or no
+            implementation can serve the call.
+
+    Source: PagedAttention (Kwon et al. 2023), section 4.1.
+
+    >>> output = saccade.attention_paged(query, key_pages, value_pages, page_table, kv_lens)
+    """
+    inputs = PagedInputs(
+        query, key_pages, value_pages, page_table, kv_lens,
+        cu_seqlens_q, sinks, key_scales, value_scales,
+    )  # fmt: skip
+    if unknown:
+        raise unknown_options(unknown)
+    arguments.check_flag("return_lse", return_lse)
+    recall_key = recall.paged_key_of(
+        inputs, mask, score, scale, batch_invariant, implementation, config
+    )
+    found = recall.recalled(recall_key)
+    if found is None and shards.any_sharded(*inputs):
+        options = {
+            "mask": mask, "score": score, "scale": scale, "batch_invariant": batch_invariant,
+            "return_lse": return_lse, "implementation": implementation, "config": config,
+        }  # fmt: skip
+        return shards.attention_paged(attention_paged, inputs, options)
+    if found is None:
+        inputs, variant, problem, resolved = prepare_paged(
+            inputs, mask=mask, score=score, scale=scale, batch_invariant=batch_invariant,
+            return_lse=return_lse, config=config,
+        )  # fmt: skip
+        found = Recalled(variant, resolved, dispatch.choose(problem, implementation))
+        recall.keep(recall_key, found)
+    if found.chosen == "reference":
+        with without_autocast(inputs.query.device):
+            output, lse = reference.attention_paged(inputs, found.variant)
+    else:
+        output, lse = attention_paged_through(inputs, found, batch_invariant)
+    return (output, lse) if return_lse else output

@@ -1,0 +1,171 @@
+"""Attention over pages on the CPU: one sequence after the other, tile by tile, piece by piece.
+
+Short ones of which only one row asks are computed together (`decode.py`).
+
+Each sequence is a dense problem whose keys come in pieces (`pages.py`). What a tile of query rows
+visits is planned as in a dense call, each rectangle is computed by the same inner tiles, and
+partial results merge by their lse in the order of the keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from saccade.ops.attention.cpu import block_mask as plan
+from saccade.ops.attention.cpu import forward as forwards
+from saccade.ops.attention.cpu import segments as walk
+from saccade.ops.attention.cpu.block_mask import Run, Sizes
+from saccade.ops.attention.cpu.dense_tile import Place
+from saccade.ops.attention.cpu.segments import Dense
+from saccade.ops.attention.cpu.varlen import check_ends, clear_padding
+from saccade.ops.paged_attention.cpu import decode as short
+from saccade.ops.paged_attention.cpu.pages import Pages, Scratch
+from saccade.runtime.autocast import computed_without
+from saccade.runtime.spec import Config, PagedInputs, Variant, empty_rows
+
+
+@computed_without
+def forward(
+    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and lse; see `saccade.attention_paged`."""
+    offsets = inputs.cu_seqlens_q
+    output, lse = empty_rows(inputs.query, inputs.value_pages.shape[3], offsets is not None)
+    ends = None if offsets is None else offsets.tolist()
+    if ends is not None:
+        check_ends("cu_seqlens_q", ends, inputs.query.shape[0])
+        clear_padding(offsets, output)
+        clear_padding(offsets, lse, dim=1, number=-torch.inf)
+    dtype, scratch = _product_dtype(inputs), Scratch()
+    done = set() if batch_invariant else _together(inputs, variant, ends, output, lse)
+    for sequence, kv_len in enumerate(inputs.kv_lens.tolist()):
+        if sequence in done:
+            continue
+        if ends is None:
+            at, query = sequence, inputs.query[sequence]
+            of_output, of_lse = output[at], lse[at]
+        else:
+            at = slice(ends[sequence], ends[sequence + 1])
+            query = inputs.query[at].transpose(0, 1)
+            of_output, of_lse = output[at].transpose(0, 1), lse[:, at]
+        if query.shape[:2].numel() == 0:
+            continue
+        query = query.unsqueeze(0).to(dtype)
+        if batch_invariant:
+            query = query.contiguous()
+        dense = _dense(query, inputs, variant, config, sequence, kv_len)
+        pages = Pages.of(inputs, sequence, kv_len, dtype, batch_invariant, scratch)
+        found = _attend(dense, pages)
+        of_output.copy_(found[0].squeeze(0))
+        of_lse.copy_(found[1].squeeze(0))
+    return output, lse
+
+
+def prepared(
+    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+) -> Callable[[PagedInputs, Variant], tuple[Tensor, Tensor]]:
+    """`forward` for calls of the same kind; nothing needs preparing."""
+    return lambda given, with_its_own: forward(given, with_its_own, config, batch_invariant)
+
+
+def _together(
+    inputs: PagedInputs, variant: Variant, ends: list[int] | None, output: Tensor, lse: Tensor
+) -> set[int]:
+    """Compute short sequences of one query row each together; which ones those were."""
+    if ends is None:
+        query_lens = [inputs.query.shape[2]] * inputs.query.shape[0]
+    else:
+        query_lens = [end - start for start, end in itertools.pairwise(ends)]
+    done: set[int] = set()
+    for group in short.groups(inputs, variant, query_lens):
+        rows = group.sequences if ends is None else [ends[each] for each in group.sequences]
+        query = inputs.query[rows]
+        found = short.attend(inputs, variant, group, query if ends else query.squeeze(2))
+        if found is None:
+            break
+        of_output, of_lse = (each.unsqueeze(2) for each in found)
+        if inputs.sinks is not None:
+            of_output, of_lse = forwards.add_sinks(of_output, of_lse, inputs.sinks)
+        if ends is None:
+            output[rows], lse[rows] = of_output.to(output.dtype), of_lse
+        else:
+            output[rows] = of_output.squeeze(2).to(output.dtype)
+            lse[:, rows] = of_lse.squeeze(2).transpose(0, 1)
+        done |= set(group.sequences)
+    return done
+
+
+def _product_dtype(inputs: PagedInputs) -> torch.dtype:
+    """What products are computed in: half precision and eight bits are widened.
+
+    Half-precision products are slow on a CPU, and eight bits with a scale do not fit into sixteen.
+    """
+    if inputs.query.dtype == torch.float16 or (
+        inputs.quantised and inputs.query.dtype != torch.float64
+    ):
+        return torch.float32
+    return inputs.query.dtype
+
+
+def _dense(
+    query: Tensor, inputs: PagedInputs, variant: Variant, config: Config, sequence: int, kv_len: int
+) -> Dense:
+    """One sequence as a dense problem; its keys are put in piece by piece."""
+    sizes = Sizes(
+        batch=1,
+        heads=query.shape[1],
+        query_len=query.shape[2],
+        kv_len=kv_len,
+        first_batch=sequence,
+        query_tile=config.query_tile or plan.QUERY_TILE,
+        kv_tile=config.kv_tile or plan.KV_TILE,
+    )
+    return Dense(
+        query, inputs.key_pages[:1], inputs.value_pages[:1], inputs.sinks, None, variant, sizes
+    )
+
+
+def _attend(dense: Dense, pages: Pages) -> tuple[Tensor, Tensor]:
+    """Output and lse of one sequence, [1, heads, rows, …]."""
+    if dense.sizes.kv_len == 0:
+        output, lse = forwards.merged(dense, walk.whole(dense), [])
+    else:
+        output, lse, masked = _visit(dense, pages, careful=False)
+        if masked and not bool(output.sum().isfinite()):
+            output, lse, _ = _visit(dense, pages, careful=True)
+    return (
+        forwards.add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
+    )
+
+
+def _visit(dense: Dense, pages: Pages, careful: bool) -> tuple[Tensor, Tensor, bool]:
+    """Compute every row tile; also say whether any of them needed the mask."""
+    tiles = list(walk.row_tiles(dense))
+    masked = any(run.masked for _, runs in tiles for run in runs)
+    if len(tiles) == 1:
+        return *_row_tile(dense, pages, *tiles[0], careful), masked
+    output, lse = forwards.memory(dense)
+    for place, runs in tiles:
+        at = walk.slices_of(dense, place).queries
+        output[at], lse[at] = _row_tile(dense, pages, place, runs, careful)
+    return output, lse, masked
+
+
+def _row_tile(
+    dense: Dense, pages: Pages, place: Place, runs: tuple[Run, ...], careful: bool
+) -> tuple[Tensor, Tensor]:
+    """One tile of query rows against all that it sees."""
+    partials = []
+    for run in runs:
+        for piece in pages.pieces(run.start, run.stop):
+            key, value = pages.rows(piece)
+            there = dense._replace(key=key, value=value, first_kv=piece.start)
+            rectangle = place._replace(kv_rows=(piece.start, piece.stop))
+            partial = forwards.rectangle(there, rectangle, run.masked, careful)
+            if partial is not None:
+                partials.append(partial)
+    return forwards.merged(dense, place, partials)

@@ -1,0 +1,1 @@
+"""Attention over pages in Gluon for capability 9.0."""

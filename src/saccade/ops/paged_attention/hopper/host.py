@@ -1,0 +1,143 @@
+"""Attention over pages with Hopper kernels: the body that the operator runs on capability 9.0.
+
+Decoding reads each key once and does little with it: the portable kernels for sequences of few
+query rows read as fast as the memory gives. Sequences of many rows, chunks of prompts, have a
+kernel of their own, where enough tiles of query rows are there to keep all multiprocessors busy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from saccade.gpu import packing
+from saccade.gpu import tensor_view as tiles
+from saccade.gpu.compose import mask_functions
+from saccade.gpu.hopper import tile_counter as counter
+from saccade.gpu.hopper import tile_scheduler as schedule
+from saccade.gpu.hopper.descriptors import SMALLEST_WIDTH, Box, descriptor, width_of
+from saccade.gpu.kernel_args import mask_argument, score_argument
+from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.places import ALIGNMENT
+from saccade.gpu.rules import Rules
+from saccade.ops.attention.hopper import configs
+from saccade.ops.attention.hopper.configs import PagedProblem
+from saccade.ops.paged_attention.hopper.prefill import attention_pages_forward
+from saccade.ops.paged_attention.triton import host as portable
+from saccade.ops.paged_attention.triton.host import PassLaunches
+from saccade.ops.paged_attention.triton.kind import PagedKind
+from saccade.ops.paged_attention.triton.passes import Pass
+from saccade.runtime.spec import Config, PagedInputs, Variant, empty_rows
+
+ROWS_OF_TILE = 2 * configs.ROWS
+
+
+class ChunkLaunch:
+    """The kernel of a pass over the sequences of many query rows."""
+
+    def __init__(self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant):
+        self.kind, self.device = kind, inputs.query.device
+        self.otherwise = PassLaunches(kind, of, self.device)
+        problem = problem_of(kind, inputs, variant)
+        chosen = configs.choose_paged(problem)
+        widths = problem.head_width, problem.value_width
+        queries = kind.queries
+        output, _ = empty_rows(inputs.query, inputs.value_pages.shape[3], queries.packed)
+        slots = min(inputs.page_size, chosen.kv_tile)
+        self.boxes = (
+            Box.of(inputs.query, queries.packed, configs.ROWS, widths[0]),
+            Box.of(inputs.key_pages, False, slots, SMALLEST_WIDTH),
+            Box.of(inputs.value_pages, False, slots, SMALLEST_WIDTH),
+            Box.of(output, queries.packed, configs.ROWS, widths[1] // chosen.output_parts),
+        )
+        self.launch = Launch(
+            attention_pages_forward,
+            {
+                "HEADS_PER_KV_HEAD": kind.constants["GROUP"],
+                "HEAD_DIM": kind.constants["HEAD_DIM"],
+                "VALUE_DIM": kind.constants["VALUE_DIM"],
+                "HEAD_WIDTH": widths[0],
+                "VALUE_WIDTH": widths[1],
+                "KV_TILE": chosen.kv_tile,
+                "PAGE_SIZE": inputs.page_size,
+                "FEWEST": of.rows[0],
+                "CONSUMERS": chosen.consumers,
+                "STAGES": chosen.stages,
+                "QUERY_STAGES": chosen.query_stages,
+                "CONSUMER_REGISTERS": chosen.consumer_registers,
+                "PRODUCER_REGISTERS": chosen.producer_registers,
+            },
+            {"num_warps": 4, "num_stages": chosen.stages},
+        )
+        longest = inputs.page_table.shape[1] * inputs.page_size
+        heads = configs.heads_at_once(
+            True, queries.heads * queries.sequences, queries.slots(ROWS_OF_TILE),
+            kind.multiprocessors, kind.constants["GROUP"], 2 * sum(widths) * longest,
+        )  # fmt: skip
+        self.order = schedule.order_of(queries, ROWS_OF_TILE, heads)
+        self.programs = min(problem.slots, kind.multiprocessors)
+
+    def __call__(
+        self, inputs: PagedInputs, variant: Variant, output: Tensor, lse: Tensor,
+        tensors: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        """Compute the rows of the sequences that the pass is for."""
+        loaded = inputs.query, inputs.key_pages, inputs.value_pages
+        if any(tensor.data_ptr() % ALIGNMENT for tensor in loaded):
+            self.otherwise(inputs, variant, output, lse, tensors)
+            return
+        taken = counter.counter_of(self.device)
+
+        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+            moved = (*loaded, output)
+            changes = mask_argument(variant, pointer), score_argument(variant, pointer)
+            origin = packing.packed_origin if self.kind.queries.packed else tiles.dense_origin
+            return (
+                *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
+                self.kind.rows(pointer, inputs),
+                *self.kind.pages(pointer, inputs)[:2],
+                *self.kind.results(pointer, inputs, output, lse),
+                schedule.with_own_walk(Rules(*changes, None, variant.scale)),
+                None if inputs.sinks is None else pointer(inputs.sinks),
+                schedule.Schedule(origin, pointer(taken), *self.order, pointer(taken)),
+            )
+
+        self.launch(self.programs, self.kind.device, (*tensors, taken), arguments)
+
+
+class PagedForward(portable.PagedForward):
+    """Attention over pages for one kind of call, prepared: each pass by what suits it."""
+
+    def launches(self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant) -> Any:
+        """What starts the kernels of a pass."""
+        if of.chunks and configs.pages_unsupported(problem_of(kind, inputs, variant)) is None:
+            return ChunkLaunch(kind, of, inputs, variant)
+        return super().launches(kind, of, inputs, variant)
+
+
+def problem_of(kind: PagedKind, inputs: PagedInputs, variant: Variant) -> PagedProblem:
+    """What decides on the kernel of a pass over sequences of many query rows."""
+    dims = inputs.query.shape[-1], inputs.value_pages.shape[3]
+    queries, masked = kind.queries, variant.mask != ""
+    whole = queries.length // ROWS_OF_TILE * queries.heads
+    head_width, value_width = map(width_of, dims)
+    return PagedProblem(
+        head_width, value_width, inputs.page_size, whole * queries.sequences,
+        queries.programs(ROWS_OF_TILE), kind.multiprocessors,
+        masked and mask_functions(variant.mask).spans_read > 0,
+    )  # fmt: skip
+
+
+def prepared(
+    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+) -> portable.PagedForward:
+    """`forward` for calls of the same kind; call it with inputs of that kind."""
+    return portable.prepared(inputs, variant, config, batch_invariant, PagedForward)
+
+
+def forward(
+    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and lse; see `saccade.attention_paged`."""
+    return prepared(inputs, variant, config, batch_invariant)(inputs, variant)

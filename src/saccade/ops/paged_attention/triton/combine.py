@@ -1,0 +1,91 @@
+"""Merge: partial results of items that were cut, added up in the order of the keys.
+
+Source: Flash-Decoding (Dao et al. 2023); Milakov and Gimelshein 2018 for rescaling sums.
+"""
+
+# Triton's own annotations make its functions look as if they never returned.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from saccade.gpu.online_softmax import finish_softmax
+from saccade.gpu.tensor_view import ADDED, store_numbers, store_rows, wide
+from saccade.ops.paged_attention.triton.decode import rows_of_tile
+from saccade.ops.paged_attention.triton.split_kv import BEGUN, NOTE_SIZE, PROGRAMS
+
+
+@triton.jit
+def merge_partials(
+    query, key, output, logsumexp,  # Views
+    schedule, partials,
+    GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    ROWS: tl.constexpr, ROW_PARTS: tl.constexpr, PARTIALS: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    ITEMS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS rows of an item that was cut, one after the other.
+
+    Grid: ROW_PARTS programs an item, of which each group has ITEMS; or, if that is 0, as many for
+    each program's note. PARTIALS results are added together, in their order.
+    CHAINED: it starts while the attention kernel still runs, and waits for its results here, after
+    all that can be known before.
+    """
+    TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
+    number = tl.program_id(0) // ROW_PARTS
+    first_row = (tl.program_id(0) - number * ROW_PARTS) * ROWS
+    if ITEMS > 0:
+        group, index = number // ITEMS, number % ITEMS
+        parts, begun = schedule.cut(
+            schedule, query, key, group, index, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS
+        )
+    else:
+        if CHAINED:
+            gdc_wait()
+        note, begun = partials.notes + number * NOTE_SIZE, number - 1
+        parts, group, index = tl.load(note), tl.load(note + 1), tl.load(note + 2)
+        parts = tl.minimum(parts, schedule.data[PROGRAMS] - ADDED + 1 - number)  # for what is there
+    first_place, next_place = begun + (schedule.data[BEGUN] - ADDED), begun + 1
+    item = schedule.item(schedule, query, key, group, index, TOKENS, KV_TILE)
+    channels = tl.arange(0, VALUE_WIDTH)[None, :]
+    if CHAINED and ITEMS > 0:
+        gdc_wait()
+    for row in range(first_row, tl.where(parts > 0, first_row + ROWS, first_row)):
+        batch, _, query_heads, query_rows, query_len, _ = rows_of_tile(
+            query, key, item[0], item[1], item[2], row + tl.arange(0, 1),
+            GROUP, HEADS_IN_TILE, TOKENS,
+        )  # fmt: skip
+        row_max = tl.full([1], float("-inf"), tl.float32)
+        row_sum = tl.zeros([1], tl.float32)
+        weighted_sum = tl.zeros([VALUE_WIDTH], tl.float32)
+        for first in range(0, parts, PARTIALS):
+            part = first + tl.arange(0, PARTIALS)
+            place = tl.where(part == 0, first_place, next_place + part - 1)
+            entry, exists = wide(place) * QUERY_TILE + row, part < parts
+            maxima = tl.load(
+                partials.sums + (partials.softmax - ADDED) + entry * 2,
+                mask=exists,
+                other=float("-inf"),
+            )
+            sums = tl.load(
+                partials.sums + (partials.softmax - ADDED) + entry * 2 + 1, mask=exists, other=0.0
+            )
+            weighted = tl.load(
+                partials.sums + (entry[:, None] * VALUE_WIDTH + channels),
+                mask=exists[:, None], other=0.0,
+            )  # fmt: skip
+            new_max = tl.maximum(row_max, tl.max(maxima, 0))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            rescale, shares = tl.exp2(row_max - shift), tl.exp2(maxima - shift)
+            row_sum = row_sum * rescale + tl.sum(shares * sums, 0)
+            weighted_sum = weighted_sum * rescale + tl.sum(shares[:, None] * weighted, 0)
+            row_max = new_max
+        divisor, natural_lse = finish_softmax(row_max, row_sum)
+        attended = (weighted_sum / divisor)[None, :]
+        heads = query_heads[:, None]
+        store_rows(output, batch, heads, query_rows, query_len, attended, VALUE_DIM)
+        store_numbers(logsumexp, batch, query_heads, query_rows, query_len, natural_lse)

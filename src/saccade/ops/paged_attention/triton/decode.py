@@ -1,0 +1,295 @@
+"""Attention over pages: programs that walk along their shares of all sequences' keys.
+
+A tile's rows are query rows × the query heads of one key head, so keys and values are read once
+for a group of heads. Source: FlashAttention-2 (Dao 2023), algorithm 1; Flash-Decoding (Dao et al.
+2023) for the split along the keys.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
+from saccade.gpu.paged_view import (
+    as_halves,
+    as_numbers,
+    find_page,
+    load_scales,
+    load_slots,
+    slots_of,
+)
+from saccade.gpu.tensor_view import (
+    ADDED,
+    load_rows,
+    num_rows,
+    pad_results,
+    spoilt_rows,
+    store_numbers,
+    store_rows,
+    wide,
+    without,
+)
+from saccade.gpu.tile_ranges import next_in_range
+from saccade.ops.paged_attention.triton.pairs import (
+    BY_PTX,
+    add_paired_values,
+    finish_paired_sums,
+    paired_query,
+    paired_scores,
+    start_paired_sums,
+)
+from saccade.ops.paged_attention.triton.split_kv import BEGUN, GROUPS, note_of_program, part_of_walk
+
+
+class Partials(NamedTuple):
+    """Memory for partial results, by place and row of a tile."""
+
+    sums: Any  # float32 [places, QUERY_TILE, VALUE_WIDTH]: weighted sums
+    softmax: int  # where, behind them, [places, QUERY_TILE, 2] row_max (base 2) and row_sum stand
+    notes: Any  # int32 [programs, NOTE_SIZE]
+
+
+@triton.jit(do_not_specialize=["rules"])
+def attention_pages(
+    query, key, value, key_scales, value_scales, output, logsumexp,  # Views, or None
+    rules, sinks, schedule, partials,
+    GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    ITEMS: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
+    AHEAD: tl.constexpr, EDGE_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: its share of the work, split by split (ops/paged_attention/triton/split_kv.py).
+
+    ITEMS: of each group, where they are few, and merging finds them; 0: programs leave notes.
+    PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX (pairs.py);
+    0: they do not. CHAINED: it may start while its plan is made, and waits for that here. The
+    merging kernel is to start early too, and waits for this one. AHEAD: pages are looked up a tile
+    ahead, for loops that wait for products and not for memory.
+    """
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
+    program = tl.program_id(0)
+    group, index, offset, budget, share, goes_on = schedule.begin(
+        schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS, ITEMS > 0
+    )  # fmt: skip
+    pad_results(output, logsumexp, VALUE_DIM, VALUE_WIDTH)
+    units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+    # Of offsets that descend there may be more rows than are counted right; else these are so.
+    index, offset = tl.minimum(index, tl.maximum(items - 1, 0)), tl.minimum(offset, units)
+    if ITEMS == 0:
+        note_of_program(
+            schedule, partials.notes, program, group, index, offset, budget, share, goes_on, units
+        )
+    while budget > 0:
+        end = tl.minimum(offset + budget, units).to(tl.int32)
+        batch, unit_head, tile, walk = schedule.item(
+            schedule, query, key, group, index, TOKENS, KV_TILE
+        )
+        at = rows_of_tile(
+            query, key, batch, unit_head, tile, tl.arange(0, QUERY_TILE),
+            GROUP, HEADS_IN_TILE, TOKENS,
+        )  # fmt: skip
+        query_tile = load_rows(
+            query, batch, at[2][:, None], at[3], at[4], HEAD_DIM, HEAD_WIDTH, False
+        )
+        row_max, row_sum = start_softmax(sinks, at[2], QUERY_TILE)
+        if sinks is not None:  # which belong to the first split
+            row_max = tl.where(offset == 0, row_max, float("-inf"))
+            row_sum = tl.where(offset == 0, row_sum, 0.0)
+        if PAIRED:
+            query_tile = paired_query(query_tile)
+            sums = start_paired_sums(value_scales, QUERY_TILE, VALUE_WIDTH)
+        else:
+            sums = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
+        state = (row_max, row_sum, sums)
+        clean_first, clean_end, edge_first, edge_end = part_of_walk(walk, offset, end)
+        page = None
+        if AHEAD:
+            kv_start = next_in_range(None, walk, clean_first, True) * KV_TILE
+            page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE, False)
+        for number in range(clean_first, clean_end):  # clean tiles: no mask arithmetic
+            kv_start = next_in_range(None, walk, number, True) * KV_TILE
+            if AHEAD:
+                next_start = next_in_range(None, walk, number + 1, True) * KV_TILE
+                next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE, False)
+            state = fold_pages(
+                key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
+                HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
+                False, PAIRED,
+            )  # fmt: skip
+            if AHEAD:
+                page = next_page
+        if AHEAD:
+            kv_start = next_in_range(None, walk, edge_first, False) * KV_TILE
+            page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE, False)
+        # Edges: pair by pair. Without a mask there is one at most, which needs no pipeline.
+        for number in tl.range(edge_first, edge_end, num_stages=EDGE_STAGES):
+            kv_start = next_in_range(None, walk, number, False) * KV_TILE
+            if AHEAD:
+                next_start = next_in_range(None, walk, number + 1, False) * KV_TILE
+                next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE, False)
+            state = fold_pages(
+                key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
+                HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
+                True, PAIRED,
+            )  # fmt: skip
+            if AHEAD:
+                page = next_page
+        row_max, row_sum, sums = state
+        weighted_sum = finish_paired_sums(sums) if PAIRED else sums
+        if (offset == 0) & (end == units):
+            divisor, natural_lse = finish_softmax(row_max, row_sum)
+            attended = weighted_sum / divisor[:, None]
+            store_rows(output, batch, at[2][:, None], at[3], at[4], attended, VALUE_DIM)
+            store_numbers(logsumexp, batch, at[2], at[3], at[4], natural_lse)
+        else:
+            place = program + tl.where(offset == 0, schedule.data[BEGUN] - ADDED, 0)
+            keep_partial(partials, place, at[3] < at[4], (row_max, row_sum, weighted_sum))
+        budget -= end - offset
+        offset = offset * 0
+        index += 1
+        ended = (index >= items) & (budget > 0)
+        while ended:  # groups without items are passed over; none is behind the last
+            group, index = group + 1, index * 0
+            budget = tl.where(group < schedule.data[GROUPS] - ADDED, budget, 0)
+            group = tl.minimum(group, schedule.data[GROUPS] - ADDED - 1)
+            units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+            ended = (items == 0) & (budget > 0)
+
+
+@triton.jit
+def rows_of_tile(
+    query, key, batch, unit_head, tile, rows,
+    GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Batch entry, key head, query heads and query rows of rows of a tile, and both lengths.
+
+    unit_head counts key heads, each as often as its group needs tiles. Rows that do not exist
+    stand behind the end.
+    """
+    of_tile = rows // HEADS_IN_TILE
+    PARTS: tl.constexpr = (GROUP + HEADS_IN_TILE - 1) // HEADS_IN_TILE
+    kv_head = unit_head // PARTS
+    of_group = (unit_head - kv_head * PARTS) * HEADS_IN_TILE + (rows - of_tile * HEADS_IN_TILE)
+    query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
+    exists = (of_tile < TOKENS) & (of_group < GROUP)
+    query_rows = tl.where(exists, tile * TOKENS + of_tile, query_len)
+    query_heads = kv_head * GROUP + tl.minimum(of_group, GROUP - 1)
+    return batch, kv_head, query_heads, query_rows, query_len, kv_len
+
+
+@triton.jit
+def fold_pages(
+    key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr, EDGE: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Fold ROWS keys and values into the state (row_max, row_sum, weighted sums).
+
+    EDGE: pairs may be hidden, and rows lie past the end. page: where the keys lie, or None. Then it
+    is looked up here, so that Triton's pipeline asks for pages as many tiles ahead of their keys as
+    for keys ahead of their use.
+    """
+    batch, kv_head, query_heads, query_rows, query_len, kv_len = at
+    row_max, row_sum, sums = state
+    PACKED: tl.constexpr = 1 + (PAIRED > 0)  # channels that one number of a page holds
+    if page is None:
+        page = find_page(key, batch, kv_start, kv_len, ROWS, PAGE_SIZE, not EDGE)
+    place = slots_of(page, kv_start, ROWS, PAGE_SIZE)
+    kv_rows = kv_start + tl.arange(0, ROWS)
+    exists = (kv_rows < kv_len)[:, None]
+    stored_keys = load_slots(
+        key, kv_head, place, exists, HEAD_DIM // PACKED, HEAD_WIDTH // PACKED, not EDGE
+    )
+    stored_values = load_slots(
+        value, kv_head, place, exists, VALUE_DIM // PACKED, VALUE_WIDTH // PACKED, not EDGE
+    )
+    value_factors = None
+    if value_scales is not None:
+        value_factors = load_scales(value_scales, kv_head, place, exists, ROWS)
+    if PAIRED:
+        values = as_halves(stored_values, PAIRED == BY_PTX)
+    else:
+        values = value_numbers(stored_values, value_factors, query_tile.dtype)
+    if EDGE and rules.mask.visible is not None:
+        # Hidden is selected away, but 0 · NaN is NaN: a spoilt value becomes 0, its score NaN.
+        spoilt = spoilt_rows(values[0]) | spoilt_rows(values[1]) if PAIRED else spoilt_rows(values)
+        if value_scales is not None:
+            spoilt = spoilt | ((tl.abs(value_factors) < float("inf")) == 0)
+            value_factors = tl.where(spoilt, 0.0, value_factors)
+        if PAIRED:
+            values = (without(spoilt, values[0]), without(spoilt, values[1]))
+        else:
+            values = without(spoilt, values)
+
+    if PAIRED:
+        scores = paired_scores(query_tile, stored_keys, PAIRED == BY_PTX)
+    else:
+        key_tile = as_numbers(stored_keys, query_tile.dtype)
+        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+    if key_scales is not None:
+        scores = scores * load_scales(key_scales, kv_head, place, exists, ROWS)[None, :]
+    shift = kv_len - query_len
+    if rules.score is not None:
+        scores = rules.score.change(
+            scores * rules.scale, batch, query_heads[:, None], query_rows[:, None],
+            kv_rows[None, :], shift, rules.score.data,
+        )  # fmt: skip
+    if EDGE:
+        visible = (kv_rows < kv_len)[None, :]
+        if rules.mask.visible is not None:
+            scores = tl.where(spoilt[None, :], float("nan"), scores)
+            visible = visible & rules.mask.visible(
+                batch, query_heads[:, None], query_rows[:, None], kv_rows[None, :], shift,
+                rules.mask.data,
+            )  # fmt: skip
+        scores = tl.where(visible, scores, float("-inf"))
+
+    factor = LOG2_E if rules.score is not None else rules.scale * LOG2_E
+    weights, rescale, row_max, row_sum = softmax_step(
+        scores, factor, row_max, row_sum, EDGE or rules.score is not None
+    )
+    if PAIRED:
+        sums = add_paired_values(sums, values[0], values[1], value_factors, weights, rescale)
+    else:
+        if value_scales is not None and tl.float16 != query_tile.dtype:
+            weights = weights * value_factors[None, :]
+        sums = tl.dot(
+            weights.to(query_tile.dtype), values, sums * rescale[:, None],
+            input_precision=PRECISION,
+        )  # fmt: skip
+    return row_max, row_sum, sums
+
+
+@triton.jit
+def value_numbers(stored, factors, DTYPE: tl.constexpr):
+    """Values in the dtype of products, times their factors where weights cannot take these."""
+    values = as_numbers(stored, DTYPE)
+    if factors is not None and tl.float16 == DTYPE:  # weights times factors may be too small
+        values = (as_numbers(stored, tl.float32) * factors[:, None]).to(DTYPE)
+    return values
+
+
+@triton.jit
+def keep_partial(partials, place, exist, state):
+    """Write a partial result."""
+    row_max, row_sum, weighted_sum = state
+    rows = wide(place) * row_max.shape[0] + tl.arange(0, row_max.shape[0])
+    channels = tl.arange(0, weighted_sum.shape[1])[None, :]
+    tl.store(partials.sums + (partials.softmax - ADDED) + rows * 2, row_max, mask=exist)
+    tl.store(partials.sums + (partials.softmax - ADDED) + rows * 2 + 1, row_sum, mask=exist)
+    sums = partials.sums + (rows[:, None] * weighted_sum.shape[1] + channels)
+    tl.store(sums, weighted_sum, mask=exist[:, None])

@@ -1,0 +1,261 @@
+"""Kind of a call over pages: its Views, and the passes over its sequences.
+
+A pass has one tile size. Dense queries are all alike, so they take one; packed ones take one pass
+for sequences of few query rows and one for those of many, since nobody but the device knows which
+are which. What a sequence gets depends on its own number of query rows, so that it gets the same
+in any batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from saccade.gpu import paged_view as pages
+from saccade.gpu import tensor_view as tiles
+from saccade.gpu.compose import mask_functions
+from saccade.gpu.kernel_args import (
+    Extent,
+    kind_of_captured,
+    mask_argument,
+    number_strides,
+    precision,
+    row_strides,
+    view,
+)
+from saccade.gpu.launcher import Pointer, current_device, next_width
+from saccade.gpu.planning import told_apart
+from saccade.gpu.tensor_view import View
+from saccade.gpu.tile_ranges import Mask
+from saccade.ops.attention.triton import kind
+from saccade.ops.paged_attention.triton import configs as paged_configs
+from saccade.ops.paged_attention.triton import pairs as paged_pairs
+from saccade.ops.paged_attention.triton.configs import PagedConfig, PagedProblem
+from saccade.ops.paged_attention.triton.passes import Pass
+from saccade.runtime.spec import Config, PagedInputs, Variant
+
+ADDED = tiles.ADDED.value
+ANY_NUMBER = 2**30  # of query rows
+LARGEST_PAIRED = 32  # rows of a tile; larger ones take what they are multiplied with from memory
+# What pages of eight bits are when they are read in pairs (gpu/paged_view.py).
+PAIRS = {torch.int8: torch.int16, torch.float8_e4m3fn: torch.uint16}
+
+
+class PagedKind(NamedTuple):
+    """What the kernels of one kind of call over pages share."""
+
+    queries: Extent
+    device: int | None
+    architecture: str
+    multiprocessors: int
+    constants: dict[str, Any]  # of the attention kernel
+    wide: bool
+
+    @staticmethod
+    def of(inputs: PagedInputs) -> PagedKind:
+        """The kind of a call, from its tensors."""
+        query, packed = inputs.query, inputs.cu_seqlens_q is not None
+        length = query.shape[0] if packed else query.shape[2]
+        heads, kv_heads = query.shape[1], inputs.key_pages.shape[1]
+        head_dim, value_dim = query.shape[-1], inputs.value_pages.shape[3]
+        constants = {
+            "GROUP": max(heads // max(kv_heads, 1), 1),
+            "HEAD_DIM": head_dim,
+            "VALUE_DIM": value_dim,
+            "HEAD_WIDTH": next_width(head_dim),
+            "VALUE_WIDTH": next_width(value_dim),
+            "PAGE_SIZE": inputs.page_size,
+            "PRECISION": precision(query.dtype),
+        }
+        return PagedKind(
+            Extent(inputs.batch, length, heads, packed), current_device(query),
+            kind.architecture(query), kind.multiprocessors(query), constants,
+            query.dtype == torch.float32,
+        )  # fmt: skip
+
+    def passes(
+        self, inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+    ) -> list[Pass]:
+        """The passes of a call."""
+        if inputs.query.shape[:-1].numel() == 0:
+            return []
+        known = not self.queries.packed and not batch_invariant
+        rows = self.queries.length * self.constants["GROUP"] if known else 0
+        few, many = (
+            self._config(inputs, variant, chunks, rows, config) for chunks in (False, True)
+        )
+        border = few.query_tile // self._heads_in_tile(few)  # query rows that one tile holds
+        length, packed = self.queries.length, self.queries.packed
+        decoding = packed and not batch_invariant and length <= self.queries.batch
+        if length <= border or decoding or config.query_tile:
+            parts = [(few, False, (0, ANY_NUMBER))]
+        elif not packed:
+            parts = [(many, True, (0, ANY_NUMBER))]
+        else:
+            parts = [(few, False, (0, border)), (many, True, (border, ANY_NUMBER))]
+        return [self._pass(inputs, variant, batch_invariant, *part) for part in parts]
+
+    def _pass(
+        self, inputs: PagedInputs, variant: Variant, batch_invariant: bool,
+        config: PagedConfig, chunks: bool, rows: tuple[int, int],
+    ) -> Pass:  # fmt: skip
+        functions = mask_functions(variant.mask) if variant.mask else None
+        group, heads_in_tile = self.constants["GROUP"], self._heads_in_tile(config)
+        heads = inputs.key_pages.shape[1] * -(-group // heads_in_tile)
+        apart = functions is not None and told_apart(functions, variant)[1]
+        planned = functions is not None or batch_invariant
+        groups = self.queries.batch
+        if planned:
+            tokens = config.query_tile // heads_in_tile
+            groups = self.queries._replace(heads=heads if apart else 1).programs(tokens)
+        longest = 1 + -(-inputs.page_table.shape[1] * inputs.page_size // config.kv_tile)
+        cuts, programs = 0, config.programs * self.multiprocessors
+        if batch_invariant:
+            most = 1 if chunks else paged_configs.MOST_CUTS
+            cuts = min(most, -(-longest // paged_configs.FIXED_SHARE))
+            programs = groups * cuts * (1 if apart else heads)
+        most_items = self.queries._replace(heads=heads).programs(config.query_tile // heads_in_tile)
+        along = functions is not None and functions.spans_read == 1
+        packed = self.queries.packed
+        return Pass(
+            config, chunks, rows, groups, heads, group, heads_in_tile, programs, cuts, planned,
+            apart, 32 if along else 128, self.constants["VALUE_WIDTH"],
+            0 if packed else self.queries.length,
+            not chunks and config.query_tile <= LARGEST_PAIRED and self._in_pairs(inputs),
+            most_items * longest, functions is not None,
+            self.architecture in paged_configs.CHAINS,
+        )  # fmt: skip
+
+    @property
+    def way_of_pairs(self) -> int:
+        """How pairs of eight-bit numbers are taken apart; the interpreter runs no PTX."""
+        known = self.device is not None or self.architecture != "sm_75"
+        ptx = known and self.architecture.startswith("sm_")
+        return (paged_pairs.BY_PTX if ptx else paged_pairs.BY_TRITON).value
+
+    def _in_pairs(self, inputs: PagedInputs) -> bool:
+        """Whether pages can be read as pairs of eight-bit numbers."""
+        widths = self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"]
+        pages = inputs.key_pages, inputs.value_pages
+        steps = [n for tensor in pages for n in (*tensor.stride()[:3], tensor.storage_offset())]
+        dims = [tensor.shape[3] for tensor in pages]
+        quantised = inputs.quantised and not self.wide
+        return quantised and min(widths) >= 32 and not any(n % 2 for n in (*steps, *dims))
+
+    def _config(
+        self, inputs: PagedInputs, variant: Variant, chunks: bool, rows: int, given: Config
+    ) -> PagedConfig:
+        width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
+        problem = PagedProblem(
+            self.architecture, chunks, width, self.wide, self.constants["GROUP"], rows,
+            inputs.key_pages.dtype.itemsize == 1, reads_by_pair(variant),
+            not (variant.mask or variant.score),
+        )  # fmt: skip
+        return paged_configs.choose(problem, given)
+
+    def _heads_in_tile(self, config: PagedConfig) -> int:
+        return min(self.constants["GROUP"], config.query_tile)
+
+    # ---- arguments of kernels ----------------------------------------------------------------
+
+    def rows(self, pointer: Pointer, inputs: PagedInputs) -> View:
+        """A View of the query."""
+        strides = row_strides(inputs.query, self.queries.packed)
+        return view(pointer, inputs.query, strides, self.queries, inputs.cu_seqlens_q)
+
+    def plan_rows(self, pointer: Pointer, inputs: PagedInputs, heads: int) -> View:
+        """The query rows as a View of no memory, with as many heads as a plan tells apart."""
+        extent = self.queries._replace(heads=heads)
+        return view(pointer, None, (0, 0, 0), extent, inputs.cu_seqlens_q)
+
+    def results(
+        self, pointer: Pointer, inputs: PagedInputs, output: Tensor, lse: Tensor
+    ) -> tuple[View, View]:
+        """Views of output and lse."""
+        packed, offsets = self.queries.packed, inputs.cu_seqlens_q
+        of_output, of_lse = row_strides(output, packed), number_strides(lse, packed)
+        return (
+            view(pointer, output, of_output, self.queries, offsets),
+            view(pointer, lse, of_lse, self.queries, offsets),
+        )
+
+    def pages(self, pointer: Pointer, inputs: PagedInputs) -> tuple[View | None, ...]:
+        """Views of the pages of keys and values, and of their scales if there are any."""
+        table = inputs.page_table
+        num_pages, _, page_size, _ = inputs.key_pages.shape
+        reached = table.shape[1] * page_size if num_pages else 0
+        limits = pages.as_limit(reached), pages.as_limit(num_pages)
+        data = (pointer(table), table.stride(0) + ADDED, pointer(inputs.kv_lens), *limits)
+
+        def of(memory: Tensor | None) -> View | None:
+            if memory is None:
+                return None
+            page, head, slot = memory.stride()[:3]
+            # Nothing in it may be None, or Triton (3.6) cannot tell that there is a View.
+            # A page's step is known when compiling, as each row may need its product.
+            steps: Any = (tl.constexpr(page), head)
+            step = tl.constexpr(slot)
+            return View(pointer(memory), steps, step, pages.paged, pages.paged, data)
+
+        return tuple(
+            map(
+                of,
+                (inputs.key_pages, inputs.value_pages, inputs.key_scales, inputs.value_scales),
+            )
+        )
+
+    def plan_mask(self, variant: Variant, pointer: Pointer) -> Mask:
+        """The mask with what judges whole tiles without reading single pairs."""
+        mask = mask_argument(variant, pointer)
+        if variant.mask:
+            mask = mask._replace(judge=mask_functions(variant.mask).skim)
+        return mask
+
+
+def reads_by_pair(variant: Variant) -> bool:
+    """Whether a mask or score may read a captured tensor for each pair."""
+    of_mask = any(table.dim() > 2 for table in variant.mask_captured.tensors)
+    return of_mask or any(table.dim() > 1 for table in variant.score_captured.tensors)
+
+
+def made_regular(inputs: PagedInputs) -> PagedInputs:
+    """The inputs with channels, and entries of tables, side by side; copied where they are not.
+
+    Pages of float8_e4m3fn are bytes on GPUs that do not convert it.
+    """
+    changes = {}
+    for name in ("query", "key_pages", "value_pages", "page_table", "kv_lens", "cu_seqlens_q"):
+        tensor = getattr(inputs, name)
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            changes[name] = tensor.contiguous()
+    eight_bits = inputs.key_pages.dtype == torch.float8_e4m3fn
+    if eight_bits and kind.architecture(inputs.query) not in paged_configs.CONVERTS_FP8:
+        for name in ("key_pages", "value_pages"):
+            changes[name] = changes.get(name, getattr(inputs, name)).view(torch.uint8)
+    return inputs._replace(**changes) if changes else inputs
+
+
+def in_pairs(inputs: PagedInputs) -> PagedInputs:
+    """The inputs with pages whose numbers are pairs of eight-bit ones."""
+    kind_of_pair = PAIRS[inputs.key_pages.dtype]
+    pages = (tensor.view(kind_of_pair) for tensor in (inputs.key_pages, inputs.value_pages))
+    return inputs._replace(**dict(zip(("key_pages", "value_pages"), pages, strict=True)))
+
+
+def signature(inputs: PagedInputs, variant: Variant) -> tuple[Any, ...]:
+    """What tells one kind of call from another: everything but addresses."""
+    captured = ()
+    if variant.mask or variant.score:
+        captured = tuple(map(kind_of_captured, (variant.mask_captured, variant.score_captured)))
+    query = inputs.query
+    shapes = [
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in inputs
+    ]
+    return (
+        *shapes, query.device, variant.mask, variant.score, variant.scale, captured,
+        torch.get_float32_matmul_precision() if query.dtype == torch.float32 else None,
+    )  # fmt: skip

@@ -1,0 +1,300 @@
+"""Schedule: which share of the keys each program of attention over pages computes.
+
+Work is counted in units. An *item* is one tile of query rows of one key head: a unit to set it up,
+and one for each tile of keys that it visits. A *group* is some items of equal units: all of a
+sequence, or all heads of a tile of query rows. Laid end to end, items make a line, which programs
+cut into equal shares; or each item is cut at places of its own. A program computes its share split
+by split, a split being what lies in one item.
+
+A split that is a whole item is written to the output. Others leave partial results. Where there are
+few items, merging programs find each one's by themselves (cuts.py); where there are many, notes
+tell them which belong together. Where the line is cut into P shares there are at most two
+partial results a program, however many sequences there are:
+
+    place P + m: of the item that program m began and did not end
+    place m: of the item that program m went on with
+
+Where items are cut on their own, a program has one split, whose place is m.
+
+Nothing here is read by the host. Source: the equal payloads of FlashMLA's and stream-K's schedules
+(Osama et al. 2023, section 4), with a sequence's keys in place of a matrix's depth.
+"""
+
+# Triton's own annotations make its functions look as if they never returned.
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from saccade.gpu.tensor_view import ADDED, num_rows, wide
+from saccade.gpu.tile_ranges import WALK_SIZE, everything
+
+PLAN_ROW = tl.constexpr(9)  # numbers in a row of a plan: a walk, then batch, head and tile
+# Numbers in a program's note: partial results of the item that it goes on with, group, item in it.
+NOTE_SIZE = tl.constexpr(3)
+
+
+class Schedule(NamedTuple):
+    """How a call's work is shared out."""
+
+    begin: Any  # equal_shares or fixed_cuts: where a program starts
+    cut: Any  # cut_of_shares or cut_of_item: how an item was cut
+    count: Any  # count_lengths or count_planned: units and items of groups
+    item: Any  # item_of_lengths or item_of_plan: what an item works on, and its walk
+    data: tuple[Any, ...]  # numbers, ADDED, in the order below; then the plan, if there is one
+
+
+MOST_AT_ONCE = tl.constexpr(1024)  # groups that a program counts together
+
+GROUPS = tl.constexpr(0)  # how many there are
+HEADS = tl.constexpr(1)  # tiles beside each other: key heads, if one tile holds a group's heads
+PROGRAMS = tl.constexpr(2)
+CUTS_IN_GRID = tl.constexpr(3)  # programs of an item, where items are cut on their own
+BEGUN = tl.constexpr(4)  # place of program 0's item that was begun and not ended
+FEWEST = tl.constexpr(5)  # sequences with more query rows than that are worked on,
+MOST = tl.constexpr(6)  # and at most as many as that
+PLAN = tl.constexpr(7)
+
+
+@triton.jit
+def is_wanted(schedule, tokens):
+    """Whether a sequence of so many query rows is one of those that a launch is for."""
+    return (tokens > schedule.data[FEWEST] - ADDED) & (tokens <= schedule.data[MOST] - ADDED)
+
+
+# ---- groups: (schedule, query, key, groups) → units of an item, number of items -----------------
+
+
+@triton.jit
+def count_lengths(
+    schedule, query, key, groups, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+):  # fmt: skip
+    """A group is a sequence, if it is one of those that this launch is for."""
+    tokens, kv_len = num_rows(query, groups), num_rows(key, groups)
+    items = tl.cdiv(tokens, TOKENS) * (schedule.data[HEADS] - ADDED)
+    return tl.cdiv(kv_len, KV_TILE) + 1, tl.where(is_wanted(schedule, tokens), items, 0)
+
+
+@triton.jit
+def count_planned(
+    schedule, query, key, groups, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+):  # fmt: skip
+    """A group is a row of a plan, whose units stand in front of its rows; 0: no such tile."""
+    units = tl.load(schedule.data[PLAN] + groups)
+    return tl.maximum(units, 1), tl.where(units > 0, schedule.data[HEADS] - ADDED, 0)
+
+
+# ---- items: (schedule, query, key, group, index) → batch, head, tile, kv_len, walk --------------
+
+
+@triton.jit
+def item_of_lengths(
+    schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr
+):
+    """All tiles of a head stand side by side, as they read the same keys."""
+    tiles = tl.maximum(tl.cdiv(num_rows(query, group), TOKENS), 1)
+    head = index // tiles
+    lengths = (num_rows(query, group), num_rows(key, group))
+    walk = everything(None, group, head, 0, 0, lengths, TOKENS, KV_TILE, True)
+    return group, head, index - head * tiles, walk
+
+
+@triton.jit
+def item_of_plan(schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr):
+    """What the plan says of its row."""
+    row = schedule.data[PLAN] + (schedule.data[GROUPS] - ADDED) + wide(group) * PLAN_ROW
+    walk = (
+        tl.load(row), tl.load(row + 1), tl.load(row + 2),
+        tl.load(row + 3), tl.load(row + 4), tl.load(row + 5),
+    )  # fmt: skip
+    batch, head, tile = (
+        tl.load(row + WALK_SIZE), tl.load(row + WALK_SIZE + 1), tl.load(row + WALK_SIZE + 2)
+    )  # fmt: skip
+    return batch, head + index, tile, walk
+
+
+# ---- programs: → group, item in it, units of it before the program's, units to do, share; and ---
+# ---- whether the program is the first that goes on with an item of another one ------------------
+
+
+@triton.jit
+def count_at_once(
+    schedule, query, key, first,
+    TOKENS: tl.constexpr, KV_TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Units of an item, and items, of AT_ONCE groups: [AT_ONCE], or one number where there is but
+    one group."""
+    num_groups = schedule.data[GROUPS] - ADDED
+    if AT_ONCE == 1:
+        units, items = schedule.count(schedule, query, key, first, TOKENS, KV_TILE)
+    else:
+        groups = first + tl.arange(0, AT_ONCE)
+        units, items = schedule.count(
+            schedule, query, key, tl.minimum(groups, num_groups - 1), TOKENS, KV_TILE
+        )
+        items = tl.where(groups < num_groups, items, 0)
+    return units, items
+
+
+@triton.jit
+def units_of_groups(
+    schedule, query, key, first,
+    TOKENS: tl.constexpr, KV_TILE: tl.constexpr, AT_ONCE: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """Units of AT_ONCE groups."""
+    units, items = count_at_once(schedule, query, key, first, TOKENS, KV_TILE, AT_ONCE)
+    return wide(units) * items if LONG else units * items
+
+
+@triton.jit
+def parts_of(units, share):
+    """In how many parts an item is cut that begins with a program: rounded up, and down. Each part
+    sets itself up, so the first unit is not counted."""
+    whole = (units - 1) // share
+    more = whole + (whole * share < units - 1).to(tl.int32)
+    return tl.maximum(more, 1), tl.maximum(whole, 1)
+
+
+@triton.jit
+def share_out(
+    units, items, programs, LEAST: tl.constexpr, LONG: tl.constexpr, FEW: tl.constexpr,
+    ONE: tl.constexpr,
+):  # fmt: skip
+    """How all groups are shared out: the line as programs step along it, the share of each; whether
+    items begin with programs, their parts are then rounded up, and what a part has at the most.
+    ONE: one group, whose numbers are no vectors."""
+    line = wide(units) * items if LONG else units * items
+    total = line if ONE else tl.sum(line, 0)
+    share = tl.maximum(tl.cdiv(total, programs), LEAST)
+    own, up, own_most = programs < 0, programs < 0, programs * 0 + 1
+    if FEW and not LONG:
+        walked = (units - 1) * items if ONE else tl.sum((units - 1) * items, 0)
+        own_most = tl.maximum(tl.cdiv(walked, programs), LEAST)
+        more, fewer = parts_of(units, own_most)
+        used = more * items if ONE else tl.sum(more * items, 0)
+        up = used <= programs
+        parts = tl.where(up, more, fewer)
+        used = parts * items
+        longest = tl.where(items > 0, tl.cdiv(units - 1, parts), 0)
+        if not ONE:
+            longest, used = tl.max(longest, 0), tl.sum(used, 0)
+        own = (used <= programs) & (longest <= own_most + own_most // 16)
+        line = tl.where(own, parts * items, line)
+    return line, share, own, up, own_most
+
+
+@triton.jit
+def own_parts(units, up, own_most):
+    """Parts of an item that begins with a program, and units of each beside the first one."""
+    more, fewer = parts_of(units, own_most)
+    parts = tl.where(up, more, fewer)
+    return parts, tl.maximum(tl.cdiv(units - 1, parts), 1)
+
+
+@triton.jit
+def equal_shares(
+    schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    FEW: tl.constexpr,
+):  # fmt: skip
+    """The line of all items, cut into as many equal shares as there are programs; a share has at
+    least LEAST units. LONG: the line may have more units than 32 bits count.
+
+    FEW: no more items than programs. Then each begins with a program of its own, if no share gets
+    longer by more than a sixteenth: who goes on to another item in the midst of a share waits for
+    memory once more, when others are done. Programs do all this before they read any key, so it
+    is kept short: fewer than MOST_AT_ONCE groups are counted once, and one needs no search.
+    """
+    num_groups, programs = schedule.data[GROUPS] - ADDED, schedule.data[PROGRAMS] - ADDED
+    none = wide(program) * 0 if LONG else program * 0
+    own, up, own_most = program < 0, program < 0, program * 0 + 1
+    if AT_ONCE < MOST_AT_ONCE:
+        units, items = count_at_once(schedule, query, key, 0, TOKENS, KV_TILE, AT_ONCE)
+        line, share, own, up, own_most = share_out(
+            units, items, programs, LEAST, LONG, FEW, AT_ONCE == 1
+        )
+        start = tl.where(own, program, program * share)
+        group, before = program * 0, none
+        end = line
+        if AT_ONCE > 1:
+            reached = tl.cumsum(line, 0)
+            end = tl.max(reached, 0)
+            ended = reached <= start  # groups that end at or before the start
+            group = tl.sum((ended & (tl.arange(0, AT_ONCE) < num_groups)).to(tl.int32), 0)
+            before = tl.max(tl.where(ended, reached, 0), 0)
+    else:
+        total = none
+        for first in range(0, num_groups, AT_ONCE):
+            line = units_of_groups(schedule, query, key, first, TOKENS, KV_TILE, AT_ONCE, LONG)
+            total += tl.sum(line, 0)
+        share = tl.maximum(tl.cdiv(total, programs), LEAST)
+        start, end = program * share, total
+        group, before, reached_before = program * 0, none, none
+        for first in range(0, num_groups, AT_ONCE):
+            line = units_of_groups(schedule, query, key, first, TOKENS, KV_TILE, AT_ONCE, LONG)
+            reached = reached_before + tl.cumsum(line, 0)
+            ended = (reached <= start) & (first + tl.arange(0, AT_ONCE) < num_groups)
+            group += tl.sum(ended.to(tl.int32), 0)
+            before += tl.sum(tl.where(ended, line, 0), 0)
+            reached_before += tl.sum(line, 0)
+    group = tl.minimum(group, num_groups - 1)
+    if AT_ONCE > 1:
+        units, _ = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+    parts, own_share = own_parts(units, up, own_most)
+    within = tl.where(start < end, start - before, 0)
+    step = tl.where(own, parts, units)  # from item to item
+    index = (within // step).to(tl.int32)
+    offset = (within - index * step).to(tl.int32)
+    goes_on = tl.where(own, offset == 1, (offset > 0) & (offset <= share))
+    first = (offset == 0).to(tl.int32)
+    offset = tl.where(own, offset * own_share + 1 - first, offset).to(tl.int32)
+    left = tl.where(own, tl.minimum(own_share + first, units - offset), end - start)
+    share = tl.where(own, own_share, share)
+    budget = tl.where(start < end, tl.maximum(tl.where(own, left, tl.minimum(share, left)), 0), 0)
+    return group, index, offset, budget, share, goes_on
+
+
+@triton.jit
+def fixed_cuts(
+    schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    FEW: tl.constexpr,
+):  # fmt: skip
+    """Each item for itself, cut every LEAST units, or into CUTS parts if those are longer: where
+    depends on nothing but the item."""
+    cuts, heads = schedule.data[CUTS_IN_GRID] - ADDED, schedule.data[HEADS] - ADDED
+    item, cut = program // cuts, program % cuts
+    group = item // heads
+    units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+    share = tl.maximum(tl.cdiv(units, CUTS), LEAST)
+    offset = cut * share
+    budget = tl.where(items > 0, tl.maximum(tl.minimum(share, units - offset), 0), 0)
+    return group, item % heads, offset, budget, share, cut == 1
+
+
+# ---- splits -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def part_of_walk(walk, offset, end):
+    """Clean tiles and edges between two units of an item: (first, end) of each.
+
+    The first unit of an item sets it up; after it come the clean tiles, then the edges.
+    """
+    first, last = tl.maximum(offset - 1, 0), tl.maximum(end - 1, 0)
+    clean_first, clean_end = tl.minimum(first, walk[5]), tl.minimum(last, walk[5])
+    return clean_first, clean_end, first - clean_first, last - clean_end
+
+
+@triton.jit
+def note_of_program(schedule, notes, program, group, index, offset, budget, share, goes_on, units):
+    """Tell the merging kernel that an item was cut, once: by the program that goes on with it
+    first. notes [programs, NOTE_SIZE]."""
+    note = notes + program * NOTE_SIZE
+    tl.store(note, tl.where(goes_on & (budget > 0), 1 + tl.cdiv(units - offset, share), 0))
+    tl.store(note + 1, group)
+    tl.store(note + 2, index)

@@ -1,0 +1,1 @@
+"""What every call passes through: checks, the choice of a backend, calls that were made before."""

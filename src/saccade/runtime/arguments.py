@@ -1,0 +1,254 @@
+"""Arguments: every check of what a caller passed, before anything is computed.
+
+Each complaint names the argument, what it got and what it takes. Checks that need the values of
+tensors run where reading them costs nothing (on the CPU), or under `saccade.testing.checked()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.modifiers.expression import Captured
+from saccade.modifiers.fit import Extents, misfit
+from saccade.runtime.spec import DTYPES, Config, Inputs
+
+_checked = contextvars.ContextVar("saccade_checked", default=False)
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Also check the values of tensors that lie on a GPU, at the price of waiting for it."""
+    token = _checked.set(True)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
+MODES = torch._C._TorchDispatchModeKey
+TRACING = (MODES.FAKE, MODES.PROXY, MODES.FUNCTIONAL)  # modes in which numbers are not there
+
+
+def values_readable(tensor: Tensor) -> bool:
+    """Whether a tensor's values may be read now: not while tracing or under vmap or grad."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in TRACING):
+        return False
+    return type(tensor) is Tensor and (tensor.device.type == "cpu" or _checked.get())
+
+
+DENSE_SHAPES = {
+    "query": "[batch, query_heads, query_len, head_dim]",
+    "key": "[batch, kv_heads, kv_len, head_dim]",
+    "value": "[batch, kv_heads, kv_len, value_dim]",
+}
+PACKED_SHAPES = {
+    "query": "[tokens, query_heads, head_dim]",
+    "key": "[kv_tokens, kv_heads, head_dim]",
+    "value": "[kv_tokens, kv_heads, value_dim]",
+}
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, str]) -> None:
+    """Refuse queries, keys and values that do not fit together."""
+    check_kinds(query, key, value, shapes)
+    _check_sizes(query, key, value, packed=shapes is PACKED_SHAPES)
+
+
+def check_kinds(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, str]) -> None:
+    """Refuse what is no tensor of so many dimensions, or of another dtype or device."""
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, takes a tensor {shapes[name]}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            got = "a nested tensor" if tensor.is_nested else tensor.layout
+            raise TypeError(f"{name}: got {got}, takes a dense tensor {shapes[name]}")
+        if tensor.dim() != shapes[name].count(",") + 1:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, takes {shapes[name]}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{name}: got {tensor.dtype}, takes float32, float64, bfloat16 or float16"
+            )
+    for name in ("key", "value"):
+        if tensors[name].dtype != query.dtype:
+            raise TypeError(f"{name}: got {tensors[name].dtype}, takes query's {query.dtype}")
+        if tensors[name].device != query.device:
+            raise ValueError(f"{name}: got {tensors[name].device}, takes query's {query.device}")
+
+
+def _check_sizes(query: Tensor, key: Tensor, value: Tensor, *, packed: bool) -> None:
+    heads_dim = 1
+    rows_dim = 0 if packed else 2
+    query_heads, kv_heads = query.shape[heads_dim], key.shape[heads_dim]
+    if not packed:
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.shape[0] != query.shape[0]:
+                raise ValueError(
+                    f"{name}: got batch {tensor.shape[0]}, takes query's {query.shape[0]}"
+                )
+    if value.shape[heads_dim] != kv_heads:
+        raise ValueError(f"value: got {value.shape[heads_dim]} heads, takes key's {kv_heads}")
+    check_heads("key", query_heads, kv_heads)
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"key: got head_dim {key.shape[-1]}, takes query's head_dim {query.shape[-1]}"
+        )
+    if value.shape[rows_dim] != key.shape[rows_dim]:
+        raise ValueError(
+            f"value: got {value.shape[rows_dim]} rows, takes key's {key.shape[rows_dim]}"
+        )
+
+
+def check_heads(name: str, query_heads: int, kv_heads: int) -> None:
+    """Refuse a number of kv heads that does not divide that of query heads."""
+    if query_heads != kv_heads and (kv_heads == 0 or query_heads % kv_heads != 0):
+        raise ValueError(
+            f"{name}: got {kv_heads} heads, takes a number that divides query's {query_heads}"
+        )
+
+
+SMALLEST, LARGEST = 1e-30, 1e30  # scales: kernels hold them, times log2(e), in float32
+SCALES = "0 or a number of 1e-30 to 1e+30 in size"
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of the scores: 1/sqrt(head_dim) unless given."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
+    return check_scale(scale, " or None (1/sqrt(head_dim))")
+
+
+def check_scale(scale: object, or_else: str = "") -> float:
+    """Refuse what is neither 0 nor a number that float32 holds with room to spare."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
+        raise TypeError(f"scale: got {scale!r}, takes {SCALES}{or_else}")
+    if not (scale == 0 or SMALLEST <= scale <= LARGEST or -LARGEST <= scale <= -SMALLEST):
+        raise ValueError(f"scale: got {scale}, takes {SCALES}{or_else}")
+    return float(scale)
+
+
+def check_dropout(dropout_p: float) -> float:
+    """Refuse a dropout probability outside [0, 1)."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float, torch.SymFloat)):
+        raise TypeError(f"dropout_p: got {dropout_p!r}, takes a number in [0, 1)")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p: got {dropout_p}, takes a number in [0, 1)")
+    return float(dropout_p)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is not True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, takes True or False")
+
+
+def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
+    """Refuse sinks that are not one logit for each query head."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks: got {type(sinks).__name__}, takes a tensor [query_heads] or None")
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks: got {sinks.dtype}, takes a floating-point tensor [query_heads]")
+    if tuple(sinks.shape) != (query.shape[1],):
+        raise ValueError(f"sinks: got shape {tuple(sinks.shape)}, takes ({query.shape[1]},)")
+    if sinks.device != query.device:
+        raise ValueError(f"sinks: got {sinks.device}, takes query's {query.device}")
+
+
+def check_captured(
+    argument: str, key: str, captured: Captured, extents: Extents, device: torch.device
+) -> None:
+    """Refuse a mask or score whose captured tensors do not fit the problem."""
+    for tensor in captured.tensors:
+        if tensor.device != device:
+            raise ValueError(f"{argument}: captured a tensor on {tensor.device}, takes {device}")
+    complaint = misfit(key, captured, extents)
+    if complaint is not None:
+        raise ValueError(f"{argument}: {complaint}")
+
+
+OFFSETS = (
+    "an int32 tensor [batch + 1] that starts at 0, ascends, and ends at the token count, or below "
+    "it: tokens behind the last offset are padding"
+)
+
+
+def check_offsets(name: str, offsets: Tensor, num_tokens: int, device: torch.device) -> None:
+    """Refuse sequence offsets that are not 0 … tokens, or fewer, ascending."""
+    takes = OFFSETS
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{name}: got {type(offsets).__name__}, takes {takes}")
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"{name}: got {offsets.dtype}, takes {takes}")
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name}: got shape {tuple(offsets.shape)}, takes {takes}")
+    if offsets.device != device:
+        raise ValueError(f"{name}: got {offsets.device}, takes query's {device}")
+    if offsets.shape[0] == 1 and num_tokens:
+        raise ValueError(f"{name}: got no sequence for {num_tokens} tokens, takes {takes}")
+    if not values_readable(offsets):
+        return
+    values = offsets.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}: got a first offset of {values[0]}, takes {takes}")
+    if any(later < earlier for earlier, later in itertools.pairwise(values)):
+        raise ValueError(f"{name}: got offsets that descend, takes {takes}")
+    if values[-1] > num_tokens:
+        raise ValueError(
+            f"{name}: got a last offset of {values[-1]} for {num_tokens} tokens, takes {takes}"
+        )
+
+
+def check_max_length(name: str, length: int | None, offsets: Tensor) -> int | None:
+    """Refuse a longest length that is not one; give the longest length where it can be known."""
+    longest = None
+    if values_readable(offsets):
+        longest = int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
+    if length is None:
+        return longest
+    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
+        raise TypeError(f"{name}: got {length!r}, takes a whole number or None")
+    if length < (longest or 0):
+        raise ValueError(f"{name}: got {length}, takes at least the longest sequence, {longest}")
+    return length if longest is None else longest
+
+
+def resolve_config(
+    config: Config | Mapping[tuple[int, int], Config] | None, device: torch.device
+) -> Config | None:
+    """The config for this device: the one given, or its capability's entry of a mapping."""
+    if config is None or isinstance(config, Config):
+        return config
+    takes = "a Config, or a mapping from (major, minor) to Config"
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config: got {type(config).__name__}, takes {takes}")
+    for capability, entry in config.items():
+        pair = isinstance(capability, tuple) and len(capability) == 2
+        if not pair or not all(type(part) is int for part in capability):
+            raise TypeError(f"config: got the key {capability!r}, takes {takes}")
+        if not isinstance(entry, Config):
+            raise TypeError(f"config: got {type(entry).__name__} for {capability}, takes {takes}")
+    if device.type != "cuda":
+        return None  # a mapping speaks of GPUs only
+    return config.get(torch.cuda.get_device_capability(device))
+
+
+def extents_of(inputs: Inputs, longest: tuple[Any, Any] | None = None) -> Extents:
+    """The sizes that captured tensors must fit."""
+    query, key = inputs.query, inputs.key
+    if inputs.cu_seqlens_q is None:
+        return Extents(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    num_sequences = inputs.cu_seqlens_q.shape[0] - 1
+    query_len, kv_len = longest if longest is not None else (None, None)
+    return Extents(num_sequences, query.shape[1], query_len, kv_len, packed=True)

@@ -1,0 +1,175 @@
+"""Recall: a call that is like one that was checked before is not checked again.
+
+Checking every argument takes longer than a small problem does on a GPU. So what `prepare` and
+`dispatch` made of a plain eager call is kept under all that they look at: shapes, strides, dtypes,
+devices, mask, score and options. Anything out of the ordinary (captured tensors, dropout, autocast,
+tracing, transforms, modes, tensor subclasses, lengths and offsets that can be read) is checked
+every time: whoever looks on sees the same of every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.masks import AnyMask, Mask
+from saccade.runtime.arguments import values_readable
+from saccade.runtime.listeners import PLAIN, PLAIN_OR_ABSENT, somebody_listens
+from saccade.runtime.spec import Config, PagedInputs, Variant
+from saccade.scores import AnyScore, Score
+
+MOST_CALLS = 4096  # kinds of calls that are kept
+LENGTHS = frozenset({int, type(None)})  # types of lengths that are known, or are not
+
+AnyConfig = Config | Mapping[tuple[int, int], Config] | None
+
+
+@dataclass
+class Recalled:
+    """What was found out about a kind of call, and what was prepared for it: its forward pass, and
+    the arguments of its operator."""
+
+    variant: Variant
+    config: Config | None
+    chosen: str
+    forward: Callable[[Any, Variant], tuple[Tensor, Tensor]] | None = None
+    tables: tuple[Tensor, ...] = field(init=False)  # that mask and score captured
+    plain: dict[bool, tuple[Any, ...]] = field(default_factory=dict)  # by `deterministic`
+
+    def __post_init__(self) -> None:
+        variant = self.variant
+        self.tables = (*variant.mask_captured.tensors, *variant.score_captured.tensors)
+
+
+_calls: dict[Any, Recalled] = {}
+
+
+def plain_options(sinks: Tensor | None, dropout_p: float, deterministic: bool) -> bool:
+    """Whether a call has nothing that its key does not speak of."""
+    dropless = type(dropout_p) is float and dropout_p == 0.0
+    return sinks is None and dropless and type(deterministic) is bool
+
+
+def key_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AnyMask,
+    score: AnyScore,
+    scale: float | None,
+    implementation: str | None,
+    config: AnyConfig,
+) -> tuple[Any, ...] | None:
+    """What a call is recalled by; None for a call that must be checked."""
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        return None
+    if _must_be_checked(mask, score, scale, implementation, config):
+        return None
+    return (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+        mask, score, scale, implementation, config,
+        torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
+    )  # fmt: skip
+
+
+def packed_key_of(
+    tensors: Sequence[Tensor],
+    longest: tuple[int | None, int | None],
+    mask: AnyMask,
+    score: AnyScore,
+    scale: float | None,
+    implementation: str | None,
+    config: AnyConfig,
+) -> tuple[Any, ...] | None:
+    """The same of packed sequences: query, key, value and both sides' offsets.
+
+    Where offsets can be read, they are checked.
+    """
+    if _must_be_checked(mask, score, scale, implementation, config):
+        return None
+    if not (PLAIN.issuperset(map(type, tensors)) and LENGTHS.issuperset(map(type, longest))):
+        return None
+    if any(map(values_readable, tensors[3:])):
+        return None
+    query = tensors[0]
+    kinds = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
+    return (
+        *kinds, longest, mask, score, scale, implementation, config,
+        torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
+    )  # fmt: skip
+
+
+def paged_key_of(
+    inputs: PagedInputs,
+    mask: AnyMask,
+    score: AnyScore,
+    scale: float | None,
+    batch_invariant: bool,
+    implementation: str | None,
+    config: AnyConfig,
+) -> tuple[Any, ...] | None:
+    """The same of a call over pages. Where lengths and tables can be read, they are checked."""
+    if not PLAIN_OR_ABSENT.issuperset(map(type, inputs)) or values_readable(inputs.kv_lens):
+        return None
+    if _must_be_checked(mask, score, scale, implementation, config):
+        return None
+    if type(batch_invariant) is not bool:
+        return None
+    query = inputs.query
+    kinds = [
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        for tensor in inputs
+    ]
+    return (
+        *kinds, mask, score, scale, batch_invariant, implementation, config,
+        torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
+    )  # fmt: skip
+
+
+def _must_be_checked(
+    mask: AnyMask,
+    score: AnyScore,
+    scale: float | None,
+    implementation: str | None,
+    config: AnyConfig,
+) -> bool:
+    """Whether a call is out of the ordinary. Equal is not enough: 1, 1.0 and True are equal."""
+    return bool(
+        torch.compiler.is_compiling()
+        or somebody_listens()
+        or torch._C._is_any_autocast_enabled()
+        or (mask is not None and not _captures_no_tensor(mask, Mask))
+        or (score is not None and not _captures_no_tensor(score, Score))
+        or (scale is not None and type(scale) is not float)
+        or (implementation is not None and type(implementation) is not str)
+        or (config is not None and type(config) is not Config)
+    )
+
+
+def _captures_no_tensor(modifier: Any, kind: type) -> bool:
+    """Whether it is a mask or score as such, and what it computes is known from its key."""
+    return type(modifier) is kind and not modifier.captured.tensors
+
+
+def recalled(key: tuple[Any, ...] | None) -> Recalled | None:
+    """What was kept under a key."""
+    return None if key is None else _calls.get(key)
+
+
+def keep(key: tuple[Any, ...] | None, found: Recalled) -> None:
+    """Keep what was found out; forget everything when there is too much of it."""
+    if key is None:
+        return
+    if len(_calls) >= MOST_CALLS:
+        forget()
+    _calls[key] = found
+
+
+def forget() -> None:
+    """Forget all calls, so that the next of each kind is checked as the first (for tests)."""
+    _calls.clear()

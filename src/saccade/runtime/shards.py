@@ -1,0 +1,261 @@
+"""Shards: calls on DTensors, each rank computing the batch entries or heads that it holds.
+
+No rank needs another's rows for that, so a call takes the ranks' own tensors, and what it gives is
+sharded as its query is. Masks and scores see the numbers of the whole call. Gradients of what is
+whole on every rank, though each computed a part, are partial sums, which DTensor adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from saccade.masks import Mask, as_mask
+from saccade.modifiers.shard import Part, restricted
+from saccade.runtime.arguments import check_flag
+from saccade.scores import Score, as_score
+
+BATCH, HEADS = "batch", "heads"
+Modified = TypeVar("Modified", Mask, Score)
+
+
+def any_sharded(*tensors: Any) -> bool:
+    """Whether a DTensor is among them, of which nothing is imported to see it."""
+    return any([type(tensor).__name__ == "DTensor" for tensor in tensors])
+
+
+class Where(NamedTuple):
+    """Which dimension of a tensor holds batch entries, and which holds heads."""
+
+    batch: int | None
+    heads: int | None
+
+
+DENSE = Where(0, 1)
+PACKED = Where(None, 1)
+OF_HEADS = Where(None, 0)
+OF_BATCH = Where(0, None)
+OF_NEITHER = Where(None, None)
+
+
+class Split:
+    """How a call is cut: by batch, by heads or not at all along each dimension of a mesh."""
+
+    def __init__(self, query: Any, where: Where) -> None:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if not isinstance(query, DTensor):
+            raise TypeError(
+                f"query: got a {type(query).__name__} beside DTensors, takes a DTensor as well"
+            )
+        self.mesh, self.placements = query.device_mesh, query.placements
+        self.kinds: list[str | None] = []
+        for placement in self.placements:
+            if isinstance(placement, Shard) and placement.dim % query.dim() == where.batch:
+                self.kinds.append(BATCH)
+            elif isinstance(placement, Shard) and placement.dim % query.dim() == where.heads:
+                self.kinds.append(HEADS)
+            elif isinstance(placement, Replicate):
+                self.kinds.append(None)
+            else:
+                takes = "Shard(0) (batch), " * (where.batch == 0) + "Shard(1) (heads)"
+                raise ValueError(
+                    f"query: got the placement {placement}, takes {takes} or Replicate(); "
+                    "redistribute it"
+                )
+        # Asked one by one: torch 2.11 does not trace a mesh's shape.
+        self.sizes = [self.mesh.size(dim) for dim in range(self.mesh.ndim)]
+        self.head_shards = 1
+        for size, kind in zip(self.sizes, self.kinds, strict=True):
+            self.head_shards *= size if kind == HEADS else 1
+        if query.shape[1] % self.head_shards:
+            raise ValueError(
+                f"query: got {query.shape[1]} heads on {self.head_shards} shards, takes a number "
+                f"of heads that {self.head_shards} divides"
+            )
+        self.heads = self.part(HEADS, query.shape[1])
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether ranks have different batch entries."""
+        return BATCH in self.kinds
+
+    def part(self, kind: str, size: int) -> Part:
+        """What this rank has of so many batch entries or heads, as DTensor cuts them."""
+        start, here = 0, size
+        for dim, (ranks, cut) in enumerate(zip(self.sizes, self.kinds, strict=True)):
+            if cut == kind:
+                chunk = -(-here // ranks)
+                first = min(chunk * self.mesh.get_local_rank(dim), here)
+                start, here = start + first, min(chunk, here - first)
+        return Part(start, here, size)
+
+    def local(self, name: str, tensor: Any, where: Where, *, whole_heads: bool = False) -> Any:
+        """This rank's part of a tensor, wherever its other parts are; None of None.
+
+        A plain tensor is one that every rank has.
+        """
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        if tensor is None:
+            return None
+        tensor = self._distributed(name, tensor)
+        wanted, gradients = [], []
+        for kind in self.kinds:
+            dim = where.batch if kind == BATCH else where.heads if kind == HEADS else None
+            if kind == HEADS and whole_heads:
+                dim = None
+            wanted.append(Replicate() if dim is None else Shard(dim))
+            computed = Partial() if kind is not None else Replicate()
+            gradients.append(computed if dim is None else Shard(dim))
+        if tensor.requires_grad or tensor.placements != tuple(wanted):  # adds up partial sums, too
+            tensor = tensor.redistribute(self.mesh, wanted)
+        return tensor.to_local(grad_placements=tuple(gradients))
+
+    def _distributed(self, name: str, tensor: Any) -> Any:
+        """A tensor as a DTensor of the query's mesh, of a placement that can be undone."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if not isinstance(tensor, DTensor):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: got {type(tensor).__name__}, takes a DTensor")
+            if tensor.requires_grad:
+                raise TypeError(
+                    f"{name}: got a plain tensor that requires gradients beside DTensors, takes a "
+                    "DTensor: each rank would have a part of its gradient"
+                )
+            whole = [Replicate()] * self.mesh.ndim
+            return DTensor.from_local(tensor, self.mesh, whole, run_check=False)
+        if tensor.device_mesh != self.mesh:
+            raise ValueError(f"{name}: got a DTensor of another mesh, takes query's")
+        return tensor
+
+    def rows(self, name: str, tensor: Any, where: Where) -> Any:
+        """This rank's keys or values: those of its heads, or the one that its heads share."""
+        if self.head_shards == 1 or tensor.shape[1] % self.head_shards == 0:
+            return self.local(name, tensor, where)
+        queries, heads = self.heads, tensor.shape[1]
+        shared = queries.of // heads if heads and queries.of % heads == 0 else 0
+        if not (shared and shared % queries.size == 0):
+            raise ValueError(
+                f"{name}: got {heads} heads on {self.head_shards} shards, takes a number that "
+                f"{self.head_shards} divides, or that divides {self.head_shards}"
+            )
+        whole = self.local(name, tensor, where, whole_heads=True)
+        return whole.narrow(1, queries.start // shared, 1)
+
+    def in_place(self, name: str, tensor: Any, where: Where) -> Any:
+        """This rank's part of a tensor whose memory is used as it is: nothing may be moved."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if tensor is None:
+            return None
+        wanted = []
+        for kind in self.kinds:
+            dim = where.batch if kind == BATCH else where.heads if kind == HEADS else None
+            wanted.append(Replicate() if dim is None else Shard(dim))
+        placed = tensor.placements if isinstance(tensor, DTensor) else None
+        if placed is None and all(place.is_replicate() for place in wanted):
+            return tensor
+        if placed != tuple(wanted) or tensor.device_mesh != self.mesh:
+            got = "a plain tensor" if placed is None else f"the placements {list(placed)}"
+            raise ValueError(f"{name}: got {got}, takes {wanted} on query's mesh, to be used there")
+        return tensor.to_local()
+
+    def modified(self, name: str, modifier: Modified, batch: int) -> Modified:
+        """A mask or score as this rank's part of the call sees it."""
+        captured = modifier.captured
+        tensors = tuple(self.local(name, each, OF_NEITHER) for each in captured.tensors)
+        parts = self.part(BATCH, batch), self.heads
+        found = restricted(modifier.key, captured._replace(tensors=tensors), *parts)
+        return type(modifier)(*found)
+
+    def joined(self, tensor: Tensor, where: Where, batch: int, heads: int) -> Any:
+        """This rank's part of a result as the DTensor that all ranks have."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        shape, placements = list(tensor.shape), []
+        for dim, size in ((where.batch, batch), (where.heads, heads)):
+            if dim is not None:
+                shape[dim] = size
+        for kind in self.kinds:
+            dim = where.batch if kind == BATCH else where.heads if kind == HEADS else None
+            placements.append(Replicate() if dim is None else Shard(dim))
+        return DTensor.from_local(
+            tensor, self.mesh, placements, run_check=False,
+            shape=torch.Size(shape), stride=_strides(shape, tensor.stride()),
+        )  # fmt: skip
+
+
+def _strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps, the dimensions in the order of others."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
+        strides[dim], step = step, step * max(shape[dim], 1)
+    return tuple(strides)
+
+
+# ---- calls ------------------------------------------------------------------------------------
+
+
+def attention(
+    call: Callable[..., Any], query: Any, key: Any, value: Any, offsets: Sequence[Any],
+    options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """`attention`, or with offsets `attention_packed`, each rank on its part."""
+    if options.get("dropout_p"):
+        raise NotImplementedError(
+            f"dropout_p: got {options['dropout_p']} with DTensors, takes 0: ranks would not drop "
+            "what the whole call drops"
+        )
+    check_flag("return_lse", options["return_lse"])
+    where = PACKED if offsets else DENSE
+    split = Split(query, where)
+    batch = (offsets[0].shape[0] - 1) if offsets else query.shape[0]
+    local = [split.local("query", query, where)]
+    local += [split.rows(*named, where) for named in (("key", key), ("value", value))]
+    names = "cu_seqlens_q", "cu_seqlens_k"
+    places = [split.local(*named, OF_NEITHER) for named in zip(names, offsets, strict=False)]
+    output, lse = call(*local, *places, **_prepared(split, batch, options))
+    found = split.joined(output, where, query.shape[0], query.shape[1])
+    if not options["return_lse"]:
+        return found
+    return found, split.joined(lse, OF_HEADS if offsets else DENSE, batch, query.shape[1])
+
+
+def attention_paged(call: Callable[..., Any], inputs: Any, options: dict[str, Any]) -> Any:
+    """`attention_paged`, each rank on its part; pages stay where they lie."""
+    packed = inputs.cu_seqlens_q is not None
+    where = PACKED if packed else DENSE
+    split = Split(inputs.query, where)
+    batch, heads = inputs.page_table.shape[0], inputs.query.shape[1]
+    pages = [
+        split.in_place(name, getattr(inputs, name), PACKED)
+        for name in ("key_pages", "value_pages", "key_scales", "value_scales")
+    ]
+    query = split.local("query", inputs.query, where)
+    table = split.local("page_table", inputs.page_table, OF_BATCH)
+    lens = split.local("kv_lens", inputs.kv_lens, OF_BATCH)
+    output, lse = call(
+        query, pages[0], pages[1], table, lens, key_scales=pages[2], value_scales=pages[3],
+        cu_seqlens_q=split.local("cu_seqlens_q", inputs.cu_seqlens_q, OF_NEITHER),
+        **_prepared(split, batch, options | {"sinks": inputs.sinks}),
+    )  # fmt: skip
+    found = split.joined(output, where, batch, heads)
+    if not options["return_lse"]:
+        return found
+    return found, split.joined(lse, OF_HEADS if packed else DENSE, batch, heads)
+
+
+def _prepared(split: Split, batch: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a part of a call, which gives its lse as well."""
+    mask, score = as_mask(options["mask"]), as_score(options["score"])
+    return options | {
+        "mask": split.modified("mask", mask, batch),
+        "score": split.modified("score", score, batch),
+        "sinks": split.local("sinks", options["sinks"], OF_HEADS),
+        "return_lse": True,
+    }

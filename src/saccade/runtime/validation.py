@@ -1,0 +1,218 @@
+"""Prepare: check every argument of a call and turn them into what implementations take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from saccade.masks import NOTHING_HIDDEN, AnyMask, Mask, as_mask, causal
+from saccade.modifiers.expression import Captured
+from saccade.modifiers.fit import Extents, expanded
+from saccade.runtime import arguments
+from saccade.runtime.autocast import cast
+from saccade.runtime.paged_arguments import check_paged
+from saccade.runtime.spec import Config, Inputs, PagedInputs, Problem, Variant
+from saccade.scores import AnyScore, Score, as_score
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    *,
+    mask: AnyMask,
+    score: AnyScore,
+    scale: float | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    return_lse: bool,
+    deterministic: bool,
+    config: Config | Mapping[tuple[int, int], Config] | None,
+) -> tuple[Inputs, Variant, Problem, Config | None]:
+    """Check every argument and turn them into what implementations take."""
+    packed = cu_seqlens_q is not None
+    shapes = arguments.PACKED_SHAPES if packed else arguments.DENSE_SHAPES
+    query, key, value = (cast(tensor) for tensor in (query, key, value))
+    arguments.check_tensors(query, key, value, shapes)
+    arguments.check_sinks(sinks, query)
+    arguments.check_flag("return_lse", return_lse)
+    arguments.check_flag("deterministic", deterministic)
+    scale = arguments.resolve_scale(scale, query.shape[-1])
+    dropout_p = arguments.check_dropout(dropout_p)
+    config = arguments.resolve_config(config, query.device)
+    longest = None
+    if cu_seqlens_q is not None:
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        longest = check_packing(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    inputs = Inputs(query, key, value, sinks, None, cu_seqlens_q, cu_seqlens_k)
+
+    extents = arguments.extents_of(inputs, longest)
+    variant = _variant(mask, score, scale, dropout_p, extents, query.device)
+    return inputs, variant, problem_of(inputs, variant, config), config
+
+
+LAST_ROW_SEES_ALL = causal().key  # and a single row is the last
+
+
+def _variant(
+    mask: AnyMask,
+    score: AnyScore,
+    scale: float,
+    dropout_p: float,
+    extents: Extents,
+    device: torch.device,
+    batch_invariant: bool = False,
+) -> Variant:
+    """Mask and score by key, once what they captured is known to fit.
+
+    Whether all sequences have one row, lengths on a GPU do not tell: where bits are to be the same
+    in any batch, the mask stays.
+    """
+    mask, score = as_mask(mask), as_score(score)
+    if extents.query_len == 1 and mask.key == LAST_ROW_SEES_ALL and not batch_invariant:
+        mask = NOTHING_HIDDEN  # decoding: kernels without a mask are faster
+    of_mask = _fitting("mask", mask, extents, device)
+    of_score = _fitting("score", score, extents, device)
+    return Variant(mask.key, score.key, of_mask, of_score, scale, dropout_p)
+
+
+def _fitting(
+    argument: str, modifier: Mask | Score, extents: Extents, device: torch.device
+) -> Captured:
+    """What a mask or score captured, with all dimensions, once it is known to fit."""
+    if not modifier.captured.tensors:
+        return modifier.captured
+    captured = expanded(modifier.key, modifier.captured)
+    arguments.check_captured(argument, modifier.key, captured, extents, device)
+    return captured
+
+
+def prepare_paged(
+    inputs: PagedInputs,
+    *,
+    mask: AnyMask,
+    score: AnyScore,
+    scale: float | None,
+    batch_invariant: bool,
+    return_lse: bool,
+    config: Config | Mapping[tuple[int, int], Config] | None,
+) -> tuple[PagedInputs, Variant, Problem, Config | None]:
+    """The same for a call over pages."""
+    inputs = inputs._replace(query=cast(inputs.query))
+    longest_q, offsets = None, inputs.cu_seqlens_q
+    if offsets is not None and isinstance(inputs.query, Tensor) and inputs.query.dim() == 3:
+        tokens, device = inputs.query.shape[0], inputs.query.device
+        arguments.check_offsets("cu_seqlens_q", offsets, tokens, device)
+        longest_q = arguments.check_max_length("max_seqlen_q", None, offsets)
+    check_paged(inputs)
+    query = inputs.query
+    arguments.check_sinks(inputs.sinks, query)
+    arguments.check_flag("return_lse", return_lse)
+    arguments.check_flag("batch_invariant", batch_invariant)
+    scale = arguments.resolve_scale(scale, query.shape[-1])
+    config = arguments.resolve_config(config, query.device)
+    readable = arguments.values_readable(inputs.kv_lens)
+    longest_k = int(inputs.kv_lens.max()) if readable and inputs.batch else None
+    longest_q = query.shape[2] if offsets is None else longest_q
+    extents = Extents(inputs.batch, query.shape[1], longest_q, longest_k, packed=True)
+    variant = _variant(mask, score, scale, 0.0, extents, query.device, batch_invariant)
+    slots = inputs.page_table.numel() * inputs.page_size
+    problem = Problem(
+        batch=inputs.batch,
+        query_heads=query.shape[1],
+        kv_heads=inputs.key_pages.shape[1],
+        query_len=query.shape[0] if offsets is not None else query.shape[0] * query.shape[2],
+        kv_len=int(inputs.kv_lens.sum()) if readable else slots,
+        head_dim=query.shape[-1],
+        value_dim=inputs.value_pages.shape[-1],
+        dtype=query.dtype,
+        device=query.device.type,
+        device_index=query.device.index,
+        packed=True,
+        mask=variant.mask,
+        score=variant.score,
+        sinks=inputs.sinks is not None,
+        configured=config is not None,
+        page_size=inputs.page_size,
+        page_dtype=inputs.key_pages.dtype,
+        tma=all(map(strides_fit_tma, (query, inputs.key_pages, inputs.value_pages))),
+        batch_invariant=batch_invariant,
+    )
+    return inputs, variant, problem, config
+
+
+def check_packing(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[int | None, int | None]:
+    """Check the offsets of packed sequences; give the longest lengths, as far as known."""
+    arguments.check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], query.device)
+    arguments.check_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], query.device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: got shape {tuple(cu_seqlens_k.shape)}, takes cu_seqlens_q's "
+            f"{tuple(cu_seqlens_q.shape)}"
+        )
+    return (
+        arguments.check_max_length("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
+        arguments.check_max_length("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
+    )
+
+
+def with_seed(inputs: Inputs, variant: Variant) -> Inputs:
+    """The inputs with a seed for dropout from PyTorch's generator, left on the device.
+
+    Drawn last, when nothing can be refused any more; nothing is drawn without dropout.
+    """
+    if not variant.dropout_p > 0:
+        return inputs
+    device = inputs.query.device
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+    return inputs._replace(seed=seed)
+
+
+def problem_of(inputs: Inputs, variant: Variant, config: Config | None) -> Problem:
+    """The call's shape, by which implementations are chosen."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    offsets = inputs.cu_seqlens_q
+    packed = offsets is not None
+    rows = 0 if packed else 2
+    batch = query.shape[0] if offsets is None else offsets.shape[0] - 1
+    return Problem(
+        batch=batch,
+        query_heads=query.shape[1],
+        kv_heads=key.shape[1],
+        query_len=query.shape[rows],
+        kv_len=key.shape[rows],
+        head_dim=query.shape[-1],
+        value_dim=value.shape[-1],
+        dtype=query.dtype,
+        device=query.device.type,
+        device_index=query.device.index,
+        packed=packed,
+        mask=variant.mask,
+        score=variant.score,
+        sinks=inputs.sinks is not None,
+        dropout=variant.dropout_p > 0,
+        configured=config is not None,
+        tma=all(map(strides_fit_tma, (query, key, value))),
+    )
+
+
+def strides_fit_tma(tensor: Tensor) -> bool:
+    """Whether TMA can read rows of channels as they lie: it wants steps of whole 16 bytes."""
+    step = 16 // tensor.element_size() if tensor.element_size() else 1
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return tensor.stride(-1) == 1 and all(
+        side <= 1 or (stride > 0 and stride % step == 0) for side, stride in outer
+    )

@@ -1,0 +1,88 @@
+"""The device functions that masks and scores call mean what their namesakes in PyTorch mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.gpu import device_ops as language
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+
+WIDTH = 1024
+ULP = torch.finfo(torch.float32).eps
+
+
+@triton.jit
+def apply_one(function: tl.constexpr, given, result, WIDTH: tl.constexpr):
+    places = tl.arange(0, WIDTH)
+    tl.store(result + places, function(tl.load(given + places)))
+
+
+@triton.jit
+def apply_two(function: tl.constexpr, first, second, result, WIDTH: tl.constexpr):
+    places = tl.arange(0, WIDTH)
+    tl.store(result + places, function(tl.load(first + places), tl.load(second + places)))
+
+
+def on_device(function: Any, *given: Tensor) -> Tensor:
+    """A device function of tensors of any length, in steps of WIDTH."""
+    kernel: Any = apply_one if len(given) == 1 else apply_two
+    length = given[0].numel()
+    padded = [torch.nn.functional.pad(t, (0, -length % WIDTH), value=1) for t in given]
+    results = []
+    for pieces in zip(*(tensor.split(WIDTH) for tensor in padded), strict=True):
+        results.append(torch.empty_like(pieces[0]))
+        kernel[(1,)](function, *(piece.clone() for piece in pieces), results[-1], WIDTH)
+    return torch.cat(results)[:length]
+
+
+def test_tanh_is_within_four_ulps_of_float64() -> None:
+    magnitudes = torch.logspace(-8, torch.tensor(30.0).log10().item(), 8000, dtype=torch.float64)
+    around = torch.linspace(0.6, 0.65, 1000, dtype=torch.float64)  # where its two halves meet
+    values = torch.cat([magnitudes, around, -magnitudes, -around]).float()
+    exact = values.double().tanh()
+    errors = (on_device(language.tanh, values).double() - exact).abs() / exact.abs()
+    assert float(errors.max()) <= 4 * ULP
+
+
+def test_tanh_of_special_numbers() -> None:
+    values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3e38, -3e38])
+    found = on_device(language.tanh, values)
+    torch.testing.assert_close(found, values.tanh(), rtol=0, atol=0, equal_nan=True)
+
+
+WHOLE = torch.cat([torch.arange(-25, 26), torch.tensor([2**31 - 1, -(2**31) + 1, 65536, -65535])])
+PAIRS = torch.cartesian_prod(WHOLE, WHOLE[WHOLE != 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_floor_divide_and_modulo_round_down(dtype: torch.dtype) -> None:
+    dividend, divisor = (numbers.to(dtype).contiguous() for numbers in PAIRS.unbind(1))
+    quotient = on_device(language.floor_divide, dividend, divisor)
+    rest = on_device(language.floor_modulo, dividend, divisor)
+    assert torch.equal(quotient, dividend // divisor)
+    assert torch.equal(rest, dividend % divisor)
+    assert int(quotient[(dividend == -7) & (divisor == 3)]) == (-7) // 3  # Python's own
+
+
+@pytest.mark.parametrize("name", ["minimum", "maximum"])
+def test_minimum_and_maximum_pass_nan_on(name: str) -> None:
+    values = torch.tensor([torch.nan, -torch.inf, -1.0, 0.0, 2.0, torch.inf])
+    first, second = (part.contiguous() for part in torch.cartesian_prod(values, values).unbind(1))
+    found = on_device(getattr(language, name), first, second)
+    wanted = getattr(torch, name)(first, second)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert int(found.isnan().sum()) == 11
+
+
+@pytest.mark.parametrize("name", ["exp", "log", "absolute"])
+def test_plain_functions_equal_pytorchs(name: str) -> None:
+    values = torch.tensor([0.0, 1e-30, 0.3, 1.0, 17.0, 80.0, 1e30, torch.inf, torch.nan, -2.0])
+    found, wanted = on_device(getattr(language, name), values), getattr(torch, name)(values)
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0, equal_nan=True)

@@ -1,0 +1,90 @@
+"""The commands compile without a GPU, tell, and answer mistakes with what there is."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from saccade.cli import app
+from saccade.kernel_check import markdown
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def test_help_teaches_and_imports_nothing_heavy():
+    program = (
+        "import sys; from saccade.cli import app; from typer.testing import CliRunner;"
+        "print(CliRunner().invoke(app, ['kernels', '--help']).output);"
+        "print(CliRunner().invoke(app, ['tune', '--help']).output);"
+        "heavy = {'triton', 'saccade.ops.attention.triton.host'};"
+        "print('heavy:', sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "saccade kernels --arch sm_75" in done.stdout
+    assert "saccade tune -d 64 --mask causal --save" in done.stdout
+    assert "heavy: []" in done.stdout, done.stdout + done.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "sm_70"], "--arch: got 'sm_70', takes sm_75, sm_80"),
+        (["--arch", "sm_90", "--kernel", "foward"], "no kernel is named 'foward'"),
+        (["--check", "--known", "nowhere.json"], "--known: nowhere.json does not exist"),
+        (["--markdown", "nowhere.md"], "'--markdown': file 'nowhere.md' does not exist"),
+    ],
+)
+def test_mistakes_are_answered_with_what_there_is(arguments, message):
+    done = run("kernels", *arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune for")
+def test_tune_needs_a_gpu_and_says_so():
+    done = run("tune")
+    assert done.exit_code == 2
+    assert "there is no GPU here" in done.output
+
+
+@needs_triton
+def test_a_kernel_is_compiled_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("SACCADE_CONFIGS", str(tmp_path / "configs.json"))
+    file = tmp_path / "kernels.json"
+    done = run("kernels", "-a", "sm_90", "-k", "row_statistics", "--jobs", "1", "--json", str(file))
+    assert done.exit_code == 0, done.output
+    assert "row_statistics" in done.output
+    assert str(tmp_path / "configs.json") in done.output.replace("\n", "")
+    rows = json.loads(file.read_text())["kernels"]
+    assert [row["kernel"] for row in rows] == ["row_statistics"] * 2  # dense and packed
+    assert all(0 < row["usage"]["registers"] <= 255 for row in rows)
+    assert all(row["usage"]["spills"] == 0 for row in rows)
+
+
+@needs_triton
+def test_check_is_short_and_compares_a_table(tmp_path):
+    file = tmp_path / "kernels.md"
+    file.write_text(f"{markdown.BEGIN}{markdown.END}\n")
+    arguments = "kernels", "-a", "sm_80", "-k", "list_tiles", "--markdown", str(file)
+    assert run(*arguments).exit_code == 0
+    done = run(*arguments, "--check")
+    assert done.exit_code == 0, done.output
+    assert "No default config spills" in done.output
+    assert "list_tiles" not in done.output
+    file.write_text(file.read_text().replace("list_tiles", "list_tales"))
+    done = run(*arguments, "--check")
+    assert done.exit_code == 2
+    assert "list_tales" in done.output
+    assert "saccade kernels --arch all --markdown" in done.output.replace("\n", " ")

@@ -1,0 +1,122 @@
+"""Known: what is kept of compiled kernels, what is compiled again, and what is found wrong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from saccade.kernel_check import compile_cache as known
+from saccade.kernel_check import pool
+from saccade.kernel_check.calls import Call
+from saccade.kernel_check.pool import Compiled, Job, Usage
+
+JOB = Job("sm_90", Call(64), "forward", ("forward",))
+KNOWN = {f"{number:024x}": [number, 0, 1024, 0, 0, 0, 0, 0, 0] for number in range(64)}
+
+
+def compiled(key, usage):
+    return Compiled(JOB, "forward", (64, 64, 4, 3), 1.0, usage, "", key)
+
+
+RESULTS = [compiled(key, Usage(*entry)) for key, entry in KNOWN.items()]
+
+
+def test_what_is_written_is_read_again_by_version(tmp_path):
+    file = tmp_path / "kernels.json"
+    assert known.read(file, "3.6.0") == {}
+    known.write(file, RESULTS, "3.6.0")
+    known.write(file, RESULTS[:2], "3.9.0")
+    assert known.read(file, "3.6.0") == KNOWN
+    assert len(known.read(file, "3.9.0")) == 2
+    assert known.read(file, "4.0.0") == {}
+    known.write(file, RESULTS[:1], "3.6.0")  # what is no more is forgotten
+    assert len(known.read(file, "3.6.0")) == 1
+    assert set(json.loads(file.read_text())) == {"3.6.0", "3.9.0"}
+
+
+def test_a_kernel_that_failed_is_not_known(tmp_path):
+    file = tmp_path / "kernels.json"
+    known.write(file, [compiled("", None)], "3.6.0")
+    assert known.read(file, "3.6.0") == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "nothing", '{"3.6.0": {"00": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]}}']
+)
+def test_another_file_is_refused_by_name(tmp_path, text):
+    file = tmp_path / "kernels.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"kernels.json: .*Delete it"):
+        known.read(file, "3.6.0")
+
+
+def test_a_sample_is_compiled_again_and_changes_with_the_kernels():
+    again = KNOWN.keys() - known.trusted(KNOWN).keys()
+    assert len(again) == len(KNOWN) // known.SAMPLE
+    samples = set()
+    for number in range(64):
+        more = {**KNOWN, f"{1000 + number:024x}": [1, 0, 0]}
+        samples.add(tuple(sorted(KNOWN.keys() - known.trusted(more).keys())))
+    assert len(samples) > known.SAMPLE // 2
+    assert known.trusted({}) == {}
+
+
+def test_what_is_new_is_counted_and_what_is_wrong_is_named(tmp_path):
+    file, first = tmp_path / "kernels.json", RESULTS[0].key
+    assert known.faults(file, KNOWN, RESULTS) == []
+    assert known.unknown(KNOWN, RESULTS) == 0
+    fewer = {key: entry for key, entry in KNOWN.items() if key != first}
+    assert known.unknown(fewer, RESULTS) == 1
+    assert known.faults(file, fewer, RESULTS) == []
+    wrong = {**KNOWN, first: [99, *KNOWN[first][1:]]}
+    (text,) = known.faults(file, wrong, RESULTS)
+    assert "registers=99" in text and "which takes Usage(registers=0" in text
+    assert len(known.faults(file, KNOWN, [compiled(first, None)])) == 1
+
+
+def test_a_key_stands_for_all_that_it_is_made_of(monkeypatch, tmp_path):
+    asked = ("3.6.0", "sm_90", "text"), ("3.9.0", "sm_90", "text"), ("3.6.0", "sm_80", "text")
+    keys = {known.key_of(*one) for one in (*asked, ("3.6.0", "sm_90", "other"))}
+    assert len(keys) == 4 and known.key_of(*asked[0]) in keys
+    monkeypatch.setattr(known, "READER", tmp_path / "compiler.py")
+    known.READER.write_text("otherwise = True")
+    known._reader.cache_clear()
+    try:
+        assert known.key_of(*asked[0]) not in keys
+    finally:
+        known._reader.cache_clear()
+
+
+SOURCE = '''
+import triton
+import triton.language as tl
+
+FACTOR = tl.constexpr({factor})
+
+@triton.jit
+def inner(x):
+    """{text}"""
+    return x * FACTOR  # {text}
+
+@triton.jit
+def kernel(ptr):
+    tl.store(ptr, inner(tl.load(ptr)))
+'''
+CODES = """
+import first, second, third
+from saccade.kernel_check.compiler import code_of
+print(*(code_of(module.kernel) for module in (first, second, third)))
+"""
+
+
+def test_the_code_of_a_kernel_is_not_where_it_stands_nor_what_is_said_of_it(tmp_path):
+    (tmp_path / "first.py").write_text(SOURCE.format(text="one", factor=2))
+    (tmp_path / "second.py").write_text("# moved\n" * 9 + SOURCE.format(text="two", factor=2))
+    (tmp_path / "third.py").write_text(SOURCE.format(text="one", factor=3))
+    done = subprocess.run(  # a process that does not interpret kernels
+        [sys.executable, "-c", CODES], env=pool.worker_environment(), cwd=tmp_path,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    first, second, third = done.stdout.split()
+    assert first == second != third

@@ -1,0 +1,184 @@
+"""Candidates fit, the winner is worth it, and tables and lines say so; all times are made up."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from saccade.kernel_check import clock, tuner, tuning
+from saccade.kernel_check.calls import Call
+from saccade.kernel_check.candidates import candidates, least_registers, least_shared_memory
+from saccade.kernel_check.pool import Compiled, Job, Usage
+from saccade.kernel_check.tuning import Measured
+from saccade.ops.attention.triton import configs
+from saccade.ops.attention.triton import tuned_configs as tuned
+from saccade.ops.attention.triton.configs import KernelProblem
+from saccade.ops.attention.triton.tuned_configs import Table
+from saccade.runtime.spec import Config
+
+HOPPER = KernelProblem("sm_90", "forward", 128, wide=False)
+DEFAULT = configs.default(HOPPER)
+OTHER, THIRD = Config(64, 64, 4, 2), Config(128, 64, 8, 2)
+
+
+@pytest.mark.parametrize("architecture", configs.ARCHITECTURES)
+@pytest.mark.parametrize("which", configs.PASSES)
+def test_candidates_may_fit_and_begin_with_the_default(architecture, which):
+    for width, wide in ((64, False), (256, False), (128, True)):
+        problem = KernelProblem(architecture, which, width, wide)
+        found = candidates(problem)
+        assert found[0] == configs.default(problem)
+        assert len(found) == len(set(found))
+        assert 3 <= len(found) <= 120
+        for config in found[1:]:
+            configs.check(config)
+            limit = configs.SHARED_MEMORY[architecture]
+            assert least_shared_memory(problem, config) <= limit
+
+
+def test_estimates_follow_what_a_kernel_keeps():
+    assert least_shared_memory(HOPPER, Config(128, 128, 8, 3)) == 2 * 2 * 128 * 128 * 2
+    keys = HOPPER._replace(which="backward_keys")
+    assert least_shared_memory(keys, Config(32, 128, 8, 3)) == 2 * 2 * 32 * 128 * 2
+    assert least_registers(HOPPER, Config(128, 128, 8, 3)) == 128
+    assert Config(128, 128, 4, 2) not in candidates(HOPPER)  # 256 registers for sums alone
+
+
+def test_the_winner_is_the_fastest_if_it_is_worth_it():
+    measured = [Measured(DEFAULT, 1.0), Measured(OTHER, 0.9), Measured(THIRD, 2.0)]
+    assert tuning.winner(measured, DEFAULT) == measured[1]
+    measured[1] = Measured(OTHER, 0.99)
+    assert tuning.winner(measured, DEFAULT) == measured[0]
+    measured[0] = Measured(DEFAULT, None, "too large")
+    assert tuning.winner(measured, DEFAULT) == measured[1]
+    assert tuning.winner([measured[0]], DEFAULT) is None
+
+
+def test_a_candidate_is_judged_by_the_worst_of_its_compilations():
+    def result(usage, error=""):
+        job = Job("sm_90", Call(128), "ordered", ("backward_keys",))
+        return Compiled(job, "backward_keys", (64, 64, 4, 2), 1.0, usage, error, "")
+
+    plain, careful = result(Usage(200, 0, 1000)), result(Usage(255, 7, 500))
+    assert tuning.judged(HOPPER, OTHER, [plain, careful]) == Measured(OTHER, None, "", 255, 7, 1000)
+    assert "shared memory" in tuning.judged(HOPPER, OTHER, [result(Usage(9, 0, 10**6))]).reason
+    assert tuning.judged(HOPPER, OTHER, [plain, result(None, "Oh: no")]).reason == "Oh: no"
+    assert tuning.judged(HOPPER, OTHER, []).reason == "was not compiled"
+
+
+def test_the_table_is_sorted_and_marks_default_and_winner():
+    task = tuning.task("sm_90", "forward", Call(100))
+    assert task.problem == HOPPER
+    measured = [Measured(DEFAULT, 1.0, "", 250), Measured(OTHER, 0.5), Measured(THIRD, None, "no")]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(tuning.results_table(task, measured))
+    text = console.export_text()
+    assert text.index("64×64 w4 s2") < text.index("64×64 w4 s3")
+    for part in ("winner", "default", "0.50", "2 timed, 1 left out"):
+        assert part in text
+
+
+def test_the_line_to_commit_changes_one_column():
+    queries = HOPPER._replace(which="backward_queries")
+    line = tuning.line_to_commit(queries, OTHER)
+    name, row = configs.row_of(queries)
+    assert line.startswith(f'"{name}": _row(')
+    assert "(64, 64, 4, 2)" in line
+    assert str(tuple(row[1].numbers())) in line
+    assert str(tuple(row[2].numbers())) not in line
+
+
+def test_times_and_failures_find_their_candidates():
+    entry = Measured(OTHER)
+    assert tuner.with_time(entry, {str(OTHER.numbers()): 2.0}, {}).milliseconds == 2.0
+    assert tuner.with_time(entry, {}, {str(OTHER.numbers()): "out"}).reason == "out"
+    assert tuner.with_time(entry._replace(reason="large"), {}, {}).reason == "large"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int8"}, "--dtype: got 'int8', takes bf16, fp16, fp32"),
+        ({"mask_names": ["casual"]}, "--mask: got 'casual', takes none, causal"),
+        ({"head_dims": [300]}, "--head-dim: got 300, takes 1 to 256"),
+        ({"kv_heads": 3}, "--kv-heads: got 3, takes a divisor of 8"),
+    ],
+)
+def test_options_that_describe_no_call_are_refused(changes, message):
+    options = {
+        "head_dims": [64], "lengths": [128], "dtype": "bf16", "mask_names": ["none"], "batch": 1,
+        "heads": 8, "kv_heads": None,
+    }  # fmt: skip
+    assert tuner.calls_of(**options) == [Call(64, batch=1, heads=8, kv_heads=8, length=128)]
+    with pytest.raises(ValueError, match=message):
+        tuner.calls_of(**{**options, **changes})
+
+
+def test_winners_are_saved(tmp_path, monkeypatch):
+    file = tmp_path / "configs.json"
+    monkeypatch.setenv("SACCADE_CONFIGS", str(file))
+    console = Console(width=200, record=True, file=io.StringIO())
+    tuner.save_winners(Table("sm_90", "H200", "3.6.0", {HOPPER: OTHER}), console)
+    assert tuned.load() == {HOPPER: OTHER}
+    assert str(file) in console.export_text()
+    assert json.loads(file.read_text())["tables"][0]["device"] == "H200"
+    tuned.load.cache_clear()
+    monkeypatch.setenv("SACCADE_CONFIGS", "")
+    with pytest.raises(ValueError, match="--save"):
+        tuner.save_winners(Table("sm_90", "H200", "3.6.0", {}), console)
+
+
+class MadeUpEvent:
+    """An event of a device that takes a millisecond between any two."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1.0
+
+
+@pytest.mark.parametrize("which", ["forward", "backward_keys", "backward_queries"])
+def test_only_the_kernel_itself_is_timed(monkeypatch, which):
+    import torch
+
+    from saccade.gpu import launcher as launch
+
+    if not launch.INTERPRETED:
+        pytest.skip("kernels run on the CPU under the interpreter only")
+    monkeypatch.setattr(torch.cuda, "Event", MadeUpEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    call = Call(16, "fp32", "causal", batch=1, heads=1, kv_heads=1, length=16)
+    task = tuning.task("sm_75", which, call)
+    watch = clock.KernelClock(which)
+    running = clock.runnables(task, [Config(16, 16, 1, 1)], torch.device("cpu"))
+    before = launch.Launch.__call__
+    with watch.listening():
+        seconds = watch.seconds(running["[16, 16, 1, 1]"].run, 2)
+    assert launch.Launch.__call__ is before
+    starts = 2 if which == "backward_keys" else 1  # with care, too
+    assert len(watch.events) == starts
+    assert seconds == pytest.approx(starts * 1e-3 / 2)
+
+
+@pytest.mark.parametrize("which", ["ordered", "shared"])
+def test_a_pass_is_started_in_the_form_that_it_names(monkeypatch, which):
+    import torch
+
+    from saccade.gpu.launcher import Launch
+    from saccade.kernel_check import calls
+    from saccade.kernel_check.worker import kernel_name
+
+    started = []
+    monkeypatch.setattr(Launch, "__call__", lambda one, *_: started.append(kernel_name(one, which)))
+    call = Call(16, "fp32", "causal", length=16)
+    inputs, variant = calls.make(call, torch.device("cpu"))
+    calls.start(inputs, variant, which, Config(), calls.results_of(inputs))
+    expected = {kernel for kernel in calls.PASSES[which] if kernel != "row_statistics"}
+    if which == "shared":  # under a mask the kernel for queries makes them
+        expected.add("row_statistics")
+    assert set(started) == expected

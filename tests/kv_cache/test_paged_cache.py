@@ -1,0 +1,315 @@
+"""PagedCache by example: what is shared, copied, found again, refused, and read."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+
+import saccade
+from saccade.kv_cache.free_ranges import FreeRuns
+from saccade.kv_cache.prefix import PrefixIndex
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def cache_of(num_pages=12, page_size=4, **options):
+    sizes = {"num_layers": 2, "kv_heads": 2, "head_dim": 8}
+    return saccade.PagedCache(num_pages, page_size, **{**sizes, **options})
+
+
+def put(cache, tokens):
+    """Append random rows in both layers; gives them back, [tokens, heads, dim] for each layer."""
+    slots = cache.append(tokens)
+    rows = [torch.randn(2, len(slots), 2, 8, generator=GENERATOR) for _ in range(2)]
+    for layer, (key, value) in enumerate(rows):
+        cache.write(layer, key, value, slots)
+    return rows
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_decoding_reads_what_was_written(window):
+    cache = cache_of(20, window=window)
+    sequence, written = cache.allocate(), []
+    query = torch.randn(1, 4, 1, 8, generator=GENERATOR)
+    for count in (7, 1, 1, 4, 1, 1, 1):
+        written.append(put(cache, {sequence: count}))
+        for layer in range(2):
+            key, value = (
+                torch.cat([rows[layer][kind] for rows in written]).transpose(0, 1)[None]
+                for kind in range(2)
+            )
+            mask = None if window is None else saccade.masks.window(window)
+            found = cache.attend(layer, query, [sequence])
+            torch.testing.assert_close(found, saccade.attention(query, key, value, mask=mask))
+    pages = cache.sequence_statistics(sequence).pages
+    assert pages == (4 if window is None else 2)
+    assert cache.statistics().released == 4 - pages
+    cache.check()
+
+
+def test_a_fork_shares_until_one_writes():
+    cache = cache_of()
+    first = cache.allocate()
+    put(cache, {first: 6})
+    second = cache.fork(first)
+    assert cache.statistics().used == 2
+    before = cache.attend(0, torch.ones(1, 4, 1, 8), [first])
+    put(cache, {second: 1})  # copies the second page, which holds two tokens
+    assert cache.statistics().copied == cache.sequence_statistics(second).copied == 1
+    assert cache.statistics().used == 3
+    assert torch.equal(cache.attend(0, torch.ones(1, 4, 1, 8), [first]), before)
+    put(cache, {first: 1})  # nobody else holds it now
+    assert cache.statistics().copied == 1
+    cache.check()
+
+
+def test_forks_that_write_in_one_step_leave_the_page_to_the_last():
+    cache = cache_of()
+    first = cache.allocate()
+    put(cache, {first: 5})
+    others = [cache.fork(first) for _ in range(2)]
+    put(cache, dict.fromkeys([first, *others], 1))
+    assert cache.statistics().copied == 2
+    assert cache.statistics().used == 4
+    cache.check()
+
+
+PROMPT = list(range(100, 111))
+
+
+def test_equal_beginnings_are_found_once_they_are_written():
+    cache = cache_of()
+    first = cache.allocate(PROMPT)
+    assert cache.length(first) == 0
+    put(cache, {first: PROMPT})
+    assert cache.length(cache.allocate(PROMPT)) == 0  # not known to be written
+    cache.commit(first)
+    second = cache.allocate(PROMPT)
+    assert cache.length(second) == 8
+    assert cache.sequence_statistics(second).cached == 8
+    assert torch.equal(cache.tables([first])[0][:, :2], cache.tables([second])[0])
+    assert cache.length(cache.allocate(PROMPT[:8])) == 4  # one token at least is left
+    assert cache.length(cache.allocate([0, *PROMPT])) == 0
+    assert cache.length(cache.allocate(PROMPT, salt=b"another adapter")) == 0
+    assert cache.statistics().matched == 12
+    cache.check()
+
+
+def test_a_beginning_stays_after_its_sequence_until_room_is_needed():
+    cache = cache_of(4)
+    first = cache.allocate(PROMPT)
+    put(cache, {first: PROMPT})
+    cache.commit(first)
+    cache.free(first)
+    assert cache.statistics().idle == 2 and cache.statistics().used == 0
+    again = cache.allocate(PROMPT)
+    assert cache.length(again) == 8 and cache.statistics().idle == 0
+    cache.free(again)
+    other = cache.allocate()
+    put(cache, {other: 12})  # the page that ends the beginning goes first
+    assert cache.statistics().evicted == 1
+    assert cache.length(cache.allocate(PROMPT)) == 4
+
+
+def test_equal_hashes_of_unlike_tokens_are_told_apart(monkeypatch):
+    monkeypatch.setattr(PrefixIndex, "digest", staticmethod(lambda before, tokens: b"all alike"))
+    cache = cache_of()
+    first = cache.allocate(PROMPT)
+    put(cache, {first: PROMPT})
+    cache.commit(first)
+    assert cache.length(cache.allocate([7] * 9)) == 0
+    assert cache.length(cache.allocate(PROMPT)) == 4
+
+
+def test_without_prefix_caching_nothing_is_shared():
+    cache = cache_of(prefix_caching=False)
+    first = cache.allocate(PROMPT)
+    put(cache, {first: PROMPT})
+    cache.commit(first)
+    assert cache.length(cache.allocate(PROMPT)) == 0
+    cache.free(first)
+    assert cache.statistics().idle == 0
+
+
+def test_out_of_pages_says_what_is_missing():
+    cache = cache_of(3)
+    sequence = cache.allocate()
+    with pytest.raises(saccade.OutOfPages, match="on the device: 4 needed, 3 available") as caught:
+        cache.append({sequence: 13})
+    assert (caught.value.needed, caught.value.available) == (4, 3)
+    put(cache, {sequence: 12})
+    with pytest.raises(saccade.OutOfPages, match="on the host: 3 needed, 0 available"):
+        cache.swap_out(sequence)
+    cache.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
+def test_swapping_keeps_every_row(dtype):
+    cache = cache_of(6, host_pages=5, dtype=dtype)
+    first = cache.allocate()
+    put(cache, {first: 10})
+    second = cache.fork(first)
+    query = torch.randn(1, 4, 1, 8, generator=GENERATOR)
+    before = [cache.attend(layer, query, [first]) for layer in range(2)]
+    cache.swap_out(first)
+    assert cache.statistics().host_used == 3 and cache.statistics().used == 3
+    with pytest.raises(ValueError, match="sequence: got 0, which is swapped out"):
+        cache.append({first: 1})
+    with pytest.raises(ValueError, match="which is swapped out"):
+        cache.tables([first])
+    cache.free(second)
+    put(cache, {cache.allocate(): 4})
+    cache.swap_in(first)
+    after = [cache.attend(layer, query, [first]) for layer in range(2)]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    cache.check()
+
+
+def test_compaction_moves_pages_and_keeps_every_row():
+    cache = cache_of(20)
+    sequences = [cache.allocate() for _ in range(3)]
+    for _ in range(3):
+        put(cache, dict.fromkeys(sequences, 4))
+    cache.free(sequences[1])
+    query = torch.randn(2, 4, 1, 8, generator=GENERATOR)
+    left = [sequences[0], sequences[2]]
+    before = cache.attend(1, query, left)
+    assert cache.compact() > 0
+    assert cache.tables(left)[0].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert torch.equal(cache.attend(1, query, left), before)
+    assert cache.compact() == 0
+    cache.check()
+
+
+def test_a_growing_sequence_gets_neighbouring_pages():
+    cache = cache_of(64)
+    sequences = [cache.allocate() for _ in range(4)]
+    for _ in range(10):
+        cache.append(dict.fromkeys(sequences, 4))
+    for row in cache.tables(sequences)[0].tolist():
+        jumps = sum(later != earlier + 1 for earlier, later in itertools.pairwise(row))
+        assert jumps <= 2
+
+
+def test_free_runs():
+    runs = FreeRuns(10)
+    assert runs.take(3, None) == [0, 1, 2]
+    assert runs.take(2, None) == [5, 6]  # in the middle of 3 … 9: room to grow for the first
+    assert runs.take(2, after=2) == [3, 4]
+    runs.give(1)
+    runs.give(5)
+    runs.give(6)
+    assert runs.pages() == [1, 5, 6, 7, 8, 9] and len(runs) == 6
+    assert sorted(runs.take(6, None)) == [1, 5, 6, 7, 8, 9] and len(runs) == 0
+
+
+def test_threads_lose_nothing():
+    cache = cache_of(200, num_layers=1)
+    failures = []
+
+    def work(number):
+        try:
+            for turn in range(30):
+                sequence = cache.allocate(PROMPT)
+                cache.append({sequence: PROMPT[cache.length(sequence) :]})
+                fork = cache.fork(sequence)
+                cache.append({fork: 1 + (number + turn) % 3, sequence: 1})
+                cache.free(sequence)
+                cache.free(fork)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    cache.check()
+    assert cache.statistics().used == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_pages": 0}, ValueError, "num_pages: got 0, takes a whole number of at least 1"),
+        ({"page_size": 1025}, ValueError, "page_size: got 1025, takes 1 to 1024"),
+        ({"kv_heads": 2.0}, TypeError, r"kv_heads: got 2\.0"),
+        ({"window": -1}, ValueError, "window: got -1"),
+        ({"dtype": torch.int32}, TypeError, r"dtype: got torch\.int32"),
+    ],
+)
+def test_complaints(options, error, message):
+    with pytest.raises(error, match=message):
+        cache_of(**options)
+
+
+def test_complaints_of_calls():
+    cache = cache_of(window=4)
+    sequence = cache.allocate()
+    for call in (cache.free, cache.fork, cache.commit, cache.swap_out, cache.length):
+        with pytest.raises(KeyError, match="sequence: got 9, takes one that was allocated"):
+            call(9)
+    with pytest.raises(ValueError, match="tokens: got -1"):
+        cache.append({sequence: -1})
+    with pytest.raises(TypeError):
+        cache.append({sequence: [1.5]})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="takes one that is swapped out"):
+        cache.swap_in(sequence)
+    cache.append({sequence: 14})
+    cache.append({sequence: 1})
+    with pytest.raises(ValueError, match="length: got 16, takes 0 to 15"):
+        cache.trim(sequence, 16)
+    with pytest.raises(ValueError, match="length: got 11, takes at least 12: earlier pages"):
+        cache.trim(sequence, 11)
+    cache.trim(sequence, 12)
+    cache.check()
+
+
+def test_check_sees_what_is_broken():
+    cache = cache_of()
+    sequence = cache.allocate(PROMPT)
+    cache.append({sequence: PROMPT})
+    cache._books.pool.holders[0] += 1
+    with pytest.raises(AssertionError, match="page 0 on the device counts 2 holders and has 1"):
+        cache.check()
+    cache._books.pool.holders[0] -= 1
+    cache._books.sequences[sequence].length += 4
+    with pytest.raises(AssertionError, match="3 pages for 15 tokens"):
+        cache.check()
+
+
+@pytest.mark.parametrize(
+    ("token", "error", "got"),
+    [
+        (-1, ValueError, "got -1"),
+        (2**63, ValueError, "got 9223372036854775808"),
+        (True, TypeError, "got a bool"),
+        (1.0, TypeError, "got a float"),
+        ("a", TypeError, "got a str"),
+    ],
+)
+def test_what_is_no_token_is_refused_before_anything_changes(token, error, got):
+    for cache in (cache_of(), saccade.LayeredCache(12, 4, windows=[None], kv_heads=1, head_dim=1)):
+        sequence = cache.allocate([1, 2, 3, 4, 5])
+        cache.append({sequence: [1, 2, 3, 4, 5]})
+        with pytest.raises(error, match="tokens: " + got):
+            cache.allocate([token] * 5)
+        with pytest.raises(error, match="tokens: " + got):
+            cache.append({sequence: [token] * 9})
+        cache.check()
+        assert (cache.statistics().used, cache.statistics().sequences) == (2, 1)
+
+
+def test_what_is_forgotten_is_found_by_nobody():
+    cache = cache_of()
+    first, twin = cache.allocate(PROMPT), cache.allocate(PROMPT)
+    put(cache, {first: PROMPT, twin: PROMPT})
+    cache.commit(first)
+    cache.commit(twin)
+    cache.free(first)  # its pages are those that are known
+    cache.forget(twin)
+    cache.check()
+    assert cache.length(cache.allocate(PROMPT)) == 0
+    assert cache.statistics().idle == 0

@@ -1,0 +1,294 @@
+"""The plan of a dense problem: complete, free of hidden tiles, long where nothing is hidden."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saccade import masks
+from saccade.masks import Mask
+from saccade.modifiers import evaluate, intervals
+from saccade.modifiers.expression import Captured, Coordinates
+from saccade.modifiers.ops import index_range
+from saccade.ops.attention.cpu import block_mask as plan
+from saccade.ops.attention.cpu.block_mask import QueryTile, Run, Sizes
+from saccade.runtime.spec import Variant
+
+
+def variant_of(mask: Mask | None) -> Variant:
+    captured = mask.captured if mask is not None else Captured()
+    return Variant(mask.key if mask is not None else "", "", captured, Captured(), 1.0, 0.0)
+
+
+def sizes_of(**changes: int) -> Sizes:
+    defaults = {
+        "batch": 2, "heads": 3, "query_len": 50, "kv_len": 70, "first_batch": 0, "query_tile": 8,
+        "kv_tile": 8,
+    }  # fmt: skip
+    return Sizes(**{**defaults, **changes})
+
+
+def visible(sizes: Sizes, mask: Mask) -> torch.Tensor:
+    first = sizes.first_batch
+    at = Coordinates(
+        index_range(first, first + sizes.batch, 0),
+        index_range(0, sizes.heads, 1),
+        index_range(0, sizes.query_len, 2),
+        index_range(0, sizes.kv_len, 3),
+        sizes.kv_len - sizes.query_len,
+    )
+    full = (sizes.batch, sizes.heads, sizes.query_len, sizes.kv_len)
+    return evaluate.visible(mask.key, mask.captured, at).expand(full)
+
+
+def check(sizes: Sizes, mask: Mask, *, exact: bool = True) -> tuple[plan.Unit, ...]:
+    """Compare a plan with the mask, pair by pair.
+
+    exact: the mask is one whose tiles are known exactly, so that no hidden tile is visited.
+    """
+    seen = visible(sizes, mask)
+    units = plan.units(sizes, variant_of(mask))
+    visited = torch.zeros_like(seen, dtype=torch.int)
+    unmasked = torch.zeros_like(seen)
+    for unit in units:
+        part = slice(*unit.batch), slice(*unit.heads)
+        assert [tile.start for tile in unit.tiles] == [0, *(tile.stop for tile in unit.tiles[:-1])]
+        assert unit.tiles[-1].stop == sizes.query_len
+        for tile in unit.tiles:
+            check_runs(tile, sizes)
+            for run in tile.runs:
+                at = (*part, slice(tile.start, tile.stop), slice(run.start, run.stop))
+                visited[at] += 1
+                if not run.masked:
+                    unmasked[at] = True
+    assert visited.max() <= 1, "a pair is visited twice"
+    assert not (seen & (visited == 0)).any(), "a visible pair is not visited"
+    assert not (unmasked & ~seen).any(), "a hidden pair is visited without a mask"
+    if exact and not sizes.short:
+        check_no_hidden_tile(seen, visited.bool(), sizes)
+    return units
+
+
+def check_runs(tile: QueryTile, sizes: Sizes) -> None:
+    """Runs ascend, do not overlap, hold something, and end inside the keys."""
+    ends = [0]
+    for run in tile.runs:
+        assert ends[-1] <= run.start < run.stop <= sizes.kv_len
+        ends.append(run.stop)
+
+
+def check_no_hidden_tile(seen: torch.Tensor, visited: torch.Tensor, sizes: Sizes) -> None:
+    for rows_seen, rows_visited in zip(
+        seen.split(sizes.query_tile, 2), visited.split(sizes.query_tile, 2), strict=True
+    ):
+        for pairs_seen, pairs_visited in zip(
+            rows_seen.split(sizes.kv_tile, 3), rows_visited.split(sizes.kv_tile, 3), strict=True
+        ):
+            hidden = ~pairs_seen.flatten(2).any(-1)
+            assert not pairs_visited.flatten(2).any(-1)[hidden].any(), "a hidden tile is visited"
+
+
+def sorted_ids(batch: int, length: int, documents: int) -> torch.Tensor:
+    return (torch.arange(length) * documents // max(length, 1)).expand(batch, -1)
+
+
+def built_in(sizes: Sizes) -> dict[str, Mask]:
+    batch = sizes.first_batch + sizes.batch
+    generator = torch.Generator().manual_seed(0)
+    grid = batch, sizes.heads, -(-sizes.query_len // sizes.query_tile), 5
+    layout = torch.randint(0, 2, grid, generator=generator).bool()
+    keys_in_block = sizes.kv_tile * -(-sizes.kv_len // (5 * sizes.kv_tile))
+    layout = layout[..., : -(-sizes.kv_len // keys_in_block)]
+    table = torch.rand(batch, 1, sizes.query_len, sizes.kv_len, generator=generator) < 0.02
+    return {
+        "causal": masks.causal(),
+        "causal top left": masks.causal("top_left"),
+        "window": masks.window(9, 4),
+        "thin window": masks.window(0, 0, "top_left"),
+        "lengths": masks.key_lengths(torch.arange(batch) * 17 % (sizes.kv_len + 3)),
+        "one length": masks.key_lengths(torch.tensor([11])),
+        "documents": masks.documents(
+            sorted_ids(batch, sizes.query_len, 3), sorted_ids(batch, sizes.kv_len, 3)
+        ),
+        "blocks": masks.blocks(layout, (sizes.query_tile, keys_in_block)),
+        "dense": masks.dense(table),
+        "everything hidden": masks.dense(torch.zeros(1, 1, dtype=torch.bool)),
+    }
+
+
+GRIDS = {
+    "more keys": sizes_of(),
+    "more queries": sizes_of(query_len=70, kv_len=41),
+    "one tile": sizes_of(query_len=5, kv_len=6),
+    "uneven tiles": sizes_of(query_tile=7, kv_tile=13),
+    "later sequences": sizes_of(first_batch=2),
+    "one query": sizes_of(query_len=1, kv_len=90),
+}
+
+
+@pytest.mark.parametrize("name", list(built_in(sizes_of())))
+@pytest.mark.parametrize("grid", GRIDS)
+def test_plans_visit_what_is_visible_and_nothing_hidden(grid, name):
+    check(GRIDS[grid], built_in(GRIDS[grid])[name])
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    st.builds(
+        sizes_of, query_len=st.integers(1, 40), kv_len=st.integers(1, 40),
+        query_tile=st.integers(1, 12), kv_tile=st.integers(1, 12), first_batch=st.integers(0, 2),
+    ),
+    st.data(),
+)  # fmt: skip
+def test_combined_masks_are_planned_completely(sizes, data):
+    known = list(built_in(sizes).values())
+    mask = data.draw(st.sampled_from(known))
+    for _ in range(data.draw(st.integers(0, 3))):
+        other = data.draw(st.sampled_from(known))
+        combine = data.draw(st.sampled_from([Mask.__and__, Mask.__or__, lambda a, b: a & ~b]))
+        mask = combine(mask, other)
+    check(sizes, mask, exact=False)
+
+
+def test_real_tile_sizes():
+    sizes = sizes_of(
+        batch=1, heads=1, query_len=700, kv_len=9000, query_tile=plan.QUERY_TILE,
+        kv_tile=plan.KV_TILE,
+    )  # fmt: skip
+    for mask in (masks.causal(), masks.causal("top_left"), masks.window(5000, 100)):
+        check(sizes, mask)
+
+
+# ---- runs -------------------------------------------------------------------------------------
+
+
+def runs_of(sizes: Sizes, mask: Mask) -> list[tuple[Run, ...]]:
+    (unit,) = plan.units(sizes, variant_of(mask))
+    return [tile.runs for tile in unit.tiles]
+
+
+def test_no_mask_is_one_tile_and_one_run():
+    (unit,) = plan.units(sizes_of(), variant_of(None))
+    assert unit == plan.Unit((0, 2), (0, 3), (QueryTile(0, 50, (Run(0, 70, False),)),))
+
+
+def test_query_tiles_that_see_the_same_without_a_mask_are_joined():
+    sizes = sizes_of(query_len=64, kv_len=64)
+    (unit,) = plan.units(sizes, variant_of(masks.key_lengths(torch.tensor([24]))))
+    assert unit.tiles == (QueryTile(0, 64, (Run(0, 24, False),)),)
+    documents = masks.documents((torch.arange(64) // 32)[None])
+    (unit,) = plan.units(sizes, variant_of(documents))
+    assert unit.tiles == (
+        QueryTile(0, 32, (Run(0, 32, False),)),
+        QueryTile(32, 64, (Run(32, 64, False),)),
+    )
+
+
+def test_query_tiles_that_need_the_mask_are_not_joined():
+    (unit,) = plan.units(sizes_of(), variant_of(masks.key_lengths(torch.tensor([20]))))
+    assert len(unit.tiles) == 7
+    assert all(tile.runs == (Run(0, 24, True),) for tile in unit.tiles)
+
+
+def test_long_clean_stretches_run_without_the_mask():
+    sizes = sizes_of(query_len=256, kv_len=8192, query_tile=256, kv_tile=128)
+    (runs,) = runs_of(sizes, masks.causal())
+    assert runs == (Run(0, 7936, False), Run(7936, 8192, True))
+    (runs,) = runs_of(sizes, masks.window(4000, 0))
+    assert [run.masked for run in runs] == [True, False, True]
+    assert runs[1].stop - runs[1].start >= plan.LONG_STRETCH
+    assert sum(run.stop - run.start for run in runs if run.masked) <= 256 + 4 * 128
+
+
+def test_short_clean_stretches_run_with_their_neighbours():
+    sizes = sizes_of(query_len=8, kv_len=96)
+    (runs,) = runs_of(sizes, masks.causal())
+    assert runs == (Run(0, 96, True),)
+    (runs,) = runs_of(sizes, masks.key_lengths(torch.tensor([64])))
+    assert runs == (Run(0, 64, False),)
+
+
+def test_masked_runs_are_of_bounded_length():
+    sizes = sizes_of(batch=1, heads=1, query_len=8, kv_len=20000)
+    scattered = masks.dense(torch.arange(20000) % 2 == 0)
+    (runs,) = runs_of(sizes, scattered)
+    assert all(run.masked and run.stop - run.start <= plan.MASKED_STRETCH for run in runs)
+    assert len(runs) == -(-20000 // plan.MASKED_STRETCH)
+    check(sizes, scattered)
+
+
+# ---- units ------------------------------------------------------------------------------------
+
+
+def test_masks_that_differ_by_batch_or_head_get_a_unit_each():
+    sizes = sizes_of(batch=3, heads=2, query_len=16, kv_len=24)
+    by_batch = masks.key_lengths(torch.tensor([8, 0, 24]))
+    units = check(sizes, by_batch)
+    assert [(unit.batch, unit.heads) for unit in units] == [((b, b + 1), (0, 2)) for b in range(3)]
+    assert [unit.tiles[0].runs for unit in units] == [
+        (Run(0, 8, False),), (), (Run(0, 24, False),),
+    ]  # fmt: skip
+    by_head = masks.dense(torch.tensor([True, False]).view(2, 1, 1))
+    units = check(sizes, by_head)
+    assert [(unit.batch, unit.heads) for unit in units] == [((0, 3), (h, h + 1)) for h in range(2)]
+    assert [bool(unit.tiles[0].runs) for unit in units] == [True, False]
+    units = check(sizes, by_batch & by_head)
+    assert [unit.batch for unit in units] == [(0, 1), (1, 2), (2, 3), (0, 3)]
+    assert [unit.heads for unit in units] == [(0, 1)] * 3 + [(1, 2)]
+
+
+def test_neighbours_that_visit_the_same_keys_are_one_unit():
+    sizes = sizes_of(batch=5, heads=2, query_len=16, kv_len=24)
+    units = check(sizes, masks.key_lengths(torch.tensor([24, 20, 16, 12, 24])))
+    assert [unit.batch for unit in units] == [(0, 2), (2, 4), (4, 5)]
+    assert [unit.tiles[0].runs for unit in units] == [
+        (Run(0, 24, True),), (Run(0, 16, True),), (Run(0, 24, False),),
+    ]  # fmt: skip
+
+
+def test_as_many_go_together_as_a_mask_may_hold(monkeypatch):
+    monkeypatch.setattr(plan, "PAIRS_TOGETHER", 2 * 16 * 24)
+    sizes = sizes_of(batch=5, query_len=16, kv_len=24)
+    units = check(sizes, masks.key_lengths(torch.full((5,), 20)))
+    assert [unit.batch for unit in units] == [(0, 2), (2, 4), (4, 5)]
+
+
+@pytest.mark.parametrize("kv_len", [5, 16])
+def test_short_sequences_go_together(kv_len, monkeypatch):
+    sizes = sizes_of(batch=4, query_len=8, kv_len=kv_len)
+    mask = masks.key_lengths(torch.tensor([5, 0, 3, 5])) & masks.causal()
+    assert check(sizes, mask) == (
+        plan.Unit((0, 4), (0, 3), (QueryTile(0, 8, (Run(0, kv_len, True),)),)),
+    )
+    monkeypatch.setattr(plan, "PAIRS_TOGETHER", 2 * 8 * kv_len)
+    assert len(check(sizes, masks.key_lengths(torch.tensor([5, 0, 3, 4])))) > 1
+
+
+# ---- memory and time --------------------------------------------------------------------------
+
+
+def test_memory_of_a_plan_is_bounded_by_strips(monkeypatch):
+    """The verdicts that exist at once: one strip of query tiles against all key tiles."""
+    judged = []
+    classify = intervals.classify
+
+    def measure(*arguments: Any) -> Any:
+        truth = classify(*arguments)
+        judged.append(max(truth.possible.numel(), truth.certain.numel()))
+        return truth
+
+    monkeypatch.setattr(intervals, "classify", measure)
+    length = 2**17
+    sizes = Sizes(1, 1, length, length, 0, plan.QUERY_TILE, plan.KV_TILE)
+    started = time.perf_counter()
+    (unit,) = plan.units(sizes, variant_of(masks.window(4096)))
+    assert time.perf_counter() - started < 10
+    assert max(judged) <= plan.STRIP * (length // plan.KV_TILE)
+    assert len(judged) == length // (plan.QUERY_TILE * plan.STRIP)
+    assert len(unit.tiles) == length // plan.QUERY_TILE
+    assert sum(len(tile.runs) for tile in unit.tiles) <= 4 * len(unit.tiles)
+    keys = [sum(run.stop - run.start for run in tile.runs) for tile in unit.tiles]
+    assert max(keys) <= 4096 + plan.QUERY_TILE + 2 * plan.KV_TILE

@@ -1,0 +1,135 @@
+"""Hopper kernels come before portable ones, and say what they do not serve."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import saccade
+from saccade import masks, scores
+from saccade.explain import answers
+from saccade.runtime import backends as dispatch
+from saccade.runtime.validation import prepare
+
+BF16 = torch.bfloat16
+
+
+def problem(query: Tensor, key: Tensor | None = None, **more: Any) -> Any:
+    options: dict[str, Any] = {
+        "mask": None, "score": None, "scale": None, "sinks": None, "dropout_p": 0.0,
+        "return_lse": False, "deterministic": False, "config": None, **more,
+    }  # fmt: skip
+    key = query if key is None else key
+    return prepare(query, key, key, None, None, None, None, **options)[2]
+
+
+def reason(*tensors: Tensor, **more: Any) -> str:
+    return dispatch.BY_NAME["hopper"].unsupported(problem(*tensors, **more)) or ""
+
+
+PREFIX = masks.prefix(torch.tensor([7], dtype=torch.int32))
+EVERY = masks.dense(torch.ones(512, 512, dtype=torch.bool))
+
+
+def packed(*lengths: int) -> Any:
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    query = rows(sum(lengths), 2, 128)
+    options: dict[str, Any] = {
+        "mask": None, "score": None, "scale": None, "sinks": None, "dropout_p": 0.0,
+        "return_lse": False, "deterministic": False, "config": None,
+    }  # fmt: skip
+    return prepare(query, query, query, ends, None, None, None, **options)[2]
+
+
+def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def test_it_comes_before_portable_kernels_and_wants_a_hopper():
+    assert dispatch.NAMES.index("hopper") < dispatch.NAMES.index("portable")
+    with pytest.raises(NotImplementedError, match="hopper: "):
+        query = rows(1, 2, 8, 64)
+        saccade.attention(query, query, query, implementation="hopper")
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("float32", lambda: reason(rows(1, 2, 8, 64, dtype=torch.float32))),
+        ("multiples of 8", lambda: reason(rows(1, 2, 8, 60))),
+        ("nothing to load", lambda: reason(rows(1, 2, 8, 64), rows(1, 2, 0, 64))),
+        ("does not drop", lambda: reason(rows(1, 2, 8, 64), dropout_p=0.5)),
+        ("takes no config", lambda: reason(rows(1, 2, 8, 64), config=saccade.Config(kv_tile=64))),
+        ("strides", lambda: reason(rows(1, 2, 8, 65)[..., :64])),
+        ("strides", lambda: reason(rows(1, 1, 8, 64).expand(1, 2, 8, 64))),
+        ("strides", lambda: reason(rows(1, 2, 8, 128)[..., ::2])),
+        ("GPU", lambda: reason(rows(1, 2, 8, 64, dtype=torch.float16), mask=masks.causal())),
+    ],
+)
+def test_reasons(what, found):
+    assert what in found()
+
+
+def test_projections_and_single_rows_are_taken_as_they_lie():
+    assert problem(rows(2, 9, 4, 64).transpose(1, 2)).tma
+    assert problem(rows(2, 9, 4, 192).transpose(1, 2)[..., 64:128]).tma
+    assert problem(rows(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 5, 7, 1))).tma
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (lambda: problem(rows(1, 2, 512, 128)), None),
+        (lambda: problem(rows(1, 2, 512, 256)), None),
+        (lambda: problem(rows(1, 2, 512, 256), mask=masks.causal(align="top_left")), None),
+        (
+            lambda: problem(rows(1, 2, 512, 256), mask=masks.window(64)),
+            "backward by portable kernels (above 128 channels",
+        ),
+        (
+            lambda: problem(rows(1, 2, 0, 128), rows(1, 2, 512, 128)),
+            "backward by portable kernels (there are no queries",
+        ),
+    ],
+)
+def test_explain_says_which_passes_it_leaves(found, said):
+    remark = dispatch.BY_NAME["hopper"].remark(found())
+    assert (remark is None) if said is None else (said in remark)
+    text = ", ".join(["  hopper: yes, taken", remark or ""])
+    assert next(answers({"hopper": None}, "hopper", None, remark)) == text.removesuffix(", ")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (lambda: problem(rows(1, 2, 512, 128)), None),
+        (lambda: problem(rows(1, 2, 512, 128), mask=masks.causal(align="top_left")), None),
+        (lambda: problem(rows(1, 2, 512, 128), mask=masks.window(64)), None),
+        (lambda: problem(rows(1, 2, 512, 128), mask=PREFIX & masks.window(64)), None),
+        (lambda: problem(rows(1, 2, 512, 128), mask=~masks.window(64)), "measured for causal"),
+        (lambda: problem(rows(1, 2, 512, 128), mask=EVERY), "measured for causal"),
+        (lambda: problem(rows(1, 2, 512, 64), mask=masks.window(64)), "up to 64 channels"),
+        (lambda: problem(rows(1, 2, 513, 64), mask=masks.causal()), None),
+        (lambda: problem(rows(1, 2, 512, 64), mask=masks.causal()), None),
+        (lambda: problem(rows(1, 2, 511, 64), mask=masks.causal()), "from 512 rows on"),
+        (lambda: problem(rows(1, 2, 512, 64)), None),
+        (lambda: packed(192, 192), None),
+        (lambda: packed(191, 192), "fewer than 192 rows"),
+        (lambda: problem(rows(1, 2, 512, 128), score=scores.softcap(30.0)), "scores as they are"),
+        (lambda: problem(rows(1, 2, 512, 32)), "64 channels"),
+    ],
+)
+def test_what_was_not_measured_goes_to_portable_kernels_unless_it_is_named(
+    found, said, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "_hopper_misses", lambda device, index: None)
+    monkeypatch.setattr(dispatch, "_portable_misses", lambda *problem: None)
+    asked = found()._replace(device="cuda")
+    assert dispatch.choose(asked) == ("hopper" if said is None else "portable")
+    assert dispatch.choose(asked, "hopper") == "hopper"
+    why = dispatch.BY_NAME["hopper"].yields(asked)
+    assert (why is None) if said is None else (said in why)
+    line = next(answers({"hopper": None}, "portable", None, None, {"hopper": why}))
+    assert line == ", ".join(filter(None, ["  hopper: yes, not asked for", why]))

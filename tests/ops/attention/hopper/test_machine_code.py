@@ -1,0 +1,172 @@
+"""The machine code is the wanted one: WGMMA, no spills in its loops, exponents under a product.
+
+What the compile table knows of kernels as they are is not compiled again.
+"""
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from saccade.kernel_check import compile_cache as known
+from saccade.kernel_check import pool
+from saccade.kernel_check import report as findings
+from saccade.kernel_check.calls import Call
+from saccade.kernel_check.linear_calls import LinearCall
+from saccade.kernel_check.paged_calls import PagedCall
+from saccade.kernel_check.pool import Compiled, Job, Usage
+
+TABLE = Path(__file__).parents[4] / "docs/kernels.json"
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+# Of a thread: half a tile of keys, in each of two branches, and four to rescale by in one of them.
+# Three consumers cover each other's.
+EXPONENTS = {64: 0, 128: 132, 256: 68}
+# Kernels that newer compilers have spill in loops where 3.6's has none or few: (Triton, kernel,
+# call) and the spills that were seen there. What is not here is compared with the oldest's.
+SEEN = {
+    ("3.7", "hopper_linear_backward_keys", "bf16 d128 causal"): 16,
+    ("3.8", "hopper_backward", "bf16 d64 none"): 4,
+    ("3.8", "hopper_backward", "bf16 d64 causal"): 2,
+    ("3.8", "hopper_backward", "bf16 d128 none"): 2,
+    ("3.8", "hopper_backward", "bf16 d128 causal"): 2,
+    ("3.8", "hopper_backward, in turns", "bf16 d128 causal"): 2,
+    ("3.8", "hopper_linear_backward_keys", "bf16 d128 causal"): 30,
+    ("3.9", "hopper_backward", "bf16 d64 none"): 6,
+    ("3.9", "hopper_backward", "bf16 d64 causal"): 2,
+    ("3.9", "hopper_backward, in turns", "bf16 d128 causal"): 6,
+    ("3.9", "hopper_linear_backward_keys", "bf16 d128 causal"): 26,
+    ("3.9", "hopper_linear_wide_output", "bf16 d256 causal"): 17,
+    ("3.9", "hopper_linear_wide_grad_query", "bf16 d256 causal"): 16,
+    ("3.9", "hopper_linear_wide_grad_key", "bf16 d256 causal"): 20,
+}
+
+
+def compiled(which, kernel, *calls):
+    jobs = [Job("sm_90", call, which, (kernel,)) for call in calls]
+    triton = importlib.metadata.version("triton")
+    found = known.read(TABLE, triton)
+    results = pool.compile_all(jobs, 1, known=found)
+    assert results
+    usages = []
+    for result in results:
+        assert result.usage is not None, result.error
+        result = without_seen(triton, result)
+        assert not findings.fault(result) or findings.excuse(result), findings.fault(result)
+        usages.append((result.job.call.head_dim, result.usage))
+    return usages
+
+
+def without_seen(triton, result):
+    """A compiled kernel as if it did not spill, where SEEN has its spills; there may be no more."""
+    place = triton.rpartition(".")[0], result.kernel, result.job.call.name
+    if place not in SEEN:
+        return result
+    looped = result.usage.looped
+    assert looped <= SEEN[place], f"{place}: {looped} spills in loops, {SEEN[place]} were seen"
+    assert looped, f"{place}: no spills in loops any more; remove it from SEEN"
+    return result._replace(usage=result.usage._replace(spills=0, looped=0))
+
+
+def test_no_more_spills_than_were_seen():
+    call = Call(64)
+    job = Job("sm_90", call, "hopper_shared", ("hopper_backward",))
+    seen = SEEN["3.8", "hopper_backward", call.name]
+
+    def left_of(triton, count):
+        usage = Usage(168, 9, 0, looped=count, products=96, covered=28)
+        made = Compiled(job, "hopper_backward", (64, 64, 12, 2), 0.0, usage, "", "")
+        usage = without_seen(triton, made).usage
+        assert usage is not None
+        return usage.looped
+
+    assert left_of("3.8.0", seen) == 0
+    with pytest.raises(AssertionError, match=f"{seen + 1} spills in loops, {seen} were seen"):
+        left_of("3.8.0", seen + 1)
+    with pytest.raises(AssertionError, match="remove it from SEEN"):
+        left_of("3.8.0", 0)
+    assert left_of("3.6.0", seen + 1) == seen + 1
+
+
+def test_all_widths_multiply_and_cover_their_exponents():
+    calls = [Call(128, mask="causal", length=4096), Call(64, length=4096), Call(256)]
+    for head_dim, usage in compiled("hopper", "hopper_forward", *calls):
+        assert usage.looped == 0
+        assert usage.products >= 64
+        assert usage.covered == EXPONENTS[head_dim]
+
+
+def test_two_programs_share_a_multiprocessor():
+    calls = [Call(64), Call(64, mask="causal")]
+    for _, usage in compiled("hopper", "hopper_forward", *calls):
+        assert usage.looped <= findings.FEW  # of 16 weights that a thread keeps for the next step
+        assert usage.products == 32
+        assert 2 * (usage.shared + 1024) <= 228 << 10
+        assert usage.registers == 80
+
+
+def test_the_backward_pass_keeps_products_under_way():
+    calls = [Call(dim, mask=mask) for dim in (64, 128) for mask in ("none", "causal")]
+    usages = compiled("hopper_shared", "hopper_backward", *calls)
+    usages += compiled("hopper_ordered", "hopper_backward, ordered", calls[-1])
+    usages += compiled("hopper_turns", "hopper_backward, in turns", calls[-1])
+    for _, usage in usages:
+        assert usage.looped == 0
+        assert usage.products >= 96  # those of two consumers, and of a first tile
+        # Were products waited for one by one, as ptxas has it when registers are short, there
+        # would be no wait that lets one run on.
+        assert usage.covered >= 28
+
+
+def test_gradients_of_wide_heads_keep_products_under_way():
+    calls = [Call(256), Call(256, mask="causal"), Call(192, mask="causal", value_dim=128)]
+    for _, usage in compiled("hopper_apart", "hopper_backward_keys", *calls):
+        assert usage.looped == 0
+        assert usage.products >= 64
+    for _, usage in compiled("hopper_apart", "hopper_backward_queries", *calls):
+        assert usage.looped <= 16  # numbers of a walk, of both consumers
+        assert usage.products >= 112
+        assert usage.covered >= 28
+
+
+def test_chunks_over_pages_keep_products_under_way():
+    calls = [PagedCall(128, "bf16", "causal", size, query_len=512) for size in (16, 64)]
+    for _, usage in compiled("hopper_paged", "hopper_pages_forward", *calls):
+        assert (usage.looped, usage.covered) == (0, 132)
+        assert usage.products >= 64
+
+
+def test_linear_attention_keeps_products_under_way():
+    long = LinearCall(128, length=8192, batch=1, heads=2)
+    forwards = compiled("hopper_linear", "hopper_linear_forward", LinearCall(64), long)
+    collects = compiled("hopper_linear", "hopper_linear_collect", long)
+    for least, usages in ((32, forwards), (16, collects)):
+        for _, usage in usages:
+            assert usage.looped == 0
+            assert usage.products >= least
+
+
+def test_gradients_of_linear_attention_keep_products_under_way():
+    of_queries = compiled(
+        "hopper_linear backward", "hopper_linear_backward_queries", LinearCall(128)
+    )
+    of_keys = compiled("hopper_linear backward", "hopper_linear_backward_keys", LinearCall(128))
+    for least, usages in ((64, of_queries), (104, of_keys)):
+        for _, usage in usages:
+            assert usage.products >= least
+            assert usage.looped <= 12  # what keys' consumers and mappers keep elsewhere
+
+
+def test_wide_heads_of_linear_attention_keep_products_under_way():
+    for which, results in (
+        ("hopper_linear", ("output",)),
+        ("hopper_linear backward", ("grad_query", "grad_key", "grad_value")),
+    ):
+        for result in results:
+            kernel = f"hopper_linear_wide_{result}"
+            for _, usage in compiled(which, kernel, LinearCall(256)):
+                assert usage.products == 88  # those of two consumers
+                assert usage.looped <= 12  # of what they keep elsewhere

@@ -1,0 +1,369 @@
+"""Pages by portable kernels: interpreted, a sample of the suite; on a GPU, what only a GPU has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+import saccade
+from saccade import masks
+from saccade.gpu import launcher as launch
+from saccade.gpu.paged_view import as_halves
+from saccade.kv_cache import reference
+from saccade.kv_cache import write_triton as write
+from saccade.ops.attention.triton import kind
+from saccade.ops.attention.triton.configs import ARCHITECTURES, SHARED_MEMORY
+from saccade.ops.paged_attention.triton import configs as paged_configs
+from saccade.ops.paged_attention.triton import host as paged
+from saccade.ops.paged_attention.triton import kind as paged_kind
+from saccade.ops.paged_attention.triton import passes as paged_pass
+from saccade.ops.paged_attention.triton import split_kv as schedule
+from saccade.ops.paged_attention.triton.configs import PagedProblem
+from saccade.testing import PagedCase, assert_exact, make_paged_case, poisoned
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F8, I8 = torch.float8_e4m3fn, torch.int8
+MIXED = ((1, 33), (12, 12), (9, 30), (0, 5), (3, 0), (5, 2))
+
+interpreted = pytest.mark.skipif(
+    not launch.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
+)
+
+
+@pytest.fixture(autouse=True)
+def _prepared_anew() -> Iterator[None]:
+    paged._forwards.clear()
+    yield
+    paged._forwards.clear()
+
+
+def check(case: PagedCase, **options: Any) -> None:
+    with poisoned():
+        assert_exact(case, "portable", **options)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"mask": "none", "sinks": True, "page_size": 3, "dtype": F16},
+        {"mask": "prefix", "scale": -0.5, "sinks": True},
+        {"mask": "causal", "page_dtype": F8, "dtype": F16, "memory": "slots_first"},
+        {"mask": "window", "score": "bias >> softcap", "memory": "interleaved", "sinks": True},
+        {"mask": "documents", "page_dtype": I8, "spoil_hidden": True},
+        {"mask": "tree", "score": "alibi", "spoil_hidden": True, "page_size": 16},
+        {"mask": "own_table", "group": 3, "page_size": 48, "dtype": F16},
+        {"mask": "mixed", "page_dtype": F8, "group": 1, "spoil_hidden": True, "page_size": 1},
+    ],
+    ids=lambda description: description["mask"],
+)
+def test_mixed_batches(description: dict[str, Any]) -> None:
+    check(make_paged_case(lengths=MIXED, packed=True, kv_heads=1, **description))
+
+
+@interpreted
+@pytest.mark.parametrize("processors", [1, 3, 9])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, processors: int) -> None:
+    monkeypatch.setattr(kind, "multiprocessors", lambda tensor: processors)
+    lengths = ((2, 90), (2, 0), (2, 33))
+    check(make_paged_case(lengths=lengths, mask=mask, kv_heads=1, group=3, sinks=True))
+    check(make_paged_case(lengths=lengths[:1], mask=mask, kv_heads=2, group=3))
+
+
+@interpreted
+@pytest.mark.parametrize("at_once", [2, schedule.MOST_AT_ONCE.value])
+def test_lines_of_many_groups_and_units(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(kind, "multiprocessors", lambda tensor: 3)
+    monkeypatch.setattr(paged_pass, "MOST_UNITS", 0)
+    monkeypatch.setattr(paged_pass, "MOST_AT_ONCE", at_once)
+    monkeypatch.setattr(schedule, "MOST_AT_ONCE", tl.constexpr(at_once))
+    check(make_paged_case(lengths=((1, 90), (1, 0), (1, 33), (1, 40), (1, 70)), kv_heads=1))
+
+
+PAIRED: list[dict[str, Any]] = [
+    {"lengths": ((1, 33), (1, 70), (1, 0))},
+    {"lengths": ((1, 33), (2, 12), (9, 30)), "packed": True, "mask": "causal"},
+    {"lengths": ((1, 33), (3, 12)), "packed": True, "mask": "window", "spoil_hidden": True},
+    {"lengths": ((1, 33), (1, 5)), "head_dim": 64, "value_dim": 40, "page_size": 4, "group": 3},
+    {"lengths": ((2, 90), (2, 0)), "mask": "tree", "sinks": True, "score": "softcap"},
+]
+
+
+def check_pairs(**description: Any) -> None:
+    sizes: dict[str, Any] = {"kv_heads": 1, "head_dim": 32, "value_dim": 32, "dtype": F16}
+    check(make_paged_case(**{**sizes, **description}))
+    (prepared,) = paged._forwards.values()
+    assert prepared.passes[0].of.paired
+
+
+@interpreted
+@pytest.mark.parametrize("description", PAIRED, ids=str)
+def test_pairs_of_eight_bit_numbers(description: dict[str, Any]) -> None:
+    check_pairs(page_dtype=I8, **description)
+
+
+@interpreted
+@pytest.mark.parametrize("odd", [{"head_dim": 33}, {"value_dim": 33}, {"head_dim": 16}], ids=str)
+def test_what_has_no_pairs_is_read_one_by_one(odd: dict[str, Any]) -> None:
+    sizes = {"head_dim": 32, "value_dim": 32, "dtype": F16, "page_dtype": I8, **odd}
+    check(make_paged_case(lengths=((1, 33),), kv_heads=1, **sizes))
+    (prepared,) = paged._forwards.values()
+    assert not prepared.passes[0].of.paired
+
+
+@interpreted
+def test_tiles_of_a_config() -> None:
+    case = make_paged_case(lengths=((7, 40), (1, 9)), packed=True, mask="causal", kv_heads=1)
+    check(case, config=saccade.Config(16, 16))
+    with pytest.raises(ValueError, match="query_tile: got 8, takes a power of two"):
+        case.run("portable", config=saccade.Config(8))
+
+
+@interpreted
+def test_a_group_of_more_heads_than_a_tile_has_rows() -> None:
+    check(make_paged_case(lengths=((1, 20), (1, 3)), kv_heads=1, group=19, mask="own_table"))
+
+
+@interpreted
+def test_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_configs, "FIXED_SHARE", 2)
+    case = make_paged_case(
+        lengths=((1, 100), (9, 20), (2, 33)), packed=True, mask="causal", kv_heads=1, dtype=F16,
+        page_dtype=I8,
+    )  # fmt: skip
+    check(case, batch_invariant=True)
+    together = case.run("portable", batch_invariant=True)
+    arguments = case.arguments()
+    offsets = arguments.pop("cu_seqlens_q").tolist()
+    query, lens, table = (arguments.pop(n) for n in ("query", "kv_lens", "page_table"))
+    for n in range(len(lens)):
+        at = slice(offsets[n], offsets[n + 1])
+        alone, lse = saccade.attention_paged(
+            query[at].transpose(0, 1)[None], page_table=table[[n]], kv_lens=lens[[n]],
+            **arguments, return_lse=True, batch_invariant=True, implementation="portable",
+        )  # fmt: skip
+        assert torch.equal(alone[0].transpose(0, 1), together["output"][at])
+        assert torch.equal(lse[0], together["lse"][:, at])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "empty",
+    [{"lengths": ((0, 9),)}, {"kv_heads": 0}, {"head_dim": 0}, {"value_dim": 0}],
+    ids=str,
+)
+def test_zero_sized_dimensions(empty: dict[str, Any]) -> None:
+    check(make_paged_case(**{"lengths": ((1, 9),), "mask": "causal", "sinks": True, **empty}))
+
+
+def test_too_many_channels_are_refused() -> None:
+    case = make_paged_case(lengths=((1, 9),), head_dim=300)
+    with pytest.raises(NotImplementedError, match="go up to 256"):
+        case.run("portable")
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def write_both(
+    device: str, dtype: torch.dtype, page_dtype: torch.dtype, scaled: bool, pairs: int,
+    interleaved: bool,
+) -> list[list[torch.Tensor]]:  # fmt: skip
+    """Pages and scales after a write of ten tokens, by the kernel and by the reference."""
+    results: list[list[torch.Tensor]] = []
+    functions: tuple[Any, ...] = (write.write, reference.write)
+    for function in functions:
+        generator = torch.Generator().manual_seed(1)
+        key = torch.randn(10, 2, 6, generator=generator)
+        key[4, 1, 3] = torch.nan
+        value, angles = (torch.randn(10, *s, generator=generator) for s in ((2, 3), (pairs,)))
+        slots = torch.tensor([3, 4, 5, -1, 19, 0, 9, 11, -1, 12])
+        pages = [torch.full((2, 5, 4, dim), 7.0).to(page_dtype).transpose(0, 1) for dim in (6, 3)]
+        scales = [torch.full((5, 2, 4), torch.nan) if scaled else None for _ in range(2)]
+        turned = [angles.cos(), angles.sin()] if pairs else [None, None]
+        where = device if function is write.write else "cpu"
+        rows = [each.to(dtype).to(where) for each in (key, value)]
+        changed = [each if each is None else each.to(where) for each in (*pages, *scales)]
+        others = [each if each is None else each.to(where) for each in turned]
+        given: list[Any] = [*rows, *changed[:2], slots.to(where), *changed[2:], *others]
+        function(*given, interleaved)
+        results.append([each.cpu().double() for each in changed if each is not None])
+    return results
+
+
+WRITTEN = [
+    (F32, F32, False),
+    (torch.float64, torch.float64, False),
+    (F16, I8, True),
+    (F32, F8, True),
+    (F16, F8, False),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "page_dtype", "scaled"), WRITTEN)
+@pytest.mark.parametrize(("pairs", "interleaved"), [(0, False), (2, True), (3, False)])
+def test_written_as_the_reference_writes(
+    dtype: torch.dtype, page_dtype: torch.dtype, scaled: bool, pairs: int, interleaved: bool
+) -> None:
+    found, wanted = write_both("cpu", dtype, page_dtype, scaled, pairs, interleaved)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+# ---- configs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_has_configs(architecture: str) -> None:
+    for width in (16, 32, 64, 128, 256):
+        for chunks in (False, True):
+            config = paged_configs.default(PagedProblem(architecture, chunks, width, False))
+            for size in (config.query_tile, config.kv_tile):
+                assert size >= 16 and size & (size - 1) == 0
+            ahead = max(config.num_stages - 1, 1) * config.kv_tile * 2 * width * 2
+            assert ahead <= SHARED_MEMORY[architecture]
+
+
+def test_few_rows_share_a_tile() -> None:
+    def tile(group: int, rows: int = 0) -> int:
+        problem = PagedProblem("sm_90", False, 128, False, group, rows)
+        return paged_configs.default(problem).query_tile
+
+    assert [tile(group) for group in (1, 8, 16, 17, 40, 128)] == [16, 16, 16, 32, 64, 64]
+    assert [tile(4, rows) for rows in (4, 20, 64)] == [16, 32, 64]
+
+
+@triton.jit
+def store_halves(pairs, found, PTX: tl.constexpr):
+    numbers = tl.arange(0, 256)
+    halves = as_halves(tl.load(pairs + numbers), PTX)
+    tl.store(found + numbers, halves[0])
+    tl.store(found + 256 + numbers, halves[1])
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def waiting_refused() -> Iterator[None]:
+    """Operations that wait for the device raise. That the mode is a prototype, PyTorch warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    """What no interpreter shows: graphs, waiting, writing beside PyTorch's own kernels."""
+
+    LENGTHS = ((1, 33), (12, 12), (9, 300), (0, 5), (40, 610), (3, 0), (5, 2), (1, 1500))
+
+    def case(self, **changes: Any) -> PagedCase:
+        given = {"lengths": self.LENGTHS, "packed": True, "mask": "causal", "page_size": 16}
+        sizes = {"head_dim": 64, "value_dim": 64, "group": 4, "dtype": BF16, "device": "cuda"}
+        return make_paged_case(**{**given, **sizes, **changes})
+
+    @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+    @pytest.mark.parametrize("page_dtype", [None, F8, I8], ids=["same", "fp8", "int8"])
+    def test_dtypes(self, dtype: torch.dtype, page_dtype: torch.dtype | None) -> None:
+        check(self.case(dtype=dtype, page_dtype=page_dtype))
+
+    @pytest.mark.parametrize("page_dtype", [F8, I8], ids=["fp8", "int8"])
+    @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+    @pytest.mark.parametrize("description", PAIRED, ids=str)
+    def test_pairs_of_eight_bit_numbers(
+        self, description: dict[str, Any], dtype: torch.dtype, page_dtype: torch.dtype
+    ) -> None:
+        check_pairs(dtype=dtype, page_dtype=page_dtype, device="cuda", **description)
+
+    @pytest.mark.parametrize("page_dtype", [F8, I8], ids=["fp8", "int8"])
+    def test_pairs_have_the_range_of_bfloat16(self, page_dtype: torch.dtype) -> None:
+        arguments = self.case(mask="none", page_dtype=page_dtype).arguments()
+        options = {"implementation": "portable", "return_lse": True}
+        with torch.no_grad():
+            output, lse = saccade.attention_paged(**arguments, **options)
+            for name, factor in (("query", 2.0**60), ("key_scales", 2.0**-60)):
+                arguments[name] = arguments[name] * factor
+            arguments["value_scales"] = arguments["value_scales"] * 2.0**-60
+            scaled, same = saccade.attention_paged(**arguments, **options)
+        assert torch.equal(scaled * 2.0**60, output) and torch.equal(same, lse)
+
+    def test_every_number_of_eight_bits_is_a_half_of_its_pair(self) -> None:
+        numbers = torch.arange(256, dtype=torch.uint8, device="cuda")
+        pairs = torch.stack([numbers, numbers.flip(0)], 1)
+        for dtype, pair in paged_kind.PAIRS.items():
+            for ptx in (False, True):
+                found = torch.empty(2, 256, dtype=F16, device="cuda")
+                store_halves[(1,)](pairs.view(pair), found, ptx)  # type: ignore[index]
+                wanted = pairs.view(dtype).to(F16).T
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+    def test_nothing_waits_for_the_device(self) -> None:
+        arguments = {**self.case().arguments(), "implementation": "portable"}
+        with torch.no_grad():
+            saccade.attention_paged(**arguments)
+            with waiting_refused():
+                saccade.attention_paged(**arguments)
+
+    @pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(100)], ids=str)
+    @pytest.mark.parametrize("batch_invariant", [False, True])
+    def test_a_graph_replays_with_other_lengths_and_tables(
+        self, mask: masks.Mask | None, batch_invariant: bool
+    ) -> None:
+        arguments = {**self.case(mask="none").arguments(), "mask": mask}
+        arguments |= {"implementation": "portable", "batch_invariant": batch_invariant}
+
+        def run() -> torch.Tensor:
+            with torch.no_grad():
+                return saccade.attention_paged(**arguments)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        lens, table = arguments["kv_lens"].clone(), arguments["page_table"].clone()
+        for factor in (1.0, 0.6, 0.1, 0.0):
+            arguments["kv_lens"].copy_((lens * factor).int())
+            arguments["page_table"].copy_(table.flip(0) if factor == 0.1 else table)
+            if factor == 0.1:
+                arguments["kv_lens"].copy_((lens.flip(0) * 0.1).int())
+            graph.replay()
+            assert torch.equal(captured, run())
+
+    @pytest.mark.parametrize(("dtype", "page_dtype", "scaled"), [*WRITTEN, (BF16, BF16, False)])
+    @pytest.mark.parametrize(("pairs", "interleaved"), [(0, False), (2, True), (3, False)])
+    def test_written_as_the_reference_writes(
+        self, dtype: torch.dtype, page_dtype: torch.dtype, scaled: bool, pairs: int,
+        interleaved: bool,
+    ) -> None:  # fmt: skip
+        found, wanted = write_both("cuda", dtype, page_dtype, scaled, pairs, interleaved)
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+    def test_writing_waits_for_nothing(self) -> None:
+        pages: Any = [torch.zeros(4, 2, 8, 16, device="cuda") for _ in range(2)]
+        rows = torch.randn(6, 2, 16, device="cuda")
+        slots = torch.tensor([3, -1, 9, 0, 31, -1], device="cuda")
+        saccade.cache_write(rows, rows, pages[0], pages[1], slots)
+        with waiting_refused():
+            saccade.cache_write(rows, rows, pages[0], pages[1], slots)
+        assert torch.equal(pages[0][1, :, 1], rows[2])

@@ -1,0 +1,58 @@
+"""However a call is used, the first of its kind, the next and one after plain calls are alike.
+
+Each operation has a process of its own, whose very first call is one under activation
+checkpointing: what was computed before in this process hides how a first call differs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime.call_cache.ways import OPERATIONS, WAYS
+
+ROOT = Path(__file__).parents[3]
+FAR = 1e-5  # float32 and some sums in another order
+
+REFUSED = {  # pages are not cast; the reference reads lengths
+    ("paged", "func.grad"): "a gradient of attention over pages",
+    ("paged", "autocast"): "key_pages: got torch.float32",
+    ("paged reference", "autocast"): "key_pages: got torch.float32",
+    ("paged reference", "FakeTensor"): "DataDependentOutputException",
+    ("paged reference", "make_fx"): "get value out of a tracing tensor",
+    ("paged reference", "export"): "GuardOnDataDependentSymNode",
+}
+
+
+@functools.cache
+def report(operation: str) -> dict[str, Any]:
+    """What the program saw of an operation."""
+    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "runtime.call_cache.ways", operation],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", list(WAYS))
+@pytest.mark.parametrize("operation", list(OPERATIONS))
+def test_first_and_later_calls_are_alike(operation: str, name: str) -> None:
+    found = report(operation)[name]
+    cold, again, after = found["runs"].values()
+    refused = REFUSED.get((operation, name))
+    if refused is None:
+        assert "failed" not in cold, cold["failed"]
+    else:
+        assert refused in cold["failed"]
+    assert again == cold
+    assert after == cold
+    assert found["far"] <= FAR

@@ -1,0 +1,125 @@
+"""The order of implementations, and that a named one never falls back."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import saccade
+from saccade import Config
+from saccade.runtime import backends as dispatch
+from saccade.runtime.spec import Problem
+
+PROBLEM = Problem(1, 2, 2, 8, 8, 16, 16, torch.float32, "cpu")
+
+
+def test_the_order_of_preference():
+    assert dispatch.NAMES == ("cpu", "hopper", "portable", "reference")
+    assert [entry.name for entry in dispatch.IMPLEMENTATIONS] == list(dispatch.NAMES)
+    assert list(dispatch.BY_NAME) == list(dispatch.NAMES)
+
+
+def test_the_first_that_can_is_taken():
+    assert dispatch.choose(PROBLEM) == "cpu"
+    assert dispatch.choose(PROBLEM._replace(device="cuda")) == "reference"
+
+
+@pytest.mark.parametrize("name", sorted({*dispatch.NAMES} - {"hopper"}))  # which wants a GPU
+def test_a_named_one_is_taken(name):
+    assert dispatch.choose(PROBLEM, name) == name
+
+
+def test_a_named_one_never_falls_back():
+    with pytest.raises(NotImplementedError, match="cpu: tensors lie on cuda") as caught:
+        dispatch.choose(PROBLEM._replace(device="cuda"), "cpu")
+    assert "reference" not in str(caught.value)
+    with pytest.raises(NotImplementedError, match="reference: it has no tiles") as caught:
+        dispatch.choose(PROBLEM._replace(configured=True), "reference")
+    assert "cpu" not in str(caught.value)
+
+
+def test_without_a_name_every_reason_is_given():
+    with pytest.raises(NotImplementedError, match="implementation: ") as caught:
+        dispatch.choose(PROBLEM._replace(device="cuda", configured=True))
+    for name in dispatch.NAMES:
+        reason = dispatch.BY_NAME[name].unsupported(
+            PROBLEM._replace(device="cuda", configured=True)
+        )
+        assert f"{name}: {reason}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["flash", "", "CPU", "cpu ", "hopper2"])
+def test_an_unknown_name_is_refused_with_the_known_ones(name):
+    with pytest.raises(ValueError, match="implementation: got") as caught:
+        dispatch.choose(PROBLEM, name)
+    assert repr(name) in str(caught.value)
+    assert str(dispatch.NAMES) in str(caught.value)
+
+
+def test_an_unknown_name_is_refused_even_where_nothing_fits():
+    nowhere = PROBLEM._replace(device="cuda", configured=True)
+    with pytest.raises(ValueError, match="got 'flash'"):
+        dispatch.choose(nowhere, "flash")
+
+
+# ---- through the calls ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """The names of the implementations that ran."""
+    names: list[str] = []
+
+    def watch(target: str, name: str) -> None:
+        module, attribute = target.rsplit(".", 1)
+        run = getattr(__import__(module, fromlist=[attribute]), attribute)
+
+        def remember(*arguments: Any) -> Any:
+            names.append(name)
+            return run(*arguments)
+
+        monkeypatch.setattr(target, remember)
+
+    watch("saccade.ops.attention.cpu.host.forward", "cpu")
+    watch("saccade.ops.attention.reference.attention", "reference")
+    return names
+
+
+@pytest.mark.parametrize(
+    ("more", "taken"),
+    [
+        ({}, "cpu"),
+        ({"implementation": "cpu"}, "cpu"),
+        ({"implementation": "reference"}, "reference"),
+        ({"config": Config(16, 16)}, "cpu"),
+        ({"config": {(9, 0): Config(16, 16)}, "implementation": "reference"}, "reference"),
+    ],
+    ids=str,
+)
+def test_the_chosen_one_runs_and_no_other(ran, more, taken):
+    rows = torch.ones(1, 2, 4, 8)
+    saccade.attention(rows, rows, rows, **more)
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    tokens = torch.ones(4, 2, 8)
+    saccade.attention_packed(tokens, tokens, tokens, offsets, **more)
+    assert ran == [taken, taken]
+
+
+@pytest.mark.parametrize(
+    ("device", "more", "reason"),
+    [
+        (
+            "cpu",
+            {"implementation": "reference", "config": Config(16)},
+            "reference: it has no tiles",
+        ),
+        ("meta", {"implementation": "cpu"}, "cpu: tensors lie on meta"),
+        ("meta", {"config": Config(16)}, "cpu: tensors lie on meta.*; reference: it has no tiles"),
+    ],
+    ids=["config", "device", "nothing-fits"],
+)
+def test_a_call_that_cannot_be_served_runs_nothing(ran, device, more, reason):
+    rows = torch.ones(1, 2, 4, 8, device=device)
+    with pytest.raises(NotImplementedError, match=reason):
+        saccade.attention(rows, rows, rows, **more)
+    assert ran == []
