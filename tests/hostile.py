@@ -199,7 +199,7 @@ class Calls:
 
     def writing(self) -> None:
         """New tokens into slots that are anywhere."""
-        from saccade.kv_cache import write_triton as write  # on a CPU, nobody else calls it
+        from saccade.kv_cache import write_triton  # on a CPU, nobody else calls it
 
         for dtype in (self.dtype, torch.int8):
             keys, values = (self.hold(self.rows(6, 2, 16, self.dim).to(dtype)) for _ in "kv")
@@ -207,7 +207,7 @@ class Calls:
             rows = self.rows(7, 2, self.dim), self.rows(7, 2, self.dim)
             for numbers in numbers_of((7,), 6 * 16):
                 for slots in (numbers, numbers.long() << 31):
-                    write.write(
+                    write_triton.write(
                         *rows, keys, values, self.whole(slots), scales, scales, None, None, False
                     )
 
@@ -233,16 +233,16 @@ def nothing_looked_at() -> Iterator[None]:
 def no_memory_of_calls() -> Iterator[None]:
     """Calls are prepared anew, so that the memory of their results is guarded too."""
     from saccade.ops.attention.hopper import gradients as hopper_gradients
-    from saccade.ops.attention.hopper import host as hopper
+    from saccade.ops.attention.hopper import host as hopper_host
     from saccade.ops.attention.triton import gradients
-    from saccade.ops.attention.triton import host as attention
-    from saccade.ops.linear_attention.triton import host as linear
-    from saccade.ops.paged_attention.triton import host as paged
-    from saccade.runtime import call_cache as recall
+    from saccade.ops.attention.triton import host as triton_host
+    from saccade.ops.linear_attention.triton import host as linear_host
+    from saccade.ops.paged_attention.triton import host as paged_host
+    from saccade.runtime import call_cache
 
     kept: list[tuple[Any, str]] = [
-        (recall, "_calls"), (attention, "_forwards"), (gradients, "_launches"),
-        (linear, "_kinds"), (paged, "_forwards"), (hopper, "_forwards"),
+        (call_cache, "_calls"), (triton_host, "_forwards"), (gradients, "_launches"),
+        (linear_host, "_kinds"), (paged_host, "_forwards"), (hopper_host, "_forwards"),
         (hopper_gradients, "_backwards"),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
@@ -267,4 +267,4 @@ if __name__ == "__main__":
     from interpreter import hasten
 
     hasten()
-    run(sys.argv[1], ClosedPages(), "cpu", "portable")
+    run(sys.argv[1], ClosedPages(), "cpu", "triton")

@@ -85,7 +85,7 @@ IMPLEMENTATIONS = [
     Implementation("reference"),
     Implementation("reference", device="cuda"),
     Implementation("cpu", small=_CPU_TILES),
-    Implementation("portable", _COMPILED, "cuda", _KERNEL_TILES, slow=True),
+    Implementation("triton", _COMPILED, "cuda", _KERNEL_TILES, slow=True),
     Implementation(
         "hopper",
         (BF16, F16),
@@ -100,7 +100,7 @@ LINEAR_IMPLEMENTATIONS = [
     Implementation("reference"),
     Implementation("reference", device="cuda"),
     Implementation("cpu", small=_CPU_CHUNKS),
-    Implementation("portable", _COMPILED, "cuda", slow=True),
+    Implementation("triton", _COMPILED, "cuda", slow=True),
     Implementation(
         "hopper",
         (BF16,),
@@ -116,13 +116,11 @@ PAGED_IMPLEMENTATIONS = [
     Implementation("reference", device="cuda", batch_invariant=False),
     Implementation("cpu", small=_CPU_TILES),
     # Interpreted, a sample of the suite runs: tests/ops/paged_attention/triton/test_decode.py.
-    Implementation("portable", _COMPILED, "cuda", _SMALLEST, slow=True, widest=256),
+    Implementation("triton", _COMPILED, "cuda", _SMALLEST, slow=True, widest=256),
 ]
 if os.environ.get("TRITON_INTERPRET") == "1":  # conftest.py sees to it wherever there is no GPU
-    IMPLEMENTATIONS.append(
-        Implementation("portable", _INTERPRETED, "cpu", _KERNEL_TILES, slow=True)
-    )
-    LINEAR_IMPLEMENTATIONS.append(Implementation("portable", _INTERPRETED, slow=True))
+    IMPLEMENTATIONS.append(Implementation("triton", _INTERPRETED, "cpu", _KERNEL_TILES, slow=True))
+    LINEAR_IMPLEMENTATIONS.append(Implementation("triton", _INTERPRETED, slow=True))
 
 
 _REFUSED = pytest.mark.xfail(raises=NotImplementedError, strict=False, reason="refused by dispatch")

@@ -12,7 +12,7 @@ from saccade.explain import costs
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.ops import index_range
-from saccade.runtime import backends as dispatch
+from saccade.runtime import backends
 from saccade.testing import make_paged_case
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KV_LEN, HEAD_DIM, VALUE_DIM = 2, 4, 2, 6, 9, 8, 3
@@ -74,11 +74,11 @@ def test_costs_have_units_that_fit_them():
 def lines_of(text: str) -> dict[str, str]:
     """What the text says about each implementation."""
     lines = (line.strip().split(": ", 1) for line in text.splitlines())
-    return {line[0]: line[1] for line in lines if line[0] in dispatch.NAMES}
+    return {line[0]: line[1] for line in lines if line[0] in backends.NAMES}
 
 
 # Triton's interpreter takes CPU tensors in these tests (conftest.py).
-INTERPRETED = {"portable": "yes, not asked for"}
+INTERPRETED = {"triton": "yes, not asked for"}
 HOPPER = {"hopper": "no, it takes bfloat16 and float16, not float32"}
 
 
@@ -93,18 +93,18 @@ def test_text_names_every_implementation_with_its_reason():
     named = saccade.explain(*dense(), implementation="reference")
     expected = {"cpu": "yes, not asked for", **INTERPRETED, "reference": "yes, taken", **HOPPER}
     assert lines_of(str(named)) == expected
-    assert list(found.reasons) == list(dispatch.NAMES)
+    assert list(found.reasons) == list(backends.NAMES)
 
 
 def test_text_gives_the_reasons_of_all_that_cannot(monkeypatch):
     refusing = {
-        name: dispatch.Implementation(name, lambda problem, name=name: f"{name} is asleep")
-        for name in dispatch.NAMES
+        name: backends.Implementation(name, lambda problem, name=name: f"{name} is asleep")
+        for name in backends.NAMES
     }
-    monkeypatch.setattr(dispatch, "BY_NAME", refusing)
+    monkeypatch.setattr(backends, "BY_NAME", refusing)
     found = saccade.explain(*dense())
     assert found.chosen is None
-    assert lines_of(str(found)) == {name: f"no, {name} is asleep" for name in dispatch.NAMES}
+    assert lines_of(str(found)) == {name: f"no, {name} is asleep" for name in backends.NAMES}
 
 
 def test_a_named_one_that_cannot_is_not_replaced():
@@ -260,7 +260,7 @@ def test_pages():
     explanation = saccade.explain(query, key, value, **given)
     assert explanation.chosen == "cpu"
     elsewhere = explanation.problem._replace(device="meta")
-    assert "takes tensors on a GPU" in (dispatch.reasons_of(elsewhere)["portable"] or "")
+    assert "takes tensors on a GPU" in (backends.reasons_of(elsewhere)["triton"] or "")
     assert explanation.visible_pairs == 4 * (18 + 19 + 20 + 9)
     # rows of 16 + 16 channels: queries and outputs of 4 bytes, keys and values of 1
     assert explanation.bytes == 32 * (4 * 4 * 4 + 2 * 29 * 1)

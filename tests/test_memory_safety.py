@@ -63,8 +63,8 @@ GUARDS = pytest.mark.parametrize("guard", [Alone, Canaries], ids=["alone", "cana
 @pytest.mark.gpu
 @GUARDS
 @pytest.mark.parametrize("name", hostile.NAMES)
-def test_portable_kernels_stay_in_their_tensors(name: str, guard: Any) -> None:
-    hostile.run(name, guard(), "cuda", "portable", BF16)
+def test_triton_kernels_stay_in_their_tensors(name: str, guard: Any) -> None:
+    hostile.run(name, guard(), "cuda", "triton", BF16)
 
 
 @pytest.mark.gpu

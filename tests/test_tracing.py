@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import saccade
 from saccade import masks, scores
-from saccade.runtime import call_cache as recall
+from saccade.runtime import call_cache
 
 OFFSETS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
 LENGTHS = torch.tensor([7, 3])
@@ -25,7 +25,7 @@ Call = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def _cold() -> None:
-    recall.forget()
+    call_cache.forget()
 
 
 def rows(*heads: int, length: int = 9) -> list[Tensor]:
@@ -153,7 +153,7 @@ def test_fake_tensors(name: str) -> None:
     tensors = make()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         found = flat(call(*(mode.from_tensor(tensor) for tensor in tensors)))
-    recall.forget()
+    call_cache.forget()
     with torch.no_grad():
         wanted = flat(call(*tensors))
     assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in wanted]
@@ -175,7 +175,7 @@ def test_make_fx(name: str, tracing: Any) -> None:
     tensors = make()
     with torch.no_grad():
         traced: Any = make_fx(lambda *given: flat(call(*given)), tracing_mode=tracing)(*tensors)
-        recall.forget()
+        call_cache.forget()
         torch.testing.assert_close(traced(*tensors), flat(call(*tensors)))
 
 
@@ -193,7 +193,7 @@ def test_make_fx_of_gradients(name: str, tracing: Any) -> None:
         return list(torch.autograd.grad(total, [one for one in leaves if one.requires_grad]))
 
     traced: Any = make_fx(gradients, tracing_mode=tracing)(*tensors)
-    recall.forget()
+    call_cache.forget()
     torch.testing.assert_close(traced(*tensors), gradients(*tensors))
 
 

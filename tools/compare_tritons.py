@@ -46,7 +46,7 @@ Triton is the median, over rounds, of its time over the own one's in the same ro
 exit status: 0 if no ratio is above --limit, 1 if one is, 2 if a worker died.
 """
 RESULTS = ROOT / "benchmarks/results/h200"
-FILES = ("hopper", "portable", "linear", "pages")
+FILES = ("hopper", "triton", "linear", "pages")
 WARM_SECONDS, SAMPLE_SECONDS = 0.1, 0.02
 
 

@@ -9,7 +9,7 @@ differs from what the files give. Globs of case names in the first mark choose r
 implementations (the fastest of each run, if it is not given), and `from=` a glob of files:
 
     <!-- table: begin cpu-*-4k cpu-decode-* -->
-    <!-- table: begin against=sdpa/flash by=portable from=h200/portable.jsonl gpu-causal-* -->
+    <!-- table: begin against=sdpa/flash by=triton from=h200/triton.jsonl gpu-causal-* -->
 
 The word `summary` writes one sentence instead, with geometric means over the cases and the worst:
 

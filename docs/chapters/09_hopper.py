@@ -350,7 +350,7 @@ if not lesson.quick:
 # ## Measured
 #
 # On an H200, forward, bfloat16, from the committed result file: TFLOP/s of this kernel, of the
-# portable one, and of cuDNN's, in turn.
+# Triton's, and of cuDNN's, in turn.
 
 # %%
 results = [
@@ -363,7 +363,7 @@ by_case = {}
 for result in results:
     if result["pass"] == "forward":
         by_case.setdefault(result["case"]["name"], {})[result["who"]] = result["tflops"]
-names = ("saccade/hopper", "saccade/portable", "sdpa/cudnn")
+names = ("saccade/hopper", "saccade/triton", "sdpa/cudnn")
 lesson.table(
     "TFLOP/s on one H200",
     ("case", *names),
@@ -374,7 +374,7 @@ lesson.table(
     ],
 )
 longest = by_case["gpu-full-bf16-d128-16k"]
-assert longest["saccade/hopper"] > longest["saccade/portable"]
+assert longest["saccade/hopper"] > longest["saccade/triton"]
 
 # %% [markdown]
 # On a GPU of capability 9.0 such a call takes it unasked; by its name it is this one or an error:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.modifiers import ops as language
+from saccade.modifiers import ops as modifier_ops
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.written import written
-from saccade.runtime import backends as dispatch
+from saccade.runtime import backends
 from saccade.runtime.arguments import values_readable
 from saccade.runtime.spec import Config, Inputs, PagedInputs, Problem, Variant
 from saccade.runtime.validation import prepare, prepare_paged
@@ -143,15 +143,15 @@ def explain(
         inputs, variant, problem, config = prepare(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **given
         )
-    reasons = dispatch.reasons_of(problem)
+    reasons = backends.reasons_of(problem)
     try:
-        chosen = dispatch.choose(problem, implementation)
+        chosen = backends.choose(problem, implementation)
     except NotImplementedError:
         chosen = None
     pairs = _visible_pairs(inputs, variant, problem)
     costs = pairs, problem.flops(pairs), problem.bytes
-    remark = chosen and dispatch.BY_NAME[chosen].remark(problem)
-    yields = {name: entry.yields(problem) for name, entry in dispatch.BY_NAME.items()}
+    remark = chosen and backends.BY_NAME[chosen].remark(problem)
+    yields = {name: entry.yields(problem) for name, entry in backends.BY_NAME.items()}
     return Explanation(problem, chosen, reasons, config, *costs, remark, yields)
 
 
@@ -221,10 +221,10 @@ def _visible_in_sequences(
     device = query.device
     rows = torch.arange(0, query_len, max(1, pairs // COUNTED_PAIRS), device=device)
     at = Coordinates(
-        batch=language.index_range(*batch, 0, device),
-        head=language.index_range(0, heads, 1, device),
+        batch=modifier_ops.index_range(*batch, 0, device),
+        head=modifier_ops.index_range(0, heads, 1, device),
         query_row=rows.view(1, 1, -1, 1),
-        kv_row=language.index_range(0, kv_len, 3, device),
+        kv_row=modifier_ops.index_range(0, kv_len, 3, device),
         shift=kv_len - query_len,
     )
     seen = visible(variant.mask, variant.mask_captured, at)

@@ -74,7 +74,7 @@ def test_a_step_has_memory_as_its_yardstick_and_a_call_has_products():
 def test_who_has_no_linear_attention_says_so():
     calls, absences, errors = fit(LINEAR, all_peers(), LINEAR.make(CPU), CPU, gradients=True)
     # Whether kernels serve CPU tensors depends on Triton's interpreter.
-    assert set(calls) - {"saccade/portable"} == {"saccade/cpu", "saccade/reference", "bmm"}
+    assert set(calls) - {"saccade/triton"} == {"saccade/cpu", "saccade/reference", "bmm"}
     reasons = {absence.who: absence.reason for absence in absences}
     assert reasons["sdpa"] == reasons["flex"] == "it has no linear attention"
     assert "bmm" not in errors

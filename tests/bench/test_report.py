@@ -17,7 +17,7 @@ from saccade.bench.report.write import compiled_kernels
 from saccade.bench.results import Result, append, case_fields, read
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-PEERS = {"saccade/portable": 1.0, "saccade/hopper": 0.8, "sdpa/flash": 2.0, "flex": 1.5}
+PEERS = {"saccade/triton": 1.0, "saccade/hopper": 0.8, "sdpa/flash": 2.0, "flex": 1.5}
 GPU = {"torch": "2.13.0", "cuda": "13.0"}
 
 app = typer.Typer()
@@ -110,7 +110,7 @@ def test_shares_are_of_the_limit_of_the_result_s_dtype():
     assert collect.limit_of("an abacus") is None
     (point, *_) = collect.points([report.Source("", gpu_results())])
     assert point.share == pytest.approx(400 / 989.5)
-    reads = result("gpu-decode-bf16-d128-16k", "saccade/portable", tflops=None, gbps=2400.0)
+    reads = result("gpu-decode-bf16-d128-16k", "saccade/triton", tflops=None, gbps=2400.0)
     (point,) = collect.points([report.Source("", [reads])])
     assert point.share == pytest.approx(0.5)
     assert h200.most(result("tiny-full-fp32-d16-48", "sdpa")) == 67.0
@@ -118,17 +118,17 @@ def test_shares_are_of_the_limit_of_the_result_s_dtype():
 
 def test_who_missed_the_last_run_is_compared_with_its_own():
     case = "gpu-full-bf16-d128-1k"
-    old = [result(case, who, ms, run="1") for who, ms in (("saccade/portable", 1.0), ("flex", 4.0))]
-    source = report.Source("", [*old, result(case, "saccade/portable", 2.0, run="2")])
+    old = [result(case, who, ms, run="1") for who, ms in (("saccade/triton", 1.0), ("flex", 4.0))]
+    source = report.Source("", [*old, result(case, "saccade/triton", 2.0, run="2")])
     points = {point.result.who: point for point in collect.points([source])}
-    assert points["saccade/portable"].result.median_ms == 2.0
+    assert points["saccade/triton"].result.median_ms == 2.0
     assert points["flex"].against_fastest == 4.0
     ((who, _, ratio, *_),) = sections.beside_peers([source]).rows
     assert (who.text, ratio.number) == ("flex", 0.25)
 
 
 def test_our_kernels_by_name_are_no_peers():
-    names = ("saccade/scattered-64", "portable/scattered-64", "hopper/scattered-64")
+    names = ("saccade/scattered-64", "triton/scattered-64", "hopper/scattered-64")
     found = [result("gpu-full-bf16-d128-1k", who) for who in names]
     assert not sections.beside_peers([report.Source("", found)]).rows
 
@@ -136,12 +136,12 @@ def test_our_kernels_by_name_are_no_peers():
 def test_errors_stand_beside_the_least_of_their_run():
     case = "gpu-full-bf16-d128-1k"
     found = [
-        result(case, "saccade/portable", error=3e-3), result(case, "flex", error=2e-3),
+        result(case, "saccade/triton", error=3e-3), result(case, "flex", error=2e-3),
         result(case, "sdpa"),
     ]  # fmt: skip
     rows = sections.errors(collect.points([report.Source("", found)])).rows
     assert [(row[3].text, row[4].text, row[5].number) for row in rows] == [
-        ("saccade/portable", "3.0e-03", pytest.approx(1.5)), ("flex", "2.0e-03", 1.0),
+        ("saccade/triton", "3.0e-03", pytest.approx(1.5)), ("flex", "2.0e-03", 1.0),
     ]  # fmt: skip
 
 

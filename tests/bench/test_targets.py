@@ -159,7 +159,7 @@ def test_published_times_are_scaled_by_the_rate_of_a_copy():
 
 
 def test_a_copy_of_a_step_s_states_is_one_of_as_many_bytes():
-    case, who = "gpu-linear-step-bf16-d128-64x16", "saccade/portable"
+    case, who = "gpu-linear-step-bf16-d128-64x16", "saccade/triton"
     copy = COPY_BYTES / 4e9  # ms, at 4000 GB/s
     ours = CASES[case].bytes / 3.2e9  # at 3200
     history = History([result(case, who, ours, "decode"), result(case, "copy", copy, "decode")])
@@ -187,7 +187,7 @@ def test_a_folder_of_results_is_judged_as_one(tmp_path, capsys):
 def test_what_is_missing_is_said():
     found = complete(GPU_TARGETS)
     del found["sdpa/flash", "gpu-full-bf16-d128-1k", "forward"]
-    del found["saccade/portable", "gpu-packed-causal-bf16-d128-64x128", "backward"]
+    del found["saccade/triton", "gpu-packed-causal-bf16-d128-64x128", "backward"]
     text = shown(judge(list(found.values())))
     assert "missing without sdpa/flash: forward of gpu-full-bf16-d128-1k" in text
     assert "gpu-packed-causal-bf16-d128-64x128: not measured: backward of gpu-packed" in text
@@ -205,12 +205,12 @@ def test_ratios_across_runs_do_not_count():
 
 
 def test_the_last_run_in_which_both_took_part_counts():
-    ours = [result(FULL_1K, "saccade/portable", ms, run=run) for ms, run in ((4, "1"), (9, "2"))]
+    ours = [result(FULL_1K, "saccade/triton", ms, run=run) for ms, run in ((4, "1"), (9, "2"))]
     theirs = [result(FULL_1K, "flex", 2.0, run="1"), result(FULL_1K, "sdpa", 3.0, run="2")]
     history = History([ours[0], theirs[0], ours[1], theirs[1]])
 
     def ratio(who):
-        return Peer(who).value(history, "saccade/portable", FULL_1K, "forward")
+        return Peer(who).value(history, "saccade/triton", FULL_1K, "forward")
 
     assert ratio("flex") == 2.0
     assert ratio("sdpa") == 3.0
@@ -226,9 +226,9 @@ def test_the_fastest_of_ours_is_judged_and_never_the_reference():
 
 def test_a_mix_is_judged_by_the_sum_of_its_parts():
     found = [
-        result(PACKED, "saccade/portable", 6.0),
-        result(FULL_1K, "saccade/portable", 3.0),
-        result("gpu-full-bf16-d128-2k", "saccade/portable", 1.0),
+        result(PACKED, "saccade/triton", 6.0),
+        result(FULL_1K, "saccade/triton", 3.0),
+        result("gpu-full-bf16-d128-2k", "saccade/triton", 1.0),
     ]
     parts = Sum({PACKED: (FULL_1K, "gpu-full-bf16-d128-2k")})
     assert parts.value(History(found), "saccade", PACKED, "forward") == 1.5
@@ -242,10 +242,10 @@ def test_a_tile_s_time_is_judged():
     tiles = {name: CASES[name].tiles((128, 64)) for name in (full, window)}
     assert tiles[full] == 16 * 128 * 256
     found = [
-        result(full, "saccade/portable", tiles[full] * 2.0),
-        result(window, "saccade/portable", tiles[window] * 3.0),
+        result(full, "saccade/triton", tiles[full] * 2.0),
+        result(window, "saccade/triton", tiles[window] * 3.0),
     ]
-    value = Tiles(full).value(History(found), "saccade/portable", window, "forward")
+    value = Tiles(full).value(History(found), "saccade/triton", window, "forward")
     assert value == pytest.approx(1.5)
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 from triton import knobs
 
-from saccade.gpu import compiler_workarounds as workarounds
+from saccade.gpu import compiler_workarounds
 from saccade.gpu.launcher import Launch
 
 
@@ -30,8 +30,10 @@ class Driver:
 def pretend(monkeypatch: pytest.MonkeyPatch, version: str, backend: str) -> None:
     """A Triton of some version on a GPU of some make."""
     monkeypatch.setattr(knobs.runtime, "interpret", False)
-    table, known = workarounds.BY_VERSION, version.rpartition(".")[0]
-    monkeypatch.setattr(workarounds, "INSTALLED", table.get(known, workarounds.NONE))
+    table, known = compiler_workarounds.BY_VERSION, version.rpartition(".")[0]
+    monkeypatch.setattr(
+        compiler_workarounds, "INSTALLED", table.get(known, compiler_workarounds.NONE)
+    )
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(backend), raising=False)
 
 
@@ -60,8 +62,10 @@ def test_the_table_says_what_the_installed_triton_does() -> None:
     from triton.backends.nvidia import compiler
 
     source = inspect.getsource(compiler)
-    assert ("--regAllocOptLevel=2" in source) is workarounds.INSTALLED.register_level
-    assert ("disable_slp_vectorizer=capability == 80" in source) is workarounds.INSTALLED.vectors
+    assert ("--regAllocOptLevel=2" in source) is compiler_workarounds.INSTALLED.register_level
+    assert (
+        "disable_slp_vectorizer=capability == 80" in source
+    ) is compiler_workarounds.INSTALLED.vectors
 
 
 class Kernel:
@@ -83,7 +87,7 @@ def test_a_kernel_is_compiled_under_the_hook_and_nothing_else_is(
     pretend(monkeypatch, version, "cuda")
     kernel = Kernel()
     Launch(kernel, {}, {}).compile(())
-    assert kernel.hooks == [workarounds._pipeline if there else None]
+    assert kernel.hooks == [compiler_workarounds._pipeline if there else None]
     assert knobs.runtime.add_stages_inspection_hook is None
 
 
@@ -98,7 +102,7 @@ def test_a_users_own_hook_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failure_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "3.9.0", "cuda")
-    with pytest.raises(ZeroDivisionError), workarounds.applied():
+    with pytest.raises(ZeroDivisionError), compiler_workarounds.applied():
         _ = 1 // 0
     assert knobs.runtime.add_stages_inspection_hook is None
 
@@ -127,13 +131,13 @@ def test_the_hook_turns_vectors_off_for_the_stage_alone(monkeypatch: pytest.Monk
         return source
 
     stages = {"ttir": make, "llir": make}
-    assert workarounds._pipeline(object(), stages, object(), object(), 90) is None
+    assert compiler_workarounds._pipeline(object(), stages, object(), object(), 90) is None
     assert stages["ttir"] is make and stages["llir"]("right", None) == "right"
     with pytest.raises(ValueError):
         stages["llir"]("wrong", None)
     assert compiler.llvm is whole
     assert given == [{"level": "O3", "disable_slp_vectorizer": True, "flags": ["one"]}] * 2
-    known_by = workarounds._pipeline()
+    known_by = compiler_workarounds._pipeline()
     assert known_by is not None and all(known_by)
 
 
@@ -143,7 +147,7 @@ def test_two_threads_compile_one_after_the_other(monkeypatch: pytest.MonkeyPatch
 
     def compile_one() -> None:
         for _ in range(50):
-            with workarounds.applied():
+            with compiler_workarounds.applied():
                 inside.append(1)
                 time.sleep(1e-4)  # for the others to come
                 most.append(len(inside))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.gpu import device_ops as language
+from saccade.gpu import device_ops
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 
@@ -47,13 +47,13 @@ def test_tanh_is_within_four_ulps_of_float64() -> None:
     around = torch.linspace(0.6, 0.65, 1000, dtype=torch.float64)  # where its two halves meet
     values = torch.cat([magnitudes, around, -magnitudes, -around]).float()
     exact = values.double().tanh()
-    errors = (on_device(language.tanh, values).double() - exact).abs() / exact.abs()
+    errors = (on_device(device_ops.tanh, values).double() - exact).abs() / exact.abs()
     assert float(errors.max()) <= 4 * ULP
 
 
 def test_tanh_of_special_numbers() -> None:
     values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3e38, -3e38])
-    found = on_device(language.tanh, values)
+    found = on_device(device_ops.tanh, values)
     torch.testing.assert_close(found, values.tanh(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -64,8 +64,8 @@ PAIRS = torch.cartesian_prod(WHOLE, WHOLE[WHOLE != 0])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_floor_divide_and_modulo_round_down(dtype: torch.dtype) -> None:
     dividend, divisor = (numbers.to(dtype).contiguous() for numbers in PAIRS.unbind(1))
-    quotient = on_device(language.floor_divide, dividend, divisor)
-    rest = on_device(language.floor_modulo, dividend, divisor)
+    quotient = on_device(device_ops.floor_divide, dividend, divisor)
+    rest = on_device(device_ops.floor_modulo, dividend, divisor)
     assert torch.equal(quotient, dividend // divisor)
     assert torch.equal(rest, dividend % divisor)
     assert int(quotient[(dividend == -7) & (divisor == 3)]) == (-7) // 3  # Python's own
@@ -75,7 +75,7 @@ def test_floor_divide_and_modulo_round_down(dtype: torch.dtype) -> None:
 def test_minimum_and_maximum_pass_nan_on(name: str) -> None:
     values = torch.tensor([torch.nan, -torch.inf, -1.0, 0.0, 2.0, torch.inf])
     first, second = (part.contiguous() for part in torch.cartesian_prod(values, values).unbind(1))
-    found = on_device(getattr(language, name), first, second)
+    found = on_device(getattr(device_ops, name), first, second)
     wanted = getattr(torch, name)(first, second)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     assert int(found.isnan().sum()) == 11
@@ -84,5 +84,5 @@ def test_minimum_and_maximum_pass_nan_on(name: str) -> None:
 @pytest.mark.parametrize("name", ["exp", "log", "absolute"])
 def test_plain_functions_equal_pytorchs(name: str) -> None:
     values = torch.tensor([0.0, 1e-30, 0.3, 1.0, 17.0, 80.0, 1e30, torch.inf, torch.nan, -2.0])
-    found, wanted = on_device(getattr(language, name), values), getattr(torch, name)(values)
+    found, wanted = on_device(getattr(device_ops, name), values), getattr(torch, name)(values)
     torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0, equal_nan=True)

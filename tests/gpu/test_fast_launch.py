@@ -17,8 +17,7 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.nvidia import driver as nvidia
 
-from saccade.gpu import fast_launch as driver
-from saccade.gpu import launcher as launch
+from saccade.gpu import fast_launch, launcher
 from saccade.gpu.hopper.descriptors import Box, descriptor
 from saccade.gpu.launcher import Launch, opened
 from saccade.gpu.places import Places
@@ -92,11 +91,11 @@ def moved_tensors(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 def starter(compiled: Any, arguments: Any, tensors: list[Tensor]) -> Any:
     places = Places(tensors)
-    return places.function(*driver.call_of(compiled, arguments(places, tensors)))
+    return places.function(*fast_launch.call_of(compiled, arguments(places, tensors)))
 
 
 def by_triton(compiled: Any, arguments: Any, tensors: list[Tensor]) -> None:
-    given = opened(arguments(launch.itself, tensors))
+    given = opened(arguments(launcher.itself, tensors))
     addresses = tuple(
         (part[0].data_ptr(), *part[1:]) if isinstance(part, tuple) else
         part.data_ptr() if isinstance(part, Tensor) else part
@@ -134,9 +133,9 @@ def test_a_descriptor_is_checked_with_numbers_as_wide_as_its_own(
 ) -> None:
     """Triton asks for it from 3.7 on; gradients of queries are summed in 32 bits."""
     checked: list[Any] = []
-    opened = driver.Described.opened
+    opened = fast_launch.Described.opened
     monkeypatch.setattr(
-        driver.Described, "opened", lambda self: checked.append(self) or opened(self)
+        fast_launch.Described, "opened", lambda self: checked.append(self) or opened(self)
     )
     rows = torch.zeros(SHAPE, dtype=dtype)
     boxes = [Box.of(rows, False, 64, 64)]
@@ -144,7 +143,7 @@ def test_a_descriptor_is_checked_with_numbers_as_wide_as_its_own(
         rows = rows.view(-1, 64)
         boxes.append(Box.plain(*rows.shape, 8))  # pyright: ignore[reportCallIssue]
     for box in boxes[-1:]:
-        made = descriptor(launch.itself, rows, box).maker()(rows.data_ptr())
+        made = descriptor(launcher.itself, rows, box).maker()(rows.data_ptr())
         assert made.base.data_ptr() == rows.data_ptr()
         assert checked[-1].base.element_size() * 8 == box.layout.element_bitwidth
 
@@ -186,12 +185,12 @@ def test_kinds_do_not_share_maps_of_an_address(pretended: Pretended) -> None:
 
 
 def test_maps_take_bounded_memory(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "MOST_MAPS", 3)
+    monkeypatch.setattr(fast_launch, "MOST_MAPS", 3)
     _, key, rows = moved_tensors()
     many = list(torch.zeros(8, *SHAPE, dtype=torch.bfloat16))
     compiled = pretended.compiled(MOVED_SIGNATURE, 2)
     start = starter(compiled, moved_arguments, [many[0], key, rows])
-    maps = [value for value in vars_of(start) if isinstance(value, driver.Maps)]
+    maps = [value for value in vars_of(start) if isinstance(value, fast_launch.Maps)]
     for query in (*many, *many):
         start(5, 77, query, key, rows)
         assert pretended.started[-1] is not None and all(len(found) <= 3 for found in maps)
@@ -264,7 +263,7 @@ def test_launches_of_two_devices_are_each_started_on_their_own(
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda n: 100 + n, raising=False)
     monkeypatch.setattr(torch.cuda, "device", Entered)
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
     compiled = pretended.compiled(PLAIN_SIGNATURE, 0)
     monkeypatch.setattr(Launch, "compile", lambda self, arguments: compiled)
     kernel = SimpleNamespace(arg_names=["rows", "other", "SIZE"])

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from saccade.gpu import launcher as launch
-from saccade.gpu import planning
+from saccade.gpu import launcher, planning
 from saccade.gpu.launcher import Launch
 from saccade.gpu.places import PROGRAMS, STREAM, Places
 from saccade.ops.attention.triton import gradients, kind
-from saccade.ops.attention.triton import host as attention
-from saccade.runtime import call_cache as recall
+from saccade.ops.attention.triton import host as attention_host
+from saccade.runtime import call_cache
 from saccade.testing import make_case
 
 
@@ -107,21 +106,27 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return (lambda *given: handed.append(given)), arguments
 
     real, again = Launch.__call__, Launch.again
-    for module in (launch, kind, planning):
+    for module in (launcher, kind, planning):
         monkeypatch.setattr(module, "current_device", lambda tensor: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(launch, "call_of", call_of)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    monkeypatch.setattr(launcher, "call_of", call_of)
     monkeypatch.setattr(Launch, "compile", lambda self, arguments: "compiled")
     monkeypatch.setattr(Launch, "__call__", call)
     monkeypatch.setattr(Launch, "again", lambda *given: False)  # asked by `call`, which looks on
-    for module, memory in ((attention, "_forwards"), (gradients, "_launches"), (recall, "_calls")):
+    for module, memory in (
+        (attention_host, "_forwards"),
+        (gradients, "_launches"),
+        (call_cache, "_calls"),
+    ):
         monkeypatch.setattr(module, memory, {})
     return started
 
 
-@pytest.mark.skipif(not launch.INTERPRETED, reason="the kernels of CPU tensors are pretended here")
+@pytest.mark.skipif(
+    not launcher.INTERPRETED, reason="the kernels of CPU tensors are pretended here"
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["shared", "ordered"])
 @pytest.mark.parametrize(
@@ -149,7 +154,7 @@ def test_every_launch_finds_its_addresses_again(
         case = make_case(
             mask=mask, score=score, packed=packed, lengths=lengths, sinks=True, dropout_p=0.25
         )
-        case.run("portable", deterministic=ordered)
+        case.run("triton", deterministic=ordered)
     kernels = {"attention_forward", "attention_backward_keys"}
     kernels |= {"attention_backward_queries"} if ordered else set()
     kernels |= {"attention_row_statistics"} if not ordered or mask == "none" else set()

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from saccade.gpu import compiler_workarounds
-from saccade.gpu import launcher as launch
-from saccade.gpu import triton_internals as inside
+from saccade.gpu import compiler_workarounds, launcher, triton_internals
 from saccade.gpu.launcher import Launch
 from saccade.gpu.triton_internals import PARTS, Part
-from saccade.runtime import backends as dispatch
+from saccade.runtime import backends
 
 NAMES = [part.name for part in PARTS]
 
@@ -21,13 +19,13 @@ NAMES = [part.name for part in PARTS]
 @pytest.mark.parametrize("part", PARTS, ids=NAMES)
 def test_the_installed_version_is_known(part: Part) -> None:
     assert part.look() in part.seen
-    assert inside.unknown() is None and inside.remark() is None
+    assert triton_internals.unknown() is None and triton_internals.remark() is None
 
 
 @pytest.mark.parametrize("part", PARTS, ids=NAMES)
 def test_another_form_is_noticed(part: Part) -> None:
     other = part._replace(look=lambda: (*part.look(), "more"))
-    assert part.name in str(inside.unknown_of((*PARTS, other)))
+    assert part.name in str(triton_internals.unknown_of((*PARTS, other)))
 
 
 def test_what_is_gone_is_noticed() -> None:
@@ -36,7 +34,7 @@ def test_what_is_gone_is_noticed() -> None:
 
         return NoSuchThing
 
-    assert "lacks" in str(inside.unknown_of((Part("NoSuchThing", gone, {}),)))
+    assert "lacks" in str(triton_internals.unknown_of((Part("NoSuchThing", gone, {}),)))
 
 
 class Kernel:
@@ -53,13 +51,15 @@ class Kernel:
 
 @pytest.fixture
 def differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inside, "unknown", lambda: "CudaLauncher, which Triton 9.9 brings")
+    monkeypatch.setattr(
+        triton_internals, "unknown", lambda: "CudaLauncher, which Triton 9.9 brings"
+    )
 
 
 def test_by_an_unknown_triton_kernels_take_its_front_door(
     monkeypatch: pytest.MonkeyPatch, differs: None
 ) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     none = compiler_workarounds.NONE  # else it asks a GPU
     monkeypatch.setattr(compiler_workarounds, "needed", lambda: none)
@@ -71,12 +71,12 @@ def test_by_an_unknown_triton_kernels_take_its_front_door(
     assert kernel.given == [((3,), (rows,), more)] * 2
 
 
-@pytest.mark.parametrize("by_name", [dispatch.BY_NAME, dispatch.LINEAR_BY_NAME])
-def test_explain_says_so(differs: None, by_name: dispatch.ByName) -> None:
+@pytest.mark.parametrize("by_name", [backends.BY_NAME, backends.LINEAR_BY_NAME])
+def test_explain_says_so(differs: None, by_name: backends.ByName) -> None:
     problem: Any = type("Problem", (), {"device": "cuda"})
-    assert "Triton 9.9" in str(by_name["portable"].remark(problem))
+    assert "Triton 9.9" in str(by_name["triton"].remark(problem))
     problem.device = "cpu"
-    assert by_name["portable"].remark(problem) is None
+    assert by_name["triton"].remark(problem) is None
 
 
 @pytest.mark.parametrize("given", [{}, {"enable_fp_fusion": False}])

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 import saccade
 from saccade import masks
-from saccade.gpu import triton_internals as inside
-from saccade.runtime import call_cache as recall
+from saccade.gpu import triton_internals
+from saccade.runtime import call_cache
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", list(CALLS))
-@pytest.mark.parametrize("implementation", [None, "portable"])
+@pytest.mark.parametrize("implementation", [None, "triton"])
 def test_the_front_door_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, name: str, implementation: str | None
 ) -> None:
@@ -45,9 +45,9 @@ def test_the_front_door_gives_the_same_bits(
     if name == "dense":
         options |= {"mask": masks.causal(), "deterministic": True}
     given = leaves(*shapes)
-    recall.forget()
+    call_cache.forget()
     with monkeypatch.context() as patched:
-        patched.setattr(inside, "unknown", lambda: "everything, which this test brings")
+        patched.setattr(triton_internals, "unknown", lambda: "everything, which this test brings")
         slow = results(lambda *rows: function(*rows, **options), given)
     for _ in range(2):  # prepared, then started again
         fast = results(lambda *rows: function(*rows, **options), given)
@@ -65,7 +65,7 @@ def test_a_first_call_under_checkpointing_trains(packed: bool) -> None:
 
     shapes = [(371, h, 64) if packed else (2, h, 371, 64) for h in (4, 2, 2)]
     given = leaves(*shapes)
-    recall.forget()
+    call_cache.forget()
     found = results(lambda *rows: checkpoint(call, *rows, use_reentrant=False), given)
     again = results(lambda *rows: checkpoint(call, *rows, use_reentrant=False), given)
     plain = results(call, given)

@@ -18,15 +18,15 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor
 
 import saccade
-from saccade.integrations import diffusers as ours
+from saccade.integrations import diffusers
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}  # float64, a few layers
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    ours.register()
-    ours.register()  # once more changes nothing
+    diffusers.register()
+    diffusers.register()  # once more changes nothing
     yield
     dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
 
@@ -77,7 +77,7 @@ def test_a_model_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(query.shape)
         return original(query, *arguments, **options)
 
-    monkeypatch.setattr(ours, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(diffusers, "scaled_dot_product_attention", counted)
     found = {}
     for backend in ("native", "saccade"):
         model.set_attention_backend(backend)
@@ -120,21 +120,21 @@ def test_reached_models_and_other_backends_are_silent() -> None:
         warnings.simplefilter("error", UserWarning)
         flux.set_attention_backend("saccade")
         unet().set_attention_backend("native")
-    assert ours.not_reached(flux) is None
+    assert diffusers.not_reached(flux) is None
 
 
 def test_what_is_not_there_is_refused() -> None:
     tensors = rows(5), rows(7), rows(7)
     with pytest.raises(NotImplementedError, match="return_lse: got True"):
-        ours.attention(*tensors, return_lse=True)
+        diffusers.attention(*tensors, return_lse=True)
     with pytest.raises(NotImplementedError, match="no context parallelism"):
-        ours.attention(*tensors, _parallel_config=object())
+        diffusers.attention(*tensors, _parallel_config=object())
 
 
 def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, ours.DISPATCH, ModuleType(ours.DISPATCH))
+    monkeypatch.setitem(sys.modules, diffusers.DISPATCH, ModuleType(diffusers.DISPATCH))
     with pytest.raises(ImportError, match=r"kept in another way; takes 0\.42"):
-        ours.register()
-    monkeypatch.setitem(sys.modules, ours.DISPATCH, None)
+        diffusers.register()
+    monkeypatch.setitem(sys.modules, diffusers.DISPATCH, None)
     with pytest.raises(ImportError, match=r"takes diffusers 0\.42"):
-        ours.register()
+        diffusers.register()

@@ -2,8 +2,7 @@
 
 import pytest
 
-from saccade.kernel_check import catalogue, pool
-from saccade.kernel_check import report as findings
+from saccade.kernel_check import catalogue, pool, report
 from saccade.kernel_check.calls import KERNELS, PASSES, Call
 from saccade.kernel_check.paged_calls import PagedCall
 from saccade.kernel_check.pool import Compiled, Job, Usage
@@ -18,7 +17,7 @@ def test_every_kernel_and_every_row_of_the_tables_is_compiled(architecture):
     }
     assert {kernel for job in jobs for kernel in job.kernels} == kernels
     problems = {
-        findings.problem_of(architecture, kernel.split(",")[0], job.call)
+        report.problem_of(architecture, kernel.split(",")[0], job.call)
         for job in jobs
         for kernel in job.kernels
         if kernel in configs.PASSES and isinstance(job.call, Call)

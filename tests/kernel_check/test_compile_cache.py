@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from saccade.kernel_check import compile_cache as known
-from saccade.kernel_check import pool
+from saccade.kernel_check import compile_cache, pool
 from saccade.kernel_check.calls import Call
 from saccade.kernel_check.pool import Compiled, Job, Usage
 
@@ -24,21 +23,21 @@ RESULTS = [compiled(key, Usage(*entry)) for key, entry in KNOWN.items()]
 
 def test_what_is_written_is_read_again_by_version(tmp_path):
     file = tmp_path / "kernels.json"
-    assert known.read(file, "3.6.0") == {}
-    known.write(file, RESULTS, "3.6.0")
-    known.write(file, RESULTS[:2], "3.9.0")
-    assert known.read(file, "3.6.0") == KNOWN
-    assert len(known.read(file, "3.9.0")) == 2
-    assert known.read(file, "4.0.0") == {}
-    known.write(file, RESULTS[:1], "3.6.0")  # what is no more is forgotten
-    assert len(known.read(file, "3.6.0")) == 1
+    assert compile_cache.read(file, "3.6.0") == {}
+    compile_cache.write(file, RESULTS, "3.6.0")
+    compile_cache.write(file, RESULTS[:2], "3.9.0")
+    assert compile_cache.read(file, "3.6.0") == KNOWN
+    assert len(compile_cache.read(file, "3.9.0")) == 2
+    assert compile_cache.read(file, "4.0.0") == {}
+    compile_cache.write(file, RESULTS[:1], "3.6.0")  # what is no more is forgotten
+    assert len(compile_cache.read(file, "3.6.0")) == 1
     assert set(json.loads(file.read_text())) == {"3.6.0", "3.9.0"}
 
 
 def test_a_kernel_that_failed_is_not_known(tmp_path):
     file = tmp_path / "kernels.json"
-    known.write(file, [compiled("", None)], "3.6.0")
-    assert known.read(file, "3.6.0") == {}
+    compile_cache.write(file, [compiled("", None)], "3.6.0")
+    assert compile_cache.read(file, "3.6.0") == {}
 
 
 @pytest.mark.parametrize(
@@ -48,44 +47,44 @@ def test_another_file_is_refused_by_name(tmp_path, text):
     file = tmp_path / "kernels.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"kernels.json: .*Delete it"):
-        known.read(file, "3.6.0")
+        compile_cache.read(file, "3.6.0")
 
 
 def test_a_sample_is_compiled_again_and_changes_with_the_kernels():
-    again = KNOWN.keys() - known.trusted(KNOWN).keys()
-    assert len(again) == len(KNOWN) // known.SAMPLE
+    again = KNOWN.keys() - compile_cache.trusted(KNOWN).keys()
+    assert len(again) == len(KNOWN) // compile_cache.SAMPLE
     samples = set()
     for number in range(64):
         more = {**KNOWN, f"{1000 + number:024x}": [1, 0, 0]}
-        samples.add(tuple(sorted(KNOWN.keys() - known.trusted(more).keys())))
-    assert len(samples) > known.SAMPLE // 2
-    assert known.trusted({}) == {}
+        samples.add(tuple(sorted(KNOWN.keys() - compile_cache.trusted(more).keys())))
+    assert len(samples) > compile_cache.SAMPLE // 2
+    assert compile_cache.trusted({}) == {}
 
 
 def test_what_is_new_is_counted_and_what_is_wrong_is_named(tmp_path):
     file, first = tmp_path / "kernels.json", RESULTS[0].key
-    assert known.faults(file, KNOWN, RESULTS) == []
-    assert known.unknown(KNOWN, RESULTS) == 0
+    assert compile_cache.faults(file, KNOWN, RESULTS) == []
+    assert compile_cache.unknown(KNOWN, RESULTS) == 0
     fewer = {key: entry for key, entry in KNOWN.items() if key != first}
-    assert known.unknown(fewer, RESULTS) == 1
-    assert known.faults(file, fewer, RESULTS) == []
+    assert compile_cache.unknown(fewer, RESULTS) == 1
+    assert compile_cache.faults(file, fewer, RESULTS) == []
     wrong = {**KNOWN, first: [99, *KNOWN[first][1:]]}
-    (text,) = known.faults(file, wrong, RESULTS)
+    (text,) = compile_cache.faults(file, wrong, RESULTS)
     assert "registers=99" in text and "which takes Usage(registers=0" in text
-    assert len(known.faults(file, KNOWN, [compiled(first, None)])) == 1
+    assert len(compile_cache.faults(file, KNOWN, [compiled(first, None)])) == 1
 
 
 def test_a_key_stands_for_all_that_it_is_made_of(monkeypatch, tmp_path):
     asked = ("3.6.0", "sm_90", "text"), ("3.9.0", "sm_90", "text"), ("3.6.0", "sm_80", "text")
-    keys = {known.key_of(*one) for one in (*asked, ("3.6.0", "sm_90", "other"))}
-    assert len(keys) == 4 and known.key_of(*asked[0]) in keys
-    monkeypatch.setattr(known, "READER", tmp_path / "compiler.py")
-    known.READER.write_text("otherwise = True")
-    known._reader.cache_clear()
+    keys = {compile_cache.key_of(*one) for one in (*asked, ("3.6.0", "sm_90", "other"))}
+    assert len(keys) == 4 and compile_cache.key_of(*asked[0]) in keys
+    monkeypatch.setattr(compile_cache, "READER", tmp_path / "compiler.py")
+    compile_cache.READER.write_text("otherwise = True")
+    compile_cache._reader.cache_clear()
     try:
-        assert known.key_of(*asked[0]) not in keys
+        assert compile_cache.key_of(*asked[0]) not in keys
     finally:
-        known._reader.cache_clear()
+        compile_cache._reader.cache_clear()
 
 
 SOURCE = '''

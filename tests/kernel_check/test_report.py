@@ -5,8 +5,7 @@ import json
 
 from rich.console import Console
 
-from saccade.kernel_check import machine_code, markdown
-from saccade.kernel_check import report as findings
+from saccade.kernel_check import machine_code, markdown, report
 from saccade.kernel_check.calls import Call
 from saccade.kernel_check.paged_calls import PagedCall
 from saccade.kernel_check.pool import Compiled, Job, Usage
@@ -22,45 +21,45 @@ def compiled(*usage, job=FORWARD, kernel="forward", error=""):
 
 def test_a_kernel_without_faults():
     good = compiled(255, 0, configs.SHARED_MEMORY["sm_80"])
-    assert findings.fault(good) == ""
-    assert findings.offenders([good]) == findings.excused([good]) == []
+    assert report.fault(good) == ""
+    assert report.offenders([good]) == report.excused([good]) == []
 
 
 def test_faults_name_what_was_taken_and_what_there_is():
     spilling, large = compiled(255, 4, 1024), compiled(100, 0, 240_000)
     failed = compiled(error="RuntimeError: no\nmore")
     crowded = compiled(100, 0, 0, 513)
-    assert findings.offenders([spilling]) == [
+    assert report.offenders([spilling]) == [
         "sm_80: forward (bf16 d128 none, 64×64 w4 s3): spills (4)"
     ]
-    assert findings.fault(large) == "240000 bytes of shared memory, more than 166912"
-    assert findings.fault(failed) == "RuntimeError: no"
-    assert "513 columns of tensor memory" in findings.fault(crowded)
+    assert report.fault(large) == "240000 bytes of shared memory, more than 166912"
+    assert report.fault(failed) == "RuntimeError: no"
+    assert "513 columns of tensor memory" in report.fault(crowded)
 
 
 def test_spills_are_excused_where_the_table_says_so_but_nothing_else_is():
     timed = Job("sm_90", Call(128), "ordered", ("backward_keys",))
     spilling = compiled(255, 17, 1024, job=timed, kernel="backward_keys")
-    assert findings.offenders([spilling]) == []
-    assert "allowed: chosen by its time" in findings.excused([spilling])[0]
-    assert findings.offenders([compiled(255, 17, 240_000, job=timed, kernel="backward_keys")])
-    assert findings.offenders([compiled(255, 17, 0, job=timed, kernel="plan_walks")])
+    assert report.offenders([spilling]) == []
+    assert "allowed: chosen by its time" in report.excused([spilling])[0]
+    assert report.offenders([compiled(255, 17, 240_000, job=timed, kernel="backward_keys")])
+    assert report.offenders([compiled(255, 17, 0, job=timed, kernel="plan_walks")])
     turing = Job("sm_75", Call(256, "fp16"), "ordered", ("backward_keys, careful",))
-    assert findings.excused([compiled(255, 9, 0, job=turing, kernel="backward_keys, careful")])
+    assert report.excused([compiled(255, 9, 0, job=turing, kernel="backward_keys, careful")])
     chunk = Job("sm_90", PagedCall(256, mask="causal", query_len=20), "paged", ("pages",))
-    assert "a few numbers" in findings.excused([compiled(255, 13, 0, job=chunk, kernel="pages")])[0]
-    assert findings.offenders([compiled(255, 33, 0, job=chunk, kernel="pages")])
+    assert "a few numbers" in report.excused([compiled(255, 13, 0, job=chunk, kernel="pages")])[0]
+    assert report.offenders([compiled(255, 33, 0, job=chunk, kernel="pages")])
 
 
 def test_tables_show_every_kernel():
     hopper = FORWARD._replace(architecture="sm_90")
     console = Console(width=120, record=True, file=io.StringIO())
-    tables = findings.usage_tables([compiled(255, 0, 2048), compiled(64, 9, 0, job=hopper)])
+    tables = report.usage_tables([compiled(255, 0, 2048), compiled(64, 9, 0, job=hopper)])
     console.print(*tables)
     text = console.export_text()
     for part in ("sm_90", "sm_80", "64×64 w4 s3", "255", "2 KB", "bf16 d128 none"):
         assert part in text
-    rows = json.loads(findings.to_json([compiled(255, 3, 2048)], "3.6.0"))["kernels"]
+    rows = json.loads(report.to_json([compiled(255, 3, 2048)], "3.6.0"))["kernels"]
     assert rows[0]["usage"] == {
         "registers": 255,
         "spills": 3,
@@ -80,8 +79,8 @@ def test_spills_outside_of_loops_cost_nothing_that_counts():
     once = compiled(255, 4, 1024)
     assert once.usage is not None
     once = once._replace(usage=once.usage._replace(looped=0))
-    assert findings.offenders([once]) == []
-    assert "once a program" in findings.excused([once])[0]
+    assert report.offenders([once]) == []
+    assert "once a program" in report.excused([once])[0]
 
 
 def test_spills_are_found_inside_of_loops():
@@ -110,8 +109,8 @@ def test_spills_are_found_inside_of_loops():
 def test_a_loop_over_edges_may_spill_where_pairs_read_a_tensor():
     blocks = Job("sm_80", Call(128, mask="blocks"), "forward", ("forward",))
     spilling = compiled(255, 17, 1024, job=blocks)
-    assert findings.offenders([spilling]) == []
-    assert "its loop over edges" in findings.excused([spilling])[0]
+    assert report.offenders([spilling]) == []
+    assert "its loop over edges" in report.excused([spilling])[0]
 
 
 def test_markdown_replaces_what_stands_between_its_marks(tmp_path):
@@ -143,10 +142,10 @@ def test_kernels_with_roles_must_multiply_and_must_cover_their_exponents():
     job = Job("sm_90", Call(128), "hopper", ("hopper_forward",))
     good = compiled(168, 0, 200_000, 0, 0, 64, 66, job=job, kernel="hopper_forward")
     assert good.usage is not None
-    assert findings.fault(good._replace(usage=good.usage._replace(looped=0))) == ""
+    assert report.fault(good._replace(usage=good.usage._replace(looped=0))) == ""
     slow = good._replace(usage=good.usage._replace(covered=0))
-    assert findings.fault(slow) == "its exponents wait for the product of values"
-    assert findings.offenders([good._replace(usage=good.usage._replace(products=0, covered=0))])
+    assert report.fault(slow) == "its exponents wait for the product of values"
+    assert report.offenders([good._replace(usage=good.usage._replace(products=0, covered=0))])
 
 
 def test_reductions_behind_a_condition_are_no_default():
@@ -161,9 +160,9 @@ def test_reductions_behind_a_condition_are_no_default():
     assert machine_code.guarded_reductions(listing[:3]) == 0
     found = compiled(168, 0, 1000)
     assert found.usage is not None
-    assert findings.fault(found) == ""
+    assert report.fault(found) == ""
     guarded = found._replace(usage=found.usage._replace(guarded=2))
-    assert findings.fault(guarded) == "2 reductions behind a condition, which ptxas gets wrong"
+    assert report.fault(guarded) == "2 reductions behind a condition, which ptxas gets wrong"
 
 
 def test_barriers_are_made_before_a_fence_and_roles_after_it():
@@ -184,7 +183,7 @@ def test_barriers_are_made_before_a_fence_and_roles_after_it():
     found = compiled(168, 0, 1000)
     assert found.usage is not None
     unfenced = found._replace(usage=found.usage._replace(unfenced=3))
-    assert findings.fault(unfenced) == "3 barriers without a fence before roles start"
+    assert report.fault(unfenced) == "3 barriers without a fence before roles start"
 
 
 def test_only_innermost_loops_that_multiply_count_for_kernels_with_roles():

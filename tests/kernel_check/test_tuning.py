@@ -11,8 +11,7 @@ from saccade.kernel_check.calls import Call
 from saccade.kernel_check.candidates import candidates, least_registers, least_shared_memory
 from saccade.kernel_check.pool import Compiled, Job, Usage
 from saccade.kernel_check.tuning import Measured
-from saccade.ops.attention.triton import configs
-from saccade.ops.attention.triton import tuned_configs as tuned
+from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.ops.attention.triton.tuned_configs import Table
 from saccade.runtime.spec import Config
@@ -120,10 +119,10 @@ def test_winners_are_saved(tmp_path, monkeypatch):
     monkeypatch.setenv("SACCADE_CONFIGS", str(file))
     console = Console(width=200, record=True, file=io.StringIO())
     tuner.save_winners(Table("sm_90", "H200", "3.6.0", {HOPPER: OTHER}), console)
-    assert tuned.load() == {HOPPER: OTHER}
+    assert tuned_configs.load() == {HOPPER: OTHER}
     assert str(file) in console.export_text()
     assert json.loads(file.read_text())["tables"][0]["device"] == "H200"
-    tuned.load.cache_clear()
+    tuned_configs.load.cache_clear()
     monkeypatch.setenv("SACCADE_CONFIGS", "")
     with pytest.raises(ValueError, match="--save"):
         tuner.save_winners(Table("sm_90", "H200", "3.6.0", {}), console)
@@ -146,9 +145,9 @@ class MadeUpEvent:
 def test_only_the_kernel_itself_is_timed(monkeypatch, which):
     import torch
 
-    from saccade.gpu import launcher as launch
+    from saccade.gpu import launcher
 
-    if not launch.INTERPRETED:
+    if not launcher.INTERPRETED:
         pytest.skip("kernels run on the CPU under the interpreter only")
     monkeypatch.setattr(torch.cuda, "Event", MadeUpEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -156,10 +155,10 @@ def test_only_the_kernel_itself_is_timed(monkeypatch, which):
     task = tuning.task("sm_75", which, call)
     watch = clock.KernelClock(which)
     running = clock.runnables(task, [Config(16, 16, 1, 1)], torch.device("cpu"))
-    before = launch.Launch.__call__
+    before = launcher.Launch.__call__
     with watch.listening():
         seconds = watch.seconds(running["[16, 16, 1, 1]"].run, 2)
-    assert launch.Launch.__call__ is before
+    assert launcher.Launch.__call__ is before
     starts = 2 if which == "backward_keys" else 1  # with care, too
     assert len(watch.events) == starts
     assert seconds == pytest.approx(starts * 1e-3 / 2)

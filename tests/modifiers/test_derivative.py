@@ -147,7 +147,7 @@ def test_gradients_agree_on_the_cpu(name, form):
 
 
 def agree(name: str, form: str) -> None:
-    found = gradients(form, name, "portable", torch.float32)
+    found = gradients(form, name, "triton", torch.float32)
     wanted = gradients(form, name, "reference", torch.float64)
     for mine, exact in zip(found, wanted, strict=True):
         bound = 2e-5 * float(exact.abs().max()) + 1e-6
@@ -171,7 +171,7 @@ def test_gradients_of_every_form_agree_in_kernels(name, form):
 def test_gradients_agree_where_tiles_are_many():
     length, table = 70, normal(HEADS, 139, seed=4) * 0.3
     results = []
-    for implementation, dtype in (("reference", torch.float64), ("portable", torch.float32)):
+    for implementation, dtype in (("reference", torch.float64), ("triton", torch.float32)):
         given = [normal(1, HEADS, length, 16, seed=n, dtype=dtype) for n in range(3)]
         bias = table.to(dtype).requires_grad_()
         by_key = normal(length, seed=5, dtype=dtype).requires_grad_()
@@ -230,7 +230,7 @@ def test_sums_without_an_order_are_refused_where_bits_must_be_equal():
     given = rows("dense", torch.float32, 16)
     slopes = torch.ones(HEADS, requires_grad=True)
     bias = normal(HEADS, QUERY_LEN, KV_LEN, dtype=torch.float32).requires_grad_()
-    call = {"deterministic": True, "implementation": "portable"}
+    call = {"deterministic": True, "implementation": "triton"}
     score = as_score(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs())
     output = saccade.attention(*given, score=score, **call)
     with pytest.raises(NotImplementedError, match="deterministic: the gradient of a tensor that a"):

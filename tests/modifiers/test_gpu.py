@@ -14,7 +14,7 @@ from saccade import masks
 
 pytestmark = pytest.mark.gpu
 B, H, L, D = 2, 4, 200, 64
-IMPLEMENTATIONS = ["portable", "hopper"]
+IMPLEMENTATIONS = ["triton", "hopper"]
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
@@ -89,7 +89,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradients_of_captured_tensors(implementation: str, name: str, packed: bool) -> None:
-    dtype = torch.float32 if implementation == "portable" else torch.bfloat16
+    dtype = torch.float32 if implementation == "triton" else torch.bfloat16
     results = []
     for kind, by in ((dtype, implementation), (torch.float64, "reference")):
         captured = {

@@ -18,14 +18,14 @@ import saccade
 from saccade.masks import as_mask
 from saccade.scores import as_score
 
-IMPLEMENTATIONS = ["reference", "cpu", "portable"]
+IMPLEMENTATIONS = ["reference", "cpu", "triton"]
 each_implementation = pytest.mark.parametrize(
     "implementation",
     [
         pytest.param(
             name,
             marks=pytest.mark.skipif(
-                name == "portable" and torch.cuda.is_available(), reason="runs in the interpreter"
+                name == "triton" and torch.cuda.is_available(), reason="runs in the interpreter"
             ),
         )
         for name in IMPLEMENTATIONS

@@ -94,9 +94,9 @@ def test_masks_of_transformers(name):
     assert torch.equal(mask_of_kernel(mask, SHAPE), wanted)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "cpu", "portable"])
+@pytest.mark.parametrize("implementation", ["reference", "cpu", "triton"])
 def test_functions_are_taken_as_they_are(implementation):
-    if implementation == "portable" and torch.cuda.is_available():
+    if implementation == "triton" and torch.cuda.is_available():
         pytest.skip("runs in Triton's interpreter")
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 3, KV_LEN, 16).unbind()

@@ -254,7 +254,7 @@ SCORES = [
 ]
 
 NAMES, A_CONFIG = (
-    "takes one of ('cpu', 'hopper', 'portable', 'reference')",
+    "takes one of ('cpu', 'hopper', 'triton', 'reference')",
     "a Config, or a mapping from (major, minor)",
 )
 CHOICES = [

@@ -154,7 +154,7 @@ def test_longest_lengths_are_refused(name, longest):
         (
             {"implementation": "x"},
             ValueError,
-            ("implementation: ", "'cpu', 'hopper', 'portable'"),
+            ("implementation: ", "'cpu', 'hopper', 'triton'"),
         ),
         ({"config": 1}, TypeError, ("config: ", "got int", "takes a Config")),
     ],

@@ -7,42 +7,42 @@ import torch
 
 import saccade
 from saccade import Config
-from saccade.runtime import backends as dispatch
+from saccade.runtime import backends
 from saccade.runtime.spec import Problem
 
 PROBLEM = Problem(1, 2, 2, 8, 8, 16, 16, torch.float32, "cpu")
 
 
 def test_the_order_of_preference():
-    assert dispatch.NAMES == ("cpu", "hopper", "portable", "reference")
-    assert [entry.name for entry in dispatch.IMPLEMENTATIONS] == list(dispatch.NAMES)
-    assert list(dispatch.BY_NAME) == list(dispatch.NAMES)
+    assert backends.NAMES == ("cpu", "hopper", "triton", "reference")
+    assert [entry.name for entry in backends.IMPLEMENTATIONS] == list(backends.NAMES)
+    assert list(backends.BY_NAME) == list(backends.NAMES)
 
 
 def test_the_first_that_can_is_taken():
-    assert dispatch.choose(PROBLEM) == "cpu"
-    assert dispatch.choose(PROBLEM._replace(device="cuda")) == "reference"
+    assert backends.choose(PROBLEM) == "cpu"
+    assert backends.choose(PROBLEM._replace(device="cuda")) == "reference"
 
 
-@pytest.mark.parametrize("name", sorted({*dispatch.NAMES} - {"hopper"}))  # which wants a GPU
+@pytest.mark.parametrize("name", sorted({*backends.NAMES} - {"hopper"}))  # which wants a GPU
 def test_a_named_one_is_taken(name):
-    assert dispatch.choose(PROBLEM, name) == name
+    assert backends.choose(PROBLEM, name) == name
 
 
 def test_a_named_one_never_falls_back():
     with pytest.raises(NotImplementedError, match="cpu: tensors lie on cuda") as caught:
-        dispatch.choose(PROBLEM._replace(device="cuda"), "cpu")
+        backends.choose(PROBLEM._replace(device="cuda"), "cpu")
     assert "reference" not in str(caught.value)
     with pytest.raises(NotImplementedError, match="reference: it has no tiles") as caught:
-        dispatch.choose(PROBLEM._replace(configured=True), "reference")
+        backends.choose(PROBLEM._replace(configured=True), "reference")
     assert "cpu" not in str(caught.value)
 
 
 def test_without_a_name_every_reason_is_given():
     with pytest.raises(NotImplementedError, match="implementation: ") as caught:
-        dispatch.choose(PROBLEM._replace(device="cuda", configured=True))
-    for name in dispatch.NAMES:
-        reason = dispatch.BY_NAME[name].unsupported(
+        backends.choose(PROBLEM._replace(device="cuda", configured=True))
+    for name in backends.NAMES:
+        reason = backends.BY_NAME[name].unsupported(
             PROBLEM._replace(device="cuda", configured=True)
         )
         assert f"{name}: {reason}" in str(caught.value)
@@ -51,15 +51,15 @@ def test_without_a_name_every_reason_is_given():
 @pytest.mark.parametrize("name", ["flash", "", "CPU", "cpu ", "hopper2"])
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
     with pytest.raises(ValueError, match="implementation: got") as caught:
-        dispatch.choose(PROBLEM, name)
+        backends.choose(PROBLEM, name)
     assert repr(name) in str(caught.value)
-    assert str(dispatch.NAMES) in str(caught.value)
+    assert str(backends.NAMES) in str(caught.value)
 
 
 def test_an_unknown_name_is_refused_even_where_nothing_fits():
     nowhere = PROBLEM._replace(device="cuda", configured=True)
     with pytest.raises(ValueError, match="got 'flash'"):
-        dispatch.choose(nowhere, "flash")
+        backends.choose(nowhere, "flash")
 
 
 # ---- through the calls ------------------------------------------------------------------------

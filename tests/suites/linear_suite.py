@@ -281,7 +281,7 @@ class TestDecay:
             given += [-strength * torch.rand(1, 2, keys), torch.randn(1, 2, rows, 8)]
             options = {"causal": causal, "normalize": normalize, "eps": 0.0}
             truth = _decay_gradient("reference", [each.double() for each in given], **options)
-            subtracts = causal and implementation.name == "portable"
+            subtracts = causal and implementation.name == "triton"
             bound = _decay_bound(given, causal, normalize, subtracts)
             on_device = [each.to(implementation.device) for each in given]
             for config in implementation.configs_of(0):

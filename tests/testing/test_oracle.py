@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from saccade.ops.attention.cpu import backward, forward
-from saccade.ops.attention.cpu import dense_tile as tile
-from saccade.ops.attention.cpu import flash_tile as flash
+from saccade.ops.attention.cpu import backward, dense_tile, flash_tile, forward
 from saccade.testing import Case, assert_exact, make_case, oracle, tolerances
 from saccade.testing.kinds import MASKS
 
@@ -141,36 +139,36 @@ def test_finite_numbers_in_place_of_nothing_are_noticed(monkeypatch):
 
 
 def test_a_dropped_key_tile_is_noticed(monkeypatch):
-    original = flash.forward
+    original = flash_tile.forward
 
     def blind(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
         return original(query, key[:, :, :-8], value[:, :, :-8], *rest, **more)
 
-    monkeypatch.setattr(flash, "forward", blind)
+    monkeypatch.setattr(flash_tile, "forward", blind)
     check_notices(case_of(), "output")
 
 
 def test_a_key_tile_visited_twice_is_noticed(monkeypatch):
-    original = flash.forward
+    original = flash_tile.forward
 
     def twice(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
         key, value = (torch.cat([rows, rows[:, :, -8:]], 2) for rows in (key, value))
         return original(query, key, value, *rest, **more)
 
-    monkeypatch.setattr(flash, "forward", twice)
+    monkeypatch.setattr(flash_tile, "forward", twice)
     check_notices(case_of(), "output")
 
 
 def test_a_missing_scale_in_plain_tiles_is_noticed(monkeypatch):
     change_results(
-        monkeypatch, tile, "backward", lambda shares: shares._replace(query=shares.query * 4)
+        monkeypatch, dense_tile, "backward", lambda shares: shares._replace(query=shares.query * 4)
     )
     check_notices(case_of(mask="window", score="softcap"), "grad_query")
 
 
 def test_a_missing_scale_in_flash_is_noticed(monkeypatch):
     monkeypatch.setattr(Case, "with_gradients", _of_output_only)
-    change_results(monkeypatch, flash, "backward", lambda found: (found[0] * 4, *found[1:]))
+    change_results(monkeypatch, flash_tile, "backward", lambda found: (found[0] * 4, *found[1:]))
     check_notices(case_of(mask="window"), "grad_query")
 
 
@@ -234,13 +232,13 @@ def test_a_missing_gradient_of_the_lse_is_noticed(monkeypatch):
 
 
 def test_dropout_that_backward_forgets_is_noticed(monkeypatch):
-    original: Any = tile.backward
+    original: Any = dense_tile.backward
 
     def forgetful(*given: Any) -> Any:
         assert given[7] is not None  # the seed
         return original(*given[:7], None, *given[8:])
 
-    monkeypatch.setattr(tile, "backward", forgetful)
+    monkeypatch.setattr(dense_tile, "backward", forgetful)
     check_notices(case_of(dropout_p=0.3), "grad_query")
 
 

@@ -103,11 +103,11 @@ def test_one_implementation_may_stand_for_saccade(tmp_path):
     make(
         tmp_path,
         line("a", "saccade/hopper", 1.0),
-        line("a", "saccade/portable", 3.0),
+        line("a", "saccade/triton", 3.0),
         line("a", "sdpa", 2.0),
-        line("a", "saccade/hopper", 1.5, run="2"),  # a later run without the portable one
+        line("a", "saccade/hopper", 1.5, run="2"),  # a later run without Triton's
         line("a", "sdpa", 2.0, run="2"),
-        globs=" by=portable a ",
+        globs=" by=triton a ",
     )
     readme_table.main([str(tmp_path)])
     assert "| `a` | forward | 3.00 | 2.00 | 1.50 |\n" in text(tmp_path)
@@ -125,14 +125,14 @@ def test_files_may_be_chosen(tmp_path):
 
 def test_another_peer_may_stand_beside_saccade(tmp_path):
     lines = [
-        line("a", "saccade/portable", 1.0),
+        line("a", "saccade/triton", 1.0),
         line("a", "sdpa/flash", 2.0),
         line("a", "sdpa", 4.0),
     ]
     make(
         tmp_path,
         *lines,
-        line("b", "saccade/portable", 9.0, run="2"),
+        line("b", "saccade/triton", 9.0, run="2"),
         globs=" against=sdpa/flash a ",
     )
     assert readme_table.main([str(tmp_path)]) == 0

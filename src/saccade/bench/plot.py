@@ -23,7 +23,7 @@ OUR_COLORS = ("#d55e00", "#8a3c00", "#f3a56b")
 PEER_COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 MARKERS = "osD^vP*X"
 # Beside whom single cases are drawn: the first that took part.
-BASES = ("sdpa", "sdpa/cudnn", "flex", "sdpa/flash", "fla", "read", "bmm", "saccade/portable")
+BASES = ("sdpa", "sdpa/cudnn", "flex", "sdpa/flash", "fla", "read", "bmm", "saccade/triton")
 
 
 def require(path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from saccade.bench import (
     host,
     measure,
+    plot,
     processes,
     results,
     selection,
@@ -21,7 +22,6 @@ from saccade.bench import (
     training,
     verdicts,
 )
-from saccade.bench import plot as plotting
 from saccade.bench import report as reporting
 from saccade.bench.case import Case
 from saccade.bench.cases import CASES, HOST_CASES
@@ -86,7 +86,7 @@ class Recorder:
         self.found: list[results.Result] = []
         self.absences: list[results.Absence] = []
         if outputs.image is not None:
-            plotting.require(outputs.image)
+            plot.require(outputs.image)
         reads = outputs.page is not None and outputs.read is not None
         self.known = reporting.gather(outputs.read) if reads and outputs.read else []
 
@@ -104,7 +104,7 @@ class Recorder:
         for line in terminal.footnotes(self.absences):
             console().print(line)
         if self.outputs.image is not None and self.found:
-            plotting.plot(self.found, self.outputs.image)
+            plot.plot(self.found, self.outputs.image)
         if self.outputs.page is not None and self.found:
             write_page([*self.known, reporting.Source("this run", self.found)], self.outputs.page)
 
@@ -208,7 +208,7 @@ def show_targets(path: Path) -> None:
 def show_results(path: Path, image: Path | None, page: Path | None) -> None:
     """Show what a file, or every file of a folder, holds: on a page, else in a table a file."""
     if image is not None:
-        plotting.require(image)
+        plot.require(image)
     sources = reporting.gather(path)
     if page is not None:
         write_page(sources, page)
@@ -216,7 +216,7 @@ def show_results(path: Path, image: Path | None, page: Path | None) -> None:
         for source in sources:
             show_tables(source.results, source.label if len(sources) > 1 else "")
     if image is not None:
-        plotting.plot([result for source in sources for result in source.results], image)
+        plot.plot([result for source in sources for result in source.results], image)
 
 
 def show_tables(found: Sequence[results.Result], title: str = "") -> None:

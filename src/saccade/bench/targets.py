@@ -30,7 +30,7 @@ from saccade.bench.yardsticks import (
 FORWARD, BACKWARD = ("forward",), ("backward",)
 BOTH = FORWARD + BACKWARD
 TRAINED = ("forward", "forward+backward")
-PORTABLE, HOPPER = "saccade/portable", "saccade/hopper"
+TRITON, HOPPER = "saccade/triton", "saccade/hopper"
 SCATTERED = "saccade/scattered-64"  # pages as they lie after a while of serving
 
 
@@ -74,7 +74,7 @@ def _pages(heads: str, *lengths: str, dtype: str = "bf16") -> tuple[str, ...]:
 def _linear() -> Iterator[Target]:
     """Milliseconds of the two passes of each case: portable, Hopper."""
     for shape, limits in LINEAR_LIMITS.items():
-        for subject, pair in zip((PORTABLE, HOPPER), limits, strict=True):
+        for subject, pair in zip((TRITON, HOPPER), limits, strict=True):
             for which_pass, limit in zip(BOTH, pair, strict=True):
                 kernels = subject.removeprefix("saccade/").capitalize()
                 yield Target(
@@ -162,26 +162,26 @@ CPU_TARGETS = (
 )  # fmt: skip
 
 GPU_TARGETS = (
-    Target("Portable kernels take at most 1/1.25 of the time of SDPA's flash, dense, forward.",
-           NARROW_FROM_1K, Peer("sdpa/flash"), 1 / 1.25, FORWARD, PORTABLE),
-    Target("Portable kernels take at most 1/1.15 of the time of SDPA's flash, dense, backward.",
-           NARROW_FROM_1K, Peer("sdpa/flash"), 1 / 1.15, BACKWARD, PORTABLE),
-    Target("Portable kernels are never slower than FlexAttention on dense cases.",
-           NARROW_FROM_1K, Peer("flex"), 1.0, BOTH, PORTABLE),
-    Target("Portable kernels take at most FlexAttention's time under a window, documents, a prefix "
-           "and blocks.", (WINDOW, DOCUMENTS, PREFIX, BLOCKS), Peer("flex"), 1.0, BOTH, PORTABLE),
-    Target("Portable kernels take at most 1.2 times as long for a visible tile under a window, "
+    Target("Triton kernels take at most 1/1.25 of the time of SDPA's flash, dense, forward.",
+           NARROW_FROM_1K, Peer("sdpa/flash"), 1 / 1.25, FORWARD, TRITON),
+    Target("Triton kernels take at most 1/1.15 of the time of SDPA's flash, dense, backward.",
+           NARROW_FROM_1K, Peer("sdpa/flash"), 1 / 1.15, BACKWARD, TRITON),
+    Target("Triton kernels are never slower than FlexAttention on dense cases.",
+           NARROW_FROM_1K, Peer("flex"), 1.0, BOTH, TRITON),
+    Target("Triton kernels take at most FlexAttention's time under a window, documents, a prefix "
+           "and blocks.", (WINDOW, DOCUMENTS, PREFIX, BLOCKS), Peer("flex"), 1.0, BOTH, TRITON),
+    Target("Triton kernels take at most 1.2 times as long for a visible tile under a window, "
            "documents and blocks as without a mask.",
-           (WINDOW, DOCUMENTS, BLOCKS), Tiles("gpu-full-bf16-d128-16k"), 1.2, BOTH, PORTABLE),
+           (WINDOW, DOCUMENTS, BLOCKS), Tiles("gpu-full-bf16-d128-16k"), 1.2, BOTH, TRITON),
     Target("Sixteen packed sequences of 1k take at most 1.05 of the dense batch's time.",
-           tuple(EQUAL_PARTS.others), EQUAL_PARTS, 1.05, BOTH, PORTABLE),
+           tuple(EQUAL_PARTS.others), EQUAL_PARTS, 1.05, BOTH, TRITON),
     Target("One packed sequence of 8k with 64 of 128 takes at most 1.15 of its parts' sum.",
-           tuple(MIXED_PARTS.others), MIXED_PARTS, 1.15, BOTH, PORTABLE),
-    Target("Portable kernels take at most 1/4 of flash_attention_triton's time on causal cases.",
-           NARROW_FROM_1K[2:], Peer("flash_attention_triton"), 1 / 4, BOTH, PORTABLE),
+           tuple(MIXED_PARTS.others), MIXED_PARTS, 1.15, BOTH, TRITON),
+    Target("Triton kernels take at most 1/4 of flash_attention_triton's time on causal cases.",
+           NARROW_FROM_1K[2:], Peer("flash_attention_triton"), 1 / 4, BOTH, TRITON),
     *_linear(),
     Target("A step of 64 × 16 float32 states reaches at least 0.80 of a copy's bandwidth.",
-           ("gpu-linear-step-*",), Copying(), 1 / 0.80, FORWARD, PORTABLE),
+           ("gpu-linear-step-*",), Copying(), 1 / 0.80, FORWARD, TRITON),
     Target("Attention over pages takes at most FlashAttention-3's time, scaled by the rate of a "
            "copy.", tuple(FLASH_3.micros), FLASH_3, 1.0, FORWARD, SCATTERED),
     Target("Attention over pages takes in the mean at most 1/1.1 of FlashAttention-3's time.",
@@ -197,8 +197,8 @@ GPU_TARGETS = (
            SCATTERED),
     Target("Pages in fp8 take at most 1/1.7 of the time in bfloat16.",
            tuple(IN_FP8.others), IN_FP8, 1 / 1.7, FORWARD, SCATTERED),
-    Target("Portable kernels take at most 1.08 of their dense time for chunks of a prompt over "
-           "pages.", CHUNKS, Peer(PORTABLE), 1.08, FORWARD, "portable/scattered-64"),
+    Target("Triton kernels take at most 1.08 of their dense time for chunks of a prompt over "
+           "pages.", CHUNKS, Peer(TRITON), 1.08, FORWARD, "triton/scattered-64"),
     Target("Hopper kernels take at most 1.08 of their dense time for chunks of a prompt over "
            "pages.", CHUNKS, Peer(HOPPER), 1.08, FORWARD, "hopper/scattered-64"),
     *(

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.gpu import device_ops as device_language
-from saccade.gpu import extremes
-from saccade.gpu import tensor_view as tiles
+from saccade.gpu import device_ops, extremes, tensor_view
 from saccade.modifiers import triton_source
 from saccade.modifiers.derivative import derivatives
 from saccade.modifiers.expression import mentions, parse, slots
@@ -135,9 +133,9 @@ def _executed(text: str) -> dict[str, Any]:
         "tl": tl,
         "as_bool": as_bool,
         "as_score": as_score,
-        "ADDED": tiles.ADDED,
+        "ADDED": tensor_view.ADDED,
     }
-    for source in (device_language, extremes):
+    for source in (device_ops, extremes):
         module.update({k: v for k, v in vars(source).items() if hasattr(v, "fn")})
     exec(compile(text, filename, "exec"), module)  # the text holds operations of expressions alone
     return module

@@ -1,4 +1,4 @@
-"""Language: what mask and score functions may call, as device functions.
+"""Device ops: what mask and score functions may call, as device functions.
 
 Each one means exactly what its namesake in `saccade.modifiers.ops` means on torch tensors;
 operators whose meaning differs between Python and C (``//`` and ``%`` of negative numbers) stand

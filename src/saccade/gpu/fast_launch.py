@@ -1,4 +1,4 @@
-"""Driver: what Triton's launcher hands to its function in C, and maps for TMA, by address.
+"""Fast launch: what Triton's launcher hands to its function in C, and maps for TMA, by address.
 
 Between the two Triton (3.6 to 3.9) does little: it looks whether a kernel wants scratch memory,
 puts arguments in order, and encodes a map for each tensor that is moved by TMA, in every call anew.

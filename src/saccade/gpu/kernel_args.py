@@ -1,4 +1,4 @@
-"""Arguments: a call's tensors as kernels take them: Views, Mask, Score and Dropout.
+"""Kernel arguments: a call's tensors as kernels take them: Views, Mask, Score and Dropout.
 
 All that stays the same between calls of one kind is worked out once; what is left for each call
 is a tuple around each address.
@@ -13,9 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saccade.gpu import packing, scores
-from saccade.gpu import tensor_view as tiles
-from saccade.gpu import tile_ranges as visibility
+from saccade.gpu import packing, scores, tensor_view, tile_ranges
 from saccade.gpu.compose import mask_functions, score_functions
 from saccade.gpu.dropout import Dropout
 from saccade.gpu.launcher import Pointer
@@ -91,11 +89,11 @@ def view(
     find: what a program works on, where sequences are packed.
     """
     address: Any = None if tensor is None else pointer(tensor)
-    added = tiles.ADDED.value
+    added = tensor_view.ADDED.value
     steps, step = strides[:2], tl.constexpr(strides[2])
     if offsets is None:
         data: tuple[Any, ...] = (extent.length + added, extent.heads + added)
-        return View(address, steps, step, tiles.dense, tiles.dense_program, data)
+        return View(address, steps, step, tensor_view.dense, tensor_view.dense_program, data)
     numbers = extent.batch + added, extent.heads + added, extent.length + added
     data = (pointer(offsets), *numbers)
     return View(address, steps, step, packing.packed, find, data, pad=packing.fill_padding)
@@ -123,11 +121,11 @@ def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, 
                 value = value.new_zeros((1,) * value.dim())
             data.append((pointer(value), tuple(value.shape), value.stride()))
         else:
-            data.append(value + tiles.ADDED.value if isinstance(value, int) else value)
+            data.append(value + tensor_view.ADDED.value if isinstance(value, int) else value)
     return tuple(data)
 
 
-NOTHING_HIDDEN = Mask(None, None, visibility.everything, visibility.next_in_range)
+NOTHING_HIDDEN = Mask(None, None, tile_ranges.everything, tile_ranges.next_in_range)
 
 
 def mask_argument(variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = ()) -> Mask:
@@ -137,11 +135,11 @@ def mask_argument(variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = ()
     functions = mask_functions(variant.mask)
     data = captured_data(variant.mask, variant.mask_captured, pointer)
     if not plan:
-        walk, tile = visibility.found, visibility.next_in_range
+        walk, tile = tile_ranges.found, tile_ranges.next_in_range
     elif len(plan) == 3:
-        walk, tile = visibility.planned, visibility.next_in_range
+        walk, tile = tile_ranges.planned, tile_ranges.next_in_range
     else:
-        walk, tile = visibility.listed, visibility.next_in_list
+        walk, tile = tile_ranges.listed, tile_ranges.next_in_list
     return Mask(functions.visible, functions.judge, walk, tile, data, plan)
 
 

@@ -1,4 +1,4 @@
-"""Launch: kernels prepared once for a kind of call, then started past Triton's own front door.
+"""Launcher: kernels prepared once for a kind of call, then started past Triton's own front door.
 
 Triton looks at every argument of every call to find the kernel that fits, which takes longer than
 a small problem does. Here the caller's signature (shapes, strides, dtypes, captured numbers, …)
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from saccade.gpu import compiler_workarounds
-from saccade.gpu import triton_internals as inside
+from saccade.gpu import compiler_workarounds, triton_internals
 from saccade.gpu.fast_launch import Described, call_of
 from saccade.gpu.places import ALIGNMENT, Places, Start
 
@@ -70,7 +69,7 @@ class Launch:
         elif torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 self(programs, device, tensors, arguments)
-        elif inside.unknown() or any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
+        elif triton_internals.unknown() or any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
             self._through_the_front_door(programs, arguments)
         else:
             start = self._prepare(tensors, arguments)

@@ -1,4 +1,4 @@
-"""Packed: sequences back to back, where they begin and end, and the padding behind the last one.
+"""Packing: sequences back to back, where they begin and end, and the padding behind the last one.
 
 A View's data for packed rows: offsets, sequences, heads, tokens. Nobody has looked at the offsets:
 reading them would make the host wait. So what stands there is moved to between 0 and the number of

@@ -1,4 +1,4 @@
-"""Pages: the rows of a sequence that lie in the pages of a pool, as kernels read them.
+"""Paged view: the rows of a sequence that lie in the pages of a pool, as kernels read them.
 
 A View of pages has strides of page, head and slot. Row j of sequence b lies in the page that the
 table names at [b, j // PAGE_SIZE], in slot j % PAGE_SIZE. Source: PagedAttention (Kwon et al.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.gpu import tile_lists as plan
+from saccade.gpu import tile_lists
 from saccade.gpu.compose import MaskFunctions, mask_functions
 from saccade.gpu.kernel_args import Geometry, mask_argument, tensors_of, view
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
@@ -63,18 +63,18 @@ class Planner:
         self.in_blocks = functions.in_blocks
         options = {"num_warps": 4, "num_stages": 1}
         self.walk = Launch(
-            plan.plan_walks,
+            tile_lists.plan_walks,
             {**constants, "AT_ONCE": 1 if self.in_pairs else ROWS_AT_ONCE // self.other_tile},
             options if self.in_pairs else {**options, "num_warps": ROW_WARPS},
         )
         self.judge = Launch(
-            plan.judge_pairs, {**constants, "AT_ONCE": 1, "CHUNK": JUDGED_IN_TURN}, options
+            tile_lists.judge_pairs, {**constants, "AT_ONCE": 1, "CHUNK": JUDGED_IN_TURN}, options
         )
         at_once = {"AT_ONCE": min(LISTED_AT_ONCE, next_width(self.num_tiles))}
         # One warp: its threads add up without waiting for each other.
         alone = {"num_warps": 1, "num_stages": 1}
-        self.list = Launch(plan.list_tiles, at_once, alone)
-        self.list_blocks = Launch(plan.list_blocks, {**constants, **at_once}, alone)
+        self.list = Launch(tile_lists.list_tiles, at_once, alone)
+        self.list_blocks = Launch(tile_lists.list_blocks, {**constants, **at_once}, alone)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> Plan:
         """What the mask lets the programs visit; nothing where they find it themselves."""

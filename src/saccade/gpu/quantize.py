@@ -1,4 +1,4 @@
-"""Quantise: numbers as eight bits, as `saccade.kv_cache.quantization` and PyTorch round them."""
+"""Quantize: numbers as eight bits, as `saccade.kv_cache.quantization` and PyTorch round them."""
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
 # pyright: reportPossiblyUnboundVariable=false

@@ -1,4 +1,4 @@
-"""Tiles: the only place where a kernel turns (batch, head, row) into addresses.
+"""Tensor view: the only place where a kernel turns (batch, head, row) into addresses.
 
 A View is a tensor as a kernel sees it: its memory, and functions that know where a sequence and
 its rows live (`place`) and which tile of which sequence a program works on (`find`).

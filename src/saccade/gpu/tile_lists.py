@@ -1,4 +1,4 @@
-"""Plan: what masks that read captured tensors along rows let programs visit, found ahead.
+"""Tile lists: what masks that read captured tensors along rows let programs visit, found ahead.
 
 Such a verdict costs as much as reading the tensor, so it is made once for a tile and not by every
 program. A mask that reads a tensor along both rows and keys (block-sparse, dense) gets lists of

@@ -1,4 +1,4 @@
-"""Visibility: which tiles a program visits, and which of them need the mask.
+"""Tile ranges: which tiles a program visits, and which of them need the mask.
 
 A program stands at one tile of query rows and walks along tiles of keys, or the other way round.
 Tiles that are wholly visible ("clean") run without mask arithmetic; others ("edges") select pair by

@@ -1,4 +1,4 @@
-"""Inside: what is known of Triton's own code, and in which of its versions it was seen.
+"""Triton's internals: what is known of Triton's own code, and in which of its versions it was seen.
 
 `fast_launch.py` goes past Triton's front door, which takes longer than a small problem does, and
 relies on the forms that are named here. Where a Triton has another form, calls take the front door:

@@ -173,16 +173,16 @@ def start(
     results: (output, lse) of the forward pass.
     """
     from saccade.ops.attention.triton import gradients
-    from saccade.ops.attention.triton import host as attention
+    from saccade.ops.attention.triton import host as triton_host
 
     given = config or Config()
     if which == "hopper":
-        from saccade.ops.attention.hopper import host as hopper
+        from saccade.ops.attention.hopper import host as hopper_host
 
-        hopper.by_own_kernel(inputs, variant)(inputs, variant)
+        hopper_host.by_own_kernel(inputs, variant)(inputs, variant)
         return
     if which == "forward":
-        attention.forward(inputs, variant, given)
+        triton_host.forward(inputs, variant, given)
         return
     output, lse = results
     if which.startswith("hopper_"):
@@ -192,7 +192,7 @@ def start(
     choose = gradients.ordered_is_faster
     gradients.ordered_is_faster = lambda kind: False  # the pass says which form, not the sizes
     try:
-        attention.backward(
+        triton_host.backward(
             inputs, variant, given, output, lse, torch.zeros_like(output), None, wanted,
             which != "shared",
         )  # fmt: skip
@@ -204,7 +204,7 @@ def _start_hopper_backward(
     inputs: Inputs, variant: Variant, config: Config, results: Any, which: str
 ) -> None:
     from saccade.ops.attention.hopper import configs
-    from saccade.ops.attention.hopper import host as attention
+    from saccade.ops.attention.hopper import host as hopper_host
 
     output, lse = results
     forms = configs.ordered, configs.in_turns, configs.TAKE_ALL
@@ -214,7 +214,7 @@ def _start_hopper_backward(
     configs.in_turns = lambda problem: which == "hopper_turns"
     configs.TAKE_ALL = True
     try:
-        attention.backward(
+        hopper_host.backward(
             inputs, variant, config, output, lse, torch.zeros_like(output), None, [],
             which != "hopper_shared",
         )  # fmt: skip

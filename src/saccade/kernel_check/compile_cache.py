@@ -1,4 +1,4 @@
-"""Known: what compiled kernels took is a function of their source and the compiler.
+"""Compile cache: what compiled kernels took is a function of their source and the compiler.
 
 So it is kept in a file (docs/kernels.json), and what did not change is not compiled again, but for
 one kernel in SAMPLE that shows whether the file tells the truth. Which ones those are changes

@@ -64,10 +64,10 @@ def make(call: LinearCall, device: torch.device) -> tuple[LinearInputs, LinearVa
 
 def start(inputs: LinearInputs, variant: LinearVariant, which: str, config: Config | None) -> None:
     """Have the library start one of LINEAR_PASSES, as it would in a call."""
-    from saccade.ops.linear_attention.triton import host as linear
+    from saccade.ops.linear_attention.triton import host as linear_host
 
     given = config or Config()
-    body: Any = linear
+    body: Any = linear_host
     if which.startswith("hopper"):
         from saccade.ops.linear_attention.hopper import host as body
     results = empty_linear_results(inputs, variant)
@@ -78,7 +78,7 @@ def start(inputs: LinearInputs, variant: LinearVariant, which: str, config: Conf
         here = inputs._replace(query=one[0], key=one[1], value=one[2])
         if here.decay is not None:
             here = here._replace(decay=here.decay[:, :, :1])
-        linear.step(results.kv, results.key_sum, None, here, variant)
+        linear_host.step(results.kv, results.key_sum, None, here, variant)
     else:
         gradient = torch.zeros_like(results.output)
         body.backward(

@@ -85,21 +85,21 @@ def _mask(call: PagedCall, device: torch.device) -> Mask | None:
 
 def start(inputs: PagedInputs, variant: Variant, which: str, config: Config | None) -> None:
     """Have the library start one of PAGED_PASSES, as it would in a call."""
-    from saccade.kv_cache import write_triton as write
-    from saccade.ops.paged_attention.triton import host as paged
+    from saccade.kv_cache import write_triton
+    from saccade.ops.paged_attention.triton import host as paged_host
 
     if which == "paged":
-        paged.forward(inputs, variant, config or Config(), False)
+        paged_host.forward(inputs, variant, config or Config(), False)
         return
     if which == "hopper_paged":
-        from saccade.ops.paged_attention.hopper import host as hopper
+        from saccade.ops.paged_attention.hopper import host as paged_host
 
-        hopper.forward(inputs, variant, config or Config(), False)
+        paged_host.forward(inputs, variant, config or Config(), False)
         return
     key = inputs.query.transpose(1, 2).flatten(0, 1)[:, : inputs.key_pages.shape[1]]
     slots = torch.zeros(key.shape[0], dtype=torch.int64, device=key.device)
     angles = torch.zeros(key.shape[0], key.shape[2] // 2, device=key.device)
-    write.write(
+    write_triton.write(
         key, key, inputs.key_pages, inputs.value_pages, slots, inputs.key_scales,
         inputs.value_scales, angles, angles, False,
     )  # fmt: skip

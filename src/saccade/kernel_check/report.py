@@ -1,4 +1,4 @@
-"""Findings: what is wrong with what was compiled, and tables of it."""
+"""Report: what is wrong with what was compiled, and tables of it."""
 
 from __future__ import annotations
 

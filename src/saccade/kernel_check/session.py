@@ -14,12 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from saccade.kernel_check import catalogue, markdown, pool
+from saccade.kernel_check import catalogue, markdown, pool, report
 from saccade.kernel_check import compile_cache as known
-from saccade.kernel_check import report as findings
 from saccade.kernel_check.pool import Compiled, Job
-from saccade.ops.attention.triton import configs
-from saccade.ops.attention.triton import tuned_configs as tuned
+from saccade.ops.attention.triton import configs, tuned_configs
 
 Result = TypeVar("Result")
 
@@ -129,11 +127,11 @@ def kernels(
     results = compile_with_progress(jobs, processes or cores(), console, known.trusted(kept))
     seconds = time.perf_counter() - begin
     if not check:
-        console.print(*findings.usage_tables(results), findings.CAPTION, "", sep="\n")
+        console.print(*report.usage_tables(results), report.CAPTION, "", sep="\n")
     console.print(f"Triton {version}: {len(results)} kernels in {seconds:.0f} s.", highlight=False)
     console.print(own_table(), highlight=False, markup=False, soft_wrap=True)
     if json_file is not None:
-        json_file.write_text(findings.to_json(results, version), encoding="utf-8")
+        json_file.write_text(report.to_json(results, version), encoding="utf-8")
     fresh = known.unknown(kept, results)
     if known_file is not None and check and fresh:
         hint = f"{fresh} of them were not known; `make kernels-known` writes {known_file} anew."
@@ -150,7 +148,7 @@ def kernels(
 
 def judge(results: Sequence[Compiled], others: Sequence[str], console: Console) -> None:
     """Name kernels that must not be defaults, and other faults; exit with 1 if there are any."""
-    excused, wrong = findings.excused(results), [*findings.offenders(results), *others]
+    excused, wrong = report.excused(results), [*report.offenders(results), *others]
     for line in excused:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     for line in wrong:
@@ -163,13 +161,14 @@ def judge(results: Sequence[Compiled], others: Sequence[str], console: Console) 
 
 def own_table() -> str:
     """Where the user's own table of configs is, and whether there is one."""
-    file = tuned.path()
+    file = tuned_configs.path()
     if file is None:
         return "Your own configs: turned off, as SACCADE_CONFIGS is empty."
     if not file.exists():
         return f"Your own configs: none; `saccade tune --save` would write {file}"
     entries = ", ".join(
-        f"{len(table.entries)} for {table.architecture}" for table in tuned.read(file).values()
+        f"{len(table.entries)} for {table.architecture}"
+        for table in tuned_configs.read(file).values()
     )
     return f"Your own configs: {file} ({entries or 'empty'})"
 

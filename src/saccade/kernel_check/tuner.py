@@ -15,8 +15,7 @@ from saccade.kernel_check.candidates import candidates
 from saccade.kernel_check.dtypes import DTYPES
 from saccade.kernel_check.pool import Job
 from saccade.kernel_check.tuning import Measured, Task
-from saccade.ops.attention.triton import configs
-from saccade.ops.attention.triton import tuned_configs as tuned
+from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.tuned_configs import Table
 from saccade.runtime.spec import Config
 
@@ -112,10 +111,10 @@ def compiled(task: Task, processes: int, console: Console) -> list[Measured]:
 
 def save_winners(found: Table, console: Console) -> None:
     """Write the user's own table, and say where it is."""
-    file = tuned.path()
+    file = tuned_configs.path()
     if file is None:
         raise ValueError("--save: SACCADE_CONFIGS is empty, which turns the user's table off")
-    aside = tuned.save(file, found)
+    aside = tuned_configs.save(file, found)
     if aside is not None:
         console.print(f"The table there could not be read; it is now {aside}", style="yellow")
     console.print(

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from saccade.gpu import launcher as launch
-from saccade.gpu.hopper import tile_counter as counter
+from saccade.gpu import launcher
+from saccade.gpu.hopper import tile_counter
 from saccade.gpu.launcher import Launch
 from saccade.kernel_check import calls, compiler, linear_calls, machine_code, paged_calls
 from saccade.kernel_check.calls import Call
@@ -61,7 +61,7 @@ class Recorder:
         begin = time.perf_counter()
         used, error, key = None, "", ""
         try:
-            asked = arguments(launch.itself)
+            asked = arguments(launcher.itself)
             key = key_of(triton.__version__, self.architecture, compiler.given(started, asked))
             used = self.known.get(key) or machine_code.usage(started.compile(asked))
         except Exception as failure:  # whatever the compiler raises is what is to be told
@@ -155,7 +155,7 @@ def main() -> None:
     # the tensors lie on, are answered differently.
     Launch.__call__ = lambda started, *call: recorder(started, *call)  # type: ignore[method-assign]
     kind.architecture = lambda tensor: architecture
-    counter.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
+    tile_counter.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
     kind.multiprocessors = lambda tensor: 100  # so that work over pages is shared out
     for number, job in enumerate(request["jobs"]):
         run_job(recorder, number, job)

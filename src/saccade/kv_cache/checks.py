@@ -1,4 +1,4 @@
-"""Invariants: what must hold of a cache's books between any two calls."""
+"""Checks: what must hold of a cache between any two calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs: the free page numbers, as stretches of neighbours.
+"""Free ranges: the free page numbers, as stretches of neighbours.
 
 Neighbouring pages of one sequence are read as one view on a CPU, so a sequence gets the page
 behind its last one where that is free, and a new one starts in the middle of the longest stretch,

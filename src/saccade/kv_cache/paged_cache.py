@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.kv_cache import checks as invariants
-from saccade.kv_cache import growth, statistics, swap
+from saccade.kv_cache import checks, growth, statistics, swap
 from saccade.kv_cache import sequences as bookkeeping
 from saccade.kv_cache.pool import PagePool
 from saccade.kv_cache.prefix import PrefixIndex
@@ -263,7 +262,7 @@ class PagedCache:
         Raises:
             AssertionError: saying what is broken.
         """
-        found = invariants.broken(self._books)
+        found = checks.broken(self._books)
         if found:
             raise AssertionError("PagedCache: " + "; ".join(found))
 

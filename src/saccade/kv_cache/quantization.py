@@ -1,4 +1,4 @@
-"""Quantisation: keys and values in eight bits, with one scale for each token and head."""
+"""Quantization: keys and values in eight bits, with one scale for each token and head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Books: all that a paged cache keeps count of, and the steps that change one sequence."""
+"""Sequences: all that a paged cache keeps count of, and the steps that change one sequence."""
 
 from __future__ import annotations
 

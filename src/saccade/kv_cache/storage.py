@@ -1,4 +1,4 @@
-"""Memory: the tensors of a paged cache, for every layer, on the device and on the host."""
+"""Storage: the tensors of a paged cache, for every layer, on the device and on the host."""
 
 from __future__ import annotations
 

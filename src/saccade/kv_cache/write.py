@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade.kv_cache.quantization import quantised
 from saccade.ops.attention.custom_op import EXACT_STRIDES
 from saccade.rotary import check_rotary, rotated
-from saccade.runtime import backends as dispatch
+from saccade.runtime import backends
 from saccade.runtime.arguments import check_flag, values_readable
 from saccade.runtime.backend_modules import page_writer
 from saccade.runtime.paged_arguments import check_pages, check_scales
@@ -116,7 +116,7 @@ torch.library.impl("saccade::cache_write", "CompositeExplicitAutograd", _write)
 def _write_on_gpu(*arguments: Any) -> None:
     """By a kernel that waits for nothing, where there is one."""
     key, key_pages, value_pages = arguments[0], arguments[2], arguments[3]
-    if dispatch.no_kernels(key.device) is None:
+    if backends.no_kernels(key.device) is None:
         kernels = page_writer()
         if kernels.fits(key_pages, value_pages):
             kernels.write(*arguments)

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.gpu import paged_view as pages
-from saccade.gpu import tensor_view as tiles
+from saccade.gpu import paged_view, tensor_view
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
 from saccade.gpu.paged_view import slot_pointers
 from saccade.gpu.quantize import as_fp8_bytes, as_int8, divided, row_scales
@@ -182,7 +181,7 @@ def _rows(pointer: Pointer, rows: Tensor | None) -> View | None:
     head = rows.stride(1) if rows.dim() == 3 else 0
     data = rows.shape[0] + ADDED.value, 1 + ADDED.value
     step = tl.constexpr(rows.stride(0))
-    return View(pointer(rows), (0, head), step, tiles.dense, tiles.dense_program, data)
+    return View(pointer(rows), (0, head), step, tensor_view.dense, tensor_view.dense_program, data)
 
 
 def _pages(pointer: Pointer, memory: Tensor | None) -> View | None:
@@ -191,4 +190,4 @@ def _pages(pointer: Pointer, memory: Tensor | None) -> View | None:
         return None
     page, head, slot = memory.stride()[:3]
     step, data = tl.constexpr(slot), (ADDED.value,)
-    return View(pointer(memory), (page, head), step, pages.paged, pages.paged, data)
+    return View(pointer(memory), (page, head), step, paged_view.paged, paged_view.paged, data)

@@ -1,4 +1,4 @@
-"""Language: what mask and score functions may call beside operators, on torch tensors."""
+"""Ops: what mask and score functions may call beside operators, on torch tensors."""
 
 from __future__ import annotations
 

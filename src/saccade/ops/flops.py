@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.ops.attention import custom_op as operators
+from saccade.ops.attention import custom_op as attention_custom_op
 from saccade.ops.linear_attention import custom_op as linear_operators
 from saccade.ops.linear_attention.validation import problem_of
-from saccade.ops.paged_attention import custom_op as operators_paged
+from saccade.ops.paged_attention import custom_op as paged_custom_op
 from saccade.runtime.spec import PagedInputs
 
 COUNTER = "torch.utils.flop_counter"
@@ -34,21 +34,21 @@ COUNTER = "torch.utils.flop_counter"
 
 def attention_flops(*arguments: Any, out_val: Any = None) -> int:
     """Scores and weighted values: two products."""
-    inputs, _, _ = operators.split(arguments)
+    inputs, _, _ = attention_custom_op.split(arguments)
     pairs = _pairs(inputs.query, inputs.key, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     return 2 * pairs * (inputs.query.shape[-1] + inputs.value.shape[-1])
 
 
 def attention_backward_flops(*arguments: Any, out_val: Any = None) -> int:
     """Scores again, gradients of weights, values, queries and keys: five products."""
-    inputs, _, _ = operators.split(arguments[5:])
+    inputs, _, _ = attention_custom_op.split(arguments[5:])
     pairs = _pairs(inputs.query, inputs.key, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     return 2 * pairs * (3 * inputs.query.shape[-1] + 2 * inputs.value.shape[-1])
 
 
 def paged_flops(*arguments: Any, out_val: Any = None) -> int:
     """As many as of attention to the keys in each sequence's pages."""
-    inputs = PagedInputs(*arguments[: operators_paged.NUM_INPUTS])
+    inputs = PagedInputs(*arguments[: paged_custom_op.NUM_INPUTS])
     slots = inputs.page_table.shape[1] * inputs.page_size
     kv_lens = _numbers(inputs.kv_lens) or [slots] * inputs.batch
     if inputs.cu_seqlens_q is None:

@@ -1,4 +1,4 @@
-"""Bodies: the implementations that run inside the operators, imported when they are first used.
+"""Backend modules: what runs inside the operators, imported when it is first used.
 
 The reference is not among them: it is plain PyTorch outside the operators.
 """
@@ -97,18 +97,18 @@ class PagedBody(Protocol):
 
 MODULES = {
     "cpu": "saccade.ops.attention.cpu.host",
-    "portable": "saccade.ops.attention.triton.host",
+    "triton": "saccade.ops.attention.triton.host",
     "hopper": "saccade.ops.attention.hopper.host",
 }
 PAGED_MODULES = {
     "cpu": "saccade.ops.paged_attention.cpu.host",
-    "portable": "saccade.ops.paged_attention.triton.host",
+    "triton": "saccade.ops.paged_attention.triton.host",
     "hopper": "saccade.ops.paged_attention.hopper.host",
 }
 PAGE_WRITER = "saccade.kv_cache.write_triton"
 LINEAR_MODULES = {
     "cpu": "saccade.ops.linear_attention.cpu.host",
-    "portable": "saccade.ops.linear_attention.triton.host",
+    "triton": "saccade.ops.linear_attention.triton.host",
     "hopper": "saccade.ops.linear_attention.hopper.host",
 }
 

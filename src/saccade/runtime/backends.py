@@ -1,4 +1,4 @@
-"""Dispatch: the ordered list of implementations, and why each can or cannot serve a problem."""
+"""Backends: the ordered list of implementations, and why each can or cannot serve a problem."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Implementation(NamedTuple):
     yields: Callable[[Any], str | None] = lambda problem: None
 
 
-WIDEST = 256  # channels that portable kernels hold at once
+WIDEST = 256  # channels that Triton kernels hold at once
 SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least (descriptors.py)
-# Rows: at 64 channels they take 0.93 of the portable kernels' time forwards
+# Rows: at 64 channels they take 0.93 of the Triton kernels' time forwards
 # (benchmarks/results/h200/hopper_forward.txt); fewer were not timed.
 SHORTEST_CAUSAL = 512
 SHORTEST_PACKED = 192  # rows on average; at 252 it is the faster one, at 128 the slower
@@ -42,16 +42,16 @@ WIDEST_KEYS = 128  # of linear attention's narrow kernels on Hopper; wide ones p
 SHORTEST_LEAD = 1024  # rows of linear attention; shorter calls are no more than starts and ends
 
 
-def _portable_unsupported(problem: Problem) -> str | None:
+def _triton_unsupported(problem: Problem) -> str | None:
     widest = max(problem.head_dim, problem.value_dim)
     if widest > WIDEST:
         return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
     device = problem.device, problem.device_index
-    return _portable_misses(*device, problem.dtype, problem.mask, problem.score)
+    return _triton_misses(*device, problem.dtype, problem.mask, problem.score)
 
 
 def _hopper_unsupported(problem: Problem) -> str | None:
-    """What keeps a call from TMA and WGMMA, and then what keeps it from portable kernels."""
+    """What keeps a call from TMA and WGMMA, and then what keeps it from Triton kernels."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
     if problem.head_dim % 8 or problem.value_dim % 8:
@@ -71,7 +71,7 @@ def _hopper_unsupported(problem: Problem) -> str | None:
         return "its kernels for chunks depend on how many query rows a batch has"
     if problem.configured:
         return "it has schedules of its own and takes no config"
-    misses = _portable_unsupported(problem)
+    misses = _triton_unsupported(problem)
     return misses or _hopper_misses(problem.device, problem.device_index)
 
 
@@ -83,16 +83,16 @@ def _hopper_remark(problem: Problem) -> str | None:
 
 
 def _launch_remark(problem: Problem | LinearProblem) -> str | None:
-    from saccade.gpu import triton_internals as inside
+    from saccade.gpu import triton_internals
 
-    return inside.remark() if problem.device == "cuda" else None
+    return triton_internals.remark() if problem.device == "cuda" else None
 
 
 def _hopper_yields(problem: Problem) -> str | None:
-    """What was not measured beside the portable kernels, or was slower, is theirs.
+    """What was not measured beside the Triton kernels, or was slower, is theirs.
 
     Of masks other than causal ones, windows, prefixes, documents and blocks were measured, with 128
-    channels: it took 1.00 to 0.67 of their time (benchmarks/results/h200/portable.jsonl).
+    channels: it took 1.00 to 0.67 of their time (benchmarks/results/h200/triton.jsonl).
     """
     width = max(problem.head_dim, problem.value_dim)
     if problem.page_size:
@@ -131,11 +131,11 @@ def _hopper_misses(device: str, index: int | None) -> str | None:
 _hopper_misses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _linear_portable_unsupported(problem: LinearProblem) -> str | None:
+def _linear_triton_unsupported(problem: LinearProblem) -> str | None:
     widest = max(problem.head_dim, problem.value_dim)
     if widest > WIDEST:
         return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
-    return _portable_misses(problem.device, None, problem.dtype, "", "")
+    return _triton_misses(problem.device, None, problem.dtype, "", "")
 
 
 def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:
@@ -157,7 +157,7 @@ def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:
         return "strides must be multiples of 8, and that of channels 1"
     if problem.configured:
         return "it has a schedule of its own and takes no config"
-    misses = _linear_portable_unsupported(problem)
+    misses = _linear_triton_unsupported(problem)
     return misses or _hopper_misses(problem.device, None)
 
 
@@ -172,17 +172,17 @@ def _linear_hopper_yields(problem: LinearProblem) -> str | None:
 
 def no_kernels(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None."""
-    return _portable_misses(device.type, device.index, torch.float32, "", "")
+    return _triton_misses(device.type, device.index, torch.float32, "", "")
 
 
-def _portable_misses(*problem: Any) -> str | None:
-    """What is missing for a portable kernel of any size. To a trace the answer is a constant."""
+def _triton_misses(*problem: Any) -> str | None:
+    """What is missing for a Triton kernel of any size. To a trace the answer is a constant."""
     return _asked_once(*problem)
 
 
 # Set by hand, as importing what sets it takes seconds; and on a plain function, as PyTorch 2.11
 # warns of a cached one.
-_portable_misses._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_triton_misses._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -224,7 +224,7 @@ def _reference_unsupported(problem: Problem | LinearProblem) -> str | None:
 IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
     Implementation("hopper", _hopper_unsupported, _hopper_remark, _hopper_yields),
-    Implementation("portable", _portable_unsupported, _launch_remark),
+    Implementation("triton", _triton_unsupported, _launch_remark),
     Implementation("reference", _reference_unsupported),
 )
 """In order of preference: the first that gives no reason against itself is taken."""
@@ -232,7 +232,7 @@ IMPLEMENTATIONS = (
 LINEAR_IMPLEMENTATIONS = (
     Implementation("cpu", _cpu_unsupported),
     Implementation("hopper", _linear_hopper_unsupported, _launch_remark, _linear_hopper_yields),
-    Implementation("portable", _linear_portable_unsupported, _launch_remark),
+    Implementation("triton", _linear_triton_unsupported, _launch_remark),
     Implementation("reference", _reference_unsupported),
 )
 """The same for linear attention."""

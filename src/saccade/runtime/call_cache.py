@@ -1,4 +1,4 @@
-"""Recall: a call that is like one that was checked before is not checked again.
+"""Call cache: a call that is like one that was checked before is not checked again.
 
 Checking every argument takes longer than a small problem does on a GPU. So what `prepare` and
 `dispatch` made of a plain eager call is kept under all that they look at: shapes, strides, dtypes,

@@ -1,4 +1,4 @@
-"""Problem: what a call asks for, as a value; Variant: the program that it asks for."""
+"""Call specification: what a call asks for, as a value; Variant: the program that it asks for."""
 
 from __future__ import annotations
 

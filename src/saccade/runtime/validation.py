@@ -1,4 +1,4 @@
-"""Prepare: check every argument of a call and turn them into what implementations take."""
+"""Validation: check every argument of a call and turn them into what implementations take."""
 
 from __future__ import annotations
 

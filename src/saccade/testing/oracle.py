@@ -23,7 +23,7 @@ from torch import Tensor
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.ops import take
 from saccade.ops.attention import reference
-from saccade.ops.paged_attention import reference as paged
+from saccade.ops.paged_attention import reference as paged_reference
 from saccade.runtime.spec import Inputs, Variant, accumulate_dtype
 from saccade.runtime.validation import prepare, with_seed
 from saccade.testing.cases import Case, padded
@@ -171,7 +171,7 @@ def _forward(
 def _paged_spread(case: PagedCase) -> dict[str, Tensor]:
     """The same for a call over pages, which has no gradients."""
     inputs, variant = case.prepared(torch.float64)
-    dense, at, reachable = paged.lay_out(inputs, torch.float64)
+    dense, at, reachable = paged_reference.lay_out(inputs, torch.float64)
     scored = reference.score_pairs(dense, variant, at, reachable)
     _, lse = reference.attend(dense, variant, at, reachable)
     units = _units(case, _channels(dense), *scored[0].shape[-2:])
@@ -179,8 +179,8 @@ def _paged_spread(case: PagedCase) -> dict[str, Tensor]:
     if inputs.cu_seqlens_q is None:
         return {"output": forward.output, "lse": forward.lse}
     return {
-        "output": paged.unpadded(forward.output, inputs, 0.0),
-        "lse": paged.unpadded(forward.lse, inputs, 0.0).transpose(0, 1),
+        "output": paged_reference.unpadded(forward.output, inputs, 0.0),
+        "lse": paged_reference.unpadded(forward.lse, inputs, 0.0).transpose(0, 1),
     }
 
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from saccade import masks
-from saccade.gpu.hopper import tile_counter as counter
+from saccade.gpu.hopper import tile_counter
 from saccade.kernel_check.calls import Call, make
 from saccade.modifiers.names import PREFIX
 from saccade.ops.attention.hopper import configs, problems
@@ -36,7 +36,7 @@ def test_a_schedule_fits_a_multiprocessor(problem):
     # Programs begin with equally many for all warps; consumers take those of the others.
     begun_with = len(warpgroups) * schedule.launch_registers
     assert sum(warpgroups) <= begun_with <= configs.REGISTERS // 128 // schedule.programs
-    assert 1 + 4 * schedule.programs * 132 <= counter.NUMBERS
+    assert 1 + 4 * schedule.programs * 132 <= tile_counter.NUMBERS
     assert not schedule.trim or (problem.causal and schedule.query_tile == 2 * schedule.kv_tile)
     if problem.masked:  # the kernels that plan have tiles with sides of a power of two
         assert schedule.query_tile & (schedule.query_tile - 1) == 0

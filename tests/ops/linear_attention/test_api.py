@@ -371,7 +371,7 @@ class TestRefusals:
 def test_explain() -> None:
     found = saccade.explain_linear(*qkv(), normalize="abs")
     assert found.chosen == "cpu"
-    assert list(found.reasons) == ["cpu", "hopper", "portable", "reference"]
+    assert list(found.reasons) == ["cpu", "hopper", "triton", "reference"]
     assert found.reasons["hopper"] == "it takes bfloat16, not float32"
     assert found.reasons["cpu"] is None and found.reasons["reference"] is None
     assert found.flops == 2 * 2 * 12 * (2 * 2 * 8 * 8 + 2 * 64 * 16)

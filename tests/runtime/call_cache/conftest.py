@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from saccade.runtime import call_cache as recall
+from saccade.runtime import call_cache
 from saccade.runtime.arguments import check_tensors
 
 
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call was checked before."""
-    monkeypatch.setattr(recall, "_calls", {})
+    monkeypatch.setattr(call_cache, "_calls", {})
 
 
 @pytest.fixture
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values cannot be read without waiting for them, as on a GPU."""
-    monkeypatch.setattr(recall, "values_readable", lambda tensor: False)
+    monkeypatch.setattr(call_cache, "values_readable", lambda tensor: False)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import saccade
 from saccade import masks, scores
-from saccade.runtime import call_cache as recall
+from saccade.runtime import call_cache
 
 
 def tensors(length: int = 24, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -108,12 +108,14 @@ def test_dtypes_shapes_and_strides_are_not_confused() -> None:
 
 
 def test_a_config_is_the_calls_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from saccade.ops.attention.cpu import host as cpu
+    from saccade.ops.attention.cpu import host as attention_host
 
     seen: list[Any] = []
-    prepared = cpu.prepared
+    prepared = attention_host.prepared
     monkeypatch.setattr(
-        cpu, "prepared", lambda i, v, config: seen.append(config) or prepared(i, v, config)
+        attention_host,
+        "prepared",
+        lambda i, v, config: seen.append(config) or prepared(i, v, config),
     )
     configs = [None, saccade.Config(8, 8), saccade.Config(16, 8)]
     for config in (*configs, *configs):
@@ -151,7 +153,7 @@ def test_what_is_out_of_the_ordinary_is_checked_every_time(name: str, checks: li
     for count in range(1, 4):
         saccade.attention(*tensors(), **SPECIAL[name])
         assert len(checks) == count
-    assert not recall._calls
+    assert not call_cache._calls
 
 
 def test_autocast_is_neither_kept_nor_recalled(checks: list[Any]) -> None:
@@ -162,7 +164,7 @@ def test_autocast_is_neither_kept_nor_recalled(checks: list[Any]) -> None:
             assert saccade.attention(*given).dtype == torch.bfloat16
         assert len(checks) == count
     assert saccade.attention(*given).dtype == torch.float32
-    assert len(checks) == 3 and len(recall._calls) == 1
+    assert len(checks) == 3 and len(call_cache._calls) == 1
 
 
 class Subclass(Tensor):
@@ -173,7 +175,7 @@ def test_tensor_subclasses_are_checked_every_time(checks: list[Any]) -> None:
     given = tensors()
     saccade.attention(*given)
     saccade.attention(given[0].as_subclass(Subclass), *given[1:])
-    assert len(checks) == 2 and len(recall._calls) == 1
+    assert len(checks) == 2 and len(call_cache._calls) == 1
 
 
 def test_dropout_after_an_alike_call_without_it_drops() -> None:
@@ -224,10 +226,10 @@ def test_wrong_tensors_still_raise_after_a_like_call() -> None:
 
 
 def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "MOST_CALLS", 5)
+    monkeypatch.setattr(call_cache, "MOST_CALLS", 5)
     given = tensors()
     for left in range(23):
         found = saccade.attention(*given, mask=masks.window(left))
-        assert 1 <= len(recall._calls) <= 5
+        assert 1 <= len(call_cache._calls) <= 5
         wanted = exact(given, mask=masks.window(left))
         torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)

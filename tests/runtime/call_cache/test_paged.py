@@ -13,7 +13,7 @@ import torch
 
 import saccade
 from saccade import masks, scores
-from saccade.runtime import call_cache as recall
+from saccade.runtime import call_cache
 from saccade.runtime.paged_arguments import check_paged
 from saccade.testing import assert_exact, make_paged_case
 from saccade.testing.paged import PagedCase
@@ -84,7 +84,7 @@ def test_values_that_can_be_read_are_checked_every_time(checks: list[Any]) -> No
     for count in (1, 2, 3):
         case.run("cpu")
         assert len(checks) == count
-    assert not recall._calls
+    assert not call_cache._calls
     case.table["kv_lens"][0] = 1000
     with pytest.raises(ValueError, match="kv_lens: got 1000"):
         case.run("cpu")
@@ -137,4 +137,4 @@ def test_what_is_out_of_the_ordinary_is_checked_every_time(
     for count in (1, 2, 3):
         saccade.attention_paged(**arguments)
         assert len(checks) == count
-    assert not recall._calls
+    assert not call_cache._calls

@@ -2,7 +2,7 @@
 
 Run as a program with the name of an operation, it prints what each way computed and saw as JSON.
 The first way of all runs before any other call of the process; what the others start with is
-cleared by `recall.forget`.
+cleared by `call_cache.forget`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import saccade
 from saccade import masks
-from saccade.runtime import arguments, paged_arguments
-from saccade.runtime import call_cache as recall
-from saccade.runtime import validation as prepare
+from saccade.runtime import arguments, call_cache, paged_arguments, validation
 
 # ---- operations ------------------------------------------------------------------------------
 
@@ -372,19 +370,19 @@ def observe(operation: Operation) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for name in WAYS:
         runs = {"cold": once(name, operation), "again": once(name, operation)}
-        recall.forget()
+        call_cache.forget()
         for gradients in (False, operation.differentiable):
             operation.call(*operation.leaves(gradients))
         runs["after plain calls"] = once(name, operation)
         far = [beside_plain(name, operation, run.pop("_found", [])) for run in runs.values()]
         report[name] = {"runs": runs, "far": max(far)}
-        recall.forget()
+        call_cache.forget()
     return report
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for module in (arguments, paged_arguments, prepare, recall):
+    for module in (arguments, paged_arguments, validation, call_cache):
         # As on a GPU: else calls with offsets would be checked every time.
         module.values_readable = lambda tensor: False  # type: ignore[attr-defined]
     print(json.dumps(observe(OPERATIONS[sys.argv[1]])))

@@ -44,9 +44,7 @@ def peers() -> list[Peer]:
         found += [
             _peer(f"saccade/paged-{size}", f"{call}, neighbouring {pages}", size, False, _ours),
             _peer(f"saccade/scattered-{size}", f"{call}, scattered {pages}", size, True, _ours),
-            _peer(
-                f"portable/scattered-{size}", "the same, portable kernels", size, True, _portable
-            ),
+            _peer(f"triton/scattered-{size}", "the same, Triton kernels", size, True, _triton),
             _peer(f"hopper/scattered-{size}", "the same, Hopper kernels", size, True, _hopper),
             _peer(f"sdpa/gathered-{size}", f"gathers {pages}, then SDPA", size, True, _gathered),
         ]
@@ -58,7 +56,7 @@ def _peer(who: str, about: str, size: int, scattered: bool, attend: Attend) -> P
         lens, new = _sequences(case)
         if not lens or any(length % size for length in lens):
             return f"it takes new tokens of sequences of whole pages of {size}"
-        for by, implementation in ((_portable, "portable"), (_hopper, "hopper")):
+        for by, implementation in ((_triton, "triton"), (_hopper, "hopper")):
             if attend is by and (reason := _not_by(implementation, case, device)):
                 return reason
         if attend is _gathered and (len(lens) > 1 or not case.decodes):
@@ -121,8 +119,8 @@ def _ours(query: Tensor, pages: Pages, implementation: str | None = None) -> Ten
     return output
 
 
-def _portable(query: Tensor, pages: Pages) -> Tensor:
-    return _ours(query, pages, "portable")
+def _triton(query: Tensor, pages: Pages) -> Tensor:
+    return _ours(query, pages, "triton")
 
 
 def _hopper(query: Tensor, pages: Pages) -> Tensor:

@@ -54,7 +54,7 @@ def limit_of(device: str) -> Limit | None:
 
 
 # Peers that are saccade: what it chooses, and its kernels where they are asked for by name.
-OURS = ("saccade/", "portable/", "hopper/")
+OURS = ("saccade/", "triton/", "hopper/")
 
 
 class Source(NamedTuple):

@@ -1,4 +1,4 @@
-"""Counter: where the programs of a kernel take numbers from, 0 before and after each call.
+"""Tile counter: where the programs of a kernel take numbers from, 0 before and after each call.
 
 Behind it are flags, 0 too: in the forward pass, one for each consumer.
 """

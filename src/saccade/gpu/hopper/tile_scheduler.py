@@ -1,4 +1,4 @@
-"""Schedule: in which order programs take tiles of query rows, and what they are told about them.
+"""Tile scheduler: in which order programs take tiles of query rows, and what they know of them.
 
 A ticket is what the producer tells the consumers about the tile of query rows that comes next.
 Numbers are given to programs in order of cost, dearest first, so that the last ones to finish have
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.gpu import tile_ranges as visibility
+from saccade.gpu import tile_ranges
 from saccade.gpu.kernel_args import Extent
 from saccade.gpu.rules import Rules
 from saccade.gpu.tensor_view import wide
@@ -189,7 +189,7 @@ def entry(numbers, PLACE: gl.constexpr):
     return gl.sum(gl.where(index == PLACE, numbers, 0), 0)
 
 
-# ---- a mask's walk, by one warp: Gluon wants the layout of `visibility.found` to be named -------
+# ---- a mask's walk, by one warp: Gluon wants the layout of `tile_ranges.found` to be named -------
 
 
 @gluon.jit
@@ -197,7 +197,7 @@ def found(
     mask, batch, head, slot, start, lengths,
     TILE: gl.constexpr, OTHER: gl.constexpr, OVER_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Judge all tiles of the other side, 32 together; see `visibility.find_walk`."""
+    """Judge all tiles of the other side, 32 together; see `tile_ranges.find_walk`."""
     tiles_of_warp = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     length, other_length = lengths
     low = start + tiles_of_warp * 0
@@ -239,6 +239,6 @@ def found(
 def with_own_walk(changes: Rules) -> Rules:
     """The rules, with the walk that a program finds by itself as Gluon can compile it."""
     mask = changes.mask
-    if mask.walk is not visibility.found:
+    if mask.walk is not tile_ranges.found:
         return changes
     return changes._replace(mask=mask._replace(walk=found))

@@ -9,10 +9,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade.masks import AnyMask
-from saccade.ops.attention import autograd as doors
-from saccade.runtime import arguments, shards
-from saccade.runtime import backends as dispatch
-from saccade.runtime import call_cache as recall
+from saccade.ops.attention import autograd
+from saccade.runtime import arguments, backends, call_cache, shards
 from saccade.runtime.call_cache import Recalled
 from saccade.runtime.elsewhere import unknown_options
 from saccade.runtime.spec import Config, Inputs
@@ -83,7 +81,7 @@ def attention(  # breaks function-length: most of it is the docstring
         dropout_p: the share of weights that is dropped, in [0, 1); the rest grows to make up.
         return_lse: also return the log-sum-exp of each row's scores (sinks included).
         deterministic: gradients are bit-equal from run to run. Forward passes always are.
-        implementation: "cpu", "hopper", "portable" or "reference"; None takes the first that fits.
+        implementation: "cpu", "hopper", "triton" or "reference"; None takes the first that fits.
             A named one never falls back: it raises where it cannot serve.
         config: tile sizes, or a mapping from (major, minor) GPU capabilities to them.
 
@@ -105,11 +103,15 @@ def attention(  # breaks function-length: most of it is the docstring
         raise unknown_options(unknown)
     arguments.check_flag("return_lse", return_lse)
     recall_key = None
-    if recall.plain_options(sinks, dropout_p, deterministic):
-        recall_key = recall.key_of(query, key, value, mask, score, scale, implementation, config)
-    found = recall.recalled(recall_key)
+    if call_cache.plain_options(sinks, dropout_p, deterministic):
+        recall_key = call_cache.key_of(
+            query, key, value, mask, score, scale, implementation, config
+        )
+    found = call_cache.recalled(recall_key)
     if found is not None:
-        output, lse = doors.attention(Inputs(query, key, value), found, deterministic, alone=True)
+        output, lse = autograd.attention(
+            Inputs(query, key, value), found, deterministic, alone=True
+        )
         return (output, lse) if return_lse else output
     if shards.any_sharded(query, key, value):
         options = {
@@ -123,9 +125,9 @@ def attention(  # breaks function-length: most of it is the docstring
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
         return_lse=return_lse, deterministic=deterministic, config=config,
     )  # fmt: skip
-    found = Recalled(variant, checked, dispatch.choose(problem, implementation))
-    recall.keep(recall_key, found)
-    output, lse = doors.attention(with_seed(inputs, variant), found, deterministic)
+    found = Recalled(variant, checked, backends.choose(problem, implementation))
+    call_cache.keep(recall_key, found)
+    output, lse = autograd.attention(with_seed(inputs, variant), found, deterministic)
     return (output, lse) if return_lse else output
 
 
@@ -204,14 +206,14 @@ def attention_packed(  # breaks function-length: most of it is the docstring
     arguments.check_flag("return_lse", return_lse)
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     tensors, recall_key = (query, key, value, *offsets), None
-    if recall.plain_options(sinks, dropout_p, deterministic):
-        recall_key = recall.packed_key_of(
+    if call_cache.plain_options(sinks, dropout_p, deterministic):
+        recall_key = call_cache.packed_key_of(
             tensors, (max_seqlen_q, max_seqlen_k), mask, score, scale, implementation, config
         )
-    found = recall.recalled(recall_key)
+    found = call_cache.recalled(recall_key)
     if found is not None:
         inputs = Inputs(query, key, value, None, None, *offsets)
-        output, lse = doors.attention(inputs, found, deterministic, alone=True)
+        output, lse = autograd.attention(inputs, found, deterministic, alone=True)
         return (output, lse) if return_lse else output
     if shards.any_sharded(*tensors):
         options = {
@@ -226,7 +228,7 @@ def attention_packed(  # breaks function-length: most of it is the docstring
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
         return_lse=return_lse, deterministic=deterministic, config=config,
     )  # fmt: skip
-    found = Recalled(variant, checked, dispatch.choose(problem, implementation))
-    recall.keep(recall_key, found)
-    output, lse = doors.attention(with_seed(inputs, variant), found, deterministic)
+    found = Recalled(variant, checked, backends.choose(problem, implementation))
+    call_cache.keep(recall_key, found)
+    output, lse = autograd.attention(with_seed(inputs, variant), found, deterministic)
     return (output, lse) if return_lse else output

@@ -1,4 +1,4 @@
-"""Doors: the ways into the operators, one for each kind of caller.
+"""Autograd: the ways into the operators, one for each kind of caller.
 
 `torch.compile`, and whoever calls it by name, meets the operator itself with its registered
 autograd. Eager calls and `torch.func` come through an `autograd.Function` around it: registered

@@ -8,11 +8,11 @@ from typing import Any, Literal, TypedDict, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from saccade.ops.linear_attention import autograd as doors
+from saccade.ops.linear_attention import autograd as linear_autograd
 from saccade.ops.linear_attention import reference, shards
 from saccade.ops.linear_attention.custom_op import flatten
 from saccade.ops.linear_attention.validation import Prepared, prepare
-from saccade.runtime import backends as dispatch
+from saccade.runtime import backends
 from saccade.runtime.arguments import OFFSETS
 from saccade.runtime.autocast import without_autocast
 from saccade.runtime.linear_spec import LinearResults, LinearState
@@ -102,7 +102,7 @@ def linear_attention(  # breaks function-length: most of it is the docstring
             neither read nor counted, and fades nothing.
         initial_state: what came before the first key; every row sees it.
         return_state: also return the state after the last key.
-        implementation: "cpu", "hopper", "portable" or "reference"; None takes the first that fits.
+        implementation: "cpu", "hopper", "triton" or "reference"; None takes the first that fits.
             A named one never falls back: it raises where it cannot serve.
         config: `kv_tile` is the number of rows in a chunk; or a mapping from (major, minor) GPU
             capabilities to such.
@@ -211,12 +211,12 @@ def linear_attention_packed(
 def _run(prepared: Prepared, implementation: str | None) -> tuple[Tensor, LinearState]:
     """The reference is plain PyTorch, with PyTorch's gradients; all others are operators."""
     inputs, variant, problem, config, scaling = prepared
-    chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
+    chosen = backends.choose(problem, implementation, backends.LINEAR_BY_NAME)
     if chosen == "reference":
         with without_autocast(inputs.query.device):  # inputs have been cast already
             found: LinearResults = reference.attention(inputs, variant)
     else:
-        found = doors.attention(inputs, flatten(variant, config, chosen))
+        found = linear_autograd.attention(inputs, flatten(variant, config, chosen))
     if scaling is None:
         return found.output, LinearState(found.kv, found.key_sum)
     output = scaling.finished(found.output, inputs, variant.normalize)

@@ -1,4 +1,4 @@
-"""Doors: the ways into the operators of linear attention; see `saccade.ops.attention.autograd`."""
+"""Autograd: the ways into the operators of linear attention; see `ops/attention/autograd.py`."""
 
 from __future__ import annotations
 

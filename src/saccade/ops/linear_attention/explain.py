@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.explain import answers, costs
 from saccade.ops.linear_attention.api import Options
 from saccade.ops.linear_attention.validation import prepare
-from saccade.runtime import backends as dispatch
+from saccade.runtime import backends
 from saccade.runtime.arguments import OFFSETS
 from saccade.runtime.linear_spec import LinearProblem
 from saccade.runtime.spec import Config
@@ -94,12 +94,12 @@ def explain_linear(
         raise TypeError(f"explain_linear: got the unknown arguments {sorted(unknown)}")
     prepared = prepare(query, key, value, cu_seqlens_q, cu_seqlens_k, **arguments)
     problem = prepared.problem
-    reasons = dispatch.reasons_of(problem, dispatch.LINEAR_BY_NAME)
+    reasons = backends.reasons_of(problem, backends.LINEAR_BY_NAME)
     try:
-        chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
+        chosen = backends.choose(problem, implementation, backends.LINEAR_BY_NAME)
     except NotImplementedError:
         chosen = None
-    yields = {name: entry.yields(problem) for name, entry in dispatch.LINEAR_BY_NAME.items()}
+    yields = {name: entry.yields(problem) for name, entry in backends.LINEAR_BY_NAME.items()}
     costs = problem.flops, problem.bytes
-    remark = chosen and dispatch.LINEAR_BY_NAME[chosen].remark(problem)
+    remark = chosen and backends.LINEAR_BY_NAME[chosen].remark(problem)
     return LinearExplanation(problem, chosen, reasons, prepared.config, *costs, yields, remark)

@@ -1,4 +1,4 @@
-"""Scaling: features that no dtype holds, divided by factors whose logarithms travel beside them.
+"""Feature scaling: features that no dtype holds, divided by factors that travel as logarithms.
 
 Each query row is divided by a factor of its own, which cancels in the normaliser. Keys and state
 are in units of the largest key. A row of a causal call sees a part of the keys, and the others may

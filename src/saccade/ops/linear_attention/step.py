@@ -13,7 +13,7 @@ from saccade.ops.linear_attention.arguments import STATE_SHAPES
 from saccade.ops.linear_attention.custom_op import flatten, linear_step_op
 from saccade.ops.linear_attention.feature_scaling import Scaling
 from saccade.ops.linear_attention.validation import prepare
-from saccade.runtime import backends as dispatch
+from saccade.runtime import backends
 from saccade.runtime.arguments import values_readable
 from saccade.runtime.checks import integers
 from saccade.runtime.linear_spec import LinearInputs, LinearState
@@ -75,7 +75,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     )  # fmt: skip
     inputs, variant, problem, _, scaling = prepared
     _check_gradients("features", inputs.query, inputs.key)  # of a map with parameters
-    chosen = dispatch.choose(problem, implementation, dispatch.LINEAR_BY_NAME)
+    chosen = backends.choose(problem, implementation, backends.LINEAR_BY_NAME)
     if chosen == "reference":
         raise NotImplementedError(
             "implementation: reference: it changes nothing in place; call linear_attention with "

@@ -1,4 +1,4 @@
-"""Prepare: check every argument of linear attention and turn them into what implementations take.
+"""Validation: check all arguments of linear attention and turn them into what backends take.
 
 Feature maps that implementations do not apply themselves are applied here.
 """

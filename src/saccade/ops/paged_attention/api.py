@@ -11,9 +11,7 @@ from typing_extensions import Unpack
 from saccade.masks import AnyMask
 from saccade.ops.paged_attention import reference
 from saccade.ops.paged_attention.custom_op import attention_paged_through
-from saccade.runtime import arguments, shards
-from saccade.runtime import backends as dispatch
-from saccade.runtime import call_cache as recall
+from saccade.runtime import arguments, backends, call_cache, shards
 from saccade.runtime.autocast import without_autocast
 from saccade.runtime.call_cache import Recalled
 from saccade.runtime.elsewhere import unknown_options
@@ -121,10 +119,10 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     if unknown:
         raise unknown_options(unknown)
     arguments.check_flag("return_lse", return_lse)
-    recall_key = recall.paged_key_of(
+    recall_key = call_cache.paged_key_of(
         inputs, mask, score, scale, batch_invariant, implementation, config
     )
-    found = recall.recalled(recall_key)
+    found = call_cache.recalled(recall_key)
     if found is None and shards.any_sharded(*inputs):
         options = {
             "mask": mask, "score": score, "scale": scale, "batch_invariant": batch_invariant,
@@ -136,8 +134,8 @@ def attention_paged(  # breaks function-length: most of it is the docstring
             inputs, mask=mask, score=score, scale=scale, batch_invariant=batch_invariant,
             return_lse=return_lse, config=config,
         )  # fmt: skip
-        found = Recalled(variant, resolved, dispatch.choose(problem, implementation))
-        recall.keep(recall_key, found)
+        found = Recalled(variant, resolved, backends.choose(problem, implementation))
+        call_cache.keep(recall_key, found)
     if found.chosen == "reference":
         with without_autocast(inputs.query.device):
             output, lse = reference.attention_paged(inputs, found.variant)

@@ -13,7 +13,7 @@ from saccade.masks import Mask
 from saccade.modifiers import evaluate, intervals
 from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.ops import index_range
-from saccade.ops.attention.cpu import block_mask as plan
+from saccade.ops.attention.cpu import block_mask
 from saccade.ops.attention.cpu.block_mask import QueryTile, Run, Sizes
 from saccade.runtime.spec import Variant
 
@@ -44,13 +44,13 @@ def visible(sizes: Sizes, mask: Mask) -> torch.Tensor:
     return evaluate.visible(mask.key, mask.captured, at).expand(full)
 
 
-def check(sizes: Sizes, mask: Mask, *, exact: bool = True) -> tuple[plan.Unit, ...]:
+def check(sizes: Sizes, mask: Mask, *, exact: bool = True) -> tuple[block_mask.Unit, ...]:
     """Compare a plan with the mask, pair by pair.
 
     exact: the mask is one whose tiles are known exactly, so that no hidden tile is visited.
     """
     seen = visible(sizes, mask)
-    units = plan.units(sizes, variant_of(mask))
+    units = block_mask.units(sizes, variant_of(mask))
     visited = torch.zeros_like(seen, dtype=torch.int)
     unmasked = torch.zeros_like(seen)
     for unit in units:
@@ -155,8 +155,8 @@ def test_combined_masks_are_planned_completely(sizes, data):
 
 def test_real_tile_sizes():
     sizes = sizes_of(
-        batch=1, heads=1, query_len=700, kv_len=9000, query_tile=plan.QUERY_TILE,
-        kv_tile=plan.KV_TILE,
+        batch=1, heads=1, query_len=700, kv_len=9000, query_tile=block_mask.QUERY_TILE,
+        kv_tile=block_mask.KV_TILE,
     )  # fmt: skip
     for mask in (masks.causal(), masks.causal("top_left"), masks.window(5000, 100)):
         check(sizes, mask)
@@ -166,21 +166,21 @@ def test_real_tile_sizes():
 
 
 def runs_of(sizes: Sizes, mask: Mask) -> list[tuple[Run, ...]]:
-    (unit,) = plan.units(sizes, variant_of(mask))
+    (unit,) = block_mask.units(sizes, variant_of(mask))
     return [tile.runs for tile in unit.tiles]
 
 
 def test_no_mask_is_one_tile_and_one_run():
-    (unit,) = plan.units(sizes_of(), variant_of(None))
-    assert unit == plan.Unit((0, 2), (0, 3), (QueryTile(0, 50, (Run(0, 70, False),)),))
+    (unit,) = block_mask.units(sizes_of(), variant_of(None))
+    assert unit == block_mask.Unit((0, 2), (0, 3), (QueryTile(0, 50, (Run(0, 70, False),)),))
 
 
 def test_query_tiles_that_see_the_same_without_a_mask_are_joined():
     sizes = sizes_of(query_len=64, kv_len=64)
-    (unit,) = plan.units(sizes, variant_of(masks.key_lengths(torch.tensor([24]))))
+    (unit,) = block_mask.units(sizes, variant_of(masks.key_lengths(torch.tensor([24]))))
     assert unit.tiles == (QueryTile(0, 64, (Run(0, 24, False),)),)
     documents = masks.documents((torch.arange(64) // 32)[None])
-    (unit,) = plan.units(sizes, variant_of(documents))
+    (unit,) = block_mask.units(sizes, variant_of(documents))
     assert unit.tiles == (
         QueryTile(0, 32, (Run(0, 32, False),)),
         QueryTile(32, 64, (Run(32, 64, False),)),
@@ -188,7 +188,7 @@ def test_query_tiles_that_see_the_same_without_a_mask_are_joined():
 
 
 def test_query_tiles_that_need_the_mask_are_not_joined():
-    (unit,) = plan.units(sizes_of(), variant_of(masks.key_lengths(torch.tensor([20]))))
+    (unit,) = block_mask.units(sizes_of(), variant_of(masks.key_lengths(torch.tensor([20]))))
     assert len(unit.tiles) == 7
     assert all(tile.runs == (Run(0, 24, True),) for tile in unit.tiles)
 
@@ -199,7 +199,7 @@ def test_long_clean_stretches_run_without_the_mask():
     assert runs == (Run(0, 7936, False), Run(7936, 8192, True))
     (runs,) = runs_of(sizes, masks.window(4000, 0))
     assert [run.masked for run in runs] == [True, False, True]
-    assert runs[1].stop - runs[1].start >= plan.LONG_STRETCH
+    assert runs[1].stop - runs[1].start >= block_mask.LONG_STRETCH
     assert sum(run.stop - run.start for run in runs if run.masked) <= 256 + 4 * 128
 
 
@@ -215,8 +215,8 @@ def test_masked_runs_are_of_bounded_length():
     sizes = sizes_of(batch=1, heads=1, query_len=8, kv_len=20000)
     scattered = masks.dense(torch.arange(20000) % 2 == 0)
     (runs,) = runs_of(sizes, scattered)
-    assert all(run.masked and run.stop - run.start <= plan.MASKED_STRETCH for run in runs)
-    assert len(runs) == -(-20000 // plan.MASKED_STRETCH)
+    assert all(run.masked and run.stop - run.start <= block_mask.MASKED_STRETCH for run in runs)
+    assert len(runs) == -(-20000 // block_mask.MASKED_STRETCH)
     check(sizes, scattered)
 
 
@@ -250,7 +250,7 @@ def test_neighbours_that_visit_the_same_keys_are_one_unit():
 
 
 def test_as_many_go_together_as_a_mask_may_hold(monkeypatch):
-    monkeypatch.setattr(plan, "PAIRS_TOGETHER", 2 * 16 * 24)
+    monkeypatch.setattr(block_mask, "PAIRS_TOGETHER", 2 * 16 * 24)
     sizes = sizes_of(batch=5, query_len=16, kv_len=24)
     units = check(sizes, masks.key_lengths(torch.full((5,), 20)))
     assert [unit.batch for unit in units] == [(0, 2), (2, 4), (4, 5)]
@@ -261,9 +261,9 @@ def test_short_sequences_go_together(kv_len, monkeypatch):
     sizes = sizes_of(batch=4, query_len=8, kv_len=kv_len)
     mask = masks.key_lengths(torch.tensor([5, 0, 3, 5])) & masks.causal()
     assert check(sizes, mask) == (
-        plan.Unit((0, 4), (0, 3), (QueryTile(0, 8, (Run(0, kv_len, True),)),)),
+        block_mask.Unit((0, 4), (0, 3), (QueryTile(0, 8, (Run(0, kv_len, True),)),)),
     )
-    monkeypatch.setattr(plan, "PAIRS_TOGETHER", 2 * 8 * kv_len)
+    monkeypatch.setattr(block_mask, "PAIRS_TOGETHER", 2 * 8 * kv_len)
     assert len(check(sizes, masks.key_lengths(torch.tensor([5, 0, 3, 4])))) > 1
 
 
@@ -282,13 +282,13 @@ def test_memory_of_a_plan_is_bounded_by_strips(monkeypatch):
 
     monkeypatch.setattr(intervals, "classify", measure)
     length = 2**17
-    sizes = Sizes(1, 1, length, length, 0, plan.QUERY_TILE, plan.KV_TILE)
+    sizes = Sizes(1, 1, length, length, 0, block_mask.QUERY_TILE, block_mask.KV_TILE)
     started = time.perf_counter()
-    (unit,) = plan.units(sizes, variant_of(masks.window(4096)))
+    (unit,) = block_mask.units(sizes, variant_of(masks.window(4096)))
     assert time.perf_counter() - started < 10
-    assert max(judged) <= plan.STRIP * (length // plan.KV_TILE)
-    assert len(judged) == length // (plan.QUERY_TILE * plan.STRIP)
-    assert len(unit.tiles) == length // plan.QUERY_TILE
+    assert max(judged) <= block_mask.STRIP * (length // block_mask.KV_TILE)
+    assert len(judged) == length // (block_mask.QUERY_TILE * block_mask.STRIP)
+    assert len(unit.tiles) == length // block_mask.QUERY_TILE
     assert sum(len(tile.runs) for tile in unit.tiles) <= 4 * len(unit.tiles)
     keys = [sum(run.stop - run.start for run in tile.runs) for tile in unit.tiles]
-    assert max(keys) <= 4096 + plan.QUERY_TILE + 2 * plan.KV_TILE
+    assert max(keys) <= 4096 + block_mask.QUERY_TILE + 2 * block_mask.KV_TILE

@@ -9,7 +9,7 @@ from saccade import masks, scores
 from saccade.masks import Mask
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Captured
-from saccade.ops.attention.cpu import dense_tile as tile
+from saccade.ops.attention.cpu import dense_tile
 from saccade.ops.attention.cpu.dense_tile import Place
 from saccade.runtime import dropout
 from saccade.runtime.spec import Variant
@@ -102,7 +102,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Query, key and value by the tile; dropout with the one seed where the variant has any."""
     query, key, value = rows
-    return tile.forward(query, key, value, variant, seed_of(variant), place, masked, careful)
+    return dense_tile.forward(query, key, value, variant, seed_of(variant), place, masked, careful)
 
 
 def backward(
@@ -112,10 +112,10 @@ def backward(
     masked: bool,
     careful: bool,
     wanted: tuple[int, ...] = (),
-) -> tile.Shares:
+) -> dense_tile.Shares:
     """The same for grad_output, query, key, value, lse and row_dot."""
     grad_output, query, key, value, lse, row_dot = rows
-    return tile.backward(
+    return dense_tile.backward(
         grad_output, query, key, value, lse, row_dot, variant, seed_of(variant), place, masked,
         careful, wanted,
     )  # fmt: skip

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from saccade.ops.attention.cpu import edge_masks as edges
-from saccade.ops.attention.cpu import flash_tile as flash
+from saccade.ops.attention.cpu import edge_masks, flash_tile
 
 SCALE = 0.3
 
@@ -24,8 +23,8 @@ def rectangle(
     ]
 
 
-def as_edge(visible: torch.Tensor | None, query: torch.Tensor) -> edges.Edge | None:
-    return None if visible is None else edges.edge(visible, query.dtype)
+def as_edge(visible: torch.Tensor | None, query: torch.Tensor) -> edge_masks.Edge | None:
+    return None if visible is None else edge_masks.edge(visible, query.dtype)
 
 
 def forward(
@@ -33,7 +32,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Query, key and value by the kernel."""
     query, key, value = rows
-    return flash.forward(query, key, value, SCALE, as_edge(visible, query), causal)
+    return flash_tile.forward(query, key, value, SCALE, as_edge(visible, query), causal)
 
 
 def backward(
@@ -42,7 +41,7 @@ def backward(
     """The same for grad_output, query, key, value, output and lse."""
     grad_output, query, key, value, output, lse = (part.detach() for part in rows)
     edge = as_edge(visible, query)
-    return flash.backward(grad_output, query, key, value, output, lse, SCALE, edge, causal)
+    return flash_tile.backward(grad_output, query, key, value, output, lse, SCALE, edge, causal)
 
 
 def plain(
@@ -79,8 +78,8 @@ SHAPES = {
     "wide values": rectangle(dims=(4, 24)),
     "narrow values": rectangle(dims=(24, 3)),
     "one channel": rectangle(dims=(1, 1)),
-    "too many rows to pack": rectangle(rows=flash.PACK_BELOW, keys=40, dims=(8, 5)),
-    "just few enough rows": rectangle(rows=flash.PACK_BELOW - 1, keys=40, dims=(8, 5)),
+    "too many rows to pack": rectangle(rows=flash_tile.PACK_BELOW, keys=40, dims=(8, 5)),
+    "just few enough rows": rectangle(rows=flash_tile.PACK_BELOW - 1, keys=40, dims=(8, 5)),
 }
 MASKS = ["none", "causal", "1111", "b111", "1h11", "11r1", "111k", "11rk", "b1rk", "1hrk", "bhrk"]
 

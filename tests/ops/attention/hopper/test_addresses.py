@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16
 
 
-@pytest.fixture(params=["hopper", "portable"])
+@pytest.fixture(params=["hopper", "triton"])
 def implementation(request: pytest.FixtureRequest) -> str:
     if request.param == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("this GPU is no Hopper")
@@ -100,9 +100,9 @@ def test_unaligned_addresses_between_aligned_ones(implementation: str) -> None:
 def test_a_graph_keeps_its_maps_when_they_are_forgotten(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from saccade.gpu import fast_launch as driver
+    from saccade.gpu import fast_launch
 
-    monkeypatch.setattr(driver, "MOST_MAPS", 2)
+    monkeypatch.setattr(fast_launch, "MOST_MAPS", 2)
     shape = (2, 4, 300, 128)
     static = [filled(torch.empty(shape, dtype=BF16, device="cuda"), n) for n in range(3)]
 

@@ -1,4 +1,4 @@
-"""Hopper kernels come before portable ones, and say what they do not serve."""
+"""Hopper kernels come before Triton's, and say what they do not serve."""
 
 import itertools
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 import saccade
 from saccade import masks, scores
 from saccade.explain import answers
-from saccade.runtime import backends as dispatch
+from saccade.runtime import backends
 from saccade.runtime.validation import prepare
 
 BF16 = torch.bfloat16
@@ -26,7 +26,7 @@ def problem(query: Tensor, key: Tensor | None = None, **more: Any) -> Any:
 
 
 def reason(*tensors: Tensor, **more: Any) -> str:
-    return dispatch.BY_NAME["hopper"].unsupported(problem(*tensors, **more)) or ""
+    return backends.BY_NAME["hopper"].unsupported(problem(*tensors, **more)) or ""
 
 
 PREFIX = masks.prefix(torch.tensor([7], dtype=torch.int32))
@@ -47,8 +47,8 @@ def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def test_it_comes_before_portable_kernels_and_wants_a_hopper():
-    assert dispatch.NAMES.index("hopper") < dispatch.NAMES.index("portable")
+def test_it_comes_before_triton_kernels_and_wants_a_hopper():
+    assert backends.NAMES.index("hopper") < backends.NAMES.index("triton")
     with pytest.raises(NotImplementedError, match="hopper: "):
         query = rows(1, 2, 8, 64)
         saccade.attention(query, query, query, implementation="hopper")
@@ -86,16 +86,16 @@ def test_projections_and_single_rows_are_taken_as_they_lie():
         (lambda: problem(rows(1, 2, 512, 256), mask=masks.causal(align="top_left")), None),
         (
             lambda: problem(rows(1, 2, 512, 256), mask=masks.window(64)),
-            "backward by portable kernels (above 128 channels",
+            "backward by Triton kernels (above 128 channels",
         ),
         (
             lambda: problem(rows(1, 2, 0, 128), rows(1, 2, 512, 128)),
-            "backward by portable kernels (there are no queries",
+            "backward by Triton kernels (there are no queries",
         ),
     ],
 )
 def test_explain_says_which_passes_it_leaves(found, said):
-    remark = dispatch.BY_NAME["hopper"].remark(found())
+    remark = backends.BY_NAME["hopper"].remark(found())
     assert (remark is None) if said is None else (said in remark)
     text = ", ".join(["  hopper: yes, taken", remark or ""])
     assert next(answers({"hopper": None}, "hopper", None, remark)) == text.removesuffix(", ")
@@ -121,15 +121,13 @@ def test_explain_says_which_passes_it_leaves(found, said):
         (lambda: problem(rows(1, 2, 512, 32)), "64 channels"),
     ],
 )
-def test_what_was_not_measured_goes_to_portable_kernels_unless_it_is_named(
-    found, said, monkeypatch
-):
-    monkeypatch.setattr(dispatch, "_hopper_misses", lambda device, index: None)
-    monkeypatch.setattr(dispatch, "_portable_misses", lambda *problem: None)
+def test_what_was_not_measured_goes_to_triton_kernels_unless_it_is_named(found, said, monkeypatch):
+    monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
     asked = found()._replace(device="cuda")
-    assert dispatch.choose(asked) == ("hopper" if said is None else "portable")
-    assert dispatch.choose(asked, "hopper") == "hopper"
-    why = dispatch.BY_NAME["hopper"].yields(asked)
+    assert backends.choose(asked) == ("hopper" if said is None else "triton")
+    assert backends.choose(asked, "hopper") == "hopper"
+    why = backends.BY_NAME["hopper"].yields(asked)
     assert (why is None) if said is None else (said in why)
-    line = next(answers({"hopper": None}, "portable", None, None, {"hopper": why}))
+    line = next(answers({"hopper": None}, "triton", None, None, {"hopper": why}))
     assert line == ", ".join(filter(None, ["  hopper: yes, not asked for", why]))

@@ -17,13 +17,13 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.gpu import launcher as launch
+from saccade.gpu import launcher
 from saccade.gpu.tensor_view import ADDED
 from saccade.ops.paged_attention.triton import cuts
 from saccade.ops.paged_attention.triton import split_kv as schedule
 from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN, Schedule
 
-pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="it takes the interpreter")
+pytestmark = pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
 
 
 @triton.jit

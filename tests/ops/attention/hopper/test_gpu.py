@@ -31,7 +31,7 @@ def _needs_hopper() -> None:
 
 @pytest.fixture(autouse=True)
 def _by_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the library takes portable ones, for want of a comparison."""
+    """Also where the library takes Triton's, for want of a comparison."""
     monkeypatch.setattr(configs, "TAKE_ALL", True)
 
 

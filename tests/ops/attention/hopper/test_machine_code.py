@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from saccade.kernel_check import compile_cache as known
-from saccade.kernel_check import pool
-from saccade.kernel_check import report as findings
+from saccade.kernel_check import compile_cache, pool, report
 from saccade.kernel_check.calls import Call
 from saccade.kernel_check.linear_calls import LinearCall
 from saccade.kernel_check.paged_calls import PagedCall
@@ -48,14 +46,14 @@ SEEN = {
 def compiled(which, kernel, *calls):
     jobs = [Job("sm_90", call, which, (kernel,)) for call in calls]
     triton = importlib.metadata.version("triton")
-    found = known.read(TABLE, triton)
+    found = compile_cache.read(TABLE, triton)
     results = pool.compile_all(jobs, 1, known=found)
     assert results
     usages = []
     for result in results:
         assert result.usage is not None, result.error
         result = without_seen(triton, result)
-        assert not findings.fault(result) or findings.excuse(result), findings.fault(result)
+        assert not report.fault(result) or report.excuse(result), report.fault(result)
         usages.append((result.job.call.head_dim, result.usage))
     return usages
 
@@ -102,7 +100,7 @@ def test_all_widths_multiply_and_cover_their_exponents():
 def test_two_programs_share_a_multiprocessor():
     calls = [Call(64), Call(64, mask="causal")]
     for _, usage in compiled("hopper", "hopper_forward", *calls):
-        assert usage.looped <= findings.FEW  # of 16 weights that a thread keeps for the next step
+        assert usage.looped <= report.FEW  # of 16 weights that a thread keeps for the next step
         assert usage.products == 32
         assert 2 * (usage.shared + 1024) <= 228 << 10
         assert usage.registers == 80

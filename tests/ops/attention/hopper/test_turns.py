@@ -23,15 +23,15 @@ import triton
 import triton.language as tl
 
 from saccade import masks
-from saccade.gpu import launcher as launch
-from saccade.gpu.hopper import tile_scheduler as schedule
+from saccade.gpu import launcher
+from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.kernel_args import mask_argument
 from saccade.gpu.tile_ranges import first_and_end
 from saccade.modifiers.names import PREFIX, WITHIN, stretch_of
 from saccade.ops.attention.hopper.preprocess import first_turn
 from saccade.runtime.spec import Variant
 
-interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="it takes the interpreter")
+interpreted = pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
 KV_TILE = 128
 
 
@@ -97,7 +97,7 @@ def random_mask(chance: random.Random, longest: int) -> masks.Mask | None:
 @interpreted
 @pytest.mark.parametrize("query_tile", [64, 128])
 def test_who_visits_a_tile_of_queries_has_a_turn_there(query_tile: int, tmp_path: Path) -> None:
-    chance, found = random.Random(query_tile), in_triton(schedule.found, tmp_path)
+    chance, found = random.Random(query_tile), in_triton(tile_scheduler.found, tmp_path)
     for _ in range(SAMPLES):
         query_len, kv_len = (chance.choice([1, 64, 128, chance.randrange(1, 900)]) for _ in "qk")
         mask = random_mask(chance, 900)

@@ -12,7 +12,7 @@ from torch import Tensor
 import saccade
 from saccade.masks import as_mask
 from saccade.modifiers import evaluate
-from saccade.modifiers import ops as language
+from saccade.modifiers import ops as modifier_ops
 from saccade.modifiers.expression import Coordinates
 from saccade.ops.attention.triton import gradients
 from saccade.testing import Case, assert_exact, make_case, oracle, tolerances
@@ -52,14 +52,14 @@ def small(**changes: Any) -> Case:
 
 
 def run(case: Case, deterministic: bool) -> dict[str, Tensor]:
-    return case.run("portable", deterministic=deterministic, config=TILES)
+    return case.run("triton", deterministic=deterministic, config=TILES)
 
 
 @FORMS
 @pytest.mark.parametrize("name", list(HIDDEN))
 def test_nan_in_hidden_keys_and_values_changes_nothing(name: str, deterministic: bool) -> None:
     clean, spoilt = (small(**HIDDEN[name], spoil_hidden=spoil) for spoil in (False, True))
-    assert_exact(spoilt, "portable", deterministic=deterministic, config=TILES)
+    assert_exact(spoilt, "triton", deterministic=deterministic, config=TILES)
     if name in ("documents", "blocks", "lengths", "packed documents"):
         assert not torch.equal(clean.tensors["key"], spoilt.tensors["key"])  # something is hidden
 
@@ -81,7 +81,9 @@ def visible_pairs(case: Case) -> Tensor:
     """[batch, head, query, key] of a dense case."""
     mask, d = as_mask(case.mask), case.description
     (query_len, kv_len), sizes = d.lengths[0], (d.batch, d.query_heads)
-    ranges = [language.index_range(0, n, dim) for dim, n in enumerate((*sizes, query_len, kv_len))]
+    ranges = [
+        modifier_ops.index_range(0, n, dim) for dim, n in enumerate((*sizes, query_len, kv_len))
+    ]
     seen = evaluate.visible(mask.key, mask.captured, Coordinates(*ranges, shift=kv_len - query_len))
     return seen.expand(*sizes, query_len, kv_len)
 
@@ -142,4 +144,4 @@ def test_a_visible_nan_reaches_only_what_sees_it(
 )
 def test_both_forms_are_exact(description: dict[str, Any], deterministic: bool) -> None:
     case = small(**{"lengths": ((20, 24),), **description})
-    assert_exact(case, "portable", deterministic=deterministic, config=TILES)
+    assert_exact(case, "triton", deterministic=deterministic, config=TILES)

@@ -1,4 +1,4 @@
-"""Portable kernels on a GPU: graphs, torch.compile, streams, repeats, addresses, preparation."""
+"""Triton kernels on a GPU: graphs, torch.compile, streams, repeats, addresses, preparation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def problem(kind: str, seed: int, length: int = 384, dtype: torch.dtype = BF16) 
 
 def attend(kind: str, *tensors: Tensor, **options: Any) -> Tensor:
     query, key, value, *tables = tensors
-    options["implementation"] = "portable"
+    options["implementation"] = "triton"
     if kind == "packed":
         mask = masks.causal()
         return saccade.attention_packed(query, key, value, tables[0], mask=mask, **options)
@@ -174,7 +174,7 @@ class TestRepeats:
         def once() -> list[Tensor]:
             output = saccade.attention(
                 *leaves, mask=masks.causal(), score=scores.bias(bias), deterministic=True,
-                implementation="portable",
+                implementation="triton",
             )  # fmt: skip
             return [output.detach(), *torch.autograd.grad(output, [*leaves, bias], grad)]
 
@@ -193,7 +193,7 @@ class TestSize:
         whole = [normal(1, 2, kv_len, 64, seed=n).requires_grad_() for n in (1, 2)]
         assert whole[0].numel() > 2**31
         options: dict[str, Any] = {
-            "return_lse": True, "deterministic": True, "implementation": "portable",
+            "return_lse": True, "deterministic": True, "implementation": "triton",
         }  # fmt: skip
         output, lse = saccade.attention(query, *whole, **options)
         grad = normal(*output.shape, seed=3)
@@ -259,10 +259,10 @@ class TestAddresses:
         case = make_case(
             mask="causal", score="bias", sinks=True, device="cuda", lengths=((70, 90),)
         )
-        wanted = case.run("portable", deterministic=True)
+        wanted = case.run("triton", deterministic=True)
         case.tensors = {name: moved(tensor) for name, tensor in case.tensors.items()}
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in case.tensors.items()}
-        output, lse = case.call(leaves, implementation="portable", deterministic=True)
+        output, lse = case.call(leaves, implementation="triton", deterministic=True)
         grads = [moved(case.grads["output"].float()), moved(case.grads["lse"].float())]
         found = torch.autograd.grad([output, lse], list(leaves.values()), grads)
         assert_bits(list(found), [wanted[f"grad_{name}"] for name in leaves])
@@ -321,7 +321,7 @@ class TestPreparedKernels:
         wanted = [run(make(), torch.float64, "reference") for make in CALLS[name]]
         for order in itertools.permutations(range(len(wanted)), 2):
             for which in (*order, order[0]):
-                assert_near(run(CALLS[name][which](), F32, "portable"), wanted[which], 1e-4)
+                assert_near(run(CALLS[name][which](), F32, "triton"), wanted[which], 1e-4)
 
     def test_alternating_dtypes_and_shapes_are_not_mixed_up(self) -> None:
         choices = [(F32, 90), (BF16, 90), (F16, 90), (BF16, 91), (F32, 128), (F16, 1)]
@@ -363,7 +363,7 @@ class TestForms:
     ) -> None:
         sizes = {"lengths": ((260, 390),), "head_dim": 64, "value_dim": 64, "dtype": dtype}
         case = make_case(**{**sizes, **description, "device": "cuda"})
-        assert_exact(case, "portable", deterministic=deterministic)
+        assert_exact(case, "triton", deterministic=deterministic)
 
 
 class TestCallers:
@@ -384,7 +384,7 @@ class TestCallers:
         ]
         table = torch.arange(2 * 50, device="cuda").view(2, 50) % 3  # shorter than the keys
         found: list[list[Tensor]] = []
-        for dtype, name in ((F32, "portable"), (torch.float64, "reference")):
+        for dtype, name in ((F32, "triton"), (torch.float64, "reference")):
             leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors[:3]]
             output = saccade.attention(
                 *leaves, mask=by_table(table, 2), score=bent(0.7), implementation=name

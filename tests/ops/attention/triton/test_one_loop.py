@@ -9,7 +9,7 @@ import torch
 
 import saccade
 from saccade.ops.attention.triton import configs
-from saccade.ops.attention.triton import host as attention
+from saccade.ops.attention.triton import host as attention_host
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.testing import assert_exact, make_case
 
@@ -30,10 +30,10 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(CASES))
 def test_one_loop_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "in_one_loop", lambda problem: True)
-    monkeypatch.setattr(attention, "_forwards", {})
+    monkeypatch.setattr(attention_host, "_forwards", {})
     case = make_case(batch=1, kv_heads=1, group=2, **CASES[name])
-    assert_exact(case, "portable", deterministic=True, config=TILES)
-    loops = [each.launch.constants["ONE_LOOP"] for each in attention._forwards.values()]
+    assert_exact(case, "triton", deterministic=True, config=TILES)
+    loops = [each.launch.constants["ONE_LOOP"] for each in attention_host._forwards.values()]
     assert loops == [True]
 
 

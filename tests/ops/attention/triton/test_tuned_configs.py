@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from saccade.ops.attention.triton import tuned_configs as tuned
+from saccade.ops.attention.triton import tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.ops.attention.triton.tuned_configs import Table
 from saccade.runtime.spec import Config
@@ -18,46 +18,46 @@ FOUND = Table("sm_90", "NVIDIA H200", "3.6.0", {FORWARD: Config(64, 64, 4, 3)})
 def file(tmp_path, monkeypatch):
     file = tmp_path / "settings" / "configs.json"
     monkeypatch.setenv("SACCADE_CONFIGS", str(file))
-    tuned.load.cache_clear()
+    tuned_configs.load.cache_clear()
     yield file
-    tuned.load.cache_clear()
+    tuned_configs.load.cache_clear()
 
 
 def test_without_a_file_the_table_is_empty():
-    assert tuned.load() == {}
+    assert tuned_configs.load() == {}
 
 
 def test_what_was_saved_is_loaded_at_once(file):
-    assert tuned.load() == {}
-    assert tuned.save(file, FOUND) is None
-    assert tuned.load() == {FORWARD: Config(64, 64, 4, 3)}
-    assert tuned.load() is tuned.load()
-    assert tuned.read(file) == {"sm_90": FOUND}
+    assert tuned_configs.load() == {}
+    assert tuned_configs.save(file, FOUND) is None
+    assert tuned_configs.load() == {FORWARD: Config(64, 64, 4, 3)}
+    assert tuned_configs.load() is tuned_configs.load()
+    assert tuned_configs.read(file) == {"sm_90": FOUND}
 
 
 def test_saving_keeps_other_entries_and_other_architectures(file):
     ampere = FORWARD._replace(architecture="sm_80")
-    tuned.save(file, FOUND)
-    tuned.save(file, Table("sm_80", "A100", "3.6.0", {ampere: Config(32, 32, 4, 1)}))
-    tuned.save(file, Table("sm_90", "H100", "3.9.0", {KEYS: Config(16, 32, 8, 1)}))
-    assert tuned.load() == {
+    tuned_configs.save(file, FOUND)
+    tuned_configs.save(file, Table("sm_80", "A100", "3.6.0", {ampere: Config(32, 32, 4, 1)}))
+    tuned_configs.save(file, Table("sm_90", "H100", "3.9.0", {KEYS: Config(16, 32, 8, 1)}))
+    assert tuned_configs.load() == {
         FORWARD: Config(64, 64, 4, 3),
         KEYS: Config(16, 32, 8, 1),
         ampere: Config(32, 32, 4, 1),
     }
-    assert tuned.read(file)["sm_90"].device == "H100"
+    assert tuned_configs.read(file)["sm_90"].device == "H100"
 
 
 def test_where_the_file_is(monkeypatch, tmp_path):
     monkeypatch.setenv("SACCADE_CONFIGS", "")
-    assert tuned.path() is None
-    assert tuned.load() == {}
+    assert tuned_configs.path() is None
+    assert tuned_configs.load() == {}
     monkeypatch.delenv("SACCADE_CONFIGS")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert tuned.path() == tmp_path / "saccade" / "configs.json"
+    assert tuned_configs.path() == tmp_path / "saccade" / "configs.json"
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tuned.path() == tmp_path / ".config" / "saccade" / "configs.json"
+    assert tuned_configs.path() == tmp_path / ".config" / "saccade" / "configs.json"
 
 
 def entry(**changes):
@@ -98,13 +98,13 @@ def test_a_broken_file_says_what_is_wrong_and_how_to_get_rid_of_it(file, text, m
     file.parent.mkdir()
     file.write_text(text)
     with pytest.raises(ValueError) as caught:
-        tuned.load()
+        tuned_configs.load()
     assert message in str(caught.value)
     assert str(file) in str(caught.value)
     assert "Delete the file, or write it anew with `saccade tune --save`" in str(caught.value)
-    aside = tuned.save(file, FOUND)
+    aside = tuned_configs.save(file, FOUND)
     assert aside is not None and aside.read_text() == text
-    assert tuned.load() == FOUND.entries
+    assert tuned_configs.load() == FOUND.entries
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_any_content_is_an_error_that_names_the_file(file, text):
         text = json.dumps(text)
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=r"configs.json: .*Delete the file"):
-        tuned.load()
+        tuned_configs.load()
 
 
 def test_a_folder_is_no_table_and_stays_where_it_is(file):
     file.mkdir(parents=True)
-    for call in (tuned.load, lambda: tuned.save(file, FOUND)):
+    for call in (tuned_configs.load, lambda: tuned_configs.save(file, FOUND)):
         with pytest.raises(ValueError, match=r"configs.json: cannot be read: .*SACCADE_CONFIGS"):
             call()
     assert file.is_dir()

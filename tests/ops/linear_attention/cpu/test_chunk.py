@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.ops.linear_attention.cpu import host as linear
+from saccade.ops.linear_attention.cpu import host as linear_host
 from saccade.ops.linear_attention.cpu.steps import Step, steps_of
 from saccade.runtime.linear_spec import LinearInputs, LinearVariant
 from saccade.testing import make_linear_case
@@ -96,7 +96,7 @@ def test_errors_do_not_grow_with_the_length(dtype: torch.dtype) -> None:
 def test_states_of_a_step_are_changed_and_no_others(
     entries: Any, tokens: int, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "LARGE_STATE", large)
+    monkeypatch.setattr(linear_host, "LARGE_STATE", large)
     torch.manual_seed(0)
     query, key, value = (torch.randn(5, heads, tokens, 4) for heads in (8, 4, 2))
     sums = torch.rand(7, 4, 4, 4), torch.rand(7, 4, 4)
@@ -136,7 +136,7 @@ def test_threads_keep_their_own_autocast(monkeypatch: pytest.MonkeyPatch) -> Non
     """A thread that comes in later, and leaves later, must not undo what another asked for."""
     tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
     entered, left = threading.Event(), threading.Event()
-    shares = linear._shares
+    shares = linear_host._shares
 
     def interleaved(inputs: LinearInputs) -> object:
         if threading.current_thread() is other:
@@ -147,7 +147,7 @@ def test_threads_keep_their_own_autocast(monkeypatch: pytest.MonkeyPatch) -> Non
             entered.wait(10)
         return shares(inputs)
 
-    monkeypatch.setattr(linear, "_shares", interleaved)
+    monkeypatch.setattr(linear_host, "_shares", interleaved)
     other = threading.Thread(target=saccade.linear_attention, args=tensors)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         saccade.linear_attention(*tensors)

@@ -14,7 +14,7 @@ from saccade.ops.linear_attention.hopper.gradients import split_of
 from saccade.ops.linear_attention.hopper.split import Split
 from saccade.ops.linear_attention.triton.kind import LinearKind
 from saccade.ops.linear_attention.validation import prepare
-from saccade.runtime import backends as dispatch
+from saccade.runtime import backends
 from saccade.testing import assert_linear_exact, make_linear_case, poisoned
 
 BF16 = torch.bfloat16
@@ -27,7 +27,7 @@ def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def reason(query: Tensor, key: Tensor | None = None, **more: Any) -> str:
     key = query if key is None else key
     problem = prepare(query, key, key, **more).problem
-    return dispatch.LINEAR_BY_NAME["hopper"].unsupported(problem) or ""
+    return backends.LINEAR_BY_NAME["hopper"].unsupported(problem) or ""
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_reasons(what: str, found: Any) -> None:
     assert what in found()
 
 
-def test_it_comes_before_portable_kernels_and_wants_a_hopper() -> None:
-    assert tuple(dispatch.LINEAR_BY_NAME).index("hopper") == 1
+def test_it_comes_before_triton_kernels_and_wants_a_hopper() -> None:
+    assert tuple(backends.LINEAR_BY_NAME).index("hopper") == 1
     with pytest.raises(NotImplementedError, match="hopper: "):
         saccade.linear_attention(*[rows(1, 2, 8, 64)] * 3, implementation="hopper")
 
@@ -85,13 +85,13 @@ def test_splits() -> None:
     assert split(1, 2, 4096, 136, value_dim=64) == (4, 1, 8)
 
 
-def test_few_heads_are_whole_where_chunks_would_not_be_those_of_portable_kernels() -> None:
+def test_few_heads_are_whole_where_chunks_would_not_be_those_of_triton_kernels() -> None:
     assert split(1, 2, 0, 64, lengths=(4096, 4096 + 64)).segments > 1
     assert split(1, 2, 0, 64, lengths=(4096, 4096 + 63)).segments == 1
     assert split(1, 2, 0, 64, lengths=(4096 + 63, 4096)).segments > 1
 
 
-def test_which_gradients_are_left_to_portable_kernels() -> None:
+def test_which_gradients_are_left_to_triton_kernels() -> None:
     taken, left = (2, 1, 1), None
     for keys in (False, True):
         assert split_of(kind_of(8, 16, 8192, 128), keys) == taken
@@ -100,7 +100,7 @@ def test_which_gradients_are_left_to_portable_kernels() -> None:
     shared = kind_of(8, 16, 8192, 128, key_heads=4)
     assert split_of(shared, keys=False) == taken
     assert split_of(shared, keys=True) is left  # their gradients are sums
-    # Segments begin where those of portable kernels do, or there are none.
+    # Segments begin where those of Triton kernels do, or there are none.
     assert split_of(kind_of(1, 2, 0, 64, lengths=(4096, 4096 + 63)), keys=False) is left
     assert split_of(kind_of(1, 2, 0, 64, lengths=(4096, 4096 + 63)), keys=True) == (1, 1, 8)
     assert split_of(kind_of(1, 2, 0, 64, lengths=(4096 + 63, 4096)), keys=False) == (1, 1, 8)
@@ -116,19 +116,17 @@ def test_which_gradients_are_left_to_portable_kernels() -> None:
         ((1, 2, 4096, 256), None),
     ],
 )
-def test_what_was_not_measured_goes_to_portable_kernels_unless_it_is_named(
-    shape, said, monkeypatch
-):
-    monkeypatch.setattr(dispatch, "_hopper_misses", lambda device, index: None)
-    monkeypatch.setattr(dispatch, "_portable_misses", lambda *problem: None)
+def test_what_was_not_measured_goes_to_triton_kernels_unless_it_is_named(shape, said, monkeypatch):
+    monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
     asked = prepare(*[rows(*shape)] * 3).problem._replace(device="cuda")
-    chosen = dispatch.choose(asked, None, dispatch.LINEAR_BY_NAME)
-    assert chosen == ("hopper" if said is None else "portable")
-    assert dispatch.choose(asked, "hopper", dispatch.LINEAR_BY_NAME) == "hopper"
-    why = dispatch.LINEAR_BY_NAME["hopper"].yields(asked)
+    chosen = backends.choose(asked, None, backends.LINEAR_BY_NAME)
+    assert chosen == ("hopper" if said is None else "triton")
+    assert backends.choose(asked, "hopper", backends.LINEAR_BY_NAME) == "hopper"
+    why = backends.LINEAR_BY_NAME["hopper"].yields(asked)
     assert (why is None) if said is None else (said in why)
     values_alone = asked._replace(head_dim=128, value_dim=256)
-    assert dispatch.choose(values_alone, None, dispatch.LINEAR_BY_NAME) == "portable"
+    assert backends.choose(values_alone, None, backends.LINEAR_BY_NAME) == "triton"
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
@@ -240,20 +238,20 @@ def test_gradients_that_know_nothing_of_a_spoilt_row_stay_clean(
     hopper: None, dim: int, heads: int, spoilt: str
 ) -> None:
     tensors = [torch.randn(1, heads, ROWS, dim, device="cuda").to(BF16) for _ in range(4)]
-    clean = gradients(tensors[:3], tensors[3], "portable")
+    clean = gradients(tensors[:3], tensors[3], "triton")
     tensors[list(REACHED).index(spoilt)][:, :, SPOILT] = torch.nan
     found = gradients(tensors[:3], tensors[3], "hopper")
-    for got, by_portable, (first, end) in zip(found, clean, REACHED[spoilt], strict=True):
+    for got, by_triton, (first, end) in zip(found, clean, REACHED[spoilt], strict=True):
         reached = torch.zeros(ROWS, dtype=torch.bool, device="cuda")
         reached[first:end] = True
         assert torch.equal(got.isnan().any(-1), reached.expand(1, heads, -1))
-        rest, wanted = got[:, :, ~reached].float(), by_portable[:, :, ~reached].float()
+        rest, wanted = got[:, :, ~reached].float(), by_triton[:, :, ~reached].float()
         # Both are off by less than 1e-2 of what gradients are (bfloat16).
         assert float((rest - wanted).norm()) <= 0.02 * float(wanted.norm())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["hopper", "portable"])
+@pytest.mark.parametrize("implementation", ["hopper", "triton"])
 def test_gradients_come_in_any_layout_and_are_bit_equal(hopper: None, implementation: str) -> None:
     tensors = [torch.randn(2, 3, 700, 128, device="cuda").to(BF16) for _ in range(4)]
     turned = tensors[3].transpose(1, 2).contiguous().transpose(1, 2)

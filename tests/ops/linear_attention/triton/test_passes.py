@@ -1,4 +1,4 @@
-"""Linear attention by portable kernels: segments side by side, steps in place, configs."""
+"""Linear attention by Triton kernels: segments side by side, steps in place, configs."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 import saccade
-from saccade.gpu import launcher as launch
+from saccade.gpu import launcher
 from saccade.ops.attention.triton import kind
 from saccade.ops.attention.triton.configs import ARCHITECTURES
 from saccade.ops.linear_attention.triton import configs as linear_configs
@@ -16,7 +16,7 @@ from saccade.runtime.linear_spec import LinearState
 from saccade.testing import assert_linear_exact, make_linear_case, poisoned
 
 interpreted = pytest.mark.skipif(
-    not launch.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
+    not launcher.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
 )
 ONE_HEAD = {"batch": 1, "heads": (2, 1, 1)}
 
@@ -41,7 +41,7 @@ def test_segments_side_by_side_are_one_sequence(
     case = make_linear_case(**ONE_HEAD, **description)
     found = linear_kind.LinearKind.of(*case.prepared(case.leaves())[:2], saccade.Config())
     assert found.segments(2) > 1
-    assert_linear_exact(case, "portable")
+    assert_linear_exact(case, "triton")
 
 
 @interpreted
@@ -56,7 +56,7 @@ def test_float16_has_gradients_after_a_long_past(
     past = LinearState(torch.zeros(1, 1, 16, 16), torch.full((1, 1, 16), 60_000.0))
     found, exact = (
         gradients([part.to(dtype) for part in rows], past, implementation)
-        for dtype, implementation in ((torch.float16, "portable"), (torch.float64, "reference"))
+        for dtype, implementation in ((torch.float16, "triton"), (torch.float64, "reference"))
     )
     for got, true in zip(found, exact, strict=True):
         assert (got.double() - true).norm() <= 2 * torch.finfo(torch.float16).eps * true.norm()
@@ -84,7 +84,7 @@ def test_favor_finds_keys_however_small(dtype: torch.dtype, device: str) -> None
     rows = [(torch.randn(1, 2, 40, 16) * std).to(dtype).to(device) for std in (3, 3, 1, 1)]
     found, exact = (
         favor_results(favor, [part.to(wide) for part in rows], implementation)
-        for wide, implementation in ((dtype, "portable"), (torch.float64, "reference"))
+        for wide, implementation in ((dtype, "triton"), (torch.float64, "reference"))
     )
     for got, true in zip(found, exact, strict=True):
         off = (got.double() - true).norm(dim=-1)
@@ -119,7 +119,7 @@ def test_a_step_changes_states_as_the_cpu_does(dtype: torch.dtype, heads: int) -
     pool = LinearState(normal(5, 2, 16, 24), normal(5, 2, 16).abs())
     query, key, value = normal(3, heads, 2, 16), normal(3, 2, 2, 16), normal(3, 2, 2, 24)
     results = []
-    for implementation in ("cpu", "portable"):
+    for implementation in ("cpu", "triton"):
         state = LinearState(*(sums.to(dtype, copy=True) for sums in pool[:2]))
         output = saccade.linear_attention_step(
             state,
@@ -165,4 +165,4 @@ def test_features_are_written_once_where_many_tiles_read_them() -> None:
     form = {"lengths": ((40, 50),), "heads": (2, 1, 2), "value_dim": 64, "padded": True}
     case = make_linear_case(batch=1, scale=0.5, **form)
     with poisoned():
-        assert_linear_exact(case, "portable", config=saccade.Config(query_tile=16))
+        assert_linear_exact(case, "triton", config=saccade.Config(query_tile=16))

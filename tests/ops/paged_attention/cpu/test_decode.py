@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.ops.paged_attention.cpu import decode as short
+from saccade.ops.paged_attention.cpu import decode as paged_decode
 from saccade.runtime.spec import PagedInputs
 from saccade.testing import make_paged_case
 
@@ -15,18 +15,22 @@ def groups_of(**description):
     case = make_paged_case(**{"lengths": RAGGED, "packed": True, **description})
     inputs, variant = case.prepared()
     lens = [rows for rows, _ in case.description.lengths]
-    return short.groups(inputs, variant, lens)
+    return paged_decode.groups(inputs, variant, lens)
 
 
 def test_single_rows_of_short_sequences_are_taken_the_shortest_first():
-    assert groups_of() == [short.Group([1, 2, 0, 4], 64)]
+    assert groups_of() == [paged_decode.Group([1, 2, 0, 4], 64)]
 
 
 def test_groups_hold_no_more_than_is_copied_at_once(monkeypatch):
     of_row = 2 * 2 * 16
-    monkeypatch.setattr(short, "COPIED", 2 * 40 * of_row)
+    monkeypatch.setattr(paged_decode, "COPIED", 2 * 40 * of_row)
     found = groups_of(kv_heads=2, head_dim=16, value_dim=16)
-    assert found == [short.Group([1, 2], 17), short.Group([0], 40), short.Group([4], 64)]
+    assert found == [
+        paged_decode.Group([1, 2], 17),
+        paged_decode.Group([0], 40),
+        paged_decode.Group([4], 64),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,7 @@ def test_masks_that_differ_between_heads_are_left_to_the_others(monkeypatch):
         return kv_row % 2 == head % 2
 
     seen = []
-    monkeypatch.setattr(short, "attend", lambda *a: seen.append(real(*a)) or seen[-1])
+    monkeypatch.setattr(paged_decode, "attend", lambda *a: seen.append(real(*a)) or seen[-1])
     case = make_paged_case(lengths=((1, 8), (1, 12)))
     inputs, _ = case.prepared()
     given = [getattr(inputs, name) for name in PagedInputs._fields[:5]]
@@ -85,4 +89,4 @@ def test_masks_that_differ_between_heads_are_left_to_the_others(monkeypatch):
     torch.testing.assert_close(found, wanted)
 
 
-real = short.attend
+real = paged_decode.attend

@@ -10,7 +10,7 @@ import torch
 
 import saccade
 from saccade import masks
-from saccade.runtime import call_cache as recall
+from saccade.runtime import call_cache
 from saccade.testing import assert_exact, make_paged_case, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -26,23 +26,23 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("this GPU is no Hopper")
     from saccade.ops.attention.hopper import configs
-    from saccade.ops.paged_attention.hopper import host as paged
-    from saccade.ops.paged_attention.triton import host as portable
+    from saccade.ops.paged_attention.hopper import host as paged_host
+    from saccade.ops.paged_attention.triton import host as triton_host
 
     judge, launched = configs.pages_unsupported, []
-    start = paged.ChunkLaunch.__call__
+    start = paged_host.ChunkLaunch.__call__
     monkeypatch.setattr(
         configs, "pages_unsupported",
         lambda problem: judge(problem._replace(query_tiles=10**6, slots=10**6)),
     )  # fmt: skip
-    monkeypatch.setattr(portable, "_forwards", {})
-    monkeypatch.setattr(recall, "_calls", {})
+    monkeypatch.setattr(triton_host, "_forwards", {})
+    monkeypatch.setattr(call_cache, "_calls", {})
 
     def recorded(self: Any, *arguments: Any) -> None:
         launched.append("chunk")
         start(self, *arguments)
 
-    monkeypatch.setattr(paged.ChunkLaunch, "__call__", recorded)
+    monkeypatch.setattr(paged_host.ChunkLaunch, "__call__", recorded)
     yield launched
 
 

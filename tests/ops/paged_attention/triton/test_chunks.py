@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 import saccade
-from saccade.gpu import launcher as launch
+from saccade.gpu import launcher
 from saccade.ops.attention.triton import kind
 from saccade.ops.paged_attention.triton import chunks as paged_chunks
-from saccade.ops.paged_attention.triton import host as paged
+from saccade.ops.paged_attention.triton import host as paged_host
 from saccade.ops.paged_attention.triton.chunks import ChunkLaunch
 from saccade.ops.paged_attention.triton.host import PassLaunches
 from saccade.ops.paged_attention.triton.kind import PagedKind
@@ -27,16 +27,16 @@ MIXED = ((40, 70), (1, 33), (20, 20), (3, 9), (35, 90))
 SHORT = 30  # here; tiles have 32 rows and fewer
 
 interpreted = pytest.mark.skipif(
-    not launch.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
+    not launcher.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
 )
 
 
 @pytest.fixture(autouse=True)
 def _prepared_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    paged._forwards.clear()
+    paged_host._forwards.clear()
     monkeypatch.setattr(paged_chunks, "SHORT", SHORT)
     yield
-    paged._forwards.clear()
+    paged_host._forwards.clear()
 
 
 def make(**description: Any) -> PagedCase:
@@ -44,7 +44,7 @@ def make(**description: Any) -> PagedCase:
 
 
 def passes() -> list[Any]:
-    (prepared,) = paged._forwards.values()
+    (prepared,) = paged_host._forwards.values()
     return prepared.passes
 
 
@@ -57,7 +57,7 @@ def test_rows_lie_in_pages_of_any_size(page_size: int, packed: bool) -> None:
     with poisoned():
         assert_exact(
             make(lengths=lengths, packed=packed, page_size=page_size, memory=memory, dtype=F16),
-            "portable",
+            "triton",
             batch_invariant=packed,
         )
     assert type(passes()[-1]) is ChunkLaunch
@@ -75,13 +75,13 @@ def test_rows_lie_in_pages_of_any_size(page_size: int, packed: bool) -> None:
 )
 def test_masks_and_scores(description: dict[str, Any]) -> None:
     with poisoned():
-        assert_exact(make(lengths=ALIKE, page_size=16, **description), "portable")
+        assert_exact(make(lengths=ALIKE, page_size=16, **description), "triton")
 
 
 @interpreted
 def test_the_same_bits_in_any_batch() -> None:
     case = make(lengths=MIXED, packed=True, page_size=16, spoil_hidden=False, dtype=F16)
-    together = case.run("portable", batch_invariant=True)
+    together = case.run("triton", batch_invariant=True)
     arguments = case.arguments()
     offsets = arguments.pop("cu_seqlens_q").tolist()
     query, lens, table = (arguments.pop(n) for n in ("query", "kv_lens", "page_table"))
@@ -89,7 +89,7 @@ def test_the_same_bits_in_any_batch() -> None:
         at = slice(offsets[n], offsets[n + 1])
         alone, lse = saccade.attention_paged(
             query[at].transpose(0, 1)[None], page_table=table[[n]], kv_lens=lens[[n]],
-            **arguments, return_lse=True, batch_invariant=True, implementation="portable",
+            **arguments, return_lse=True, batch_invariant=True, implementation="triton",
         )  # fmt: skip
         assert torch.equal(alone[0].transpose(0, 1), together["output"][at])
         assert torch.equal(lse[0], together["lse"][:, at])
@@ -110,7 +110,7 @@ def test_sequences_of_few_rows_are_left_to_their_own_pass() -> None:
     inputs, variant = case.prepared()
     given = *inputs, *variant.mask_captured.tensors
     tensors = tuple(tensor for tensor in given if tensor is not None)
-    prepared = paged.prepared(inputs, variant, Config(), True)
+    prepared = paged_host.prepared(inputs, variant, Config(), True)
     results = [prepared.output().fill_(torch.nan), prepared.lse().fill_(torch.nan)]
     few, short, many = prepared.passes
     assert [type(each) for each in (few, short, many)] == [PassLaunches] * 2 + [ChunkLaunch]

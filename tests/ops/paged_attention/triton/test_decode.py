@@ -1,4 +1,4 @@
-"""Pages by portable kernels: interpreted, a sample of the suite; on a GPU, what only a GPU has."""
+"""Pages by Triton kernels: interpreted, a sample of the suite; on a GPU, what only a GPU has."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ import triton.language as tl
 
 import saccade
 from saccade import masks
-from saccade.gpu import launcher as launch
+from saccade.gpu import launcher
 from saccade.gpu.paged_view import as_halves
-from saccade.kv_cache import reference
-from saccade.kv_cache import write_triton as write
+from saccade.kv_cache import reference, write_triton
 from saccade.ops.attention.triton import kind
 from saccade.ops.attention.triton.configs import ARCHITECTURES, SHARED_MEMORY
 from saccade.ops.paged_attention.triton import configs as paged_configs
-from saccade.ops.paged_attention.triton import host as paged
+from saccade.ops.paged_attention.triton import host as paged_host
 from saccade.ops.paged_attention.triton import kind as paged_kind
 from saccade.ops.paged_attention.triton import passes as paged_pass
-from saccade.ops.paged_attention.triton import split_kv as schedule
+from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton.configs import PagedProblem
 from saccade.testing import PagedCase, assert_exact, make_paged_case, poisoned
 
@@ -35,20 +34,20 @@ F8, I8 = torch.float8_e4m3fn, torch.int8
 MIXED = ((1, 33), (12, 12), (9, 30), (0, 5), (3, 0), (5, 2))
 
 interpreted = pytest.mark.skipif(
-    not launch.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
+    not launcher.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
 )
 
 
 @pytest.fixture(autouse=True)
 def _prepared_anew() -> Iterator[None]:
-    paged._forwards.clear()
+    paged_host._forwards.clear()
     yield
-    paged._forwards.clear()
+    paged_host._forwards.clear()
 
 
 def check(case: PagedCase, **options: Any) -> None:
     with poisoned():
-        assert_exact(case, "portable", **options)
+        assert_exact(case, "triton", **options)
 
 
 @interpreted
@@ -81,12 +80,12 @@ def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, proces
 
 
 @interpreted
-@pytest.mark.parametrize("at_once", [2, schedule.MOST_AT_ONCE.value])
+@pytest.mark.parametrize("at_once", [2, split_kv.MOST_AT_ONCE.value])
 def test_lines_of_many_groups_and_units(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(kind, "multiprocessors", lambda tensor: 3)
     monkeypatch.setattr(paged_pass, "MOST_UNITS", 0)
     monkeypatch.setattr(paged_pass, "MOST_AT_ONCE", at_once)
-    monkeypatch.setattr(schedule, "MOST_AT_ONCE", tl.constexpr(at_once))
+    monkeypatch.setattr(split_kv, "MOST_AT_ONCE", tl.constexpr(at_once))
     check(make_paged_case(lengths=((1, 90), (1, 0), (1, 33), (1, 40), (1, 70)), kv_heads=1))
 
 
@@ -102,7 +101,7 @@ PAIRED: list[dict[str, Any]] = [
 def check_pairs(**description: Any) -> None:
     sizes: dict[str, Any] = {"kv_heads": 1, "head_dim": 32, "value_dim": 32, "dtype": F16}
     check(make_paged_case(**{**sizes, **description}))
-    (prepared,) = paged._forwards.values()
+    (prepared,) = paged_host._forwards.values()
     assert prepared.passes[0].of.paired
 
 
@@ -117,7 +116,7 @@ def test_pairs_of_eight_bit_numbers(description: dict[str, Any]) -> None:
 def test_what_has_no_pairs_is_read_one_by_one(odd: dict[str, Any]) -> None:
     sizes = {"head_dim": 32, "value_dim": 32, "dtype": F16, "page_dtype": I8, **odd}
     check(make_paged_case(lengths=((1, 33),), kv_heads=1, **sizes))
-    (prepared,) = paged._forwards.values()
+    (prepared,) = paged_host._forwards.values()
     assert not prepared.passes[0].of.paired
 
 
@@ -126,7 +125,7 @@ def test_tiles_of_a_config() -> None:
     case = make_paged_case(lengths=((7, 40), (1, 9)), packed=True, mask="causal", kv_heads=1)
     check(case, config=saccade.Config(16, 16))
     with pytest.raises(ValueError, match="query_tile: got 8, takes a power of two"):
-        case.run("portable", config=saccade.Config(8))
+        case.run("triton", config=saccade.Config(8))
 
 
 @interpreted
@@ -142,7 +141,7 @@ def test_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
         page_dtype=I8,
     )  # fmt: skip
     check(case, batch_invariant=True)
-    together = case.run("portable", batch_invariant=True)
+    together = case.run("triton", batch_invariant=True)
     arguments = case.arguments()
     offsets = arguments.pop("cu_seqlens_q").tolist()
     query, lens, table = (arguments.pop(n) for n in ("query", "kv_lens", "page_table"))
@@ -150,7 +149,7 @@ def test_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
         at = slice(offsets[n], offsets[n + 1])
         alone, lse = saccade.attention_paged(
             query[at].transpose(0, 1)[None], page_table=table[[n]], kv_lens=lens[[n]],
-            **arguments, return_lse=True, batch_invariant=True, implementation="portable",
+            **arguments, return_lse=True, batch_invariant=True, implementation="triton",
         )  # fmt: skip
         assert torch.equal(alone[0].transpose(0, 1), together["output"][at])
         assert torch.equal(lse[0], together["lse"][:, at])
@@ -169,7 +168,7 @@ def test_zero_sized_dimensions(empty: dict[str, Any]) -> None:
 def test_too_many_channels_are_refused() -> None:
     case = make_paged_case(lengths=((1, 9),), head_dim=300)
     with pytest.raises(NotImplementedError, match="go up to 256"):
-        case.run("portable")
+        case.run("triton")
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -181,7 +180,7 @@ def write_both(
 ) -> list[list[torch.Tensor]]:  # fmt: skip
     """Pages and scales after a write of ten tokens, by the kernel and by the reference."""
     results: list[list[torch.Tensor]] = []
-    functions: tuple[Any, ...] = (write.write, reference.write)
+    functions: tuple[Any, ...] = (write_triton.write, reference.write)
     for function in functions:
         generator = torch.Generator().manual_seed(1)
         key = torch.randn(10, 2, 6, generator=generator)
@@ -191,7 +190,7 @@ def write_both(
         pages = [torch.full((2, 5, 4, dim), 7.0).to(page_dtype).transpose(0, 1) for dim in (6, 3)]
         scales = [torch.full((5, 2, 4), torch.nan) if scaled else None for _ in range(2)]
         turned = [angles.cos(), angles.sin()] if pairs else [None, None]
-        where = device if function is write.write else "cpu"
+        where = device if function is write_triton.write else "cpu"
         rows = [each.to(dtype).to(where) for each in (key, value)]
         changed = [each if each is None else each.to(where) for each in (*pages, *scales)]
         others = [each if each is None else each.to(where) for each in turned]
@@ -294,7 +293,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("page_dtype", [F8, I8], ids=["fp8", "int8"])
     def test_pairs_have_the_range_of_bfloat16(self, page_dtype: torch.dtype) -> None:
         arguments = self.case(mask="none", page_dtype=page_dtype).arguments()
-        options = {"implementation": "portable", "return_lse": True}
+        options = {"implementation": "triton", "return_lse": True}
         with torch.no_grad():
             output, lse = saccade.attention_paged(**arguments, **options)
             for name, factor in (("query", 2.0**60), ("key_scales", 2.0**-60)):
@@ -314,7 +313,7 @@ class TestOnGpu:
                 torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
     def test_nothing_waits_for_the_device(self) -> None:
-        arguments = {**self.case().arguments(), "implementation": "portable"}
+        arguments = {**self.case().arguments(), "implementation": "triton"}
         with torch.no_grad():
             saccade.attention_paged(**arguments)
             with waiting_refused():
@@ -326,7 +325,7 @@ class TestOnGpu:
         self, mask: masks.Mask | None, batch_invariant: bool
     ) -> None:
         arguments = {**self.case(mask="none").arguments(), "mask": mask}
-        arguments |= {"implementation": "portable", "batch_invariant": batch_invariant}
+        arguments |= {"implementation": "triton", "batch_invariant": batch_invariant}
 
         def run() -> torch.Tensor:
             with torch.no_grad():

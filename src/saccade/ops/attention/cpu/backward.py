@@ -8,10 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu import dense_tile as tile
-from saccade.ops.attention.cpu import edge_masks as edges
-from saccade.ops.attention.cpu import flash_tile as flash
-from saccade.ops.attention.cpu import segments as walk
+from saccade.ops.attention.cpu import dense_tile, edge_masks, flash_tile, segments
 from saccade.ops.attention.cpu.dense_tile import Place
 from saccade.ops.attention.cpu.edge_masks import Edge
 from saccade.ops.attention.cpu.gradients import GradientSum
@@ -98,11 +95,11 @@ def _visit(
     """Add the shares of every rectangle; say whether any of them needed the mask."""
     form = None if rows.plain else dense.flash_at_once
     if form is not None:
-        whole, causal = walk.whole(dense), form == "causal"
+        whole, causal = segments.whole(dense), form == "causal"
         _add(sums, dense, whole, _flash(dense, rows, whole, None, causal))
         return causal
     any_masked = False
-    for place, runs in walk.row_tiles(dense):
+    for place, runs in segments.row_tiles(dense):
         for run in runs:
             any_masked |= run.masked
             at = place._replace(kv_rows=(run.start, run.stop))
@@ -121,15 +118,15 @@ def _run(
 ) -> None:
     """Add one rectangle's shares, by the flash kernel where it fits."""
     if rows.plain:
-        for batch in walk.row_pieces(place):
+        for batch in segments.row_pieces(place):
             for piece in batch:
-                for part in walk.key_pieces(piece):
+                for part in segments.key_pieces(piece):
                     shares = _plain(dense, rows, part, masked, careful, tables)
                     _add(sums, dense, part, shares[:3])
                     for taken in shares.taken:
                         taken.add_to(tables[taken.place])
         return
-    found = edges.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
+    found = edge_masks.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
     if found is None:
         return
     place, edge = found
@@ -139,8 +136,8 @@ def _run(
 def _flash(
     dense: Dense, rows: _Rows, place: Place, edge: Edge | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys = walk.slices_of(dense, place)
-    return flash.backward(
+    queries, keys = segments.slices_of(dense, place)
+    return flash_tile.backward(
         rows.grad_output[queries],
         dense.query[queries],
         dense.key[keys],
@@ -155,10 +152,10 @@ def _flash(
 
 def _plain(
     dense: Dense, rows: _Rows, place: Place, masked: bool, careful: bool, wanted: Collection[int]
-) -> tile.Shares:
-    queries, keys = walk.slices_of(dense, place)
+) -> dense_tile.Shares:
+    queries, keys = segments.slices_of(dense, place)
     assert rows.row_dot is not None
-    return tile.backward(
+    return dense_tile.backward(
         rows.grad_output[queries],
         dense.query[queries],
         dense.key[keys],
@@ -176,6 +173,6 @@ def _plain(
 
 def _add(sums: list[GradientSum], dense: Dense, place: Place, shares: Sequence[Tensor]) -> None:
     """Add shares of query, key and value to their sums."""
-    queries, keys = walk.slices_of(dense, place)
+    queries, keys = segments.slices_of(dense, place)
     for total, at, share in zip(sums, (queries, keys, keys), shares, strict=True):
         total.add(at, share)

@@ -1,4 +1,4 @@
-"""Plan: which stretches of keys each tile of query rows visits, and where it needs the mask."""
+"""Block mask: which ranges of keys each tile of query rows visits, and where it needs the mask."""
 
 from __future__ import annotations
 

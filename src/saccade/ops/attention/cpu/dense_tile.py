@@ -1,4 +1,4 @@
-"""Tile: one rectangle of pairs in plain PyTorch, for every mask, score and dropout.
+"""Dense tile: one rectangle of pairs in plain PyTorch, for every mask, score and dropout.
 
 Query heads that share a kv head are packed into rows, so that one product serves the group. Sums
 are float32 (float64 for float64).

@@ -1,4 +1,4 @@
-"""Edges: the masks of rectangles that are partly hidden, as the flash kernel takes them."""
+"""Edge masks: the masks of rectangles that are partly hidden, as the flash kernel takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flash: PyTorch's own CPU kernel as the inner tile, for scores that nothing changes.
+"""Flash tile: PyTorch's own CPU kernel as the inner tile, for scores that nothing changes.
 
 `aten._scaled_dot_product_flash_attention_for_cpu` gives the lse beside the output, and its
 backward takes both, so that any rectangle of pairs can be computed alone: forward results merge

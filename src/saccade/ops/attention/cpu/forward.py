@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu import dense_tile as tile
-from saccade.ops.attention.cpu import edge_masks as edges
-from saccade.ops.attention.cpu import flash_tile as flash
-from saccade.ops.attention.cpu import segments as walk
+from saccade.ops.attention.cpu import dense_tile, edge_masks, flash_tile, segments
 from saccade.ops.attention.cpu.block_mask import Run
 from saccade.ops.attention.cpu.dense_tile import Place
 from saccade.ops.attention.cpu.segments import Dense
@@ -40,15 +37,15 @@ def _visit(dense: Dense, careful: bool) -> tuple[Tensor, Tensor, bool]:
     form = None if careful else dense.flash_at_once
     if form is not None:
         scale, causal = dense.variant.scale, form == "causal"
-        whole = flash.forward(dense.query, dense.key, dense.value, scale, None, causal)
+        whole = flash_tile.forward(dense.query, dense.key, dense.value, scale, None, causal)
         return *whole, causal
-    tiles = list(walk.row_tiles(dense))
+    tiles = list(segments.row_tiles(dense))
     if len(tiles) == 1 and len(tiles[0][1]) == 1:
         place, runs = tiles[0]
         return *_row_tile(dense, place, runs, careful), runs[0].masked
     output, lse = memory(dense)
     for place, runs in tiles:
-        at = walk.slices_of(dense, place).queries
+        at = segments.slices_of(dense, place).queries
         output[at], lse[at] = _row_tile(dense, place, runs, careful)
     return output, lse, any(run.masked for _, runs in tiles for run in runs)
 
@@ -73,16 +70,16 @@ def rectangle(
     """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
     if not dense.fits_flash or careful:
         return _plain(dense, place, masked, careful)
-    found = edges.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
+    found = edge_masks.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
     if found is None:
         return None
     place, edge = found
     query, key, value = _rows(dense, place)
-    return flash.forward(query, key, value, dense.variant.scale, edge, causal=False)
+    return flash_tile.forward(query, key, value, dense.variant.scale, edge, causal=False)
 
 
 def _rows(dense: Dense, place: Place) -> tuple[Tensor, Tensor, Tensor]:
-    at = walk.slices_of(dense, place)
+    at = segments.slices_of(dense, place)
     return dense.query[at.queries], dense.key[at.keys], dense.value[at.keys]
 
 
@@ -91,13 +88,15 @@ def _plain(dense: Dense, place: Place, masked: bool, careful: bool) -> tuple[Ten
 
     def piece(rows: Place) -> tuple[Tensor, Tensor]:
         partials = [
-            tile.forward(*_rows(dense, part), dense.variant, dense.seed, part, masked, careful)
-            for part in walk.key_pieces(rows)
+            dense_tile.forward(
+                *_rows(dense, part), dense.variant, dense.seed, part, masked, careful
+            )
+            for part in segments.key_pieces(rows)
         ]
         return merged(dense, rows, partials)
 
     batches = []
-    for batch in walk.row_pieces(place):
+    for batch in segments.row_pieces(place):
         outputs, lses = zip(*(piece(rows) for rows in batch), strict=True)
         batches.append((torch.cat(outputs, dim=2), torch.cat(lses, dim=2)))
     outputs, lses = zip(*batches, strict=True)
@@ -109,7 +108,7 @@ def merged(
 ) -> tuple[Tensor, Tensor]:
     """The sum of partial results over disjoint keys; zeros and -inf where there are none."""
     if not partials:
-        rows = dense.query[walk.slices_of(dense, place).queries]
+        rows = dense.query[segments.slices_of(dense, place).queries]
         wide = accumulate_dtype(rows.dtype)
         output = rows.new_zeros(*rows.shape[:3], dense.value.shape[-1], dtype=wide)
         return output, rows.new_full(rows.shape[:3], -torch.inf, dtype=wide)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu import backward as backwards
-from saccade.ops.attention.cpu import forward as forwards
+from saccade.ops.attention.cpu import backward as attention_backward
+from saccade.ops.attention.cpu import forward as attention_forward
 from saccade.ops.attention.cpu.segments import Dense
 from saccade.ops.attention.cpu.varlen import Part, clear_padding, parts_of
 from saccade.runtime.autocast import computed_without
@@ -37,13 +37,13 @@ def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, T
     """Output and lse; see `saccade.attention`."""
     wide, parts = _widen_half(inputs), parts_of(inputs)
     if inputs.cu_seqlens_q is None:
-        output, lse = forwards.attend(Dense.of(parts[0], wide, variant, config))
+        output, lse = attention_forward.attend(Dense.of(parts[0], wide, variant, config))
         return _laid_out(output, inputs.query, heads_inside(inputs.query)), lse.contiguous()
     output, lse = empty_results(inputs)
     clear_padding(inputs.cu_seqlens_q, output)
     clear_padding(inputs.cu_seqlens_q, lse, dim=1, number=-torch.inf)
     for part in parts:
-        of_part = forwards.attend(Dense.of(part, wide, variant, config))
+        of_part = attention_forward.attend(Dense.of(part, wide, variant, config))
         part.queries(output).copy_(of_part[0])
         part.lse(lse).copy_(of_part[1])
     return output, lse
@@ -74,15 +74,15 @@ def backward(
     """
     wide = _widen_half(inputs)
 
-    def differentiate(part: Part) -> backwards.DenseGradients:
+    def differentiate(part: Part) -> attention_backward.DenseGradients:
         dense = Dense.of(part, wide, variant, config)
-        results = backwards.Results(
+        results = attention_backward.Results(
             part.queries(output).to(dense.query.dtype),
             part.lse(lse),
             part.queries(grad_output).to(dense.query.dtype),
             None if grad_lse is None else part.lse(grad_lse),
         )
-        return backwards.differentiate(dense, results, wanted_tables)
+        return attention_backward.differentiate(dense, results, wanted_tables)
 
     parts = parts_of(inputs)
     if inputs.cu_seqlens_q is None:
@@ -124,7 +124,7 @@ def _widen_half(inputs: Inputs) -> Inputs:
 def _shared_sums(
     inputs: Inputs,
     variant: Variant,
-    parts: Sequence[backwards.DenseGradients],
+    parts: Sequence[attention_backward.DenseGradients],
     wanted_tables: Sequence[int],
 ) -> tuple[Tensor | None, dict[int, Tensor]]:
     """The gradients of what all parts share: sinks and captured tensors."""

@@ -1,4 +1,4 @@
-"""Walk: the rectangles of a dense problem, in the order in which both passes visit them."""
+"""Segments: the rectangles of a dense problem, in the order in which both passes visit them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from saccade.modifiers.names import is_causal
-from saccade.ops.attention.cpu import block_mask as plan
+from saccade.ops.attention.cpu import block_mask
 from saccade.ops.attention.cpu.block_mask import Run, Sizes
 from saccade.ops.attention.cpu.dense_tile import Place
 from saccade.ops.attention.cpu.varlen import Part
@@ -49,8 +49,8 @@ class Dense(NamedTuple):
             query_len=query.shape[2],
             kv_len=key.shape[2],
             first_batch=part.first_batch,
-            query_tile=config.query_tile or plan.QUERY_TILE,
-            kv_tile=config.kv_tile or plan.KV_TILE,
+            query_tile=config.query_tile or block_mask.QUERY_TILE,
+            kv_tile=config.kv_tile or block_mask.KV_TILE,
         )
         return Dense(query, key, value, inputs.sinks, inputs.seed, variant, sizes)
 
@@ -104,7 +104,7 @@ def slices_of(dense: Dense, place: Place) -> Slices:
 def row_tiles(dense: Dense) -> Iterator[tuple[Place, tuple[Run, ...]]]:
     """Each tile of query rows (a place over all keys) with the runs of keys that it sees."""
     first, everything = dense.sizes.first_batch, whole(dense)
-    for unit in plan.units(dense.sizes, dense.variant):
+    for unit in block_mask.units(dense.sizes, dense.variant):
         batch = (unit.batch[0] + first, unit.batch[1] + first)
         alike = everything._replace(batch=batch, heads=unit.heads)
         for query_tile in unit.tiles:

@@ -1,4 +1,4 @@
-"""Parts: a call as dense problems: a batch, or neighbouring sequences of equal length."""
+"""Varlen: a call as dense problems: a batch, or neighbouring sequences of equal length."""
 
 from __future__ import annotations
 

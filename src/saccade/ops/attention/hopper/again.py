@@ -1,7 +1,7 @@
-"""Again: the portable backward pass, for where a hidden row may have spoilt what it must not reach.
+"""NaN-safe backward: Triton's pass, where a hidden row may have reached what it must not reach.
 
 The kernels here do nothing unless a flag is up: NaN or inf was found among the gradients, and
-0 · NaN is NaN. Then all of the pass is done once more, with the care that portable kernels take.
+0 · NaN is NaN. Then all of the pass is done once more, with the care that Triton kernels take.
 """
 
 from __future__ import annotations

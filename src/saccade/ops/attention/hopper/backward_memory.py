@@ -29,7 +29,7 @@ class Memory(NamedTuple):
     of_key: Tensor
     of_value: Tensor
     starts: Tensor  # what sums start at, by slot
-    lse_log2: Tensor | None  # with row_dot: for portable kernels, if some come after
+    lse_log2: Tensor | None  # with row_dot: for Triton kernels, if some come after
     row_dot: Tensor | None
     shares: Tensor | None  # of the gradients of queries, float32, by slot
     flag: Tensor | None  # whether hidden rows may have spoilt something
@@ -56,16 +56,16 @@ class Makers(NamedTuple):
         slots: int,
         slot: tuple[int, int],
         *,
-        portable: bool,
+        by_triton: bool,
         shares: bool,
         flag: bool,
         turns: bool,
     ) -> Makers:
-        """What a kind of pass needs. slot: rows and channels of one. portable: whether portable
+        """What a kind of pass needs. slot: rows and channels of one. by_triton: whether by_triton
         kernels come after."""
         tile, width = slot
         of_query, of_key, of_value = map(memory_like, gradients)
-        statistics = memory_like(lse) if portable else None
+        statistics = memory_like(lse) if by_triton else None
         return Makers(
             of_query,
             of_key,

@@ -97,7 +97,7 @@ def choose(problem: KernelProblem) -> Schedule:
 
 
 def forward_unsupported(problem: KernelProblem) -> str | None:
-    """Why a forward pass goes to the portable kernel, or None."""
+    """Why a forward pass goes to the Triton kernel, or None."""
     narrow = max(problem.head_width, problem.value_width) <= 64
     if OVERRIDE is None and narrow and problem.scored and not problem.masked:
         # Two consumers were 6 to 13 % slower than it without a score, where three are faster.
@@ -148,7 +148,7 @@ def choose_paged(problem: PagedProblem) -> Schedule:
 
 
 def pages_unsupported(problem: PagedProblem) -> str | None:
-    """Why a pass over pages goes to the portable kernels, or None."""
+    """Why a pass over pages goes to the Triton kernels, or None."""
     kv_tile, size = choose_paged(problem).kv_tile, problem.page_size
     if size < SMALLEST_PAGE or (size % kv_tile and kv_tile % size):
         return f"pages have {SMALLEST_PAGE}, 32, 64 slots, or a multiple of {kv_tile}"
@@ -229,7 +229,7 @@ class BackwardProblem(NamedTuple):
 
 
 def backward_unsupported(problem: BackwardProblem) -> str | None:
-    """Why a backward pass goes to the portable kernels, or None."""
+    """Why a backward pass goes to the Triton kernels, or None."""
     if problem.head_width != problem.value_width and not apart(problem):
         return "gradients of keys and values leave through the same memory"
     if problem.query_len == 0:
@@ -247,11 +247,11 @@ def backward_unsupported(problem: BackwardProblem) -> str | None:
     return None
 
 
-# Rows: at 64 channels they took 1.08 of the portable kernels' time
+# Rows: at 64 channels they took 1.08 of the Triton kernels' time
 # (benchmarks/results/h200/hopper.jsonl).
 SHORT_CAUSAL = 512
 TAKE_ALL = False
-"""Whether the backward pass takes what was not timed beside the portable one, or was slower, to
+"""Whether the backward pass takes what was not timed beside Triton's, or was slower, to
 test it and to time it."""
 
 

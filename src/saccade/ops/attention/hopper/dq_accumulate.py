@@ -1,4 +1,4 @@
-"""Shares: what a program gives to the gradients of queries, which sum over programs.
+"""dQ accumulation: what a program gives to the gradients of queries, which sum over programs.
 
 Each consumer multiplies half of a tile's share, its *part*, and TMA adds it to memory in float32.
 Without turns, parts are added as they come. With turns they are added in the order of keys, from

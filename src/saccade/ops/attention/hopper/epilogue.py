@@ -1,4 +1,4 @@
-"""Finishing: from the sums of 64 query rows to their output and lse, in memory."""
+"""Epilogue: from the sums of 64 query rows to their output and lse, in memory."""
 
 # Triton's language has no types that a checker follows.
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false

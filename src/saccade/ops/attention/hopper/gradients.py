@@ -2,11 +2,11 @@
 
 begin → backward → end                                  the fast form, and the one in turns
 begin → backward → end → again, keys → again, queries   … where hidden rows may spoil something
-begin → backward (without shares) → again, keys → portable queries          the ordered form
+begin → backward (without shares) → again, keys → Triton queries          the ordered form
 begin → backward_keys → backward_queries → again, keys → again, queries     above 128 channels
-… → one portable pass for each bias that wants a gradient
+… → one Triton pass for each bias that wants a gradient
 
-What these kernels do not serve goes to the portable ones; `configs.backward_unsupported` says
+What these kernels do not serve goes to Triton's; `configs.backward_unsupported` says
 why.
 """
 
@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.gpu import packing
-from saccade.gpu import tensor_view as tiles
-from saccade.gpu.hopper import tile_counter as counter
-from saccade.gpu.hopper import tile_scheduler as schedule
+from saccade.gpu import packing, tensor_view
+from saccade.gpu.hopper import tile_counter, tile_scheduler
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, width_of
 from saccade.gpu.kernel_args import (
     brings_three,
@@ -36,8 +34,7 @@ from saccade.gpu.launcher import Launch, Pointer, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.places import ALIGNMENT
 from saccade.gpu.planning import Planner
-from saccade.ops.attention.hopper import again, configs
-from saccade.ops.attention.hopper import preprocess as backward_rows
+from saccade.ops.attention.hopper import again, configs, preprocess
 from saccade.ops.attention.hopper.backward import attention_backward
 from saccade.ops.attention.hopper.backward_d256_dkdv import attention_backward_keys
 from saccade.ops.attention.hopper.backward_memory import Given, Makers, Memory
@@ -48,7 +45,7 @@ from saccade.ops.attention.hopper.preprocess import (
 )
 from saccade.ops.attention.hopper.problems import backward_problem
 from saccade.ops.attention.hopper.query_gradients import Queries
-from saccade.ops.attention.triton import gradients as portable
+from saccade.ops.attention.triton import gradients as triton_gradients
 from saccade.ops.attention.triton.backward_common import Forward
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
 from saccade.ops.attention.triton.gradients import Results, refuse_unordered
@@ -98,7 +95,7 @@ def prepare(
     """The backward pass of a call's kind; call it as `backward`."""
     problem = backward_problem(inputs, variant, deterministic)
     if configs.backward_unsupported(problem) is not None:
-        return portable.backward
+        return triton_gradients.backward
     call = aligned(inputs), variant, lse, grad_output
     return Backward(*call, problem, len(wanted_tables) > 0)
 
@@ -133,7 +130,7 @@ class Backward:
         self.boxes = self._boxes(inputs, grad_output, *gradients[1:])
         self.memory = Makers.of(
             gradients, lse, self.slots, (tile, width), shares=not self.ordered,
-            portable=self.careful or self.ordered or self.rest, flag=self.careful,
+            by_triton=self.careful or self.ordered or self.rest, flag=self.careful,
             turns=self.in_turns,
         )  # fmt: skip
         scored = variant.score != "" or variant.scale <= 0
@@ -187,7 +184,7 @@ class Backward:
         """What TMA moves at once, in the kernel's order."""
         packed, width, tile = self.kind.packed, self.width, self.tile
         value_width = width_of(inputs.value.shape[-1])
-        of_part = tile * width // backward_rows.PARTS.value
+        of_part = tile * width // preprocess.PARTS.value
         return (
             Box.of(inputs.query, packed, tile, width),
             Box.of(inputs.key, packed, self.schedule.kv_tile, width),
@@ -210,7 +207,7 @@ class Backward:
         if self.in_turns:
             slots = keys.slots(self.schedule.kv_tile)
             heads = configs.heads_in_turns(slots, self.kind.multiprocessors)
-        return schedule.order_of(keys, self.schedule.kv_tile, heads)
+        return tile_scheduler.order_of(keys, self.schedule.kv_tile, heads)
 
     def __call__(
         self,
@@ -233,10 +230,10 @@ class Backward:
         found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
         if not self.rest:
             return found
-        launches = portable.prepare(inputs, variant, config, deterministic)
+        launches = triton_gradients.prepare(inputs, variant, config, deterministic)
         assert memory.lse_log2 is not None and memory.row_dot is not None
         results = Results(*given, memory.lse_log2, memory.row_dot)
-        rest = portable.Call(inputs, variant, launches, results)
+        rest = triton_gradients.Call(inputs, variant, launches, results)
         tables = {place: rest.table(place, rest.known(), config) for place in wanted_tables}
         return found._replace(sinks=rest.sinks(), tables=tables)
 
@@ -263,7 +260,7 @@ class Call(NamedTuple):
         plan = prepared.planner(self.inputs, self.variant)
         counters: tuple[Tensor, ...] = ()
         if prepared.schedule.grid == "dynamic":
-            counters = (counter.counter_of(memory.starts.device),)
+            counters = (tile_counter.counter_of(memory.starts.device),)
         prepared.main(
             prepared.programs, kind.device, (*known, *plan.tensors, *counters),
             lambda pointer: self._main_arguments(pointer, plan.argument(pointer), counters),
@@ -280,7 +277,7 @@ class Call(NamedTuple):
         self._start_queries(known)
 
     def _start_queries(self, known: tuple[Tensor, ...]) -> None:
-        """Gradients of queries by the portable pass: in the ordered form, or once more."""
+        """Gradients of queries by the Triton pass: in the ordered form, or once more."""
         prepared, memory = self.prepared, self.memory
         launch = prepared.queries
         programs = prepared.kind.geometry.queries.programs(launch.constants["QUERY_TILE"])
@@ -326,9 +323,9 @@ class Call(NamedTuple):
             *prepared.kind.inputs(pointer, inputs)[:2],
             self._of_keys(pointer, memory.of_key),
             self._of_keys(pointer, memory.of_value),
-            schedule.with_own_walk(rules(inputs, self.variant, pointer, plan)),
-            schedule.Schedule(
-                packing.packed_origin if packed else tiles.dense_origin,
+            tile_scheduler.with_own_walk(rules(inputs, self.variant, pointer, plan)),
+            tile_scheduler.Schedule(
+                packing.packed_origin if packed else tensor_view.dense_origin,
                 pointer(counters[0]) if counters else None,
                 *prepared.order,
             ),
@@ -373,7 +370,7 @@ class Call(NamedTuple):
 
     def _scratch(self, pointer: Pointer) -> Scratch:
         packed, memory = self.prepared.kind.packed, self.memory
-        slot = backward_rows.packed_slot if packed else backward_rows.dense_slot
+        slot = preprocess.packed_slot if packed else preprocess.dense_slot
         found = (memory.shares, memory.flag, memory.turns)
         shares, flag, turns = (None if t is None else pointer(t) for t in found)
         return Scratch(slot, shares, flag, turns)

@@ -11,10 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.gpu import packing
-from saccade.gpu import tensor_view as tiles
-from saccade.gpu.hopper import tile_counter as counter
-from saccade.gpu.hopper import tile_scheduler as schedule
+from saccade.gpu import packing, tensor_view
+from saccade.gpu.hopper import tile_counter, tile_scheduler
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
 from saccade.gpu.launcher import Launch, Pointer
@@ -23,7 +21,7 @@ from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.forward import attention_forward
 from saccade.ops.attention.hopper.gradients import backward as backward
 from saccade.ops.attention.hopper.problems import kernel_problem
-from saccade.ops.attention.triton import host as portable
+from saccade.ops.attention.triton import host as triton_host
 from saccade.ops.attention.triton.kind import Kind, memory_like, remembered
 from saccade.runtime.spec import Config, Inputs, Variant, empty_results
 
@@ -76,13 +74,13 @@ class Forward:
             kind.multiprocessors, kind.constants["HEADS_PER_KV_HEAD"],
             2 * sum(widths) * kind.geometry.lengths()[1],
         )  # fmt: skip
-        self.order = schedule.order_of(queries, tile, heads)
+        self.order = tile_scheduler.order_of(queries, tile, heads)
         self.programs = min(queries.programs(tile), chosen.programs * kind.multiprocessors)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""
         output, lse = self.output(), self.lse()
-        numbers = counter.counter_of(self.device)
+        numbers = tile_counter.counter_of(self.device)
         plan, tensors = NO_PLAN, (*inputs[:3], output, lse, numbers)
         if not self.alone:
             plan = self.planner(inputs, variant)
@@ -102,10 +100,12 @@ class Forward:
                 *self.kind.inputs(pointer, inputs),
                 self.kind.rows(pointer, output, inputs),
                 self.kind.numbers(pointer, lse, inputs),
-                schedule.with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
+                tile_scheduler.with_own_walk(
+                    rules(inputs, variant, pointer, plan.argument(pointer))
+                ),
                 None if inputs.sinks is None else pointer(inputs.sinks),
-                schedule.Schedule(
-                    packing.packed_origin if self.kind.packed else tiles.dense_origin,
+                tile_scheduler.Schedule(
+                    packing.packed_origin if self.kind.packed else tensor_view.dense_origin,
                     pointer(numbers) if self.counted else None,
                     *self.order,
                     pointer(numbers),
@@ -124,7 +124,7 @@ def prepared(
 ) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
     """The forward pass of the call's kind; call it with inputs of that kind."""
     if configs.forward_unsupported(kernel_problem(inputs, variant)) is not None:
-        return portable.prepared(inputs, variant, config)
+        return triton_host.prepared(inputs, variant, config)
     return by_own_kernel(inputs, variant)
 
 

@@ -1,4 +1,4 @@
-"""Wide: products of rows of more than 128 channels, of which one consumer sums up all.
+"""Split MMA: products of rows of more than 128 channels, of which one consumer sums up all.
 
 A tensor has a power of two of channels, and so is 256 wide above 128. Where no more than 192 are
 there, sums are two tensors, of 128 and 64 channels, and products leave out the rest.

@@ -1,4 +1,4 @@
-"""Careful: what is done again where a hidden row may have spoilt the sums (0 · NaN is NaN).
+"""Non-finite rows: what is done again where a hidden row may have spoilt the sums (0 · NaN is NaN).
 
 It happens seldom, so the consumer does it alone, with plain loads and products from registers, 16
 keys at a time. The producer has long gone on.

@@ -1,4 +1,4 @@
-"""Backward rows: what each query row needs before the backward pass, and what is left to do after.
+"""Preprocess: what each query row needs before the backward pass, and what is left to do after.
 
 Both kernels stand at a slot of the scratch, which holds as many rows of one head as the backward
 kernel takes at once. No slot is shared by two sequences, so rows past an end harm nobody.

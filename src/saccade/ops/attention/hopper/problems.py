@@ -35,9 +35,9 @@ def backward_problem(inputs: Inputs, variant: Variant, deterministic: bool) -> B
 
 
 def left_to_triton(problem: Problem) -> str | None:
-    """Which passes of a call the portable kernels serve, and why; None: none of them."""
+    """Which passes of a call the Triton kernels serve, and why; None: none of them."""
     if problem.page_size:
-        return "but rows that wait for memory (decode) go to portable kernels"
+        return "but rows that wait for memory (decode) go to Triton kernels"
     widths = width_of(problem.head_dim), width_of(problem.value_dim)
     lengths = problem.query_len, problem.kv_len
     masked, scored = problem.mask != "", problem.score != ""
@@ -49,5 +49,5 @@ def left_to_triton(problem: Problem) -> str | None:
         "forward": forward_unsupported(KernelProblem(*widths, masked, scored)),
         "backward": backward_unsupported(backward),
     }
-    left = [f"{name} by portable kernels ({reason})" for name, reason in reasons.items() if reason]
+    left = [f"{name} by Triton kernels ({reason})" for name, reason in reasons.items() if reason]
     return "but " + ", ".join(left) if left else None

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.gpu import packing
-from saccade.gpu import tensor_view as tiles
-from saccade.gpu.hopper import tile_scheduler as schedule
+from saccade.gpu import packing, tensor_view
+from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import Box, descriptor, width_of
 from saccade.gpu.kernel_args import rules
 from saccade.gpu.launcher import Launch, Pointer
@@ -58,7 +57,7 @@ class Queries:
             kind.multiprocessors, kind.constants["HEADS_PER_KV_HEAD"],
             2 * sum(widths) * kind.geometry.lengths()[1],
         )  # fmt: skip
-        self.order = schedule.order_of(queries, tile, heads)
+        self.order = tile_scheduler.order_of(queries, tile, heads)
         self.programs = min(queries.programs(tile), kind.multiprocessors)
 
     def __call__(
@@ -80,9 +79,11 @@ class Queries:
                 kind.rows(pointer, of_query, inputs),
                 kind.numbers(pointer, lse_log2, inputs),
                 kind.numbers(pointer, row_dot, inputs),
-                schedule.with_own_walk(rules(inputs, variant, pointer, plan.argument(pointer))),
-                schedule.Schedule(
-                    packing.packed_origin if kind.packed else tiles.dense_origin,
+                tile_scheduler.with_own_walk(
+                    rules(inputs, variant, pointer, plan.argument(pointer))
+                ),
+                tile_scheduler.Schedule(
+                    packing.packed_origin if kind.packed else tensor_view.dense_origin,
                     pointer(counters[0]) if counters else None,
                     *self.order,
                     None if memory.flag is None else pointer(memory.flag),

@@ -1,4 +1,4 @@
-"""Rings: what the roles of each kernel share, as a producer fills it and consumers empty it.
+"""Shared memory: the rings of each kernel, which a producer fills and consumers empty.
 
 How a ring is filled and waited for is in gpu/hopper/pipeline.py. Linear attention has its own
 (ops/linear_attention/hopper/smem.py).

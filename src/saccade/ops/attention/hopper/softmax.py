@@ -1,4 +1,4 @@
-"""Weighing: from scores to weights, on tiles as products leave them in registers.
+"""Softmax: from scores to weights, on tiles as products leave them in registers.
 
 A weight is 2 to the power of a score less the reference of its row. The reference is the largest
 score that was met when it was last raised, and as long as no score exceeds it by more than a few

@@ -1,4 +1,4 @@
-"""Pairs: weights and gradients of a tile of pairs, the same for every backward kernel.
+"""Backward, common: weights and gradients of a tile of pairs, the same for every backward kernel.
 
 A tile lies either way: query rows as a column and key rows as a row, or the other way round. All
 that depends on rows comes in already shaped, so nothing here knows which way it lies.

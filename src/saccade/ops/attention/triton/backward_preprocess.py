@@ -1,4 +1,4 @@
-"""Row statistics: two numbers of each query row that every kernel of the backward pass reads.
+"""Preprocess: two numbers of each query row that every kernel of the backward pass reads.
 
 row_dot is Σ grad_output · output; the gradient of the lse enters there and nowhere else. lse_log2
 is the lse in base 2, made here once and not again for every tile. Source: FlashAttention-2 (Dao

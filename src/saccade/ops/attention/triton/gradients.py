@@ -1,4 +1,4 @@
-"""Gradients by portable kernels: which kernels a backward pass starts, and in which order.
+"""Gradients by Triton kernels: which kernels a backward pass starts, and in which order.
 
 row statistics → keys (with queries, atomically) → careful keys        the fast form
 row statistics → queries → keys → careful keys                  the ordered form: equal bits

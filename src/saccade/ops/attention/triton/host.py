@@ -1,4 +1,4 @@
-"""Attention by portable kernels: the body that the operators run on GPUs.
+"""Attention by Triton kernels: the body that the operators run on GPUs.
 
 A kind of call is prepared once: configs chosen, kernels compiled, strides worked out. After that
 a call allocates its results, wraps addresses into Views and starts the kernels.

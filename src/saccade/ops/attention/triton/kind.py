@@ -1,4 +1,4 @@
-"""Kind: what calls of one kind share; it is worked out once and remembered."""
+"""Call kinds: what calls of one kind share; it is worked out once and remembered."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from saccade.gpu import packing
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import Geometry, number_strides, precision, row_strides, view
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
-from saccade.ops.attention.triton import configs
-from saccade.ops.attention.triton import tuned_configs as tuned
+from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.ops.attention.triton.reach import is_short
 from saccade.runtime.linear_spec import LinearInputs
@@ -78,7 +77,7 @@ class Kind(NamedTuple):
     ) -> Launch:
         """A kernel with its config, more options for its start, and constants of its own."""
         problem = self.problem(which, call)
-        config = configs.choose(problem, given, tuned.load())
+        config = configs.choose(problem, given, tuned_configs.load())
         sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **start}
         return Launch(kernel, {**self.constants, **sizes, **more}, options)

@@ -1,4 +1,4 @@
-"""Reach: about how many keys a query row sees. Where they are few, other tiles are faster."""
+"""Visible keys: about how many a query row sees. Where they are few, other tiles are faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuned: the user's own table of configs, which `saccade tune --save` writes.
+"""Tuned configs: the user's own table of configs, which `saccade tune --save` writes.
 
 It is a JSON file and holds one table for each architecture that was tuned:
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from saccade.ops.attention.cpu.varlen import Part, clear_padding, parts_of
-from saccade.ops.linear_attention.cpu import backward as backwards
-from saccade.ops.linear_attention.cpu import forward as forwards
+from saccade.ops.linear_attention.cpu import backward as linear_backward
+from saccade.ops.linear_attention.cpu import forward as linear_forward
 from saccade.ops.linear_attention.cpu.chunk import Dense, State
 from saccade.ops.linear_attention.cpu.steps import Step, steps_of
 from saccade.runtime.autocast import computed_without
@@ -45,7 +45,7 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Lin
         normaliser = None if variant.normalize == "none" else share.per_row(results.normaliser)
         dense, output = share.dense(inputs, variant), share.queries(results.output)
         state = State.start(dense, dense.initial or (None, None))
-        forwards.attend(dense, _steps(dense, config), state, output, normaliser)
+        linear_forward.attend(dense, _steps(dense, config), state, output, normaliser)
         for into, found in ((results.kv, state.kv), (results.key_sum, state.key_sum)):
             into = share.states(into)
             into.copy_(found.view(into.shape))
@@ -74,21 +74,21 @@ def backward(
         shape = shape if inputs.packed else (*shape, inputs.key.shape[2])
         decay = inputs.decay.new_zeros(shape, dtype=torch.float64)
     for share in _shares(inputs):
-        come = backwards.Arriving(
+        come = linear_backward.Arriving(
             None if rounded else share.queries(output),
             None if variant.normalize == "none" else share.per_row(normaliser),
             share.queries(grad_output),
             None if grad_kv is None else share.states(grad_kv),
             None if grad_key_sum is None else share.states(grad_key_sum),
         )
-        leave = backwards.Leaving(
+        leave = linear_backward.Leaving(
             share.queries(gradients.query),
             share.keys(gradients.key),
             share.keys(gradients.value),
             None if decay is None else share.per_key(decay),
         )
         dense = share.dense(inputs, variant)
-        state = backwards.differentiate(dense, _steps(dense, config), come, leave)
+        state = linear_backward.differentiate(dense, _steps(dense, config), come, leave)
         for into, found in (
             (gradients.initial_kv, state.kv),
             (gradients.initial_key_sum, state.key_sum),
@@ -122,12 +122,12 @@ def step(
     tokens = inputs.query.shape[2]
     chunks = [slice(at, min(at + CHUNK, tokens)) for at in range(0, tokens, CHUNK)]
     rows = [(dense.queries(chunk), dense.beside(chunk)) for chunk in chunks]
-    found: list[list[forwards.Sums]] = [[] for _ in chunks]
+    found: list[list[linear_forward.Sums]] = [[] for _ in chunks]
     for heads, state in _states(kv, key_sum, state_index, dense.wide):
         for (query, keys), sums in zip(rows, found, strict=True):
-            sums.append(forwards.visit(dense, state, query[heads], keys.part(heads)))
+            sums.append(linear_forward.visit(dense, state, query[heads], keys.part(heads)))
     for chunk, sums in zip(chunks, found, strict=True):
-        forwards.write(dense, forwards.joined(sums), output[:, :, chunk])
+        linear_forward.write(dense, linear_forward.joined(sums), output[:, :, chunk])
     return output
 
 

@@ -1,8 +1,8 @@
-"""Again: portable sweeps of linear attention, where a row may have spoilt rows before it.
+"""Nan-safe sweeps: Triton sweeps of linear attention, where a row may have spoilt rows before it.
 
 NaN or inf in a row, a value say, reaches all rows of its chunk in a product, as 0 · NaN is NaN.
 Where the sums of a head hold such, all of its rows are computed once more, with the care of
-portable kernels.
+Triton kernels.
 """
 
 from __future__ import annotations

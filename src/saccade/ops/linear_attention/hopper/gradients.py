@@ -4,7 +4,7 @@
     grad_key_value    backward_dkdv.py, in one sweep
     the same of more than 128 channels    scan_d256.py, a sweep for each of the three
 
-A gradient that heads share is summed in float32, which portable passes do; so are long sequences of
+A gradient that heads share is summed in float32, which Triton passes do; so are long sequences of
 few heads whose chunks would begin elsewhere.
 """
 
@@ -32,7 +32,7 @@ from saccade.ops.linear_attention.hopper.split import (
     maybe,
     moved,
     sizes,
-    unlike_portable,
+    unlike_triton,
 )
 from saccade.ops.linear_attention.hopper.states import collect_keys, collect_queries
 from saccade.ops.linear_attention.triton.given import Again, Given, State, sums
@@ -95,12 +95,12 @@ def backward(
 
 
 def split_of(kind: LinearKind, keys: bool) -> Split | None:
-    """How gradients of queries, or of keys and values, are split; None: portable kernels do it."""
+    """How gradients of queries, or of keys and values, are split; None: Triton kernels do it."""
     shared = (kind.state_heads, kind.key_heads, kind.value_heads) if keys else (kind.query_heads,)
     if any(heads != kind.heads for heads in shared):
         return None
     split = Split.whole(kind).cut(kind)
-    return None if split.segments > 1 and unlike_portable(kind, keys) else split
+    return None if split.segments > 1 and unlike_triton(kind, keys) else split
 
 
 def is_wide(kind: LinearKind) -> bool:
@@ -139,7 +139,7 @@ class HopperPasses(Passes):
             again = self._wide(wide, before, None, segments)
         elif split is not None:
             again = self._grad_query(split, given, result, before)
-            # Done again from the first state on: segments may start from others than portable ones.
+            # Done again from the first state on: segments may start from others than Triton's.
             again = again._replace(spoilt=again.spoilt.flatten(2))
             before, segments = initial_of(self), 1
         super().grad_query(given, result, dots, before, segments, again)

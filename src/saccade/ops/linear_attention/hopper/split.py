@@ -29,7 +29,7 @@ class Split(NamedTuple):
         """The split of a call. One program runs on a multiprocessor; few of them are cut along
         the length."""
         whole = Split.whole(kind)
-        return whole if unlike_portable(kind, False) else whole.cut(kind)
+        return whole if unlike_triton(kind, False) else whole.cut(kind)
 
     @staticmethod
     def whole(kind: LinearKind) -> Split:
@@ -68,8 +68,8 @@ class Split(NamedTuple):
         return 1 if self.blocks == 1 else 2 * self.tiles
 
 
-def unlike_portable(kind: LinearKind, keys: bool) -> bool:
-    """Whether chunks that begin where the queries do, or keys, are not those of portable kernels,
+def unlike_triton(kind: LinearKind, keys: bool) -> bool:
+    """Whether chunks that begin where the queries do, or keys, are not those of Triton kernels,
     which begin with whoever comes first."""
     shift = kind.kv_len - kind.query_len if kind.bottom_right else 0
     return (-shift if keys else shift) > 0 and shift % BLOCK > 0

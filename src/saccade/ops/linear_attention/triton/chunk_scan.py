@@ -1,4 +1,4 @@
-"""Linear attention, the sweep: chunk by chunk along the rows, with the running state in registers.
+"""Linear attention, chunk scan: chunk by chunk along the rows, with the running state in registers.
 
 Every pass over a call has this one form, for rows p of one side and rows r of the other:
 

@@ -1,4 +1,4 @@
-"""Linear attention, collecting: the sums over all rows of one side, or over one segment of them.
+"""Linear attention, chunk states: the sums over all rows of one side, or over one segment of them.
 
     keys:     Σ φ(key) valueᵀ and Σ φ(key)      queries:    Σ φ̂(query) gradᵀ and Σ −δ φ̂(query)
 

@@ -1,4 +1,4 @@
-"""Linear attention by portable kernels: the body that the operators run on GPUs.
+"""Linear attention by Triton kernels: the body that the operators run on GPUs.
 
     causal:      one sweep; if programs are few, segments of the length side by side, each from the
                  state that the ones before it left (two phases)

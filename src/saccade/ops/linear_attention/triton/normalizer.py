@@ -1,4 +1,4 @@
-"""Linear attention, counting: each row's sum of scores, the sum of all keys, and all features.
+"""Linear attention, normalizer: each row's sum of scores, the sum of all keys, and all features.
 
     total_p = φ(query_p) · Σ_r fade(p, r) φ(key_r)
 

@@ -1,4 +1,4 @@
-"""Places: where the rows of a call of linear attention meet, and where its states lie in memory.
+"""Positions: where the rows of a call of linear attention meet, and where its states lie in memory.
 
 Key row n has place n, a query row has the place of the last key that it sees. A query before the
 first key has a negative place, one behind the last key (aligned at the top left) a larger one.

@@ -15,14 +15,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu import block_mask as plan
-from saccade.ops.attention.cpu import forward as forwards
-from saccade.ops.attention.cpu import segments as walk
+from saccade.ops.attention.cpu import block_mask, segments
+from saccade.ops.attention.cpu import forward as attention_forward
 from saccade.ops.attention.cpu.block_mask import Run, Sizes
 from saccade.ops.attention.cpu.dense_tile import Place
 from saccade.ops.attention.cpu.segments import Dense
 from saccade.ops.attention.cpu.varlen import check_ends, clear_padding
-from saccade.ops.paged_attention.cpu import decode as short
+from saccade.ops.paged_attention.cpu import decode as paged_decode
 from saccade.ops.paged_attention.cpu.pages import Pages, Scratch
 from saccade.runtime.autocast import computed_without
 from saccade.runtime.spec import Config, PagedInputs, Variant, empty_rows
@@ -81,15 +80,15 @@ def _together(
     else:
         query_lens = [end - start for start, end in itertools.pairwise(ends)]
     done: set[int] = set()
-    for group in short.groups(inputs, variant, query_lens):
+    for group in paged_decode.groups(inputs, variant, query_lens):
         rows = group.sequences if ends is None else [ends[each] for each in group.sequences]
         query = inputs.query[rows]
-        found = short.attend(inputs, variant, group, query if ends else query.squeeze(2))
+        found = paged_decode.attend(inputs, variant, group, query if ends else query.squeeze(2))
         if found is None:
             break
         of_output, of_lse = (each.unsqueeze(2) for each in found)
         if inputs.sinks is not None:
-            of_output, of_lse = forwards.add_sinks(of_output, of_lse, inputs.sinks)
+            of_output, of_lse = attention_forward.add_sinks(of_output, of_lse, inputs.sinks)
         if ends is None:
             output[rows], lse[rows] = of_output.to(output.dtype), of_lse
         else:
@@ -121,8 +120,8 @@ def _dense(
         query_len=query.shape[2],
         kv_len=kv_len,
         first_batch=sequence,
-        query_tile=config.query_tile or plan.QUERY_TILE,
-        kv_tile=config.kv_tile or plan.KV_TILE,
+        query_tile=config.query_tile or block_mask.QUERY_TILE,
+        kv_tile=config.kv_tile or block_mask.KV_TILE,
     )
     return Dense(
         query, inputs.key_pages[:1], inputs.value_pages[:1], inputs.sinks, None, variant, sizes
@@ -132,25 +131,27 @@ def _dense(
 def _attend(dense: Dense, pages: Pages) -> tuple[Tensor, Tensor]:
     """Output and lse of one sequence, [1, heads, rows, …]."""
     if dense.sizes.kv_len == 0:
-        output, lse = forwards.merged(dense, walk.whole(dense), [])
+        output, lse = attention_forward.merged(dense, segments.whole(dense), [])
     else:
         output, lse, masked = _visit(dense, pages, careful=False)
         if masked and not bool(output.sum().isfinite()):
             output, lse, _ = _visit(dense, pages, careful=True)
     return (
-        forwards.add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
+        attention_forward.add_sinks(output, lse, dense.sinks)
+        if dense.sinks is not None
+        else (output, lse)
     )
 
 
 def _visit(dense: Dense, pages: Pages, careful: bool) -> tuple[Tensor, Tensor, bool]:
     """Compute every row tile; also say whether any of them needed the mask."""
-    tiles = list(walk.row_tiles(dense))
+    tiles = list(segments.row_tiles(dense))
     masked = any(run.masked for _, runs in tiles for run in runs)
     if len(tiles) == 1:
         return *_row_tile(dense, pages, *tiles[0], careful), masked
-    output, lse = forwards.memory(dense)
+    output, lse = attention_forward.memory(dense)
     for place, runs in tiles:
-        at = walk.slices_of(dense, place).queries
+        at = segments.slices_of(dense, place).queries
         output[at], lse[at] = _row_tile(dense, pages, place, runs, careful)
     return output, lse, masked
 
@@ -165,7 +166,7 @@ def _row_tile(
             key, value = pages.rows(piece)
             there = dense._replace(key=key, value=value, first_kv=piece.start)
             rectangle = place._replace(kv_rows=(piece.start, piece.stop))
-            partial = forwards.rectangle(there, rectangle, run.masked, careful)
+            partial = attention_forward.rectangle(there, rectangle, run.masked, careful)
             if partial is not None:
                 partials.append(partial)
-    return forwards.merged(dense, place, partials)
+    return attention_forward.merged(dense, place, partials)

@@ -1,6 +1,6 @@
 """Attention over pages with Hopper kernels: the body that the operator runs on capability 9.0.
 
-Decoding reads each key once and does little with it: the portable kernels for sequences of few
+Decoding reads each key once and does little with it: the Triton kernels for sequences of few
 query rows read as fast as the memory gives. Sequences of many rows, chunks of prompts, have a
 kernel of their own, where enough tiles of query rows are there to keep all multiprocessors busy.
 """
@@ -11,11 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.gpu import packing
-from saccade.gpu import tensor_view as tiles
+from saccade.gpu import packing, tensor_view
 from saccade.gpu.compose import mask_functions
-from saccade.gpu.hopper import tile_counter as counter
-from saccade.gpu.hopper import tile_scheduler as schedule
+from saccade.gpu.hopper import tile_counter, tile_scheduler
 from saccade.gpu.hopper.descriptors import SMALLEST_WIDTH, Box, descriptor, width_of
 from saccade.gpu.kernel_args import mask_argument, score_argument
 from saccade.gpu.launcher import Launch, Pointer
@@ -24,7 +22,7 @@ from saccade.gpu.rules import Rules
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import PagedProblem
 from saccade.ops.paged_attention.hopper.prefill import attention_pages_forward
-from saccade.ops.paged_attention.triton import host as portable
+from saccade.ops.paged_attention.triton import host as triton_host
 from saccade.ops.paged_attention.triton.host import PassLaunches
 from saccade.ops.paged_attention.triton.kind import PagedKind
 from saccade.ops.paged_attention.triton.passes import Pass
@@ -75,7 +73,7 @@ class ChunkLaunch:
             True, queries.heads * queries.sequences, queries.slots(ROWS_OF_TILE),
             kind.multiprocessors, kind.constants["GROUP"], 2 * sum(widths) * longest,
         )  # fmt: skip
-        self.order = schedule.order_of(queries, ROWS_OF_TILE, heads)
+        self.order = tile_scheduler.order_of(queries, ROWS_OF_TILE, heads)
         self.programs = min(problem.slots, kind.multiprocessors)
 
     def __call__(
@@ -87,26 +85,26 @@ class ChunkLaunch:
         if any(tensor.data_ptr() % ALIGNMENT for tensor in loaded):
             self.otherwise(inputs, variant, output, lse, tensors)
             return
-        taken = counter.counter_of(self.device)
+        taken = tile_counter.counter_of(self.device)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             moved = (*loaded, output)
             changes = mask_argument(variant, pointer), score_argument(variant, pointer)
-            origin = packing.packed_origin if self.kind.queries.packed else tiles.dense_origin
+            origin = packing.packed_origin if self.kind.queries.packed else tensor_view.dense_origin
             return (
                 *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
                 self.kind.rows(pointer, inputs),
                 *self.kind.pages(pointer, inputs)[:2],
                 *self.kind.results(pointer, inputs, output, lse),
-                schedule.with_own_walk(Rules(*changes, None, variant.scale)),
+                tile_scheduler.with_own_walk(Rules(*changes, None, variant.scale)),
                 None if inputs.sinks is None else pointer(inputs.sinks),
-                schedule.Schedule(origin, pointer(taken), *self.order, pointer(taken)),
+                tile_scheduler.Schedule(origin, pointer(taken), *self.order, pointer(taken)),
             )
 
         self.launch(self.programs, self.kind.device, (*tensors, taken), arguments)
 
 
-class PagedForward(portable.PagedForward):
+class PagedForward(triton_host.PagedForward):
     """Attention over pages for one kind of call, prepared: each pass by what suits it."""
 
     def launches(self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant) -> Any:
@@ -131,9 +129,9 @@ def problem_of(kind: PagedKind, inputs: PagedInputs, variant: Variant) -> PagedP
 
 def prepared(
     inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
-) -> portable.PagedForward:
+) -> triton_host.PagedForward:
     """`forward` for calls of the same kind; call it with inputs of that kind."""
-    return portable.prepared(inputs, variant, config, batch_invariant, PagedForward)
+    return triton_host.prepared(inputs, variant, config, batch_invariant, PagedForward)
 
 
 def forward(

@@ -12,14 +12,13 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from saccade.gpu import paged_view as pages
+from saccade.gpu import paged_view
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import mask_argument, score_argument
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.rules import Rules
 from saccade.gpu.tensor_view import ADDED, View
-from saccade.ops.attention.triton import configs
-from saccade.ops.attention.triton import tuned_configs as tuned
+from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.ops.attention.triton.forward import attention_forward
 from saccade.ops.paged_attention.triton.kind import ANY_NUMBER, PagedKind
@@ -70,13 +69,15 @@ class ChunkLaunch:
         if not self.kind.queries.packed:
             return queries
         data = (*queries.data, self.fewest + ADDED.value)
-        return queries._replace(find=pages.chunk_program, data=data)
+        return queries._replace(find=paged_view.chunk_program, data=data)
 
     def _pages(self, pointer: Pointer, inputs: PagedInputs) -> list[View]:
         views = (view for view in self.kind.pages(pointer, inputs)[:2] if view is not None)
         size = tl.constexpr(self.page_size)
         return [
-            view._replace(data=(*view.data, size), ahead=pages.pages_ahead, rows=pages.in_pages)
+            view._replace(
+                data=(*view.data, size), ahead=paged_view.pages_ahead, rows=paged_view.in_pages
+            )
             for view in views
         ]
 
@@ -101,7 +102,7 @@ def config_of(kind: PagedKind, variant: Variant, given: Config) -> Config:
     width = max(kind.constants["HEAD_WIDTH"], kind.constants["VALUE_WIDTH"])
     masked = variant.mask != ""
     problem = KernelProblem(kind.architecture, "forward", width, kind.wide, masked)
-    return configs.choose(problem, given, tuned.load())
+    return configs.choose(problem, given, tuned_configs.load())
 
 
 def unsupported(

@@ -1,4 +1,4 @@
-"""Merge: partial results of items that were cut, added up in the order of the keys.
+"""Combine: partial results of items that were cut, added up in the order of the keys.
 
 Source: Flash-Decoding (Dao et al. 2023); Milakov and Gimelshein 2018 for rescaling sums.
 """

@@ -1,4 +1,4 @@
-"""Attention over pages by portable kernels: the body that the operator runs on GPUs.
+"""Attention over pages by Triton kernels: the body that the operator runs on GPUs.
 
     (plan) → attention → merge        for sequences of few query rows, and again for those of many,
                                       unless these take the dense kernel (chunks.py)

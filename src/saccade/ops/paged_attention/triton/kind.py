@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu import paged_view as pages
-from saccade.gpu import tensor_view as tiles
+from saccade.gpu import tensor_view
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import (
     Extent,
@@ -37,7 +37,7 @@ from saccade.ops.paged_attention.triton.configs import PagedConfig, PagedProblem
 from saccade.ops.paged_attention.triton.passes import Pass
 from saccade.runtime.spec import Config, PagedInputs, Variant
 
-ADDED = tiles.ADDED.value
+ADDED = tensor_view.ADDED.value
 ANY_NUMBER = 2**30  # of query rows
 LARGEST_PAIRED = 32  # rows of a tile; larger ones take what they are multiplied with from memory
 # What pages of eight bits are when they are read in pairs (gpu/paged_view.py).

@@ -6,16 +6,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from saccade.gpu import tensor_view as tiles
+from saccade.gpu import tensor_view
 from saccade.gpu.launcher import Pointer, next_width
 from saccade.ops.paged_attention.triton import configs as paged_configs
-from saccade.ops.paged_attention.triton import cuts
-from saccade.ops.paged_attention.triton import split_kv as schedule
+from saccade.ops.paged_attention.triton import cuts, split_kv
 from saccade.ops.paged_attention.triton.configs import PagedConfig
 from saccade.ops.paged_attention.triton.split_kv import Schedule
 
-ADDED = tiles.ADDED.value
-MOST_AT_ONCE = schedule.MOST_AT_ONCE.value
+ADDED = tensor_view.ADDED.value
+MOST_AT_ONCE = split_kv.MOST_AT_ONCE.value
 MOST_UNITS = 2**30  # that 32 bits count, shares past the end included
 
 
@@ -139,13 +138,13 @@ class Pass(NamedTuple):
 
     def schedule(self, pointer: Pointer, plan: Tensor | None) -> Schedule:
         """The schedule as kernels take it."""
-        begin, cut = schedule.equal_shares, cuts.cut_of_shares
+        begin, cut = split_kv.equal_shares, cuts.cut_of_shares
         if self.cuts:
-            begin, cut = schedule.fixed_cuts, cuts.cut_of_item
-        count, item = schedule.count_lengths, schedule.item_of_lengths
+            begin, cut = split_kv.fixed_cuts, cuts.cut_of_item
+        count, item = split_kv.count_lengths, split_kv.item_of_lengths
         heads, data = self.heads, ()
         if plan is not None:
-            count, item, data = schedule.count_planned, schedule.item_of_plan, (pointer(plan),)
+            count, item, data = split_kv.count_planned, split_kv.item_of_plan, (pointer(plan),)
             heads = 1 if self.told_apart else self.heads
         begun = 0 if self.cuts else self.programs
         numbers = (self.groups, heads, self.programs, self.cuts, begun, *self.rows)

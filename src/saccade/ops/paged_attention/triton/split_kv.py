@@ -1,4 +1,4 @@
-"""Schedule: which share of the keys each program of attention over pages computes.
+"""Split KV: which share of the keys each program of attention over pages computes.
 
 Work is counted in units. An *item* is one tile of query rows of one key head: a unit to set it up,
 and one for each tile of keys that it visits. A *group* is some items of equal units: all of a
