@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import saccade
 from saccade import scores
 from saccade.modifiers import evaluate
+from saccade.modifiers.derivative import change_backward
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.fit import expanded
-from saccade.modifiers.gradient import change_backward
 from saccade.modifiers.ops import index_range
 from saccade.scores import Score
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade.modifiers import ops as modifier_ops
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Coordinates
-from saccade.modifiers.written import written
+from saccade.modifiers.modifier import written
 from saccade.runtime import backends
 from saccade.runtime.arguments import values_readable
 from saccade.runtime.spec import Config, Inputs, PagedInputs, Problem, Variant

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from saccade.gpu.dropout import Dropout, kept
+from saccade.gpu.rules import Dropout, kept
 from saccade.runtime import dropout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")

@@ -18,9 +18,9 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 
 from saccade.gpu import fast_launch, launcher
+from saccade.gpu.fast_launch import Places
 from saccade.gpu.hopper.descriptors import Box, descriptor
 from saccade.gpu.launcher import Launch, opened
-from saccade.gpu.places import Places
 
 FUNCTION, PACKED = 123, (4, 1, 1000)
 SHAPE = (1, 2, 64, 64)

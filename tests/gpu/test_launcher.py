@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from saccade.gpu import launcher, planning
+from saccade.gpu.fast_launch import PROGRAMS, STREAM, Places
 from saccade.gpu.launcher import Launch
-from saccade.gpu.places import PROGRAMS, STREAM, Places
 from saccade.ops.attention.triton import gradients, kind
 from saccade.ops.attention.triton import host as attention_host
 from saccade.runtime import call_cache

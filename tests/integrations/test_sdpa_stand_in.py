@@ -251,7 +251,7 @@ def test_a_dispatch_mode_sees_our_operator() -> None:
 
     with sdpa.enabled(), Met() as met:
         F.scaled_dot_product_attention(*inputs())
-    assert "saccade.ops.attention.api.default" in met.names
+    assert "saccade.attention.default" in met.names
 
 
 def test_other_threads_go_to_pytorch_while_one_is_asking(seen: Seen) -> None:

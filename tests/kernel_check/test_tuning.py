@@ -8,9 +8,8 @@ from rich.console import Console
 
 from saccade.kernel_check import clock, tuner, tuning
 from saccade.kernel_check.calls import Call
-from saccade.kernel_check.candidates import candidates, least_registers, least_shared_memory
 from saccade.kernel_check.pool import Compiled, Job, Usage
-from saccade.kernel_check.tuning import Measured
+from saccade.kernel_check.tuning import Measured, candidates, least_registers, least_shared_memory
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.ops.attention.triton.tuned_configs import Table

@@ -167,14 +167,14 @@ def run(layered: bool, line: int, *files: str) -> bool:
 @pytest.mark.parametrize(
     ("layered", "stride", "files"),
     [
-        (False, 1, ["kv_cache/sequences.py", "kv_cache/prefix.py", "kv_cache/swap.py"]),
+        (False, 1, ["kv_cache/sequences.py", "kv_cache/prefix.py", "kv_cache/storage.py"]),
         (
             False,
             5,
             [
                 "kv_cache/growth.py",
                 "kv_cache/pool.py",
-                "kv_cache/free_ranges.py",
+                "kv_cache/pool.py",
                 "kv_cache/paged_cache.py",
             ],
         ),

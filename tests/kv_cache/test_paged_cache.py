@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.kv_cache.free_ranges import FreeRuns
+from saccade.kv_cache.pool import FreeRuns
 from saccade.kv_cache.prefix import PrefixIndex
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -16,8 +16,8 @@ import saccade
 from saccade import scores
 from saccade.masks import as_mask
 from saccade.modifiers import evaluate
+from saccade.modifiers.derivative import change_backward
 from saccade.modifiers.expression import Captured
-from saccade.modifiers.gradient import change_backward
 from saccade.scores import as_score
 
 BATCH, HEADS, QUERY_LEN, KV_LEN = 2, 2, 5, 7

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.modifiers.selection import BITS, hide, keep
+from saccade.modifiers.evaluate import BITS, hide, keep
 
 HOSTILE = [0.0, -0.0, 1.5, -2.0, math.inf, -math.inf, math.nan, 1e-45, 6e4]
 

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from saccade.runtime import listeners
+from saccade.runtime import call_cache as listeners
 
 
 class Subclass(Tensor):

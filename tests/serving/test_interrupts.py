@@ -51,7 +51,7 @@ def test_an_interrupt_at_any_line_changes_no_token():
     line, came = 0, 0
     with interrupts.ends_within(900):
         while True:
-            interrupt = interrupts.Interrupt(line, "serving", "cache")
+            interrupt = interrupts.Interrupt(line, "serving", "kv_cache")
             engine, completions = make()
             for _ in range(500):
                 try:
@@ -72,7 +72,7 @@ def test_an_interrupt_at_any_line_changes_no_token():
 def test_an_interrupt_while_one_is_cancelled_leaves_the_others():
     wanted, line = steady(), 0
     for line in itertools.count(step=5):
-        interrupt = interrupts.Interrupt(line, "serving", "cache")
+        interrupt = interrupts.Interrupt(line, "serving", "kv_cache")
         engine, completions = make()
         for _ in range(3):
             engine.step()

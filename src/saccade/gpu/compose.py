@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.gpu import device_ops, extremes, tensor_view
+from saccade.gpu import device_ops, tensor_view
+from saccade.gpu import tile_ranges as extremes
 from saccade.modifiers import triton_source
 from saccade.modifiers.derivative import derivatives
 from saccade.modifiers.expression import mentions, parse, slots

@@ -13,12 +13,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saccade.gpu import packing, scores, tensor_view, tile_ranges
+from saccade.gpu import packing, tensor_view, tile_ranges
+from saccade.gpu import rules as scores
 from saccade.gpu.compose import mask_functions, score_functions
-from saccade.gpu.dropout import Dropout
 from saccade.gpu.launcher import Pointer
-from saccade.gpu.rules import Rules
-from saccade.gpu.scores import Score
+from saccade.gpu.rules import Dropout, Rules, Score
 from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.modifiers.expression import Captured, slots

@@ -17,8 +17,7 @@ from torch import Tensor
 from triton import knobs
 
 from saccade.gpu import compiler_workarounds, triton_internals
-from saccade.gpu.fast_launch import Described, call_of
-from saccade.gpu.places import ALIGNMENT, Places, Start
+from saccade.gpu.fast_launch import ALIGNMENT, Described, Places, Start, call_of
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1)."""

@@ -13,7 +13,7 @@ from saccade.kernel_check.dtypes import DTYPES
 from saccade.kernel_check.linear_calls import LINEAR_PASSES
 from saccade.kernel_check.paged_calls import PAGED_PASSES
 from saccade.masks import Mask
-from saccade.ops.attention.triton.reach import is_short
+from saccade.ops.attention.triton.kind import is_short
 from saccade.runtime.spec import Config, Inputs, Variant, empty_results
 from saccade.runtime.validation import prepare, with_seed
 from saccade.scores import Score

@@ -80,12 +80,12 @@ def code_of(function: jit.JITCallable) -> str:
             continue
         one.cache_key  # noqa: B018 - Triton finds the global constants meanwhile
         reader = _Reader(one)
-        constants = [
+        constants = {  # a set: how many modules know a constant does not matter
             (name, str(value))
             for (name, _), (value, _) in one.used_global_vals.items()
             if isinstance(value, constexpr)
-        ]
-        found[id(one)] = f"{code_text(one.src)} {sorted(constants, key=repr)}"
+        }
+        found[id(one)] = f"{code_text(one.src)} {sorted(constants)}"
         waiting += reader.called
     code = sorted(set(found.values()))
     return hashlib.sha256("\n".join([found[id(function)], *code]).encode()).hexdigest()

@@ -11,10 +11,9 @@ from rich.console import Console
 from saccade.bench.timing import Plan, rotate
 from saccade.kernel_check import clock, session, tuning
 from saccade.kernel_check.calls import MASKS, PASSES, Call
-from saccade.kernel_check.candidates import candidates
 from saccade.kernel_check.dtypes import DTYPES
 from saccade.kernel_check.pool import Job
-from saccade.kernel_check.tuning import Measured, Task
+from saccade.kernel_check.tuning import Measured, Task, candidates
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.tuned_configs import Table
 from saccade.runtime.spec import Config

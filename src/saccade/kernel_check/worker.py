@@ -18,7 +18,7 @@ import torch
 import triton
 
 from saccade.gpu import launcher
-from saccade.gpu.hopper import tile_counter
+from saccade.gpu.hopper import tile_scheduler as tile_counter
 from saccade.gpu.launcher import Launch
 from saccade.kernel_check import calls, compiler, linear_calls, machine_code, paged_calls
 from saccade.kernel_check.calls import Call

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kv_cache import growth, swap
-from saccade.kv_cache import sequences as bookkeeping
+from saccade.kv_cache import growth, sequences
+from saccade.kv_cache.growth import token_list
 from saccade.kv_cache.paged_cache import PagedCache
+from saccade.kv_cache.pool import locked
 from saccade.kv_cache.statistics import CacheStatistics, SequenceStatistics, together
 from saccade.kv_cache.storage import LayerPages
-from saccade.kv_cache.tokens import token_list
-from saccade.kv_cache.whole import locked
 from saccade.runtime.checks import check_whole_number
 
 
@@ -133,7 +132,7 @@ class LayeredCache:
         for books, wanted, _ in growing:  # before anything is evicted to make room
             books.pool.require(growth.pages_needed(wanted))
         grown = [growth.grown(*each) for each in growing]
-        bookkeeping.enter(*(change for change, _ in grown))
+        sequences.enter(*(change for change, _ in grown))
         return [torch.tensor(slots, dtype=torch.int64, device=self.device) for _, slots in grown]
 
     @locked
@@ -151,9 +150,7 @@ class LayeredCache:
     @locked
     def trim(self, sequence: int, length: int) -> None:
         """As `PagedCache.trim`; the narrowest window decides how far back."""
-        bookkeeping.enter(
-            *(bookkeeping.trimmed(c._books, n, length) for c, n in self._each(sequence))
-        )
+        sequences.enter(*(sequences.trimmed(c._books, n, length) for c, n in self._each(sequence)))
 
     @locked
     def free(self, sequence: int) -> None:
@@ -177,7 +174,7 @@ class LayeredCache:
         there = [(cache._books, number) for cache, number in self._each(sequence)]
         for books, number in there:
             books.host_pool.require(len(books.find(number).kept))
-        bookkeeping.enter(*(swap.swapped_out(*each) for each in there))
+        sequences.enter(*(sequences.swapped_out(*each) for each in there))
 
     @locked
     def swap_in(self, sequence: int) -> None:
@@ -185,7 +182,7 @@ class LayeredCache:
         there = [(cache._books, number) for cache, number in self._each(sequence)]
         for books, number in there:
             books.pool.require(len(books.find(number, on_device=False).kept_on_host))
-        bookkeeping.enter(*(swap.swapped_in(*each) for each in there))
+        sequences.enter(*(sequences.swapped_in(*each) for each in there))
 
     @locked
     def compact(self) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from saccade.kv_cache.whole import at_once
+from saccade.kv_cache.pool import at_once
 from saccade.runtime.arguments import values_readable
 
 torch.library.define(

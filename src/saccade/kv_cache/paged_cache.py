@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.kv_cache import checks, growth, statistics, swap
-from saccade.kv_cache import sequences as bookkeeping
-from saccade.kv_cache.pool import PagePool
+from saccade.kv_cache import growth, sequences, statistics
+from saccade.kv_cache.growth import token_list
+from saccade.kv_cache.pool import PagePool, locked
 from saccade.kv_cache.prefix import PrefixIndex
 from saccade.kv_cache.sequences import Books
 from saccade.kv_cache.statistics import CacheStatistics, SequenceStatistics
 from saccade.kv_cache.storage import LayerPages, PageMemory, Sizes
-from saccade.kv_cache.tokens import token_list
-from saccade.kv_cache.whole import locked
 from saccade.kv_cache.write import cache_write
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
@@ -111,7 +109,7 @@ class PagedCache:
             The sequence's number.
         """
         number = next(self._numbers)
-        bookkeeping.enter(bookkeeping.begun(self._books, number, token_list(tokens), salt))
+        sequences.enter(sequences.begun(self._books, number, token_list(tokens), salt))
         return number
 
     @locked
@@ -135,7 +133,7 @@ class PagedCache:
         """
         growing = growth.wanted(self._books, growth.checked(tokens))
         change, slots = growth.grown(self._books, growing)
-        bookkeeping.enter(change)
+        sequences.enter(change)
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
     @locked
@@ -147,7 +145,7 @@ class PagedCache:
     def fork(self, sequence: int) -> int:
         """A second sequence with the same tokens; pages are shared until one of the two writes."""
         number = next(self._numbers)
-        bookkeeping.enter(bookkeeping.forked(self._books, number, sequence))
+        sequences.enter(sequences.forked(self._books, number, sequence))
         return number
 
     @locked
@@ -165,7 +163,7 @@ class PagedCache:
         Raises:
             ValueError: if there are fewer, or if the window would reach back to released pages.
         """
-        bookkeeping.enter(bookkeeping.trimmed(self._books, sequence, length))
+        sequences.enter(sequences.trimmed(self._books, sequence, length))
 
     @locked
     def free(self, sequence: int) -> None:
@@ -179,7 +177,7 @@ class PagedCache:
         Raises:
             OutOfPages: if the host has too few pages; then nothing has changed.
         """
-        bookkeeping.enter(swap.swapped_out(self._books, sequence))
+        sequences.enter(sequences.swapped_out(self._books, sequence))
 
     @locked
     def swap_in(self, sequence: int) -> None:
@@ -189,7 +187,7 @@ class PagedCache:
             OutOfPages: if there are too few pages; then nothing has changed.
             ValueError: if it is not swapped out.
         """
-        bookkeeping.enter(swap.swapped_in(self._books, sequence))
+        sequences.enter(sequences.swapped_in(self._books, sequence))
 
     @locked
     def compact(self) -> int:
@@ -197,7 +195,7 @@ class PagedCache:
 
         Slots and tables that were handed out before no longer hold.
         """
-        return swap.compact(self._books)
+        return sequences.compact(self._books)
 
     @locked
     def length(self, sequence: int) -> int:
@@ -262,7 +260,7 @@ class PagedCache:
         Raises:
             AssertionError: saying what is broken.
         """
-        found = checks.broken(self._books)
+        found = statistics.broken(self._books)
         if found:
             raise AssertionError("PagedCache: " + "; ".join(found))
 

@@ -2,10 +2,122 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import functools
+import operator
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from saccade.kv_cache.free_ranges import FreeRuns
+# ---- whole ---------------------------------------------------------------------------------------
+# What keeps a cache whole, whatever is raised in the middle of a call.
+#
+# An interrupt (KeyboardInterrupt, or what another signal's handler raises) can come between any two
+# instructions of Python. So a call works out first what will be, and then enters it `at_once`. All
+# that it does before or after that, such as counting who holds a page, can be done again from what
+# is entered: a flag says that it may be half done, and the next call mends it before anything else.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+call = operator.methodcaller("__call__")
+
+
+def at_once(steps: Iterable[Callable[[], object]]) -> None:
+    """Call one function after another, with no moment between for an interrupt.
+
+    A loop in C over functions of C holds no instruction of Python. So each step is a method of a
+    built-in type, or of a tensor, bound by `functools.partial`; and none of them can fail.
+    """
+    deque(map(call, tuple(steps)), maxlen=0)
+
+
+def locked(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of something with a lock, for one thread at a time; it finds all of it whole."""
+
+    @functools.wraps(method)
+    def alone(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            self._mend()
+            return method(self, *args, **kwargs)
+
+    return alone
+
+
+# ---- free ranges ---------------------------------------------------------------------------------
+# The free page numbers, as stretches of neighbours.
+#
+# Neighbouring pages of one sequence are read as one view on a CPU, so a sequence gets the page
+# behind its last one where that is free, and a new one starts in the middle of the longest stretch,
+# which leaves room to grow to the sequence before it.
+
+
+class FreeRuns:
+    """A set of page numbers that knows its stretches of neighbours."""
+
+    def __init__(self, num_pages: int):
+        self._length: dict[int, int] = {}  # by first page
+        self._first: dict[int, int] = {}  # by the page behind the last
+        self._count = 0
+        if num_pages:
+            self._add(0, num_pages)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def pages(self) -> list[int]:
+        """Every free page, ascending."""
+        return [
+            page
+            for first in sorted(self._length)
+            for page in range(first, first + self._length[first])
+        ]
+
+    def take(self, count: int, after: int | None) -> list[int]:
+        """So many pages, neighbours of each other and of `after` as far as they can be.
+
+        The caller knows that there are so many.
+        """
+        taken: list[int] = []
+        while len(taken) < count:
+            last = taken[-1] if taken else after
+            if last is not None and last + 1 in self._length:
+                taken += self._cut(last + 1, 0, count - len(taken))
+                continue
+            first = max(self._length, key=lambda start: (self._length[start], -start))
+            wanted = min(count - len(taken), self._length[first])
+            room = (self._length[first] - wanted) // 2 if first > 0 else 0
+            taken += self._cut(first, room, wanted)
+        return taken
+
+    def give(self, page: int) -> None:
+        """Make a page free."""
+        first, length = page, 1
+        if page in self._first:  # a stretch ends just before it
+            first = self._first[page]
+            length += self._remove(first)
+        if page + 1 in self._length:
+            length += self._remove(page + 1)
+        self._add(first, length)
+
+    def _cut(self, first: int, room: int, wanted: int) -> list[int]:
+        length = self._remove(first)
+        wanted = min(wanted, length - room)
+        if room:
+            self._add(first, room)
+        if room + wanted < length:
+            self._add(first + room + wanted, length - room - wanted)
+        return list(range(first + room, first + room + wanted))
+
+    def _add(self, first: int, length: int) -> None:
+        self._length[first] = length
+        self._first[first + length] = first
+        self._count += length
+
+    def _remove(self, first: int) -> int:
+        length = self._length.pop(first)
+        del self._first[first + length]
+        self._count -= length
+        return length
 
 
 class OutOfPages(RuntimeError):

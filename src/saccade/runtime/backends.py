@@ -76,9 +76,9 @@ def _hopper_unsupported(problem: Problem) -> str | None:
 
 
 def _hopper_remark(problem: Problem) -> str | None:
-    from saccade.ops.attention.hopper import problems  # breaks import-direction: it alone knows
+    from saccade.ops.attention.hopper import configs  # breaks import-direction: it alone knows
 
-    said = problems.left_to_triton(problem), _launch_remark(problem)
+    said = configs.left_to_triton(problem), _launch_remark(problem)
     return ", ".join(filter(None, said)) or None
 
 

@@ -8,10 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from saccade import masks
-from saccade.gpu.hopper import tile_counter
+from saccade.gpu.hopper import tile_scheduler as tile_counter
 from saccade.kernel_check.calls import Call, make
 from saccade.modifiers.names import PREFIX
-from saccade.ops.attention.hopper import configs, problems
+from saccade.ops.attention.hopper import configs
+from saccade.ops.attention.hopper import configs as problems
 from saccade.ops.attention.hopper.configs import BackwardProblem, KernelProblem
 
 MEMORY = 228 << 10  # bytes of a multiprocessor, of which each program takes one KB more

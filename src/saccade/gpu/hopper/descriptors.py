@@ -13,9 +13,8 @@ import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from saccade.gpu.fast_launch import Described
+from saccade.gpu.fast_launch import ALIGNMENT, Described
 from saccade.gpu.launcher import Pointer, next_width
-from saccade.gpu.places import ALIGNMENT
 from saccade.runtime.linear_spec import LinearInputs
 from saccade.runtime.spec import Inputs
 from saccade.runtime.validation import strides_fit_tma

@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 from saccade.masks import AnyMask
 from saccade.ops.attention import autograd
 from saccade.runtime import arguments, backends, call_cache, shards
+from saccade.runtime.arguments import unknown_options
 from saccade.runtime.call_cache import Recalled
-from saccade.runtime.elsewhere import unknown_options
 from saccade.runtime.spec import Config, Inputs
 from saccade.runtime.validation import prepare, with_seed
 from saccade.scores import AnyScore

@@ -31,11 +31,10 @@ from saccade.ops.attention.custom_op import (
     split,
     variant_of,
 )
-from saccade.runtime.autocast import without_autocast
 from saccade.runtime.backend_modules import body_of
-from saccade.runtime.call_cache import Recalled
-from saccade.runtime.listeners import nobody_listens, wants_gradients
+from saccade.runtime.call_cache import Recalled, nobody_listens, wants_gradients
 from saccade.runtime.spec import Inputs, Variant
+from saccade.runtime.validation import without_autocast
 
 
 def attention(

@@ -14,9 +14,9 @@ from saccade.ops.linear_attention.custom_op import flatten
 from saccade.ops.linear_attention.validation import Prepared, prepare
 from saccade.runtime import backends
 from saccade.runtime.arguments import OFFSETS
-from saccade.runtime.autocast import without_autocast
 from saccade.runtime.linear_spec import LinearResults, LinearState
 from saccade.runtime.spec import Config
+from saccade.runtime.validation import without_autocast
 
 FeatureMap = Callable[[Tensor], Tensor] | str  # a function or a name
 

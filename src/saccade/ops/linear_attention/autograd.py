@@ -18,8 +18,8 @@ from saccade.ops.linear_attention.custom_op import (
     linear_op,
     save_for_backward,
 )
+from saccade.runtime.call_cache import nobody_listens, wants_gradients
 from saccade.runtime.linear_spec import LinearInputs, LinearResults
-from saccade.runtime.listeners import nobody_listens, wants_gradients
 
 
 def attention(inputs: LinearInputs, plain: tuple[Any, ...]) -> LinearResults:

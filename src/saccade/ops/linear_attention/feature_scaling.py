@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from saccade.ops.linear_attention.arguments import check_features
-from saccade.runtime.autocast import without_autocast
 from saccade.runtime.linear_spec import LinearInputs, LinearState
 from saccade.runtime.spec import accumulate_dtype
+from saccade.runtime.validation import without_autocast
 
 
 class Scaling(NamedTuple):

@@ -23,11 +23,10 @@ from saccade.ops.linear_attention.feature_scaling import (
 )
 from saccade.ops.linear_attention.reference import features
 from saccade.runtime.arguments import check_flag, check_offsets, check_scale, resolve_config
-from saccade.runtime.autocast import cast
 from saccade.runtime.checks import check_align
 from saccade.runtime.linear_spec import LinearInputs, LinearProblem, LinearState, LinearVariant
 from saccade.runtime.spec import Config
-from saccade.runtime.validation import strides_fit_tma
+from saccade.runtime.validation import cast, strides_fit_tma
 
 
 class Prepared(NamedTuple):

@@ -12,11 +12,10 @@ from saccade.masks import AnyMask
 from saccade.ops.paged_attention import reference
 from saccade.ops.paged_attention.custom_op import attention_paged_through
 from saccade.runtime import arguments, backends, call_cache, shards
-from saccade.runtime.autocast import without_autocast
+from saccade.runtime.arguments import unknown_options
 from saccade.runtime.call_cache import Recalled
-from saccade.runtime.elsewhere import unknown_options
 from saccade.runtime.spec import Config, PagedInputs
-from saccade.runtime.validation import prepare_paged
+from saccade.runtime.validation import prepare_paged, without_autocast
 from saccade.scores import AnyScore
 
 

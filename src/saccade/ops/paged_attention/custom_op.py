@@ -23,8 +23,7 @@ from saccade.ops.attention.custom_op import (
     variant_of,
 )
 from saccade.runtime.backend_modules import paged_body_of
-from saccade.runtime.call_cache import Recalled
-from saccade.runtime.listeners import nobody_listens
+from saccade.runtime.call_cache import Recalled, nobody_listens
 from saccade.runtime.spec import Config, PagedInputs, empty_rows
 
 NUM_INPUTS = len(PagedInputs._fields)

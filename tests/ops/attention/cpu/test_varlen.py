@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saccade.ops.attention.cpu.varlen import Part, parts_of
+from saccade.ops.attention.cpu.segments import Part, parts_of
 from saccade.runtime.spec import Inputs
 
 

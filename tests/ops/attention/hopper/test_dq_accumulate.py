@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from saccade.gpu import launcher
 from saccade.gpu.tensor_view import ADDED
-from saccade.ops.paged_attention.triton import cuts
+from saccade.ops.paged_attention.triton import split_kv as cuts
 from saccade.ops.paged_attention.triton import split_kv as schedule
 from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN, Schedule
 

@@ -11,7 +11,7 @@ import torch
 
 import saccade
 from saccade.ops.linear_attention.cpu import host as linear_host
-from saccade.ops.linear_attention.cpu.steps import Step, steps_of
+from saccade.ops.linear_attention.cpu.forward import Step, steps_of
 from saccade.runtime.linear_spec import LinearInputs, LinearVariant
 from saccade.testing import make_linear_case
 

@@ -11,9 +11,44 @@ from torch import Tensor
 from saccade.ops.attention.cpu import dense_tile, edge_masks, flash_tile, segments
 from saccade.ops.attention.cpu.dense_tile import Place
 from saccade.ops.attention.cpu.edge_masks import Edge
-from saccade.ops.attention.cpu.gradients import GradientSum
 from saccade.ops.attention.cpu.segments import Dense
 from saccade.runtime.spec import accumulate_dtype
+
+# ---- gradients -----------------------------------------------------------------------------------
+# Shares of many rectangles added up in the accumulation dtype.
+
+
+class GradientSum:
+    """The gradient of [batch, heads, rows, dim], to which rectangles add their shares.
+
+    Laid out [batch, rows, heads, dim] in memory, as the results of every implementation are. A
+    first share that covers everything is taken as it is: one rectangle needs no second copy.
+    """
+
+    def __init__(self, like: Tensor):
+        self.shape = like.shape
+        self.wide = accumulate_dtype(like.dtype)
+        self.total: Tensor | None = None
+
+    def add(self, at: tuple[slice, slice, slice], share: Tensor) -> None:
+        """Add a rectangle's share at its slices of [batch, heads, rows]."""
+        if self.total is None and share.shape == self.shape:
+            self.total = share
+            return
+        if self.total is None:
+            batch, heads, rows, dim = self.shape
+            self.total = torch.zeros(
+                batch, rows, heads, dim, dtype=self.wide, device="cpu"
+            ).transpose(1, 2)
+        elif self.total.dtype != self.wide:
+            self.total = self.total.to(self.wide)
+        self.total[at] += share
+
+    def result(self) -> Tensor:
+        """The sum; zeros where nothing was added."""
+        if self.total is None:
+            return torch.zeros(self.shape, dtype=self.wide, device="cpu")
+        return self.total
 
 
 class Results(NamedTuple):

@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saccade.modifiers import evaluate
+from saccade.modifiers.derivative import Taken, change_backward, change_with_slopes
+from saccade.modifiers.evaluate import hide
 from saccade.modifiers.expression import Coordinates
-from saccade.modifiers.gradient import Taken, change_backward, change_with_slopes
 from saccade.modifiers.ops import index_range
-from saccade.modifiers.selection import hide
 from saccade.ops.attention.cpu.remembered import Remembered
 from saccade.runtime import dropout
 from saccade.runtime.spec import Variant, accumulate_dtype

@@ -18,9 +18,7 @@ from torch import Tensor
 
 from saccade.ops.attention.cpu import backward as attention_backward
 from saccade.ops.attention.cpu import forward as attention_forward
-from saccade.ops.attention.cpu.segments import Dense
-from saccade.ops.attention.cpu.varlen import Part, clear_padding, parts_of
-from saccade.runtime.autocast import computed_without
+from saccade.ops.attention.cpu.segments import Dense, Part, clear_padding, parts_of
 from saccade.runtime.spec import (
     Config,
     Gradients,
@@ -30,6 +28,7 @@ from saccade.runtime.spec import (
     empty_results,
     heads_inside,
 )
+from saccade.runtime.validation import computed_without
 
 
 @computed_without

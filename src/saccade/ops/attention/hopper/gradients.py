@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from saccade.gpu import packing, tensor_view
-from saccade.gpu.hopper import tile_counter, tile_scheduler
+from saccade.gpu.fast_launch import ALIGNMENT
+from saccade.gpu.hopper import tile_scheduler
+from saccade.gpu.hopper import tile_scheduler as tile_counter
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, width_of
 from saccade.gpu.kernel_args import (
     brings_three,
@@ -32,18 +34,18 @@ from saccade.gpu.kernel_args import (
 )
 from saccade.gpu.launcher import Launch, Pointer, next_width
 from saccade.gpu.online_softmax import LOG2_E
-from saccade.gpu.places import ALIGNMENT
 from saccade.gpu.planning import Planner
-from saccade.ops.attention.hopper import again, configs, preprocess
+from saccade.ops.attention.hopper import configs, preprocess
+from saccade.ops.attention.hopper import nonfinite as again
 from saccade.ops.attention.hopper.backward import attention_backward
 from saccade.ops.attention.hopper.backward_d256_dkdv import attention_backward_keys
 from saccade.ops.attention.hopper.backward_memory import Given, Makers, Memory
+from saccade.ops.attention.hopper.configs import backward_problem
 from saccade.ops.attention.hopper.preprocess import (
     Scratch,
     attention_backward_begin,
     attention_backward_end,
 )
-from saccade.ops.attention.hopper.problems import backward_problem
 from saccade.ops.attention.hopper.query_gradients import Queries
 from saccade.ops.attention.triton import gradients as triton_gradients
 from saccade.ops.attention.triton.backward_common import Forward

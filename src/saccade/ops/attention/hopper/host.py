@@ -12,15 +12,16 @@ from typing import Any
 from torch import Tensor
 
 from saccade.gpu import packing, tensor_view
-from saccade.gpu.hopper import tile_counter, tile_scheduler
+from saccade.gpu.hopper import tile_scheduler
+from saccade.gpu.hopper import tile_scheduler as tile_counter
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.planning import NO_PLAN, Plan, Planner
 from saccade.ops.attention.hopper import configs
+from saccade.ops.attention.hopper.configs import kernel_problem
 from saccade.ops.attention.hopper.forward import attention_forward
 from saccade.ops.attention.hopper.gradients import backward as backward
-from saccade.ops.attention.hopper.problems import kernel_problem
 from saccade.ops.attention.triton import host as triton_host
 from saccade.ops.attention.triton.kind import Kind, memory_like, remembered
 from saccade.runtime.spec import Config, Inputs, Variant, empty_results

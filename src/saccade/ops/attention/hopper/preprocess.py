@@ -24,7 +24,7 @@ from saccade.gpu.tensor_view import (
     store_numbers,
 )
 from saccade.gpu.tile_ranges import first_and_end
-from saccade.ops.attention.triton.backward_preprocess import in_base_2, statistics_of
+from saccade.ops.attention.triton.backward_common import in_base_2, statistics_of
 
 PARTS = tl.constexpr(2)  # of a slot's share of the gradients of queries: one of each consumer
 PART_ROWS = tl.constexpr(64)

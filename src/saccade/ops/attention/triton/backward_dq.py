@@ -21,8 +21,15 @@ from saccade.gpu.tensor_view import (
     without,
 )
 from saccade.gpu.tile_ranges import CAREFUL_ROWS, careful_parts, careful_start, if_present
-from saccade.ops.attention.triton.backward_common import differentiate, drop, load_statistics, weigh
-from saccade.ops.attention.triton.backward_preprocess import in_base_2, load_given, statistics_from
+from saccade.ops.attention.triton.backward_common import (
+    differentiate,
+    drop,
+    in_base_2,
+    load_given,
+    load_statistics,
+    statistics_from,
+    weigh,
+)
 
 
 @triton.jit(do_not_specialize=["rules"])

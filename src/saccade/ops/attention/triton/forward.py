@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.gpu.dropout import kept
 from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
+from saccade.gpu.rules import kept
 from saccade.gpu.target import is_hopper
 from saccade.gpu.tensor_view import (
     any_spoilt,

@@ -19,12 +19,13 @@ from saccade.gpu.compose import ReadFunctions, score_functions
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of, there_are, view
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.planning import Plan, Planner
-from saccade.ops.attention.triton.backward_captured import attention_backward_reads
-from saccade.ops.attention.triton.backward_common import Forward
-from saccade.ops.attention.triton.backward_dbias import attention_backward_bias
+from saccade.ops.attention.triton.backward_common import Forward, attention_row_statistics
+from saccade.ops.attention.triton.backward_dbias import (
+    attention_backward_bias,
+    attention_backward_reads,
+)
 from saccade.ops.attention.triton.backward_dkdv import VERDICTS_AT_ONCE, attention_backward_keys
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
-from saccade.ops.attention.triton.backward_preprocess import attention_row_statistics
 from saccade.ops.attention.triton.kind import Kind, memory_like, remembered, with_unit_channels
 from saccade.runtime.spec import Config, Gradients, Inputs, Variant, empty_gradients
 

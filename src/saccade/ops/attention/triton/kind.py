@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -13,11 +14,51 @@ from saccade.gpu import packing
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import Geometry, number_strides, precision, row_strides, view
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
+from saccade.modifiers import intervals
+from saccade.modifiers.expression import Captured, Coordinates
+from saccade.modifiers.interval_rules import Span
+from saccade.modifiers.ops import index_range
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
-from saccade.ops.attention.triton.reach import is_short
 from saccade.runtime.linear_spec import LinearInputs
 from saccade.runtime.spec import Config, Inputs, Variant
+
+# ---- reach ---------------------------------------------------------------------------------------
+# About how many a query row sees. Where they are few, other tiles are faster.
+
+FEW = 1024
+CELLS = 64  # along each side, at most: the answer may be rough
+SMALLEST_CELL = 64
+
+
+def is_short(mask: str, captured: Captured, query_len: int, kv_len: int) -> bool:
+    """Whether rows see at most FEW keys on average, as far as intervals tell.
+
+    A mask that captured tensors is not looked at: what they hold may change from call to call.
+    """
+    if not mask or captured.tensors or not query_len or not kv_len:
+        return False
+    return _is_short(mask, tuple(captured.ints), tuple(captured.floats), query_len, kv_len)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_short(
+    mask: str, ints: tuple[int, ...], floats: tuple[float, ...], query_len: int, kv_len: int
+) -> bool:
+    at = Coordinates(
+        batch=index_range(0, 1, 0),
+        head=index_range(0, 1, 1),
+        query_row=_cells(query_len, 2),
+        kv_row=_cells(kv_len, 3),
+        shift=kv_len - query_len,
+    )
+    truth = intervals.classify(mask, Captured((), ints, floats), at)
+    return truth.possible.float().mean().item() * kv_len <= FEW
+
+
+def _cells(length: int, dim: int) -> Span:
+    return intervals.rows(0, length, max(SMALLEST_CELL, -(-length // CELLS)), dim)
+
 
 NOTHING: Mapping[str, Any] = {}
 MOST_KINDS = 4096  # kinds of calls that are kept prepared

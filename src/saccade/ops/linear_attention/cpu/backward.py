@@ -28,7 +28,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.linear_attention.cpu import decay as linear_decay
 from saccade.ops.linear_attention.cpu.chunk import (
     Dense,
     Fade,
@@ -39,8 +38,55 @@ from saccade.ops.linear_attention.cpu.chunk import (
     spoilt_rows,
     through_map,
 )
-from saccade.ops.linear_attention.cpu.forward import divide_by, divided
-from saccade.ops.linear_attention.cpu.steps import Step
+from saccade.ops.linear_attention.cpu.forward import Step, divide_by, divided
+
+# ---- decay ---------------------------------------------------------------------------------------
+# What flows over each key from the keys before it to the rows that see it.
+#
+# The gradient of decay_t is the sum of the shares in the result of all pairs of a key before t and
+# a row that sees key t. All that rows take from there on, less what keys from there on give, would
+# be the same number; but of a strong decay little flows over a key, and a difference of large sums
+# would leave of it no more than their rounding errors. So only what crosses is added up: pairs
+# within a chunk, what its rows take from the state, what its keys give to later rows, and the
+# product of the state before the chunk and of that state's gradient.
+
+
+def beyond(state: State, keys: Keys, later: State, grad_key: Tensor) -> Tensor:
+    """What later rows take, from keys before each one and from the state: [count, keys].
+
+    Args:
+        state: before the chunk.
+        later: the gradient of the state behind it.
+        grad_key: what `later` gives to keys.
+    """
+    assert keys.fade is not None
+    whole = (later.kv * state.kv).double().sum((1, 2))
+    whole += (later.key_sum * state.key_sum).double().sum(1)
+    dots = (keys.key * grad_key).double().sum(-1)
+    return _sum_before(dots) + whole.unsqueeze(-1) * keys.fade.whole().squeeze(-1)
+
+
+def within(pairs: Tensor, group: int) -> Tensor:
+    """What rows take from keys of their own chunk: [count, keys].
+
+    pairs: each one's share in the result, [count, group · rows, keys]; any number where hidden.
+    """
+    pairs = pairs.unflatten(1, (group, -1)).tril()
+    return _sum_before(pairs).tril().sum((1, 2), dtype=torch.float64)
+
+
+def from_state(dots: Tensor, group: int) -> Tensor:
+    """What rows of a chunk take from the state before it: [count, keys].
+
+    dots: each row's share in the result, [count, group · rows].
+    """
+    of_rows = dots.unflatten(1, (group, -1)).sum(1)
+    return of_rows.flip(-1).cumsum(-1).flip(-1)
+
+
+def _sum_before(numbers: Tensor) -> Tensor:
+    """For each key the sum over those before it."""
+    return torch.nn.functional.pad(numbers, (1, 0))[..., :-1].cumsum(-1)
 
 
 class Arriving(NamedTuple):
@@ -98,7 +144,7 @@ def _forwards(
             gradient, old, totals[-1] = _grad_query(dense, state, query, rows, slope, keys)
             if leave.decay is not None and step.keys is not None:
                 dots = (query * old).double().sum(-1)
-                _add_decay(leave, step.keys, linear_decay.from_state(dots, dense.group))
+                _add_decay(leave, step.keys, from_state(dots, dense.group))
             _write_query(dense, leave.query, step.queries, query, gradient)
         if keys is not None:
             if leave.decay is not None:
@@ -215,11 +261,11 @@ def _backwards(
                 grad_key.mul_(fade.from_key())
                 grad_value.mul_(fade.from_key())
             if state is not None:
-                _add_decay(leave, step.keys, linear_decay.beyond(state, keys, later, grad_key))
+                _add_decay(leave, step.keys, beyond(state, keys, later, grad_key))
             if query is not None and rows is not None:
                 pairs = _add_beside(dense, query, rows, keys, (grad_key, grad_value))
                 if state is not None:
-                    _add_decay(leave, step.keys, linear_decay.within(pairs, dense.group))
+                    _add_decay(leave, step.keys, within(pairs, dense.group))
             _write_keys(dense, leave, step.keys, key, grad_key, grad_value)
         if fade is not None:
             later.fade(fade)

@@ -1,6 +1,6 @@
 """Linear attention on the CPU: chunked matrix products, memory linear in the length.
 
-Packed sequences are dense problems on views (`ops/attention/cpu/varlen.py`); a problem of many
+Packed sequences are dense problems on views (`ops/attention/cpu/segments.py`); a problem of many
 heads is computed a few heads at a time, so that a chunk of all of them stays in the processor's
 cache. Products are float32 (float64 for float64) whatever the inputs are: only a chunk at a time is
 widened.
@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu.varlen import Part, clear_padding, parts_of
+from saccade.ops.attention.cpu.segments import Part, clear_padding, parts_of
 from saccade.ops.linear_attention.cpu import backward as linear_backward
 from saccade.ops.linear_attention.cpu import forward as linear_forward
 from saccade.ops.linear_attention.cpu.chunk import Dense, State
-from saccade.ops.linear_attention.cpu.steps import Step, steps_of
-from saccade.runtime.autocast import computed_without
+from saccade.ops.linear_attention.cpu.forward import Step, steps_of
 from saccade.runtime.linear_spec import (
     LinearGradients,
     LinearInputs,
@@ -29,6 +28,7 @@ from saccade.runtime.linear_spec import (
     empty_linear_results,
 )
 from saccade.runtime.spec import Config, accumulate_dtype
+from saccade.runtime.validation import computed_without
 
 CHUNK = 128
 HEADS_AT_ONCE = 16

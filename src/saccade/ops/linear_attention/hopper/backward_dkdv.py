@@ -52,8 +52,9 @@ from saccade.ops.linear_attention.hopper.elu_correction import (
 )
 from saccade.ops.linear_attention.hopper.features import at_most_one, narrowed, only
 from saccade.ops.linear_attention.hopper.forward import narrow_sums, row_of_output, settled
-from saccade.ops.linear_attention.hopper.kinds import (
+from saccade.ops.linear_attention.hopper.program import (
     ACROSS,
+    BLOCK,
     GRADS,
     KEYS,
     LINE,
@@ -62,9 +63,6 @@ from saccade.ops.linear_attention.hopper.kinds import (
     QUERIES,
     SUM,
     VALUES,
-)
-from saccade.ops.linear_attention.hopper.program import (
-    BLOCK,
     channel_of,
     chunks_of,
     head_of,

@@ -56,7 +56,8 @@ from saccade.ops.linear_attention.hopper.forward import (
     store_output,
     store_totals,
 )
-from saccade.ops.linear_attention.hopper.kinds import (
+from saccade.ops.linear_attention.hopper.program import (
+    BLOCK,
     FACTOR,
     GRADS,
     KEYS,
@@ -64,13 +65,10 @@ from saccade.ops.linear_attention.hopper.kinds import (
     QUERIES,
     SUM,
     VALUES,
-    is_balanced,
-)
-from saccade.ops.linear_attention.hopper.program import (
-    BLOCK,
     channel_of,
     chunks_of,
     head_of,
+    is_balanced,
     keep_spoilt,
     keys_there,
     start_sums,

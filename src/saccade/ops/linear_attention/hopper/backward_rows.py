@@ -32,7 +32,8 @@ from saccade.ops.linear_attention.hopper.features import (
     sum_over_threads,
     widened,
 )
-from saccade.ops.linear_attention.hopper.kinds import (
+from saccade.ops.linear_attention.hopper.program import (
+    BLOCK,
     FACTOR,
     GRADS,
     KEYS,
@@ -42,16 +43,13 @@ from saccade.ops.linear_attention.hopper.kinds import (
     QUERIES,
     SUM,
     VALUES,
-    is_balanced,
-)
-from saccade.ops.linear_attention.hopper.program import (
-    BLOCK,
     chunks_of,
     head_of,
+    is_balanced,
     keys_there,
     state_number,
 )
-from saccade.ops.linear_attention.triton.finish import quotient_of
+from saccade.ops.linear_attention.triton.chunk import quotient_of
 
 # The mean slope of φ from which on 1 is taken from features. Below 0, e^x and e^x − 1 are rounded
 # alike where x has a slope of 1/2; above 0 only what is less 1 is not rounded.

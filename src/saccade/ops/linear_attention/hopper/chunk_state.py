@@ -19,8 +19,9 @@ from saccade.gpu.hopper.pipeline import warpgroup_mma
 from saccade.ops.linear_attention.hopper import backward_rows
 from saccade.ops.linear_attention.hopper.features import map_features
 from saccade.ops.linear_attention.hopper.forward import produce, settled
-from saccade.ops.linear_attention.hopper.kinds import GRADS, QUERIES
 from saccade.ops.linear_attention.hopper.program import (
+    GRADS,
+    QUERIES,
     channel_of,
     chunks_of,
     head_of,

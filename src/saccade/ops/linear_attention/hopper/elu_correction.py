@@ -30,8 +30,16 @@ from triton.experimental.gluon import language as gl
 from saccade.gpu.hopper.pipeline import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
-from saccade.ops.linear_attention.hopper.kinds import ACROSS, GRADS, KEYS, LINE, ONES, VALUES
-from saccade.ops.linear_attention.hopper.program import BLOCK, sums_at
+from saccade.ops.linear_attention.hopper.program import (
+    ACROSS,
+    BLOCK,
+    GRADS,
+    KEYS,
+    LINE,
+    ONES,
+    VALUES,
+    sums_at,
+)
 
 THIN = gl.constexpr(8)  # columns of such a product
 THIN_SUMS = gl.constexpr(mma_layout(8))

@@ -40,7 +40,7 @@ from saccade.ops.linear_attention.hopper.program import (
     tile_of_values,
 )
 from saccade.ops.linear_attention.hopper.smem_d256 import FACTOR, MINUS_DELTA
-from saccade.ops.linear_attention.triton.finish import GRAD_KEY, GRAD_QUERY, OUTPUT
+from saccade.ops.linear_attention.triton.chunk import GRAD_KEY, GRAD_QUERY, OUTPUT
 
 PIECE, PIECES = gl.constexpr(16), gl.constexpr(4)  # rows that are mapped at once; of a chunk
 

@@ -45,7 +45,7 @@ from saccade.ops.linear_attention.hopper.program import (
     tile_of_values,
 )
 from saccade.ops.linear_attention.hopper.smem import make_linear_rings
-from saccade.ops.linear_attention.triton.finish import divisor_of
+from saccade.ops.linear_attention.triton.chunk import divisor_of
 
 
 @gluon.jit(do_not_specialize=["eps"])

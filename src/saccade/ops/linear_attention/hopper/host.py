@@ -16,18 +16,17 @@ from saccade.gpu.hopper.descriptors import aligned
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.ops.attention.triton.kind import remembered
-from saccade.ops.linear_attention.hopper.again import linear_again
 from saccade.ops.linear_attention.hopper.forward import linear_forward
+from saccade.ops.linear_attention.hopper.gradients import WidePass
 from saccade.ops.linear_attention.hopper.gradients import backward as backward
-from saccade.ops.linear_attention.hopper.passes_d256 import WidePass
 from saccade.ops.linear_attention.hopper.program import Kept
 from saccade.ops.linear_attention.hopper.split import BLOCK, WIDE, Split, maybe, moved, sizes
-from saccade.ops.linear_attention.hopper.states import collect_keys
+from saccade.ops.linear_attention.hopper.states import collect_keys, linear_again
 from saccade.ops.linear_attention.triton.chain import chained
-from saccade.ops.linear_attention.triton.given import Again, State, sums
 from saccade.ops.linear_attention.triton.host import initial_of, passes_of
 from saccade.ops.linear_attention.triton.host import step as step
 from saccade.ops.linear_attention.triton.passes import Passes
+from saccade.ops.linear_attention.triton.rows import Again, State, sums
 from saccade.runtime.linear_spec import (
     LinearInputs,
     LinearResults,

@@ -19,8 +19,8 @@ from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.triton.kind import remembered
 from saccade.ops.linear_attention.triton.decay import whole_fades
-from saccade.ops.linear_attention.triton.given import State
 from saccade.ops.linear_attention.triton.passes import Passes
+from saccade.ops.linear_attention.triton.rows import State
 
 NUMBERS = 256  # of a state, which one program follows through the segments
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.gpu.features import in_units, load_features, load_number
-from saccade.gpu.tensor_view import spoilt_rows, without
-from saccade.ops.linear_attention.triton.finish import GRAD_KEY, GRAD_QUERY, OUTPUT
+from saccade.gpu.device_ops import maximum
+from saccade.gpu.features import in_units, load_features, load_number, where_also
+from saccade.gpu.tensor_view import row_pointers, spoilt_rows, tile_pointers, without
 
 
 @triton.jit
@@ -85,3 +85,103 @@ def total_of(totals, features, vector, batch, head, first, seen):
     else:
         total = tl.sum(features.to(tl.float32) * vector[None, :], 1)
     return total
+
+
+# ---- finish --------------------------------------------------------------------------------------
+# What becomes of a sweep's sums before they are stored.
+
+OUTPUT, GRAD_QUERY = tl.constexpr("output"), tl.constexpr("grad_query")
+GRAD_KEY, GRAD_VALUE = tl.constexpr("grad_key"), tl.constexpr("grad_value")
+
+
+@triton.jit
+def store_result(
+    result, numbers, through, own, eps, at, first, exist, seen, outer, found, total,
+    OUTER: tl.constexpr, PASS: tl.constexpr, NORMALIZE: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """Divide by the normaliser, or go back through the feature map, and store; 0 where hidden.
+
+    own: what `load_own` gave for a gradient.
+    """
+    raw, factor = own
+    batch, head, tile = at
+    offsets = tl.arange(0, exist.shape[0])
+    rows = first + offsets
+    if PASS == OUTPUT:
+        total = tl.where(seen, total, 0.0)
+        if NUMBERS:
+            first_tile = where_also(exist, tile == 0)
+            tl.store(row_pointers(numbers, batch, head, rows, 0), total, mask=first_tile)
+        if NORMALIZE != "none":
+            divisor = divisor_of(total, eps, NORMALIZE)
+            factor = 1.0 / divisor
+            found = tl.where((divisor == 0)[:, None], 0.0, found * factor[:, None])
+    if PASS == GRAD_QUERY or PASS == GRAD_KEY:  # noqa: SIM109 (a constexpr is in no tuple)
+        mapped = raw.to(tl.float32)
+        if through.apply is not None:
+            mapped = through.apply(mapped, 0.0)
+        if PASS == GRAD_QUERY and NORMALIZE != "none":
+            found = found * factor[:, None]
+        if through.scale is not None:
+            found = found * through.scale
+        if NUMBERS:
+            inside = seen[:, None] & (outer < OUTER)[None, :]
+            dots = tl.sum(tl.where(inside, mapped * found, 0.0), 1)
+            tiles: tl.constexpr = (OUTER + outer.shape[0] - 1) // outer.shape[0]
+            tl.store(row_pointers(numbers, batch, head * tiles + tile, rows, 0), dots, mask=exist)
+        if through.derivative is not None:
+            found = found * through.derivative(mapped)
+    pointers = tile_pointers(result, batch, head, first, outer[None, :], exist.shape[0], True)
+    shown, hidden = seen[:, None], (exist & (seen == 0))[:, None]
+    if OUTER == 0 or OUTER // outer.shape[0] * outer.shape[0] != OUTER:
+        inside = (outer < OUTER)[None, :]
+        shown, hidden = shown & inside, hidden & inside
+    narrowed = found.to(result.ptr.dtype.element_ty)
+    tl.store(pointers, narrowed, mask=shown)
+    tl.store(pointers, tl.zeros_like(narrowed), mask=hidden)
+
+
+@triton.jit
+def load_own(
+    through, factors, batch, head, first, seen, channels,
+    SHARE: tl.constexpr, DIM: tl.constexpr, FACTORED: tl.constexpr,
+):  # fmt: skip
+    """The rows that a gradient is of, as they are, and the factors of its own, if FACTORED."""
+    offsets = tl.arange(0, seen.shape[0])
+    inside = seen[:, None]
+    if DIM == 0 or DIM // channels.shape[0] * channels.shape[0] != DIM:
+        inside = inside & (channels < DIM)[None, :]
+    pointers = tile_pointers(
+        through.rows, batch, head // SHARE, first, channels[None, :], seen.shape[0], True
+    )
+    raw, factor = tl.load(pointers, mask=inside, other=0.0), 1.0
+    if FACTORED:
+        factor = load_number(factors, batch, head, first + offsets, seen)
+    return raw, factor
+
+
+@triton.jit
+def divisor_of(total, eps, NORMALIZE: tl.constexpr):
+    """What weighted sums are divided by; see `saccade.linear_attention`."""
+    divisor = total * 0.0 + 1.0
+    if NORMALIZE == "sum":
+        divisor = total + eps
+    elif NORMALIZE == "clamp":
+        divisor = maximum(total, eps)
+    elif NORMALIZE == "abs":
+        divisor = maximum(tl.abs(total), eps)
+    return divisor
+
+
+@triton.jit
+def quotient_of(total, eps, NORMALIZE: tl.constexpr):
+    """1 / divisor, 0 where that is 0, and the derivative of the divisor."""
+    divisor = divisor_of(total, eps, NORMALIZE)
+    factor = tl.where(divisor == 0, 0.0, 1.0 / divisor)
+    slope = total * 0.0 + 1.0
+    if NORMALIZE == "clamp":
+        slope = tl.where(total >= eps, 1.0, 0.0)
+    elif NORMALIZE == "abs":
+        slope = tl.where(tl.abs(total) >= eps, tl.where(total < 0, -1.0, 1.0), 0.0)
+        slope = tl.where(total == 0, 0.0, slope)
+    return factor, slope

@@ -37,13 +37,15 @@ import triton.language as tl
 
 from saccade.gpu.features import load_features, load_number, narrow
 from saccade.gpu.tensor_view import any_spoilt, pad_rows, wide
-from saccade.ops.linear_attention.triton.chunk import add_others, times_sums, total_of
-from saccade.ops.linear_attention.triton.finish import (
+from saccade.ops.linear_attention.triton.chunk import (
     GRAD_QUERY,
     GRAD_VALUE,
     OUTPUT,
+    add_others,
     load_own,
     store_result,
+    times_sums,
+    total_of,
 )
 from saccade.ops.linear_attention.triton.positions import (
     bounds_of,

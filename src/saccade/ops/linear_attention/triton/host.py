@@ -19,12 +19,11 @@ from saccade.gpu.launcher import Launch, Pointer, next_width
 from saccade.ops.attention.triton.kind import remembered, with_unit_channels
 from saccade.ops.linear_attention.triton.chain import chained
 from saccade.ops.linear_attention.triton.decay import decay_gradient, faded_of, whole_fades
-from saccade.ops.linear_attention.triton.given import Given, State
 from saccade.ops.linear_attention.triton.kind import LinearKind, signature
-from saccade.ops.linear_attention.triton.normalizer import count, counts_first
+from saccade.ops.linear_attention.triton.normalizer import count, counts_first, linear_row_dot
 from saccade.ops.linear_attention.triton.passes import Passes
 from saccade.ops.linear_attention.triton.recurrent_step import start_step
-from saccade.ops.linear_attention.triton.row_dot import linear_row_dot
+from saccade.ops.linear_attention.triton.rows import Given, State
 from saccade.runtime.linear_spec import (
     LinearGradients,
     LinearInputs,

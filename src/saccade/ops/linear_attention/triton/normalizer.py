@@ -21,11 +21,21 @@ from torch import Tensor
 from saccade.gpu.features import load_features, where_also
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Pointer, next_width
-from saccade.gpu.tensor_view import pad_rows, row_pointers, tile_pointers, wide
+from saccade.gpu.tensor_view import (
+    load_numbers,
+    load_rows,
+    num_rows,
+    pad_rows,
+    row_pointers,
+    store_numbers,
+    tile_pointers,
+    wide,
+)
+from saccade.ops.linear_attention.triton.chunk import quotient_of
 from saccade.ops.linear_attention.triton.configs import counting
-from saccade.ops.linear_attention.triton.given import State
 from saccade.ops.linear_attention.triton.passes import Passes
 from saccade.ops.linear_attention.triton.positions import bounds_of, fades_of, keys_at, queries_at
+from saccade.ops.linear_attention.triton.rows import State
 
 MANY_TILES = 4  # whose sums cost more than a pass of their own
 
@@ -141,3 +151,31 @@ def store_rows(rows, batch, head, first, mine, channels, features, DIM: tl.const
     pointers = tile_pointers(rows, batch, head, first, channels[None, :], mine.shape[0], True)
     inside = mine[:, None] & (channels < DIM)[None, :]
     tl.store(pointers, features.to(rows.ptr.dtype.element_ty), mask=inside)
+
+
+# ---- row dot -------------------------------------------------------------------------------------
+# What all sweeps of a backward pass need of each query row.
+#
+#     factor = 1 / divisor
+#     minus_delta = −(grad_output · output) · ∂divisor/∂total
+#
+# Source: the derivative of a quotient; see chunk_scan.py.
+
+
+@triton.jit
+def linear_row_dot(
+    output, grad_output, totals, factors, minus_delta, eps,  # Views, and a number
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """One program: QUERY_TILE rows of one head."""
+    batch, head, tile, _ = output.find(tl.program_id(0), output.data, QUERY_TILE)
+    length = num_rows(output, batch)
+    rows = tile * QUERY_TILE + tl.arange(0, QUERY_TILE)
+    attended = load_rows(output, batch, head, rows, length, VALUE_DIM, VALUE_WIDTH, False)
+    grad = load_rows(grad_output, batch, head, rows, length, VALUE_DIM, VALUE_WIDTH, False)
+    total = load_numbers(totals, batch, head, rows, length, 0.0)
+    factor, slope = quotient_of(total, eps, NORMALIZE)
+    dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1) * slope
+    store_numbers(factors, batch, head, rows, length, factor)
+    store_numbers(minus_delta, batch, head, rows, length, -dot)

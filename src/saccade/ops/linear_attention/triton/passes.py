@@ -14,10 +14,9 @@ from saccade.ops.attention.triton.kind import remembered
 from saccade.ops.linear_attention.triton.chunk_scan import linear_sweep
 from saccade.ops.linear_attention.triton.chunk_state import linear_collect
 from saccade.ops.linear_attention.triton.configs import BACKWARDS, LinearConfig, collecting, sharing
-from saccade.ops.linear_attention.triton.given import Again, Given, State, sums
 from saccade.ops.linear_attention.triton.kind import plain
 from saccade.ops.linear_attention.triton.positions import Sums
-from saccade.ops.linear_attention.triton.rows import Rows
+from saccade.ops.linear_attention.triton.rows import Again, Given, Rows, State, sums
 
 
 class Passes(Rows):

@@ -15,10 +15,10 @@ from torch import Tensor
 from saccade.gpu.launcher import Launch, Pointer, next_width
 from saccade.gpu.tensor_view import row_pointers, wide
 from saccade.ops.attention.triton.kind import remembered
-from saccade.ops.linear_attention.triton.finish import divisor_of
-from saccade.ops.linear_attention.triton.given import State
+from saccade.ops.linear_attention.triton.chunk import divisor_of
 from saccade.ops.linear_attention.triton.passes import Passes
 from saccade.ops.linear_attention.triton.positions import faded_until, state_of
+from saccade.ops.linear_attention.triton.rows import State
 
 NUMBERS = 8192  # of a state, in registers at a time; by its time on an H200
 

@@ -9,10 +9,39 @@ from torch import Tensor
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Pointer
 from saccade.gpu.tensor_view import ADDED
-from saccade.ops.linear_attention.triton.given import Given
 from saccade.ops.linear_attention.triton.kind import LinearKind, plain
-from saccade.ops.linear_attention.triton.positions import Sequence
+from saccade.ops.linear_attention.triton.positions import Sequence, Sums
 from saccade.runtime.linear_spec import LinearInputs
+
+# ---- given ---------------------------------------------------------------------------------------
+# States, gradients, flags.
+
+State = tuple[Tensor, Tensor]  # matrices and vectors, float32
+
+
+class Given(NamedTuple):
+    """What a backward pass adds to the inputs."""
+
+    grad_output: Tensor
+    factors: Tensor | None  # 1 / divisor; None without a normaliser
+    minus_delta: Tensor
+    quotient: tuple[Tensor, Tensor] | None = None
+    """Output and normaliser, where the pass over queries is to write the other two."""
+
+
+class Again(NamedTuple):
+    """What does a pass once more where a flag says so."""
+
+    kernel: Any  # takes the flags, and what linear_sweep takes of rows and states
+    spoilt: Tensor  # int32 [sequences, heads, segments, parts]
+
+
+def sums(pointer: Pointer, state: State | None) -> Sums | None:
+    """States as kernels take them."""
+    if state is None:
+        return None
+    matrix, vector = state
+    return Sums(pointer(matrix), pointer(vector))
 
 
 class Rows(NamedTuple):

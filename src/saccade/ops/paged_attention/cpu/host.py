@@ -19,12 +19,11 @@ from saccade.ops.attention.cpu import block_mask, segments
 from saccade.ops.attention.cpu import forward as attention_forward
 from saccade.ops.attention.cpu.block_mask import Run, Sizes
 from saccade.ops.attention.cpu.dense_tile import Place
-from saccade.ops.attention.cpu.segments import Dense
-from saccade.ops.attention.cpu.varlen import check_ends, clear_padding
+from saccade.ops.attention.cpu.segments import Dense, check_ends, clear_padding
 from saccade.ops.paged_attention.cpu import decode as paged_decode
 from saccade.ops.paged_attention.cpu.pages import Pages, Scratch
-from saccade.runtime.autocast import computed_without
 from saccade.runtime.spec import Config, PagedInputs, Variant, empty_rows
+from saccade.runtime.validation import computed_without
 
 
 @computed_without

@@ -32,7 +32,7 @@ from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.ops.attention.triton import kind
 from saccade.ops.paged_attention.triton import configs as paged_configs
-from saccade.ops.paged_attention.triton import pairs as paged_pairs
+from saccade.ops.paged_attention.triton import decode as paged_pairs
 from saccade.ops.paged_attention.triton.configs import PagedConfig, PagedProblem
 from saccade.ops.paged_attention.triton.passes import Pass
 from saccade.runtime.spec import Config, PagedInputs, Variant

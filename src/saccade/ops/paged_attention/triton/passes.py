@@ -9,7 +9,8 @@ from torch import Tensor
 from saccade.gpu import tensor_view
 from saccade.gpu.launcher import Pointer, next_width
 from saccade.ops.paged_attention.triton import configs as paged_configs
-from saccade.ops.paged_attention.triton import cuts, split_kv
+from saccade.ops.paged_attention.triton import split_kv
+from saccade.ops.paged_attention.triton import split_kv as cuts
 from saccade.ops.paged_attention.triton.configs import PagedConfig
 from saccade.ops.paged_attention.triton.split_kv import Schedule
 
