@@ -89,7 +89,7 @@ class Calls:
         for tokens, keys, of_queries, of_keys in self.both():
             query = self.rows(tokens, 2, self.dim).requires_grad_()
             key, value = (self.rows(keys, 1, self.dim).requires_grad_() for _ in "kv")
-            output, lse = saccade.attention_packed(
+            output, lse = saccade.attention_varlen(
                 query, key, value, of_queries, of_keys, deterministic=deterministic,
                 return_lse=True, **self.options, **more,
             )  # fmt: skip
@@ -126,7 +126,7 @@ class Calls:
                 query = self.rows(tokens, 2, self.dim).requires_grad_()
                 key, value = (self.rows(keys, 1, self.dim).requires_grad_() for _ in "kv")
                 decay = (-self.rows(keys, 1).abs()).requires_grad_() if causal else None
-                output, state = saccade.linear_attention_packed(
+                output, state = saccade.linear_attention_varlen(
                     query, key, value, of_queries, of_keys, causal=causal, decay=decay,
                     return_state=True, **self.options,
                 )  # fmt: skip

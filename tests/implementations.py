@@ -25,7 +25,7 @@ class Implementation:
     name: str
     dtypes: tuple[torch.dtype, ...] = (F32, F64, BF16, F16)
     device: str = "cpu"  # "cuda" runs under make test-gpu
-    small: saccade.Config | None = None  # small tiles or chunks, which make edges common
+    small: saccade.KernelConfig | None = None  # small tiles or chunks, which make edges common
     slow: bool = False  # it compiles or interprets kernels: one dtype and one config a case
     batch_invariant: bool = True
     widest: int = 1024  # channels
@@ -53,7 +53,7 @@ class Implementation:
         """The dtypes that one of many cases is tested in."""
         return [_one_of(self.dtypes, case, 5**0.5)] if self.slow else self.dtypes
 
-    def configs_of(self, case: int) -> Sequence[saccade.Config | None]:
+    def configs_of(self, case: int) -> Sequence[saccade.KernelConfig | None]:
         """The configs that it is tested with."""
         configs = [None] if self.small is None else [None, self.small]
         return [_one_of(configs, case, 2**0.5)] if self.slow else configs
@@ -74,9 +74,9 @@ def _one_of(choices: Sequence[Choice], case: int, step: float) -> Choice:
     return choices[int(case * step % 1 * len(choices))]
 
 
-_CPU_TILES = saccade.Config(query_tile=8, kv_tile=8)
-_CPU_CHUNKS = saccade.Config(kv_tile=5)
-_SMALLEST = saccade.Config(query_tile=16, kv_tile=16)
+_CPU_TILES = saccade.KernelConfig(query_tile=8, kv_tile=8)
+_CPU_CHUNKS = saccade.KernelConfig(kv_tile=5)
+_SMALLEST = saccade.KernelConfig(query_tile=16, kv_tile=16)
 _KERNEL_TILES = replace(_SMALLEST, backward=_SMALLEST)
 _COMPILED = (F32, BF16, F16)
 _INTERPRETED = (F32, F16)  # the interpreter multiplies bfloat16 wrongly

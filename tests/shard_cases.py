@@ -29,7 +29,7 @@ WORLD = 2
 BATCH, HEADS, WHOLE = Shard(0), Shard(1), Replicate()
 OFFSETS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
 CASES: dict[str, Callable[[Any], None]] = {}
-attention_packed: Any = saccade.attention_packed
+attention_varlen: Any = saccade.attention_varlen
 attention_paged: Any = saccade.attention_paged
 
 
@@ -159,7 +159,7 @@ def _packed(mesh: Any) -> None:
 
     def call(*parts: Any) -> Any:
         mask = masks.causal() & masks.function(lambda b, h, i, j: (i + h + b - j) % 3 != 0)()
-        return attention_packed(*parts, OFFSETS, mask=mask, return_lse=True)
+        return attention_varlen(*parts, OFFSETS, mask=mask, return_lse=True)
 
     output, lse = compare(mesh, call, rows, [HEADS] * 3)
     assert output.placements == (HEADS,) and lse.placements == (Shard(0),)
@@ -216,7 +216,7 @@ def _linear_packed(mesh: Any) -> None:
     rows = [drawn(12, 4, 8), drawn(12, 2, 8), drawn(12, 2, 8), -torch.rand(2).double()]
 
     def call(query: Any, key: Any, value: Any, decay: Any) -> Any:
-        output, state = saccade.linear_attention_packed(
+        output, state = saccade.linear_attention_varlen(
             query, key, value, OFFSETS, decay=decay, return_state=True
         )
         return output, state.kv, state.key_sum
@@ -290,7 +290,7 @@ def _refusals(mesh: Any) -> None:
             lambda: saccade.attention(by_heads, other, by_heads))  # fmt: skip
     packed = place(drawn(12, 4, 8), Shard(0))
     refused(ValueError, "query: got the placement S(0), takes Shard(1) (heads) or Replicate()",
-            lambda: attention_packed(packed, packed, packed, OFFSETS))  # fmt: skip
+            lambda: attention_varlen(packed, packed, packed, OFFSETS))  # fmt: skip
     mapped = torch.nn.Linear(8, 8).double()
     refused(NotImplementedError, "feature_map: got Linear, which has parameters",
             lambda: saccade.linear_attention(*[by_heads] * 3, feature_map=mapped))  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import saccade
-from saccade import Config, masks, scores
+from saccade import KernelConfig, masks, scores
 from saccade.explain import costs
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
@@ -83,9 +83,9 @@ HOPPER = {"hopper": "no, it takes bfloat16 and float16, not float32"}
 
 
 def test_text_names_every_implementation_with_its_reason():
-    found = saccade.explain(*dense(), config=Config(32, 64))
+    found = saccade.explain(*dense(), config=KernelConfig(32, 64))
     assert lines_of(str(found)) == {
-        "cpu": "yes, taken, Config(query_tile=32, kv_tile=64)",
+        "cpu": "yes, taken, KernelConfig(query_tile=32, kv_tile=64)",
         **INTERPRETED,
         "reference": "no, it has no tiles, so it takes no config",
         **HOPPER,
@@ -108,7 +108,7 @@ def test_text_gives_the_reasons_of_all_that_cannot(monkeypatch):
 
 
 def test_a_named_one_that_cannot_is_not_replaced():
-    found = saccade.explain(*dense(), implementation="reference", config=Config(32))
+    found = saccade.explain(*dense(), implementation="reference", config=KernelConfig(32))
     assert found.chosen is None
     assert "taken" not in str(found)
 
@@ -194,7 +194,7 @@ def test_flops_and_bytes_of_a_dense_call(dtype):
 
 def test_flops_and_bytes_of_a_packed_call():
     found, tensors = saccade.explain(*packed()), packed()
-    output = saccade.attention_packed(*tensors)
+    output = saccade.attention_varlen(*tensors)
     assert isinstance(output, torch.Tensor)
     assert found.bytes == sum(t.numel() * t.element_size() for t in (*tensors[:3], output))
     assert found.problem.pairs == HEADS * 7 * 11

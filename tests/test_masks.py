@@ -45,7 +45,7 @@ def check(mask: Any, rule: Rule, sizes: Sizes) -> None:
     truth = expected(rule, sizes)
     for implementation in IMPLEMENTATIONS:
         assert torch.equal(seen(mask, sizes, implementation), truth), implementation
-    tiny = saccade.Config(query_tile=2, kv_tile=3)
+    tiny = saccade.KernelConfig(query_tile=2, kv_tile=3)
     assert torch.equal(seen(mask, sizes, "cpu", config=tiny), truth), "cpu in small tiles"
 
 

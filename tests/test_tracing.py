@@ -68,7 +68,7 @@ def pooled_step(*tensors: Tensor) -> Any:
 
 def written(key: Tensor, value: Tensor, *pools_and_slots: Tensor) -> Any:
     key_pages, value_pages, slots = (each.clone() for each in pools_and_slots)
-    saccade.cache_write(key, value, key_pages, value_pages, slots)
+    saccade.write_kv_cache(key, value, key_pages, value_pages, slots)
     return key_pages, value_pages
 
 
@@ -91,11 +91,11 @@ DIFFERENTIABLE: dict[str, tuple[Call, Callable[[], list[Tensor]]]] = {
         lambda: [*rows(4, 2, 2), torch.randn(4), torch.randn(1, 4, 9, 9), LENGTHS],
     ),
     "packed": (
-        lambda *given: saccade.attention_packed(*given, mask=masks.causal(), return_lse=True),
+        lambda *given: saccade.attention_varlen(*given, mask=masks.causal(), return_lse=True),
         lambda: [*packed(4, 2, 2), OFFSETS],
     ),
     "packed, two offsets and lengths": (
-        lambda *given: saccade.attention_packed(*given, max_seqlen_q=7, max_seqlen_k=8),
+        lambda *given: saccade.attention_varlen(*given, max_seqlen_q=7, max_seqlen_k=8),
         lambda: [*packed(4, 2, 2), OFFSETS, torch.tensor([0, 3, 4, 12], dtype=torch.int32)],
     ),
     "linear": (saccade.linear_attention, lambda: rows(4, 2, 2)),
@@ -106,9 +106,9 @@ DIFFERENTIABLE: dict[str, tuple[Call, Callable[[], list[Tensor]]]] = {
         lambda: [*rows(4, 2, 2), torch.randn(2, 2, 9), LENGTHS],
     ),
     "linear, a state": (with_state, lambda: [*rows(4, 2, 2), *state()]),
-    "linear packed": (saccade.linear_attention_packed, lambda: [*packed(4, 2, 2), OFFSETS]),
+    "linear packed": (saccade.linear_attention_varlen, lambda: [*packed(4, 2, 2), OFFSETS]),
     "linear packed, softmax": (
-        lambda *given: saccade.linear_attention_packed(*given, feature_map="softmax"),
+        lambda *given: saccade.linear_attention_varlen(*given, feature_map="softmax"),
         lambda: [*packed(4, 2, 2), OFFSETS],
     ),
 }  # fmt: skip
@@ -126,7 +126,7 @@ FORWARD_ONLY: dict[str, tuple[Call, Callable[[], list[Tensor]]]] = {
         pooled_step, lambda: [*rows(4, 2, 2, length=1), *state(), torch.tensor([1, 0])],
     ),
     "merge": (
-        lambda *given: saccade.merge(list(given[:2]), list(given[2:])),
+        lambda *given: saccade.merge_states(list(given[:2]), list(given[2:])),
         lambda: [*torch.randn(2, 2, 4, 9, 8).unbind(), *torch.randn(2, 2, 4, 9).unbind()],
     ),
     "cache write": (
@@ -160,7 +160,7 @@ def test_fake_tensors(name: str) -> None:
 
 
 @pytest.mark.parametrize("offsets", ["plain", "fake"])
-@pytest.mark.parametrize("call", [saccade.attention_packed, saccade.linear_attention_packed])
+@pytest.mark.parametrize("call", [saccade.attention_varlen, saccade.linear_attention_varlen])
 def test_fake_tensors_beside_offsets_of_either_kind(call: Any, offsets: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(tensor) for tensor in packed(4, 2, 2)]
@@ -207,4 +207,4 @@ def test_a_symbolic_graph_serves_other_sizes() -> None:
 
 def test_offsets_are_read_elsewhere() -> None:
     with pytest.raises(ValueError, match="cu_seqlens_q"):
-        saccade.attention_packed(*packed(4, 2, 2), OFFSETS + 1)  # pyright: ignore[reportCallIssue]
+        saccade.attention_varlen(*packed(4, 2, 2), OFFSETS + 1)  # pyright: ignore[reportCallIssue]

@@ -185,8 +185,8 @@ torch.testing.assert_close(merged, exact)
 # %% [markdown]
 # ## In the library
 #
-# `saccade.attention(..., return_lse=True)` gives the lse, and `saccade.merge` combines parts, with
-# care for those that saw nothing ([chapter 07](07_split_keys.py)).
+# `saccade.attention(..., return_lse=True)` gives the lse, and `saccade.merge_states` combines
+# parts, with care for those that saw nothing ([chapter 07](07_split_keys.py)).
 
 # %%
 whole = [rows[None, None] for rows in (query, key, value)]
@@ -195,7 +195,7 @@ torch.testing.assert_close(output[0, 0], exact)
 third = LENGTH // 3
 first = saccade.attention(whole[0], whole[1][:, :, :third], whole[2][:, :, :third], return_lse=True)
 rest = saccade.attention(whole[0], whole[1][:, :, third:], whole[2][:, :, third:], return_lse=True)
-merged, merged_lse = saccade.merge((first[0], rest[0]), (first[1], rest[1]))
+merged, merged_lse = saccade.merge_states((first[0], rest[0]), (first[1], rest[1]))
 torch.testing.assert_close(merged, output)
 torch.testing.assert_close(merged_lse, lse)
 

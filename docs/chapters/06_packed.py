@@ -75,7 +75,7 @@ ids = torch.repeat_interleave(torch.arange(texts), lengths)[None].to(lesson.devi
 whole = [rows.transpose(0, 1)[None] for rows in narrow]
 # Rows start at 0 in each text, and keys do: padding at the end leaves both at the top left.
 ways = {
-    "packed": lambda: saccade.attention_packed(*narrow, cu_seqlens, mask=masks.causal()),
+    "packed": lambda: saccade.attention_varlen(*narrow, cu_seqlens, mask=masks.causal()),
     "padded": lambda: saccade.attention(*filled, mask=masks.causal() & real_keys),
     "documents": lambda: saccade.attention(*whole, mask=masks.causal() & masks.documents(ids)),
 }
@@ -102,7 +102,7 @@ spoilt = [rows.clone() for rows in narrow]
 first, end = spans[1]
 for rows in spoilt:
     rows[first:end] = torch.nan
-output = saccade.attention_packed(*spoilt, cu_seqlens, mask=masks.causal())
+output = saccade.attention_varlen(*spoilt, cu_seqlens, mask=masks.causal())
 assert output[first:end].isnan().all()
 others = torch.ones(tokens, dtype=torch.bool)
 others[first:end] = False
@@ -154,7 +154,7 @@ with lesson.picture("Rows: padded to the longest, and packed end to end", size=(
 
 # %%
 leaves = [rows.clone().requires_grad_() for rows in narrow]
-saccade.attention_packed(*leaves, cu_seqlens, mask=masks.causal()).square().sum().backward()
+saccade.attention_varlen(*leaves, cu_seqlens, mask=masks.causal()).square().sum().backward()
 exact_leaves = [rows.clone().requires_grad_() for rows in (query, key, value)]
 for first, end in spans:
     causal_attention(*(rows[first:end] for rows in exact_leaves)).square().sum().backward()

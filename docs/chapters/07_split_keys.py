@@ -94,8 +94,8 @@ def safe_merge(outputs, lses):
 # ## Every pattern of emptiness
 #
 # With four parts there are 16 patterns: none is empty, one, many, all. Each is compared with
-# attention over the visible keys at once; and the library's `saccade.merge` with both. Where the
-# naive form gave the right numbers is counted, too.
+# attention over the visible keys at once; and the library's `saccade.merge_states` with both. Where
+# the naive form gave the right numbers is counted, too.
 
 # %%
 quarter = kv_len // 4
@@ -106,7 +106,7 @@ for pattern in patterns:
     visible = torch.tensor(pattern).repeat_interleave(quarter)
     outputs, lses = split(query, key, value, quarters, visible)
     ours, our_lse = safe_merge(outputs, lses)
-    output, lse = saccade.merge(outputs, lses)
+    output, lse = saccade.merge_states(outputs, lses)
     if any(pattern):
         scores = (query @ key.mT * HEAD_DIM**-0.5).masked_fill(~visible, -torch.inf)
         wanted, wanted_lse = scores.softmax(-1) @ value, scores.logsumexp(-1)
@@ -132,10 +132,10 @@ lesson.table(
 
 # %%
 outputs, lses = split(query, key, value, shares)
-at_once = saccade.merge(outputs, lses)
+at_once = saccade.merge_states(outputs, lses)
 running = (outputs[0], lses[0])
 for output, lse in zip(outputs[1:], lses[1:], strict=True):
-    running = saccade.merge((running[0], output), (running[1], lse))
+    running = saccade.merge_states((running[0], output), (running[1], lse))
 for one, other in zip(at_once, running, strict=True):
     torch.testing.assert_close(one, other)
 
@@ -160,7 +160,7 @@ def by_parts(count):
         )
         for start in range(0, kv_len, step)
     ]
-    return saccade.merge([output for output, _ in found], [lse for _, lse in found])[0]
+    return saccade.merge_states([output for output, _ in found], [lse for _, lse in found])[0]
 
 
 counts = (1, 2, 4, 8, 16)
@@ -213,7 +213,7 @@ seen = masks.key_lengths(torch.tensor([step], device=lesson.device))
 first = saccade.attention(*narrow, mask=seen, return_lse=True)
 rest = saccade.attention(*narrow, mask=~seen, return_lse=True)
 none = saccade.attention(*narrow, mask=seen & ~seen, return_lse=True)
-merged = saccade.merge([first[0], none[0], rest[0]], [first[1], none[1], rest[1]])[0]
+merged = saccade.merge_states([first[0], none[0], rest[0]], [first[1], none[1], rest[1]])[0]
 torch.testing.assert_close(merged.double().cpu(), exact, rtol=0, atol=1e-6)
 
 # %% [markdown]

@@ -15,22 +15,22 @@ from saccade.integrations.sdpa import (  # last: it is built on the names above
 from saccade.kv_cache.layered_cache import LayeredCache as LayeredCache
 from saccade.kv_cache.move import move_pages as move_pages
 from saccade.kv_cache.paged_cache import PagedCache as PagedCache
-from saccade.kv_cache.pool import OutOfPages as OutOfPages
-from saccade.kv_cache.write import cache_write as cache_write
+from saccade.kv_cache.pool import OutOfPagesError as OutOfPagesError
+from saccade.kv_cache.write import write_kv_cache as write_kv_cache
 from saccade.modifier_module import ModifierModule as ModifierModule
 from saccade.modifiers.expression import Captured as _Captured
 from saccade.ops.attention.api import attention as attention
-from saccade.ops.attention.api import attention_packed as attention_packed
-from saccade.ops.attention.merge import merge as merge
+from saccade.ops.attention.api import attention_varlen as attention_varlen
+from saccade.ops.attention.merge import merge_states as merge_states
 from saccade.ops.flops import register as _register_flops
 from saccade.ops.linear_attention.api import linear_attention as linear_attention
-from saccade.ops.linear_attention.api import linear_attention_packed as linear_attention_packed
+from saccade.ops.linear_attention.api import linear_attention_varlen as linear_attention_varlen
 from saccade.ops.linear_attention.explain import explain_linear as explain_linear
 from saccade.ops.linear_attention.step import linear_attention_step as linear_attention_step
 from saccade.ops.paged_attention.api import attention_paged as attention_paged
-from saccade.rotary import rotate as rotate
+from saccade.rotary import apply_rotary as apply_rotary
 from saccade.runtime.linear_spec import LinearState as LinearState
-from saccade.runtime.spec import Config as Config
+from saccade.runtime.spec import KernelConfig as KernelConfig
 
 if _TYPE_CHECKING:
     from saccade import testing as testing
@@ -39,34 +39,34 @@ if _TYPE_CHECKING:
 _register_flops()
 
 # What torch.load takes with its defaults: plain values that hold tensors and numbers.
-_add_safe_globals([masks.Mask, scores.Score, _Captured, Config, LinearState])
+_add_safe_globals([masks.Mask, scores.Score, _Captured, KernelConfig, LinearState])
 
 __version__ = "0.1.0"
 __all__ = [
-    "Config",
     "Engine",
+    "KernelConfig",
     "LayeredCache",
     "LinearState",
     "ModifierModule",
-    "OutOfPages",
+    "OutOfPagesError",
     "PagedCache",
+    "apply_rotary",
     "attention",
-    "attention_packed",
     "attention_paged",
-    "cache_write",
+    "attention_varlen",
     "explain",
     "explain_linear",
     "feature_maps",
     "linear_attention",
-    "linear_attention_packed",
     "linear_attention_step",
+    "linear_attention_varlen",
     "masks",
-    "merge",
+    "merge_states",
     "move_pages",
-    "rotate",
     "scaled_dot_product_attention",
     "scores",
     "testing",
+    "write_kv_cache",
 ]
 
 

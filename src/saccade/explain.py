@@ -15,7 +15,7 @@ from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.modifier import written
 from saccade.runtime import backends
 from saccade.runtime.arguments import values_readable
-from saccade.runtime.spec import Config, Inputs, PagedInputs, Problem, Variant
+from saccade.runtime.spec import Inputs, KernelConfig, PagedInputs, Problem, Variant
 from saccade.runtime.validation import prepare, prepare_paged
 
 # Pairs that `explain` is ready to count one by one; larger problems are counted by sampling rows.
@@ -42,7 +42,7 @@ class Explanation:
     problem: Problem
     chosen: str | None
     reasons: dict[str, str | None]
-    config: Config | None
+    config: KernelConfig | None
     visible_pairs: int
     flops: int
     bytes: int
@@ -91,7 +91,7 @@ def _in_units(number: int, base: int, units: tuple[str, ...]) -> str:
 def answers(
     reasons: dict[str, str | None],
     chosen: str | None,
-    config: Config | None,
+    config: KernelConfig | None,
     remark: str | None = None,
     yields: Mapping[str, str | None] | None = None,
 ) -> Iterator[str]:
@@ -124,7 +124,7 @@ def explain(
 
     Args:
         query, key, value, and all others: as for `saccade.attention`, or, with cu_seqlens_q, for
-            `saccade.attention_packed`, or, with page_table and kv_lens, for
+            `saccade.attention_varlen`, or, with page_table and kv_lens, for
             `saccade.attention_paged` (key and value are then its pages).
 
     Returns:
@@ -176,7 +176,7 @@ def _complete(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
 
 def _prepare_paged(
     inputs: PagedInputs, arguments: dict[str, Any]
-) -> tuple[PagedInputs, Variant, Problem, Config | None]:
+) -> tuple[PagedInputs, Variant, Problem, KernelConfig | None]:
     options = _complete(arguments, PAGED_OPTIONS)
     inputs = inputs._replace(**{name: options.pop(name) for name in PAGED_TENSORS})
     return prepare_paged(inputs, **options)

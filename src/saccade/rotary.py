@@ -8,8 +8,10 @@ from torch import Tensor
 from saccade.runtime.arguments import check_flag
 
 
-def rotate(rows: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
-    """Turn pairs of channels of each row, as `cache_write` turns keys.
+def apply_rotary(
+    rows: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = False
+) -> Tensor:
+    """Turn pairs of channels of each row, as `write_kv_cache` turns keys.
 
     Args:
         rows: [tokens, heads, dim].
@@ -25,7 +27,7 @@ def rotate(rows: Tensor, rotary: tuple[Tensor, Tensor], *, interleaved: bool = F
 
     Source: RoFormer (Su et al. 2021), section 3.2.2, equation 34.
 
-    >>> query = saccade.rotate(query, (angles.cos(), angles.sin()))
+    >>> query = saccade.apply_rotary(query, (angles.cos(), angles.sin()))
     """
     check_flag("interleaved", interleaved)
     if rows.dim() != 3:

@@ -60,7 +60,7 @@ def test_a_first_call_under_checkpointing_trains(packed: bool) -> None:
 
     def call(*rows: Tensor) -> Tensor:
         if packed:
-            return saccade.attention_packed(*rows, offsets, mask=masks.causal())  # pyright: ignore[reportCallIssue]
+            return saccade.attention_varlen(*rows, offsets, mask=masks.causal())  # pyright: ignore[reportCallIssue]
         return saccade.attention(*rows, mask=masks.causal())
 
     shapes = [(371, h, 64) if packed else (2, h, 371, 64) for h in (4, 2, 2)]

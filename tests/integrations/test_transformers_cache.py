@@ -97,7 +97,7 @@ def test_too_few_pages_are_an_error_that_loses_nothing():
     tiny = model("llama")
     tiny.set_attn_implementation("saccade")
     cache = PagedGenerationCache.for_model(tiny, num_pages=8, page_size=4)
-    with pytest.raises(saccade.OutOfPages) as caught:
+    with pytest.raises(saccade.OutOfPagesError) as caught:
         tiny.generate(**left_padded(), max_new_tokens=12, past_key_values=cache)
     assert caught.value.needed > caught.value.available
     cache.reset()

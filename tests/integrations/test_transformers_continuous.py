@@ -45,13 +45,13 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
 def test_batch_gives_what_each_prompt_gives_alone(name, monkeypatch):
     calls = []
-    through = saccade.attention_packed
+    through = saccade.attention_varlen
 
     def counted(*tensors: Any, **options: Any) -> Any:
         calls.append(tensors[0].shape[0])
         return through(*tensors, **options)
 
-    monkeypatch.setattr(saccade, "attention_packed", counted)
+    monkeypatch.setattr(saccade, "attention_varlen", counted)
     got = batched(name)
     assert max(calls) == 24  # a step was full
     tiny = model(name)

@@ -13,11 +13,11 @@ from saccade.kernel_check.tuning import Measured, candidates, least_registers, l
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.ops.attention.triton.tuned_configs import Table
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 HOPPER = KernelProblem("sm_90", "forward", 128, wide=False)
 DEFAULT = configs.default(HOPPER)
-OTHER, THIRD = Config(64, 64, 4, 2), Config(128, 64, 8, 2)
+OTHER, THIRD = KernelConfig(64, 64, 4, 2), KernelConfig(128, 64, 8, 2)
 
 
 @pytest.mark.parametrize("architecture", configs.ARCHITECTURES)
@@ -36,11 +36,11 @@ def test_candidates_may_fit_and_begin_with_the_default(architecture, which):
 
 
 def test_estimates_follow_what_a_kernel_keeps():
-    assert least_shared_memory(HOPPER, Config(128, 128, 8, 3)) == 2 * 2 * 128 * 128 * 2
+    assert least_shared_memory(HOPPER, KernelConfig(128, 128, 8, 3)) == 2 * 2 * 128 * 128 * 2
     keys = HOPPER._replace(which="backward_keys")
-    assert least_shared_memory(keys, Config(32, 128, 8, 3)) == 2 * 2 * 32 * 128 * 2
-    assert least_registers(HOPPER, Config(128, 128, 8, 3)) == 128
-    assert Config(128, 128, 4, 2) not in candidates(HOPPER)  # 256 registers for sums alone
+    assert least_shared_memory(keys, KernelConfig(32, 128, 8, 3)) == 2 * 2 * 32 * 128 * 2
+    assert least_registers(HOPPER, KernelConfig(128, 128, 8, 3)) == 128
+    assert KernelConfig(128, 128, 4, 2) not in candidates(HOPPER)  # 256 registers for sums alone
 
 
 def test_the_winner_is_the_fastest_if_it_is_worth_it():
@@ -153,7 +153,7 @@ def test_only_the_kernel_itself_is_timed(monkeypatch, which):
     call = Call(16, "fp32", "causal", batch=1, heads=1, kv_heads=1, length=16)
     task = tuning.task("sm_75", which, call)
     watch = clock.KernelClock(which)
-    running = clock.runnables(task, [Config(16, 16, 1, 1)], torch.device("cpu"))
+    running = clock.runnables(task, [KernelConfig(16, 16, 1, 1)], torch.device("cpu"))
     before = launcher.Launch.__call__
     with watch.listening():
         seconds = watch.seconds(running["[16, 16, 1, 1]"].run, 2)
@@ -175,7 +175,7 @@ def test_a_pass_is_started_in_the_form_that_it_names(monkeypatch, which):
     monkeypatch.setattr(Launch, "__call__", lambda one, *_: started.append(kernel_name(one, which)))
     call = Call(16, "fp32", "causal", length=16)
     inputs, variant = calls.make(call, torch.device("cpu"))
-    calls.start(inputs, variant, which, Config(), calls.results_of(inputs))
+    calls.start(inputs, variant, which, KernelConfig(), calls.results_of(inputs))
     expected = {kernel for kernel in calls.PASSES[which] if kernel != "row_statistics"}
     if which == "shared":  # under a mask the kernel for queries makes them
         expected.add("row_statistics")

@@ -167,8 +167,8 @@ class Machine(RuleBasedStateMachine):
         before = snapshot(self.cache)
         try:
             return call(*arguments)
-        except (saccade.OutOfPages, ValueError) as error:
-            assert isinstance(error, saccade.OutOfPages) or "released" in str(error)
+        except (saccade.OutOfPagesError, ValueError) as error:
+            assert isinstance(error, saccade.OutOfPagesError) or "released" in str(error)
             assert snapshot(self.cache) == before
             return error
 

@@ -135,11 +135,13 @@ def test_without_prefix_caching_nothing_is_shared():
 def test_out_of_pages_says_what_is_missing():
     cache = cache_of(3)
     sequence = cache.allocate()
-    with pytest.raises(saccade.OutOfPages, match="on the device: 4 needed, 3 available") as caught:
+    with pytest.raises(
+        saccade.OutOfPagesError, match="on the device: 4 needed, 3 available"
+    ) as caught:
         cache.append({sequence: 13})
     assert (caught.value.needed, caught.value.available) == (4, 3)
     put(cache, {sequence: 12})
-    with pytest.raises(saccade.OutOfPages, match="on the host: 3 needed, 0 available"):
+    with pytest.raises(saccade.OutOfPagesError, match="on the host: 3 needed, 0 available"):
         cache.swap_out(sequence)
     cache.check()
 

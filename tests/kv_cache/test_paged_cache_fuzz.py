@@ -52,7 +52,7 @@ class Machine(RuleBasedStateMachine):
         before = self.snapshot()
         try:
             return call(*arguments)
-        except saccade.OutOfPages as error:
+        except saccade.OutOfPagesError as error:
             assert error.needed > error.available
             assert self.snapshot() == before
             return None
@@ -166,7 +166,7 @@ class Machine(RuleBasedStateMachine):
         before = self.snapshot()
         try:
             self.cache.swap_out(sequence)
-        except saccade.OutOfPages as error:
+        except saccade.OutOfPagesError as error:
             assert error.where == "host" and self.snapshot() == before
             return
         self.swapped.add(sequence)
@@ -178,7 +178,7 @@ class Machine(RuleBasedStateMachine):
         before = self.snapshot()
         try:
             self.cache.swap_in(sequence)
-        except saccade.OutOfPages as error:
+        except saccade.OutOfPagesError as error:
             assert error.where == "device" and self.snapshot() == before
             return
         self.swapped.discard(sequence)

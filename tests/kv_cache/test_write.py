@@ -58,13 +58,13 @@ def test_equals_the_reference(dtype, page_dtype, scaled, pairs, interleaved):
         of_reference |= {"cos": angles.cos(), "sin": angles.sin()}
         of_write |= {"rotary": (angles.cos(), angles.sin())}
     wanted = written(reference.write, dtype, page_dtype, **of_reference)
-    found = written(saccade.cache_write, dtype, page_dtype, **of_write)
+    found = written(saccade.write_kv_cache, dtype, page_dtype, **of_write)
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_only_the_slots_that_are_named_change():
-    key_pages, value_pages = written(saccade.cache_write, torch.float32, torch.float32)
+    key_pages, value_pages = written(saccade.write_kv_cache, torch.float32, torch.float32)
     changed = {3, 4, 5, 19, 0, 9, 11, 12}
     for slot in range(20):
         rows = key_pages[slot // 4, :, slot % 4], value_pages[slot // 4, :, slot % 4]
@@ -107,7 +107,7 @@ def test_attention_reads_what_was_written(page_dtype):
     table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
     row = torch.arange(11)
     slots = table[0].long()[row // 4] * 4 + row % 4
-    saccade.cache_write(key, value, key_pages, value_pages, slots, **scales)
+    saccade.write_kv_cache(key, value, key_pages, value_pages, slots, **scales)
     lens = torch.tensor([11], dtype=torch.int32)
     output = saccade.attention_paged(query, key_pages, value_pages, table, lens, **scales)
     wanted = saccade.attention(query, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
@@ -118,8 +118,8 @@ def test_attention_reads_what_was_written(page_dtype):
 
 def test_nothing_to_write():
     pages = pool(torch.float32, 6), pool(torch.float32, 3)
-    saccade.cache_write(normal(0, 2, 6), normal(0, 2, 3), *pages, torch.zeros(0).long())
-    saccade.cache_write(normal(1, 2, 6), normal(1, 2, 3), *pages, torch.tensor([-1]))
+    saccade.write_kv_cache(normal(0, 2, 6), normal(0, 2, 3), *pages, torch.zeros(0).long())
+    saccade.write_kv_cache(normal(1, 2, 6), normal(1, 2, 3), *pages, torch.tensor([-1]))
     assert all(bool((each == 7).all()) for each in pages)
 
 
@@ -140,12 +140,12 @@ def test_operator(page_dtype):
         True,
     )
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.saccade.cache_write.default, given, test_utils=tests)
+    torch.library.opcheck(torch.ops.saccade.write_kv_cache.default, given, test_utils=tests)
 
 
 def test_compiles():
     def step(key, value, key_pages, value_pages, slots):
-        saccade.cache_write(key * 2, value, key_pages, value_pages, slots)
+        saccade.write_kv_cache(key * 2, value, key_pages, value_pages, slots)
         return key_pages.sum()
 
     compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -184,16 +184,16 @@ def test_complaint(changes, error, message):
     given = {"key": KEY, "value": VALUE, "slot_mapping": SLOTS}
     pages = {"key_pages": pool(torch.float32, 6), "value_pages": pool(torch.float32, 3)}
     with pytest.raises(error, match=message):
-        saccade.cache_write(**{**given, **pages, **changes})
+        saccade.write_kv_cache(**{**given, **pages, **changes})
     assert all(bool((each == 7).all()) for each in pages.values())
 
 
 def test_a_gradient_is_refused():
     key = KEY.clone().requires_grad_()
     with pytest.raises(NotImplementedError, match=r"under torch\.no_grad"):
-        saccade.cache_write(key, VALUE, pool(torch.float32, 6), pool(torch.float32, 3), SLOTS)
+        saccade.write_kv_cache(key, VALUE, pool(torch.float32, 6), pool(torch.float32, 3), SLOTS)
 
 
 def test_scales_are_needed_by_int8():
     with pytest.raises(TypeError, match="key_scales: got None for pages of int8"):
-        saccade.cache_write(KEY, VALUE, pool(I8, 6), pool(I8, 3), SLOTS)
+        saccade.write_kv_cache(KEY, VALUE, pool(I8, 6), pool(I8, 3), SLOTS)

@@ -107,7 +107,7 @@ def call(form: str, score: Any, given: list[Tensor], implementation: str, **more
     options = {"score": score, "implementation": implementation, **FORMS[form], **more}
     if form == "packed":  # two sequences of other lengths; the tables are long enough for both
         offsets = torch.tensor([0, 5, 9]).int(), torch.tensor([0, 5, 12]).int()
-        output, lse = saccade.attention_packed(*given, *offsets, return_lse=True, **options)  # pyright: ignore[reportCallIssue]
+        output, lse = saccade.attention_varlen(*given, *offsets, return_lse=True, **options)  # pyright: ignore[reportCallIssue]
         return torch.cat([output.flatten(), lse.flatten()])
     output, lse = saccade.attention(*given, return_lse=True, **options)
     return torch.cat([output.flatten(), lse.masked_fill(lse == -torch.inf, 0).flatten()])
@@ -142,7 +142,7 @@ def test_gradients_agree_on_the_cpu(name, form):
     found = gradients(form, name, "cpu", torch.float64)
     wanted = gradients(form, name, "reference", torch.float64)
     torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
-    tiny = gradients(form, name, "cpu", torch.float64, config=saccade.Config(2, 3))
+    tiny = gradients(form, name, "cpu", torch.float64, config=saccade.KernelConfig(2, 3))
     torch.testing.assert_close(tiny, wanted, rtol=1e-8, atol=1e-10)
 
 

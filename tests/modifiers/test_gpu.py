@@ -104,7 +104,7 @@ def test_gradients_of_captured_tensors(implementation: str, name: str, packed: b
         if packed:
             rows = [r.transpose(1, 2).reshape(B * L, H, D) for r in rows]
             offsets = torch.tensor([0, L, 2 * L - 70], dtype=torch.int32, device="cuda")
-            output = saccade.attention_packed(  # pyright: ignore[reportCallIssue]
+            output = saccade.attention_varlen(  # pyright: ignore[reportCallIssue]
                 *rows, offsets, score=score, mask=masks.causal(), implementation=by
             )
         else:

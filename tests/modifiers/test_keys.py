@@ -189,7 +189,9 @@ def test_masks_and_scores_are_compared_by_value():
 
 
 def test_stored_masks_and_scores_are_loaded_with_the_defaults():
-    state = every() | {"config": saccade.Config(query_tile=64, backward=saccade.Config(kv_tile=32))}
+    state = every() | {
+        "config": saccade.KernelConfig(query_tile=64, backward=saccade.KernelConfig(kv_tile=32))
+    }
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import saccade
 from saccade import masks
 
-attention_packed: Any = saccade.attention_packed
+attention_varlen: Any = saccade.attention_varlen
 attention_paged: Any = saccade.attention_paged
 OFFSETS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
 
@@ -66,7 +66,7 @@ def test_formulas_are_those_that_pytorch_has_for_its_kernels():
 
 def test_packed_sequences_count_pairs_within_them():
     tensors = [drawn(14, heads, 8) for heads in (4, 2, 2)]  # two rows of padding
-    found = counted(lambda *rows: attention_packed(*rows, OFFSETS), *tensors)
+    found = counted(lambda *rows: attention_varlen(*rows, OFFSETS), *tensors)
     pairs = 4 * (5 * 5 + 7 * 7)
     assert found == 2 * pairs * 16 + 2 * pairs * 40
 
@@ -74,7 +74,7 @@ def test_packed_sequences_count_pairs_within_them():
 def test_where_offsets_have_no_values_sequences_are_taken_as_equally_long():
     with FakeTensorMode() as mode, FlopCounterMode(display=False) as counter:
         rows = [mode.from_tensor(torch.empty(12, 4, 8)) for _ in range(3)]
-        attention_packed(*rows, mode.from_tensor(OFFSETS))
+        attention_varlen(*rows, mode.from_tensor(OFFSETS))
     assert counter.get_total_flops() == 2 * 4 * (3 * 4 * 4) * 16
 
 

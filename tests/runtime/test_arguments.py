@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import saccade
-from saccade import Config, masks, scores
+from saccade import KernelConfig, masks, scores
 
 META = torch.device("meta")
 EITHER = (TypeError, ValueError)
@@ -255,7 +255,7 @@ SCORES = [
 
 NAMES, A_CONFIG = (
     "takes one of ('cpu', 'hopper', 'triton', 'reference')",
-    "a Config, or a mapping from (major, minor)",
+    "a KernelConfig, or a mapping from (major, minor)",
 )
 CHOICES = [
     Refusal("unknown", "implementation", "flash", ValueError, "got 'flash'", NAMES),
@@ -265,11 +265,11 @@ CHOICES = [
     Refusal("a list", "implementation", ["cpu"], EITHER, "got ['cpu']", NAMES),
     Refusal("a str", "config", "fast", TypeError, "got str", A_CONFIG),
     Refusal("a number", "config", 128, TypeError, "got int", A_CONFIG),
-    Refusal("a list", "config", [Config()], TypeError, "got list", A_CONFIG),
-    Refusal("str keys", "config", {"sm_90": Config()}, TypeError, "key 'sm_90'", A_CONFIG),
-    Refusal("int keys", "config", {90: Config()}, TypeError, "key 90", A_CONFIG),
-    Refusal("long keys", "config", {(9, 0, 0): Config()}, TypeError, "(9, 0, 0)", A_CONFIG),
-    Refusal("float keys", "config", {(9, 0.0): Config()}, TypeError, "(9, 0.0)", A_CONFIG),
+    Refusal("a list", "config", [KernelConfig()], TypeError, "got list", A_CONFIG),
+    Refusal("str keys", "config", {"sm_90": KernelConfig()}, TypeError, "key 'sm_90'", A_CONFIG),
+    Refusal("int keys", "config", {90: KernelConfig()}, TypeError, "key 90", A_CONFIG),
+    Refusal("long keys", "config", {(9, 0, 0): KernelConfig()}, TypeError, "(9, 0, 0)", A_CONFIG),
+    Refusal("float keys", "config", {(9, 0.0): KernelConfig()}, TypeError, "(9, 0.0)", A_CONFIG),
     Refusal("wrong entry", "config", {(9, 0): 128}, TypeError, "int for (9, 0)", A_CONFIG),
 ]
 
@@ -317,7 +317,8 @@ def test_kv_heads_must_divide_query_heads():
     "changes",
     [
         {"scale": 0}, {"scale": -1.5}, {"dropout_p": 0}, {"dropout_p": 0.999}, {"config": {}},
-        {"config": {(9, 0): Config()}}, {"config": Config(32, 64)}, {"mask": torch.tensor(True)},
+        {"config": {(9, 0): KernelConfig()}}, {"config": KernelConfig(32, 64)},
+        {"mask": torch.tensor(True)},
         {"mask": torch.ones(5).bool()}, {"sinks": torch.zeros(4).half()},
         {"implementation": "reference"},
     ],

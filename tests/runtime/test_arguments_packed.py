@@ -1,4 +1,4 @@
-"""Every argument that only packed calls and `merge` have, given wrongly; the values of `Config`."""
+"""Every argument that only varlen calls and `merge_states` have, given wrongly; `KernelConfig`."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import saccade
-from saccade import Config, masks, scores
+from saccade import KernelConfig, masks, scores
 from saccade.testing import checked
 
 META = torch.device("meta")
@@ -45,7 +45,7 @@ def packed_call(**changes: Any) -> Any:
     arguments.update(changes)
     names = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
     positional = [arguments.pop(name) for name in names]
-    return saccade.attention_packed(*positional, **arguments)
+    return saccade.attention_varlen(*positional, **arguments)
 
 
 def check_refused(call: Any, changes: dict[str, Any], error: Any, *said: str) -> None:
@@ -156,7 +156,7 @@ def test_longest_lengths_are_refused(name, longest):
             ValueError,
             ("implementation: ", "'cpu', 'hopper', 'triton'"),
         ),
-        ({"config": 1}, TypeError, ("config: ", "got int", "takes a Config")),
+        ({"config": 1}, TypeError, ("config: ", "got int", "takes a KernelConfig")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -245,10 +245,10 @@ OUTPUT, LSE = torch.ones(2, 4, 6, 3), torch.ones(2, 4, 6)
     ],
 )  # fmt: skip
 def test_merge_refuses(outputs, lses, error, said):
-    check_refused(saccade.merge, {"outputs": outputs, "lses": lses}, error, *said)
+    check_refused(saccade.merge_states, {"outputs": outputs, "lses": lses}, error, *said)
 
 
-# ---- Config -----------------------------------------------------------------------------------
+# ---- KernelConfig -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["query_tile", "kv_tile"])
@@ -256,11 +256,11 @@ def test_merge_refuses(outputs, lses, error, said):
 def test_config_refuses(name, value):
     takes = "takes a whole number from 0 to 2147483647"
     got = f"{name}: got {value!r}"
-    check_refused(Config, {name: value}, (TypeError, ValueError), got, takes)
+    check_refused(KernelConfig, {name: value}, (TypeError, ValueError), got, takes)
 
 
 def test_config_is_a_value():
-    assert Config(64, 128) == Config(query_tile=64, kv_tile=128)
-    assert len({Config(64), Config(64), Config(0, 64)}) == 2
+    assert KernelConfig(64, 128) == KernelConfig(query_tile=64, kv_tile=128)
+    assert len({KernelConfig(64), KernelConfig(64), KernelConfig(0, 64)}) == 2
     with pytest.raises(AttributeError):
-        Config().query_tile = 3  # pyright: ignore[reportAttributeAccessIssue]
+        KernelConfig().query_tile = 3  # pyright: ignore[reportAttributeAccessIssue]

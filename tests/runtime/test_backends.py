@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import saccade
-from saccade import Config
+from saccade import KernelConfig
 from saccade.runtime import backends
 from saccade.runtime.spec import Problem
 
@@ -91,8 +91,8 @@ def ran(monkeypatch) -> list[str]:
         ({}, "cpu"),
         ({"implementation": "cpu"}, "cpu"),
         ({"implementation": "reference"}, "reference"),
-        ({"config": Config(16, 16)}, "cpu"),
-        ({"config": {(9, 0): Config(16, 16)}, "implementation": "reference"}, "reference"),
+        ({"config": KernelConfig(16, 16)}, "cpu"),
+        ({"config": {(9, 0): KernelConfig(16, 16)}, "implementation": "reference"}, "reference"),
     ],
     ids=str,
 )
@@ -101,7 +101,7 @@ def test_the_chosen_one_runs_and_no_other(ran, more, taken):
     saccade.attention(rows, rows, rows, **more)
     offsets = torch.tensor([0, 4], dtype=torch.int32)
     tokens = torch.ones(4, 2, 8)
-    saccade.attention_packed(tokens, tokens, tokens, offsets, **more)
+    saccade.attention_varlen(tokens, tokens, tokens, offsets, **more)
     assert ran == [taken, taken]
 
 
@@ -110,11 +110,15 @@ def test_the_chosen_one_runs_and_no_other(ran, more, taken):
     [
         (
             "cpu",
-            {"implementation": "reference", "config": Config(16)},
+            {"implementation": "reference", "config": KernelConfig(16)},
             "reference: it has no tiles",
         ),
         ("meta", {"implementation": "cpu"}, "cpu: tensors lie on meta"),
-        ("meta", {"config": Config(16)}, "cpu: tensors lie on meta.*; reference: it has no tiles"),
+        (
+            "meta",
+            {"config": KernelConfig(16)},
+            "cpu: tensors lie on meta.*; reference: it has no tiles",
+        ),
     ],
     ids=["config", "device", "nothing-fits"],
 )

@@ -131,7 +131,7 @@ def weights(lengths: list[tuple[int, int]], packed: bool, implementation: str, *
     value = torch.cat([torch.eye(longest)[:keys] for _, keys in lengths])
     value = value[:, None].expand(-1, 2, -1)
     zeros = [torch.zeros(int(count[-1]), 2, 3) for count in counts]
-    output = saccade.attention_packed(zeros[0], zeros[1], value, *counts, **arguments)
+    output = saccade.attention_varlen(zeros[0], zeros[1], value, *counts, **arguments)
     sequences = output.transpose(0, 1).split([rows for rows, _ in lengths], dim=1)
     return [part[..., :keys] for part, (_, keys) in zip(sequences, lengths, strict=True)]
 
@@ -158,7 +158,7 @@ def test_packed_sequences_drop_what_a_batch_drops(implementation):
 def test_every_implementation_and_tile_size_drops_the_same_pairs():
     lengths = [(70, 300)] * 2
     wanted = torch.stack(weights(lengths, False, "reference")) == 0
-    for config in (None, saccade.Config(16, 32), saccade.Config(64, 256)):
+    for config in (None, saccade.KernelConfig(16, 32), saccade.KernelConfig(64, 256)):
         found = torch.stack(weights(lengths, False, "cpu", config=config))
         assert torch.equal(found == 0, wanted)
     causal = torch.stack(weights(lengths, False, "cpu", mask=saccade.masks.causal()))

@@ -27,7 +27,7 @@ def test_options_of_others_are_answered(options, said):
     table = torch.zeros(1, 1, dtype=torch.int32)
     for call in (
         lambda: saccade.attention(*ROWS, **options),
-        lambda: saccade.attention_packed(*packed, OFFSETS, **options),  # pyright: ignore[reportCallIssue]
+        lambda: saccade.attention_varlen(*packed, OFFSETS, **options),  # pyright: ignore[reportCallIssue]
         lambda: saccade.attention_paged(ROWS[0], *pages, table, OFFSETS[1:] - 2, **options),  # pyright: ignore[reportCallIssue]
     ):
         with pytest.raises(TypeError, match=said):

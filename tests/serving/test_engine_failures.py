@@ -49,7 +49,7 @@ def run_through(engine):
         try:
             if not engine.step():
                 return failed
-        except (Broken, saccade.OutOfPages):
+        except (Broken, saccade.OutOfPagesError):
             failed += 1
         engine.cache.check()
 
@@ -63,7 +63,7 @@ def test_out_of_pages_at_every_point_changes_no_token(method, preemption, monkey
     fired = 0
     for turn in range(0, 24, 3) if method == "append" else range(3):
         engine = served.engine(num_pages=13, preemption=preemption)
-        error = saccade.OutOfPages(3, 1, "host" if method == "swap_out" else "device")
+        error = saccade.OutOfPagesError(3, 1, "host" if method == "swap_out" else "device")
         real = getattr(engine.cache, method)
         failing = Failing(real, turn, error)
         monkeypatch.setattr(engine.cache, method, failing)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade import LayeredCache, OutOfPages
+from saccade import LayeredCache, OutOfPagesError
 from saccade.serving.request import Limits, Request, State
 from saccade.serving.sampling import Sampling
 from saccade.serving.scheduler import Scheduler
@@ -124,11 +124,11 @@ def test_one_request_alone_without_pages_is_an_error_that_loses_nothing(monkeypa
     scheduler.add(alone)
 
     def refuse(tokens):
-        raise OutOfPages(2, 0, "device")
+        raise OutOfPagesError(2, 0, "device")
 
     with monkeypatch.context() as patch:
         patch.setattr(cache, "append", refuse)
-        with pytest.raises(OutOfPages):
+        with pytest.raises(OutOfPagesError):
             scheduler.plan()
     cache.check()
     assert shares_of(scheduler.plan()) == [(0, 0, 6)]

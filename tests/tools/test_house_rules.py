@@ -5,7 +5,7 @@ from pathlib import Path
 import house_rules
 import pytest
 
-PUBLIC_INIT = '"""Saccade."""\n\n__all__ = ["attention", "masks"]\n__all__ += ["merge"]\n'
+PUBLIC_INIT = '"""Saccade."""\n\n__all__ = ["attention", "masks"]\n__all__ += ["merge_states"]\n'
 
 
 def violations(root: Path, path: str, text: str) -> list[tuple[int, str]]:
@@ -118,7 +118,7 @@ def test_banned_name(tmp_path, text):
         "scores = 1",
         "output = peer(query, sm_scale=scale, block_table=page_table)",  # the callee's names
         "length = peer.seqlen_q + qk",  # read, not introduced
-        "def attention_packed(query, cu_seqlens_q, max_seqlen_q=None): pass",
+        "def attention_varlen(query, cu_seqlens_q, max_seqlen_q=None): pass",
         "def stride_of(row_stride): pass",
         "alpha, T, H = 0.5, float, 8",  # banned in kernels only
     ],
@@ -212,7 +212,7 @@ def test_private_name(tmp_path, path, statement):
     ("path", "statement"),
     [
         ("demo/run.py", "import saccade"),
-        ("demo/run.py", "from saccade import attention, masks, merge, __version__"),
+        ("demo/run.py", "from saccade import attention, masks, merge_states, __version__"),
         ("demo/run.py", "from .. import masks"),
         ("bench/cases.py", "from .timing import measure\nfrom saccade.bench import report"),
         ("cli.py", "from .demo import run\nfrom saccade.bench import cases"),

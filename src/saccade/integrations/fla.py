@@ -195,7 +195,7 @@ def _call(
     decay: Tensor | None,
 ) -> tuple[Tensor, State]:
     q: Tensor = tensors[0]
-    call: Any = saccade.linear_attention if cu_seqlens is None else saccade.linear_attention_packed
+    call: Any = saccade.linear_attention if cu_seqlens is None else saccade.linear_attention_varlen
     arguments: dict[str, Any] = {
         "feature_map": _as_given,
         "normalize": normalize,

@@ -14,7 +14,7 @@ from saccade.kernel_check.linear_calls import LINEAR_PASSES
 from saccade.kernel_check.paged_calls import PAGED_PASSES
 from saccade.masks import Mask
 from saccade.ops.attention.triton.kind import is_short
-from saccade.runtime.spec import Config, Inputs, Variant, empty_results
+from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
 from saccade.runtime.validation import prepare, with_seed
 from saccade.scores import Score
 
@@ -166,7 +166,7 @@ def results_of(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def start(
-    inputs: Inputs, variant: Variant, which: str, config: Config | None, results: Any
+    inputs: Inputs, variant: Variant, which: str, config: KernelConfig | None, results: Any
 ) -> None:
     """Have the library start one of PASSES, as it would in a call.
 
@@ -175,7 +175,7 @@ def start(
     from saccade.ops.attention.triton import gradients
     from saccade.ops.attention.triton import host as triton_host
 
-    given = config or Config()
+    given = config or KernelConfig()
     if which == "hopper":
         from saccade.ops.attention.hopper import host as hopper_host
 
@@ -201,7 +201,7 @@ def start(
 
 
 def _start_hopper_backward(
-    inputs: Inputs, variant: Variant, config: Config, results: Any, which: str
+    inputs: Inputs, variant: Variant, config: KernelConfig, results: Any, which: str
 ) -> None:
     from saccade.ops.attention.hopper import configs
     from saccade.ops.attention.hopper import host as hopper_host

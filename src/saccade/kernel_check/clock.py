@@ -14,7 +14,7 @@ from saccade.kernel_check import calls
 from saccade.kernel_check.tuning import PASS_OF, Task, whole_config
 from saccade.kernel_check.worker import kernel_name
 from saccade.ops.attention.triton.configs import PASSES
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 
 class KernelClock:
@@ -69,13 +69,13 @@ class KernelClock:
         self.events.append((before, after))
 
 
-def runnables(task: Task, configs: list[Config], device: torch.device) -> dict[str, Runnable]:
+def runnables(task: Task, configs: list[KernelConfig], device: torch.device) -> dict[str, Runnable]:
     """Calls that differ in one kernel's config, by the config's numbers as text."""
     which = task.problem.which
     inputs, variant = calls.make(task.call, device)
     results = calls.results_of(inputs)
 
-    def runnable(config: Config) -> Runnable:
+    def runnable(config: KernelConfig) -> Runnable:
         given = whole_config(which, config)
 
         def run() -> None:

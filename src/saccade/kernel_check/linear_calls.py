@@ -8,7 +8,7 @@ import torch
 
 from saccade.kernel_check.dtypes import DTYPES
 from saccade.runtime.linear_spec import LinearInputs, LinearVariant, empty_linear_results
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 # The kernels, by what starts them.
 LINEAR_PASSES = {
@@ -62,11 +62,13 @@ def make(call: LinearCall, device: torch.device) -> tuple[LinearInputs, LinearVa
     return LinearInputs(rows, few, few.clone(), decay), variant
 
 
-def start(inputs: LinearInputs, variant: LinearVariant, which: str, config: Config | None) -> None:
+def start(
+    inputs: LinearInputs, variant: LinearVariant, which: str, config: KernelConfig | None
+) -> None:
     """Have the library start one of LINEAR_PASSES, as it would in a call."""
     from saccade.ops.linear_attention.triton import host as linear_host
 
-    given = config or Config()
+    given = config or KernelConfig()
     body: Any = linear_host
     if which.startswith("hopper"):
         from saccade.ops.linear_attention.hopper import host as body

@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade import masks
 from saccade.kernel_check.dtypes import STORED
 from saccade.masks import Mask
-from saccade.runtime.spec import Config, PagedInputs, Variant
+from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
 from saccade.runtime.validation import prepare_paged
 
 # The kernels, by what starts them.
@@ -83,18 +83,18 @@ def _mask(call: PagedCall, device: torch.device) -> Mask | None:
     return {"none": None, "causal": masks.causal()}[call.mask]
 
 
-def start(inputs: PagedInputs, variant: Variant, which: str, config: Config | None) -> None:
+def start(inputs: PagedInputs, variant: Variant, which: str, config: KernelConfig | None) -> None:
     """Have the library start one of PAGED_PASSES, as it would in a call."""
     from saccade.kv_cache import write_triton
     from saccade.ops.paged_attention.triton import host as paged_host
 
     if which == "paged":
-        paged_host.forward(inputs, variant, config or Config(), False)
+        paged_host.forward(inputs, variant, config or KernelConfig(), False)
         return
     if which == "hopper_paged":
         from saccade.ops.paged_attention.hopper import host as paged_host
 
-        paged_host.forward(inputs, variant, config or Config(), False)
+        paged_host.forward(inputs, variant, config or KernelConfig(), False)
         return
     key = inputs.query.transpose(1, 2).flatten(0, 1)[:, : inputs.key_pages.shape[1]]
     slots = torch.zeros(key.shape[0], dtype=torch.int64, device=key.device)

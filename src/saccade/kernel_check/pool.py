@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from saccade.kernel_check.calls import Call
 from saccade.kernel_check.linear_calls import LinearCall
 from saccade.kernel_check.paged_calls import PagedCall
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 
 class Job(NamedTuple):
@@ -26,7 +26,7 @@ class Job(NamedTuple):
     call: Call | PagedCall | LinearCall
     which: str  # one of calls.PASSES
     kernels: tuple[str, ...]
-    config: Config | None = None  # None: the default of each kernel
+    config: KernelConfig | None = None  # None: the default of each kernel
 
 
 class Usage(NamedTuple):
@@ -143,7 +143,7 @@ def _run_worker(
         raise RuntimeError(f"a compiling process ended with {status}: {said[-1]}")
 
 
-def _numbers(config: Config | None) -> list[int] | None:
+def _numbers(config: KernelConfig | None) -> list[int] | None:
     return None if config is None else config.numbers()
 
 

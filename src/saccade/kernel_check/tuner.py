@@ -16,7 +16,7 @@ from saccade.kernel_check.pool import Job
 from saccade.kernel_check.tuning import Measured, Task, candidates
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.tuned_configs import Table
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 ROUNDS = 9
 FINALISTS = 8  # who take turns again after the first look
@@ -41,7 +41,7 @@ def tune(
     device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device)
     console.print(f"{name} ({architecture}), Triton {version}", highlight=False)
-    winners: dict[configs.KernelProblem, Config] = {}
+    winners: dict[configs.KernelProblem, KernelConfig] = {}
     for task in found:
         measured = measure(task, device, limit, processes or session.cores(), console)
         console.print(tuning.results_table(task, measured))

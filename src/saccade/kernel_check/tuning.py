@@ -13,7 +13,7 @@ from saccade.kernel_check.pool import Compiled
 from saccade.kernel_check.report import config_text, fault, kilobytes, problem_of
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import KernelProblem
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 WORTH_IT = 0.98  # of the default's time: less of a gain is noise
 PASS_OF = {
@@ -44,7 +44,7 @@ class Task(NamedTuple):
 class Measured(NamedTuple):
     """What is known of one candidate."""
 
-    config: Config
+    config: KernelConfig
     milliseconds: float | None = None  # None: it was not timed
     reason: str = ""  # why not
     registers: int = 0
@@ -65,12 +65,12 @@ def task(architecture: str, which: str, call: Call) -> Task:
     return Task(problem_of(architecture, which, call), call)
 
 
-def whole_config(which: str, config: Config) -> Config:
+def whole_config(which: str, config: KernelConfig) -> KernelConfig:
     """The config to give to a call, so that one kernel of it gets these numbers."""
-    return config if which == "forward" else Config(backward=config)
+    return config if which == "forward" else KernelConfig(backward=config)
 
 
-def judged(problem: KernelProblem, config: Config, compiled: Sequence[Compiled]) -> Measured:
+def judged(problem: KernelProblem, config: KernelConfig, compiled: Sequence[Compiled]) -> Measured:
     """A candidate as its compilation (with care, and without) leaves it, before it is timed."""
     if not compiled:
         return Measured(config, reason="was not compiled")
@@ -86,7 +86,7 @@ def judged(problem: KernelProblem, config: Config, compiled: Sequence[Compiled])
     return Measured(config, None, reason, registers, spills, shared)
 
 
-def winner(measured: Sequence[Measured], default: Config) -> Measured | None:
+def winner(measured: Sequence[Measured], default: KernelConfig) -> Measured | None:
     """The fastest, unless it gains too little on the default to be more than noise.
 
     None where nothing could be timed.
@@ -134,7 +134,7 @@ def results_table(found: Task, measured: Sequence[Measured], shown: int = 20) ->
     return table
 
 
-def line_to_commit(problem: KernelProblem, config: Config) -> str:
+def line_to_commit(problem: KernelProblem, config: KernelConfig) -> str:
     """The row of configs.py with the config in its column."""
     name, row = configs.row_of(problem)
     column = configs.WIDTHS.index(problem.width)
@@ -156,17 +156,17 @@ REGISTERS = 255  # of a thread, on NVIDIA's GPUs
 TENSOR_MEMORY = ("sm_100",)  # keeps sums outside of registers
 
 
-def candidates(problem: KernelProblem) -> list[Config]:
+def candidates(problem: KernelProblem) -> list[KernelConfig]:
     """Tiles × warps × stages that may fit; the default is always among them, and first."""
     found = [configs.default(problem)]
     for numbers in product(TILES, TILES, WARPS, _stages(problem.architecture)):
-        config = Config(*numbers)
+        config = KernelConfig(*numbers)
         if config not in found and _may_fit(problem, config):
             found.append(config)
     return found
 
 
-def least_shared_memory(problem: KernelProblem, config: Config) -> int:
+def least_shared_memory(problem: KernelProblem, config: KernelConfig) -> int:
     """Bytes of the tiles that wait in shared memory while others are computed."""
     row = problem.width * (4 if problem.wide else 2)
     ahead = max(config.num_stages - 1, 0)
@@ -174,7 +174,7 @@ def least_shared_memory(problem: KernelProblem, config: Config) -> int:
     return 2 * ahead * streamed * row  # keys and values, or queries and gradients of outputs
 
 
-def least_registers(problem: KernelProblem, config: Config) -> float:
+def least_registers(problem: KernelProblem, config: KernelConfig) -> float:
     """Registers of a thread for the sums and for one tile of pairs."""
     threads = config.num_warps * (64 if problem.architecture.startswith("gfx") else 32)
     pairs = config.query_tile * config.kv_tile
@@ -198,7 +198,7 @@ def _stages(architecture: str) -> tuple[int, ...]:
     return STAGES[:2] if architecture.startswith("gfx") else STAGES
 
 
-def _may_fit(problem: KernelProblem, config: Config) -> bool:
+def _may_fit(problem: KernelProblem, config: KernelConfig) -> bool:
     most = FEWEST_PAIRS, MOST_PAIRS
     if not most[0] <= config.query_tile * config.kv_tile <= most[1]:
         return False

@@ -27,7 +27,7 @@ from saccade.kernel_check.linear_calls import LINEAR_PASSES, LinearCall
 from saccade.kernel_check.paged_calls import PAGED_PASSES, PagedCall
 from saccade.ops.attention.hopper import configs as hopper_configs
 from saccade.ops.attention.triton import kind
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 
 class Answer(NamedTuple):
@@ -127,7 +127,7 @@ def run_job(recorder: Recorder, number: int, job: list[Any]) -> None:
     """Compile the wanted kernels that a pass of a call starts."""
     call, which, kernels, numbers = job
     recorder.job, recorder.which, recorder.wanted = number, which, frozenset(kernels)
-    config = None if numbers is None else Config.of_numbers(numbers)
+    config = None if numbers is None else KernelConfig.of_numbers(numbers)
     if which in PAGED_PASSES:
         paged_inputs, variant = paged_calls.make(PagedCall(*call), torch.device("cpu"))
         paged_calls.start(paged_inputs, variant, which, config)

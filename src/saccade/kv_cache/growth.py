@@ -106,7 +106,7 @@ def grown(
     """Sequences with their new tokens, and the slots of these; pages are taken and copied.
 
     Raises:
-        OutOfPages: if there are too few pages; then nothing has changed.
+        OutOfPagesError: if there are too few pages; then nothing has changed.
     """
     books.pool.require(pages_needed(growing))
     books.torn = True

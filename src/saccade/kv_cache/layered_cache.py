@@ -120,7 +120,7 @@ class LayeredCache:
                 from there on. Tokens before that have slots of -1, and take no pages.
 
         Raises:
-            OutOfPages: if one kind has too few pages; then nothing has changed in any.
+            OutOfPagesError: if one kind has too few pages; then nothing has changed in any.
         """
         given = growth.checked(tokens)
         spares = [None] * len(self.caches) if spare is None else spare

@@ -17,7 +17,7 @@ from saccade.kv_cache.prefix import PrefixIndex
 from saccade.kv_cache.sequences import Books
 from saccade.kv_cache.statistics import CacheStatistics, SequenceStatistics
 from saccade.kv_cache.storage import LayerPages, PageMemory, Sizes
-from saccade.kv_cache.write import cache_write
+from saccade.kv_cache.write import write_kv_cache
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
 from saccade.ops.paged_attention.api import attention_paged
@@ -124,11 +124,11 @@ class PagedCache:
                 found by others from there on).
 
         Returns:
-            int64 [tokens]: the slot of each new token, sequence after sequence, as `cache_write`
+            int64 [tokens]: the slot of each new token, sequence after sequence, as `write_kv_cache`
             takes them.
 
         Raises:
-            OutOfPages: if there are too few pages for all of it; then nothing has changed.
+            OutOfPagesError: if there are too few pages for all of it; then nothing has changed.
             KeyError, ValueError: for a sequence that is not there, or is swapped out.
         """
         growing = growth.wanted(self._books, growth.checked(tokens))
@@ -175,7 +175,7 @@ class PagedCache:
         """Move a sequence's pages to the host; shared pages are copied there.
 
         Raises:
-            OutOfPages: if the host has too few pages; then nothing has changed.
+            OutOfPagesError: if the host has too few pages; then nothing has changed.
         """
         sequences.enter(sequences.swapped_out(self._books, sequence))
 
@@ -184,7 +184,7 @@ class PagedCache:
         """Move a sequence's pages back from the host.
 
         Raises:
-            OutOfPages: if there are too few pages; then nothing has changed.
+            OutOfPagesError: if there are too few pages; then nothing has changed.
             ValueError: if it is not swapped out.
         """
         sequences.enter(sequences.swapped_in(self._books, sequence))
@@ -226,10 +226,10 @@ class PagedCache:
 
     @locked
     def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor, **options: Any) -> None:
-        """`saccade.cache_write` into a layer's pages."""
+        """`saccade.write_kv_cache` into a layer's pages."""
         pages = self.pages(layer)
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-        cache_write(key, value, pages.key_pages, pages.value_pages, slots, **scales, **options)
+        write_kv_cache(key, value, pages.key_pages, pages.value_pages, slots, **scales, **options)
 
     def attend(self, layer: int, query: Tensor, sequences: Sequence[int], **options: Any) -> Any:
         """`saccade.attention_paged` over a layer's pages, under the window's mask, if any."""

@@ -120,7 +120,7 @@ class FreeRuns:
         return length
 
 
-class OutOfPages(RuntimeError):
+class OutOfPagesError(RuntimeError):
     """There are too few pages for what was asked; nothing has changed.
 
     Attributes:
@@ -158,15 +158,15 @@ class PagePool:
         return len(self.free) + len(self.idle)
 
     def require(self, needed: int) -> None:
-        """Raise OutOfPages if fewer pages can be had."""
+        """Raise OutOfPagesError if fewer pages can be had."""
         if needed > self.available:
-            raise OutOfPages(needed, self.available, self.where)
+            raise OutOfPagesError(needed, self.available, self.where)
 
     def take(self, count: int, after: int | None) -> list[int]:
         """So many pages with one holder each, neighbours of `after` as far as they can be.
 
         Raises:
-            OutOfPages: if fewer can be had; then nothing has changed.
+            OutOfPagesError: if fewer can be had; then nothing has changed.
         """
         self.require(count)
         while len(self.free) < count:

@@ -23,7 +23,7 @@ def write(
     sin: Tensor | None = None,
     interleaved: bool = False,
 ) -> None:
-    """See `saccade.cache_write`."""
+    """See `saccade.write_kv_cache`."""
     if cos is not None and sin is not None:
         key = rotated(key, cos, sin, interleaved)
     page_size = key_pages.shape[2]

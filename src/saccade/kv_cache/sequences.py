@@ -247,7 +247,7 @@ def swapped_out(books: Books, sequence: int) -> Change:
     """A sequence on the host, to which its pages are copied; see `PagedCache.swap_out`.
 
     Raises:
-        OutOfPages: if the host has too few pages; then nothing has changed.
+        OutOfPagesError: if the host has too few pages; then nothing has changed.
     """
     held = books.find(sequence)
     kept = held.kept
@@ -265,7 +265,7 @@ def swapped_in(books: Books, sequence: int) -> Change:
 
     Raises:
         ValueError: if it is not swapped out.
-        OutOfPages: if there are too few pages; then nothing has changed.
+        OutOfPagesError: if there are too few pages; then nothing has changed.
     """
     held = books.find(sequence, on_device=False)
     if held.host_pages is None:

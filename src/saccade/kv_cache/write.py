@@ -17,7 +17,7 @@ from saccade.runtime.paged_arguments import check_pages, check_scales
 from saccade.runtime.spec import DTYPES
 
 torch.library.define(
-    "saccade::cache_write",
+    "saccade::write_kv_cache",
     "(Tensor key, Tensor value, Tensor(a!) key_pages, Tensor(b!) value_pages, "
     "Tensor slot_mapping, Tensor(c!)? key_scales, Tensor(d!)? value_scales, Tensor? cos, "
     "Tensor? sin, bool interleaved) -> ()",
@@ -25,7 +25,7 @@ torch.library.define(
 )
 
 
-def cache_write(
+def write_kv_cache(
     key: Tensor,
     value: Tensor,
     key_pages: Tensor,
@@ -59,7 +59,7 @@ def cache_write(
     Sources: PagedAttention (Kwon et al. 2023), section 4.3; RoFormer (Su et al. 2021), section
     3.2.2.
 
-    >>> saccade.cache_write(key, value, key_pages, value_pages, slot_mapping)
+    >>> saccade.write_kv_cache(key, value, key_pages, value_pages, slot_mapping)
     """
     check_flag("interleaved", interleaved)
     _check_tokens(key, value, key_pages, value_pages)
@@ -68,10 +68,10 @@ def cache_write(
     cos, sin = (None, None) if rotary is None else check_rotary(rotary, key, "key")
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         raise NotImplementedError(
-            "saccade: a gradient through cache_write is not implemented; call it under "
+            "saccade: a gradient through write_kv_cache is not implemented; call it under "
             "torch.no_grad()"
         )
-    torch.ops.saccade.cache_write.default(
+    torch.ops.saccade.write_kv_cache.default(
         key, value, key_pages, value_pages, slot_mapping, key_scales, value_scales, cos, sin,
         interleaved,
     )  # fmt: skip
@@ -110,7 +110,7 @@ def _write(
         pages.transpose(1, 2)[page, slot] = rows
 
 
-torch.library.impl("saccade::cache_write", "CompositeExplicitAutograd", _write)
+torch.library.impl("saccade::write_kv_cache", "CompositeExplicitAutograd", _write)
 
 
 def _write_on_gpu(*arguments: Any) -> None:
@@ -124,10 +124,10 @@ def _write_on_gpu(*arguments: Any) -> None:
     _write(*arguments)
 
 
-torch.library.impl("saccade::cache_write", "CUDA", _write_on_gpu)
+torch.library.impl("saccade::write_kv_cache", "CUDA", _write_on_gpu)
 
 
-@torch.library.register_fake("saccade::cache_write")
+@torch.library.register_fake("saccade::write_kv_cache")
 def _write_fake(*arguments: object) -> None:
     """Changes in place only: nothing to say of results."""
 

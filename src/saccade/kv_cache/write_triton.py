@@ -119,7 +119,7 @@ def write(
     sin: Tensor | None,
     interleaved: bool,
 ) -> None:
-    """See `saccade.cache_write`."""
+    """See `saccade.write_kv_cache`."""
     if key_pages.dtype == FLOAT8:
         key_pages, value_pages = key_pages.view(torch.uint8), value_pages.view(torch.uint8)
     rows = tuple(map(_with_unit_channels, (key, value)))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from saccade.modifiers.expression import Captured
 from saccade.modifiers.fit import Extents, misfit
-from saccade.runtime.spec import DTYPES, Config, Inputs
+from saccade.runtime.spec import DTYPES, Inputs, KernelConfig
 
 # ---- elsewhere -----------------------------------------------------------------------------------
 # What other libraries call an option, and what to write here.
@@ -273,19 +273,19 @@ def check_max_length(name: str, length: int | None, offsets: Tensor) -> int | No
 
 
 def resolve_config(
-    config: Config | Mapping[tuple[int, int], Config] | None, device: torch.device
-) -> Config | None:
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None, device: torch.device
+) -> KernelConfig | None:
     """The config for this device: the one given, or its capability's entry of a mapping."""
-    if config is None or isinstance(config, Config):
+    if config is None or isinstance(config, KernelConfig):
         return config
-    takes = "a Config, or a mapping from (major, minor) to Config"
+    takes = "a KernelConfig, or a mapping from (major, minor) to KernelConfig"
     if not isinstance(config, Mapping):
         raise TypeError(f"config: got {type(config).__name__}, takes {takes}")
     for capability, entry in config.items():
         pair = isinstance(capability, tuple) and len(capability) == 2
         if not pair or not all(type(part) is int for part in capability):
             raise TypeError(f"config: got the key {capability!r}, takes {takes}")
-        if not isinstance(entry, Config):
+        if not isinstance(entry, KernelConfig):
             raise TypeError(f"config: got {type(entry).__name__} for {capability}, takes {takes}")
     if device.type != "cuda":
         return None  # a mapping speaks of GPUs only

@@ -12,18 +12,20 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from saccade.runtime.linear_spec import LinearGradients, LinearInputs, LinearResults, LinearVariant
-from saccade.runtime.spec import Config, Gradients, Inputs, PagedInputs, Variant
+from saccade.runtime.spec import Gradients, Inputs, KernelConfig, PagedInputs, Variant
 
 
 class Body(Protocol):
     """What an implementation is, as a module."""
 
-    def forward(self, inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: Inputs, variant: Variant, config: KernelConfig
+    ) -> tuple[Tensor, Tensor]:
         """Output and lse."""
         ...
 
     def prepared(
-        self, inputs: Inputs, variant: Variant, config: Config
+        self, inputs: Inputs, variant: Variant, config: KernelConfig
     ) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
         """`forward` for calls of the same shapes, strides, dtypes, device and variant."""
         ...
@@ -32,7 +34,7 @@ class Body(Protocol):
         self,
         inputs: Inputs,
         variant: Variant,
-        config: Config,
+        config: KernelConfig,
         output: Tensor,
         lse: Tensor,
         grad_output: Tensor,
@@ -48,7 +50,7 @@ class LinearBody(Protocol):
     """What an implementation of linear attention is, as a module."""
 
     def forward(
-        self, inputs: LinearInputs, variant: LinearVariant, config: Config
+        self, inputs: LinearInputs, variant: LinearVariant, config: KernelConfig
     ) -> LinearResults:
         """Output, normaliser and last state."""
         ...
@@ -57,7 +59,7 @@ class LinearBody(Protocol):
         self,
         inputs: LinearInputs,
         variant: LinearVariant,
-        config: Config,
+        config: KernelConfig,
         output: Tensor,
         normaliser: Tensor,
         grad_output: Tensor,
@@ -83,13 +85,13 @@ class PagedBody(Protocol):
     """What an implementation of attention over pages is, as a module."""
 
     def forward(
-        self, inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+        self, inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
     ) -> tuple[Tensor, Tensor]:
         """Output and lse."""
         ...
 
     def prepared(
-        self, inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+        self, inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
     ) -> Callable[[PagedInputs, Variant], tuple[Tensor, Tensor]]:
         """`forward` for calls of the same shapes, strides, dtypes, device and variant."""
         ...

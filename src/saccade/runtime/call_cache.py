@@ -22,7 +22,7 @@ from torch.utils._device import DeviceContext
 
 from saccade.masks import AnyMask, Mask
 from saccade.runtime.arguments import values_readable
-from saccade.runtime.spec import Config, PagedInputs, Variant
+from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
 from saccade.scores import AnyScore, Score
 
 # ---- listeners -----------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def _more_than_a_device() -> bool:
 MOST_CALLS = 4096  # kinds of calls that are kept
 LENGTHS = frozenset({int, type(None)})  # types of lengths that are known, or are not
 
-AnyConfig = Config | Mapping[tuple[int, int], Config] | None
+AnyConfig = KernelConfig | Mapping[tuple[int, int], KernelConfig] | None
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Recalled:
     the arguments of its operator."""
 
     variant: Variant
-    config: Config | None
+    config: KernelConfig | None
     chosen: str
     forward: Callable[[Any, Variant], tuple[Tensor, Tensor]] | None = None
     tables: tuple[Tensor, ...] = field(init=False)  # that mask and score captured
@@ -189,7 +189,7 @@ def _must_be_checked(
         or (score is not None and not _captures_no_tensor(score, Score))
         or (scale is not None and type(scale) is not float)
         or (implementation is not None and type(implementation) is not str)
-        or (config is not None and type(config) is not Config)
+        or (config is not None and type(config) is not KernelConfig)
     )
 
 

@@ -205,7 +205,7 @@ def attention(
     call: Callable[..., Any], query: Any, key: Any, value: Any, offsets: Sequence[Any],
     options: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """`attention`, or with offsets `attention_packed`, each rank on its part."""
+    """`attention`, or with offsets `attention_varlen`, each rank on its part."""
     if options.get("dropout_p"):
         raise NotImplementedError(
             f"dropout_p: got {options['dropout_p']} with DTensors, takes 0: ranks would not drop "

@@ -124,7 +124,7 @@ def empty_gradients(inputs: Inputs) -> Gradients:
 
 
 @dataclass(frozen=True, repr=False)
-class Config:
+class KernelConfig:
     """Tile sizes of an implementation and how its kernels run; 0 leaves a choice to it.
 
     Attributes:
@@ -139,7 +139,7 @@ class Config:
     kv_tile: int = 0
     num_warps: int = 0
     num_stages: int = 0
-    backward: Config | None = None
+    backward: KernelConfig | None = None
 
     def __post_init__(self) -> None:
         for name in CONFIG_NUMBERS:
@@ -147,12 +147,13 @@ class Config:
             whole = isinstance(value, int) and not isinstance(value, bool)
             if not whole or not 0 <= value <= most:
                 raise ValueError(f"{name}: got {value!r}, takes a whole number from 0 to {most}")
-        if self.backward is not None and not isinstance(self.backward, Config):
-            raise ValueError(f"backward: got {self.backward!r}, takes a Config or None")
+        if self.backward is not None and not isinstance(self.backward, KernelConfig):
+            raise ValueError(f"backward: got {self.backward!r}, takes a KernelConfig or None")
 
     def __repr__(self) -> str:
         given = {name: getattr(self, name) for name in (*CONFIG_NUMBERS, "backward")}
-        return f"Config({', '.join(f'{name}={value!r}' for name, value in given.items() if value)})"
+        shown = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
+        return f"KernelConfig({shown})"
 
     def numbers(self) -> list[int]:
         """The numbers of this config, then those of its backward pass if it has one."""
@@ -160,10 +161,10 @@ class Config:
         return own if self.backward is None else own + self.backward.numbers()
 
     @staticmethod
-    def of_numbers(numbers: Sequence[int]) -> Config:
+    def of_numbers(numbers: Sequence[int]) -> KernelConfig:
         """The inverse of `numbers`."""
         own, rest = numbers[: len(CONFIG_NUMBERS)], numbers[len(CONFIG_NUMBERS) :]
-        return Config(*own, backward=Config.of_numbers(rest) if rest else None)
+        return KernelConfig(*own, backward=KernelConfig.of_numbers(rest) if rest else None)
 
 
 # A CPU takes tiles of any length; what a GPU takes its implementation says.

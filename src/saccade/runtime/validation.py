@@ -15,7 +15,7 @@ from saccade.modifiers.expression import Captured
 from saccade.modifiers.fit import Extents, expanded
 from saccade.runtime import arguments
 from saccade.runtime.paged_arguments import check_paged
-from saccade.runtime.spec import Config, Inputs, PagedInputs, Problem, Variant
+from saccade.runtime.spec import Inputs, KernelConfig, PagedInputs, Problem, Variant
 from saccade.scores import AnyScore, Score, as_score
 
 # ---- autocast ------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def prepare(
     dropout_p: float,
     return_lse: bool,
     deterministic: bool,
-    config: Config | Mapping[tuple[int, int], Config] | None,
-) -> tuple[Inputs, Variant, Problem, Config | None]:
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None,
+) -> tuple[Inputs, Variant, Problem, KernelConfig | None]:
     """Check every argument and turn them into what implementations take."""
     packed = cu_seqlens_q is not None
     shapes = arguments.PACKED_SHAPES if packed else arguments.DENSE_SHAPES
@@ -145,8 +145,8 @@ def prepare_paged(
     scale: float | None,
     batch_invariant: bool,
     return_lse: bool,
-    config: Config | Mapping[tuple[int, int], Config] | None,
-) -> tuple[PagedInputs, Variant, Problem, Config | None]:
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None,
+) -> tuple[PagedInputs, Variant, Problem, KernelConfig | None]:
     """The same for a call over pages."""
     inputs = inputs._replace(query=cast(inputs.query))
     longest_q, offsets = None, inputs.cu_seqlens_q
@@ -225,7 +225,7 @@ def with_seed(inputs: Inputs, variant: Variant) -> Inputs:
     return inputs._replace(seed=seed)
 
 
-def problem_of(inputs: Inputs, variant: Variant, config: Config | None) -> Problem:
+def problem_of(inputs: Inputs, variant: Variant, config: KernelConfig | None) -> Problem:
     """The call's shape, by which implementations are chosen."""
     query, key, value = inputs.query, inputs.key, inputs.value
     offsets = inputs.cu_seqlens_q

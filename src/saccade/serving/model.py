@@ -74,7 +74,7 @@ class Step:
             "key_scales": pages.key_scales,
             "value_scales": pages.value_scales,
         }
-        saccade.cache_write(
+        saccade.write_kv_cache(
             key[0].transpose(0, 1), value[0].transpose(0, 1), pages.key_pages, pages.value_pages,
             self._slots[kind], **scales,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from saccade import LayeredCache, OutOfPages
+from saccade import LayeredCache, OutOfPagesError
 from saccade.serving.request import Request, State
 
 Preemption = Literal["swap", "recompute"]
@@ -97,7 +97,7 @@ class Scheduler:
         first, as far as the rows go, and then those that wait.
 
         Raises:
-            OutOfPages: if one request alone cannot have its pages; nothing is lost.
+            OutOfPagesError: if one request alone cannot have its pages; nothing is lost.
         """
         admitting = True
         while True:
@@ -108,7 +108,7 @@ class Scheduler:
                 return None
             try:
                 slots = self._cache.append({_sequence(s.request): _tokens(s) for s in shares})
-            except OutOfPages:
+            except OutOfPagesError:
                 if len(self.running) == 1:
                     raise
                 self._displace_youngest()
@@ -214,7 +214,7 @@ class Scheduler:
                 return False
             try:
                 self._cache.swap_in(_sequence(request))
-            except OutOfPages:
+            except OutOfPagesError:
                 if not self.running:
                     raise
                 return False
@@ -256,7 +256,7 @@ class Scheduler:
             try:
                 self._cache.swap_out(sequence)
                 state = State.SWAPPED
-            except OutOfPages:
+            except OutOfPagesError:
                 pass  # the host is full, so it is computed again
         if state is State.WAITING:
             self._cache.free(sequence)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.masks import Mask
 from saccade.ops.attention import reference
-from saccade.ops.attention.api import attention, attention_packed
+from saccade.ops.attention.api import attention, attention_varlen
 from saccade.runtime.validation import prepare, with_seed
 from saccade.scores import Score
 from saccade.testing.kinds import MASKS, SCORES, Description, bias_shape
@@ -51,7 +51,7 @@ class Case:
         """Output and lse by the public call. The seed of dropout is the case's."""
         positional, keywords = self.arguments(leaves)
         torch.manual_seed(self.description.seed)
-        function: Any = attention_packed if self.cu_seqlens else attention
+        function: Any = attention_varlen if self.cu_seqlens else attention
         return function(*positional, return_lse=True, **keywords, **more)
 
     def run(

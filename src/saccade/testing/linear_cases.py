@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.ops.linear_attention import reference
-from saccade.ops.linear_attention.api import linear_attention, linear_attention_packed
+from saccade.ops.linear_attention.api import linear_attention, linear_attention_varlen
 from saccade.ops.linear_attention.validation import Prepared, prepare
 from saccade.runtime.linear_spec import LinearState
 from saccade.runtime.spec import accumulate_dtype
@@ -94,7 +94,7 @@ class LinearCase:
     def call(self, leaves: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
         """Output and last state by the public call."""
         positional, keywords = self.arguments(leaves)
-        function: Any = linear_attention_packed if self.cu_seqlens else linear_attention
+        function: Any = linear_attention_varlen if self.cu_seqlens else linear_attention
         output, state = function(*positional, return_state=True, **keywords, **more)
         return {"output": output, "kv": state.kv, "key_sum": state.key_sum}
 

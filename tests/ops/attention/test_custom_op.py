@@ -131,7 +131,7 @@ class TestCompile:
 
     def test_packed(self) -> None:
         def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return saccade.attention_packed(query, key, value, offsets, mask=masks.causal())
+            return saccade.attention_varlen(query, key, value, offsets, mask=masks.causal())
 
         offsets = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
         tensors = [torch.randn(12, heads, 8) for heads in (4, 2, 2)]

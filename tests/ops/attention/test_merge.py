@@ -48,7 +48,7 @@ def test_parts_merge_to_the_whole(split, rows, stacked, spread):
     parts: Any = in_parts(query, key, value, ends)
     if stacked:
         parts = [torch.stack(part) for part in parts]
-    output, lse = saccade.merge(*parts)
+    output, lse = saccade.merge_states(*parts)
     wanted, wanted_lse = attend(query, key, value)
     torch.testing.assert_close(output, wanted, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-12, atol=1e-12)
@@ -59,7 +59,7 @@ def test_low_precision_merges_within_rounding(dtype):
     query, key = normal(2, 4, 6, 8, dtype=dtype), normal(2, 2, 12, 8, seed=1, dtype=dtype)
     value = normal(2, 2, 12, 3, seed=2, dtype=dtype)
     outputs, lses = in_parts(query, key, value, [0, 3, 3, 10, 12])
-    output, lse = saccade.merge(outputs, lses)
+    output, lse = saccade.merge_states(outputs, lses)
     wanted, wanted_lse = attend(query.double(), key.double(), value.double())
     assert (output.dtype, lse.dtype) == (dtype, torch.float32)
     # Each part was rounded once, and so was their sum.
@@ -74,7 +74,7 @@ def test_sums_are_wide_whatever_the_dtype_of_the_parts(dtype):
     """One hundred parts of equal weight: sums in bfloat16 would lose the last digits."""
     outputs = [torch.full((1, 1, 1, 1), 1 + k / 128).to(dtype) for k in range(100)]
     lses = [torch.zeros(1, 1, 1)] * 100
-    output, lse = saccade.merge(outputs, lses)
+    output, lse = saccade.merge_states(outputs, lses)
     wanted = torch.stack(outputs).double().mean().to(dtype)
     assert float(lse) == pytest.approx(4.605170185988092, rel=1e-6)
     assert float(output) == pytest.approx(float(wanted), rel=1e-6)
@@ -85,29 +85,29 @@ def test_output_of_a_part_that_saw_nothing_is_not_read(trash):
     outputs = [normal(1, 2, 3, 4, seed=k) for k in range(3)]
     lses = [normal(1, 2, 3, seed=k) for k in range(3)]
     lses[1][:, 0], lses[1][:, 1, 1] = -torch.inf, -torch.inf
-    clean = saccade.merge(outputs, lses)
+    clean = saccade.merge_states(outputs, lses)
     outputs[1] = outputs[1].masked_fill(lses[1][..., None] == -torch.inf, trash)
     inputs = [part.requires_grad_() for part in (*outputs, *lses)]
-    found = saccade.merge(inputs[:3], inputs[3:])
+    found = saccade.merge_states(inputs[:3], inputs[3:])
     torch.testing.assert_close(found, clean, rtol=0, atol=0)
     for gradient in torch.autograd.grad([part.sum() for part in found], inputs):
         assert gradient.isfinite().all()
     nothing = outputs[1].detach()[:, :1], lses[1].detach()[:, :1]
-    output, lse = saccade.merge([nothing[0]] * 2, [nothing[1]] * 2)
+    output, lse = saccade.merge_states([nothing[0]] * 2, [nothing[1]] * 2)
     assert torch.equal(output, torch.zeros(1, 1, 3, 4, dtype=torch.float64))
     assert torch.equal(lse, torch.full((1, 1, 3), -torch.inf, dtype=torch.float64))
 
 
 def test_one_part_is_the_result():
     output, lse = normal(2, 3, 4, 5), normal(2, 3, 4)
-    found = saccade.merge([output], [lse])
+    found = saccade.merge_states([output], [lse])
     torch.testing.assert_close(found, (output, lse), rtol=1e-15, atol=1e-15)
 
 
 def test_huge_log_sum_exps_do_not_overflow():
     outputs, lses = [normal(1, 1, 2, 3, seed=k) for k in range(2)], torch.zeros(2, 1, 1, 2).double()
     lses[0], lses[1] = 1e6, 1e6 - 1
-    output, lse = saccade.merge(outputs, list(lses))
+    output, lse = saccade.merge_states(outputs, list(lses))
     share = torch.sigmoid(torch.tensor(1.0, dtype=torch.float64))
     torch.testing.assert_close(output, share * outputs[0] + (1 - share) * outputs[1])
     torch.testing.assert_close(lse, torch.full((1, 1, 2), 1e6, dtype=torch.float64) - share.log())
@@ -124,7 +124,7 @@ def test_gradients(packed):
     def merged(*inputs: torch.Tensor) -> Any:
         # gradcheck moves its inputs a little, which -inf cannot be.
         filled = [inputs[3].masked_fill(lses[0] == -torch.inf, -torch.inf), *inputs[4:]]
-        return saccade.merge(inputs[:3], filled)
+        return saccade.merge_states(inputs[:3], filled)
 
     finite = [lse.masked_fill(lse == -torch.inf, 0).requires_grad_() for lse in lses]
     assert torch.autograd.gradcheck(merged, (*outputs, *finite))
@@ -138,7 +138,7 @@ def test_gradients_of_attention_pass_through_merge():
         return attend(*inputs)
 
     def merged() -> Any:
-        return saccade.merge(*in_parts(inputs[0], inputs[1], inputs[2], [0, 4, 4, 9]))
+        return saccade.merge_states(*in_parts(inputs[0], inputs[1], inputs[2], [0, 4, 4, 9]))
 
     found = []
     for call in (whole, merged):
@@ -156,12 +156,12 @@ def test_packed_parts_merge_to_the_whole():
     first = saccade.masks.key_lengths(torch.tensor([2, 1, 7]))
 
     def call(**more: Any) -> Any:
-        return saccade.attention_packed(
+        return saccade.attention_varlen(
             query, key, value, counts, kv_counts, return_lse=True, **more
         )
 
     outputs, lses = zip(call(mask=first), call(mask=~first), strict=True)
-    found, wanted = saccade.merge(outputs, lses), call()
+    found, wanted = saccade.merge_states(outputs, lses), call()
     assert found[0].shape == (8, 4, 5)
     assert found[1].shape == (4, 8)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
@@ -174,5 +174,5 @@ def test_a_sink_belongs_to_one_part():
         attend(query, key[:, :, :5], value[:, :, :5], sinks=sinks),
         attend(query, key[:, :, 5:], value[:, :, 5:]),
     ]
-    found = saccade.merge(*zip(*parts, strict=True))
+    found = saccade.merge_states(*zip(*parts, strict=True))
     torch.testing.assert_close(found, attend(query, key, value, sinks=sinks), rtol=0, atol=1e-13)

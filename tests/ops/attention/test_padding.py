@@ -61,7 +61,7 @@ def test_attention(soft: Implementation, mask: Any, deterministic: bool) -> None
 
     def run(*tensors: Tensor, of: tuple[Tensor, Tensor]) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (*tensors, sinks)]
-        output, lse = saccade.attention_packed(
+        output, lse = saccade.attention_varlen(
             *leaves[:3], *ends, sinks=leaves[3], mask=mask, return_lse=True,
             deterministic=deterministic, implementation=soft.name,
         )  # fmt: skip
@@ -108,7 +108,7 @@ def test_linear_attention(linear: Implementation, options: dict[str, Any]) -> No
 
     def run(*tensors: Tensor, grad: Tensor) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        output, state = saccade.linear_attention_packed(
+        output, state = saccade.linear_attention_varlen(
             *leaves[:3], *ends, decay=leaves[3], return_state=True, implementation=linear.name,
             **options,
         )  # fmt: skip
@@ -179,7 +179,7 @@ def test_keys_behind_the_last_row_are_not_read(
             ]
             laid = (leaf.transpose(1, 2).flatten(0, 1) for leaf in leaves)
             query, key, value, decay = laid
-            output = saccade.linear_attention_packed(
+            output = saccade.linear_attention_varlen(
                 query, key, value, *ends, decay=decay, **options
             )
             output = output.unflatten(0, (2, rows)).transpose(1, 2)

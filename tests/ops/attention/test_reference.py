@@ -99,7 +99,7 @@ def test_packed_sequences_are_separate_calls() -> None:
     query, key, value = query.double(), key.double(), value.double()
     ends = [torch.tensor([0, *column]).cumsum(0).int() for column in zip(*lengths, strict=True)]
     mask = masks.window(2, 1)
-    output, lse = saccade.attention_packed(
+    output, lse = saccade.attention_varlen(
         query, key, value, *ends, mask=mask, return_lse=True, implementation="reference"
     )
     first_q = first_k = 0

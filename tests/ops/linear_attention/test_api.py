@@ -102,7 +102,7 @@ class TestFeatureMaps:
         offsets = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
         for normalize in (True, False):
             options: dict[str, Any] = {"feature_map": feature_map, "normalize": normalize}
-            found, state = saccade.linear_attention_packed(
+            found, state = saccade.linear_attention_varlen(
                 query, key, value, offsets, eps=0.0, return_state=True, **options
             )
             for b, rows in enumerate((slice(0, 5), slice(5, 5), slice(5, 12))):
@@ -126,7 +126,7 @@ class TestFeatureMaps:
             torch.manual_seed(0)
             rows = [(torch.randn(1, 2, 256, 64) * s).to(dtype) for s in (std, std, 1)]
             if packed:
-                call = saccade.linear_attention_packed
+                call = saccade.linear_attention_varlen
                 rows = [part[0].transpose(0, 1) for part in rows]
                 options["cu_seqlens_q"] = torch.tensor([0, 100, 100, 256], dtype=torch.int32)
             exact = call(*(part.double() for part in rows), **options)
@@ -284,8 +284,8 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"return_state": 1}, TypeError, "return_state: got 1"),
     ({"implementation": "flash"}, ValueError, "implementation: got 'flash'"),
     ({"implementation": "hopper"}, NotImplementedError, "hopper: it takes bfloat16"),
-    ({"implementation": "reference", "config": saccade.Config(kv_tile=8)}, NotImplementedError,
-     "reference: it has no tiles"),
+    ({"implementation": "reference", "config": saccade.KernelConfig(kv_tile=8)},
+     NotImplementedError, "reference: it has no tiles"),
     ({"config": 128}, TypeError, "config: got int"),
 ]  # fmt: skip
 
@@ -349,7 +349,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="tokens"):
             saccade.linear_attention_step(STATE, rows[0], *qkv(2)[1:])
         with pytest.raises(TypeError, match="cu_seqlens_q: got None"):
-            saccade.linear_attention_packed(*rows, None)  # type: ignore[arg-type]
+            saccade.linear_attention_varlen(*rows, None)  # type: ignore[arg-type]
 
     def test_explain(self) -> None:
         offsets = torch.tensor([0, 2])

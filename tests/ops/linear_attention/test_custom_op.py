@@ -100,7 +100,7 @@ class TestTransforms:
         rows = [tensor[0].transpose(0, 1) for tensor in qkv()]
 
         def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return saccade.linear_attention_packed(query, key, value, offsets)
+            return saccade.linear_attention_varlen(query, key, value, offsets)
 
         compiled: Any = torch.compile(function, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(*rows), function(*rows))

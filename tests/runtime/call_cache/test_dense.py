@@ -117,10 +117,10 @@ def test_a_config_is_the_calls_own(monkeypatch: pytest.MonkeyPatch) -> None:
         "prepared",
         lambda i, v, config: seen.append(config) or prepared(i, v, config),
     )
-    configs = [None, saccade.Config(8, 8), saccade.Config(16, 8)]
+    configs = [None, saccade.KernelConfig(8, 8), saccade.KernelConfig(16, 8)]
     for config in (*configs, *configs):
         saccade.attention(*tensors(), mask=masks.causal(), config=config)
-    assert seen == [saccade.Config(), *configs[1:]]
+    assert seen == [saccade.KernelConfig(), *configs[1:]]
 
 
 def test_an_implementation_is_the_calls_own() -> None:
@@ -131,7 +131,7 @@ def test_an_implementation_is_the_calls_own() -> None:
             saccade.attention(*given, implementation="gpu")
         with pytest.raises(NotImplementedError, match="it takes no config"):
             saccade.attention(
-                *given, implementation="reference", config=saccade.Config(query_tile=8)
+                *given, implementation="reference", config=saccade.KernelConfig(query_tile=8)
             )
     output = saccade.attention(*(t.requires_grad_() for t in given), implementation="reference")
     assert output.grad_fn is not None and "Attention" not in type(output.grad_fn).__name__
@@ -144,7 +144,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.5},
     "sinks": {"sinks": torch.zeros(4)},
     "whole scale": {"scale": 1},
-    "configs by capability": {"config": {(9, 0): saccade.Config()}},
+    "configs by capability": {"config": {(9, 0): saccade.KernelConfig()}},
 }
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import attention_packed, masks
+from saccade import attention_varlen, masks
 
-call: Any = attention_packed
+call: Any = attention_varlen
 
 
 def tensors(seed: int) -> list[Tensor]:

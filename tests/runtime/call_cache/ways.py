@@ -57,7 +57,7 @@ def dense(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def packed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    call: Any = saccade.attention_packed
+    call: Any = saccade.attention_varlen
     return call(*tensors, OFFSETS, mask=CAUSAL, return_lse=True)
 
 
@@ -73,7 +73,7 @@ def linear(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def linear_packed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    call: Any = saccade.linear_attention_packed
+    call: Any = saccade.linear_attention_varlen
     output, state = call(*tensors, OFFSETS, return_state=True)
     return output, state.kv, state.key_sum
 

@@ -58,7 +58,7 @@ def _prepare(name: str, case: Case, device: torch.device) -> Call | str:
     offsets, longest = case.visibility.offsets(device), max(case.visibility.documents)
 
     def run_packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = saccade.attention_packed(
+        output = saccade.attention_varlen(
             query, key, value, offsets,
             max_seqlen_q=longest, max_seqlen_k=longest, mask=mask, implementation=name,
         )  # fmt: skip

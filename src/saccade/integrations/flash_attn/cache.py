@@ -121,7 +121,7 @@ def _attended(
         )
     if k is not None and v is not None:
         place = before[:, None] + torch.arange(num_new, device=q.device)
-        saccade.cache_write(
+        saccade.write_kv_cache(
             k.flatten(0, 1), v.flatten(0, 1), key_pages, value_pages,
             _slots(place, table, key_pages.shape[2]).flatten(),
             rotary=_at(angles, place), interleaved=rotary_interleaved,
@@ -129,7 +129,9 @@ def _attended(
     if angles is not None:
         step = 1 if options.local else 0
         place = before[:, None] + step * torch.arange(q.shape[1], device=q.device)
-        turned = saccade.rotate(q.flatten(0, 1), _at(angles, place), interleaved=rotary_interleaved)
+        turned = saccade.apply_rotary(
+            q.flatten(0, 1), _at(angles, place), interleaved=rotary_interleaved
+        )
         q = turned.view(q.shape)
     keywords = options.keywords()
     if cache_leftpad is not None:

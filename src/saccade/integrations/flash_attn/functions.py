@@ -166,7 +166,7 @@ def flash_attn_varlen_func(
     longest = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
     deterministic = flag("deterministic", deterministic)
     if block_table is None:
-        output, lse = saccade.attention_packed(
+        output, lse = saccade.attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k,
             max_seqlen_q=longest[0], max_seqlen_k=longest[1], **options.keywords(),
             dropout_p=dropout_p, deterministic=deterministic, return_lse=True,

@@ -81,7 +81,7 @@ def apply_rotary_emb(
         angles = torch.where(turn, cos[place], 1), torch.where(turn, sin[place], 0)
     else:
         angles = tuple(cos.new_full((len(place), cos.shape[1]), n) for n in (1, 0))
-    turned = saccade.rotate(
+    turned = saccade.apply_rotary(
         x.flatten(0, -3), angles, interleaved=flag("interleaved", interleaved)
     ).view(x.shape)
     return x.copy_(turned) if flag("inplace", inplace) else turned

@@ -128,7 +128,7 @@ class PagedGenerationCache(Cache):
         dtype: of the pages; the keys' own where None. int8 and float8_e4m3fn come with scales.
 
     Raises:
-        saccade.OutOfPages: by the forward pass that needs more pages than there are.
+        saccade.OutOfPagesError: by the forward pass that needs more pages than there are.
 
     >>> cache = PagedGenerationCache.for_model(model, max_tokens=2048, batch_size=4)
     >>> model.generate(**inputs, past_key_values=cache, num_beams=4)
@@ -204,7 +204,7 @@ class PagedGenerationCache(Cache):
         """The step that a layer of this length is at; the first layer of a step begins it.
 
         Raises:
-            OutOfPages: if there are too few pages for all new tokens; then nothing has changed.
+            OutOfPagesError: if pages are too few for all new tokens; nothing has changed then.
             ValueError: if a layer was left out, or another batch came.
         """
         batch, count = key.shape[0], key.shape[2]
@@ -256,7 +256,7 @@ class PagedGenerationCache(Cache):
         assert self.pages is not None  # the step made them
         key, value = (each.detach().transpose(1, 2).flatten(0, 1) for each in (key, value))
         pages = self.pages.pages(layer)
-        saccade.cache_write(
+        saccade.write_kv_cache(
             key, value, pages.key_pages, pages.value_pages, step.slots,
             key_scales=pages.key_scales, value_scales=pages.value_scales,
         )  # fmt: skip

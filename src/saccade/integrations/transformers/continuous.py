@@ -29,7 +29,7 @@ def attended(
         module: the attention layer.
         batch: what continuous batching hands through the model: cache, cu_seq_lens_q,
             cu_seq_lens_k, read_index, write_index.
-        options: of `saccade.attention_packed`.
+        options: of `saccade.attention_varlen`.
 
     Returns:
         [1, tokens, heads, value_dim].
@@ -55,7 +55,7 @@ def attended(
             offsets = offsets["sliding_attention" if sliding else "full_attention"]
     cu_seqlens = batch["cu_seq_lens_q"].to(torch.int32), offsets.to(torch.int32)
     packed = query[0].transpose(0, 1)
-    output: Tensor = saccade.attention_packed(packed, key, value, *cu_seqlens, **options)
+    output: Tensor = saccade.attention_varlen(packed, key, value, *cu_seqlens, **options)
     return output.unsqueeze(0)
 
 

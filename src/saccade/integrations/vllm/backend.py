@@ -195,7 +195,7 @@ class Impl(AttentionImpl):
         """Write a step's keys and values into their slots."""
         key_pages, value_pages = kv_cache.split(self.head_size, dim=-1)
         count = len(slot_mapping)  # behind it may lie padding
-        saccade.cache_write(key[:count], value[:count], key_pages, value_pages, slot_mapping)
+        saccade.write_kv_cache(key[:count], value[:count], key_pages, value_pages, slot_mapping)
 
     def _score(self, device: torch.device) -> scores.Score | None:
         """The softcap, then ALiBi."""

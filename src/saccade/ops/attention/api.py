@@ -13,13 +13,13 @@ from saccade.ops.attention import autograd
 from saccade.runtime import arguments, backends, call_cache, shards
 from saccade.runtime.arguments import unknown_options
 from saccade.runtime.call_cache import Recalled
-from saccade.runtime.spec import Config, Inputs
+from saccade.runtime.spec import Inputs, KernelConfig
 from saccade.runtime.validation import prepare, with_seed
 from saccade.scores import AnyScore
 
 
 class Options(TypedDict, total=False):
-    """The options that `attention` and `attention_packed` share, for type checkers."""
+    """The options that `attention` and `attention_varlen` share, for type checkers."""
 
     mask: AnyMask
     score: AnyScore
@@ -28,7 +28,7 @@ class Options(TypedDict, total=False):
     dropout_p: float
     deterministic: bool
     implementation: str | None
-    config: Config | Mapping[tuple[int, int], Config] | None
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None
 
 
 @overload
@@ -62,7 +62,7 @@ def attention(  # breaks function-length: most of it is the docstring
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
-    config: Config | Mapping[tuple[int, int], Config] | None = None,
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Each query row becomes the average of the values, weighted by how well its keys match.
@@ -132,7 +132,7 @@ def attention(  # breaks function-length: most of it is the docstring
 
 
 @overload
-def attention_packed(
+def attention_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -145,7 +145,7 @@ def attention_packed(
     **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
-def attention_packed(
+def attention_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -157,7 +157,7 @@ def attention_packed(
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
-def attention_packed(  # breaks function-length: most of it is the docstring
+def attention_varlen(  # breaks function-length: most of it is the docstring
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -174,7 +174,7 @@ def attention_packed(  # breaks function-length: most of it is the docstring
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
-    config: Config | Mapping[tuple[int, int], Config] | None = None,
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention for sequences of unequal length laid end to end, with no padding between them.
@@ -222,7 +222,7 @@ def attention_packed(  # breaks function-length: most of it is the docstring
             "implementation": implementation, "config": config,
             "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
         }  # fmt: skip
-        return shards.attention(attention_packed, query, key, value, offsets, options)
+        return shards.attention(attention_varlen, query, key, value, offsets, options)
     inputs, variant, problem, checked = prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,

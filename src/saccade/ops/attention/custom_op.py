@@ -14,7 +14,14 @@ from torch import Tensor
 
 from saccade.modifiers.expression import Captured, num_captured
 from saccade.runtime.backend_modules import body_of
-from saccade.runtime.spec import Config, Gradients, Inputs, Variant, empty_gradients, empty_results
+from saccade.runtime.spec import (
+    Gradients,
+    Inputs,
+    KernelConfig,
+    Variant,
+    empty_gradients,
+    empty_results,
+)
 
 TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? seed, "
@@ -25,7 +32,7 @@ PLAIN_VALUES = (
     "int[] config, bool deterministic, str implementation"
 )
 NOTHING = Captured()
-NO_CHOICE = Config()  # of tiles: the implementation's own
+NO_CHOICE = KernelConfig()  # of tiles: the implementation's own
 NUM_INPUTS = len(Inputs._fields)
 
 # The layout of results follows that of inputs, so Inductor must not change the latter.
@@ -49,7 +56,7 @@ attention_backward_op = torch.ops.saccade.attention_backward.default
 
 
 def flatten(
-    variant: Variant, config: Config | None, deterministic: bool, implementation: str
+    variant: Variant, config: KernelConfig | None, deterministic: bool, implementation: str
 ) -> tuple[list[Tensor], tuple[Any, ...]]:
     """A variant as an operator's plain arguments: tables, then PLAIN_VALUES."""
     captured = variant.mask_captured.joined(variant.score_captured)
@@ -83,9 +90,9 @@ def variant_of(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
     )
 
 
-def config_of(plain: Sequence[Any]) -> Config:
+def config_of(plain: Sequence[Any]) -> KernelConfig:
     """The inverse of `flatten`, as far as the config goes."""
-    return Config.of_numbers(plain[6]) if plain[6] else NO_CHOICE
+    return KernelConfig.of_numbers(plain[6]) if plain[6] else NO_CHOICE
 
 
 def _first_score_table(plain: Sequence[Any]) -> int:
@@ -138,7 +145,7 @@ def attention_backward_body(
 
 def run_backward(
     variant: Variant,
-    config: Config,
+    config: KernelConfig,
     wanted_tables: Sequence[int],
     plain: Sequence[Any],
     results: Sequence[Any],

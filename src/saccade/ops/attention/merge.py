@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade.runtime.spec import accumulate_dtype
 
 
-def merge(
+def merge_states(
     outputs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Combine attention over parts of the keys into attention over all of them.

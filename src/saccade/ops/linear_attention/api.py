@@ -15,7 +15,7 @@ from saccade.ops.linear_attention.validation import Prepared, prepare
 from saccade.runtime import backends
 from saccade.runtime.arguments import OFFSETS
 from saccade.runtime.linear_spec import LinearResults, LinearState
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 from saccade.runtime.validation import without_autocast
 
 FeatureMap = Callable[[Tensor], Tensor] | str  # a function or a name
@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
     decay: Tensor | None
     initial_state: LinearState | None
     implementation: str | None
-    config: Config | Mapping[tuple[int, int], Config] | None
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None
 
 
 @overload
@@ -72,7 +72,7 @@ def linear_attention(  # breaks function-length: most of it is the docstring
     initial_state: LinearState | None = None,
     return_state: bool = False,
     implementation: str | None = None,
-    config: Config | Mapping[tuple[int, int], Config] | None = None,
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
 ) -> Tensor | tuple[Tensor, LinearState]:
     """Each query row becomes the average of the values, weighted by products of features.
 
@@ -142,7 +142,7 @@ def linear_attention(  # breaks function-length: most of it is the docstring
 
 
 @overload
-def linear_attention_packed(
+def linear_attention_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -153,7 +153,7 @@ def linear_attention_packed(
     **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
-def linear_attention_packed(
+def linear_attention_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -163,7 +163,7 @@ def linear_attention_packed(
     return_state: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, LinearState]: ...
-def linear_attention_packed(
+def linear_attention_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -180,7 +180,7 @@ def linear_attention_packed(
         query: [tokens, query_heads, head_dim], the sequences one after the other.
         key: [kv_tokens, key_heads, head_dim].
         value: [kv_tokens, value_heads, value_dim].
-        cu_seqlens_q, cu_seqlens_k: as in `attention_packed`.
+        cu_seqlens_q, cu_seqlens_k: as in `attention_varlen`.
         return_state, implementation, and all others but key_lengths: as in `linear_attention`;
             decay is [state_heads] or [kv_tokens, state_heads], and a state has one entry for each
             sequence.
@@ -195,12 +195,12 @@ def linear_attention_packed(
         raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
     unknown = set(options) - set(Options.__annotations__)
     if unknown:
-        raise TypeError(f"linear_attention_packed: got the unknown arguments {sorted(unknown)}")
+        raise TypeError(f"linear_attention_varlen: got the unknown arguments {sorted(unknown)}")
     if shards.sharded(query, key, value, state=options.get("initial_state")):
         tensors = {"query": query, "key": key, "value": value}
         offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         given = {"return_state": return_state, "implementation": implementation, **options}
-        return shards.attention(linear_attention_packed, tensors, offsets, given)
+        return shards.attention(linear_attention_varlen, tensors, offsets, given)
     prepared = prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, return_state=return_state, **options
     )

@@ -21,7 +21,7 @@ from saccade.runtime.linear_spec import (
     empty_linear_gradients,
     empty_linear_results,
 )
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? decay, Tensor? key_lengths, "
@@ -57,7 +57,9 @@ linear_backward_op = torch.ops.saccade.linear_attention_backward.default
 linear_step_op = torch.ops.saccade.linear_attention_step.default
 
 
-def flatten(variant: LinearVariant, config: Config | None, implementation: str) -> tuple[Any, ...]:
+def flatten(
+    variant: LinearVariant, config: KernelConfig | None, implementation: str
+) -> tuple[Any, ...]:
     """A variant as an operator's PLAIN_VALUES."""
     return (*variant, [] if config is None else config.numbers(), implementation)
 
@@ -67,10 +69,10 @@ def split(arguments: Sequence[Any]) -> tuple[LinearInputs, Sequence[Any]]:
     return LinearInputs(*arguments[:NUM_INPUTS]), arguments[NUM_INPUTS:]
 
 
-def unpack(plain: Sequence[Any]) -> tuple[LinearVariant, Config, str]:
+def unpack(plain: Sequence[Any]) -> tuple[LinearVariant, KernelConfig, str]:
     """Variant, config and implementation from PLAIN_VALUES."""
     numbers, implementation = plain[NUM_VARIANT:]
-    config = Config.of_numbers(numbers) if numbers else Config()
+    config = KernelConfig.of_numbers(numbers) if numbers else KernelConfig()
     return LinearVariant(*plain[:NUM_VARIANT]), config, implementation
 
 

@@ -14,7 +14,7 @@ from saccade.ops.linear_attention.validation import prepare
 from saccade.runtime import backends
 from saccade.runtime.arguments import OFFSETS
 from saccade.runtime.linear_spec import LinearProblem
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LinearExplanation:
     problem: LinearProblem
     chosen: str | None
     reasons: dict[str, str | None]
-    config: Config | None
+    config: KernelConfig | None
     flops: int
     bytes: int
     yields: Mapping[str, str | None] | None = None
@@ -72,7 +72,7 @@ def explain_linear(
 
     Args:
         query, key, value, and all others: as for `saccade.linear_attention`, or, with
-            cu_seqlens_q, for `saccade.linear_attention_packed`.
+            cu_seqlens_q, for `saccade.linear_attention_varlen`.
 
     Returns:
         A `LinearExplanation`: printable, with every implementation's reason, FLOPs and bytes. A

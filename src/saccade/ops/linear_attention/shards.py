@@ -29,7 +29,7 @@ def attention(
     call: Callable[..., Any], tensors: dict[str, Any], offsets: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """`linear_attention`, or with offsets `linear_attention_packed`, each rank on its part."""
+    """`linear_attention`, or with offsets `linear_attention_varlen`, each rank on its part."""
     where = PACKED if offsets else DENSE
     split, rows, heads, state_heads = _rows(tensors, where, options.get("feature_map"))
     query = tensors["query"]

@@ -25,7 +25,7 @@ from saccade.ops.linear_attention.reference import features
 from saccade.runtime.arguments import check_flag, check_offsets, check_scale, resolve_config
 from saccade.runtime.checks import check_align
 from saccade.runtime.linear_spec import LinearInputs, LinearProblem, LinearState, LinearVariant
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 from saccade.runtime.validation import cast, strides_fit_tma
 
 
@@ -35,7 +35,7 @@ class Prepared(NamedTuple):
     inputs: LinearInputs
     variant: LinearVariant
     problem: LinearProblem
-    config: Config | None
+    config: KernelConfig | None
     scaling: Scaling | None
 
 
@@ -56,7 +56,7 @@ def prepare(
     key_lengths: Tensor | None = None,
     initial_state: LinearState | None = None,
     return_state: bool = False,
-    config: Config | Mapping[tuple[int, int], Config] | None = None,
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
     state_name: str = "initial_state",
 ) -> Prepared:
     """Check every argument, apply the feature map unless the implementation does."""
@@ -178,7 +178,7 @@ def _warn_of_signs(maps: tuple[Any, Any], form: str) -> None:
 
 
 def problem_of(
-    inputs: LinearInputs, variant: LinearVariant, config: Config | None
+    inputs: LinearInputs, variant: LinearVariant, config: KernelConfig | None
 ) -> LinearProblem:
     """The call's shape, by which implementations are chosen."""
     query, key, value = inputs.query, inputs.key, inputs.value

@@ -14,7 +14,7 @@ from saccade.ops.paged_attention.custom_op import attention_paged_through
 from saccade.runtime import arguments, backends, call_cache, shards
 from saccade.runtime.arguments import unknown_options
 from saccade.runtime.call_cache import Recalled
-from saccade.runtime.spec import Config, PagedInputs
+from saccade.runtime.spec import KernelConfig, PagedInputs
 from saccade.runtime.validation import prepare_paged, without_autocast
 from saccade.scores import AnyScore
 
@@ -31,7 +31,7 @@ class PagedOptions(TypedDict, total=False):
     sinks: Tensor | None
     batch_invariant: bool
     implementation: str | None
-    config: Config | Mapping[tuple[int, int], Config] | None
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None
 
 
 @overload
@@ -73,7 +73,7 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     batch_invariant: bool = False,
     return_lse: bool = False,
     implementation: str | None = None,
-    config: Config | Mapping[tuple[int, int], Config] | None = None,
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new tokens to sequences whose keys and values lie in pages.
@@ -89,7 +89,7 @@ def attention_paged(  # breaks function-length: most of it is the docstring
         value_pages: [num_pages, kv_heads, page_size, value_dim], of key_pages' dtype.
         page_table: int32 [batch, max_pages]; entries behind a sequence's last page are not read.
         kv_lens: int32 [batch]: tokens of each sequence in its pages, the new ones included.
-        cu_seqlens_q: int32 [batch + 1], as in `attention_packed`; None for a dense query.
+        cu_seqlens_q: int32 [batch + 1], as in `attention_varlen`; None for a dense query.
         key_scales, value_scales: [num_pages, kv_heads, page_size]: what numbers of eight bits are
             multiplied by; int8 needs them, float8_e4m3fn may go without.
         mask: a `saccade.masks` Mask or a bool tensor (True = visible); None shows every key. A

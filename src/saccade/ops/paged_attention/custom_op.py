@@ -24,7 +24,7 @@ from saccade.ops.attention.custom_op import (
 )
 from saccade.runtime.backend_modules import paged_body_of
 from saccade.runtime.call_cache import Recalled, nobody_listens
-from saccade.runtime.spec import Config, PagedInputs, empty_rows
+from saccade.runtime.spec import KernelConfig, PagedInputs, empty_rows
 
 NUM_INPUTS = len(PagedInputs._fields)
 IMPLEMENTATION = 8  # its place among the plain values
@@ -53,7 +53,7 @@ def attention_paged_through(
         tables, plain = flatten(variant, found.config, batch_invariant, found.chosen)
         return attention_paged_op(*inputs, tables, *plain)
     if found.forward is None:
-        config = found.config or Config()
+        config = found.config or KernelConfig()
         body = paged_body_of(found.chosen)
         found.forward = body.prepared(inputs, variant, config, batch_invariant)
     return found.forward(inputs, variant)

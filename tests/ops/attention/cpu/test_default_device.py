@@ -33,7 +33,7 @@ def test_packed() -> None:
     query, key, value = (torch.randn(600, 2, 16, requires_grad=True) for _ in range(3))
     offsets, options = torch.tensor([0, 260, 600], dtype=torch.int32), OPTIONS["causal"]
     with torch.device("meta"):
-        output = saccade.attention_packed(query, key, value, offsets, **options)
+        output = saccade.attention_varlen(query, key, value, offsets, **options)
         found = torch.autograd.grad(output.square().sum(), (query, key, value))
     assert all(tensor.device.type == "cpu" for tensor in (output, *found))
 

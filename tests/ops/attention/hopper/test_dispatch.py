@@ -61,7 +61,10 @@ def test_it_comes_before_triton_kernels_and_wants_a_hopper():
         ("multiples of 8", lambda: reason(rows(1, 2, 8, 60))),
         ("nothing to load", lambda: reason(rows(1, 2, 8, 64), rows(1, 2, 0, 64))),
         ("does not drop", lambda: reason(rows(1, 2, 8, 64), dropout_p=0.5)),
-        ("takes no config", lambda: reason(rows(1, 2, 8, 64), config=saccade.Config(kv_tile=64))),
+        (
+            "takes no config",
+            lambda: reason(rows(1, 2, 8, 64), config=saccade.KernelConfig(kv_tile=64)),
+        ),
         ("strides", lambda: reason(rows(1, 2, 8, 65)[..., :64])),
         ("strides", lambda: reason(rows(1, 1, 8, 64).expand(1, 2, 8, 64))),
         ("strides", lambda: reason(rows(1, 2, 8, 128)[..., ::2])),

@@ -6,7 +6,7 @@ import pytest
 
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import ARCHITECTURES, PASSES, KernelProblem
-from saccade.runtime.spec import CONFIG_NUMBERS, Config
+from saccade.runtime.spec import CONFIG_NUMBERS, KernelConfig
 
 WIDTHS, EITHER = (16, 32, 64, 128, 256), (False, True)
 HOPPER = KernelProblem("sm_90", "forward", 128, wide=False)
@@ -36,7 +36,7 @@ def test_tiles_that_were_timed_stay():
     for (which, flag), numbers in timed.items():
         problem = KernelProblem("sm_90", which, 128, wide=False)
         problem = problem._replace(**{flag: True}) if flag else problem
-        assert configs.choose(problem) == Config(*numbers)
+        assert configs.choose(problem) == KernelConfig(*numbers)
 
 
 def test_a_masked_row_serves_masks_only_where_there_is_one():
@@ -80,25 +80,25 @@ def test_an_older_capability_is_refused(capability):
 
 
 def test_what_is_given_goes_before_the_users_table_and_that_before_the_default():
-    table = {HOPPER: Config(64, 32, 4, 2)}
-    assert configs.choose(HOPPER, None, table) == Config(64, 32, 4, 2)
-    assert configs.choose(HOPPER, Config(query_tile=16), table) == Config(16, 32, 4, 2)
-    assert configs.choose(HOPPER._replace(masked=True), None, table) == Config(64, 64, 4, 3)
-    assert configs.choose(HOPPER._replace(packed=True), None, table) == Config(64, 32, 4, 2)
+    table = {HOPPER: KernelConfig(64, 32, 4, 2)}
+    assert configs.choose(HOPPER, None, table) == KernelConfig(64, 32, 4, 2)
+    assert configs.choose(HOPPER, KernelConfig(query_tile=16), table) == KernelConfig(16, 32, 4, 2)
+    assert configs.choose(HOPPER._replace(masked=True), None, table) == KernelConfig(64, 64, 4, 3)
+    assert configs.choose(HOPPER._replace(packed=True), None, table) == KernelConfig(64, 32, 4, 2)
     narrow = KernelProblem("sm_90", "forward", 16, wide=False)
-    assert configs.choose(narrow, None, {configs.entry_of(narrow): Config(16, 16, 1, 1)}) == Config(
-        16, 16, 1, 1
-    )
+    assert configs.choose(
+        narrow, None, {configs.entry_of(narrow): KernelConfig(16, 16, 1, 1)}
+    ) == KernelConfig(16, 16, 1, 1)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(query_tile=48), "query_tile: got 48, takes a power of two from 16 to 65536"),
-        (Config(query_tile=8), "query_tile: got 8, takes a power of two from 16 to 65536"),
-        (Config(kv_tile=100), "kv_tile: got 100, takes a power of two from 16 to 65536"),
-        (Config(num_warps=3), "num_warps: got 3, takes one of 1, 2, 4, 8, 16"),
-        (Config(num_warps=32), "num_warps: got 32, takes one of 1, 2, 4, 8, 16"),
+        (KernelConfig(query_tile=48), "query_tile: got 48, takes a power of two from 16 to 65536"),
+        (KernelConfig(query_tile=8), "query_tile: got 8, takes a power of two from 16 to 65536"),
+        (KernelConfig(kv_tile=100), "kv_tile: got 100, takes a power of two from 16 to 65536"),
+        (KernelConfig(num_warps=3), "num_warps: got 3, takes one of 1, 2, 4, 8, 16"),
+        (KernelConfig(num_warps=32), "num_warps: got 32, takes one of 1, 2, 4, 8, 16"),
     ],
 )
 def test_a_config_that_no_kernel_can_have_is_refused(config, message):
@@ -119,10 +119,10 @@ def test_only_what_cannot_do_better_may_spill():
 @pytest.mark.parametrize("value", [-1, 2**70, 2**31, True, 1.5, float("nan")])
 def test_numbers_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(ValueError, match=rf"{name}: got .*, takes a whole number from 0 to"):
-        Config(**{name: value})
+        KernelConfig(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["query_tile", "kv_tile"])
 def test_tiles_that_no_kernel_has_are_refused_by_name(name):
     with pytest.raises(ValueError, match=rf"{name}: got 131072, takes a power of two from 16 to"):
-        configs.check(Config(**{name: 2**17}))  # pyright: ignore[reportArgumentType]
+        configs.check(KernelConfig(**{name: 2**17}))  # pyright: ignore[reportArgumentType]

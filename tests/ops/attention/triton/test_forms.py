@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning"),  # numpy on rows of NaN
 ]
 
-TILES = saccade.Config(16, 16, backward=saccade.Config(16, 16))
+TILES = saccade.KernelConfig(16, 16, backward=saccade.KernelConfig(16, 16))
 FORMS = pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
 PACKED: dict[str, Any] = {"packed": True, "lengths": ((17, 20), (0, 5), (9, 9), (6, 0))}
 HIDDEN: dict[str, dict[str, Any]] = {

@@ -56,7 +56,7 @@ def attend(kind: str, *tensors: Tensor, **options: Any) -> Tensor:
     options["implementation"] = "triton"
     if kind == "packed":
         mask = masks.causal()
-        return saccade.attention_packed(query, key, value, tables[0], mask=mask, **options)
+        return saccade.attention_varlen(query, key, value, tables[0], mask=mask, **options)
     if kind == "documents":
         mask = masks.causal() & masks.documents(tables[0])
     else:
@@ -205,7 +205,7 @@ class TestSize:
             for rows in (slice(0, cut), slice(cut, None))
         ]
         parts = [saccade.attention(query, *half, **options) for half in halves]
-        merged, merged_lse = saccade.merge(*zip(*parts, strict=True))
+        merged, merged_lse = saccade.merge_states(*zip(*parts, strict=True))
         of_query, *of_halves = torch.autograd.grad(merged, [query, *halves[0], *halves[1]], grad)
         torch.testing.assert_close(lse, merged_lse, atol=1e-3, rtol=0)
 

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning"),  # numpy on rows of NaN
 ]
 
-TILES = saccade.Config(16, 16, backward=saccade.Config(16, 16))
+TILES = saccade.KernelConfig(16, 16, backward=saccade.KernelConfig(16, 16))
 CASES: dict[str, dict[str, Any]] = {
     "causal": {"mask": "causal", "lengths": ((40, 50),)},  # both kinds of tiles
     "window": {"mask": "window", "lengths": ((70, 70),), "score": "softcap"},

@@ -54,7 +54,7 @@ def test_steps_side_by_side() -> None:
 def test_nan_that_arrives_does_not_reach_later_keys(chunk: int) -> None:
     case = make_linear_case(heads=(4, 2, 2))
     case.grads["output"][:, :, 7] = torch.nan
-    results = case.run("cpu", config=saccade.Config(kv_tile=chunk))
+    results = case.run("cpu", config=saccade.KernelConfig(kv_tile=chunk))
     assert bool(results["output"].isfinite().all())
     for name in ("grad_key", "grad_value"):
         assert bool(results[name][:, :, :8].isnan().any()), name

@@ -41,7 +41,10 @@ def reason(query: Tensor, key: Tensor | None = None, **more: Any) -> str:
         ("up to 256", lambda: reason(rows(1, 2, 8, 264))),
         ("nothing to load", lambda: reason(rows(1, 2, 8, 64), rows(1, 2, 0, 64))),
         ("strides", lambda: reason(rows(1, 2, 8, 65)[..., :64])),
-        ("takes no config", lambda: reason(rows(1, 2, 8, 64), config=saccade.Config(kv_tile=64))),
+        (
+            "takes no config",
+            lambda: reason(rows(1, 2, 8, 64), config=saccade.KernelConfig(kv_tile=64)),
+        ),
     ],
 )
 def test_reasons(what: str, found: Any) -> None:
@@ -65,7 +68,7 @@ def kind_of(
         key.expand(batch, key_heads or heads, kv_len, dim),
         key.expand(batch, key_heads or heads, kv_len, value_dim or dim),
     )[:2]
-    kind = LinearKind.of(inputs, variant, saccade.Config(kv_tile=64))
+    kind = LinearKind.of(inputs, variant, saccade.KernelConfig(kv_tile=64))
     return kind._replace(multiprocessors=132)
 
 

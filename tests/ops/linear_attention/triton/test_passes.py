@@ -39,7 +39,7 @@ def test_segments_side_by_side_are_one_sequence(
     monkeypatch.setattr(linear_kind, "SHORTEST_SEGMENT", 20)
     monkeypatch.setattr(kind, "multiprocessors", lambda tensor: 64)
     case = make_linear_case(**ONE_HEAD, **description)
-    found = linear_kind.LinearKind.of(*case.prepared(case.leaves())[:2], saccade.Config())
+    found = linear_kind.LinearKind.of(*case.prepared(case.leaves())[:2], saccade.KernelConfig())
     assert found.segments(2) > 1
     assert_linear_exact(case, "triton")
 
@@ -144,10 +144,10 @@ def test_every_architecture_has_configs(architecture: str, wide: bool) -> None:
 
 
 def test_a_given_chunk_is_taken() -> None:
-    given = saccade.Config(kv_tile=32)
+    given = saccade.KernelConfig(kv_tile=32)
     assert linear_configs.choose("sm_90", 64, False, given).chunk == 32
     with pytest.raises(ValueError, match="kv_tile: got 24, takes a power of two"):
-        linear_configs.choose("sm_90", 64, False, saccade.Config(kv_tile=24))
+        linear_configs.choose("sm_90", 64, False, saccade.KernelConfig(kv_tile=24))
 
 
 @pytest.mark.parametrize("which", ["output", "grad_query", "grad_key", "grad_value"])
@@ -165,4 +165,4 @@ def test_features_are_written_once_where_many_tiles_read_them() -> None:
     form = {"lengths": ((40, 50),), "heads": (2, 1, 2), "value_dim": 64, "padded": True}
     case = make_linear_case(batch=1, scale=0.5, **form)
     with poisoned():
-        assert_linear_exact(case, "triton", config=saccade.Config(query_tile=16))
+        assert_linear_exact(case, "triton", config=saccade.KernelConfig(query_tile=16))

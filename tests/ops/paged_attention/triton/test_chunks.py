@@ -17,7 +17,7 @@ from saccade.ops.paged_attention.triton import host as paged_host
 from saccade.ops.paged_attention.triton.chunks import ChunkLaunch
 from saccade.ops.paged_attention.triton.host import PassLaunches
 from saccade.ops.paged_attention.triton.kind import PagedKind
-from saccade.runtime.spec import Config, PagedInputs
+from saccade.runtime.spec import KernelConfig, PagedInputs
 from saccade.runtime.validation import prepare_paged
 from saccade.testing import PagedCase, assert_exact, make_paged_case, poisoned
 
@@ -110,7 +110,7 @@ def test_sequences_of_few_rows_are_left_to_their_own_pass() -> None:
     inputs, variant = case.prepared()
     given = *inputs, *variant.mask_captured.tensors
     tensors = tuple(tensor for tensor in given if tensor is not None)
-    prepared = paged_host.prepared(inputs, variant, Config(), True)
+    prepared = paged_host.prepared(inputs, variant, KernelConfig(), True)
     results = [prepared.output().fill_(torch.nan), prepared.lse().fill_(torch.nan)]
     few, short, many = prepared.passes
     assert [type(each) for each in (few, short, many)] == [PassLaunches] * 2 + [ChunkLaunch]
@@ -142,9 +142,9 @@ def test_reasons(
     case = make(**{"lengths": ((64, 64), (64, 200)), "spoil_hidden": False, **changes})
     inputs, variant = case.prepared()
     of = PagedKind.of(inputs)
-    last = of.passes(inputs, variant, Config(), invariant)[-1]
+    last = of.passes(inputs, variant, KernelConfig(), invariant)[-1]
     assert last.chunks
-    found = paged_chunks.unsupported(of, last, inputs, variant, Config())
+    found = paged_chunks.unsupported(of, last, inputs, variant, KernelConfig())
     assert (found is None) if reason is None else reason in (found or "")
 
 
@@ -153,7 +153,7 @@ def test_the_config_is_the_same_for_any_batch(monkeypatch: pytest.MonkeyPatch) -
     found = set()
     for changes in ({"lengths": ALIKE}, {"lengths": MIXED, "packed": True}):
         inputs, variant = make(spoil_hidden=False, dtype=F16, **changes).prepared()
-        found.add(paged_chunks.config_of(PagedKind.of(inputs), variant, Config()))
-        given = paged_chunks.config_of(PagedKind.of(inputs), variant, Config(kv_tile=32))
+        found.add(paged_chunks.config_of(PagedKind.of(inputs), variant, KernelConfig()))
+        given = paged_chunks.config_of(PagedKind.of(inputs), variant, KernelConfig(kv_tile=32))
         assert given.kv_tile == 32
     assert len(found) == 1

@@ -123,9 +123,9 @@ def test_what_has_no_pairs_is_read_one_by_one(odd: dict[str, Any]) -> None:
 @interpreted
 def test_tiles_of_a_config() -> None:
     case = make_paged_case(lengths=((7, 40), (1, 9)), packed=True, mask="causal", kv_heads=1)
-    check(case, config=saccade.Config(16, 16))
+    check(case, config=saccade.KernelConfig(16, 16))
     with pytest.raises(ValueError, match="query_tile: got 8, takes a power of two"):
-        case.run("triton", config=saccade.Config(8))
+        case.run("triton", config=saccade.KernelConfig(8))
 
 
 @interpreted
@@ -362,7 +362,7 @@ class TestOnGpu:
         pages: Any = [torch.zeros(4, 2, 8, 16, device="cuda") for _ in range(2)]
         rows = torch.randn(6, 2, 16, device="cuda")
         slots = torch.tensor([3, -1, 9, 0, 31, -1], device="cuda")
-        saccade.cache_write(rows, rows, pages[0], pages[1], slots)
+        saccade.write_kv_cache(rows, rows, pages[0], pages[1], slots)
         with waiting_refused():
-            saccade.cache_write(rows, rows, pages[0], pages[1], slots)
+            saccade.write_kv_cache(rows, rows, pages[0], pages[1], slots)
         assert torch.equal(pages[0][1, :, 1], rows[2])

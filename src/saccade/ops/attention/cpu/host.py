@@ -20,9 +20,9 @@ from saccade.ops.attention.cpu import backward as attention_backward
 from saccade.ops.attention.cpu import forward as attention_forward
 from saccade.ops.attention.cpu.segments import Dense, Part, clear_padding, parts_of
 from saccade.runtime.spec import (
-    Config,
     Gradients,
     Inputs,
+    KernelConfig,
     Variant,
     empty_gradients,
     empty_results,
@@ -32,7 +32,7 @@ from saccade.runtime.validation import computed_without
 
 
 @computed_without
-def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention`."""
     wide, parts = _widen_half(inputs), parts_of(inputs)
     if inputs.cu_seqlens_q is None:
@@ -49,7 +49,7 @@ def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, T
 
 
 def prepared(
-    inputs: Inputs, variant: Variant, config: Config
+    inputs: Inputs, variant: Variant, config: KernelConfig
 ) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
     """The forward pass for calls like this one; on a CPU nothing is worth preparing."""
     return lambda inputs, variant: forward(inputs, variant, config)
@@ -59,7 +59,7 @@ def prepared(
 def backward(
     inputs: Inputs,
     variant: Variant,
-    config: Config,
+    config: KernelConfig,
     output: Tensor,
     lse: Tensor,
     grad_output: Tensor,

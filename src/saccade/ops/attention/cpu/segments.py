@@ -13,7 +13,7 @@ from saccade.ops.attention.cpu import block_mask
 from saccade.ops.attention.cpu.block_mask import Run, Sizes
 from saccade.ops.attention.cpu.dense_tile import Place
 from saccade.runtime.arguments import OFFSETS
-from saccade.runtime.spec import Config, Inputs, Variant
+from saccade.runtime.spec import Inputs, KernelConfig, Variant
 
 # A rectangle in plain tiles holds at most about this many scores (2 MiB in float32): a dozen passes
 # go over them, which take up to 1.4 times as long where they leave the cache of a processor.
@@ -40,7 +40,7 @@ class Dense(NamedTuple):
     first_kv: int = 0
 
     @staticmethod
-    def of(part: Part, inputs: Inputs, variant: Variant, config: Config) -> Dense:
+    def of(part: Part, inputs: Inputs, variant: Variant, config: KernelConfig) -> Dense:
         """The part of a call as a dense problem."""
         query, key = part.queries(inputs.query), part.keys(inputs.key)
         value = part.keys(inputs.value)

@@ -52,7 +52,7 @@ from saccade.ops.attention.triton.backward_common import Forward
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
 from saccade.ops.attention.triton.gradients import Results, refuse_unordered
 from saccade.ops.attention.triton.kind import Kind, remembered
-from saccade.runtime.spec import Config, Gradients, Inputs, Variant, empty_gradients
+from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, empty_gradients
 from saccade.runtime.validation import strides_fit_tma
 
 LONGEST_SIDE = 256  # of what TMA moves at once
@@ -61,7 +61,7 @@ LONGEST_SIDE = 256  # of what TMA moves at once
 def backward(
     inputs: Inputs,
     variant: Variant,
-    config: Config,
+    config: KernelConfig,
     output: Tensor,
     lse: Tensor,
     grad_output: Tensor,
@@ -215,7 +215,7 @@ class Backward:
         self,
         inputs: Inputs,
         variant: Variant,
-        config: Config,
+        config: KernelConfig,
         output: Tensor,
         lse: Tensor,
         grad_output: Tensor,

@@ -24,7 +24,7 @@ from saccade.ops.attention.hopper.forward import attention_forward
 from saccade.ops.attention.hopper.gradients import backward as backward
 from saccade.ops.attention.triton import host as triton_host
 from saccade.ops.attention.triton.kind import Kind, memory_like, remembered
-from saccade.runtime.spec import Config, Inputs, Variant, empty_results
+from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
 
 
 class Forward:
@@ -121,7 +121,7 @@ _forwards: dict[Any, Forward] = {}
 
 
 def prepared(
-    inputs: Inputs, variant: Variant, config: Config
+    inputs: Inputs, variant: Variant, config: KernelConfig
 ) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
     """The forward pass of the call's kind; call it with inputs of that kind."""
     if configs.forward_unsupported(kernel_problem(inputs, variant)) is not None:
@@ -135,6 +135,6 @@ def by_own_kernel(inputs: Inputs, variant: Variant) -> Forward:
     return remembered(_forwards, key, lambda: Forward(inputs, variant))
 
 
-def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention`."""
     return prepared(inputs, variant, config)(inputs, variant)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from saccade.runtime.spec import CONFIG_NUMBERS, Config
+from saccade.runtime.spec import CONFIG_NUMBERS, KernelConfig
 
 # Shared memory that one program may take, in bytes (`saccade kernels --check` compares with it).
 SHARED_MEMORY = {
@@ -67,9 +67,9 @@ def architecture_of(capability: tuple[int, int]) -> str:
 
 def choose(
     problem: KernelProblem,
-    given: Config | None = None,
-    table: Mapping[KernelProblem, Config] | None = None,
-) -> Config:
+    given: KernelConfig | None = None,
+    table: Mapping[KernelProblem, KernelConfig] | None = None,
+) -> KernelConfig:
     """The config of a kernel: what the caller gave; the rest from the user's table, or the default.
 
     Raises:
@@ -84,7 +84,7 @@ def choose(
     return replace(config, **{name: size for name, size in sizes.items() if size})
 
 
-def check(config: Config) -> None:
+def check(config: KernelConfig) -> None:
     """Refuse numbers that no kernel can have; 0 leaves a choice open.
 
     Raises:
@@ -105,7 +105,7 @@ def entry_of(problem: KernelProblem) -> KernelProblem:
     return problem._replace(width=WIDTHS[_column(problem.width)])
 
 
-def default(problem: KernelProblem) -> Config:
+def default(problem: KernelProblem) -> KernelConfig:
     """The config in the tables below."""
     _, row = row_of(problem)
     return row[_column(problem.width)]
@@ -125,7 +125,7 @@ def may_spill(problem: KernelProblem) -> str:
     return _TIMED.get((problem.architecture, *row_of(problem)[:1], problem.width), "")
 
 
-def row_of(problem: KernelProblem) -> tuple[str, tuple[Config, ...]]:
+def row_of(problem: KernelProblem) -> tuple[str, tuple[KernelConfig, ...]]:
     """The row of the tables that serves a problem, by its name there."""
     rows = _FLOAT32 if problem.wide else _HALF[problem.architecture]
     kinds = [kind for kind in ("dropout", "listed", "short", "masked") if getattr(problem, kind)]
@@ -150,8 +150,8 @@ def _column(width: int) -> int:
     return next(column for column, widest in enumerate(WIDTHS) if width <= widest)
 
 
-def _row(*columns: tuple[int, int, int, int]) -> tuple[Config, ...]:
-    return tuple(Config(*column) for column in columns)
+def _row(*columns: tuple[int, int, int, int]) -> tuple[KernelConfig, ...]:
+    return tuple(KernelConfig(*column) for column in columns)
 
 
 # Columns: WIDTHS. Entries: query_tile, kv_tile, num_warps, num_stages. A row with a mask or with

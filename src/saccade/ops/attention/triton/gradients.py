@@ -27,7 +27,7 @@ from saccade.ops.attention.triton.backward_dbias import (
 from saccade.ops.attention.triton.backward_dkdv import VERDICTS_AT_ONCE, attention_backward_keys
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
 from saccade.ops.attention.triton.kind import Kind, memory_like, remembered, with_unit_channels
-from saccade.runtime.spec import Config, Gradients, Inputs, Variant, empty_gradients
+from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, empty_gradients
 
 STATISTICS_TILE = 64
 CHAINED = ("sm_90",)  # where kernels start before those ahead of them have ended
@@ -67,7 +67,7 @@ _launches: dict[Any, Launches] = {}
 def backward(
     inputs: Inputs,
     variant: Variant,
-    config: Config,
+    config: KernelConfig,
     output: Tensor,
     lse: Tensor,
     grad_output: Tensor,
@@ -103,7 +103,9 @@ def refuse_unordered(variant: Variant, wanted_tables: Sequence[int]) -> None:
         )
 
 
-def prepare(inputs: Inputs, variant: Variant, config: Config, deterministic: bool) -> Launches:
+def prepare(
+    inputs: Inputs, variant: Variant, config: KernelConfig, deterministic: bool
+) -> Launches:
     """The kernels of a backward pass, chosen; none is compiled before it is started."""
     kind, call, given = Kind.of(inputs), (inputs, variant), config.backward
     ordered = deterministic or ordered_is_faster(kind)
@@ -162,7 +164,7 @@ class Call(NamedTuple):
     launches: Launches
     results: Results
 
-    def run(self, wanted: Sequence[int], config: Config) -> Gradients:
+    def run(self, wanted: Sequence[int], config: KernelConfig) -> Gradients:
         """Start every kernel of the pass."""
         launches, kind = self.launches, self.launches.kind
         of_query, of_key, of_value = [memory() for memory in launches.gradients]
@@ -258,7 +260,7 @@ class Call(NamedTuple):
         rows = (-(of_head - lse).exp() * row_dot).masked_fill(lse == -torch.inf, 0)
         return rows.sum(1 if packed else (0, 2)).to(sinks.dtype)
 
-    def table(self, place: int, known: Sequence[Tensor], config: Config) -> Tensor:
+    def table(self, place: int, known: Sequence[Tensor], config: KernelConfig) -> Tensor:
         """The gradient of a tensor that the score captured. Needs the row statistics."""
         table = self.variant.score_captured.tensors[place]
         functions = score_functions(self.variant.score).reads.get(place)
@@ -290,7 +292,7 @@ class Call(NamedTuple):
         return total.to(table.dtype)
 
     def _entries(
-        self, place: int, functions: ReadFunctions, known: Sequence[Tensor], config: Config
+        self, place: int, functions: ReadFunctions, known: Sequence[Tensor], config: KernelConfig
     ) -> Tensor:
         """The same of a tensor that is read otherwise than a bias is."""
         kind, table = self.launches.kind, self.variant.score_captured.tensors[place]

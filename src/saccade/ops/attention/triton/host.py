@@ -18,13 +18,13 @@ from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.forward import attention_forward
 from saccade.ops.attention.triton.gradients import backward as backward
 from saccade.ops.attention.triton.kind import Kind, memory_like, remembered, with_unit_channels
-from saccade.runtime.spec import Config, Inputs, Variant, empty_results
+from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
 
 
 class Forward:
     """The forward pass of one kind of call, prepared."""
 
-    def __init__(self, inputs: Inputs, variant: Variant, config: Config):
+    def __init__(self, inputs: Inputs, variant: Variant, config: KernelConfig):
         self.unit_channels = all(tensor.stride(-1) == 1 for tensor in inputs[:3])
         inputs = with_unit_channels(inputs)
         self.kind = Kind.of(inputs)
@@ -71,12 +71,12 @@ class Forward:
 _forwards: dict[Any, Forward] = {}
 
 
-def prepared(inputs: Inputs, variant: Variant, config: Config) -> Forward:
+def prepared(inputs: Inputs, variant: Variant, config: KernelConfig) -> Forward:
     """The forward pass of the call's kind; call it with inputs of that kind."""
     key = signature(inputs, variant), config
     return remembered(_forwards, key, lambda: Forward(inputs, variant, config))
 
 
-def forward(inputs: Inputs, variant: Variant, config: Config) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention`."""
     return prepared(inputs, variant, config)(inputs, variant)

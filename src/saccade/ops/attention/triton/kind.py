@@ -21,7 +21,7 @@ from saccade.modifiers.ops import index_range
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.runtime.linear_spec import LinearInputs
-from saccade.runtime.spec import Config, Inputs, Variant
+from saccade.runtime.spec import Inputs, KernelConfig, Variant
 
 # ---- reach ---------------------------------------------------------------------------------------
 # About how many a query row sees. Where they are few, other tiles are faster.
@@ -112,7 +112,7 @@ class Kind(NamedTuple):
         kernel: Any,
         which: str,
         call: tuple[Inputs, Variant],
-        given: Config | None,
+        given: KernelConfig | None,
         start: Mapping[str, Any] = NOTHING,
         **more: Any,
     ) -> Launch:

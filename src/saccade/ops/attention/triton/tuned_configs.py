@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import KernelProblem
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 VERSION = 1
 FLAGS = ("wide", "masked", "dropout", "listed", "short")
@@ -30,7 +30,7 @@ class Table(NamedTuple):
     architecture: str
     device: str
     triton: str
-    entries: dict[KernelProblem, Config]
+    entries: dict[KernelProblem, KernelConfig]
 
 
 def path() -> Path | None:
@@ -46,7 +46,7 @@ def path() -> Path | None:
 
 
 @functools.cache
-def load() -> Mapping[KernelProblem, Config]:
+def load() -> Mapping[KernelProblem, KernelConfig]:
     """The configs of the user's own table, read once; nothing if there is no file.
 
     Raises:
@@ -136,7 +136,7 @@ def _table(plain: Any) -> Table:
     return Table(architecture, str(plain["device"]), str(plain["triton"]), entries)
 
 
-def _entry(architecture: str, plain: Any) -> tuple[KernelProblem, Config]:
+def _entry(architecture: str, plain: Any) -> tuple[KernelProblem, KernelConfig]:
     _fields("an entry", plain, ("which", "width", *FLAGS, "config"))
     if plain["which"] not in configs.PASSES:
         raise ValueError(f"which: got {plain['which']!r}, takes one of {', '.join(configs.PASSES)}")
@@ -148,7 +148,7 @@ def _entry(architecture: str, plain: Any) -> tuple[KernelProblem, Config]:
     numbers = _list("config", plain["config"])
     if len(numbers) != 4 or not all(numbers):
         raise ValueError(f"config: got {numbers}, takes two tiles, warps and stages")
-    config = Config(*numbers)
+    config = KernelConfig(*numbers)
     configs.check(config)
     flags = {name: plain[name] for name in FLAGS}
     return KernelProblem(architecture, plain["which"], plain["width"], **flags), config

@@ -27,7 +27,7 @@ from saccade.runtime.linear_spec import (
     empty_linear_gradients,
     empty_linear_results,
 )
-from saccade.runtime.spec import Config, accumulate_dtype
+from saccade.runtime.spec import KernelConfig, accumulate_dtype
 from saccade.runtime.validation import computed_without
 
 CHUNK = 128
@@ -36,7 +36,7 @@ LARGE_STATE = 2**16  # numbers: copying it out of a pool takes longer than a ste
 
 
 @computed_without
-def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
+def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
     results = empty_linear_results(inputs, variant)
     clear_padding(inputs.cu_seqlens_q, results.output)
@@ -56,7 +56,7 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Lin
 def backward(
     inputs: LinearInputs,
     variant: LinearVariant,
-    config: Config,
+    config: KernelConfig,
     output: Tensor,
     normaliser: Tensor,
     grad_output: Tensor,
@@ -218,6 +218,6 @@ def _shares(inputs: LinearInputs) -> Iterator[_Share]:
             yield _Share(part, slice(start, start + at_once) if alike else slice(None))
 
 
-def _steps(dense: Dense, config: Config) -> list[Step]:
+def _steps(dense: Dense, config: KernelConfig) -> list[Step]:
     sizes = (dense.query.shape[2], dense.key.shape[2])
     return steps_of(*sizes, dense.variant, config.kv_tile or CHUNK)

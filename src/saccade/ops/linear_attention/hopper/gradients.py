@@ -45,7 +45,7 @@ from saccade.ops.linear_attention.triton.kind import LinearKind
 from saccade.ops.linear_attention.triton.passes import Passes
 from saccade.ops.linear_attention.triton.rows import Again, Given, State, sums
 from saccade.runtime.linear_spec import LinearGradients, LinearInputs, LinearVariant
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 # ---- passes d256 ---------------------------------------------------------------------------------
 # The kernel of scan_d256.py, started for each of them.
@@ -185,7 +185,7 @@ OUTPUT_STAGES = 1  # of gradients of queries: rows take the rest of shared memor
 def backward(
     inputs: LinearInputs,
     variant: LinearVariant,
-    config: Config,
+    config: KernelConfig,
     output: Tensor,
     normaliser: Tensor,
     grad_output: Tensor,
@@ -193,7 +193,7 @@ def backward(
     grad_key_sum: Tensor | None,
 ) -> LinearGradients:
     """Gradients of the inputs, the same bits in every run."""
-    passes = HopperPasses(*passes_of(aligned(inputs), variant, Config(kv_tile=BLOCK)))
+    passes = HopperPasses(*passes_of(aligned(inputs), variant, KernelConfig(kv_tile=BLOCK)))
     grad_output = readable(grad_output)
     split = split_of(passes.kind, keys=False)
     if variant.normalize == "none" or split is None or is_wide(passes.kind):

@@ -33,7 +33,7 @@ from saccade.runtime.linear_spec import (
     LinearVariant,
     empty_linear_results,
 )
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 
 class LinearSchedule(NamedTuple):
@@ -50,10 +50,10 @@ OVERRIDE: LinearSchedule | None = None
 """Taken instead of SCHEDULE, to measure what it should be."""
 
 
-def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
+def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
     inputs = aligned(inputs)
-    passes = passes_of(inputs, variant, Config(kv_tile=BLOCK))
+    passes = passes_of(inputs, variant, KernelConfig(kv_tile=BLOCK))
     results = empty_linear_results(inputs, variant)
     before, after = initial_of(passes), None
     split = Split.of(passes.kind)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from saccade.ops.attention.triton.configs import WIDTHS, check
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 
 class LinearConfig(NamedTuple):
@@ -41,7 +41,7 @@ _FLOAT32 = ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1))
 
 
 def choose(
-    architecture: str, width: int, wide: bool, given: Config | None, group: int = 1,
+    architecture: str, width: int, wide: bool, given: KernelConfig | None, group: int = 1,
     forward: bool = False,
 ) -> LinearConfig:  # fmt: skip
     """The config of a call, or of its output alone if `forward`: `kv_tile` of what the caller gave

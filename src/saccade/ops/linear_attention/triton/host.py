@@ -32,14 +32,14 @@ from saccade.runtime.linear_spec import (
     empty_linear_gradients,
     empty_linear_results,
 )
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 ROW_DOT_TILE = 64
 
 _kinds: dict[Any, LinearKind] = {}
 
 
-def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> LinearResults:
+def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
     passes = passes_of(inputs, variant, config, forward=True)
     results = empty_linear_results(inputs, variant)
@@ -62,7 +62,7 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: Config) -> Lin
 def backward(
     inputs: LinearInputs,
     variant: LinearVariant,
-    config: Config,
+    config: KernelConfig,
     output: Tensor,
     normaliser: Tensor,
     grad_output: Tensor,
@@ -132,7 +132,7 @@ def step(
     copied back.
     """
     output = empty_linear_results(inputs, variant).output
-    passes = passes_of(inputs, variant, Config())
+    passes = passes_of(inputs, variant, KernelConfig())
     pool = kv, key_sum
     if all(sums.dtype == torch.float32 and sums.is_contiguous() for sums in pool):
         start_step(passes._replace(slots=state_index, num_states=len(kv)), output, pool)
@@ -149,7 +149,7 @@ def step(
 
 
 def passes_of(
-    inputs: LinearInputs, variant: LinearVariant, config: Config, forward: bool = False
+    inputs: LinearInputs, variant: LinearVariant, config: KernelConfig, forward: bool = False
 ) -> Passes:
     """A call, ready for its passes: for the output alone if `forward`."""
     inputs = with_unit_channels(inputs)

@@ -13,7 +13,7 @@ from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
 from saccade.ops.attention.triton import kind
 from saccade.ops.linear_attention.triton.configs import LinearConfig, choose
 from saccade.runtime.linear_spec import LinearInputs, LinearVariant
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 SHORTEST_SEGMENT = 512  # places: shorter ones cost more states than they save time
 RESIDENT_WARPS = 8  # of one multiprocessor, as each thread holds as many registers as it can
@@ -44,7 +44,7 @@ class LinearKind(NamedTuple):
 
     @staticmethod
     def of(
-        inputs: LinearInputs, variant: LinearVariant, config: Config, forward: bool = False
+        inputs: LinearInputs, variant: LinearVariant, config: KernelConfig, forward: bool = False
     ) -> LinearKind:
         """The kind of a call, or of its output alone if `forward`."""
         query, key, value = inputs[:3]
@@ -136,7 +136,9 @@ def plain(rows: Any) -> Operand:
     return Operand(rows, None, None, None)
 
 
-def signature(inputs: LinearInputs, variant: LinearVariant, config: Config) -> tuple[Any, ...]:
+def signature(
+    inputs: LinearInputs, variant: LinearVariant, config: KernelConfig
+) -> tuple[Any, ...]:
     """What tells one kind of call from another: everything but addresses."""
     return (
         *((None if t is None else (t.shape, t.stride(), t.dtype)) for t in inputs),

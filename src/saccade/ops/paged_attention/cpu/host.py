@@ -22,13 +22,13 @@ from saccade.ops.attention.cpu.dense_tile import Place
 from saccade.ops.attention.cpu.segments import Dense, check_ends, clear_padding
 from saccade.ops.paged_attention.cpu import decode as paged_decode
 from saccade.ops.paged_attention.cpu.pages import Pages, Scratch
-from saccade.runtime.spec import Config, PagedInputs, Variant, empty_rows
+from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 from saccade.runtime.validation import computed_without
 
 
 @computed_without
 def forward(
-    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+    inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention_paged`."""
     offsets = inputs.cu_seqlens_q
@@ -64,7 +64,7 @@ def forward(
 
 
 def prepared(
-    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+    inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
 ) -> Callable[[PagedInputs, Variant], tuple[Tensor, Tensor]]:
     """`forward` for calls of the same kind; nothing needs preparing."""
     return lambda given, with_its_own: forward(given, with_its_own, config, batch_invariant)
@@ -110,7 +110,12 @@ def _product_dtype(inputs: PagedInputs) -> torch.dtype:
 
 
 def _dense(
-    query: Tensor, inputs: PagedInputs, variant: Variant, config: Config, sequence: int, kv_len: int
+    query: Tensor,
+    inputs: PagedInputs,
+    variant: Variant,
+    config: KernelConfig,
+    sequence: int,
+    kv_len: int,
 ) -> Dense:
     """One sequence as a dense problem; its keys are put in piece by piece."""
     sizes = Sizes(

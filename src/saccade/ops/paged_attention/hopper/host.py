@@ -27,7 +27,7 @@ from saccade.ops.paged_attention.triton import host as triton_host
 from saccade.ops.paged_attention.triton.host import PassLaunches
 from saccade.ops.paged_attention.triton.kind import PagedKind
 from saccade.ops.paged_attention.triton.passes import Pass
-from saccade.runtime.spec import Config, PagedInputs, Variant, empty_rows
+from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 
 ROWS_OF_TILE = 2 * configs.ROWS
 
@@ -129,14 +129,14 @@ def problem_of(kind: PagedKind, inputs: PagedInputs, variant: Variant) -> PagedP
 
 
 def prepared(
-    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+    inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
 ) -> triton_host.PagedForward:
     """`forward` for calls of the same kind; call it with inputs of that kind."""
     return triton_host.prepared(inputs, variant, config, batch_invariant, PagedForward)
 
 
 def forward(
-    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+    inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention_paged`."""
     return prepared(inputs, variant, config, batch_invariant)(inputs, variant)

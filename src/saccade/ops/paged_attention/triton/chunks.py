@@ -23,7 +23,7 @@ from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.ops.attention.triton.forward import attention_forward
 from saccade.ops.paged_attention.triton.kind import ANY_NUMBER, PagedKind
 from saccade.ops.paged_attention.triton.passes import Pass
-from saccade.runtime.spec import Config, PagedInputs, Variant
+from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
 
 BUSY = 6  # warps on each multiprocessor: fewer are slower than what shares keys out
 # Query rows of a sequence that leave tiles of one head too empty, where its own number decides.
@@ -34,7 +34,7 @@ class ChunkLaunch:
     """The dense kernel for a pass over the sequences of many query rows."""
 
     def __init__(
-        self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant, given: Config
+        self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant, given: KernelConfig
     ):
         self.kind, self.fewest = kind, of.rows[0]
         config = config_of(kind, variant, given)
@@ -83,7 +83,7 @@ class ChunkLaunch:
 
 
 def told_apart(
-    kind: PagedKind, passes: list[Pass], inputs: PagedInputs, variant: Variant, given: Config
+    kind: PagedKind, passes: list[Pass], inputs: PagedInputs, variant: Variant, given: KernelConfig
 ) -> list[Pass]:
     """The passes, where packed sequences get equal bits in any batch: long chunks are another."""
     if not passes or not passes[-1].cuts or not kind.queries.packed:
@@ -97,7 +97,7 @@ def told_apart(
     return [*passes[:-1], short, long]
 
 
-def config_of(kind: PagedKind, variant: Variant, given: Config) -> Config:
+def config_of(kind: PagedKind, variant: Variant, given: KernelConfig) -> KernelConfig:
     """The config of the dense kernel: the same for any batch, packed or not."""
     width = max(kind.constants["HEAD_WIDTH"], kind.constants["VALUE_WIDTH"])
     masked = variant.mask != ""
@@ -106,7 +106,7 @@ def config_of(kind: PagedKind, variant: Variant, given: Config) -> Config:
 
 
 def unsupported(
-    kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant, given: Config
+    kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant, given: KernelConfig
 ) -> str | None:
     """Why a pass is shared out along the keys instead, or None.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from saccade.ops.attention.triton.configs import WIDTHS, check
-from saccade.runtime.spec import Config
+from saccade.runtime.spec import KernelConfig
 
 
 class PagedConfig(NamedTuple):
@@ -118,7 +118,7 @@ def default(problem: PagedProblem) -> PagedConfig:
     return config._replace(query_tile=max(config.query_tile, rows)) if fitting else config
 
 
-def choose(problem: PagedProblem, given: Config) -> PagedConfig:
+def choose(problem: PagedProblem, given: KernelConfig) -> PagedConfig:
     """The config of a launch: what the caller gave, and the default for the rest.
 
     Raises:

@@ -28,7 +28,7 @@ from saccade.ops.paged_attention.triton.kind import PagedKind, in_pairs, made_re
 from saccade.ops.paged_attention.triton.passes import Pass
 from saccade.ops.paged_attention.triton.plan import plan_pages
 from saccade.ops.paged_attention.triton.split_kv import NOTE_SIZE, PLAN_ROW
-from saccade.runtime.spec import Config, PagedInputs, Variant, empty_rows
+from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 
 
 class PassLaunches:
@@ -143,7 +143,7 @@ class PagedForward:
     """Attention over pages for one kind of call, prepared."""
 
     def __init__(
-        self, inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+        self, inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
     ):
         self.regular = made_regular(inputs) is inputs
         inputs, self.given = made_regular(inputs), config
@@ -183,7 +183,7 @@ _forwards: dict[Any, PagedForward] = {}
 def prepared(
     inputs: PagedInputs,
     variant: Variant,
-    config: Config,
+    config: KernelConfig,
     batch_invariant: bool,
     by: type[PagedForward] = PagedForward,
 ) -> PagedForward:
@@ -193,7 +193,7 @@ def prepared(
 
 
 def forward(
-    inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+    inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention_paged`."""
     return prepared(inputs, variant, config, batch_invariant)(inputs, variant)

@@ -35,7 +35,7 @@ from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import decode as paged_pairs
 from saccade.ops.paged_attention.triton.configs import PagedConfig, PagedProblem
 from saccade.ops.paged_attention.triton.passes import Pass
-from saccade.runtime.spec import Config, PagedInputs, Variant
+from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
 
 ADDED = tensor_view.ADDED.value
 ANY_NUMBER = 2**30  # of query rows
@@ -77,7 +77,7 @@ class PagedKind(NamedTuple):
         )  # fmt: skip
 
     def passes(
-        self, inputs: PagedInputs, variant: Variant, config: Config, batch_invariant: bool
+        self, inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
     ) -> list[Pass]:
         """The passes of a call."""
         if inputs.query.shape[:-1].numel() == 0:
@@ -146,7 +146,7 @@ class PagedKind(NamedTuple):
         return quantised and min(widths) >= 32 and not any(n % 2 for n in (*steps, *dims))
 
     def _config(
-        self, inputs: PagedInputs, variant: Variant, chunks: bool, rows: int, given: Config
+        self, inputs: PagedInputs, variant: Variant, chunks: bool, rows: int, given: KernelConfig
     ) -> PagedConfig:
         width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
         problem = PagedProblem(
