@@ -16,7 +16,7 @@ from saccade.modifiers.modifier import written
 from saccade.runtime import backends
 from saccade.runtime.arguments import values_readable
 from saccade.runtime.spec import Inputs, KernelConfig, PagedInputs, Problem, Variant
-from saccade.runtime.validation import prepare, prepare_paged
+from saccade.runtime.validation import prepare, prepare_paged, with_causal
 
 # Pairs that `explain` is ready to count one by one; larger problems are counted by sampling rows.
 COUNTED_PAIRS = 2**26
@@ -168,10 +168,12 @@ PAGED_OPTIONS: dict[str, Any] = {
 
 def _complete(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     """The options of a call, those that were not given as they are by default."""
-    unknown = sorted(set(given) - set(known))
+    unknown = sorted(set(given) - set(known) - {"causal"})
     if unknown:
         raise TypeError(f"explain: got {unknown}, takes the arguments of saccade.attention")
-    return {**known, **given}
+    options = {"causal": False, **known, **given}
+    options["mask"] = with_causal(options["mask"], options.pop("causal"))
+    return options
 
 
 def _prepare_paged(

@@ -12,7 +12,6 @@ WALKED = {
     "docs/forward.md": ["src/saccade/ops/attention/triton/forward.py"],
     "docs/linear.md": [
         "src/saccade/ops/linear_attention/reference.py",
-        "src/saccade/ops/linear_attention/cpu/steps.py",
         "src/saccade/ops/linear_attention/cpu/forward.py",
         "src/saccade/ops/linear_attention/cpu/backward.py",
     ],

@@ -13,12 +13,12 @@ OFFSETS = torch.tensor([0, 6], dtype=torch.int32)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"causal": True}, r"causal: an unknown option; write mask=saccade\.masks\.causal\(\)"),
+        ({"casual": True}, r"casual: an unknown option; write causal="),
         ({"is_causal": True}, r"is_causal: .*causal\(\"top_left\"\)"),
         ({"attn_mask": None}, r"attn_mask: .*scores\.bias\(tensor\).*mask=tensor"),
         ({"softmax_scale": 1.0}, r"softmax_scale: .*write scale="),
         ({"sclae": 1.0}, r"sclae: an unknown option; write scale="),
-        ({"whatever": 1}, r"whatever: an unknown option; takes mask, score, scale"),
+        ({"whatever": 1}, r"whatever: an unknown option; takes mask, causal, score, scale"),
     ],
 )
 def test_options_of_others_are_answered(options, said):

@@ -25,13 +25,11 @@ from saccade.runtime.spec import DTYPES, Inputs, KernelConfig
 # What other libraries call an option, and what to write here.
 
 OPTIONS = (
-    "mask", "score", "scale", "sinks", "dropout_p", "return_lse", "deterministic",
+    "mask", "causal", "score", "scale", "sinks", "dropout_p", "return_lse", "deterministic",
     "implementation", "config", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
 )  # fmt: skip
-CAUSAL = "mask=saccade.masks.causal()"
 BIAS = "score=saccade.scores.bias(tensor) for numbers that are added, mask=tensor for bools"
 WRITE = {
-    "causal": CAUSAL,
     "is_causal": 'mask=saccade.masks.causal("top_left"), which is what PyTorch means by it',
     "attn_mask": BIAS,
     "attention_mask": BIAS,
@@ -64,7 +62,7 @@ def unknown_options(unknown: Mapping[str, Any]) -> TypeError:
     name = next(iter(unknown))
     near = difflib.get_close_matches(name, OPTIONS, 1)
     write = WRITE.get(name) or (f"{near[0]}=" if near else None)
-    advice = f"write {write}" if write else f"takes {', '.join(OPTIONS[:9])}"
+    advice = f"write {write}" if write else f"takes {', '.join(OPTIONS[:10])}"
     return TypeError(f"{name}: an unknown option; {advice}")
 
 

@@ -61,6 +61,14 @@ def _is_on(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)  # meta knows none
 
 
+def with_causal(mask: AnyMask, asked: bool) -> AnyMask:
+    """What a call's mask and its `causal` ask for together: pairs that both of them show."""
+    arguments.check_flag("causal", asked)
+    if not asked:
+        return mask
+    return causal() if mask is None else as_mask(mask) & causal()
+
+
 def prepare(
     query: Tensor,
     key: Tensor,

@@ -14,7 +14,7 @@ from saccade.runtime import arguments, backends, call_cache, shards
 from saccade.runtime.arguments import unknown_options
 from saccade.runtime.call_cache import Recalled
 from saccade.runtime.spec import Inputs, KernelConfig
-from saccade.runtime.validation import prepare, with_seed
+from saccade.runtime.validation import prepare, with_causal, with_seed
 from saccade.scores import AnyScore
 
 
@@ -22,6 +22,7 @@ class Options(TypedDict, total=False):
     """The options that `attention` and `attention_varlen` share, for type checkers."""
 
     mask: AnyMask
+    causal: bool
     score: AnyScore
     scale: float | None
     sinks: Tensor | None
@@ -55,6 +56,7 @@ def attention(  # breaks function-length: most of it is the docstring
     value: Tensor,
     *,
     mask: AnyMask = None,
+    causal: bool = False,
     score: AnyScore = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
@@ -74,6 +76,8 @@ def attention(  # breaks function-length: most of it is the docstring
         mask: which pairs are visible: a `Mask` (`saccade.masks`), or a bool tensor broadcastable
             to [batch, query_heads, query_len, kv_len] (True = visible), or a function of
             (batch, head, query_row, kv_row). None: all of them.
+        causal: also hide keys behind each query row's own place, the last query standing at the
+            last key: the same as mask & `saccade.masks.causal()`.
         score: a change of the scaled scores (`saccade.scores`), a function of (score, batch, head,
             query_row, kv_row), or None.
         scale: the factor of the scores; 1/sqrt(head_dim) where None.
@@ -97,11 +101,13 @@ def attention(  # breaks function-length: most of it is the docstring
 
     Source: Vaswani et al. 2017, section 3.2.1.
 
-    >>> output = saccade.attention(query, key, value, mask=saccade.masks.causal())
+    >>> output = saccade.attention(query, key, value, causal=True)
     """
     if unknown:
         raise unknown_options(unknown)
     arguments.check_flag("return_lse", return_lse)
+    if causal is not False:
+        mask = with_causal(mask, causal)
     recall_key = None
     if call_cache.plain_options(sinks, dropout_p, deterministic):
         recall_key = call_cache.key_of(
@@ -167,6 +173,7 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     mask: AnyMask = None,
+    causal: bool = False,
     score: AnyScore = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
@@ -188,8 +195,8 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
             count or below it: rows behind are padding (output 0, lse -inf, gradients 0).
         cu_seqlens_k: the same for keys and values; cu_seqlens_q where None.
         max_seqlen_q, max_seqlen_k: the longest lengths, if known; never read from a GPU.
-        mask, score, scale, sinks, dropout_p, return_lse, deterministic, implementation, config:
-            as in `attention`; masks and scores number rows within each sequence, `batch` is the
+        mask, causal, score, scale, sinks, dropout_p, return_lse, deterministic, implementation,
+        config: as in `attention`; masks and scores number rows within each sequence, `batch` is the
             sequence, and their tensors are as long as the longest sequence, or longer.
 
     Returns:
@@ -204,6 +211,8 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     if unknown:
         raise unknown_options(unknown)
     arguments.check_flag("return_lse", return_lse)
+    if causal is not False:
+        mask = with_causal(mask, causal)
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     tensors, recall_key = (query, key, value, *offsets), None
     if call_cache.plain_options(sinks, dropout_p, deterministic):

@@ -15,7 +15,7 @@ from saccade.runtime import arguments, backends, call_cache, shards
 from saccade.runtime.arguments import unknown_options
 from saccade.runtime.call_cache import Recalled
 from saccade.runtime.spec import KernelConfig, PagedInputs
-from saccade.runtime.validation import prepare_paged, without_autocast
+from saccade.runtime.validation import prepare_paged, with_causal, without_autocast
 from saccade.scores import AnyScore
 
 
@@ -26,6 +26,7 @@ class PagedOptions(TypedDict, total=False):
     key_scales: Tensor | None
     value_scales: Tensor | None
     mask: AnyMask
+    causal: bool
     score: AnyScore
     scale: float | None
     sinks: Tensor | None
@@ -67,6 +68,7 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     mask: AnyMask = None,
+    causal: bool = False,
     score: AnyScore = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
@@ -92,8 +94,9 @@ def attention_paged(  # breaks function-length: most of it is the docstring
         cu_seqlens_q: int32 [batch + 1], as in `attention_varlen`; None for a dense query.
         key_scales, value_scales: [num_pages, kv_heads, page_size]: what numbers of eight bits are
             multiplied by; int8 needs them, float8_e4m3fn may go without.
-        mask: a `saccade.masks` Mask or a bool tensor (True = visible); None shows every key. A
-            prompt wants `masks.causal()`, drafted tokens `masks.tree(...)`.
+        mask: a `saccade.masks` Mask or a bool tensor (True = visible); None shows every key.
+            Drafted tokens want `masks.tree(...)`.
+        causal: as in `attention`; a prompt wants it.
         score, scale, sinks, return_lse, implementation, config: as in `attention`.
         batch_invariant: cut the keys at fixed positions, so that a sequence's result has the same
             bits alone and in any batch, wherever its pages lie.
@@ -118,6 +121,8 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     if unknown:
         raise unknown_options(unknown)
     arguments.check_flag("return_lse", return_lse)
+    if causal is not False:
+        mask = with_causal(mask, causal)
     recall_key = call_cache.paged_key_of(
         inputs, mask, score, scale, batch_invariant, implementation, config
     )
