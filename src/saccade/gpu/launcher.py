@@ -2,8 +2,8 @@
 
 Triton looks at every argument of every call to find the kernel that fits, which takes longer than
 a small problem does. Here the caller's signature (shapes, strides, dtypes, captured numbers, …)
-names the kernel, and only addresses change: `places.py` writes out a function of them, which calls
-what `fast_launch.py` finds behind Triton's launcher.
+names the kernel, and only addresses change: `fast_launch.py` writes out a function of them, which
+calls what it finds behind Triton's launcher.
 """
 
 from __future__ import annotations
