@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from saccade.runtime import call_cache as listeners
+from saccade.runtime import call_cache
 
 
 class Subclass(Tensor):
@@ -30,15 +30,15 @@ def default_device() -> Iterator[None]:
 @pytest.mark.parametrize("mode", [TorchDispatchMode, TorchFunctionMode, FakeTensorMode])
 def test_modes_listen(mode: Any) -> None:
     with mode():
-        assert listeners.somebody_listens()
-    assert not listeners.somebody_listens()
+        assert call_cache.somebody_listens()
+    assert not call_cache.somebody_listens()
 
 
 def test_transforms_listen() -> None:
     heard: list[bool] = []
 
     def function(rows: Tensor) -> Tensor:
-        heard.append(listeners.nobody_listens([rows]))
+        heard.append(call_cache.nobody_listens([rows]))
         return rows.sum()
 
     torch.func.vmap(function)(torch.zeros(2, 2))
@@ -48,25 +48,25 @@ def test_transforms_listen() -> None:
 
 def test_subclasses_listen() -> None:
     plain = torch.zeros(2)
-    assert listeners.nobody_listens([plain, None, torch.nn.Parameter(plain)])
-    assert not listeners.nobody_listens([plain, plain.as_subclass(Subclass)])
+    assert call_cache.nobody_listens([plain, None, torch.nn.Parameter(plain)])
+    assert not call_cache.nobody_listens([plain, plain.as_subclass(Subclass)])
 
 
 @pytest.mark.parametrize("around", [torch.device("cpu"), torch.no_grad()])
 def test_neither_devices_nor_grad_modes_listen(around: AbstractContextManager[Any]) -> None:
     with around:
-        assert not listeners.somebody_listens()
+        assert not call_cache.somebody_listens()
 
 
 def test_a_default_device_does_not_listen(default_device: None) -> None:
-    assert not listeners.somebody_listens()
+    assert not call_cache.somebody_listens()
 
 
 def test_forward_mode_wants_gradients_of_what_requires_none() -> None:
     rows = torch.zeros(2)
-    assert not listeners.wants_gradients([rows, None])
-    assert listeners.wants_gradients([None, rows.requires_grad_()])
+    assert not call_cache.wants_gradients([rows, None])
+    assert call_cache.wants_gradients([None, rows.requires_grad_()])
     with torch.no_grad():
-        assert not listeners.wants_gradients([rows])
+        assert not call_cache.wants_gradients([rows])
         with torch.autograd.forward_ad.dual_level():
-            assert listeners.wants_gradients([rows.detach()])
+            assert call_cache.wants_gradients([rows.detach()])

@@ -72,7 +72,7 @@ def _pages(heads: str, *lengths: str, dtype: str = "bf16") -> tuple[str, ...]:
 
 
 def _linear() -> Iterator[Target]:
-    """Milliseconds of the two passes of each case: portable, Hopper."""
+    """Milliseconds of the two passes of each case: Triton, Hopper."""
     for shape, limits in LINEAR_LIMITS.items():
         for subject, pair in zip((TRITON, HOPPER), limits, strict=True):
             for which_pass, limit in zip(BOTH, pair, strict=True):

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.gpu import device_ops, tensor_view
-from saccade.gpu import tile_ranges as extremes
+from saccade.gpu import device_ops, tensor_view, tile_ranges
 from saccade.modifiers import triton_source
 from saccade.modifiers.derivative import derivatives
 from saccade.modifiers.expression import mentions, parse, slots
@@ -129,14 +128,14 @@ def _executed(text: str) -> dict[str, Any]:
     filename = f"<saccade {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     module: dict[str, Any] = {
-        "__name__": "saccade.kernels.composed",
+        "__name__": "saccade.gpu.composed",
         "triton": triton,
         "tl": tl,
         "as_bool": as_bool,
         "as_score": as_score,
         "ADDED": tensor_view.ADDED,
     }
-    for source in (device_ops, extremes):
+    for source in (device_ops, tile_ranges):
         module.update({k: v for k, v in vars(source).items() if hasattr(v, "fn")})
     exec(compile(text, filename, "exec"), module)  # the text holds operations of expressions alone
     return module

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu import packing, tensor_view, tile_ranges
-from saccade.gpu import rules as scores
 from saccade.gpu.compose import mask_functions, score_functions
 from saccade.gpu.launcher import Pointer
-from saccade.gpu.rules import Dropout, Rules, Score
+from saccade.gpu.rules import Dropout, Rules, Score, one, unchanged
 from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.modifiers.expression import Captured, slots
@@ -150,7 +149,7 @@ def score_argument(variant: Variant, pointer: Pointer, by: int | None = None) ->
         derivative = functions.derivative if by is None else functions.reads[by].derivative
         return Score(functions.change, derivative, data)
     if variant.scale <= 0:  # softmax_step folds positive scales only
-        return Score(scores.unchanged, scores.one, ())
+        return Score(unchanged, one, ())
     return None
 
 

@@ -18,7 +18,7 @@ import torch
 import triton
 
 from saccade.gpu import launcher
-from saccade.gpu.hopper import tile_scheduler as tile_counter
+from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.launcher import Launch
 from saccade.kernel_check import calls, compiler, linear_calls, machine_code, paged_calls
 from saccade.kernel_check.calls import Call
@@ -155,7 +155,7 @@ def main() -> None:
     # the tensors lie on, are answered differently.
     Launch.__call__ = lambda started, *call: recorder(started, *call)  # type: ignore[method-assign]
     kind.architecture = lambda tensor: architecture
-    tile_counter.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
+    tile_scheduler.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
     kind.multiprocessors = lambda tensor: 100  # so that work over pages is shared out
     for number, job in enumerate(request["jobs"]):
         run_job(recorder, number, job)

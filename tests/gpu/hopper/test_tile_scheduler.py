@@ -8,11 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from saccade import masks
-from saccade.gpu.hopper import tile_scheduler as tile_counter
+from saccade.gpu.hopper import tile_scheduler
 from saccade.kernel_check.calls import Call, make
 from saccade.modifiers.names import PREFIX
 from saccade.ops.attention.hopper import configs
-from saccade.ops.attention.hopper import configs as problems
 from saccade.ops.attention.hopper.configs import BackwardProblem, KernelProblem
 
 MEMORY = 228 << 10  # bytes of a multiprocessor, of which each program takes one KB more
@@ -37,7 +36,7 @@ def test_a_schedule_fits_a_multiprocessor(problem):
     # Programs begin with equally many for all warps; consumers take those of the others.
     begun_with = len(warpgroups) * schedule.launch_registers
     assert sum(warpgroups) <= begun_with <= configs.REGISTERS // 128 // schedule.programs
-    assert 1 + 4 * schedule.programs * 132 <= tile_counter.NUMBERS
+    assert 1 + 4 * schedule.programs * 132 <= tile_scheduler.NUMBERS
     assert not schedule.trim or (problem.causal and schedule.query_tile == 2 * schedule.kv_tile)
     if problem.masked:  # the kernels that plan have tiles with sides of a power of two
         assert schedule.query_tile & (schedule.query_tile - 1) == 0
@@ -172,7 +171,7 @@ def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_tu
     inputs, variant = make(Call(64, length=4096), torch.device("cpu"))
     if mask is not None:
         variant = variant._replace(mask=mask.key, mask_captured=mask.captured)
-    problem = problems.backward_problem(inputs, variant, True)
+    problem = configs.backward_problem(inputs, variant, True)
     assert configs.in_turns(problem) == in_turns
     assert configs.ordered(problem) != in_turns
     assert not configs.in_turns(problem._replace(deterministic=False))

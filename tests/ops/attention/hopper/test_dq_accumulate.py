@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from saccade.gpu import launcher
 from saccade.gpu.tensor_view import ADDED
-from saccade.ops.paged_attention.triton import split_kv as cuts
+from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton import split_kv as schedule
 from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN, Schedule
 
@@ -62,7 +62,7 @@ def shares(
     found = torch.zeros(programs, 6, dtype=torch.int32)
     added = ADDED.value
     data: Any = (len(groups) + added, added, programs + added, added, added, added, added, numbers)
-    given = Schedule(schedule.equal_shares, cuts.cut_of_shares, count_given, None, data)
+    given = Schedule(schedule.equal_shares, split_kv.cut_of_shares, count_given, None, data)
     at_once = 1 if len(groups) == 1 else 1 << (len(groups) - 1).bit_length()
     write_shares[(programs,)](given, found, at_once, long, 2)
     pairs = [(group, index) for group, (_, items) in enumerate(groups) for index in range(items)]

@@ -21,7 +21,6 @@ from torch import Tensor
 from saccade.gpu import packing, tensor_view
 from saccade.gpu.fast_launch import ALIGNMENT
 from saccade.gpu.hopper import tile_scheduler
-from saccade.gpu.hopper import tile_scheduler as tile_counter
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, width_of
 from saccade.gpu.kernel_args import (
     brings_three,
@@ -35,8 +34,7 @@ from saccade.gpu.kernel_args import (
 from saccade.gpu.launcher import Launch, Pointer, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import Planner
-from saccade.ops.attention.hopper import configs, preprocess
-from saccade.ops.attention.hopper import nonfinite as again
+from saccade.ops.attention.hopper import configs, nonfinite, preprocess
 from saccade.ops.attention.hopper.backward import attention_backward
 from saccade.ops.attention.hopper.backward_d256_dkdv import attention_backward_keys
 from saccade.ops.attention.hopper.backward_memory import Given, Makers, Memory
@@ -140,9 +138,9 @@ class Backward:
         self.begin, self.main, self.end = self._launches(inputs)
         call = inputs, variant
         self.again_keys = kind.launch(
-            again.attention_backward_again_keys, "backward_keys", call, None
+            nonfinite.attention_backward_again_keys, "backward_keys", call, None
         )
-        of_queries: Any = again.attention_backward_again_queries
+        of_queries: Any = nonfinite.attention_backward_again_queries
         more: dict[str, Any] = {}
         if self.ordered and not self.apart:
             of_queries, more = attention_backward_queries, {"CHAINED": False}
@@ -262,7 +260,7 @@ class Call(NamedTuple):
         plan = prepared.planner(self.inputs, self.variant)
         counters: tuple[Tensor, ...] = ()
         if prepared.schedule.grid == "dynamic":
-            counters = (tile_counter.counter_of(memory.starts.device),)
+            counters = (tile_scheduler.counter_of(memory.starts.device),)
         prepared.main(
             prepared.programs, kind.device, (*known, *plan.tensors, *counters),
             lambda pointer: self._main_arguments(pointer, plan.argument(pointer), counters),
@@ -396,4 +394,4 @@ class Call(NamedTuple):
         changes = rules(self.inputs, self.variant, pointer)
         if not self.prepared.planner.needed:
             return changes
-        return changes._replace(mask=changes.mask._replace(walk=again.every_tile))
+        return changes._replace(mask=changes.mask._replace(walk=nonfinite.every_tile))

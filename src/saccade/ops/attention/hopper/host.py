@@ -13,7 +13,6 @@ from torch import Tensor
 
 from saccade.gpu import packing, tensor_view
 from saccade.gpu.hopper import tile_scheduler
-from saccade.gpu.hopper import tile_scheduler as tile_counter
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
 from saccade.gpu.launcher import Launch, Pointer
@@ -81,7 +80,7 @@ class Forward:
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""
         output, lse = self.output(), self.lse()
-        numbers = tile_counter.counter_of(self.device)
+        numbers = tile_scheduler.counter_of(self.device)
         plan, tensors = NO_PLAN, (*inputs[:3], output, lse, numbers)
         if not self.alone:
             plan = self.planner(inputs, variant)

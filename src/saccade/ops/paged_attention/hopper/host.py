@@ -15,7 +15,6 @@ from saccade.gpu import packing, tensor_view
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.fast_launch import ALIGNMENT
 from saccade.gpu.hopper import tile_scheduler
-from saccade.gpu.hopper import tile_scheduler as tile_counter
 from saccade.gpu.hopper.descriptors import SMALLEST_WIDTH, Box, descriptor, width_of
 from saccade.gpu.kernel_args import mask_argument, score_argument
 from saccade.gpu.launcher import Launch, Pointer
@@ -86,7 +85,7 @@ class ChunkLaunch:
         if any(tensor.data_ptr() % ALIGNMENT for tensor in loaded):
             self.otherwise(inputs, variant, output, lse, tensors)
             return
-        taken = tile_counter.counter_of(self.device)
+        taken = tile_scheduler.counter_of(self.device)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             moved = (*loaded, output)

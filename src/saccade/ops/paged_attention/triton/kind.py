@@ -32,7 +32,7 @@ from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.ops.attention.triton import kind
 from saccade.ops.paged_attention.triton import configs as paged_configs
-from saccade.ops.paged_attention.triton import decode as paged_pairs
+from saccade.ops.paged_attention.triton import decode
 from saccade.ops.paged_attention.triton.configs import PagedConfig, PagedProblem
 from saccade.ops.paged_attention.triton.passes import Pass
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
@@ -134,7 +134,7 @@ class PagedKind(NamedTuple):
         """How pairs of eight-bit numbers are taken apart; the interpreter runs no PTX."""
         known = self.device is not None or self.architecture != "sm_75"
         ptx = known and self.architecture.startswith("sm_")
-        return (paged_pairs.BY_PTX if ptx else paged_pairs.BY_TRITON).value
+        return (decode.BY_PTX if ptx else decode.BY_TRITON).value
 
     def _in_pairs(self, inputs: PagedInputs) -> bool:
         """Whether pages can be read as pairs of eight-bit numbers."""

@@ -10,7 +10,6 @@ from saccade.gpu import tensor_view
 from saccade.gpu.launcher import Pointer, next_width
 from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import split_kv
-from saccade.ops.paged_attention.triton import split_kv as cuts
 from saccade.ops.paged_attention.triton.configs import PagedConfig
 from saccade.ops.paged_attention.triton.split_kv import Schedule
 
@@ -139,9 +138,9 @@ class Pass(NamedTuple):
 
     def schedule(self, pointer: Pointer, plan: Tensor | None) -> Schedule:
         """The schedule as kernels take it."""
-        begin, cut = split_kv.equal_shares, cuts.cut_of_shares
+        begin, cut = split_kv.equal_shares, split_kv.cut_of_shares
         if self.cuts:
-            begin, cut = split_kv.fixed_cuts, cuts.cut_of_item
+            begin, cut = split_kv.fixed_cuts, split_kv.cut_of_item
         count, item = split_kv.count_lengths, split_kv.item_of_lengths
         heads, data = self.heads, ()
         if plan is not None:
