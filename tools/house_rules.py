@@ -21,10 +21,13 @@ from house_names import BANNED_KERNEL_NAMES, BANNED_NAMES, STRIDE_NAME
 
 FOLDERS = ("src", "tests", "tools", "docs")
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500  # only a warning: a file ends where its idea ends
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 110
 MAX_KERNEL_ARGUMENTS = 12
+
+# Rules that are printed and break nothing.
+WARNINGS = {"file-length"}
 
 # Names that tell nothing about what is inside: such a file collects whatever has no better place.
 BANNED_FILE_NAMES = {"utils", "common", "helpers"}
@@ -96,7 +99,7 @@ def file_name(source: Source) -> Iterator[Finding]:
 
 
 def file_length(source: Source) -> Iterator[Finding]:
-    """A file has one idea and a budget."""
+    """A file has one idea; a long one may hold a second."""
     length = len(source.text.splitlines())
     if length > MAX_FILE_LINES:
         yield 1, f"{length} lines, more than {MAX_FILE_LINES}"
@@ -271,10 +274,11 @@ def main(argv: list[str]) -> int:
     """Print the violations; the exit status says whether there are any."""
     root = Path(argv[0]) if argv else Path(__file__).parent.parent
     violations = check_tree(root)
+    broken = [violation for violation in violations if violation.rule not in WARNINGS]
     for violation in violations:
         print(violation)
-    print(f"house rules: {len(violations)} violations" if violations else "house rules: all kept")
-    return int(bool(violations))
+    print(f"house rules: {len(broken)} violations" if broken else "house rules: all kept")
+    return int(bool(broken))
 
 
 if __name__ == "__main__":
