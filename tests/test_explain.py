@@ -1,5 +1,7 @@
 """What `explain` says about a call: who serves it and why, how many pairs, what it costs."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jaxtyping
@@ -27,6 +29,10 @@ def dense(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     ]
 
 
+def explain_dense(**options: Any) -> Any:
+    return saccade.explain(saccade.attention, *dense(), **options)
+
+
 def packed() -> list[torch.Tensor]:
     """Three sequences: 3 x 4, 0 x 2 and 4 x 5 pairs a head."""
     counts = torch.tensor([0, 3, 3, 7]).int(), torch.tensor([0, 4, 6, 11]).int()
@@ -45,8 +51,8 @@ def visible_pairs(mask: masks.Mask, *sizes: int) -> int:
 
 def test_text_tells_the_whole_call():
     found = saccade.explain(
-        *dense(torch.bfloat16), mask=masks.window(2), score=scores.softcap(3.0), dropout_p=0.1,
-        sinks=torch.zeros(HEADS),
+        saccade.attention, *dense(torch.bfloat16), mask=masks.window(2),
+        score=scores.softcap(3.0), dropout_p=0.1, sinks=torch.zeros(HEADS),
     )  # fmt: skip
     text = str(found)
     for words in (
@@ -57,10 +63,10 @@ def test_text_tells_the_whole_call():
         f"{found.flops / 1e3:.4g} kFLOP forward", f"at least {found.bytes / 2**10:.4g} KiB moved",
     ):  # fmt: skip
         assert words in text
-    plain = str(saccade.explain(*dense()))
+    plain = str(explain_dense())
     for words in ("mask none", "score none", "sinks no", "dropout no", "float32 on cpu"):
         assert words in plain
-    assert "3 sequences, 7 x 11 tokens" in str(saccade.explain(*packed()))
+    assert "3 sequences, 7 x 11 tokens" in str(saccade.explain(saccade.attention_varlen, *packed()))
 
 
 def test_costs_have_units_that_fit_them():
@@ -83,39 +89,41 @@ HOPPER = {"hopper": "no, it takes bfloat16 and float16, not float32"}
 
 
 def test_text_names_every_implementation_with_its_reason():
-    found = saccade.explain(*dense(), config=KernelConfig(32, 64))
+    found = explain_dense(config=KernelConfig(32, 64))
     assert lines_of(str(found)) == {
         "cpu": "yes, taken, KernelConfig(query_tile=32, kv_tile=64)",
         **INTERPRETED,
         "reference": "no, it has no tiles, so it takes no config",
         **HOPPER,
     }
-    named = saccade.explain(*dense(), implementation="reference")
+    named = explain_dense(implementation="reference")
     expected = {"cpu": "yes, not asked for", **INTERPRETED, "reference": "yes, taken", **HOPPER}
     assert lines_of(str(named)) == expected
     assert list(found.reasons) == list(backends.NAMES)
 
 
 def test_text_gives_the_reasons_of_all_that_cannot(monkeypatch):
-    refusing = {
-        name: backends.Implementation(name, lambda problem, name=name: f"{name} is asleep")
-        for name in backends.NAMES
-    }
-    monkeypatch.setattr(backends, "BY_NAME", refusing)
-    found = saccade.explain(*dense())
+    refusing = [
+        entry._replace(unsupported=lambda problem, name=entry.name: f"{name} is asleep")
+        for entry in backends.BACKENDS
+    ]
+    monkeypatch.setattr(backends, "BACKENDS", refusing)
+    found = explain_dense()
     assert found.chosen is None
     assert lines_of(str(found)) == {name: f"no, {name} is asleep" for name in backends.NAMES}
 
 
 def test_a_named_one_that_cannot_is_not_replaced():
-    found = saccade.explain(*dense(), implementation="reference", config=KernelConfig(32))
+    found = saccade.explain(
+        saccade.attention, *dense(), implementation="reference", config=KernelConfig(32)
+    )
     assert found.chosen is None
     assert "taken" not in str(found)
 
 
 @pytest.mark.parametrize("implementation", [None, "cpu", "reference"])
 def test_chosen_is_what_the_call_takes(implementation, monkeypatch):
-    explained = saccade.explain(*dense(), implementation=implementation).chosen
+    explained = explain_dense(implementation=implementation).chosen
     ran = []
     for name, target in (
         ("cpu", "saccade.ops.attention.cpu.host.forward"),
@@ -154,36 +162,38 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_visible_pairs_are_counted(name):
     mask = MASKS[name]
-    found = saccade.explain(*dense(), mask=mask)
+    found = explain_dense(mask=mask)
     assert found.visible_pairs == visible_pairs(mask, BATCH, HEADS, QUERY_LEN, KV_LEN)
     assert found.flops == 2 * found.visible_pairs * (HEAD_DIM + VALUE_DIM)
 
 
 def test_visible_pairs_of_a_bool_tensor_are_counted():
     table = torch.randint(0, 2, (QUERY_LEN, KV_LEN)).bool()
-    found = saccade.explain(*dense(), mask=table)
+    found = explain_dense(mask=table)
     assert found.visible_pairs == BATCH * HEADS * int(table.sum())
 
 
 def test_visible_pairs_of_packed_sequences_are_counted():
     sizes = [(3, 4), (0, 2), (4, 5)]
-    assert saccade.explain(*packed()).visible_pairs == HEADS * sum(q * k for q, k in sizes)
+    assert saccade.explain(saccade.attention_varlen, *packed()).visible_pairs == HEADS * sum(
+        q * k for q, k in sizes
+    )
     causal = masks.causal()
     wanted = sum(visible_pairs(causal, 1, HEADS, q, k) for q, k in sizes)
-    assert saccade.explain(*packed(), mask=causal).visible_pairs == wanted
+    assert saccade.explain(saccade.attention_varlen, *packed(), mask=causal).visible_pairs == wanted
 
 
 def test_very_many_pairs_are_counted_on_evenly_spaced_rows(monkeypatch):
     rows, wanted = torch.ones(1, 2, 400, 4), visible_pairs(masks.causal(), 1, 2, 400, 400)
     monkeypatch.setitem(saccade.explain.__globals__, "COUNTED_PAIRS", 2 * 100 * 400)
-    found = saccade.explain(rows, rows, rows, mask=masks.causal()).visible_pairs
+    found = saccade.explain(saccade.attention, rows, rows, rows, mask=masks.causal()).visible_pairs
     assert found != wanted  # every fourth row was counted
     assert found == pytest.approx(wanted, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_flops_and_bytes_of_a_dense_call(dtype):
-    found = saccade.explain(*dense(dtype))
+    found = saccade.explain(saccade.attention, *dense(dtype))
     assert found.visible_pairs == found.problem.pairs == PAIRS
     assert found.flops == PAIRS * (2 * HEAD_DIM + 2 * VALUE_DIM)
     query, key, value = dense(dtype)
@@ -193,7 +203,7 @@ def test_flops_and_bytes_of_a_dense_call(dtype):
 
 
 def test_flops_and_bytes_of_a_packed_call():
-    found, tensors = saccade.explain(*packed()), packed()
+    found, tensors = saccade.explain(saccade.attention_varlen, *packed()), packed()
     output = saccade.attention_varlen(*tensors)
     assert isinstance(output, torch.Tensor)
     assert found.bytes == sum(t.numel() * t.element_size() for t in (*tensors[:3], output))
@@ -204,7 +214,7 @@ def test_flops_and_bytes_of_a_packed_call():
 @pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0), (0, 0)])
 def test_nothing_costs_nothing(rows, keys):
     query, key = torch.ones(1, 2, rows, 4), torch.ones(1, 2, keys, 4)
-    found = saccade.explain(query, key, key, mask=masks.causal())
+    found = saccade.explain(saccade.attention, query, key, key, mask=masks.causal())
     assert (found.visible_pairs, found.flops) == (0, 0)
     assert found.bytes == (rows + keys) * 2 * 8 * 4
 
@@ -219,7 +229,7 @@ def test_nothing_runs_and_no_random_number_is_drawn(monkeypatch):
     monkeypatch.setattr("saccade.ops.attention.cpu.host.forward", explode)
     monkeypatch.setattr("saccade.ops.attention.reference.attention", explode)
     state = torch.get_rng_state()
-    saccade.explain(*dense(), dropout_p=0.5)
+    explain_dense(dropout_p=0.5)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -238,15 +248,28 @@ def test_nothing_runs_and_no_random_number_is_drawn(monkeypatch):
 )
 def test_refuses_what_the_call_refuses(changes, error, said, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    for function in (saccade.attention, saccade.explain):
+    for call in (saccade.attention, partial(saccade.explain, saccade.attention)):
         with pytest.raises(error) as caught:
-            function(*dense(), **changes)
+            call(*dense(), **changes)
         assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("function", [3, torch.softmax, saccade.merge_states, dense])
+def test_refuses_other_functions(function):
+    with pytest.raises(TypeError, match=r"^function: got \w+, takes one of saccade.attention, "):
+        saccade.explain(function, *dense())
+
+
+def test_refuses_a_call_without_its_arguments():
+    with pytest.raises(TypeError, match="value"):
+        saccade.explain(saccade.attention, *dense()[:2])
+    with pytest.raises(TypeError, match="cu_seqlens_q: got None"):
+        saccade.explain(saccade.attention_varlen, *packed()[:3], None)
 
 
 def test_refuses_unknown_arguments():
     with pytest.raises(TypeError, match="window_size"):
-        saccade.explain(*dense(), window_size=3)
+        explain_dense(window_size=3)
     with pytest.raises(TypeError, match="window_size"):
         saccade.attention(*dense(), window_size=3)  # pyright: ignore[reportCallIssue]
 
@@ -256,22 +279,85 @@ def test_pages():
         lengths=((3, 20), (1, 9)), packed=True, mask="causal", page_dtype=torch.int8, sinks=True
     )
     given = case.arguments()
-    query, key, value = (given.pop(name) for name in ("query", "key_pages", "value_pages"))
-    explanation = saccade.explain(query, key, value, **given)
+    explanation = saccade.explain(saccade.attention_paged, **given)
+    assert explanation.backward is None
     assert explanation.chosen == "cpu"
     elsewhere = explanation.problem._replace(device="meta")
-    assert "takes tensors on a GPU" in (backends.reasons_of(elsewhere)["triton"] or "")
+    assert "takes tensors on a GPU" in (backends.explained(elsewhere).reasons["triton"] or "")
     assert explanation.visible_pairs == 4 * (18 + 19 + 20 + 9)
     # rows of 16 + 16 channels: queries and outputs of 4 bytes, keys and values of 1
     assert explanation.bytes == 32 * (4 * 4 * 4 + 2 * 29 * 1)
     assert "2 sequences, 4 x 29 tokens in pages of 8 (int8)" in str(explanation)
-    assert saccade.explain(query, key, value, **given, batch_invariant=True).reasons["reference"]
-    with pytest.raises(TypeError, match=r"explain: got \['dropout_p'\]"):
-        saccade.explain(query, key, value, **given, dropout_p=0.5)
+    invariant = saccade.explain(saccade.attention_paged, **given, batch_invariant=True)
+    assert invariant.reasons["reference"]
+    with pytest.raises(TypeError, match="dropout_p: an unknown option"):
+        saccade.explain(saccade.attention_paged, **given, dropout_p=0.5)
 
 
 def test_a_single_row_under_a_causal_mask_has_none():
     query, key = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 9, 16)
-    assert saccade.explain(query, key, key, mask=masks.causal()).problem.mask == ""
-    assert saccade.explain(query, key, key, mask=masks.causal(align="top_left")).problem.mask != ""
-    assert saccade.explain(key, key, key, mask=masks.causal()).problem.mask != ""
+    assert (
+        saccade.explain(saccade.attention, query, key, key, mask=masks.causal()).problem.mask == ""
+    )
+    assert (
+        saccade.explain(
+            saccade.attention, query, key, key, mask=masks.causal(align="top_left")
+        ).problem.mask
+        != ""
+    )
+    assert saccade.explain(saccade.attention, key, key, key, mask=masks.causal()).problem.mask != ""
+
+
+# ---- linear attention, and passes ---------------------------------------------------------------
+
+
+def linear(**more: Any) -> Any:
+    return saccade.explain(saccade.linear_attention, *[torch.randn(2, 2, 12, 8)] * 3, **more)
+
+
+def test_linear_attention():
+    found = linear(normalize="abs")
+    assert found.chosen == "cpu" and found.visible_pairs is None
+    assert list(found.reasons) == list(backends.NAMES)
+    assert found.reasons["hopper"] == "it takes bfloat16, not float32"
+    assert found.reasons["cpu"] is None and found.reasons["reference"] is None
+    assert found.flops == 2 * 2 * 12 * (2 * 2 * 8 * 8 + 2 * 64 * 16)
+    assert found.bytes == 4 * 2 * 2 * 12 * 8 * 4
+    assert "normaliser abs" in str(found) and "cpu: yes, taken" in str(found)
+
+
+def test_linear_attention_refuses_what_the_calls_refuse():
+    offsets, rows = torch.tensor([0, 2]).int(), [torch.randn(2, 2, 8)] * 3
+    varlen = partial(saccade.explain, saccade.linear_attention_varlen)
+    with pytest.raises(TypeError, match="colour"):
+        linear(colour=1)
+    with pytest.raises(TypeError, match="unknown arguments"):
+        varlen(*rows, offsets, key_lengths=offsets)
+    with pytest.raises(TypeError, match="cu_seqlens_q: got None"):
+        varlen(*rows, None, offsets)
+    assert varlen(*rows, offsets).problem.packed
+
+
+def test_a_step_has_one_pass():
+    rows = [torch.randn(2, 2, 1, 8)] * 3
+    state = saccade.linear_attention(*rows, return_state=True)[1]
+    found = saccade.explain(saccade.linear_attention_step, state, *rows)
+    assert found.chosen == "cpu" and found.backward is None
+    assert list(found.reasons) == ["cpu", "triton"]
+
+
+def test_passes_that_differ_are_told_apart(monkeypatch):
+    monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
+    problem = saccade.explain(saccade.attention, *[torch.zeros(1, 2, 512, 256).bfloat16()] * 3,
+                              mask=masks.window(64)).problem._replace(device="cuda")  # fmt: skip
+    monkeypatch.setattr(backends, "_launch_remark", lambda problem: None)
+    choices = [backends.explained(problem, of=of) for of in ("forward", "backward")]
+    assert [choice.chosen for choice in choices] == ["hopper", "triton"]
+    found = explain_dense()
+    text = str(replace(found, forward=choices[0], backward=choices[1]))
+    forward, backward = text.split("  backward pass:\n")
+    assert "  hopper: yes, taken" in forward and "  triton: yes, not asked for" in forward
+    assert "  hopper: yes, not asked for, above 128 channels its lead is measured" in backward
+    assert "  triton: yes, taken" in backward
+    assert "backward pass" not in str(found)

@@ -54,7 +54,6 @@ def small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
         configs, "pages_unsupported",
         lambda problem: judge(problem._replace(query_tiles=10**6, slots=10**6)),
     )  # fmt: skip
-    monkeypatch.setattr(configs, "TAKE_ALL", True)
 
 
 GUARDS = pytest.mark.parametrize("guard", [Alone, Canaries], ids=["alone", "canaries"])

@@ -201,7 +201,7 @@ for name, mask in library.items():
     exact = scores.masked_fill(~pairs[name], -torch.inf).softmax(-1) @ value
     output = saccade.attention(*wide, mask=mask)
     torch.testing.assert_close(output[0, 0].double().cpu(), exact, rtol=0, atol=1e-5)
-    explained = saccade.explain(*wide, mask=mask)
+    explained = saccade.explain(saccade.attention, *wide, mask=mask)
     assert explained.visible_pairs == int(pairs[name].sum())
 
 # Times on four heads, beside PyTorch's own attention, which takes a mask only written out.

@@ -125,7 +125,9 @@ asked = {
     "documents": tokens * (tokens + 1) // 2,
 }
 on_host = [rows.float() for rows in (query, key, value)]  # where lengths can be read
-explained = saccade.explain(*on_host, offsets, offsets, mask=masks.causal())
+explained = saccade.explain(
+    saccade.attention_varlen, *on_host, offsets, offsets, mask=masks.causal()
+)
 assert explained.visible_pairs == HEADS * real_pairs
 lesson.table(
     f"{texts} texts of {', '.join(map(str, lengths.tolist()))} tokens",

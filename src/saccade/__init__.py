@@ -25,7 +25,6 @@ from saccade.ops.attention.merge import merge_states as merge_states
 from saccade.ops.flops import register as _register_flops
 from saccade.ops.linear_attention.api import linear_attention as linear_attention
 from saccade.ops.linear_attention.api import linear_attention_varlen as linear_attention_varlen
-from saccade.ops.linear_attention.explain import explain_linear as explain_linear
 from saccade.ops.linear_attention.step import linear_attention_step as linear_attention_step
 from saccade.ops.paged_attention.api import attention_paged as attention_paged
 from saccade.rotary import apply_rotary as apply_rotary
@@ -55,7 +54,6 @@ __all__ = [
     "attention_paged",
     "attention_varlen",
     "explain",
-    "explain_linear",
     "feature_maps",
     "linear_attention",
     "linear_attention_step",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,11 @@ from saccade.modifiers import ops as modifier_ops
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.modifier import written
-from saccade.runtime import backends
-from saccade.runtime.arguments import values_readable
+from saccade.ops.linear_attention import validation as linear_attention
+from saccade.ops.linear_attention.api import Options
+from saccade.runtime.arguments import OFFSETS, unknown_options, values_readable
+from saccade.runtime.backends import Choice, explained
+from saccade.runtime.linear_spec import LinearProblem
 from saccade.runtime.spec import Inputs, KernelConfig, PagedInputs, Problem, Variant
 from saccade.runtime.validation import prepare, prepare_paged, with_causal
 
@@ -28,45 +32,78 @@ class Explanation:
 
     Attributes:
         problem: the call's shape.
-        chosen: the implementation that serves the call, or None.
-        reasons: for each implementation, in order of preference, why it cannot serve (None: can).
+        forward, backward: the choice of a backend for each pass; None for a pass that the operation
+            does not have.
         config: the config that the call gives, if any.
-        visible_pairs: pairs that the mask lets through, over all batch entries and heads.
-        flops: operations of a forward pass over them.
+        visible_pairs: pairs that the mask lets through, over all batch entries and heads; None for
+            linear attention, which has no pairs.
+        flops: operations of a forward pass over them; of linear attention, in chunks of 64 rows.
         bytes: bytes that a forward pass moves at least.
-        remark: what else there is to say of the implementation that was chosen, or None.
-        yields: for each implementation, why without a name those after it go first (None: they do
-            not).
     """
 
-    problem: Problem
-    chosen: str | None
-    reasons: dict[str, str | None]
+    problem: Problem | LinearProblem
+    forward: Choice
+    backward: Choice | None
     config: KernelConfig | None
-    visible_pairs: int
+    visible_pairs: int | None
     flops: int
     bytes: int
-    remark: str | None = None
-    yields: Mapping[str, str | None] | None = None
+
+    @property
+    def chosen(self) -> str | None:
+        """The implementation that serves the forward pass, or None."""
+        return self.forward.chosen
+
+    @property
+    def reasons(self) -> dict[str, str | None]:
+        """For each implementation, in order of preference, why it cannot serve the forward pass
+        (None: it can)."""
+        return self.forward.reasons
 
     def __str__(self) -> str:
-        p = self.problem
-        shape = f"batch {p.batch}, {p.query_len} x {p.kv_len}"
-        if p.packed:
-            shape = f"{p.batch} sequences, {p.query_len} x {p.kv_len} tokens"
-        if p.page_size:
-            dtype = str(p.page_dtype).removeprefix("torch.")
-            shape += f" in pages of {p.page_size} ({dtype})"
-        lines = [
-            f"attention: {shape}, heads {p.query_heads}/{p.kv_heads}, "
-            f"dim {p.head_dim}/{p.value_dim}, {str(p.dtype).removeprefix('torch.')} on {p.device}",
-            f"  mask {written(p.mask) or 'none'}, score {written(p.score) or 'none'}, "
-            f"sinks {'yes' if p.sinks else 'no'}, dropout {'yes' if p.dropout else 'no'}",
-            f"  {self.visible_pairs:,} of {p.pairs:,} pairs visible: "
-            + costs(self.flops, self.bytes),
-        ]
-        lines += answers(self.reasons, self.chosen, self.config, self.remark, self.yields)
+        cost = costs(self.flops, self.bytes)
+        if isinstance(self.problem, Problem):
+            lines = _heading(self.problem)
+            lines.append(
+                f"  {self.visible_pairs:,} of {self.problem.pairs:,} pairs visible: {cost}"
+            )
+        else:
+            lines = [*_linear_heading(self.problem), f"  {cost}"]
+        lines += answers(self.forward, self.config)
+        if self.backward is not None and list(answers(self.backward)) != list(
+            answers(self.forward)
+        ):
+            lines += ["  backward pass:", *("  " + line for line in answers(self.backward))]
         return "\n".join(lines)
+
+
+def _heading(p: Problem) -> list[str]:
+    """The shape of a call of softmax attention, in words."""
+    shape = f"batch {p.batch}, {p.query_len} x {p.kv_len}"
+    if p.packed:
+        shape = f"{p.batch} sequences, {p.query_len} x {p.kv_len} tokens"
+    if p.page_size:
+        dtype = str(p.page_dtype).removeprefix("torch.")
+        shape += f" in pages of {p.page_size} ({dtype})"
+    return [
+        f"attention: {shape}, heads {p.query_heads}/{p.kv_heads}, "
+        f"dim {p.head_dim}/{p.value_dim}, {str(p.dtype).removeprefix('torch.')} on {p.device}",
+        f"  mask {written(p.mask) or 'none'}, score {written(p.score) or 'none'}, "
+        f"sinks {'yes' if p.sinks else 'no'}, dropout {'yes' if p.dropout else 'no'}",
+    ]
+
+
+def _linear_heading(p: LinearProblem) -> list[str]:
+    """The shape of a call of linear attention, in words."""
+    batch = f"{p.batch} sequences" if p.packed else f"batch {p.batch}"
+    heads = f"{p.query_heads}/{p.key_heads}/{p.value_heads}"
+    return [
+        f"linear attention: {batch}, {p.query_len} x {p.kv_len} tokens, heads {heads}, "
+        f"dim {p.head_dim}/{p.value_dim}, {str(p.dtype).removeprefix('torch.')} on {p.device}",
+        f"  {'causal' if p.causal else 'not causal'}, feature map {p.feature_map}, "
+        f"normaliser {p.normalize}, decay {'yes' if p.decay else 'no'}, "
+        f"initial state {'yes' if p.state else 'no'}",
+    ]
 
 
 def costs(flops: int, moved: int) -> str:
@@ -88,100 +125,101 @@ def _in_units(number: int, base: int, units: tuple[str, ...]) -> str:
     return f"{number / base**power:.4g} {units[power]}"
 
 
-def answers(
-    reasons: dict[str, str | None],
-    chosen: str | None,
-    config: KernelConfig | None,
-    remark: str | None = None,
-    yields: Mapping[str, str | None] | None = None,
-) -> Iterator[str]:
+def answers(choice: Choice, config: KernelConfig | None = None) -> Iterator[str]:
     """A line for each implementation: whether it can serve, or why not, and which one is taken."""
-    for name, reason in reasons.items():
+    for name, reason in choice.reasons.items():
         if reason is not None:
             yield f"  {name}: no, {reason}"
             continue
-        said = ["yes, not asked for", (yields or {}).get(name)]
-        if name == chosen:
-            said = ["yes, taken", config and str(config), remark]
+        said = ["yes, not asked for", choice.yields[name]]
+        if name == choice.chosen:
+            said = ["yes, taken", config and str(config), choice.remark]
         yield f"  {name}: {', '.join(filter(None, said))}"
 
 
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    page_table: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    implementation: str | None = None,
-    **arguments: Any,
-) -> Explanation:
-    """Say which implementation would serve a call, without running it.
+def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Explanation:
+    """Say which implementations would serve a call, without running it, and what it costs.
 
     Args:
-        query, key, value, and all others: as for `saccade.attention`, or, with cu_seqlens_q, for
-            `saccade.attention_varlen`, or, with page_table and kv_lens, for
-            `saccade.attention_paged` (key and value are then its pages).
+        function: `saccade.attention`, `attention_varlen`, `attention_paged`, `linear_attention`,
+            `linear_attention_varlen` or `linear_attention_step`.
+        arguments, options: what the call would be given.
 
     Returns:
-        An `Explanation`: printable, with every implementation's reason, FLOPs and bytes.
+        An `Explanation`: printable, with every implementation's reason for the forward and the
+        backward pass, FLOPs and bytes. A feature map that is a function runs, and shows as
+        "identity"; one that scales its features (`feature_maps.Favor`) shows as decay.
 
     Raises:
-        TypeError, ValueError: as the call itself would.
+        TypeError, ValueError: as the call itself would, or for a function that is none of these.
 
-    >>> print(saccade.explain(query, key, value, mask=saccade.masks.window(256)))
+    >>> print(saccade.explain(saccade.attention, query, key, value, causal=True))
     """
-    if page_table is not None and kv_lens is not None:
-        paged = PagedInputs(query, key, value, page_table, kv_lens, cu_seqlens_q)
-        inputs, variant, problem, config = _prepare_paged(paged, arguments)
+    if not callable(function) or getattr(function, "__name__", None) not in VALIDATED:
+        takes = ", ".join(f"saccade.{name}" for name in VALIDATED)
+        got = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(f"function: got {got}, takes one of {takes}, and then a call's arguments")
+    bound = inspect.signature(function).bind(*arguments, **options)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    if unknown := given.pop("unknown", None):
+        raise unknown_options(unknown)
+    if function.__name__.endswith("varlen") and given["cu_seqlens_q"] is None:
+        raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
+    implementation = given.pop("implementation")
+    inputs, variant, problem, config = VALIDATED[function.__name__](given)
+    passes = ("step", None) if function.__name__.endswith("step") else ("forward", "backward")
+    if problem.operation == "paged_attention":
+        passes = ("forward", None)
+    forward, backward = (of and explained(problem, implementation, of) for of in passes)
+    assert forward
+    if isinstance(problem, LinearProblem):
+        costs = None, problem.flops, problem.bytes
     else:
-        given = _complete(arguments, DENSE_OPTIONS)
-        inputs, variant, problem, config = prepare(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **given
-        )
-    reasons = backends.reasons_of(problem)
-    try:
-        chosen = backends.choose(problem, implementation)
-    except NotImplementedError:
-        chosen = None
-    pairs = _visible_pairs(inputs, variant, problem)
-    costs = pairs, problem.flops(pairs), problem.bytes
-    remark = chosen and backends.BY_NAME[chosen].remark(problem)
-    yields = {name: entry.yields(problem) for name, entry in backends.BY_NAME.items()}
-    return Explanation(problem, chosen, reasons, config, *costs, remark, yields)
+        pairs = _visible_pairs(inputs, variant, problem)
+        costs = pairs, problem.flops(pairs), problem.bytes
+    return Explanation(problem, forward, backward or None, config, *costs)
 
 
-DENSE_OPTIONS: dict[str, Any] = {
-    "mask": None, "score": None, "scale": None, "sinks": None, "dropout_p": 0.0,
-    "return_lse": False, "deterministic": False, "config": None,
-}  # fmt: skip
-PAGED_TENSORS: dict[str, Any] = {"sinks": None, "key_scales": None, "value_scales": None}
-PAGED_OPTIONS: dict[str, Any] = {
-    "mask": None, "score": None, "scale": None, "batch_invariant": False, "return_lse": False,
-    "config": None, **PAGED_TENSORS,
-}  # fmt: skip
+def _validated(given: dict[str, Any]) -> tuple[Any, Any, Problem, KernelConfig | None]:
+    """A call of `attention` or `attention_varlen`, validated."""
+    given["mask"] = with_causal(given["mask"], given.pop("causal"))
+    tensors = [given.pop(name) for name in ("query", "key", "value")]
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    packing = [given.pop(name, None) for name in names]
+    return prepare(*tensors, *packing, **given)
 
 
-def _complete(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """The options of a call, those that were not given as they are by default."""
-    unknown = sorted(set(given) - set(known) - {"causal"})
-    if unknown:
-        raise TypeError(f"explain: got {unknown}, takes the arguments of saccade.attention")
-    options = {"causal": False, **known, **given}
-    options["mask"] = with_causal(options["mask"], options.pop("causal"))
-    return options
+def _validated_paged(given: dict[str, Any]) -> tuple[Any, Any, Problem, KernelConfig | None]:
+    """A call of `attention_paged`, validated."""
+    given["mask"] = with_causal(given["mask"], given.pop("causal"))
+    inputs = PagedInputs(**{name: given.pop(name) for name in PagedInputs._fields})
+    return prepare_paged(inputs, **given)
 
 
-def _prepare_paged(
-    inputs: PagedInputs, arguments: dict[str, Any]
-) -> tuple[PagedInputs, Variant, Problem, KernelConfig | None]:
-    options = _complete(arguments, PAGED_OPTIONS)
-    inputs = inputs._replace(**{name: options.pop(name) for name in PAGED_TENSORS})
-    return prepare_paged(inputs, **options)
+def _validated_linear(given: dict[str, Any]) -> tuple[Any, Any, LinearProblem, KernelConfig | None]:
+    """A call of `linear_attention` or `linear_attention_varlen`, validated."""
+    options = given.pop("options", {})
+    if unknown := set(options) - set(Options.__annotations__):
+        raise TypeError(f"linear_attention_varlen: got the unknown arguments {sorted(unknown)}")
+    prepared = linear_attention.prepare(**given, **options)
+    return prepared.inputs, prepared.variant, prepared.problem, prepared.config
+
+
+def _validated_step(given: dict[str, Any]) -> tuple[Any, Any, LinearProblem, KernelConfig | None]:
+    """A call of `linear_attention_step`, validated as far as the choice looks at it."""
+    given.pop("state"), given.pop("state_index")
+    return _validated_linear(given)
+
+
+VALIDATED: dict[str, Callable[[dict[str, Any]], tuple[Any, Any, Any, KernelConfig | None]]] = {
+    "attention": _validated,
+    "attention_varlen": _validated,
+    "attention_paged": _validated_paged,
+    "linear_attention": _validated_linear,
+    "linear_attention_varlen": _validated_linear,
+    "linear_attention_step": _validated_step,
+}
 
 
 def _visible_pairs(inputs: Inputs | PagedInputs, variant: Variant, problem: Problem) -> int:

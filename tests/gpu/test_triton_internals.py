@@ -71,12 +71,14 @@ def test_by_an_unknown_triton_kernels_take_its_front_door(
     assert kernel.given == [((3,), (rows,), more)] * 2
 
 
-@pytest.mark.parametrize("by_name", [backends.BY_NAME, backends.LINEAR_BY_NAME])
-def test_explain_says_so(differs: None, by_name: backends.ByName) -> None:
+@pytest.mark.parametrize("operation", ["attention", "paged_attention", "linear_attention"])
+@pytest.mark.parametrize("name", ["triton", "hopper"])
+def test_explain_says_so(differs: None, operation: str, name: str) -> None:
     problem: Any = type("Problem", (), {"device": "cuda"})
-    assert "Triton 9.9" in str(by_name["triton"].remark(problem))
+    [backend] = [each for each in backends.candidates(operation) if each.name == name]
+    assert "Triton 9.9" in str(backend.remark(problem))
     problem.device = "cpu"
-    assert by_name["triton"].remark(problem) is None
+    assert "Triton 9.9" not in str(backend.remark(problem))
 
 
 @pytest.mark.parametrize("given", [{}, {"enable_fp_fusion": False}])

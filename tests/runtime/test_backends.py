@@ -7,7 +7,7 @@ import torch
 
 import saccade
 from saccade import KernelConfig
-from saccade.runtime import backends
+from saccade.runtime import backends, call_cache
 from saccade.runtime.spec import Problem
 
 PROBLEM = Problem(1, 2, 2, 8, 8, 16, 16, torch.float32, "cpu")
@@ -15,8 +15,9 @@ PROBLEM = Problem(1, 2, 2, 8, 8, 16, 16, torch.float32, "cpu")
 
 def test_the_order_of_preference():
     assert backends.NAMES == ("cpu", "hopper", "triton", "reference")
-    assert [entry.name for entry in backends.IMPLEMENTATIONS] == list(backends.NAMES)
-    assert list(backends.BY_NAME) == list(backends.NAMES)
+    for operation in ("attention", "paged_attention", "linear_attention"):
+        names = [entry.name for entry in backends.candidates(operation)]
+        assert names == list(backends.NAMES)
 
 
 def test_the_first_that_can_is_taken():
@@ -41,11 +42,9 @@ def test_a_named_one_never_falls_back():
 def test_without_a_name_every_reason_is_given():
     with pytest.raises(NotImplementedError, match="implementation: ") as caught:
         backends.choose(PROBLEM._replace(device="cuda", configured=True))
-    for name in backends.NAMES:
-        reason = backends.BY_NAME[name].unsupported(
-            PROBLEM._replace(device="cuda", configured=True)
-        )
-        assert f"{name}: {reason}" in str(caught.value)
+    nowhere = PROBLEM._replace(device="cuda", configured=True)
+    for entry in backends.candidates("attention"):
+        assert f"{entry.name}: {entry.unsupported(nowhere)}" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["flash", "", "CPU", "cpu ", "hopper2"])
@@ -60,6 +59,38 @@ def test_an_unknown_name_is_refused_even_where_nothing_fits():
     nowhere = PROBLEM._replace(device="cuda", configured=True)
     with pytest.raises(ValueError, match="got 'flash'"):
         backends.choose(nowhere, "flash")
+
+
+def test_each_pass_has_its_own_choice(monkeypatch):
+    monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
+    problem = PROBLEM._replace(device="cuda", dtype=torch.bfloat16, tma=True, head_dim=128)
+    problem = problem._replace(value_dim=64, query_len=512, kv_len=512)
+    assert backends.choose_all(problem)[:2] == ("hopper", "triton")
+    assert backends.choose_all(problem._replace(value_dim=128))[:2] == ("hopper", "hopper")
+    forward_by, backward_by, misses = backends.choose_all(problem, "hopper")
+    assert (forward_by, backward_by) == ("hopper", "")
+    assert (
+        misses
+        == "implementation: hopper: gradients of keys and values leave through the same memory"
+    )
+
+
+def test_a_named_one_without_a_backward_pass_refuses_gradients(monkeypatch):
+    monkeypatch.setattr(
+        backends, "choose_all", lambda *call: backends.Chosen("cpu", "", "implementation: cpu: no")
+    )
+    monkeypatch.setattr(call_cache, "_calls", {})
+    rows = torch.ones(1, 2, 4, 8)
+    saccade.attention(rows, rows, rows)
+    for offsets in ((), (torch.tensor([0, 1], dtype=torch.int32),)):
+        function = saccade.attention_varlen if offsets else saccade.attention
+        leaf = (rows[0] if offsets else rows).clone().requires_grad_()
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match=r"cpu: no \(its backward pass\)"):
+                function(leaf, leaf, leaf, *offsets)
+            with torch.no_grad():
+                function(leaf, leaf, leaf, *offsets)
 
 
 # ---- through the calls ------------------------------------------------------------------------

@@ -30,15 +30,15 @@ def default_device() -> Iterator[None]:
 @pytest.mark.parametrize("mode", [TorchDispatchMode, TorchFunctionMode, FakeTensorMode])
 def test_modes_listen(mode: Any) -> None:
     with mode():
-        assert call_cache.somebody_listens()
-    assert not call_cache.somebody_listens()
+        assert call_cache.observed()
+    assert not call_cache.observed()
 
 
 def test_transforms_listen() -> None:
     heard: list[bool] = []
 
     def function(rows: Tensor) -> Tensor:
-        heard.append(call_cache.nobody_listens([rows]))
+        heard.append(call_cache.unobserved([rows]))
         return rows.sum()
 
     torch.func.vmap(function)(torch.zeros(2, 2))
@@ -48,18 +48,18 @@ def test_transforms_listen() -> None:
 
 def test_subclasses_listen() -> None:
     plain = torch.zeros(2)
-    assert call_cache.nobody_listens([plain, None, torch.nn.Parameter(plain)])
-    assert not call_cache.nobody_listens([plain, plain.as_subclass(Subclass)])
+    assert call_cache.unobserved([plain, None, torch.nn.Parameter(plain)])
+    assert not call_cache.unobserved([plain, plain.as_subclass(Subclass)])
 
 
 @pytest.mark.parametrize("around", [torch.device("cpu"), torch.no_grad()])
 def test_neither_devices_nor_grad_modes_listen(around: AbstractContextManager[Any]) -> None:
     with around:
-        assert not call_cache.somebody_listens()
+        assert not call_cache.observed()
 
 
 def test_a_default_device_does_not_listen(default_device: None) -> None:
-    assert not call_cache.somebody_listens()
+    assert not call_cache.observed()
 
 
 def test_forward_mode_wants_gradients_of_what_requires_none() -> None:

@@ -142,7 +142,7 @@ def short(length: int) -> str:
     return f"{length / 1024:g}k" if length >= 1024 and length % 512 == 0 else str(length)
 
 
-CHUNK = 64  # rows of a chunk where operations are counted, as `saccade.explain_linear` counts
+CHUNK = 64  # rows of a chunk where operations are counted, as `saccade.explain` counts
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def _call(
     call: Any = saccade.linear_attention if cu_seqlens is None else saccade.linear_attention_varlen
     arguments: dict[str, Any] = {
         "feature_map": _as_given,
-        "normalize": normalize,
+        "normalize": "sum" if normalize else "none",
         "return_state": True,
         "eps": EPS,
         "scale": max(q.shape[-1], 1) ** -0.5 if scale is None else scale,

@@ -140,6 +140,6 @@ def _implementation(
     query, value = (
         torch.empty(1, 1, 1, n, dtype=dtype, device=device) for n in (head_dim, value_dim)
     )
-    chosen = saccade.explain(query, query, value, mask=_mask(is_causal)).chosen
+    chosen = saccade.explain(saccade.attention, query, query, value, mask=_mask(is_causal)).chosen
     assert chosen is not None  # or the forward pass had been refused
     return chosen

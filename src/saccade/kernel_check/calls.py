@@ -179,7 +179,7 @@ def start(
     if which == "hopper":
         from saccade.ops.attention.hopper import host as hopper_host
 
-        hopper_host.by_own_kernel(inputs, variant)(inputs, variant)
+        hopper_host.prepared(inputs, variant, KernelConfig())(inputs, variant)
         return
     if which == "forward":
         triton_host.forward(inputs, variant, given)
@@ -207,16 +207,15 @@ def _start_hopper_backward(
     from saccade.ops.attention.hopper import host as hopper_host
 
     output, lse = results
-    forms = configs.ordered, configs.in_turns, configs.TAKE_ALL
+    forms = configs.ordered, configs.in_turns
     # The pass says which form, not the sizes.
     apart = configs.apart
     configs.ordered = lambda problem: which == "hopper_ordered" or apart(problem)
     configs.in_turns = lambda problem: which == "hopper_turns"
-    configs.TAKE_ALL = True
     try:
         hopper_host.backward(
             inputs, variant, config, output, lse, torch.zeros_like(output), None, [],
             which != "hopper_shared",
         )  # fmt: skip
     finally:
-        configs.ordered, configs.in_turns, configs.TAKE_ALL = forms
+        configs.ordered, configs.in_turns = forms

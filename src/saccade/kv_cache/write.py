@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from saccade.kv_cache.quantization import quantised
-from saccade.ops.attention.custom_op import EXACT_STRIDES
 from saccade.rotary import check_rotary, rotated
 from saccade.runtime import backends
 from saccade.runtime.arguments import check_flag, values_readable
-from saccade.runtime.backend_modules import page_writer
+from saccade.runtime.custom_op import EXACT_STRIDES
 from saccade.runtime.paged_arguments import check_pages, check_scales
 from saccade.runtime.spec import DTYPES
 
@@ -117,7 +116,8 @@ def _write_on_gpu(*arguments: Any) -> None:
     """By a kernel that waits for nothing, where there is one."""
     key, key_pages, value_pages = arguments[0], arguments[2], arguments[3]
     if backends.no_kernels(key.device) is None:
-        kernels = page_writer()
+        from saccade.kv_cache import write_triton as kernels  # imports Triton
+
         if kernels.fits(key_pages, value_pages):
             kernels.write(*arguments)
             return

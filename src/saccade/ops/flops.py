@@ -23,32 +23,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.ops.attention import custom_op as attention_custom_op
-from saccade.ops.linear_attention import custom_op as linear_operators
+from saccade.ops.attention.custom_op import ATTENTION
+from saccade.ops.linear_attention.custom_op import LINEAR, variant_of
 from saccade.ops.linear_attention.validation import problem_of
-from saccade.ops.paged_attention import custom_op as paged_custom_op
-from saccade.runtime.spec import PagedInputs
+from saccade.ops.paged_attention.custom_op import PAGED
 
 COUNTER = "torch.utils.flop_counter"
 
 
 def attention_flops(*arguments: Any, out_val: Any = None) -> int:
     """Scores and weighted values: two products."""
-    inputs, _, _ = attention_custom_op.split(arguments)
+    inputs = ATTENTION.split(arguments).inputs
     pairs = _pairs(inputs.query, inputs.key, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     return 2 * pairs * (inputs.query.shape[-1] + inputs.value.shape[-1])
 
 
 def attention_backward_flops(*arguments: Any, out_val: Any = None) -> int:
     """Scores again, gradients of weights, values, queries and keys: five products."""
-    inputs, _, _ = attention_custom_op.split(arguments[5:])
+    inputs = ATTENTION.split(arguments[5:]).inputs
     pairs = _pairs(inputs.query, inputs.key, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     return 2 * pairs * (3 * inputs.query.shape[-1] + 2 * inputs.value.shape[-1])
 
 
 def paged_flops(*arguments: Any, out_val: Any = None) -> int:
     """As many as of attention to the keys in each sequence's pages."""
-    inputs = PagedInputs(*arguments[: paged_custom_op.NUM_INPUTS])
+    inputs = PAGED.split(arguments).inputs
     slots = inputs.page_table.shape[1] * inputs.page_size
     kv_lens = _numbers(inputs.kv_lens) or [slots] * inputs.batch
     if inputs.cu_seqlens_q is None:
@@ -62,21 +61,19 @@ def paged_flops(*arguments: Any, out_val: Any = None) -> int:
 
 def linear_flops(*arguments: Any, out_val: Any = None) -> int:
     """Products with the state and within chunks; see `LinearProblem.flops`."""
-    inputs, plain = linear_operators.split(arguments)
-    variant, _, _ = linear_operators.unpack(plain)
-    return problem_of(inputs, variant, None).flops
+    inputs, tables, plain = LINEAR.split(arguments)
+    return problem_of(inputs, variant_of(tables, plain), None).flops
 
 
 def linear_backward_flops(*arguments: Any, out_val: Any = None) -> int:
     """The gradients' products; see `LinearProblem.backward_flops`."""
-    inputs, plain = linear_operators.split(arguments[5:])
-    variant, _, _ = linear_operators.unpack(plain)
-    return problem_of(inputs, variant, None).backward_flops
+    inputs, tables, plain = LINEAR.split(arguments[5:])
+    return problem_of(inputs, variant_of(tables, plain), None).backward_flops
 
 
 def step_flops(*arguments: Any, out_val: Any = None) -> int:
     """A state takes each key in, and each query row reads it."""
-    inputs, _ = linear_operators.split(arguments[3:])
+    inputs = LINEAR.split(arguments[3:]).inputs
     batch, _, rows, dim = inputs.query.shape
     heads = inputs.heads + inputs.state_heads
     return 2 * batch * rows * heads * dim * inputs.value.shape[-1]

@@ -1,11 +1,16 @@
-"""Backends: the ordered list of implementations, and why each can or cannot serve a problem."""
+"""Backends: one ordered list of (operation, pass, backend), and why each can or cannot serve.
+
+The first backend that gives no reason against itself is taken, for each pass on its own. One that
+is named serves every pass of the call, or the call raises.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,27 +19,36 @@ from saccade.modifiers.names import consists_of, is_causal
 from saccade.runtime.linear_spec import LinearProblem
 from saccade.runtime.spec import Problem
 
+AnyProblem = Problem | LinearProblem
 
-class Implementation(NamedTuple):
-    """A name, and what it says of problems.
+
+class Backend(NamedTuple):
+    """One pass of an operation by one backend, and what it says of problems.
 
     Attributes:
+        operation: the folder of the operation below saccade.ops.
+        passes: "forward", "backward" or "step", one or several.
+        name: what a caller names it by.
         unsupported: gives the reason why a problem cannot be served, or None.
-        remark: gives what is to be said of a problem that it serves, or None.
         yields: gives the reason why those after it are preferred for a problem that it could serve,
-            or None. One that is named does not ask.
+            or None. One that is named is not asked.
+        remark: gives what is to be said of a problem that it serves, or None.
     """
 
+    operation: str
+    passes: tuple[str, ...]
     name: str
     unsupported: Callable[[Any], str | None]
-    remark: Callable[[Any], str | None] = lambda problem: None
     yields: Callable[[Any], str | None] = lambda problem: None
+    remark: Callable[[Any], str | None] = lambda problem: None
 
 
 WIDEST = 256  # channels that Triton kernels hold at once
+WIDEST_AT_ONCE = 128  # channels of which Hopper's backward pass holds all gradients at once
 SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least (descriptors.py)
 # Rows: at 64 channels they take 0.93 of the Triton kernels' time forwards
 # (benchmarks/results/h200/hopper_forward.txt); fewer were not timed.
+# Backwards they took 1.08 there, and 0.93 from more rows on (benchmarks/results/h200/hopper.jsonl).
 SHORTEST_CAUSAL = 512
 SHORTEST_PACKED = 192  # rows on average; at 252 it is the faster one, at 128 the slower
 MEASURED_MASKS = frozenset({"causal", "window", "key_lengths", "documents", "blocks"})
@@ -75,28 +89,61 @@ def _hopper_unsupported(problem: Problem) -> str | None:
     return misses or _hopper_misses(problem.device, problem.device_index)
 
 
-def _hopper_remark(problem: Problem) -> str | None:
-    from saccade.ops.attention.hopper import configs  # breaks import-direction: it alone knows
+def _hopper_backward_unsupported(problem: Problem) -> str | None:
+    widths = _width(problem.head_dim), _width(problem.value_dim)
+    if widths[0] != widths[1] and max(widths) <= WIDEST_AT_ONCE:
+        return "gradients of keys and values leave through the same memory"
+    if problem.query_len == 0:
+        return "there are no queries to load"
+    return _hopper_unsupported(problem)
 
-    said = configs.left_to_triton(problem), _launch_remark(problem)
-    return ", ".join(filter(None, said)) or None
+
+def _hopper_backward_yields(problem: Problem) -> str | None:
+    head_width, value_width = _width(problem.head_dim), _width(problem.value_dim)
+    widest, causal = max(head_width, value_width), is_causal(problem.mask)
+    short = problem.query_len <= SHORTEST_CAUSAL and not problem.packed
+    if widest <= SMALLEST_WIDTH and short and causal:
+        return f"up to {SMALLEST_WIDTH} channels causal calls of {SHORTEST_CAUSAL} rows are slower"
+    compared = (causal or problem.mask == "") and head_width == value_width
+    if widest > WIDEST_AT_ONCE and (problem.packed or problem.score or not compared):
+        return (
+            f"above {WIDEST_AT_ONCE} channels its lead is measured for causal masks and none, "
+            "dense rows, scores as they are, and values as wide as keys"
+        )
+    return _unmeasured(problem)
 
 
-def _launch_remark(problem: Problem | LinearProblem) -> str | None:
+def _width(channels: int) -> int:
+    """Channels as Hopper's kernels widen them."""
+    return next(width for width in (64, 128, 256) if channels <= width)
+
+
+def _paged_remark(problem: Problem) -> str | None:
+    said = "rows that wait for memory (decode) by the kernels for pages in Triton"
+    return ", ".join(filter(None, (said, _launch_remark(problem))))
+
+
+def _launch_remark(problem: AnyProblem) -> str | None:
     from saccade.gpu import triton_internals
 
     return triton_internals.remark() if problem.device == "cuda" else None
 
 
 def _hopper_yields(problem: Problem) -> str | None:
+    narrow = max(problem.head_dim, problem.value_dim) <= SMALLEST_WIDTH
+    if narrow and problem.score and not problem.mask:
+        # Two consumers were 6 to 13 % slower than it without a score, where three are faster.
+        return f"up to {SMALLEST_WIDTH} channels it has too few registers for scores without a mask"
+    return _unmeasured(problem)
+
+
+def _unmeasured(problem: Problem) -> str | None:
     """What was not measured beside the Triton kernels, or was slower, is theirs.
 
     Of masks other than causal ones, windows, prefixes, documents and blocks were measured, with 128
     channels: it took 1.00 to 0.67 of their time (benchmarks/results/h200/triton.jsonl).
     """
     width = max(problem.head_dim, problem.value_dim)
-    if problem.page_size:
-        return None
     if problem.score:
         return "without a name it takes scores as they are, for which its lead is measured"
     if width <= SMALLEST_WIDTH // 2:
@@ -162,7 +209,7 @@ def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:
 
 
 def _linear_hopper_yields(problem: LinearProblem) -> str | None:
-    """As `_hopper_yields`; its lead was measured from 8k on (h200/linear.txt)."""
+    """Shorter calls than were measured, and values wider than keys (h200/linear.txt)."""
     if max(problem.query_len, problem.kv_len) < SHORTEST_LEAD:
         return f"without a name it takes lengths from {SHORTEST_LEAD} on"
     if problem.value_dim > WIDEST_KEYS >= problem.head_dim:
@@ -207,13 +254,13 @@ def _asked_once(
     return None
 
 
-def _cpu_unsupported(problem: Problem | LinearProblem) -> str | None:
+def _cpu_unsupported(problem: AnyProblem) -> str | None:
     if problem.device != "cpu":
         return f"tensors lie on {problem.device}; it takes CPU tensors"
     return None
 
 
-def _reference_unsupported(problem: Problem | LinearProblem) -> str | None:
+def _reference_unsupported(problem: AnyProblem) -> str | None:
     if problem.configured:
         return "it has no tiles, so it takes no config"
     if isinstance(problem, Problem) and problem.batch_invariant:
@@ -221,54 +268,137 @@ def _reference_unsupported(problem: Problem | LinearProblem) -> str | None:
     return None
 
 
-IMPLEMENTATIONS = (
-    Implementation("cpu", _cpu_unsupported),
-    Implementation("hopper", _hopper_unsupported, _hopper_remark, _hopper_yields),
-    Implementation("triton", _triton_unsupported, _launch_remark),
-    Implementation("reference", _reference_unsupported),
+ATTENTION, PAGED, LINEAR = "attention", "paged_attention", "linear_attention"
+BOTH = ("forward", "backward")
+
+BACKENDS = (
+    Backend(ATTENTION, BOTH, "cpu", _cpu_unsupported),
+    Backend(ATTENTION, ("forward",), "hopper", _hopper_unsupported, _hopper_yields, _launch_remark),
+    Backend(
+        ATTENTION,
+        ("backward",),
+        "hopper",
+        _hopper_backward_unsupported,
+        _hopper_backward_yields,
+        _launch_remark,
+    ),
+    Backend(ATTENTION, BOTH, "triton", _triton_unsupported, remark=_launch_remark),
+    Backend(ATTENTION, BOTH, "reference", _reference_unsupported),
+    Backend(PAGED, ("forward",), "cpu", _cpu_unsupported),
+    Backend(PAGED, ("forward",), "hopper", _hopper_unsupported, remark=_paged_remark),
+    Backend(PAGED, ("forward",), "triton", _triton_unsupported, remark=_launch_remark),
+    Backend(PAGED, ("forward",), "reference", _reference_unsupported),
+    Backend(LINEAR, (*BOTH, "step"), "cpu", _cpu_unsupported),
+    Backend(
+        LINEAR, BOTH, "hopper", _linear_hopper_unsupported, _linear_hopper_yields, _launch_remark
+    ),
+    Backend(LINEAR, (*BOTH, "step"), "triton", _linear_triton_unsupported, remark=_launch_remark),
+    Backend(LINEAR, BOTH, "reference", _reference_unsupported),
 )
-"""In order of preference: the first that gives no reason against itself is taken."""
+"""In order of preference."""
 
-LINEAR_IMPLEMENTATIONS = (
-    Implementation("cpu", _cpu_unsupported),
-    Implementation("hopper", _linear_hopper_unsupported, _launch_remark, _linear_hopper_yields),
-    Implementation("triton", _linear_triton_unsupported, _launch_remark),
-    Implementation("reference", _reference_unsupported),
-)
-"""The same for linear attention."""
-
-BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
-LINEAR_BY_NAME = {implementation.name: implementation for implementation in LINEAR_IMPLEMENTATIONS}
-NAMES = tuple(BY_NAME)
-
-ByName = Mapping[str, Implementation]
+NAMES = ("cpu", "hopper", "triton", "reference")
 
 
-def reasons_of(
-    problem: Problem | LinearProblem, among: ByName | None = None
-) -> dict[str, str | None]:
-    """For each implementation, in order of preference, why it cannot serve (None: it can)."""
-    among = BY_NAME if among is None else among
-    return {name: entry.unsupported(problem) for name, entry in among.items()}
+class Choice(NamedTuple):
+    """Which backend serves a pass, and why the others do not.
+
+    Attributes:
+        chosen: the backend, or None where there is none.
+        reasons: for each backend, in order of preference, why it cannot serve (None: it can).
+        yields: for each that can, why without a name those after it go first (None: they do not).
+        remark: what else there is to say of the chosen one, or None.
+    """
+
+    chosen: str | None
+    reasons: dict[str, str | None]
+    yields: dict[str, str | None]
+    remark: str | None
 
 
-def choose(
-    problem: Problem | LinearProblem, name: str | None = None, among: ByName | None = None
-) -> str:
-    """The implementation that serves a problem: of softmax attention, or `among` others.
+def candidates(operation: str, of: str = "forward") -> Iterator[Backend]:
+    """The backends of a pass, in order of preference."""
+    for backend in BACKENDS:
+        if backend.operation == operation and of in backend.passes:
+            yield backend
+
+
+def choose(problem: AnyProblem, name: str | None = None, of: str = "forward") -> str:
+    """The backend that serves a pass of a problem.
 
     Raises:
         ValueError: for a name that is not in the list.
         NotImplementedError: if the named one (or, without a name, every one) cannot serve it.
     """
-    among = BY_NAME if among is None else among
-    if name is not None and name not in tuple(among):
-        raise ValueError(f"implementation: got {name!r}, takes one of {tuple(among)} or None")
+    if name is not None and name not in NAMES:
+        raise ValueError(f"implementation: got {name!r}, takes one of {NAMES} or None")
     reasons = []
-    for candidate in among if name is None else (name,):
-        entry = among[candidate]
-        reason = entry.unsupported(problem) or (entry.yields(problem) if name is None else None)
+    for backend in candidates(problem.operation, of):
+        if name is not None and name != backend.name:
+            continue
+        reason = backend.unsupported(problem) or (backend.yields(problem) if name is None else None)
         if reason is None:
-            return candidate
-        reasons.append(f"{candidate}: {reason}")
+            return backend.name
+        reasons.append(f"{backend.name}: {reason}")
+    if not reasons:
+        reasons.append(f"{name}: it has no {of} pass of {problem.operation.replace('_', ' ')}")
     raise NotImplementedError("implementation: " + "; ".join(reasons))
+
+
+def explained(problem: AnyProblem, name: str | None = None, of: str = "forward") -> Choice:
+    """What `choose` would find for a pass, and why."""
+    try:
+        chosen = choose(problem, name, of)
+    except NotImplementedError:
+        chosen = None
+    reasons: dict[str, str | None] = {}
+    yields: dict[str, str | None] = {}
+    remark = None
+    for backend in candidates(problem.operation, of):
+        reasons[backend.name] = backend.unsupported(problem)
+        yields[backend.name] = None if reasons[backend.name] else backend.yields(problem)
+        if backend.name == chosen:
+            remark = backend.remark(problem)
+    return Choice(chosen, reasons, yields, remark)
+
+
+class Chosen(NamedTuple):
+    """The backends of a call's passes."""
+
+    forward_by: str
+    backward_by: str  # "" where none can
+    backward_misses: str  # why none can, or ""
+
+
+def choose_all(problem: AnyProblem, name: str | None = None) -> Chosen:
+    """The backends of a call: the forward pass must have one, the backward pass may."""
+    forward_by = choose(problem, name)
+    if forward_by in ("cpu", "reference"):  # they have every pass of a call that they serve
+        return Chosen(forward_by, forward_by, "")
+    try:
+        return Chosen(forward_by, choose(problem, name, "backward"), "")
+    except NotImplementedError as error:
+        return Chosen(forward_by, "", str(error))
+
+
+# ---- modules ----------------------------------------------------------------------------------
+
+_imported: dict[tuple[str, str, str], Any] = {}
+
+
+def module_of(operation: str, name: str, of: str = "forward") -> Any:
+    """The module that does a backend's work in an operation, imported when it is first used.
+
+    It has `forward(inputs, variant, config)` and `backward(…)` (and, over pages and for softmax
+    attention, `prepared(inputs, variant, config)`: the forward pass for calls of the same shapes,
+    strides, dtypes, device and variant).
+    """
+    module = _imported.get((operation, name, of))
+    if module is None:
+        if not name:
+            raise NotImplementedError(
+                f"implementation: the named one has no {of} pass of this call"
+            )
+        module = importlib.import_module(f"saccade.ops.{operation}.{name}.host")
+        _imported[operation, name, of] = module
+    return module

@@ -1,10 +1,10 @@
-"""Call cache: a call that is like one that was checked before is not checked again.
+"""Call cache: a call that is like one that was validated before is not validated again.
 
-Checking every argument takes longer than a small problem does on a GPU. So what `prepare` and
-`dispatch` made of a plain eager call is kept under all that they look at: shapes, strides, dtypes,
-devices, mask, score and options. Anything out of the ordinary (captured tensors, dropout, autocast,
-tracing, transforms, modes, tensor subclasses, lengths and offsets that can be read) is checked
-every time: whoever looks on sees the same of every call.
+Validating every argument takes longer than a small problem does on a GPU. So what validation and
+the choice of backends gave for a plain eager call is kept under all that they look at: shapes,
+strides, dtypes, devices, mask, score and options. Anything out of the ordinary (captured tensors,
+dropout, autocast, tracing, transforms, modes, tensor subclasses, lengths and offsets that can be
+read) is validated every time, so that what observes calls sees the same of each.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ from saccade.runtime.arguments import values_readable
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
 from saccade.scores import AnyScore, Score
 
-# ---- listeners -----------------------------------------------------------------------------------
-# Who wants to see the operators that a call runs, and its gradients.
-#
+# ---- observers -----------------------------------------------------------------------------------
 # Dispatch and function modes, `torch.func` and tensor subclasses see the operator; where there is
-# none of them, eager calls go past PyTorch's dispatcher, which takes as long as a small problem
-# does.
+# none of them, eager calls go past PyTorch's dispatcher, which takes as long as a small problem.
 
 PLAIN = frozenset({Tensor, Parameter})  # types that nothing but PyTorch itself looks into
 PLAIN_OR_ABSENT = PLAIN | {type(None)}
@@ -45,13 +42,13 @@ def wants_gradients(tensors: Sequence[Tensor | None]) -> bool:
     return any([tensor.requires_grad for tensor in tensors if tensor is not None])  # faster listed
 
 
-def nobody_listens(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether no transform, mode or tensor subclass wants to see the operator."""
-    return not somebody_listens() and PLAIN_OR_ABSENT.issuperset(map(type, tensors))
+def unobserved(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether no transform, mode or tensor subclass sees the operator."""
+    return not observed() and PLAIN_OR_ABSENT.issuperset(map(type, tensors))
 
 
-def somebody_listens() -> bool:
-    """Whether a transform or mode wants to see every operator."""
+def observed() -> bool:
+    """Whether a transform or mode sees every operator."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -64,30 +61,41 @@ def _more_than_a_device() -> bool:
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
-MOST_CALLS = 4096  # kinds of calls that are kept
+# ---- what is kept -----------------------------------------------------------------------------
+
+MOST_CALLS = 4096  # calls that are kept
+PLAIN_VALUES = frozenset({bool, int, float, str})
 LENGTHS = frozenset({int, type(None)})  # types of lengths that are known, or are not
 
 AnyConfig = KernelConfig | Mapping[tuple[int, int], KernelConfig] | None
 
 
 @dataclass
-class Recalled:
-    """What was found out about a kind of call, and what was prepared for it: its forward pass, and
-    the arguments of its operator."""
+class CheckedCall:
+    """What validation found out about a call, and what was prepared for calls like it."""
 
-    variant: Variant
+    variant: Any  # Variant or LinearVariant
     config: KernelConfig | None
-    chosen: str
-    forward: Callable[[Any, Variant], tuple[Tensor, Tensor]] | None = None
-    tables: tuple[Tensor, ...] = field(init=False)  # that mask and score captured
+    forward_by: str  # the backend of each pass
+    backward_by: str = ""
+    backward_misses: str = ""  # why no backend has the backward pass
+    batch_invariant: bool = False
+    forward: Callable[[Any, Any], Any] | None = None
     plain: dict[bool, tuple[Any, ...]] = field(default_factory=dict)  # by `deterministic`
+    tables: tuple[Tensor, ...] = field(init=False)  # that mask and score captured
 
     def __post_init__(self) -> None:
-        variant = self.variant
-        self.tables = (*variant.mask_captured.tensors, *variant.score_captured.tensors)
+        variant, self.tables = self.variant, ()
+        if isinstance(variant, Variant):
+            self.tables = (*variant.mask_captured.tensors, *variant.score_captured.tensors)
+
+    def check_backward(self) -> None:
+        """Refuse a call that wants gradients which the named backend does not have."""
+        if self.backward_misses:
+            raise NotImplementedError(f"{self.backward_misses} (its backward pass)")
 
 
-_calls: dict[Any, Recalled] = {}
+_calls: dict[Any, CheckedCall] = {}
 
 
 def plain_options(sinks: Tensor | None, dropout_p: float, deterministic: bool) -> bool:
@@ -106,10 +114,10 @@ def key_of(
     implementation: str | None,
     config: AnyConfig,
 ) -> tuple[Any, ...] | None:
-    """What a call is recalled by; None for a call that must be checked."""
+    """The key of a dense call; None for a call that must be validated."""
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return None
-    if _must_be_checked(mask, score, scale, implementation, config):
+    if _out_of_the_ordinary(mask, score, scale, implementation, config):
         return None
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
@@ -128,11 +136,9 @@ def packed_key_of(
     implementation: str | None,
     config: AnyConfig,
 ) -> tuple[Any, ...] | None:
-    """The same of packed sequences: query, key, value and both sides' offsets.
-
-    Where offsets can be read, they are checked.
-    """
-    if _must_be_checked(mask, score, scale, implementation, config):
+    """The key of a packed call: of query, key, value and both sides' offsets, which are validated
+    where they can be read."""
+    if _out_of_the_ordinary(mask, score, scale, implementation, config):
         return None
     if not (PLAIN.issuperset(map(type, tensors)) and LENGTHS.issuperset(map(type, longest))):
         return None
@@ -155,10 +161,10 @@ def paged_key_of(
     implementation: str | None,
     config: AnyConfig,
 ) -> tuple[Any, ...] | None:
-    """The same of a call over pages. Where lengths and tables can be read, they are checked."""
+    """The key of a call over pages, whose lengths are validated where they can be read."""
     if not PLAIN_OR_ABSENT.issuperset(map(type, inputs)) or values_readable(inputs.kv_lens):
         return None
-    if _must_be_checked(mask, score, scale, implementation, config):
+    if _out_of_the_ordinary(mask, score, scale, implementation, config):
         return None
     if type(batch_invariant) is not bool:
         return None
@@ -173,7 +179,34 @@ def paged_key_of(
     )  # fmt: skip
 
 
-def _must_be_checked(
+def linear_key_of(
+    tensors: Sequence[Tensor | None],
+    options: tuple[Any, ...],
+    implementation: str | None,
+    config: AnyConfig,
+) -> tuple[Any, ...] | None:
+    """The key of a call of linear attention: of query, key, value and both sides' offsets (or
+    None), without decay, lengths or a state; its options are plain values."""
+    if not PLAIN_OR_ABSENT.issuperset(map(type, tensors)):
+        return None
+    if not all(type(option) in PLAIN_VALUES for option in options):
+        return None
+    if _out_of_the_ordinary(None, None, None, implementation, config):
+        return None
+    if any(tensor is not None and values_readable(tensor) for tensor in tensors[3:]):
+        return None
+    shapes = [
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        for tensor in tensors
+    ]
+    kinds = tuple(map(type, options))  # 1, 1.0 and True are equal, and not the same
+    return (
+        "linear", *shapes, options, kinds, implementation, config,
+        torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+
+
+def _out_of_the_ordinary(
     mask: AnyMask,
     score: AnyScore,
     scale: float | None,
@@ -183,7 +216,7 @@ def _must_be_checked(
     """Whether a call is out of the ordinary. Equal is not enough: 1, 1.0 and True are equal."""
     return bool(
         torch.compiler.is_compiling()
-        or somebody_listens()
+        or observed()
         or torch._C._is_any_autocast_enabled()
         or (mask is not None and not _captures_no_tensor(mask, Mask))
         or (score is not None and not _captures_no_tensor(score, Score))
@@ -198,20 +231,20 @@ def _captures_no_tensor(modifier: Any, kind: type) -> bool:
     return type(modifier) is kind and not modifier.captured.tensors
 
 
-def recalled(key: tuple[Any, ...] | None) -> Recalled | None:
+def lookup(key: tuple[Any, ...] | None) -> CheckedCall | None:
     """What was kept under a key."""
     return None if key is None else _calls.get(key)
 
 
-def keep(key: tuple[Any, ...] | None, found: Recalled) -> None:
+def keep(key: tuple[Any, ...] | None, checked: CheckedCall) -> None:
     """Keep what was found out; forget everything when there is too much of it."""
     if key is None:
         return
     if len(_calls) >= MOST_CALLS:
         forget()
-    _calls[key] = found
+    _calls[key] = checked
 
 
 def forget() -> None:
-    """Forget all calls, so that the next of each kind is checked as the first (for tests)."""
+    """Forget all calls, so that each is validated like the first of its kind (for tests)."""
     _calls.clear()

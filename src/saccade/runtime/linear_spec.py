@@ -181,6 +181,11 @@ class LinearProblem(NamedTuple):
     tma: bool = False  # whether TMA can read query, key and value as they lie
 
     @property
+    def operation(self) -> str:
+        """The operation's folder below saccade.ops."""
+        return "linear_attention"
+
+    @property
     def bytes(self) -> int:
         """Bytes that must move at least once: inputs and output, each read or written once."""
         rows = 1 if self.packed else self.batch

@@ -202,6 +202,11 @@ class Problem(NamedTuple):
     tma: bool = False  # whether the strides are such that TMA can read the tensors as they lie
 
     @property
+    def operation(self) -> str:
+        """The operation's folder below saccade.ops."""
+        return "paged_attention" if self.page_size else "attention"
+
+    @property
     def pairs(self) -> int:
         """Pairs of a query row and a key row, hidden ones included, over all heads."""
         batches = 1 if self.packed else self.batch

@@ -129,35 +129,6 @@ def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministi
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({}, None),
-        ({"deterministic": True}, None),
-        ({"value_width": 128}, "same memory"),
-        ({"head_width": 256, "value_width": 256}, None),
-        ({"head_width": 256, "value_width": 128}, "values as wide as keys"),
-        ({"head_width": 256, "value_width": 256, "masked": True}, "measured for causal"),
-        (
-            {"head_width": 256, "value_width": 256, "packed": True},
-            "dense rows",
-        ),
-        (
-            {"head_width": 256, "value_width": 256, "scored": True},
-            "scores as they are",
-        ),
-        ({"packed": True, "scored": True}, None),
-        ({"masked": True, "causal": True}, "512 rows are slower"),
-        ({"masked": True, "causal": True, "packed": True}, None),
-        ({"masked": True, "causal": True, "query_len": 513}, None),
-        ({"query_len": 0}, "no queries"),
-    ],
-)
-def test_what_the_backward_kernel_does_not_serve(changes, what):
-    reason = configs.backward_unsupported(BACKWARD._replace(**changes))
-    assert reason is None if what is None else what in (reason or "")
-
-
-@pytest.mark.parametrize(
     ("mask", "in_turns"),
     [
         (None, True),

@@ -68,5 +68,8 @@ def test_a_compiled_call_takes_it() -> None:
 
 
 def test_explain_takes_it() -> None:
-    found = saccade.explain(QUERY, KEY, KEY, causal=True)
-    assert found.problem == saccade.explain(QUERY, KEY, KEY, mask=masks.causal()).problem
+    found = saccade.explain(saccade.attention, QUERY, KEY, KEY, causal=True)
+    assert (
+        found.problem
+        == saccade.explain(saccade.attention, QUERY, KEY, KEY, mask=masks.causal()).problem
+    )

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import saccade
 from saccade import masks, scores
 from saccade.ops.attention import custom_op as attention_custom_op
+from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.validation import prepare
 from saccade.testing import Case, Description, make_case
 from saccade.testing.cases import padded
@@ -42,7 +43,8 @@ def op_arguments(case: Case, requires_grad: bool = True) -> tuple[Any, ...]:
     inputs, variant, _, config = prepare(
         *everything, return_lse=True, deterministic=False, config=None, **keywords,
     )  # fmt: skip
-    tables, plain = attention_custom_op.flatten(variant, config, False, "cpu")
+    checked = CheckedCall(variant, config, "cpu", "cpu")
+    tables, plain = list(checked.tables), attention_custom_op.flatten(checked, False)
     tables = [t.detach().requires_grad_(t.requires_grad and requires_grad) for t in tables]
     return (*inputs, tables, *plain)
 

@@ -91,7 +91,7 @@ def test_attention(soft: Implementation, mask: Any, deterministic: bool) -> None
     [
         {},
         {"causal": False},
-        {"normalize": False},
+        {"normalize": "none"},
         {"feature_map": (torch.exp, torch.exp)},
         {"feature_map": "favor"},
     ],

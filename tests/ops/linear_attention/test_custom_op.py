@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import saccade
 from saccade.ops.linear_attention import custom_op as linear_custom_op
+from saccade.runtime.call_cache import CheckedCall
 from saccade.testing import make_linear_case
 
 
@@ -46,17 +47,20 @@ def operator_arguments(name: str, requires_grad: bool) -> tuple[Any, ...]:
     leaves = {key: leaf.detach().nan_to_num() for key, leaf in case.leaves().items()}
     leaves = {key: leaf.requires_grad_(requires_grad) for key, leaf in leaves.items()}
     prepared = case.prepared(leaves)
-    return (*prepared.inputs, *linear_custom_op.flatten(prepared.variant, None, "cpu"))
+    return (
+        *prepared.inputs,
+        *linear_custom_op.flatten(CheckedCall(prepared.variant, None, "cpu", "cpu")),
+    )
 
 
 @pytest.mark.parametrize("name", list(OPERATOR_CASES))
 def test_opcheck(name: str, unchecked_shapes: None) -> None:
-    torch.library.opcheck(linear_custom_op.linear_op, operator_arguments(name, True))
+    torch.library.opcheck(linear_custom_op.LINEAR.op, operator_arguments(name, True))
     arguments = operator_arguments(name, False)
-    output, normaliser, kv, key_sum = linear_custom_op.linear_op(*arguments)
+    output, normaliser, kv, key_sum = linear_custom_op.LINEAR.op(*arguments)
     grads = [torch.randn_like(result) for result in (output, kv, key_sum)]
     torch.library.opcheck(
-        linear_custom_op.linear_backward_op,
+        linear_custom_op.LINEAR.backward_op,
         (*grads, output, normaliser, *arguments),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.ops.paged_attention.custom_op import attention_paged_op
+from saccade.ops.paged_attention.custom_op import PAGED
 from saccade.testing import make_paged_case
 
 
@@ -30,7 +30,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("description", CASES, ids=str)
 def test_opcheck(description):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(attention_paged_op, flat(**description), test_utils=tests)
+    torch.library.opcheck(PAGED.op, flat(**description), test_utils=tests)
 
 
 @pytest.mark.parametrize("description", CASES, ids=str)
@@ -88,6 +88,6 @@ def test_lengths_that_change_do_not_compile_anew():
 def test_the_operator_itself_has_no_gradient():
     arguments = list(flat())
     arguments[0] = arguments[0].clone().requires_grad_()
-    output, _ = attention_paged_op(*arguments)
+    output, _ = PAGED.op(*arguments)
     with pytest.raises(NotImplementedError, match="gradient of attention over pages"):
         output.sum().backward()

@@ -23,7 +23,7 @@ KINDS = ("softmax", "linear", "paged")
 def peers() -> list[Peer]:
     """One peer for each implementation; the reference only when it is named."""
     row = torch.zeros(1, 1, 1, 8)
-    names = saccade.explain(row, row, row).reasons
+    names = saccade.explain(saccade.attention, row, row, row).reasons
     return [_peer(name) for name in names]
 
 
@@ -77,10 +77,11 @@ def explained(case: Case, device: torch.device) -> Any:
     """What `saccade.explain` says of a case."""
     (query, key, value), mask = case.empty(device), mask_of(case, device)
     if not case.packed:
-        return saccade.explain(query, key, value, mask=mask)
+        return saccade.explain(saccade.attention, query, key, value, mask=mask)
     query, key, value = (to_layout(tensor, "packed") for tensor in (query, key, value))
     offsets, longest = case.visibility.offsets(device), max(case.visibility.documents)
-    return saccade.explain(query, key, value, offsets, max_seqlen_q=longest, mask=mask)
+    packed = query, key, value, offsets
+    return saccade.explain(saccade.attention_varlen, *packed, max_seqlen_q=longest, mask=mask)
 
 
 def mask_of(case: Case, device: torch.device) -> masks.Mask | None:
@@ -105,7 +106,8 @@ def mask_of(case: Case, device: torch.device) -> masks.Mask | None:
 def _linear(name: str, case: Case, device: torch.device) -> Call | str:
     """One of saccade's implementations."""
     row = torch.empty(1, 1, 1, 8, dtype=case.torch_dtype, device=device)
-    reason = saccade.explain_linear(row, row, row).reasons.get(name, "it has no linear attention")
+    reasons = saccade.explain(saccade.linear_attention, row, row, row).reasons
+    reason = reasons.get(name, "it has no linear attention")
     if name == "reference":
         reason = case.scores_beyond(LARGEST_REFERENCE_SCORES)
     if reason is not None:

@@ -134,7 +134,7 @@ def _not_by(implementation: str, case: Case, device: torch.device) -> str | None
     query = torch.zeros(1, 1, 1, case.head_dim, dtype=case.torch_dtype, device=device)
     page, one = query.to(stored), torch.ones(1, dtype=torch.int32, device=device)
     found = saccade.explain(
-        query, page, page, page_table=one[None] - 1, kv_lens=one,
+        saccade.attention_paged, query, page, page, one[None] - 1, one,
         key_scales=scales, value_scales=scales,
     )  # fmt: skip
     return found.reasons[implementation]

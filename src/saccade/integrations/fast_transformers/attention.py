@@ -32,7 +32,7 @@ def causal_dot_product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     Source: Katharopoulos et al. 2020, algorithm 1.
     """
     return saccade.linear_attention(
-        Q, K, V, feature_map="identity", normalize=False, align="top_left"
+        Q, K, V, feature_map="identity", normalize="none", align="top_left"
     )
 
 

@@ -129,7 +129,7 @@ def explain(
         return Route(reason)
     try:
         call = translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        found = saccade.explain(call.query, call.key, call.value, **call.options)
+        found = saccade.explain(saccade.attention, call.query, call.key, call.value, **call.options)
     except (TypeError, ValueError, NotImplementedError) as error:
         return Route(str(error))
     if found.chosen is None:

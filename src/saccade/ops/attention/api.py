@@ -9,12 +9,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade.masks import AnyMask
-from saccade.ops.attention import autograd
+from saccade.ops.attention import reference
+from saccade.ops.attention.custom_op import ATTENTION
 from saccade.runtime import arguments, backends, call_cache, shards
 from saccade.runtime.arguments import unknown_options
-from saccade.runtime.call_cache import Recalled
+from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.spec import Inputs, KernelConfig
-from saccade.runtime.validation import prepare, with_causal, with_seed
+from saccade.runtime.validation import prepare, with_causal, with_seed, without_autocast
 from saccade.scores import AnyScore
 
 
@@ -108,16 +109,12 @@ def attention(  # breaks function-length: most of it is the docstring
     arguments.check_flag("return_lse", return_lse)
     if causal is not False:
         mask = with_causal(mask, causal)
-    recall_key = None
+    call_key = None
     if call_cache.plain_options(sinks, dropout_p, deterministic):
-        recall_key = call_cache.key_of(
-            query, key, value, mask, score, scale, implementation, config
-        )
-    found = call_cache.recalled(recall_key)
-    if found is not None:
-        output, lse = autograd.attention(
-            Inputs(query, key, value), found, deterministic, alone=True
-        )
+        call_key = call_cache.key_of(query, key, value, mask, score, scale, implementation, config)
+    checked = call_cache.lookup(call_key)
+    if checked is not None:
+        output, lse = _attend(Inputs(query, key, value), checked, deterministic, alone=True)
         return (output, lse) if return_lse else output
     if shards.any_sharded(query, key, value):
         options = {
@@ -126,14 +123,14 @@ def attention(  # breaks function-length: most of it is the docstring
             "implementation": implementation, "config": config,
         }  # fmt: skip
         return shards.attention(attention, query, key, value, (), options)
-    inputs, variant, problem, checked = prepare(
+    inputs, variant, problem, config = prepare(
         query, key, value, None, None, None, None,
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
         return_lse=return_lse, deterministic=deterministic, config=config,
     )  # fmt: skip
-    found = Recalled(variant, checked, backends.choose(problem, implementation))
-    call_cache.keep(recall_key, found)
-    output, lse = autograd.attention(with_seed(inputs, variant), found, deterministic)
+    checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
+    call_cache.keep(call_key, checked)
+    output, lse = _attend(with_seed(inputs, variant), checked, deterministic)
     return (output, lse) if return_lse else output
 
 
@@ -214,15 +211,15 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     if causal is not False:
         mask = with_causal(mask, causal)
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    tensors, recall_key = (query, key, value, *offsets), None
+    tensors, call_key = (query, key, value, *offsets), None
     if call_cache.plain_options(sinks, dropout_p, deterministic):
-        recall_key = call_cache.packed_key_of(
+        call_key = call_cache.packed_key_of(
             tensors, (max_seqlen_q, max_seqlen_k), mask, score, scale, implementation, config
         )
-    found = call_cache.recalled(recall_key)
-    if found is not None:
+    checked = call_cache.lookup(call_key)
+    if checked is not None:
         inputs = Inputs(query, key, value, None, None, *offsets)
-        output, lse = autograd.attention(inputs, found, deterministic, alone=True)
+        output, lse = _attend(inputs, checked, deterministic, alone=True)
         return (output, lse) if return_lse else output
     if shards.any_sharded(*tensors):
         options = {
@@ -232,12 +229,22 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
             "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
         }  # fmt: skip
         return shards.attention(attention_varlen, query, key, value, offsets, options)
-    inputs, variant, problem, checked = prepare(
+    inputs, variant, problem, config = prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
         return_lse=return_lse, deterministic=deterministic, config=config,
     )  # fmt: skip
-    found = Recalled(variant, checked, backends.choose(problem, implementation))
-    call_cache.keep(recall_key, found)
-    output, lse = autograd.attention(with_seed(inputs, variant), found, deterministic)
+    checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
+    call_cache.keep(call_key, checked)
+    output, lse = _attend(with_seed(inputs, variant), checked, deterministic)
     return (output, lse) if return_lse else output
+
+
+def _attend(
+    inputs: Inputs, checked: CheckedCall, deterministic: bool, *, alone: bool = False
+) -> tuple[Tensor, ...]:
+    """Output and lse of a validated call; the reference is plain PyTorch with its gradients."""
+    if checked.forward_by == "reference":
+        with without_autocast(inputs.query.device):
+            return reference.attention(inputs, checked.variant)
+    return ATTENTION(inputs, checked, deterministic, alone=alone)

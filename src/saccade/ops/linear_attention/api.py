@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, overload
 
 from torch import Tensor
 from typing_extensions import Unpack
 
-from saccade.ops.linear_attention import autograd as linear_autograd
 from saccade.ops.linear_attention import reference, shards
-from saccade.ops.linear_attention.custom_op import flatten
-from saccade.ops.linear_attention.validation import Prepared, prepare
-from saccade.runtime import backends
+from saccade.ops.linear_attention.arguments import SIGNED_MAPS
+from saccade.ops.linear_attention.custom_op import LINEAR
+from saccade.ops.linear_attention.validation import prepare
+from saccade.runtime import backends, call_cache
 from saccade.runtime.arguments import OFFSETS
-from saccade.runtime.linear_spec import LinearResults, LinearState
+from saccade.runtime.call_cache import CheckedCall
+from saccade.runtime.linear_spec import LinearInputs, LinearResults, LinearState
 from saccade.runtime.spec import KernelConfig
 from saccade.runtime.validation import without_autocast
 
@@ -27,7 +29,7 @@ class Options(TypedDict, total=False):
     causal: bool
     align: str
     feature_map: FeatureMap | tuple[FeatureMap, FeatureMap]
-    normalize: bool | str
+    normalize: str
     eps: float
     scale: float
     decay: Tensor | None
@@ -64,7 +66,7 @@ def linear_attention(  # breaks function-length: most of it is the docstring
     causal: bool = True,
     align: str = "bottom_right",
     feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu+1",
-    normalize: bool | str = True,
+    normalize: str = "sum",
     eps: float = 1e-6,
     scale: float = 1.0,
     decay: Tensor | None = None,
@@ -92,7 +94,7 @@ def linear_attention(  # breaks function-length: most of it is the docstring
             function of [..., head_dim] such as those of `saccade.feature_maps`, or a pair
             (for queries, for keys).
         normalize: what weighted sums are divided by, given t, the sum of a row's scores:
-            True or "sum": t + eps; "clamp": max(t, eps); "abs": max(|t|, eps); False or "none": 1.
+            "sum": t + eps; "clamp": max(t, eps); "abs": max(|t|, eps); "none": 1.
         eps: see normalize; not negative. Taken as 0 with maps that scale their features
             (`feature_maps.Favor`): these are positive, and have no unit in common.
         scale: the factor of the scores.
@@ -122,22 +124,16 @@ def linear_attention(  # breaks function-length: most of it is the docstring
 
     >>> output, state = saccade.linear_attention(query, key, value, return_state=True)
     """
+    options: dict[str, Any] = {
+        "causal": causal, "align": align, "feature_map": feature_map, "normalize": normalize,
+        "eps": eps, "scale": scale, "decay": decay, "key_lengths": key_lengths,
+        "initial_state": initial_state, "return_state": return_state, "config": config,
+    }  # fmt: skip
     if shards.sharded(query, key, value, state=initial_state):
-        options: dict[str, Any] = {
-            "causal": causal, "align": align, "feature_map": feature_map, "normalize": normalize,
-            "eps": eps, "scale": scale, "decay": decay, "key_lengths": key_lengths,
-            "initial_state": initial_state, "return_state": return_state,
-            "implementation": implementation, "config": config,
-        }  # fmt: skip
         tensors = {"query": query, "key": key, "value": value}
+        options["implementation"] = implementation
         return shards.attention(linear_attention, tensors, (), options)
-    prepared = prepare(
-        query, key, value,
-        causal=causal, align=align, feature_map=feature_map, normalize=normalize, eps=eps,
-        scale=scale, decay=decay, key_lengths=key_lengths, initial_state=initial_state,
-        return_state=return_state, config=config,
-    )  # fmt: skip
-    output, state = _run(prepared, implementation)
+    output, state = _attend((query, key, value), options, implementation)
     return (output, state) if return_state else output
 
 
@@ -196,28 +192,54 @@ def linear_attention_varlen(
     unknown = set(options) - set(Options.__annotations__)
     if unknown:
         raise TypeError(f"linear_attention_varlen: got the unknown arguments {sorted(unknown)}")
+    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    options["return_state"] = return_state
     if shards.sharded(query, key, value, state=options.get("initial_state")):
         tensors = {"query": query, "key": key, "value": value}
-        offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        given = {"return_state": return_state, "implementation": implementation, **options}
-        return shards.attention(linear_attention_varlen, tensors, offsets, given)
-    prepared = prepare(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, return_state=return_state, **options
-    )
-    output, state = _run(prepared, implementation)
+        options["implementation"] = implementation
+        return shards.attention(linear_attention_varlen, tensors, offsets, options)
+    output, state = _attend((query, key, value, *offsets), options, implementation)
     return (output, state) if return_state else output
 
 
-def _run(prepared: Prepared, implementation: str | None) -> tuple[Tensor, LinearState]:
-    """The reference is plain PyTorch, with PyTorch's gradients; all others are operators."""
-    inputs, variant, problem, config, scaling = prepared
-    chosen = backends.choose(problem, implementation, backends.LINEAR_BY_NAME)
-    if chosen == "reference":
-        with without_autocast(inputs.query.device):  # inputs have been cast already
-            found: LinearResults = reference.attention(inputs, variant)
+def _attend(
+    tensors: tuple[Tensor, ...], options: dict[str, Any], implementation: str | None
+) -> tuple[Tensor, LinearState]:
+    """Output and last state of a dense call, or of a packed one with both sides' offsets."""
+    key = _key_of(tensors, options, implementation)
+    checked, scaling = call_cache.lookup(key), None
+    if checked is not None:
+        inputs = LinearInputs(*tensors[:3], None, None, None, None, *tensors[3:])
     else:
-        found = linear_autograd.attention(inputs, flatten(variant, config, chosen))
+        inputs, variant, problem, config, scaling = prepare(*tensors, **options)
+        checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
+        if scaling is None and all(map(operator.is_, inputs[:3], tensors)):
+            call_cache.keep(key, checked)
+    if checked.forward_by == "reference":  # plain PyTorch, with PyTorch's gradients
+        with without_autocast(inputs.query.device):  # inputs have been cast already
+            found: LinearResults = reference.attention(inputs, checked.variant)
+    else:
+        found = LinearResults(*LINEAR(inputs, checked))
     if scaling is None:
         return found.output, LinearState(found.kv, found.key_sum)
-    output = scaling.finished(found.output, inputs, variant.normalize)
+    output = scaling.finished(found.output, inputs, checked.variant.normalize)
     return output, LinearState(found.kv, found.key_sum, scaling.state)
+
+
+NAMES = ("causal", "align", "feature_map", "normalize", "eps", "scale", "return_state")
+TENSORS = ("decay", "key_lengths", "initial_state")
+
+
+def _key_of(
+    tensors: tuple[Tensor, ...], options: dict[str, Any], implementation: str | None
+) -> tuple[Any, ...] | None:
+    """What validation of the call is kept under; None where it must be done each time."""
+    if any(options.get(name) is not None for name in TENSORS):
+        return None
+    if options.get("feature_map") in SIGNED_MAPS:  # may warn
+        return None
+    plain = tuple(options.get(name, MISSING) for name in NAMES)
+    return call_cache.linear_key_of(tensors, plain, implementation, options.get("config"))
+
+
+MISSING = ""  # an option that was left out

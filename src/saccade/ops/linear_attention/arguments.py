@@ -73,14 +73,11 @@ def resolve_map(feature_map: Any) -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
-def resolve_normalize(normalize: bool | str) -> str:
-    """The normaliser's name."""
-    if isinstance(normalize, bool):
-        return "sum" if normalize else "none"
+def check_normalize(normalize: str) -> str:
+    """Refuse a normaliser that does not exist."""
     if not isinstance(normalize, str) or normalize not in NORMALIZERS:
-        takes = f"True ('sum'), False ('none') or one of {NORMALIZERS}"
         kind = ValueError if isinstance(normalize, str) else TypeError
-        raise kind(f"normalize: got {normalize!r}, takes {takes}")
+        raise kind(f"normalize: got {normalize!r}, takes one of {NORMALIZERS}")
     return normalize
 
 

@@ -15,6 +15,7 @@ from saccade.ops.linear_attention.feature_scaling import Scaling
 from saccade.ops.linear_attention.validation import prepare
 from saccade.runtime import backends
 from saccade.runtime.arguments import values_readable
+from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.checks import integers
 from saccade.runtime.linear_spec import LinearInputs, LinearState
 
@@ -27,7 +28,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     *,
     state_index: Tensor | None = None,
     feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu+1",
-    normalize: bool | str = True,
+    normalize: str = "sum",
     eps: float = 1e-6,
     scale: float = 1.0,
     decay: Tensor | None = None,
@@ -75,18 +76,17 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     )  # fmt: skip
     inputs, variant, problem, _, scaling = prepared
     _check_gradients("features", inputs.query, inputs.key)  # of a map with parameters
-    chosen = backends.choose(problem, implementation, backends.LINEAR_BY_NAME)
-    if chosen == "reference":
+    if implementation == "reference":
         raise NotImplementedError(
             "implementation: reference: it changes nothing in place; call linear_attention with "
             "initial_state and return_state"
         )
+    checked = CheckedCall(variant, None, backends.choose(problem, implementation, "step"))
     inputs = inputs._replace(initial_kv=None, initial_key_sum=None)
     if scaling is not None:
         _check_units(state.log_scale)
         inputs = _in_new_units(inputs, scaling)
-    plain = flatten(variant, None, chosen)
-    output = linear_step_op(state.kv, state.key_sum, index, *inputs, *plain)
+    output = linear_step_op(state.kv, state.key_sum, index, *inputs, *flatten(checked))
     if scaling is None:
         return output
     if state.log_scale is not None and inputs.key.shape[2] > 0:

@@ -49,7 +49,7 @@ def prepare(
     causal: bool = True,
     align: str = "bottom_right",
     feature_map: Any = "elu+1",
-    normalize: bool | str = True,
+    normalize: str = "sum",
     eps: float = 1e-6,
     scale: float = 1.0,
     decay: Tensor | None = None,
@@ -66,7 +66,7 @@ def prepare(
     check_flag("return_state", return_state)
     check_align(align)
     maps = arguments.resolve_map(feature_map)
-    form = arguments.resolve_normalize(normalize)
+    form = arguments.check_normalize(normalize)
     eps = arguments.check_number("eps", eps, least=0.0)
     scale = check_scale(scale)
     config = resolve_config(config, query.device)
@@ -172,7 +172,7 @@ def _warn_of_signs(maps: tuple[Any, Any], form: str) -> None:
         warnings.warn(
             f"normalize: got 'sum' with the feature map {signed[0]!r}, whose features may be "
             "negative, so that their sum may be near 0; takes 'abs' or 'clamp' with a large eps, "
-            "or False",
+            "or 'none'",
             stacklevel=4,
         )
 

@@ -9,11 +9,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade.masks import AnyMask
-from saccade.ops.paged_attention import reference
-from saccade.ops.paged_attention.custom_op import attention_paged_through
+from saccade.ops.paged_attention import custom_op, reference
 from saccade.runtime import arguments, backends, call_cache, shards
 from saccade.runtime.arguments import unknown_options
-from saccade.runtime.call_cache import Recalled
+from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.spec import KernelConfig, PagedInputs
 from saccade.runtime.validation import prepare_paged, with_causal, without_autocast
 from saccade.scores import AnyScore
@@ -123,26 +122,27 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     arguments.check_flag("return_lse", return_lse)
     if causal is not False:
         mask = with_causal(mask, causal)
-    recall_key = call_cache.paged_key_of(
+    call_key = call_cache.paged_key_of(
         inputs, mask, score, scale, batch_invariant, implementation, config
     )
-    found = call_cache.recalled(recall_key)
-    if found is None and shards.any_sharded(*inputs):
+    checked = call_cache.lookup(call_key)
+    if checked is None and shards.any_sharded(*inputs):
         options = {
             "mask": mask, "score": score, "scale": scale, "batch_invariant": batch_invariant,
             "return_lse": return_lse, "implementation": implementation, "config": config,
         }  # fmt: skip
         return shards.attention_paged(attention_paged, inputs, options)
-    if found is None:
-        inputs, variant, problem, resolved = prepare_paged(
+    if checked is None:
+        inputs, variant, problem, config = prepare_paged(
             inputs, mask=mask, score=score, scale=scale, batch_invariant=batch_invariant,
             return_lse=return_lse, config=config,
         )  # fmt: skip
-        found = Recalled(variant, resolved, backends.choose(problem, implementation))
-        call_cache.keep(recall_key, found)
-    if found.chosen == "reference":
+        forward_by = backends.choose(problem, implementation)
+        checked = CheckedCall(variant, config, forward_by, batch_invariant=batch_invariant)
+        call_cache.keep(call_key, checked)
+    if checked.forward_by == "reference":
         with without_autocast(inputs.query.device):
-            output, lse = reference.attention_paged(inputs, found.variant)
+            output, lse = reference.attention_paged(inputs, checked.variant)
     else:
-        output, lse = attention_paged_through(inputs, found, batch_invariant)
+        output, lse = custom_op.attention_paged(inputs, checked)
     return (output, lse) if return_lse else output

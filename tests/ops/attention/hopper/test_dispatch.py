@@ -26,7 +26,7 @@ def problem(query: Tensor, key: Tensor | None = None, **more: Any) -> Any:
 
 
 def reason(*tensors: Tensor, **more: Any) -> str:
-    return backends.BY_NAME["hopper"].unsupported(problem(*tensors, **more)) or ""
+    return backends.explained(problem(*tensors, **more)).reasons["hopper"] or ""
 
 
 PREFIX = masks.prefix(torch.tensor([7], dtype=torch.int32))
@@ -81,27 +81,37 @@ def test_projections_and_single_rows_are_taken_as_they_lie():
     assert problem(rows(1, 1, 1, 64).as_strided((1, 1, 1, 64), (3, 5, 7, 1))).tma
 
 
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose GPU is a Hopper, as far as the choice looks at it."""
+    monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "said", "named"),
     [
-        (lambda: problem(rows(1, 2, 512, 128)), None),
-        (lambda: problem(rows(1, 2, 512, 256)), None),
-        (lambda: problem(rows(1, 2, 512, 256), mask=masks.causal(align="top_left")), None),
-        (
-            lambda: problem(rows(1, 2, 512, 256), mask=masks.window(64)),
-            "backward by Triton kernels (above 128 channels",
-        ),
-        (
-            lambda: problem(rows(1, 2, 0, 128), rows(1, 2, 512, 128)),
-            "backward by Triton kernels (there are no queries",
-        ),
+        (lambda: problem(rows(1, 2, 512, 128)), None, True),
+        (lambda: problem(rows(1, 2, 512, 256)), None, True),
+        (lambda: problem(rows(1, 2, 512, 256), mask=masks.causal(align="top_left")), None, True),
+        (lambda: problem(rows(1, 2, 512, 256), mask=masks.window(64)), "causal masks", True),
+        (lambda: problem(rows(1, 2, 512, 256), score=scores.softcap(3.0)), "as they are", True),
+        (lambda: problem(rows(1, 2, 512, 256))._replace(value_dim=128), "as wide as keys", True),
+        (lambda: problem(rows(1, 2, 512, 256))._replace(packed=True), "dense rows", True),
+        (lambda: problem(rows(1, 2, 512, 64), mask=masks.causal()), "512 rows are slower", True),
+        (lambda: problem(rows(1, 2, 513, 64), mask=masks.causal()), None, True),
+        (lambda: problem(rows(1, 2, 512, 128))._replace(value_dim=64), "same memory", False),
+        (lambda: problem(rows(1, 2, 0, 128), rows(1, 2, 512, 128)), "no queries", False),
     ],
 )
-def test_explain_says_which_passes_it_leaves(found, said):
-    remark = backends.BY_NAME["hopper"].remark(found())
-    assert (remark is None) if said is None else (said in remark)
-    text = ", ".join(["  hopper: yes, taken", remark or ""])
-    assert next(answers({"hopper": None}, "hopper", None, remark)) == text.removesuffix(", ")
+def test_which_backward_passes_it_takes(found, said, named):
+    asked = found()._replace(device="cuda")
+    assert backends.choose(asked, of="backward") == ("hopper" if said is None else "triton")
+    choice = backends.explained(asked, "hopper", "backward")
+    assert choice.chosen == ("hopper" if named else None)
+    if said is not None:
+        assert said in (choice.yields["hopper"] or choice.reasons["hopper"])
 
 
 @pytest.mark.parametrize(
@@ -124,13 +134,13 @@ def test_explain_says_which_passes_it_leaves(found, said):
         (lambda: problem(rows(1, 2, 512, 32)), "64 channels"),
     ],
 )
-def test_what_was_not_measured_goes_to_triton_kernels_unless_it_is_named(found, said, monkeypatch):
-    monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
-    monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
+def test_what_was_not_measured_goes_to_triton_kernels_unless_it_is_named(found, said, hopper):
     asked = found()._replace(device="cuda")
     assert backends.choose(asked) == ("hopper" if said is None else "triton")
     assert backends.choose(asked, "hopper") == "hopper"
-    why = backends.BY_NAME["hopper"].yields(asked)
+    choice = backends.explained(asked)
+    why = choice.yields["hopper"]
     assert (why is None) if said is None else (said in why)
-    line = next(answers({"hopper": None}, "triton", None, None, {"hopper": why}))
-    assert line == ", ".join(filter(None, ["  hopper: yes, not asked for", why]))
+    lines = [line.strip() for line in answers(choice)]
+    taken = "hopper: yes, taken" if said is None else f"hopper: yes, not asked for, {why}"
+    assert taken in lines

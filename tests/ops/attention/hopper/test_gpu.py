@@ -29,12 +29,6 @@ def _needs_hopper() -> None:
         pytest.skip("this GPU is no Hopper")
 
 
-@pytest.fixture(autouse=True)
-def _by_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the library takes Triton's, for want of a comparison."""
-    monkeypatch.setattr(configs, "TAKE_ALL", True)
-
-
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)

@@ -27,7 +27,7 @@ def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def reason(query: Tensor, key: Tensor | None = None, **more: Any) -> str:
     key = query if key is None else key
     problem = prepare(query, key, key, **more).problem
-    return backends.LINEAR_BY_NAME["hopper"].unsupported(problem) or ""
+    return backends.explained(problem).reasons["hopper"] or ""
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_reasons(what: str, found: Any) -> None:
 
 
 def test_it_comes_before_triton_kernels_and_wants_a_hopper() -> None:
-    assert tuple(backends.LINEAR_BY_NAME).index("hopper") == 1
+    assert list(backends.candidates("linear_attention"))[1].name == "hopper"
     with pytest.raises(NotImplementedError, match="hopper: "):
         saccade.linear_attention(*[rows(1, 2, 8, 64)] * 3, implementation="hopper")
 
@@ -123,13 +123,13 @@ def test_what_was_not_measured_goes_to_triton_kernels_unless_it_is_named(shape, 
     monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
     monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
     asked = prepare(*[rows(*shape)] * 3).problem._replace(device="cuda")
-    chosen = backends.choose(asked, None, backends.LINEAR_BY_NAME)
+    chosen = backends.choose(asked)
     assert chosen == ("hopper" if said is None else "triton")
-    assert backends.choose(asked, "hopper", backends.LINEAR_BY_NAME) == "hopper"
-    why = backends.LINEAR_BY_NAME["hopper"].yields(asked)
+    assert backends.choose(asked, "hopper") == "hopper"
+    why = backends.explained(asked).yields["hopper"]
     assert (why is None) if said is None else (said in why)
     values_alone = asked._replace(head_dim=128, value_dim=256)
-    assert backends.choose(values_alone, None, backends.LINEAR_BY_NAME) == "triton"
+    assert backends.choose(values_alone) == "triton"
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

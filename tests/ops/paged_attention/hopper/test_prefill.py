@@ -60,8 +60,8 @@ def test_dispatch_says_what_it_does_not_take(changes: dict[str, Any], reason: st
     pool_ = pool_.to(changes.get("pages", dtype))
     scales = torch.ones(4, 2, 16) if pool_.element_size() == 1 else None
     found = saccade.explain(
-        torch.zeros(1, 2, 3, 16, dtype=dtype), pool_, pool_,
-        page_table=torch.zeros(1, 2, dtype=torch.int32), kv_lens=torch.tensor([20]).int(),
+        saccade.attention_paged, torch.zeros(1, 2, 3, 16, dtype=dtype), pool_, pool_,
+        torch.zeros(1, 2, dtype=torch.int32), torch.tensor([20]).int(),
         key_scales=scales, value_scales=scales,
         batch_invariant=changes.get("batch_invariant", False),
     )  # fmt: skip

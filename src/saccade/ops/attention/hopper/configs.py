@@ -11,7 +11,7 @@ from typing import NamedTuple
 from saccade.gpu.hopper.descriptors import width_of
 from saccade.gpu.kernel_args import Geometry
 from saccade.modifiers.names import is_causal, stretch_of
-from saccade.runtime.spec import Inputs, Problem, Variant
+from saccade.runtime.spec import Inputs, Variant
 
 ROWS = 64  # query rows of a consumer, as in forward.py
 SHARED_MEMORY = 227 << 10  # bytes of one program
@@ -99,15 +99,6 @@ def choose(problem: KernelProblem) -> Schedule:
     if width <= 128:
         return Schedule(2, 128, 2, 2, 1, 240, 24, "dynamic", look=short and causal)
     return Schedule(2, 64, 2, 1, 2, 240, 24, "dynamic", trim=causal)
-
-
-def forward_unsupported(problem: KernelProblem) -> str | None:
-    """Why a forward pass goes to the Triton kernel, or None."""
-    narrow = max(problem.head_width, problem.value_width) <= 64
-    if OVERRIDE is None and narrow and problem.scored and not problem.masked:
-        # Two consumers were 6 to 13 % slower than it without a score, where three are faster.
-        return "for scores without a mask, registers hold too little at widths up to 64"
-    return None
 
 
 def heads_at_once(
@@ -233,33 +224,6 @@ class BackwardProblem(NamedTuple):
     scored: bool = False  # whether the caller changes scores
 
 
-def backward_unsupported(problem: BackwardProblem) -> str | None:
-    """Why a backward pass goes to the Triton kernels, or None."""
-    if problem.head_width != problem.value_width and not apart(problem):
-        return "gradients of keys and values leave through the same memory"
-    if problem.query_len == 0:
-        return "there are no queries to load"
-    narrow = max(problem.head_width, problem.value_width) <= 64
-    short = problem.query_len <= SHORT_CAUSAL and not problem.packed
-    if narrow and short and problem.causal and not TAKE_ALL:
-        return f"up to 64 channels causal calls of {SHORT_CAUSAL} rows are slower"
-    compared = (problem.causal or not problem.masked) and problem.head_width == problem.value_width
-    if apart(problem) and (problem.packed or problem.scored or not compared) and not TAKE_ALL:
-        return (
-            "above 128 channels its lead is measured for causal masks and none, dense rows, scores "
-            "as they are, and values as wide as keys"
-        )
-    return None
-
-
-# Rows: at 64 channels they took 1.08 of the Triton kernels' time
-# (benchmarks/results/h200/hopper.jsonl).
-SHORT_CAUSAL = 512
-TAKE_ALL = False
-"""Whether the backward pass takes what was not timed beside Triton's, or was slower, to
-test it and to time it."""
-
-
 def apart(problem: BackwardProblem) -> bool:
     """Whether gradients of queries are a pass of their own for want of registers: above 128
     channels, a consumer has none for shares beside the gradients of keys or values."""
@@ -337,22 +301,3 @@ def backward_problem(inputs: Inputs, variant: Variant, deterministic: bool) -> B
         stretch=stretch_of(variant.mask), causal=is_causal(variant.mask),
         packed=inputs.cu_seqlens_q is not None, scored=variant.score != "",
     )  # fmt: skip
-
-
-def left_to_triton(problem: Problem) -> str | None:
-    """Which passes of a call the Triton kernels serve, and why; None: none of them."""
-    if problem.page_size:
-        return "but rows that wait for memory (decode) go to Triton kernels"
-    widths = width_of(problem.head_dim), width_of(problem.value_dim)
-    lengths = problem.query_len, problem.kv_len
-    masked, scored = problem.mask != "", problem.score != ""
-    backward = BackwardProblem(
-        *widths, *lengths, masked, False, causal=is_causal(problem.mask),
-        packed=problem.packed, scored=scored,
-    )  # fmt: skip
-    reasons = {
-        "forward": forward_unsupported(KernelProblem(*widths, masked, scored)),
-        "backward": backward_unsupported(backward),
-    }
-    left = [f"{name} by Triton kernels ({reason})" for name, reason in reasons.items() if reason]
-    return "but " + ", ".join(left) if left else None

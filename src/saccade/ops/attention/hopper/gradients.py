@@ -12,7 +12,7 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,29 +75,17 @@ def backward(
     key = (
         signature(inputs, variant), output.stride(), lse.stride(), grad_output.stride(),
         None if grad_lse is None else grad_lse.stride(), len(wanted_tables) > 0, deterministic,
-        configs.BACKWARD_OVERRIDE, configs.TAKE_ALL,
+        configs.BACKWARD_OVERRIDE,
     )  # fmt: skip
     given = output, lse, grad_output, grad_lse, wanted_tables, deterministic
-    prepared = remembered(_backwards, key, lambda: prepare(inputs, variant, *given))
+
+    def prepare() -> Backward:
+        problem = backward_problem(inputs, variant, deterministic)
+        call = aligned(inputs), variant, lse, grad_output
+        return Backward(*call, problem, len(wanted_tables) > 0)
+
+    prepared = remembered(_backwards, key, prepare)
     return prepared(inputs, variant, config, *given)
-
-
-def prepare(
-    inputs: Inputs,
-    variant: Variant,
-    output: Tensor,
-    lse: Tensor,
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    wanted_tables: Sequence[int],
-    deterministic: bool,
-) -> Callable[..., Gradients]:
-    """The backward pass of a call's kind; call it as `backward`."""
-    problem = backward_problem(inputs, variant, deterministic)
-    if configs.backward_unsupported(problem) is not None:
-        return triton_gradients.backward
-    call = aligned(inputs), variant, lse, grad_output
-    return Backward(*call, problem, len(wanted_tables) > 0)
 
 
 class Backward:
@@ -238,7 +226,7 @@ class Backward:
         return found._replace(sinks=rest.sinks(), tables=tables)
 
 
-_backwards: dict[Any, Callable[..., Gradients]] = {}
+_backwards: dict[Any, Backward] = {}
 
 
 class Call(NamedTuple):

@@ -21,7 +21,6 @@ from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import kernel_problem
 from saccade.ops.attention.hopper.forward import attention_forward
 from saccade.ops.attention.hopper.gradients import backward as backward
-from saccade.ops.attention.triton import host as triton_host
 from saccade.ops.attention.triton.kind import Kind, memory_like, remembered
 from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
 
@@ -123,13 +122,6 @@ def prepared(
     inputs: Inputs, variant: Variant, config: KernelConfig
 ) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
     """The forward pass of the call's kind; call it with inputs of that kind."""
-    if configs.forward_unsupported(kernel_problem(inputs, variant)) is not None:
-        return triton_host.prepared(inputs, variant, config)
-    return by_own_kernel(inputs, variant)
-
-
-def by_own_kernel(inputs: Inputs, variant: Variant) -> Forward:
-    """The same by the kernel for Hopper, even where another one is faster."""
     key = signature(inputs, variant), configs.OVERRIDE
     return remembered(_forwards, key, lambda: Forward(inputs, variant))
 
