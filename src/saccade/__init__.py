@@ -40,7 +40,7 @@ _register_flops()
 # What torch.load takes with its defaults: plain values that hold tensors and numbers.
 _add_safe_globals([masks.Mask, scores.Score, _Captured, KernelConfig, LinearState])
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Engine",
     "KernelConfig",

@@ -41,7 +41,7 @@ class Explanation:
         bytes: bytes that a forward pass moves at least.
     """
 
-    problem: Problem | LinearProblem
+    problem: Any  # Problem or LinearProblem
     forward: Choice
     backward: Choice | None
     config: KernelConfig | None
@@ -208,7 +208,7 @@ def _validated_linear(given: dict[str, Any]) -> tuple[Any, Any, LinearProblem, K
 
 def _validated_step(given: dict[str, Any]) -> tuple[Any, Any, LinearProblem, KernelConfig | None]:
     """A call of `linear_attention_step`, validated as far as the choice looks at it."""
-    given.pop("state"), given.pop("state_index")
+    del given["state"], given["state_index"]
     return _validated_linear(given)
 
 

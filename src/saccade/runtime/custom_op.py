@@ -138,7 +138,7 @@ class Operation:
         plain = checked.plain.get(deterministic)
         if plain is None:
             plain = checked.plain[deterministic] = self.flatten(checked, deterministic)
-        if tracing:
+        if tracing or self.gradient is None:
             return self.op(*self._joined(inputs, checked.tables), *plain)
         apply = _apply_at_once if alone else OperationFunction.apply
         return apply(Call(self, checked, plain, alone), *tensors)
@@ -242,8 +242,8 @@ class Operation:
 
     def _registered_backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         gradients = self.gradients(ctx, self.call_backward, grads)
-        # The registered form wants an empty list, not None, for every list that was empty.
-        of_plain = [[] if value == [] else None for value in ctx.plain]
+        # Beside a list of tensors, PyTorch wants an empty list, not None, for each empty list.
+        of_plain = [[] if self.has_tables and value == [] else None for value in ctx.plain]
         end = self.num_inputs
         return (*self._joined(gradients[:end], gradients[end:]), *of_plain)
 

@@ -206,20 +206,21 @@ def _attend(
     tensors: tuple[Tensor, ...], options: dict[str, Any], implementation: str | None
 ) -> tuple[Tensor, LinearState]:
     """Output and last state of a dense call, or of a packed one with both sides' offsets."""
-    key = _key_of(tensors, options, implementation)
-    checked, scaling = call_cache.lookup(key), None
+    call_key = _key_of(tensors, options, implementation)
+    checked, scaling = call_cache.lookup(call_key), None
+    alone = checked is not None  # such calls are not observed
     if checked is not None:
-        inputs = LinearInputs(*tensors[:3], None, None, None, None, *tensors[3:])
+        inputs = LinearInputs(**dict(zip(TENSOR_NAMES, tensors, strict=False)))
     else:
         inputs, variant, problem, config, scaling = prepare(*tensors, **options)
         checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
         if scaling is None and all(map(operator.is_, inputs[:3], tensors)):
-            call_cache.keep(key, checked)
+            call_cache.keep(call_key, checked)
     if checked.forward_by == "reference":  # plain PyTorch, with PyTorch's gradients
         with without_autocast(inputs.query.device):  # inputs have been cast already
             found: LinearResults = reference.attention(inputs, checked.variant)
     else:
-        found = LinearResults(*LINEAR(inputs, checked))
+        found = LinearResults(*LINEAR(inputs, checked, alone=alone))
     if scaling is None:
         return found.output, LinearState(found.kv, found.key_sum)
     output = scaling.finished(found.output, inputs, checked.variant.normalize)
@@ -243,3 +244,4 @@ def _key_of(
 
 
 MISSING = ""  # an option that was left out
+TENSOR_NAMES = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")

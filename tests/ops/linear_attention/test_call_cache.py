@@ -1,0 +1,101 @@
+"""Calls of linear attention are validated once where nothing in them may change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import saccade
+from saccade import feature_maps
+from saccade.ops.linear_attention import api
+from saccade.runtime import call_cache
+
+
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of every call that is validated."""
+    seen: list[dict[str, Any]] = []
+    validate = api.prepare
+
+    def prepare(*tensors: Any, **options: Any) -> Any:
+        seen.append(options)
+        return validate(*tensors, **options)
+
+    monkeypatch.setattr(api, "prepare", prepare)
+    call_cache.forget()
+    return seen
+
+
+ROWS = [torch.randn(1, 2, 9, 8) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"normalize": "abs", "eps": 0.5, "scale": 0.3},
+        {"feature_map": "relu", "align": "top_left", "return_state": True},
+        {"implementation": "reference"},
+        {"config": saccade.KernelConfig(kv_tile=4)},
+    ],
+    ids=str,
+)
+def test_a_plain_call_is_validated_once(validated: list[Any], options: dict[str, Any]) -> None:
+    results = [saccade.linear_attention(*ROWS, **options) for _ in range(3)]
+    assert len(validated) == 1
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+    leaves = [rows.clone().requires_grad_() for rows in ROWS]
+    result: Any = saccade.linear_attention(*leaves, **options)
+    (result[0] if options.get("return_state") else result).sum().backward()
+    assert len(validated) == 1
+    assert all(leaf.grad is not None for leaf in leaves)
+
+
+STATE = saccade.linear_attention(*ROWS, return_state=True)[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decay": -torch.ones(2)},
+        {"key_lengths": torch.tensor([4])},
+        {"initial_state": STATE},
+        {"feature_map": torch.exp},
+        {"feature_map": "softmax"},
+        {"feature_map": feature_maps.Favor(8)},
+        {"feature_map": "identity", "normalize": "abs", "eps": 1.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_any_other_is_validated_each_time(validated: list[Any], options: dict[str, Any]) -> None:
+    for _ in range(2):
+        saccade.linear_attention(*ROWS, **options)
+    assert len(validated) == 2
+
+
+def test_what_is_equal_and_not_the_same_is_refused_after_a_call_that_was_kept(
+    validated: list[Any],
+) -> None:
+    saccade.linear_attention(*ROWS, causal=True, eps=1.0)
+    for wrong in ({"causal": 1}, {"eps": True}):
+        options: dict[str, Any] = {"causal": True, "eps": 1.0, **wrong}
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            saccade.linear_attention(*ROWS, **options)
+
+
+def test_offsets_that_can_be_read_are_validated_each_time(validated: list[Any]) -> None:
+    rows = [each[0].transpose(0, 1).contiguous() for each in ROWS]
+    saccade.linear_attention_varlen(*rows, torch.tensor([0, 4, 9], dtype=torch.int32))
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        saccade.linear_attention_varlen(*rows, torch.tensor([0, 4, 10], dtype=torch.int32))
+
+
+def test_under_autocast_inputs_are_cast_each_time(validated: list[Any]) -> None:
+    wanted = saccade.linear_attention(*ROWS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert saccade.linear_attention(*ROWS).dtype == torch.bfloat16
+    assert torch.equal(saccade.linear_attention(*ROWS), wanted)
