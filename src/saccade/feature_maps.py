@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from saccade.runtime.checks import check_whole_number
+from saccade.runtime.arguments import check_whole_number
 
 Map = Callable[[Tensor], Tensor]
 

@@ -31,7 +31,7 @@ from saccade.modifiers.normal_form import Lengths
 from saccade.modifiers.ops import take
 from saccade.modifiers.tape import traced_in_graph
 from saccade.modifiers.trace import trace
-from saccade.runtime.checks import bools, check_align, check_whole_number, integers
+from saccade.runtime.arguments import bools, check_align, check_whole_number, integers
 
 __all__ = [
     "Mask",

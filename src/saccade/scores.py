@@ -26,7 +26,7 @@ from saccade.modifiers.form import form_of, kind_of
 from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
 from saccade.modifiers.ops import absolute, exp, log, maximum, minimum, take, tanh, where
 from saccade.modifiers.trace import trace
-from saccade.runtime.checks import check_align, floats
+from saccade.runtime.arguments import check_align, floats
 
 __all__ = [
     "Score",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from saccade.kv_cache.sequences import Books, Change, Held
-from saccade.runtime.checks import check_whole_number
+from saccade.runtime.arguments import check_whole_number
 
 # ---- tokens --------------------------------------------------------------------------------------
 # A caller's token numbers, as whole numbers of Python's own.

@@ -16,7 +16,7 @@ from saccade.kv_cache.paged_cache import PagedCache
 from saccade.kv_cache.pool import locked
 from saccade.kv_cache.statistics import CacheStatistics, SequenceStatistics, together
 from saccade.kv_cache.storage import LayerPages
-from saccade.runtime.checks import check_whole_number
+from saccade.runtime.arguments import check_whole_number
 
 
 class Place(NamedTuple):

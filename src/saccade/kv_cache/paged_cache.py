@@ -21,8 +21,7 @@ from saccade.kv_cache.write import write_kv_cache
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
 from saccade.ops.paged_attention.api import attention_paged
-from saccade.runtime.checks import check_whole_number
-from saccade.runtime.paged_arguments import LARGEST_PAGE
+from saccade.runtime.arguments import LARGEST_PAGE, check_whole_number
 from saccade.runtime.spec import DTYPES, QUANTISED
 
 

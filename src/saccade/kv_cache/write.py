@@ -10,9 +10,8 @@ from torch import Tensor
 from saccade.kv_cache.quantization import quantised
 from saccade.rotary import check_rotary, rotated
 from saccade.runtime import backends
-from saccade.runtime.arguments import check_flag, values_readable
+from saccade.runtime.arguments import check_flag, check_pages, check_scales, values_readable
 from saccade.runtime.custom_op import EXACT_STRIDES
-from saccade.runtime.paged_arguments import check_pages, check_scales
 from saccade.runtime.spec import DTYPES
 
 torch.library.define(

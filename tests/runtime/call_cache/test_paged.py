@@ -14,7 +14,7 @@ import torch
 import saccade
 from saccade import masks, scores
 from saccade.runtime import call_cache
-from saccade.runtime.paged_arguments import check_paged
+from saccade.runtime.arguments import check_paged
 from saccade.testing import assert_exact, make_paged_case
 from saccade.testing.paged import PagedCase
 

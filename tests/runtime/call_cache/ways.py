@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import saccade
 from saccade import masks
-from saccade.runtime import arguments, call_cache, paged_arguments, validation
+from saccade.runtime import arguments, call_cache, validation
 
 # ---- operations ------------------------------------------------------------------------------
 
@@ -382,7 +382,7 @@ def observe(operation: Operation) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for module in (arguments, paged_arguments, validation, call_cache):
+    for module in (arguments, validation, call_cache):
         # As on a GPU: else calls with offsets would be checked every time.
         module.values_readable = lambda tensor: False  # type: ignore[attr-defined]
     print(json.dumps(observe(OPERATIONS[sys.argv[1]])))

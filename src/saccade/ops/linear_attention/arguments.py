@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from saccade import feature_maps
-from saccade.runtime.arguments import DENSE_SHAPES, PACKED_SHAPES, check_kinds, values_readable
-from saccade.runtime.checks import integers
+from saccade.runtime.arguments import (
+    DENSE_SHAPES,
+    PACKED_SHAPES,
+    check_kinds,
+    integers,
+    values_readable,
+)
 from saccade.runtime.linear_spec import FUSED_MAPS, NORMALIZERS, LinearInputs, LinearState
 
 NAMED_MAPS = (*FUSED_MAPS, "softmax")

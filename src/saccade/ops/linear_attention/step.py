@@ -14,9 +14,8 @@ from saccade.ops.linear_attention.custom_op import flatten, linear_step_op
 from saccade.ops.linear_attention.feature_scaling import Scaling
 from saccade.ops.linear_attention.validation import prepare
 from saccade.runtime import backends
-from saccade.runtime.arguments import values_readable
+from saccade.runtime.arguments import integers, values_readable
 from saccade.runtime.call_cache import CheckedCall
-from saccade.runtime.checks import integers
 from saccade.runtime.linear_spec import LinearInputs, LinearState
 
 

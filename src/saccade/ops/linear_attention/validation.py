@@ -22,8 +22,13 @@ from saccade.ops.linear_attention.feature_scaling import (
     sequence_of,
 )
 from saccade.ops.linear_attention.reference import features
-from saccade.runtime.arguments import check_flag, check_offsets, check_scale, resolve_config
-from saccade.runtime.checks import check_align
+from saccade.runtime.arguments import (
+    check_align,
+    check_flag,
+    check_offsets,
+    check_scale,
+    resolve_config,
+)
 from saccade.runtime.linear_spec import LinearInputs, LinearProblem, LinearState, LinearVariant
 from saccade.runtime.spec import KernelConfig
 from saccade.runtime.validation import cast, strides_fit_tma
