@@ -352,7 +352,7 @@ def floats(name: str, tensor: Tensor) -> Tensor:
 
 KEY_PAGES = "[num_pages, kv_heads, page_size, head_dim]"
 VALUE_PAGES = "[num_pages, kv_heads, page_size, value_dim]"
-SCALES = "a floating-point tensor [num_pages, kv_heads, page_size]"
+PAGE_SCALES = "a floating-point tensor [num_pages, kv_heads, page_size]"
 LARGEST_PAGE = 1024
 PACKED_QUERY = "[tokens, query_heads, head_dim] with cu_seqlens_q"
 DENSE_QUERY = "[batch, query_heads, query_len, head_dim] without cu_seqlens_q"
@@ -434,13 +434,13 @@ def check_scales(
     ):
         if scales is None:
             if pages.dtype == torch.int8 and required:
-                raise TypeError(f"{name}: got None for pages of int8, takes {SCALES}")
+                raise TypeError(f"{name}: got None for pages of int8, takes {PAGE_SCALES}")
             continue
         if pages.dtype not in QUANTISED:
             raise TypeError(f"{name}: got scales for pages of {pages.dtype}, takes None there")
         if not isinstance(scales, Tensor) or not scales.is_floating_point():
             got = scales.dtype if isinstance(scales, Tensor) else type(scales).__name__
-            raise TypeError(f"{name}: got {got}, takes {SCALES}")
+            raise TypeError(f"{name}: got {got}, takes {PAGE_SCALES}")
         if scales.shape != pages.shape[:3]:
             raise ValueError(
                 f"{name}: got shape {tuple(scales.shape)}, takes {tuple(pages.shape[:3])}"
