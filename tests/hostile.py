@@ -109,7 +109,7 @@ class Calls:
         self.attend(False, mask=masks.key_lengths(lengths) & masks.window(9, 2))
 
     def attention_planned(self) -> None:
-        """Under a mask whose walks are planned, as it reads tensors along rows."""
+        """Under a mask whose tile ranges are planned, as it reads tensors along rows."""
         numbers = torch.arange(60 * self.scale).expand(3, -1).contiguous() // 7
         self.attend(True, mask=masks.documents(self.whole(numbers)))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade.gpu.kernel_args import Extent, mask_argument, score_argument, view
 from saccade.gpu.launcher import itself
 from saccade.gpu.tensor_view import num_rows
-from saccade.gpu.tile_ranges import judge_tiles
+from saccade.gpu.tile_ranges import classify_tiles
 from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.fit import expanded
 from saccade.modifiers.ops import index_range
@@ -79,19 +79,19 @@ def score_of_kernel(score: Any, given: Tensor) -> tuple[Tensor, Tensor]:
     return changed, slope
 
 
-# ---- verdicts on tiles ------------------------------------------------------------------------
+# ---- classes on tiles ------------------------------------------------------------------------
 
 
 @triton.jit
-def judge_all(
-    here, other, mask, verdicts, sizes,  # of verdicts, from the heads on
+def classify_all(
+    here, other, mask, verdicts, sizes,  # of classes, from the heads on
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Judge all tiles: a program for each tile of one side."""
+    """Classify all tiles: a program for each tile of one side."""
     batch, head, tile, _slot = here.find(tl.program_id(0), here.data, TILE)
     lengths = (num_rows(here, batch), num_rows(other, batch))
     tiles = tl.arange(0, AT_ONCE)
-    possible, certain = judge_tiles(
+    possible, certain = classify_tiles(
         mask, batch, head, tile * TILE, lengths, tiles, TILE, OTHER, OVER_KEYS
     )
     place = (batch * sizes[0] + head) * sizes[1] + tile
@@ -99,10 +99,10 @@ def judge_all(
     tl.store(entries, possible.to(tl.int8) + 2 * certain.to(tl.int8), mask=tiles < sizes[2])
 
 
-def judged(
+def classified_by_kernel(
     mask: Any, shape: tuple[int, ...], tiles: tuple[int, int], over_keys: bool
 ) -> tuple[Tensor, Tensor]:
-    """The verdicts of a kernel, laid out as `reduced`."""
+    """The classes of a kernel, laid out as `reduced`."""
     captured = expanded(mask.key, mask.captured)
     variant = Variant(mask.key, "", captured, NOTHING, 1.0, 0.0)
     sides = [Extent(shape[0], length, shape[1], False) for length in shape[2:]]
@@ -112,7 +112,7 @@ def judged(
     counts = -(-here.length // tile), -(-other.length // other_tile)
     verdicts = torch.full((*shape[:2], *counts), -1, dtype=torch.int8)
     views = [view(itself, None, (0, 0, 0), side, None) for side in (here, other)]
-    kernel: Any = judge_all
+    kernel: Any = classify_all
     kernel[(here.programs(tile),)](
         *views, mask_argument(variant, itself), verdicts, (shape[1], *counts),
         tile, other_tile, over_keys, triton.next_power_of_2(counts[1]),

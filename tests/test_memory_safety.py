@@ -49,10 +49,10 @@ def small_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("this GPU is no Hopper")
     from saccade.ops.attention.hopper import configs
 
-    judge = configs.pages_unsupported
+    classify = configs.pages_unsupported
     monkeypatch.setattr(
         configs, "pages_unsupported",
-        lambda problem: judge(problem._replace(query_tiles=10**6, slots=10**6)),
+        lambda problem: classify(problem._replace(query_tiles=10**6, slots=10**6)),
     )  # fmt: skip
 
 

@@ -186,7 +186,7 @@ torch.testing.assert_close(merged, exact)
 # ## In the library
 #
 # `saccade.attention(..., return_lse=True)` gives the lse, and `saccade.merge_states` combines
-# parts, with care for those that saw nothing ([chapter 07](07_split_keys.py)).
+# parts, NaN-safe for those that saw nothing ([chapter 07](07_split_keys.py)).
 
 # %%
 whole = [rows[None, None] for rows in (query, key, value)]

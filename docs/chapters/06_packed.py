@@ -98,11 +98,11 @@ for output in results.values():
 # a text holds the next one's keys.
 
 # %%
-spoilt = [rows.clone() for rows in narrow]
+nonfinite = [rows.clone() for rows in narrow]
 first, end = spans[1]
-for rows in spoilt:
+for rows in nonfinite:
     rows[first:end] = torch.nan
-output = saccade.attention_varlen(*spoilt, cu_seqlens, mask=masks.causal())
+output = saccade.attention_varlen(*nonfinite, cu_seqlens, mask=masks.causal())
 assert output[first:end].isnan().all()
 others = torch.ones(tokens, dtype=torch.bool)
 others[first:end] = False

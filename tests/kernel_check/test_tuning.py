@@ -58,11 +58,13 @@ def test_a_candidate_is_judged_by_the_worst_of_its_compilations():
         job = Job("sm_90", Call(128), "ordered", ("backward_keys",))
         return Compiled(job, "backward_keys", (64, 64, 4, 2), 1.0, usage, error, "")
 
-    plain, careful = result(Usage(200, 0, 1000)), result(Usage(255, 7, 500))
-    assert tuning.judged(HOPPER, OTHER, [plain, careful]) == Measured(OTHER, None, "", 255, 7, 1000)
-    assert "shared memory" in tuning.judged(HOPPER, OTHER, [result(Usage(9, 0, 10**6))]).reason
-    assert tuning.judged(HOPPER, OTHER, [plain, result(None, "Oh: no")]).reason == "Oh: no"
-    assert tuning.judged(HOPPER, OTHER, []).reason == "was not compiled"
+    plain, nan_safe = result(Usage(200, 0, 1000)), result(Usage(255, 7, 500))
+    assert tuning.classified(HOPPER, OTHER, [plain, nan_safe]) == Measured(
+        OTHER, None, "", 255, 7, 1000
+    )
+    assert "shared memory" in tuning.classified(HOPPER, OTHER, [result(Usage(9, 0, 10**6))]).reason
+    assert tuning.classified(HOPPER, OTHER, [plain, result(None, "Oh: no")]).reason == "Oh: no"
+    assert tuning.classified(HOPPER, OTHER, []).reason == "was not compiled"
 
 
 def test_the_table_is_sorted_and_marks_default_and_winner():
@@ -158,7 +160,7 @@ def test_only_the_kernel_itself_is_timed(monkeypatch, which):
     with watch.listening():
         seconds = watch.seconds(running["[16, 16, 1, 1]"].run, 2)
     assert launcher.Launch.__call__ is before
-    starts = 2 if which == "backward_keys" else 1  # with care, too
+    starts = 2 if which == "backward_keys" else 1  # NaN-safe, too
     assert len(watch.events) == starts
     assert seconds == pytest.approx(starts * 1e-3 / 2)
 

@@ -1,4 +1,4 @@
-"""Numbers of eight bits: how far from the rows they may be, and what spoilt rows become."""
+"""Numbers of eight bits: how far from the rows they may be, and what nonfinite rows become."""
 
 import pytest
 import torch

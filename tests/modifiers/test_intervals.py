@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from interpreted import coordinates, judged, mask_of_kernel, reduced
+from interpreted import classified_by_kernel, coordinates, mask_of_kernel, reduced
 from random_masks import SHAPE, made, programs
 from torch import Tensor
 from written_functions import MASKS
@@ -86,12 +86,12 @@ def test_random_masks_are_never_judged_wrongly_by_kernels(program, align, over_k
     mask = made_or_refused(program, align)
     if mask is not None:
         seen = mask_of_kernel(mask, SHAPE)
-        check_sound(judged(mask, SHAPE, (4, 4), over_keys), seen, (4, 4))
+        check_sound(classified_by_kernel(mask, SHAPE, (4, 4), over_keys), seen, (4, 4))
 
 
-# ---- what was judged wrongly once, or could be ------------------------------------------------
+# ---- what was classified wrongly once, or could be -----------------------------------------------
 
-spoilt = torch.ones(18).index_fill(0, torch.tensor([5]), torch.nan)
+nonfinite = torch.ones(18).index_fill(0, torch.tensor([5]), torch.nan)
 limits = torch.tensor([1.0, -torch.inf, 3.0, torch.nan, torch.inf, 2.0]).repeat(3)
 truths = torch.arange(18) % 5 < 2
 most = torch.full((18,), 2**31 - 1, dtype=torch.int32)
@@ -108,11 +108,11 @@ SUBTLE: dict[str, Any] = {
     "exclusive or": lambda b, h, q, k: (q < 4) ^ (k < 4),
     "rests of halves": lambda b, h, q, k: (q * 0.5 + k) % 2 > 1,
     "rests by a fraction": lambda b, h, q, k: (q + k) % 2.5 > 1.5,
-    "NaN in a table": lambda b, h, q, k: spoilt[k] > 0.5,
-    "NaN in a table, turned": lambda b, h, q, k: ~(spoilt[k] > 0.5),
+    "NaN in a table": lambda b, h, q, k: nonfinite[k] > 0.5,
+    "NaN in a table, turned": lambda b, h, q, k: ~(nonfinite[k] > 0.5),
     "NaN within all numbers": lambda b, h, q, k: (limits[k] <= torch.inf) | (limits[q] == k),
     "NaN within a function": lambda b, h, q, k: torch.sigmoid(limits[k]) >= 0,
-    "NaN made whole": lambda b, h, q, k: spoilt[k].int() < 0,
+    "NaN made whole": lambda b, h, q, k: nonfinite[k].int() < 0,
     "infinity made whole": lambda b, h, q, k: (limits[k] * 2).long() > q,
     "logarithms below 0": lambda b, h, q, k: torch.log(q - 3) < 2,
     "roots below 0": lambda b, h, q, k: ~(torch.sqrt(k - 5) < 9),
@@ -150,8 +150,8 @@ def test_subtle_masks_are_never_judged_wrongly(name):
     for tiles in ((1, 1), (2, 3), (5, 5), (13, 18)):
         check_sound(classified(mask, tiles), seen, tiles)
     assert torch.equal(mask_of_kernel(mask, SHAPE), seen)
-    check_sound(judged(mask, SHAPE, (4, 4), True), seen, (4, 4))
-    check_sound(judged(mask, SHAPE, (2, 8), False), seen, (2, 8))
+    check_sound(classified_by_kernel(mask, SHAPE, (4, 4), True), seen, (4, 4))
+    check_sound(classified_by_kernel(mask, SHAPE, (2, 8), False), seen, (2, 8))
 
 
 def test_a_table_without_entries_is_judged():
@@ -161,7 +161,7 @@ def test_a_table_without_entries_is_judged():
     assert classified(mask, (2, 2), shape)[0].shape == (2, 2, 2, 0)
 
 
-# ---- how often verdicts are exact -------------------------------------------------------------
+# ---- how often classes are exact -------------------------------------------------------------
 
 
 def exactness(verdict: tuple[Tensor, Tensor], seen: Tensor, tiles: tuple[int, int]) -> Tensor:
@@ -182,6 +182,6 @@ def test_most_tiles_of_written_masks_are_told_apart():
         seen = visible(mask, WRITTEN)
         totals[0] += exactness(classified(mask, (3, 3), WRITTEN), seen, (3, 3))
         if number % 3 == 0:  # they take long to interpret
-            totals[1] += exactness(judged(mask, WRITTEN, (4, 4), True), seen, (4, 4))
+            totals[1] += exactness(classified_by_kernel(mask, WRITTEN, (4, 4), True), seen, (4, 4))
     shares = totals[:, 0] / totals[:, 1]
     assert shares[0] > 0.89 and shares[1] > 0.75, shares

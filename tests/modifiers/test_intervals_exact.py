@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import coordinates, judged, reduced
+from interpreted import classified_by_kernel, coordinates, reduced
 from torch import Tensor
 
 from saccade import masks
@@ -170,7 +170,7 @@ def test_kernels_judge_built_in_masks_as_plans_do(name):
         sizes: dict[str, Any] = {"batch": 2, "kv_heads": 1, "group": 2, "head_dim": 16}
         mask = as_mask(make_case(mask=name, lengths=(lengths,), seed=3, **sizes).mask)
         possible, certain, some, every = verdicts(mask, grid)
-        found = judged(mask, grid.shape, tiles, True)
+        found = classified_by_kernel(mask, grid.shape, tiles, True)
         whole_tiles = torch.arange(1, possible.shape[3] + 1) * tiles[1] <= lengths[1]
         assert torch.equal(found[0], possible)
         assert torch.equal(found[1], certain & whole_tiles)

@@ -113,17 +113,17 @@ def test_a_request_whose_logits_are_nan_fails_alone(monkeypatch):
 
     engine = served.engine()
     monkeypatch.setattr(model, "forward", forward)
-    spoilt, sound = (engine.submit(prompt, **GREEDY) for prompt in prompts)
+    nonfinite, sound = (engine.submit(prompt, **GREEDY) for prompt in prompts)
     assert sound.result().tokens == wanted
-    assert spoilt.statistics.reason == "error"
+    assert nonfinite.statistics.reason == "error"
     with pytest.raises(FloatingPointError, match="logits"):
-        spoilt.result()
+        nonfinite.result()
     with pytest.raises(FloatingPointError):
-        list(spoilt)
+        list(nonfinite)
     served.assert_nothing_is_held(engine)
 
 
-def spoilt_keys(step, turn):
+def nonfinite_keys(step, turn):
     """`Step.attend` whose keys are NaN in the rows of that pass, as a broken kernel's would be."""
     real, passes = step.attend, []
 
@@ -142,7 +142,7 @@ def test_pages_of_a_pass_that_gave_nan_are_found_by_nobody(name, turn, monkeypat
     engine = served.engine(name, num_pages=64)
     prompt = served.prompts()[3]  # 33 tokens: three chunks, so that pass 3 is the first new token's
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "attend", spoilt_keys(Step, turn))
+        patch.setattr(Step, "attend", nonfinite_keys(Step, turn))
         samples = engine.submit_samples(prompt, 2, **GREEDY)
         for each in samples:
             with pytest.raises(FloatingPointError, match="logits: the model gave NaN"):

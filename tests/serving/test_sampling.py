@@ -58,10 +58,10 @@ def test_a_rows_token_does_not_depend_on_its_neighbours():
     assert choose(LOGITS.flip(0), given[::-1]) == together[::-1]
 
 
-@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
-def test_rows_that_are_no_distribution_give_none_and_harm_no_other(spoilt):
+@pytest.mark.parametrize("nonfinite", [torch.nan, torch.inf])
+def test_rows_that_are_no_distribution_give_none_and_harm_no_other(nonfinite):
     logits = LOGITS.clone()
-    logits[2, 7] = spoilt
+    logits[2, 7] = nonfinite
     for settings in ({}, {"temperature": 1.0, "top_k": 4}):
         found, wanted = choose(logits, draws(**settings)), choose(LOGITS, draws(**settings))
         assert found == [*wanted[:2], None, *wanted[3:]]

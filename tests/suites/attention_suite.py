@@ -52,7 +52,7 @@ class TestExactness:
                     lengths=PACKED if packed else ((24, 30),),
                     sinks=number % 2 == 0,
                     dropout_p=0.3 if number % 5 == 0 else 0.0,
-                    spoil_hidden=number % 3 == 0,
+                    poison_hidden=number % 3 == 0,
                     seed=number,
                     **implementation.sizes_of(case),
                 )
@@ -156,9 +156,9 @@ class TestEmpty:
         assert bool(blind.any())
         case.grads["lse"][blind] = torch.nan
         case.grads["output"][blind] = torch.nan
-        spoilt = case.run(implementation.name)
+        nonfinite = case.run(implementation.name)
         for name, tensor in clean.items():
-            torch.testing.assert_close(spoilt[name], tensor, msg=name)
+            torch.testing.assert_close(nonfinite[name], tensor, msg=name)
 
 
 class TestHidden:
@@ -166,15 +166,15 @@ class TestHidden:
 
     @pytest.mark.parametrize("trash", [torch.nan, torch.inf, -torch.inf])
     @pytest.mark.parametrize("score", ["none", "softcap"])
-    @pytest.mark.parametrize("spoilt", ["key", "value"])
+    @pytest.mark.parametrize("nonfinite", ["key", "value"])
     def test_rows_before_a_spoilt_key_stay_clean(
-        self, implementation: Implementation, spoilt: str, score: str, trash: float
+        self, implementation: Implementation, nonfinite: str, score: str, trash: float
     ) -> None:
         for dtype in implementation.dtypes:
             case = implementation.case(mask="causal", score=score, dtype=dtype)
             exact = oracle(case)
             place = 20
-            case.tensors[spoilt][:, :, place] = trash
+            case.tensors[nonfinite][:, :, place] = trash
             results = case.run(implementation.name)
             for name in ("output", "lse"):
                 assert bool(results[name][:, :, :place].isfinite().all()), (dtype, name)
@@ -186,7 +186,7 @@ class TestHidden:
                 atol=0.05,
                 rtol=0.05,
             )
-            # later keys are seen only by spoilt rows, earlier ones by clean rows as well
+            # later keys are seen only by nonfinite rows, earlier ones by clean rows as well
             assert bool(results["grad_query"][:, :, :place].isfinite().all()), dtype
 
     def test_spoilt_queries_do_not_reach_what_they_do_not_see(

@@ -1,7 +1,7 @@
 """Hidden numbers: NaN and inf in every place that nothing may read, one place after the other.
 
-Each place is spoilt alone as well as with all others, since NaN in one may make an implementation
-look again with care, and so hide that NaN in another does not.
+Each place is nonfinite alone as well as with all others, since NaN in one may make an
+implementation look again NaN-safe, and so hide that NaN in another does not.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def _check(implementation: Implementation, case: Case, with_lse: bool, turn: int
         _fill(case, {places: hidden[places]}, 0.0)
     exact = oracle(case)
     allowed = tolerances(case, exact)
-    spoilt = [ALL, *hidden]
+    nonfinite = [ALL, *hidden]
     if implementation.interpreted:
-        spoilt = [spoilt[turn % len(spoilt)]]
+        nonfinite = [nonfinite[turn % len(nonfinite)]]
     configs = implementation.configs_of(turn)
-    for step, name in enumerate(spoilt):
+    for step, name in enumerate(nonfinite):
         trash = TRASH[(turn + step) % 3]
         places = hidden if name == ALL else {name: hidden[name]}
         _fill(case, places, trash)

@@ -225,18 +225,18 @@ class TestEmpty:
 
 class TestHidden:
     @pytest.mark.parametrize("trash", [torch.nan, torch.inf])
-    @pytest.mark.parametrize("spoilt", ["key", "value"])
+    @pytest.mark.parametrize("nonfinite", ["key", "value"])
     @pytest.mark.parametrize("decay", ["none", "rows"])
     def test_rows_before_a_spoilt_key_stay_clean(
-        self, implementation: Implementation, decay: str, spoilt: str, trash: float
+        self, implementation: Implementation, decay: str, nonfinite: str, trash: float
     ) -> None:
         for config, dtype in itertools.product(
-            implementation.configs_of(0), implementation.dtypes_of(len(spoilt))
+            implementation.configs_of(0), implementation.dtypes_of(len(nonfinite))
         ):
             case = implementation.linear_case(heads=(4, 2, 2), dtype=dtype, decay=decay)
             exact = linear_oracle(case)
             place = 20
-            case.tensors[spoilt][:, :, place] = trash
+            case.tensors[nonfinite][:, :, place] = trash
             more: dict[str, Any] = {} if config is None else {"config": config}
             results = case.run(implementation.name, **more)
             clean = results["output"][:, :, :place].double()

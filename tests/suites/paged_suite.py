@@ -55,7 +55,7 @@ class TestExactness:
             packed=packed,
             lengths=MIXED if packed else ((5, 40), (5, 9), (5, 0)),
             sinks=number % 3 == 0,
-            spoil_hidden=number % 4 < 2,
+            poison_hidden=number % 4 < 2,
             memory=MEMORIES[number // 3 % len(MEMORIES)],
             scattered=number % 7 != 0,
             seed=number,
@@ -142,7 +142,7 @@ class TestExactness:
                 mask=st.sampled_from(list(MASKS)),
                 score=st.sampled_from(list(SCORES)),
                 sinks=st.booleans(),
-                spoil_hidden=st.booleans(),
+                poison_hidden=st.booleans(),
                 scale=st.sampled_from([None, 0.3]),
                 seed=st.integers(0, 2**16),
             )
@@ -198,16 +198,16 @@ class TestHidden:
 
     @pytest.mark.parametrize("score", ["none", "softcap"])
     @pytest.mark.parametrize("trash", [torch.nan, torch.inf])
-    @pytest.mark.parametrize("spoilt", ["key_pages", "value_pages"])
+    @pytest.mark.parametrize("nonfinite", ["key_pages", "value_pages"])
     def test_rows_before_a_spoilt_key_stay_clean(
-        self, implementation: Implementation, spoilt: str, trash: float, score: str
+        self, implementation: Implementation, nonfinite: str, trash: float, score: str
     ) -> None:
         arguments: dict[str, Any] = {"mask": "causal", "score": score, "lengths": ((24, 24),)}
         case = make_paged_case(**arguments, device=implementation.device)
         clean = case.run(implementation.name)
         place = 19
         page = int(case.table["page_table"][0, place // 8])
-        case.tensors[spoilt][page, :, place % 8] = trash
+        case.tensors[nonfinite][page, :, place % 8] = trash
         results = case.run(implementation.name)
         for name, tensor in clean.items():
             before, after = results[name][:, :, :place], results[name][:, :, place:]

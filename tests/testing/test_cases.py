@@ -90,11 +90,11 @@ def test_layouts_are_what_their_names_say(layout):
 def test_trash_lies_where_nothing_sees_it_and_only_there(name, packed):
     lengths = ((5, 9), (3, 8)) if packed else ((5, 9),)
     changes = {"mask": name, "lengths": lengths, "packed": packed, "group": 1}
-    clean, spoilt = make_case(**changes), make_case(**changes, spoil_hidden=True)
+    clean, nonfinite = make_case(**changes), make_case(**changes, poison_hidden=True)
     for tensor in ("key", "value"):
-        trash = ~spoilt.tensors[tensor].isfinite().all(-1)
+        trash = ~nonfinite.tensors[tensor].isfinite().all(-1)
         assert trash.any()
-        assert torch.equal(spoilt.tensors[tensor][~trash], clean.tensors[tensor][~trash])
+        assert torch.equal(nonfinite.tensors[tensor][~trash], clean.tensors[tensor][~trash])
     # A hidden value takes part in no output, so its gradient is 0; a seen one has some.
     gradient = clean.run("reference")["grad_value"]
     assert torch.equal(gradient.abs().sum(-1) == 0, trash)
@@ -134,7 +134,7 @@ def test_strategy_yields_everything():
     assert {d.mask for d in drawn} == set(MASKS)
     assert {d.score for d in drawn} == set(SCORES)
     assert {d.layout for d in drawn} == set(LAYOUTS)
-    for field in ("packed", "sinks", "spoil_hidden"):
+    for field in ("packed", "sinks", "poison_hidden"):
         assert {getattr(d, field) for d in drawn} == {True, False}
     assert {d.dropout_p > 0 for d in drawn} == {True, False}
     assert {d.group for d in drawn} == {d.kv_heads for d in drawn} == {1, 2, 3}

@@ -13,21 +13,21 @@ from saccade.testing import LinearCase, assert_linear_exact, make_linear_case
 
 
 class Wrong(LinearCase):
-    """A case whose results are spoilt on the way."""
+    """A case whose results are nonfinite on the way."""
 
-    spoil: Callable[[dict[str, Tensor]], None]
+    poison: Callable[[dict[str, Tensor]], None]
 
     def run(self, implementation: str, dtype: Any = None, **more: Any) -> dict[str, Tensor]:
         results = super().run(implementation, dtype, **more)
         if implementation == "cpu":
-            self.spoil(results)
+            self.poison(results)
         return results
 
 
-def wrong(case: LinearCase, spoil: Callable[[dict[str, Tensor]], None]) -> Wrong:
+def wrong(case: LinearCase, poison: Callable[[dict[str, Tensor]], None]) -> Wrong:
     fields = (case.description, case.tensors, case.key_lengths, case.cu_seqlens, case.grads)
     made = Wrong(*fields)
-    made.spoil = spoil
+    made.poison = poison
     return made
 
 
@@ -39,11 +39,11 @@ def test_a_relative_error_of_a_thousandth_is_noticed(name: str) -> None:
     case = make_linear_case(decay="rows", state=True)
     assert_linear_exact(wrong(case, lambda results: None), "cpu")
 
-    def spoil(results: dict[str, Tensor]) -> None:
+    def poison(results: dict[str, Tensor]) -> None:
         results[name] *= 1.001
 
     with pytest.raises(AssertionError, match=name):
-        assert_linear_exact(wrong(case, spoil), "cpu")
+        assert_linear_exact(wrong(case, poison), "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -66,8 +66,8 @@ def test_a_key_that_is_left_out_is_noticed(dtype: torch.dtype) -> None:
 
 
 def test_nan_is_noticed() -> None:
-    def spoil(results: dict[str, Tensor]) -> None:
+    def poison(results: dict[str, Tensor]) -> None:
         results["grad_value"][0, 0, 0, 0] = torch.nan
 
     with pytest.raises(AssertionError, match="grad_value"):
-        assert_linear_exact(wrong(make_linear_case(), spoil), "cpu")
+        assert_linear_exact(wrong(make_linear_case(), poison), "cpu")

@@ -90,10 +90,10 @@ def check_notices(case: Case, result: str) -> None:
     assert "Description(" in message or "shape" in message
 
 
-def spoil_at(tensor: torch.Tensor, place: tuple[int, ...], change: Any) -> torch.Tensor:
-    spoilt = tensor.clone()
-    spoilt[place] = change(spoilt[place])
-    return spoilt
+def poison_at(tensor: torch.Tensor, place: tuple[int, ...], change: Any) -> torch.Tensor:
+    nonfinite = tensor.clone()
+    nonfinite[place] = change(nonfinite[place])
+    return nonfinite
 
 
 PLAIN, CHANGED = {"mask": "window"}, {"mask": "window", "score": "softcap"}
@@ -101,23 +101,23 @@ FORWARD = {
     "output off by 1e-3": ("output", lambda o, lse: (o * (1 + 1e-3), lse)),
     "output off by 1e-4": ("output", lambda o, lse: (o * (1 + 1e-4), lse)),
     "one output row is off": (
-        "output", lambda o, lse: (spoil_at(o, (1, 2, 5), lambda row: row + 1e-3), lse),
+        "output", lambda o, lse: (poison_at(o, (1, 2, 5), lambda row: row + 1e-3), lse),
     ),
     "one output is NaN": (
-        "output", lambda o, lse: (spoil_at(o, (0, 0, 0, 0), lambda x: x * torch.nan), lse),
+        "output", lambda o, lse: (poison_at(o, (0, 0, 0, 0), lambda x: x * torch.nan), lse),
     ),
     "one output is infinite": (
-        "output", lambda o, lse: (spoil_at(o, (0, 0, 0, 0), lambda x: x + torch.inf), lse),
+        "output", lambda o, lse: (poison_at(o, (0, 0, 0, 0), lambda x: x + torch.inf), lse),
     ),
     "heads swapped": ("output", lambda o, lse: (o.flip(1), lse)),
     "rows shifted": ("output", lambda o, lse: (o.roll(1, 2), lse)),
     "lse off by 1e-3": ("lse", lambda o, lse: (o, lse + 1e-3)),
     "lse of base 2": ("lse", lambda o, lse: (o, lse * 1.4426950408889634)),
     "one lse is -inf": (
-        "lse", lambda o, lse: (o, spoil_at(lse, (1, 1, 7), lambda x: x - torch.inf)),
+        "lse", lambda o, lse: (o, poison_at(lse, (1, 1, 7), lambda x: x - torch.inf)),
     ),
     "one lse is NaN": (
-        "lse", lambda o, lse: (o, spoil_at(lse, (1, 1, 7), lambda x: x * torch.nan)),
+        "lse", lambda o, lse: (o, poison_at(lse, (1, 1, 7), lambda x: x * torch.nan)),
     ),
 }  # fmt: skip
 

@@ -22,12 +22,13 @@ from saccade.modifiers.triton_source import Dependence
 
 
 class MaskFunctions(NamedTuple):
-    """The device functions of a mask, and what its verdicts on tiles depend on."""
+    """The device functions of a mask, and what its classes on tiles depend on."""
 
     visible: Any
-    judge: Any
-    skim: Any  # as judge, but tables read along both query rows and keys say "perhaps"
-    spans_read: int  # along how many row axes captured tensors are read for a verdict
+    classify: Any
+    # as classify, but tables read along both query rows and keys say "perhaps"
+    coarse_classify: Any
+    spans_read: int  # along how many row axes captured tensors are read for a tile class
     in_blocks: bool  # whether all that is read along two axes is read in blocks
     dependences: frozenset[Dependence]
 
@@ -61,16 +62,16 @@ class ScoreFunctions(NamedTuple):
 def mask_functions(key: str) -> MaskFunctions:
     """Compose the functions of a mask."""
     expression, order = parse(key), slots(key)
-    judge = triton_source.judging_function("judge", expression, order)
+    classify = triton_source.judging_function("classify", expression, order)
     texts = [
         triton_source.function("visible", expression, order, len(expression) - 1, score=False),
-        judge.text,
+        classify.text,
     ]
-    if judge.spans_read > 1:
-        texts.append(triton_source.judging_function("skim", expression, order, 1).text)
+    if classify.spans_read > 1:
+        texts.append(triton_source.judging_function("coarse_classify", expression, order, 1).text)
     module = _executed("".join(texts))
-    skim = module["skim" if judge.spans_read > 1 else "judge"]
-    return MaskFunctions(module["visible"], module["judge"], skim, *judge[1:])
+    coarse_classify = module["coarse_classify" if classify.spans_read > 1 else "classify"]
+    return MaskFunctions(module["visible"], module["classify"], coarse_classify, *classify[1:])
 
 
 @functools.cache

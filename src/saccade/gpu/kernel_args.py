@@ -133,12 +133,12 @@ def mask_argument(variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = ()
     functions = mask_functions(variant.mask)
     data = captured_data(variant.mask, variant.mask_captured, pointer)
     if not plan:
-        walk, tile = tile_ranges.found, tile_ranges.next_in_range
+        tile_range, tile = tile_ranges.found, tile_ranges.next_in_range
     elif len(plan) == 3:
-        walk, tile = tile_ranges.planned, tile_ranges.next_in_range
+        tile_range, tile = tile_ranges.planned, tile_ranges.next_in_range
     else:
-        walk, tile = tile_ranges.listed, tile_ranges.next_in_list
-    return Mask(functions.visible, functions.judge, walk, tile, data, plan)
+        tile_range, tile = tile_ranges.listed, tile_ranges.next_in_list
+    return Mask(functions.visible, functions.classify, tile_range, tile, data, plan)
 
 
 def score_argument(variant: Variant, pointer: Pointer, by: int | None = None) -> Score | None:

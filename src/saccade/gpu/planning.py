@@ -11,18 +11,19 @@ from saccade.gpu import tile_lists
 from saccade.gpu.compose import MaskFunctions, mask_functions
 from saccade.gpu.kernel_args import Geometry, mask_argument, tensors_of, view
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
-from saccade.gpu.tile_ranges import WALK_SIZE
+from saccade.gpu.tile_ranges import TILE_RANGE_SIZE
 from saccade.modifiers.expression import slots
 from saccade.runtime.spec import Inputs, Variant
 
-LISTED_AT_ONCE = 256  # tiles that a program judges or lists together
-ROWS_AT_ONCE = 4096  # rows of tiles that a program judges together, if rows decide
+LISTED_AT_ONCE = 256  # tiles that a program classifies or lists together
+ROWS_AT_ONCE = 4096  # rows of tiles that a program classifies together, if rows decide
 ROW_WARPS = 8  # 16 rows a thread: with 64, kernels by Triton 3.7 to 3.9 spill thousands of numbers
-JUDGED_IN_TURN = 32  # tiles of single pairs that a program judges
+CLASSIFIED_PER_PROGRAM = 32  # tiles of single pairs that a program classifies
 
 
 class Plan(NamedTuple):
-    """Walks, or lists and counts of tiles, and how far apart batch entries and heads are there."""
+    """Tile ranges, or lists and counts of tiles, and how far apart batch entries and heads are
+    there."""
 
     tensors: tuple[Tensor, ...] = ()
     steps: tuple[int, int] = (0, 0)
@@ -46,7 +47,7 @@ class Planner:
         sizes: tuple[int, int],
         over_keys: bool,
     ):
-        """Sizes: (query tile, kv tile). over_keys: programs stand at queries and walk over keys."""
+        """Sizes: (query tile, kv tile). over_keys: programs stand at queries and run over keys."""
         functions = mask_functions(variant.mask) if variant.mask else None
         self.needed = functions is not None and functions.spans_read > 0
         if functions is None or not self.needed:
@@ -54,7 +55,7 @@ class Planner:
         here, self.other = geometry if over_keys else (geometry.keys, geometry.queries)
         self.tile, self.other_tile = sizes if over_keys else sizes[::-1]
         self.over_keys, self.in_pairs = over_keys, functions.spans_read == 2
-        batches, heads = told_apart(functions, variant)
+        batches, heads = varies_by(functions, variant)
         here = here._replace(heads=geometry.queries.heads if heads else 1)
         self.here = here if here.packed or batches else here._replace(batch=1)
         self.rows = self.here.programs(self.tile)
@@ -62,13 +63,15 @@ class Planner:
         constants = {"TILE": self.tile, "OTHER": self.other_tile, "OVER_KEYS": over_keys}
         self.in_blocks = functions.in_blocks
         options = {"num_warps": 4, "num_stages": 1}
-        self.walk = Launch(
-            tile_lists.plan_walks,
+        self.tile_range = Launch(
+            tile_lists.find_tile_ranges,
             {**constants, "AT_ONCE": 1 if self.in_pairs else ROWS_AT_ONCE // self.other_tile},
             options if self.in_pairs else {**options, "num_warps": ROW_WARPS},
         )
-        self.judge = Launch(
-            tile_lists.judge_pairs, {**constants, "AT_ONCE": 1, "CHUNK": JUDGED_IN_TURN}, options
+        self.classify = Launch(
+            tile_lists.classify_pairs,
+            {**constants, "AT_ONCE": 1, "CHUNK": CLASSIFIED_PER_PROGRAM},
+            options,
         )
         at_once = {"AT_ONCE": min(LISTED_AT_ONCE, next_width(self.num_tiles))}
         # One warp: its threads add up without waiting for each other.
@@ -82,18 +85,20 @@ class Planner:
             return NO_PLAN
         if self.in_pairs and not self.here.packed:
             return self._lists(inputs, variant)
-        return self._walks(inputs, variant)
+        return self._tile_ranges(inputs, variant)
 
-    def _walks(self, inputs: Inputs, variant: Variant) -> Plan:
-        device, steps = inputs.query.device, self._steps(WALK_SIZE.value)
-        walks = torch.empty(self.rows, WALK_SIZE.value, dtype=torch.int32, device=device)
-        self.walk(
-            self.rows,
-            current_device(walks),
-            (*tensors_of(inputs, variant), walks),
-            lambda p: (*self._sides(p, inputs), mask_argument(variant, p), p(walks), *steps),
+    def _tile_ranges(self, inputs: Inputs, variant: Variant) -> Plan:
+        device, steps = inputs.query.device, self._steps(TILE_RANGE_SIZE.value)
+        tile_ranges = torch.empty(
+            self.rows, TILE_RANGE_SIZE.value, dtype=torch.int32, device=device
         )
-        return Plan((walks,), steps)
+        self.tile_range(
+            self.rows,
+            current_device(tile_ranges),
+            (*tensors_of(inputs, variant), tile_ranges),
+            lambda p: (*self._sides(p, inputs), mask_argument(variant, p), p(tile_ranges), *steps),
+        )
+        return Plan((tile_ranges,), steps)
 
     def _lists(self, inputs: Inputs, variant: Variant) -> Plan:
         device, num_tiles = inputs.query.device, self.num_tiles
@@ -110,29 +115,29 @@ class Planner:
                 ),
             )  # fmt: skip
         else:
-            verdicts = self._verdicts(inputs, variant)
+            tile_classes = self._tile_classes(inputs, variant)
             self.list(
                 self.rows,
                 current_device(lists),
-                (verdicts, lists, counts),
-                lambda p: (p(verdicts), p(lists), p(counts), num_tiles),
+                (tile_classes, lists, counts),
+                lambda p: (p(tile_classes), p(lists), p(counts), num_tiles),
             )
         return Plan((lists, counts), self._steps(2))
 
-    def _verdicts(self, inputs: Inputs, variant: Variant) -> Tensor:
+    def _tile_classes(self, inputs: Inputs, variant: Variant) -> Tensor:
         device, num_tiles = inputs.query.device, self.num_tiles
-        num_chunks = -(-num_tiles // JUDGED_IN_TURN)
-        verdicts = torch.empty(self.rows, num_tiles, dtype=torch.int8, device=device)
-        self.judge(
+        num_chunks = -(-num_tiles // CLASSIFIED_PER_PROGRAM)
+        tile_classes = torch.empty(self.rows, num_tiles, dtype=torch.int8, device=device)
+        self.classify(
             self.rows * num_chunks,
-            current_device(verdicts),
-            (*tensors_of(inputs, variant), verdicts),
+            current_device(tile_classes),
+            (*tensors_of(inputs, variant), tile_classes),
             lambda p: (
-                *self._sides(p, inputs), mask_argument(variant, p), p(verdicts),
+                *self._sides(p, inputs), mask_argument(variant, p), p(tile_classes),
                 num_tiles, num_chunks,
             ),
         )  # fmt: skip
-        return verdicts
+        return tile_classes
 
     def _steps(self, entries: int) -> tuple[int, int]:
         """How far apart batch entries, and heads, are in a table of so many entries a slot."""
@@ -152,8 +157,8 @@ class Planner:
         )
 
 
-def told_apart(functions: MaskFunctions, variant: Variant) -> tuple[bool, bool]:
-    """Whether verdicts differ between batch entries, and between heads."""
+def varies_by(functions: MaskFunctions, variant: Variant) -> tuple[bool, bool]:
+    """Whether classes differ between batch entries, and between heads."""
     captured = variant.mask_captured
     values = [captured.value(slot) for slot in slots(variant.mask)]
 

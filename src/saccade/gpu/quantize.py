@@ -20,15 +20,15 @@ ROUNDS_TINY = tl.constexpr(16384.0)  # 2^14: the last bit of a sum with it is 2^
 def row_scales(rows, FP8: tl.constexpr):
     """The factor of each row [rows, channels], whose largest number takes the whole range."""
     largest = tl.max(tl.abs(rows), 1, keep_dims=True)
-    spoilt = tl.max((tl.abs(rows) < float("inf")).to(tl.int32) ^ 1, 1, keep_dims=True) > 0
+    nonfinite = tl.max((tl.abs(rows) < float("inf")).to(tl.int32) ^ 1, 1, keep_dims=True) > 0
     scales = tl.div_rn(largest, largest * 0.0 + (LARGEST_FP8 if FP8 else LARGEST_INT8))
     scales = tl.maximum(scales, SMALLEST)
-    return tl.where(spoilt, float("nan"), scales)
+    return tl.where(nonfinite, float("nan"), scales)
 
 
 @triton.jit
 def divided(rows, scales):
-    """Rows in units of their factors; 0 where a row is spoilt."""
+    """Rows in units of their factors; 0 where a row is nonfinite."""
     units = tl.div_rn(rows, rows * 0.0 + scales)
     return tl.where(tl.abs(units) < float("inf"), units, 0.0)
 

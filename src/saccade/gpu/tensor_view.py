@@ -232,13 +232,13 @@ def store_numbers(view, batch, head, rows, length, numbers):
 
 
 @triton.jit
-def spoilt_rows(tile):
+def nonfinite_rows(tile):
     """True for each row that holds NaN or inf."""
     return tl.max((tl.abs(tile.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1, 1) > 0
 
 
 @triton.jit
-def any_spoilt(tile, PRODUCT: tl.constexpr = False):
+def any_nonfinite(tile, PRODUCT: tl.constexpr = False):
     """Whether a tile holds NaN or inf anywhere, as one truth for the whole program.
 
     A sum is enough to tell, and costs one addition an entry: neither NaN nor inf leaves it again.
@@ -254,5 +254,5 @@ def any_spoilt(tile, PRODUCT: tl.constexpr = False):
 
 @triton.jit
 def without(rows, tile):
-    """A tile whose spoilt rows are 0: a product would carry NaN further, as 0 · NaN is NaN."""
+    """A tile whose nonfinite rows are 0: a product would carry NaN further, as 0 · NaN is NaN."""
     return tl.where(rows[:, None], tl.zeros_like(tile), tile)

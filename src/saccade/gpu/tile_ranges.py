@@ -1,12 +1,8 @@
 """Tile ranges: which tiles a program visits, and which of them need the mask.
 
-A program stands at one tile of query rows and walks along tiles of keys, or the other way round.
-Tiles that are wholly visible ("clean") run without mask arithmetic; others ("edges") select pair by
-pair; tiles that are hidden are not visited, but for those in holes between others of a walk that
-no list guides. A walk is six whole numbers:
-
-    first, num_left, jump     edge number i is tile first + i, from num_left on tile jump + i
-    num_edges, clean_first, num_clean
+A program stands at one tile of query rows and visits tiles of keys, or the other way round. Full
+tiles are wholly visible and run without mask arithmetic; partial tiles select pair by pair; hidden
+tiles are not visited, but for those in holes between others where no list guides the program.
 
 Loops ask for the tile after the one at hand, so that a list is read well ahead of what it leads to.
 """
@@ -26,7 +22,7 @@ from saccade.gpu.tensor_view import wide
 # ---- extremes ------------------------------------------------------------------------------------
 # The smallest and largest entry of a captured tensor over the rows of a tile.
 #
-# Composed verdicts on whole tiles call these functions. Indices past the last one of a tile read
+# Composed classes on whole tiles call these functions. Indices past the last one of a tile read
 # the last one again, which changes no extreme.
 
 
@@ -103,37 +99,52 @@ def along_two_blocks(
     return in_order(lows, highs)
 
 
-WALK_SIZE = tl.constexpr(6)
+class TileRange(NamedTuple):
+    """The tiles that a program visits: partial tiles around one stretch of full ones, or a list.
+
+    Without a list, partial tile number i is tile first + i, and from number `num_left` on tile
+    jump + i. Of a list, `first` is where its row lies, and `num_left` the last entry of that row.
+    """
+
+    first: Any
+    num_left: Any  # partial tiles before the full ones
+    jump: Any  # full tiles, and what lies before the first tile
+    num_partial: Any
+    first_full: Any
+    num_full: Any
+
+
+TILE_RANGE_SIZE = tl.constexpr(6)  # numbers of a TileRange
 
 
 class Mask(NamedTuple):
     """Which pairs are visible, and which tiles to visit."""
 
     visible: Any  # bools for a tile of pairs, from (batch, head, rows, rows, shift, data), or None
-    judge: Any  # possible and certain for whole tiles, from their first and last rows, or None
-    walk: Any  # everything, found, planned or listed
+    classify: Any  # possible and certain for whole tiles, from their first and last rows, or None
+    tile_range: Any  # everything, found, planned or listed
     tile: Any  # next_in_range or next_in_list
     data: tuple[Any, ...] = ()  # what the mask captured
     plan: tuple[Any, ...] = ()  # what was planned ahead, see gpu/tile_lists.py
 
 
-# ---- verdicts ---------------------------------------------------------------------------------
+# ---- classes ---------------------------------------------------------------------------------
 
 
 @triton.jit
-def judge_tiles(
+def classify_tiles(
     mask, batch, head, start, lengths, tiles,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Which tiles of the other side can hold a visible pair, and which are clean: [tiles].
+    """Which tiles of the other side can hold a visible pair, and which are full: [tiles].
 
     lengths: of the side that the program stands on, and of the other side.
     """
-    return judge_spans(mask, batch, head, start, lengths, tiles, OTHER, TILE, OTHER, OVER_KEYS)
+    return classify_spans(mask, batch, head, start, lengths, tiles, OTHER, TILE, OTHER, OVER_KEYS)
 
 
 @triton.jit
-def judge_spans(
+def classify_spans(
     mask, batch, head, start, lengths, tiles, num_rows,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -143,16 +154,16 @@ def judge_spans(
     low = start + tl.arange(0, 1)
     high = tl.minimum(low + TILE, length) - 1
     exists = tiles * OTHER < other_length
-    other_low = tl.where(exists, tiles * OTHER, 0)  # tiles past the end are judged as the first
+    other_low = tl.where(exists, tiles * OTHER, 0)  # tiles past the end are classified as the first
     other_high = tl.minimum(other_low + num_rows, other_length) - 1
     if OVER_KEYS:
-        possible, certain = mask.judge(
+        possible, certain = mask.classify(
             batch, head, low, high, other_low, other_high, other_length - length, mask.data,
             TILE, OTHER,
         )  # fmt: skip
         whole = exists & (other_low + num_rows <= other_length)
     else:
-        possible, certain = mask.judge(
+        possible, certain = mask.classify(
             batch, head, other_low, other_high, low, high, length - other_length, mask.data,
             OTHER, TILE,
         )  # fmt: skip
@@ -161,24 +172,24 @@ def judge_spans(
 
 
 @triton.jit
-def find_walk(
+def find_tile_range(
     mask, batch, head, start, lengths,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Judge all tiles, AT_ONCE together: visit from the first to the last that is possible, with
-    one stretch of clean tiles among them. HEADS: so many heads, from `head` on, share a tile.
+    """Classify all tiles, AT_ONCE together: visit from the first to the last that is possible, with
+    one stretch of full tiles among them. HEADS: so many heads, from `head` on, share a tile.
 
-    Each place of AT_ONCE keeps its own extremes, as a reduction takes longer than a verdict.
+    Each place of AT_ONCE keeps its own extremes, as a reduction takes longer than a tile class.
     """
     hull = (0, tl.cdiv(lengths[1], OTHER))
-    return find_walk_in(
+    return find_tile_range_in(
         mask, batch, head, start, lengths, hull, TILE, OTHER, OVER_KEYS, AT_ONCE, HEADS
     )
 
 
 @triton.jit
-def find_walk_in(
+def find_tile_range_in(
     mask, batch, head, start, lengths, hull,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -186,53 +197,55 @@ def find_walk_in(
     """The same, where no tile before hull[0] or from hull[1] on is possible."""
     at_once = tl.arange(0, AT_ONCE)
     firsts, ends = at_once * 0 + hull[1], at_once * 0
-    clean_firsts, clean_ends, cleans = firsts, ends, ends
+    full_firsts, full_ends, full_counts = firsts, ends, ends
     for base in range(hull[0], hull[1], AT_ONCE):
         tiles = base + at_once
-        possible, certain = judge_heads(
+        possible, certain = classify_heads(
             mask, batch, head, start, lengths, tiles, TILE, OTHER, OVER_KEYS, HEADS
         )
         firsts = tl.minimum(firsts, tl.where(possible, tiles, hull[1]))
         ends = tl.where(possible, tiles + 1, ends)
-        clean_firsts = tl.minimum(clean_firsts, tl.where(certain, tiles, hull[1]))
-        clean_ends = tl.where(certain, tiles + 1, clean_ends)
-        cleans += certain.to(tl.int32)
+        full_firsts = tl.minimum(full_firsts, tl.where(certain, tiles, hull[1]))
+        full_ends = tl.where(certain, tiles + 1, full_ends)
+        full_counts += certain.to(tl.int32)
     first, end = tl.min(firsts, 0), tl.max(ends, 0)
-    clean_first, clean_end = tl.min(clean_firsts, 0), tl.max(clean_ends, 0)
-    # Where clean tiles have holes between them, look once more for the end of the first stretch.
-    num_judged = tl.where(tl.sum(cleans, 0) < clean_end - clean_first, clean_end, 0)
-    for base in range(clean_first, num_judged, AT_ONCE):
+    full_first, full_end = tl.min(full_firsts, 0), tl.max(full_ends, 0)
+    # Where full tiles have holes between them, look once more for the end of the first stretch.
+    num_classified = tl.where(tl.sum(full_counts, 0) < full_end - full_first, full_end, 0)
+    for base in range(full_first, num_classified, AT_ONCE):
         tiles = base + at_once
-        _, certain = judge_heads(
+        _, certain = classify_heads(
             mask, batch, head, start, lengths, tiles, TILE, OTHER, OVER_KEYS, HEADS
         )
-        clean_end = tl.minimum(clean_end, tl.min(tl.where(certain, clean_end, tiles), 0))
+        full_end = tl.minimum(full_end, tl.min(tl.where(certain, full_end, tiles), 0))
     end = tl.maximum(first, end)
-    clean_first = tl.minimum(clean_first, end)
-    clean_end = tl.maximum(clean_end, clean_first)
-    num_left = clean_first - first
-    num_edges = num_left + end - clean_end
-    return first, num_left, clean_end - num_left, num_edges, clean_first, clean_end - clean_first
+    full_first = tl.minimum(full_first, end)
+    full_end = tl.maximum(full_end, full_first)
+    num_left = full_first - first
+    num_partial = num_left + end - full_end
+    return TileRange(
+        first, num_left, full_end - num_left, num_partial, full_first, full_end - full_first
+    )
 
 
 @triton.jit
-def judge_heads(
+def classify_heads(
     mask, batch, head, start, lengths, tiles,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """`judge_tiles` for as many heads as share a tile: possible for one, certain for all."""
-    possible, certain = judge_tiles(
+    """`classify_tiles` for as many heads as share a tile: possible for one, certain for all."""
+    possible, certain = classify_tiles(
         mask, batch, head, start, lengths, tiles, TILE, OTHER, OVER_KEYS
     )
     for number in range(1, HEADS):
-        other_possible, other_certain = judge_tiles(
+        other_possible, other_certain = classify_tiles(
             mask, batch, head + number, start, lengths, tiles, TILE, OTHER, OVER_KEYS
         )
         possible, certain = possible | other_possible, certain & other_certain
     return possible, certain
 
 
-# ---- a mask's walk: (mask, batch, head, slot, start, lengths) → six whole numbers ---------------
+# ---- a mask's tile range: (mask, batch, head, slot, start, lengths) → TileRange ----------
 
 
 @triton.jit
@@ -240,12 +253,12 @@ def everything(
     mask, batch, head, slot, start, lengths,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Nothing is hidden: only a tile that lengths cut short is an edge."""
-    num_clean = lengths[1] // OTHER
+    """Nothing is hidden: only a tile that lengths cut short is a partial tile."""
+    num_full = lengths[1] // OTHER
     if not OVER_KEYS:  # key rows past the end must be hidden from every query
-        num_clean = tl.where(start + TILE <= lengths[0], num_clean, 0)
-    num_edges = tl.cdiv(lengths[1], OTHER) - num_clean
-    return num_clean, num_edges, 0, num_edges, 0, num_clean
+        num_full = tl.where(start + TILE <= lengths[0], num_full, 0)
+    num_partial = tl.cdiv(lengths[1], OTHER) - num_full
+    return TileRange(num_full, num_partial, 0, num_partial, 0, num_full)
 
 
 FOUND_AT_ONCE = tl.constexpr(32)  # one for each thread of a warp, which then waits for no other
@@ -258,19 +271,19 @@ def found(
 ):  # fmt: skip
     """Found by the program itself: the mask reads no captured tensor along rows.
 
-    Whole spans of tiles are judged first, so that a window on a long side finds itself at once.
+    Whole spans of tiles are classified first, so that a window on a long side finds itself at once.
     Short sides need no such help, but are not spared it: a reduction behind a condition is
     miscompiled (see `offline.machine_code.guarded_reductions`).
     """
     count = tl.cdiv(lengths[1], OTHER)
     span = tl.cdiv(count, FOUND_AT_ONCE)
     tiles = tl.arange(0, FOUND_AT_ONCE) * span
-    possible, _ = judge_spans(
+    possible, _ = classify_spans(
         mask, batch, head, start, lengths, tiles, span * OTHER, TILE, OTHER, OVER_KEYS
     )
     first = tl.min(tl.where(possible, tiles, count), 0)
     end = tl.minimum(tl.max(tl.where(possible, tiles + span, 0), 0), count)
-    return find_walk_in(
+    return find_tile_range_in(
         mask, batch, head, start, lengths, (first, end), TILE, OTHER, OVER_KEYS, FOUND_AT_ONCE, 1
     )
 
@@ -280,10 +293,16 @@ def planned(
     mask, batch, head, slot, start, lengths,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Read from a plan: walks [batch or 1, heads or 1, slots, WALK_SIZE]."""
-    place = batch * mask.plan[1] + head * mask.plan[2] + slot * WALK_SIZE
+    """Read from a plan: tile ranges [batch or 1, heads or 1, slots, TILE_RANGE_SIZE]."""
+    place = batch * mask.plan[1] + head * mask.plan[2] + slot * TILE_RANGE_SIZE
     entry = mask.plan[0] + wide(place)
-    return (
+    return load_tile_range(entry)
+
+
+@triton.jit
+def load_tile_range(entry):
+    """A tile range from memory."""
+    return TileRange(
         tl.load(entry), tl.load(entry + 1), tl.load(entry + 2),
         tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5),
     )  # fmt: skip
@@ -294,84 +313,88 @@ def listed(
     mask, batch, head, slot, start, lengths,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Read from lists [batch or 1, heads or 1, slots, tiles]: clean tiles from the front of a row,
-    edges from its end on. `num_left` is where the last place of a row is."""
+    """Read from lists [batch or 1, heads or 1, slots, tiles]: full tiles from the front of a row,
+    partial tiles from its end on. `num_left` is where the last place of a row is."""
     place = wide(batch * mask.plan[2] + head * mask.plan[3] + slot * 2)
-    num_clean, num_edges = tl.load(mask.plan[1] + place), tl.load(mask.plan[1] + place + 1)
+    num_full, num_partial = tl.load(mask.plan[1] + place), tl.load(mask.plan[1] + place + 1)
     num_tiles = tl.cdiv(lengths[1], OTHER)
-    return place // 2 * num_tiles, num_tiles - 1, 0, num_edges, 0, num_clean
+    return TileRange(place // 2 * num_tiles, num_tiles - 1, 0, num_partial, 0, num_full)
 
 
 @triton.jit
-def next_in_range(mask, walk, index, CLEAN: tl.constexpr):
-    """The tile that clean tile (or edge) number `index` of a walk is."""
-    if CLEAN:  # noqa: SIM108
-        tile = walk[4] + index
+def next_in_range(mask, tile_range, index, FULL: tl.constexpr):
+    """The tile that full tile (or partial tile) number `index` of a tile range is."""
+    if FULL:
+        tile = tile_range.first_full + index
     else:
-        tile = index + tl.where(index < walk[1], walk[0], walk[2])
+        tile = index + tl.where(index < tile_range.num_left, tile_range.first, tile_range.jump)
     return tile
 
 
 @triton.jit
-def next_in_list(mask, walk, index, CLEAN: tl.constexpr):
+def next_in_list(mask, tile_range, index, FULL: tl.constexpr):
     """The same, where tiles are listed; 0 where the list has no such number."""
-    if CLEAN:
-        count, place = walk[5], index
+    if FULL:
+        count, place = tile_range.num_full, index
     else:
-        count, place = walk[3], walk[1] - index
+        count, place = tile_range.num_partial, tile_range.num_left - index
     listed = (index >= 0) & (index < count)
-    return tl.load(mask.plan[0] + (walk[0] + place), mask=listed, other=0)
+    return tl.load(mask.plan[0] + (tile_range.first + place), mask=listed, other=0)
 
 
 @triton.jit
-def first_and_end(walk):
-    """The first tile of a walk that no list guides, and the one after its last: it visits all
+def first_and_end(tile_range):
+    """The first tile of a tile range that no list guides, and the one after its last: it visits all
     between them."""
-    first = tl.minimum(walk[0].to(tl.int32), walk[4])
-    return first, first + walk[3] + walk[5]
+    first = tl.minimum(tile_range.first.to(tl.int32), tile_range.first_full)
+    return first, first + tile_range.num_partial + tile_range.num_full
 
 
 @triton.jit
-def is_outside_of_clean(walk, tile):
-    """Whether one of its tiles is an edge."""
-    return (tile < walk[4]) | (tile >= walk[4] + walk[5])
+def is_partial_tile(tile_range, tile):
+    """Whether one of its tiles is a partial tile."""
+    return (tile < tile_range.first_full) | (tile >= tile_range.first_full + tile_range.num_full)
 
 
 @triton.jit
-def next_of_both(mask, walk, index):
-    """The tile that comes as number `index` of a whole walk, edges first, then clean ones."""
-    edge = mask.tile(mask, walk, index, False)
-    clean = mask.tile(mask, walk, index - walk[3], True)
-    return tl.where(index < walk[3], edge, clean)
+def next_of_both(mask, tile_range, index):
+    """The tile that comes as number `index` of a whole tile range, partial tiles first, then full
+    ones."""
+    partial = mask.tile(mask, tile_range, index, False)
+    full = mask.tile(mask, tile_range, index - tile_range.num_partial, True)
+    return tl.where(index < tile_range.num_partial, partial, full)
 
 
 @triton.jit
-def if_present(walk, present):
-    """A walk, or none at all for a program that has no rows.
+def if_present(tile_range, present):
+    """A tile range, or none at all for a program that has no rows.
 
     No kernel returns early: Triton (3.6 to 3.9) forgets constants inside nested arguments there.
     """
-    return (
-        walk[0], walk[1], walk[2],
-        tl.where(present, walk[3], 0), walk[4], tl.where(present, walk[5], 0),
+    return TileRange(
+        tile_range.first, tile_range.num_left, tile_range.jump,
+        tl.where(present, tile_range.num_partial, 0), tile_range.first_full,
+        tl.where(present, tile_range.num_full, 0),
     )  # fmt: skip
 
 
-# With care, tiles are visited in parts of so many rows: fewer registers for the rare case.
-CAREFUL_ROWS = tl.constexpr(16)
+# NaN-safe, tiles are visited in parts of so many rows: fewer registers for the rare case.
+NAN_SAFE_ROWS = tl.constexpr(16)
 
 
 @triton.jit
-def careful_start(mask, walk, index, TILE: tl.constexpr):
-    """The first row of part number `index` of all tiles of a walk."""
-    number = index // (TILE // CAREFUL_ROWS)
-    part = index - number * (TILE // CAREFUL_ROWS)
-    clean = mask.tile(mask, walk, number, True)
-    tile = tl.where(number < walk[5], clean, mask.tile(mask, walk, number - walk[5], False))
-    return tile * TILE + part * CAREFUL_ROWS
+def nan_safe_start(mask, tile_range, index, TILE: tl.constexpr):
+    """The first row of part number `index` of all tiles of a tile range."""
+    number = index // (TILE // NAN_SAFE_ROWS)
+    part = index - number * (TILE // NAN_SAFE_ROWS)
+    full = mask.tile(mask, tile_range, number, True)
+    tile = tl.where(
+        number < tile_range.num_full, full, mask.tile(mask, tile_range, number - tile_range.num_full, False)
+    )
+    return tile * TILE + part * NAN_SAFE_ROWS
 
 
 @triton.jit
-def careful_parts(walk, TILE: tl.constexpr):
+def nan_safe_parts(tile_range, TILE: tl.constexpr):
     """How many parts there are."""
-    return (walk[5] + walk[3]) * (TILE // CAREFUL_ROWS)
+    return (tile_range.num_full + tile_range.num_partial) * (TILE // NAN_SAFE_ROWS)

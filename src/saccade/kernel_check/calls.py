@@ -28,7 +28,7 @@ VISIBLE_BLOCKS = 10  # one in so many
 
 # The kernels, by the pass in which the library starts them.
 PASSES = {
-    "forward": ("forward", "plan_walks", "judge_pairs", "list_tiles", "list_blocks"),
+    "forward": ("forward", "find_tile_ranges", "classify_pairs", "list_tiles", "list_blocks"),
     "ordered": ("backward_keys", "backward_keys, careful", "backward_queries", "row_statistics"),
     "shared": ("backward_shared", "backward_shared, careful"),
     "bias": ("backward_bias",),

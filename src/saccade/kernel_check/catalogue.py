@@ -13,7 +13,7 @@ from saccade.kernel_check.linear_calls import SWEEPS, LinearCall
 from saccade.kernel_check.paged_calls import LONG_CHUNK, PagedCall
 from saccade.kernel_check.pool import Job
 
-CAREFUL = ("backward_keys, careful", "backward_shared, careful")
+NAN_SAFE = ("backward_keys, careful", "backward_shared, careful")
 ORDERED = ("forward", "backward_keys", "backward_queries")
 ALL = (*ORDERED, "backward_shared")
 
@@ -95,22 +95,22 @@ def entries(architecture: str) -> list[Entry]:
     return [
         *(HOPPER if architecture == "sm_90" else ()),
         Entry(Call(64, half), ALL),
-        Entry(Call(64, half, "causal"), (*ALL, *CAREFUL)),
+        Entry(Call(64, half, "causal"), (*ALL, *NAN_SAFE)),
         Entry(Call(128, half), (*ALL, "row_statistics")),
-        Entry(Call(128, half, "causal"), (*ALL, *CAREFUL)),
-        Entry(Call(128, half, "documents"), (*ALL, *CAREFUL, "plan_walks")),
+        Entry(Call(128, half, "causal"), (*ALL, *NAN_SAFE)),
+        Entry(Call(128, half, "documents"), (*ALL, *NAN_SAFE, "find_tile_ranges")),
         Entry(Call(128, half, "blocks"), (*ORDERED, "list_blocks")),
-        Entry(Call(128, half, "dense"), ("forward", "judge_pairs", "list_tiles")),
+        Entry(Call(128, half, "dense"), ("forward", "classify_pairs", "list_tiles")),
         Entry(Call(128, half, packed=True), (*ORDERED, "row_statistics")),
         Entry(Call(128, half, "causal", packed=True), ORDERED),
-        Entry(Call(128, half, "documents", packed=True), ("forward", "plan_walks")),
+        Entry(Call(128, half, "documents", packed=True), ("forward", "find_tile_ranges")),
         Entry(Call(128, half, score="softcap"), ORDERED),
         Entry(Call(128, half, score="bias"), ("backward_bias",)),
         Entry(Call(128, half, dropout_p=0.1), ALL),
         Entry(Call(256, half), ALL),
-        Entry(Call(256, half, "causal"), (*ALL, *CAREFUL)),
+        Entry(Call(256, half, "causal"), (*ALL, *NAN_SAFE)),
         Entry(Call(64, "fp32"), ("forward", "backward_keys", "backward_queries")),
-        Entry(Call(128, "fp32", "causal"), (*ORDERED, CAREFUL[0])),
+        Entry(Call(128, "fp32", "causal"), (*ORDERED, NAN_SAFE[0])),
         *paged_entries(half),
         *linear_entries(half),
     ]

@@ -35,7 +35,7 @@ class KernelClock:
         return candidate
 
     def seconds(self, run: Callable[[], object], repeats: int) -> float:
-        """The device's time for the kernel in one call (with what repeats it with care)."""
+        """The device's time for the kernel in one call (with what repeats it NaN-safe)."""
         self.repeats, self.events = repeats, []
         run()
         torch.cuda.synchronize()

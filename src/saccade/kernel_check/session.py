@@ -113,7 +113,7 @@ def kernels(
     known_file: Path | None,
     processes: int | None,
 ) -> None:
-    """Compile, show, write, and judge."""
+    """Compile, show, write, and classify."""
     console, version = Console(), triton_version()
     begin = time.perf_counter()
     jobs = catalogue.jobs(
@@ -139,14 +139,14 @@ def kernels(
     if known_file is not None and not check:
         known.write(known_file, results, version)
     if check:
-        judge(results, known.faults(known_file, kept, results) if known_file else [], console)
+        classify(results, known.faults(known_file, kept, results) if known_file else [], console)
     if markdown_file is not None and check:
         markdown.compare(markdown_file, results, version)
     elif markdown_file is not None:
         markdown.write(markdown_file, results, version)
 
 
-def judge(results: Sequence[Compiled], others: Sequence[str], console: Console) -> None:
+def classify(results: Sequence[Compiled], others: Sequence[str], console: Console) -> None:
     """Name kernels that must not be defaults, and other faults; exit with 1 if there are any."""
     excused, wrong = report.excused(results), [*report.offenders(results), *others]
     for line in excused:

@@ -103,7 +103,7 @@ def compiled(task: Task, processes: int, console: Console) -> list[Measured]:
     ]
     results = session.compile_with_progress(jobs, processes, console)
     return [
-        tuning.judged(problem, config, [result for result in results if result.job is job])
+        tuning.classified(problem, config, [result for result in results if result.job is job])
         for config, job in zip(found, jobs, strict=True)
     ]
 

@@ -70,8 +70,10 @@ def whole_config(which: str, config: KernelConfig) -> KernelConfig:
     return config if which == "forward" else KernelConfig(backward=config)
 
 
-def judged(problem: KernelProblem, config: KernelConfig, compiled: Sequence[Compiled]) -> Measured:
-    """A candidate as its compilation (with care, and without) leaves it, before it is timed."""
+def classified(
+    problem: KernelProblem, config: KernelConfig, compiled: Sequence[Compiled]
+) -> Measured:
+    """A candidate as its compilation (NaN-safe, and without) leaves it, before it is timed."""
     if not compiled:
         return Measured(config, reason="was not compiled")
     used = [result.usage for result in compiled if result.usage is not None]
@@ -188,7 +190,7 @@ def least_registers(problem: KernelProblem, config: KernelConfig) -> float:
 
 
 def over_queries(which: str) -> bool:
-    """Whether programs of a kernel stand at keys and walk over queries."""
+    """Whether programs of a kernel stand at keys and run over queries."""
     return which in ("backward_keys", "backward_shared")
 
 

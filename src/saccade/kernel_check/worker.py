@@ -91,7 +91,7 @@ def kernel_name(started: Launch, which: str) -> str:
         return f"linear_{started.constants['PASS']}"
     if which == "shared":
         name = name.replace("backward_keys", "backward_shared")
-    return f"{name}, careful" if started.constants.get("CAREFUL") else name
+    return f"{name}, careful" if started.constants.get("NAN_SAFE") else name
 
 
 def config_of(started: Launch) -> tuple[int, int, int, int]:

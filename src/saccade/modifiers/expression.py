@@ -207,7 +207,8 @@ class Builder:
 
 @functools.lru_cache(maxsize=1024)  # functions that compute the same are traced again and again
 def _only(given: tuple[Step, ...], result: int) -> tuple[Expression, tuple[tuple[str, int], ...]]:
-    """The steps that one of them needs, in the order of a walk to it, as `Builder.expression`."""
+    """The steps that one of them needs, in the order of a tile range to it, as
+    `Builder.expression`."""
     order: list[int] = []
     waiting, seen = [(result, False)], set()
     while waiting:

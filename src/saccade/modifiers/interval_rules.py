@@ -4,7 +4,7 @@ Each step of an expression becomes an interval, the smallest and largest number 
 a tile, or for truths whether any pair can be true and whether every pair is. The verdict is
 cautious: a step that the rules do not know makes a tile "perhaps", never "no" or "all". The rules
 stand here once. `intervals` follows them on tensors, for plans on the CPU; `triton_source` writes
-what follows from them as code, for programs that judge their own tiles.
+what follows from them as code, for programs that classify their own tiles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Intervals on tensors: a mask's verdicts on many tiles at once, for plans on the CPU."""
+"""Intervals on tensors: a mask's classes on many tiles at once, for plans on the CPU."""
 
 from __future__ import annotations
 

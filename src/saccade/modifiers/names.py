@@ -85,7 +85,7 @@ def consists_of(key: str, names: frozenset[str]) -> bool:
 def stretch_of(key: str) -> str | None:
     """Which stretch of keys the rows see under a mask; None: perhaps it has holes.
 
-    What is said holds for verdicts on whole tiles, too: for one tile of queries, the tiles of keys
+    What is said holds for classes on whole tiles, too: for one tile of queries, the tiles of keys
     that may hold a visible pair are neighbours, and for one tile of keys the tiles of queries are.
     A verdict on a comparison of rows grows or shrinks with each of them; that on & is the
     intersection of two stretches; that on | of two prefixes is the longer one.

@@ -27,7 +27,7 @@ from saccade.modifiers.expression import (
 from saccade.modifiers.interval_rules import IntervalRules, Span, Truth, Value, needs_width
 
 ARGUMENTS = "batch, head, query_row, kv_row, shift, data"
-JUDGED = "batch, head, query_low, query_high, kv_low, kv_high, shift, data"
+CLASSIFIED = "batch, head, query_low, query_high, kv_low, kv_high, shift, data"
 TILES = "QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr"
 NAME = re.compile(r"\b(?:v|low|high)\d+\b")
 PERHAPS = Truth("(query_low <= query_high)", "(query_low > query_high)")
@@ -165,7 +165,7 @@ def _literal(value: bool | int | float) -> str:
     return text if text.lstrip("-")[0].isdigit() or isinstance(value, bool) else f'float("{text}")'
 
 
-# ---- verdicts on tiles ------------------------------------------------------------------------
+# ---- classes on tiles ------------------------------------------------------------------------
 
 
 class Dependence(NamedTuple):
@@ -178,13 +178,13 @@ class Dependence(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The text of a function that judges tiles, and what its verdicts need.
+    """The text of a function that classifies tiles, and what its classes need.
 
     Attributes:
         text: of a device function that gives possible and certain.
         spans_read: along how many row axes captured tensors are read.
         in_blocks: whether all that is read along two axes is read in blocks.
-        dependences: what verdicts depend on beside rows.
+        dependences: what classes depend on beside rows.
     """
 
     text: str
@@ -209,14 +209,14 @@ class _Needs(NamedTuple):
 def judging_function(
     name: str, expression: Expression, slots: list[tuple[str, int]], most_spans: int = 2
 ) -> Verdict:
-    """A device function that judges whole tiles.
+    """A device function that classifies whole tiles.
 
     most_spans: tables that are read along more row axes than that are not understood.
     """
     writer = _TileWriter(expression, slots, most_spans)
     verdict, needs = writer.verdict()
     lines = _live([*writer.lines, f"return {verdict.possible}, {verdict.certain}"])
-    text = _text(name, f"{JUDGED}, {TILES}", lines)
+    text = _text(name, f"{CLASSIFIED}, {TILES}", lines)
     return Verdict(text, *needs)
 
 

@@ -140,8 +140,8 @@ def make_case(description: Description | None = None, **changes: Any) -> Case:
     lse_shape = (d.query_heads, rows_q) if d.packed else output_shape
     case.grads["output"] = normal(*output_shape, d.value_dim).to(wide)
     case.grads["lse"] = normal(*lse_shape, dtype=wide)
-    if d.spoil_hidden:
-        _spoil_hidden(case)
+    if d.poison_hidden:
+        _poison_hidden(case)
     return case
 
 
@@ -168,7 +168,7 @@ def _offsets(d: Description) -> tuple[Tensor, Tensor]:
     return ends[0].int().to(d.device), ends[1].int().to(d.device)
 
 
-def _spoil_hidden(case: Case) -> None:
+def _poison_hidden(case: Case) -> None:
     """Put NaN and inf where no query row sees them: no result may show it."""
     leaves = case.leaves(torch.float64)
     positional, keywords = case.arguments(leaves)

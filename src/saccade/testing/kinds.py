@@ -34,7 +34,7 @@ class Description:
     sinks: bool = False
     dropout_p: float = 0.0
     layout: str = "contiguous"
-    spoil_hidden: bool = False
+    poison_hidden: bool = False
     scale: float | None = None
     seed: int = 0
     device: str = "cpu"

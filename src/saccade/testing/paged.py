@@ -42,7 +42,7 @@ class PagedDescription:
     mask: str = "none"
     score: str = "none"
     sinks: bool = False
-    spoil_hidden: bool = False
+    poison_hidden: bool = False
     scale: float | None = None
     seed: int = 0
     device: str = "cpu"
@@ -141,8 +141,8 @@ def make_paged_case(description: PagedDescription | None = None, **changes: Any)
         {name: tensor.to(d.device) for name, tensor in integers.items()},
         MASKS[d.mask](d.alike, generator),
     )
-    if d.spoil_hidden:
-        _spoil_hidden(case)
+    if d.poison_hidden:
+        _poison_hidden(case)
     return case
 
 
@@ -191,7 +191,7 @@ def _remembered_as(pages: Tensor, memory: str) -> Tensor:
     return pages
 
 
-def _spoil_hidden(case: PagedCase) -> None:
+def _poison_hidden(case: PagedCase) -> None:
     """Put NaN where no query row sees it: no result may show it."""
     d = case.description
     inputs, variant = case.prepared(torch.float64)

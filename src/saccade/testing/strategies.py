@@ -42,7 +42,7 @@ def descriptions(
         sinks=draw(st.booleans()),
         dropout_p=draw(st.sampled_from(list(dropouts))),
         layout=draw(st.sampled_from(list(layouts))),
-        spoil_hidden=draw(st.booleans()),
+        poison_hidden=draw(st.booleans()),
         scale=draw(st.sampled_from([None, 0.3])),
         seed=draw(st.integers(0, 2**16)),
     )

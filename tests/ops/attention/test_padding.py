@@ -35,7 +35,7 @@ def offsets(one: Implementation, values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=one.device)
 
 
-def spoilt(tensor: Tensor, end: int, value: float) -> Tensor:
+def nonfinite(tensor: Tensor, end: int, value: float) -> Tensor:
     return tensor.clone().index_fill(0, torch.arange(end, len(tensor), device=tensor.device), value)
 
 
@@ -73,9 +73,9 @@ def test_attention(soft: Implementation, mask: Any, deterministic: bool) -> None
 
     wanted = run(given[0][:q], given[1][:k], given[2][:k], of=(grads[0][:q], grads[1][:, :q]))
     found = run(
-        spoilt(given[0], q, torch.nan), spoilt(given[1], k, torch.nan),
-        spoilt(given[2], k, torch.inf),
-        of=(spoilt(grads[0], q, torch.nan), spoilt(grads[1].T, q, torch.inf).T),
+        nonfinite(given[0], q, torch.nan), nonfinite(given[1], k, torch.nan),
+        nonfinite(given[2], k, torch.inf),
+        of=(nonfinite(grads[0], q, torch.nan), nonfinite(grads[1].T, q, torch.inf).T),
     )  # fmt: skip
     for place, (mine, without) in enumerate(zip(found[:5], wanted[:5], strict=True)):
         assert_padded(mine, without, -torch.inf if place == 1 else 0.0)
@@ -118,9 +118,9 @@ def test_linear_attention(linear: Implementation, options: dict[str, Any]) -> No
     grad = rows(linear, TOKENS[0], 2, 16)
     wanted = run(given[0][:q], given[1][:k], given[2][:k], decay[:k], grad=grad[:q])
     found = run(
-        spoilt(given[0], q, torch.nan), spoilt(given[1], k, torch.inf),
-        spoilt(given[2], k, torch.nan), spoilt(decay, k, torch.nan),
-        grad=spoilt(grad, q, torch.nan),
+        nonfinite(given[0], q, torch.nan), nonfinite(given[1], k, torch.inf),
+        nonfinite(given[2], k, torch.nan), nonfinite(decay, k, torch.nan),
+        grad=nonfinite(grad, q, torch.nan),
     )  # fmt: skip
     for mine, without in zip(found[:5], wanted[:5], strict=True):
         assert_padded(mine, without)
@@ -143,7 +143,7 @@ def test_attention_over_pages(paged: Implementation, mask: Any, ends: list[int])
         )  # fmt: skip
         return output, lse.T
 
-    wanted, found = run(query[:end]), run(spoilt(query, end, torch.nan))
+    wanted, found = run(query[:end]), run(nonfinite(query, end, torch.nan))
     assert_padded(found[0], wanted[0])
     assert_padded(found[1], wanted[1], -torch.inf)
 

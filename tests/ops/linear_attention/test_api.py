@@ -174,14 +174,14 @@ class TestFeatureMaps:
     def test_padded_keys_do_not_reach_a_map_or_its_scale(self) -> None:
         feature_map, (query, key, value) = made("favor"), qkv(dtype=torch.float64)
         lengths = torch.tensor([5, 12])
-        spoilt = key.clone()
-        spoilt[0, :, 5:] = torch.nan
+        nonfinite = key.clone()
+        nonfinite[0, :, 5:] = torch.nan
         options: dict[str, Any] = {"feature_map": feature_map, "causal": False}
-        spoilt.requires_grad_()
-        found = saccade.linear_attention(query, spoilt, value, key_lengths=lengths, **options)
+        nonfinite.requires_grad_()
+        found = saccade.linear_attention(query, nonfinite, value, key_lengths=lengths, **options)
         short = saccade.linear_attention(query[:1], key[:1, :, :5], value[:1, :, :5], **options)
         torch.testing.assert_close(found[:1], short)
-        (grad,) = torch.autograd.grad(found.sum(), spoilt)
+        (grad,) = torch.autograd.grad(found.sum(), nonfinite)
         assert bool(grad.isfinite().all()) and not bool(grad[0, :, 5:].any())
 
 

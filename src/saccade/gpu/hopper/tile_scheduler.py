@@ -23,6 +23,7 @@ from saccade.gpu import tile_ranges
 from saccade.gpu.kernel_args import Extent
 from saccade.gpu.rules import Rules
 from saccade.gpu.tensor_view import wide
+from saccade.gpu.tile_ranges import TileRange
 
 TICKET_SIZE = gl.constexpr(16)
 
@@ -35,7 +36,7 @@ class Schedule(NamedTuple):
     total: int  # tiles of query rows, of all heads and sequences
     slots: int  # of one head (and sequence)
     heads_at_once: int  # heads whose tiles are taken in turn, so that their keys stay in the L2
-    spoilt: Any = None  # the memory of the counter, if there are flags behind it
+    nonfinite: Any = None  # the memory of the counter, if there are flags behind it
 
 
 def as_odd(number: int) -> int:
@@ -93,69 +94,73 @@ def program_of_keys(schedule, number):
 
 
 @gluon.jit
-def tile_of(rules, walk, index):
-    """The tile of keys that is visited as number `index`: edges come first.
+def tile_of(rules, tile_range, index):
+    """The tile of keys that is visited as number `index`: partial tiles come first.
 
-    A walk of no tiles is taken as one of a single edge, so that nobody need tell it apart: all of
-    its pairs are hidden.
+    A tile range of no tiles is taken as one of a single partial tile, so that nobody need tell it
+    apart: all of its pairs are hidden.
     """
-    edge_index = gl.maximum(gl.minimum(index, walk[3] - 1), 0)  # lists have no other places
-    edge = rules.mask.tile(rules.mask, walk, edge_index, False)
-    clean = rules.mask.tile(rules.mask, walk, gl.maximum(index - walk[3], 0), True)
-    tile = gl.where(index < walk[3], edge, clean).to(gl.int32)
-    return gl.where(walk[3] + walk[5] == 0, 0, tile)
+    partial_index = gl.maximum(
+        gl.minimum(index, tile_range.num_partial - 1), 0
+    )  # lists have no other places
+    partial = rules.mask.tile(rules.mask, tile_range, partial_index, False)
+    full = rules.mask.tile(rules.mask, tile_range, gl.maximum(index - tile_range.num_partial, 0), True)
+    tile = gl.where(index < tile_range.num_partial, partial, full).to(gl.int32)
+    return gl.where(tile_range.num_partial + tile_range.num_full == 0, 0, tile)
 
 
 @gluon.jit
-def tile_from_last(rules, walk, index):
-    """The same where the last edge comes first: `own_edges` passes over it."""
-    return tile_of(rules, walk, gl.where(index < walk[3], walk[3] - 1 - index, index))
+def tile_from_last(rules, tile_range, index):
+    """The same where the last partial tile comes first: `own_partial_tiles` passes over it."""
+    return tile_of(
+        rules, tile_range, gl.where(index < tile_range.num_partial, tile_range.num_partial - 1 - index, index)
+    )
 
 
 @gluon.jit
-def num_visits(walk):
+def num_visits(tile_range):
     """How many tiles of keys are visited: at least one, see `tile_of`."""
-    return gl.maximum(walk[3] + walk[5], 1)
+    return gl.maximum(tile_range.num_partial + tile_range.num_full, 1)
 
 
 @gluon.jit
-def own_edges(rules, at, walk, KV_TILE: gl.constexpr):
-    """Of a walk by `tile_from_last`, where one consumer begins, and from where on nothing is hidden
-    from its 64 rows.
+def own_partial_tiles(rules, at, tile_range, KV_TILE: gl.constexpr):
+    """Of a tile range by `tile_from_last`, where one consumer begins, and from where on nothing is
+    hidden from its 64 rows.
 
-    Tiles of keys are half as long as those of query rows: under a causal mask the first edge may be
-    hidden from all of the upper rows, and the second one from none of the lower.
+    Tiles of keys are half as long as those of query rows: under a causal mask the first partial
+    tile may be hidden from all of the upper rows, and the second one from none of the lower.
     """
     batch, query_head, first_row, query_len, kv_len = at
-    first_key = tile_from_last(rules, walk, 0) * KV_TILE
-    possible, _ = rules.mask.judge(
+    first_key = tile_from_last(rules, tile_range, 0) * KV_TILE
+    possible, _ = rules.mask.classify(
         batch, query_head, first_row, first_row + 63, first_key, first_key + KV_TILE - 1,
         kv_len - query_len, rules.mask.data, 64, KV_TILE,
     )  # fmt: skip
-    second_key = tile_from_last(rules, walk, 1) * KV_TILE
-    _, certain = rules.mask.judge(
+    second_key = tile_from_last(rules, tile_range, 1) * KV_TILE
+    _, certain = rules.mask.classify(
         batch, query_head, first_row, first_row + 63, second_key, second_key + KV_TILE - 1,
         kv_len - query_len, rules.mask.data, 64, KV_TILE,
     )  # fmt: skip
-    begin = gl.where(possible, 0, gl.minimum(num_visits(walk) - 1, 1)).to(gl.int32)
-    only_first = certain & (walk[3] == 2) & (second_key + KV_TILE <= kv_len)
-    return begin, num_edges(walk) - only_first.to(gl.int32)
+    begin = gl.where(possible, 0, gl.minimum(num_visits(tile_range) - 1, 1)).to(gl.int32)
+    only_first = certain & (tile_range.num_partial == 2) & (second_key + KV_TILE <= kv_len)
+    return begin, num_partial(tile_range) - only_first.to(gl.int32)
 
 
 @gluon.jit
-def is_edge(walk, index):
+def is_partial(tile_range, index):
     """Whether pairs of that tile may be hidden."""
-    return index < num_edges(walk)
+    return index < num_partial(tile_range)
 
 
 @gluon.jit
-def num_edges(walk):
-    """How many of the first tiles of a walk may hold hidden pairs."""
-    return gl.maximum(walk[3], 1 - walk[5])
+def num_partial(tile_range):
+    """How many of the first tiles of a tile range may hold hidden pairs."""
+    return gl.maximum(tile_range.num_partial, 1 - tile_range.num_full)
 
 
 @gluon.jit
-def write_ticket(place, query_len, kv_len, walk):
+def write_ticket(place, query_len, kv_len, tile_range):
     """A ticket as numbers, to hand through shared memory. place: batch, head, first row."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     index = gl.arange(0, TICKET_SIZE, LAYOUT)
@@ -164,11 +169,11 @@ def write_ticket(place, query_len, kv_len, walk):
     numbers = gl.where(index == 2, place[2], numbers)
     numbers = gl.where(index == 3, query_len, numbers)
     numbers = gl.where(index == 4, kv_len, numbers)
-    first = wide(walk[0])
+    first = wide(tile_range.first)
     numbers = gl.where(index == 5, first.to(gl.int32), numbers)
     numbers = gl.where(index == 6, (first >> 32).to(gl.int32), numbers)
-    for place_in_walk in gl.static_range(1, 6):
-        numbers = gl.where(index == 6 + place_in_walk, walk[place_in_walk], numbers)
+    for entry_number in gl.static_range(1, 6):
+        numbers = gl.where(index == 6 + entry_number, tile_range[entry_number], numbers)
     return numbers
 
 
@@ -176,12 +181,12 @@ def write_ticket(place, query_len, kv_len, walk):
 def read_ticket(numbers):
     """What was written, by every thread for itself."""
     first = entry(numbers, 6).to(gl.int64) << 32 | (entry(numbers, 5).to(gl.int64) & 0xFFFFFFFF)
-    walk = (
+    tile_range = TileRange(
         first, entry(numbers, 7), entry(numbers, 8), entry(numbers, 9), entry(numbers, 10),
         entry(numbers, 11),
     )  # fmt: skip
     place = entry(numbers, 0), entry(numbers, 1), entry(numbers, 2)
-    return place, entry(numbers, 3), entry(numbers, 4), walk
+    return place, entry(numbers, 3), entry(numbers, 4), tile_range
 
 
 @gluon.jit
@@ -191,7 +196,7 @@ def entry(numbers, PLACE: gl.constexpr):
     return gl.sum(gl.where(index == PLACE, numbers, 0), 0)
 
 
-# ---- a mask's walk, by one warp: Gluon wants the layout of `tile_ranges.found` to be named -------
+# ---- a mask's tile range, by one warp: Gluon wants the layout of `tile_ranges.found` to be named ---
 
 
 @gluon.jit
@@ -199,26 +204,26 @@ def found(
     mask, batch, head, slot, start, lengths,
     TILE: gl.constexpr, OTHER: gl.constexpr, OVER_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Judge all tiles of the other side, 32 together; see `tile_ranges.find_walk`."""
+    """Classify all tiles of the other side, 32 together; see `tile_ranges.find_tile_range`."""
     tiles_of_warp = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     length, other_length = lengths
     low = start + tiles_of_warp * 0
     high = gl.minimum(low + TILE, length) - 1
     count = (other_length + OTHER - 1) // OTHER
     first, end = count, 0
-    clean_first, clean_end = count, count
+    full_first, full_end = count, count
     for base in range(0, count, 32):
         tiles = base + tiles_of_warp
         exists = tiles < count
         other_low = gl.where(exists, tiles * OTHER, 0)
         other_high = gl.minimum(other_low + OTHER, other_length) - 1
         if OVER_KEYS:
-            possible, certain = mask.judge(
+            possible, certain = mask.classify(
                 batch, head, low, high, other_low, other_high, other_length - length, mask.data,
                 TILE, OTHER,
             )  # fmt: skip
         else:
-            possible, certain = mask.judge(
+            possible, certain = mask.classify(
                 batch, head, other_low, other_high, low, high, length - other_length, mask.data,
                 OTHER, TILE,
             )  # fmt: skip
@@ -227,23 +232,25 @@ def found(
         certain = certain & exists & (other_low + OTHER <= other_length)
         first = gl.minimum(first, gl.min(gl.where(possible, tiles, count), 0))
         end = gl.maximum(end, gl.max(gl.where(possible, tiles + 1, 0), 0))
-        clean_first = gl.minimum(clean_first, gl.min(gl.where(certain, tiles, count), 0))
-        after = (tiles > clean_first) & (certain == 0)
-        clean_end = gl.minimum(clean_end, gl.min(gl.where(after, tiles, count), 0))
+        full_first = gl.minimum(full_first, gl.min(gl.where(certain, tiles, count), 0))
+        after = (tiles > full_first) & (certain == 0)
+        full_end = gl.minimum(full_end, gl.min(gl.where(after, tiles, count), 0))
     end = gl.maximum(first, end)
-    clean_first = gl.minimum(clean_first, end)
-    clean_end = gl.maximum(gl.minimum(clean_end, end), clean_first)
-    num_left = clean_first - first
-    num_edges = num_left + end - clean_end
-    return first, num_left, clean_end - num_left, num_edges, clean_first, clean_end - clean_first
+    full_first = gl.minimum(full_first, end)
+    full_end = gl.maximum(gl.minimum(full_end, end), full_first)
+    num_left = full_first - first
+    num_partial = num_left + end - full_end
+    return TileRange(
+        first, num_left, full_end - num_left, num_partial, full_first, full_end - full_first
+    )
 
 
-def with_own_walk(changes: Rules) -> Rules:
-    """The rules, with the walk that a program finds by itself as Gluon can compile it."""
+def with_gluon_search(changes: Rules) -> Rules:
+    """The rules, with the tile range that a program finds by itself as Gluon can compile it."""
     mask = changes.mask
-    if mask.walk is not tile_ranges.found:
+    if mask.tile_range is not tile_ranges.found:
         return changes
-    return changes._replace(mask=mask._replace(walk=found))
+    return changes._replace(mask=mask._replace(tile_range=found))
 
 
 # ---- tile counter --------------------------------------------------------------------------------

@@ -131,29 +131,29 @@ def score_pairs(
     query, key, value = inputs[:3]
     heads_per_kv_head = query.shape[1] // max(key.shape[1], 1)
     key, value = (rows.repeat_interleave(heads_per_kv_head, dim=1) for rows in (key, value))
-    query, query_spoilt = _without_spoilt_rows(query)
-    key, key_spoilt = _without_spoilt_rows(key)
-    value, value_spoilt = _without_spoilt_rows(value)
-    spoilt = query_spoilt | (key_spoilt | value_spoilt).transpose(-1, -2)
+    query, query_nonfinite = _without_nonfinite_rows(query)
+    key, key_nonfinite = _without_nonfinite_rows(key)
+    value, value_nonfinite = _without_nonfinite_rows(value)
+    nonfinite = query_nonfinite | (key_nonfinite | value_nonfinite).transpose(-1, -2)
     visible = evaluate.visible(variant.mask, variant.mask_captured, at)
     if reachable is not None:
         visible = visible & reachable
     raw = query @ key.transpose(-1, -2) * variant.scale  # [batch, query_heads, rows, keys]
     changed = evaluate.change(variant.score, variant.score_captured, raw, at, visible)
-    poison = torch.zeros_like(raw).masked_fill(spoilt, torch.nan)
+    poison = torch.zeros_like(raw).masked_fill(nonfinite, torch.nan)
     changed = changed + poison  # a sum, so that the gradients of these pairs are NaN as well
     changed = changed.masked_fill(~visible, -torch.inf)
     return changed, visible, value
 
 
-def _without_spoilt_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _without_nonfinite_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Zero the rows that hold NaN or inf, and say which they are: [..., rows, 1].
 
     A pair with such a row gets the score NaN, which is then selected away where the pair is
     hidden. A product would carry it further: 0 · NaN is NaN.
     """
-    spoilt = ~rows.isfinite().all(-1, keepdim=True)
-    return rows.masked_fill(spoilt, 0), spoilt
+    nonfinite = ~rows.isfinite().all(-1, keepdim=True)
+    return rows.masked_fill(nonfinite, 0), nonfinite
 
 
 def _largest(changed: Tensor) -> Tensor:

@@ -64,20 +64,20 @@ class Pairs(NamedTuple):
 
 def pairs_of(rows: Rows) -> Pairs:
     """The scores, and their sums."""
-    query, query_spoilt = _without_spoilt_rows(rows.query)
-    key, key_spoilt = _without_spoilt_rows(rows.key)
-    value, value_spoilt = _without_spoilt_rows(rows.value)
-    spoilt = query_spoilt | (key_spoilt | value_spoilt).transpose(-1, -2)
+    query, query_nonfinite = _without_nonfinite_rows(rows.query)
+    key, key_nonfinite = _without_nonfinite_rows(rows.key)
+    value, value_nonfinite = _without_nonfinite_rows(rows.value)
+    nonfinite = query_nonfinite | (key_nonfinite | value_nonfinite).transpose(-1, -2)
     visible = torch.arange(key.shape[2], device=key.device) < rows.seen.unsqueeze(-1)
     fade = rows.fade.unsqueeze(-2).masked_fill(~visible, 0)  # of each row, by the keys it sees
     gap = _sum_after(fade)
     scores = query @ key.transpose(-1, -2) * gap.exp()
-    scores = scores + torch.zeros_like(gap).masked_fill(spoilt, torch.nan)
+    scores = scores + torch.zeros_like(gap).masked_fill(nonfinite, torch.nan)
     scores = scores.masked_fill(~visible, 0)
     old = (
         query * fade.sum(-1, keepdim=True).exp()
     )  # the state before the first key fades as keys come
-    old = old + torch.zeros_like(old).masked_fill(query_spoilt, torch.nan)
+    old = old + torch.zeros_like(old).masked_fill(query_nonfinite, torch.nan)
     total = scores.sum(-1) + (old @ rows.key_sum.unsqueeze(-1)).squeeze(-1)
     return Pairs(scores, visible, old, value, total)
 
@@ -293,11 +293,11 @@ def _repeated(rows: Tensor, heads: int) -> Tensor:
     return rows.repeat_interleave(heads // max(rows.shape[1], 1), dim=1)
 
 
-def _without_spoilt_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _without_nonfinite_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Zero the rows that hold NaN or inf, and say which they are: [..., rows, 1].
 
     A pair with such a row gets the score NaN, which is then selected away where the pair is
     hidden. A product would carry it further: 0 · NaN is NaN.
     """
-    spoilt = ~rows.isfinite().all(-1, keepdim=True)
-    return rows.masked_fill(spoilt, 0), spoilt
+    nonfinite = ~rows.isfinite().all(-1, keepdim=True)
+    return rows.masked_fill(nonfinite, 0), nonfinite

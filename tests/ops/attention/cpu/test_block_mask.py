@@ -271,13 +271,13 @@ def test_short_sequences_go_together(kv_len, monkeypatch):
 
 
 def test_memory_of_a_plan_is_bounded_by_strips(monkeypatch):
-    """The verdicts that exist at once: one strip of query tiles against all key tiles."""
-    judged = []
+    """The classes that exist at once: one strip of query tiles against all key tiles."""
+    classified_by_kernel = []
     classify = intervals.classify
 
     def measure(*arguments: Any) -> Any:
         truth = classify(*arguments)
-        judged.append(max(truth.possible.numel(), truth.certain.numel()))
+        classified_by_kernel.append(max(truth.possible.numel(), truth.certain.numel()))
         return truth
 
     monkeypatch.setattr(intervals, "classify", measure)
@@ -286,8 +286,8 @@ def test_memory_of_a_plan_is_bounded_by_strips(monkeypatch):
     started = time.perf_counter()
     (unit,) = block_mask.units(sizes, variant_of(masks.window(4096)))
     assert time.perf_counter() - started < 10
-    assert max(judged) <= block_mask.STRIP * (length // block_mask.KV_TILE)
-    assert len(judged) == length // (block_mask.QUERY_TILE * block_mask.STRIP)
+    assert max(classified_by_kernel) <= block_mask.STRIP * (length // block_mask.KV_TILE)
+    assert len(classified_by_kernel) == length // (block_mask.QUERY_TILE * block_mask.STRIP)
     assert len(unit.tiles) == length // block_mask.QUERY_TILE
     assert sum(len(tile.runs) for tile in unit.tiles) <= 4 * len(unit.tiles)
     keys = [sum(run.stop - run.start for run in tile.runs) for tile in unit.tiles]

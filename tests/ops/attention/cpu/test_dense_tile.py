@@ -98,11 +98,11 @@ def seed_of(variant: Variant) -> torch.Tensor | None:
 
 
 def forward(
-    rows: list[torch.Tensor], variant: Variant, place: Place, masked: bool, careful: bool
+    rows: list[torch.Tensor], variant: Variant, place: Place, masked: bool, nan_safe: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Query, key and value by the tile; dropout with the one seed where the variant has any."""
     query, key, value = rows
-    return dense_tile.forward(query, key, value, variant, seed_of(variant), place, masked, careful)
+    return dense_tile.forward(query, key, value, variant, seed_of(variant), place, masked, nan_safe)
 
 
 def backward(
@@ -110,33 +110,33 @@ def backward(
     variant: Variant,
     place: Place,
     masked: bool,
-    careful: bool,
+    nan_safe: bool,
     wanted: tuple[int, ...] = (),
 ) -> dense_tile.Shares:
     """The same for grad_output, query, key, value, lse and row_dot."""
     grad_output, query, key, value, lse, row_dot = rows
     return dense_tile.backward(
         grad_output, query, key, value, lse, row_dot, variant, seed_of(variant), place, masked,
-        careful, wanted,
+        nan_safe, wanted,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("careful", [False, True], ids=["", "careful"])
+@pytest.mark.parametrize("nan_safe", [False, True], ids=["", "nan_safe"])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("place", PLACES)
-def test_forward(place, name, careful):
+def test_forward(place, name, nan_safe):
     at, variant = PLACES[place], VARIANTS[name]
     inputs, masked = cut(tensors(), at), bool(variant.mask)
-    found = forward(inputs, variant, at, masked, careful)
+    found = forward(inputs, variant, at, masked, nan_safe)
     wanted = plain(inputs, variant, at, masked)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("careful", [False, True], ids=["", "careful"])
+@pytest.mark.parametrize("nan_safe", [False, True], ids=["", "nan_safe"])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("place", PLACES)
-def test_backward(place, name, careful):
+def test_backward(place, name, nan_safe):
     at, variant = PLACES[place], VARIANTS[name]
     masked = bool(variant.mask)
     inputs = [rows.clone().requires_grad_() for rows in cut(tensors(), at)]
@@ -156,7 +156,7 @@ def test_backward(place, name, careful):
     row_dot = (grad_output * output.detach()).sum(-1) - grad_lse
     rows = [grad_output, *(part.detach() for part in inputs), finite_lse.detach(), row_dot]
     places = tuple(place for place, table in enumerate(tables) if table.requires_grad)
-    shares = backward(rows, variant, at, masked, careful, places)
+    shares = backward(rows, variant, at, masked, nan_safe, places)
     for found, exact in zip(shares[:3], wanted, strict=False):
         torch.testing.assert_close(found, exact.nan_to_num(0), rtol=1e-10, atol=1e-11)
     assert sorted(taken.place for taken in shares.taken) == list(places)
@@ -192,18 +192,18 @@ def test_sums_are_wide(dtype):
 @pytest.mark.parametrize("trash", [torch.nan, torch.inf, -torch.inf])
 def test_careful_keeps_trash_where_nothing_sees_it(trash):
     variant = variant_of(masks.key_lengths(torch.tensor([9, 5, 0])), scores.softcap(2.0))
-    clean, spoilt = tensors(), tensors()
+    full, nonfinite = tensors(), tensors()
     for batch, length in enumerate((9, 5, 0)):
-        spoilt[1][batch, :, length:, 1] = trash
-        spoilt[2][batch, :, length:] = trash
-    found = forward(spoilt, variant, WHOLE, True, True)
-    wanted = forward(clean, variant, WHOLE, True, False)
+        nonfinite[1][batch, :, length:, 1] = trash
+        nonfinite[2][batch, :, length:] = trash
+    found = forward(nonfinite, variant, WHOLE, True, True)
+    wanted = forward(full, variant, WHOLE, True, False)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
     lse = wanted[1].masked_fill(wanted[1] == -torch.inf, 0)
     grad = normal(*wanted[0].shape, seed=8)
     rest = lse, (grad * wanted[0]).sum(-1)
-    shares = backward([grad, *spoilt, *rest], variant, WHOLE, True, True)
-    exact = backward([grad, *clean, *rest], variant, WHOLE, True, False)
+    shares = backward([grad, *nonfinite, *rest], variant, WHOLE, True, True)
+    exact = backward([grad, *full, *rest], variant, WHOLE, True, False)
     for share, other in zip(shares[:3], exact[:3], strict=True):
         torch.testing.assert_close(share, other, rtol=1e-11, atol=1e-12)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saccade.ops.attention.cpu import edge_masks, flash_tile
+from saccade.ops.attention.cpu import flash_tile, tile_masks
 
 SCALE = 0.3
 
@@ -23,8 +23,8 @@ def rectangle(
     ]
 
 
-def as_edge(visible: torch.Tensor | None, query: torch.Tensor) -> edge_masks.Edge | None:
-    return None if visible is None else edge_masks.edge(visible, query.dtype)
+def as_partial(visible: torch.Tensor | None, query: torch.Tensor) -> tile_masks.PartialTile | None:
+    return None if visible is None else tile_masks.partial(visible, query.dtype)
 
 
 def forward(
@@ -32,7 +32,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Query, key and value by the kernel."""
     query, key, value = rows
-    return flash_tile.forward(query, key, value, SCALE, as_edge(visible, query), causal)
+    return flash_tile.forward(query, key, value, SCALE, as_partial(visible, query), causal)
 
 
 def backward(
@@ -40,8 +40,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for grad_output, query, key, value, output and lse."""
     grad_output, query, key, value, output, lse = (part.detach() for part in rows)
-    edge = as_edge(visible, query)
-    return flash_tile.backward(grad_output, query, key, value, output, lse, SCALE, edge, causal)
+    partial = as_partial(visible, query)
+    return flash_tile.backward(grad_output, query, key, value, output, lse, SCALE, partial, causal)
 
 
 def plain(

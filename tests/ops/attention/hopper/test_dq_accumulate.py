@@ -73,7 +73,7 @@ def shares(
 
 
 def covered(groups: list[tuple[int, int]], found: list[list[int]]) -> tuple[list[int], bool]:
-    """The units of the line, as programs walk over it; and whether one goes on to another item."""
+    """The units of the line, as programs run over it; and whether one goes on to another item."""
     starts, at = {}, 0
     for group, (units, items) in enumerate(groups):
         for index in range(items):
@@ -113,9 +113,9 @@ def test_every_unit_is_somebodys_once(
             assert parts == 1 + sum(row[:2] == [group, index] and row[2] > 0 for row in begun)
     for group, index, parts, first in cut:
         # Found again from the item: who began it, without ending it, and how many had a part.
-        walked = line_of(groups, found)[group, index]
-        assert parts == (len(walked) if len(walked) > 1 else 0)
-        assert not parts or walked == list(range(first, first + parts))
+        visited = line_of(groups, found)[group, index]
+        assert parts == (len(visited) if len(visited) > 1 else 0)
+        assert not parts or visited == list(range(first, first + parts))
 
 
 def line_of(

@@ -1,4 +1,5 @@
-"""Hopper kernels on a GPU: lengths around every edge, schedules, graphs, streams, addresses.
+"""Hopper kernels on a GPU: lengths around every partial tile, schedules, graphs, streams,
+addresses.
 
 Each comparison with float64 looks at gradients too.
 """
@@ -44,7 +45,7 @@ def attend(*tensors: Tensor, **options: Any) -> Tensor:
 def test_lengths_around_tiles(head_dim: int, mask: str, lengths: tuple[int, int]) -> None:
     case = make_case(
         mask=mask, lengths=(lengths,), head_dim=head_dim, value_dim=head_dim, dtype=BF16,
-        group=2, device="cuda", spoil_hidden=lengths[0] == 129,
+        group=2, device="cuda", poison_hidden=lengths[0] == 129,
     )  # fmt: skip
     assert_exact(case, "hopper")
 
@@ -55,7 +56,7 @@ def test_narrow_heads_with_many_keys(mask: str) -> None:
     many = configs.SHORT + 277
     case = make_case(
         mask=mask, lengths=((129, many),), head_dim=64, value_dim=64, dtype=BF16, group=2,
-        device="cuda", spoil_hidden=True,
+        device="cuda", poison_hidden=True,
     )  # fmt: skip
     assert_exact(case, "hopper")
 
@@ -78,7 +79,7 @@ def test_values_of_another_width(dims: tuple[int, int], mask: str) -> None:
         case = make_case(
             mask=mask, lengths=((300, 260), (65, 400)) if packed else ((300, 260),),
             packed=packed, head_dim=dims[0], value_dim=dims[1], dtype=BF16, group=2, sinks=True,
-            device="cuda", spoil_hidden=True,
+            device="cuda", poison_hidden=True,
         )  # fmt: skip
         assert_exact(case, "hopper")
 
@@ -213,7 +214,7 @@ def test_hidden_rows_of_nan_reach_no_gradient(head_dim: int, mask: str, packed: 
     case = make_case(
         mask=mask, lengths=((300, 260), (150, 400)) if packed else ((300, 260),),
         packed=packed, head_dim=head_dim, value_dim=head_dim, dtype=BF16, group=2,
-        device="cuda", spoil_hidden=True,
+        device="cuda", poison_hidden=True,
     )  # fmt: skip
     assert_exact(case, "hopper")
 
@@ -246,12 +247,13 @@ def test_deterministic_gradients_are_equal_bits(head_dim: int, mask: masks.Mask 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "prefix", "key_lengths"])
 def test_shares_in_turns(mask: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As deterministic passes have it; spoilt rows, ragged sequences, and heads that share keys."""
+    """As deterministic passes have it; nonfinite rows, ragged sequences, and heads that share
+    keys."""
     monkeypatch.setattr(configs, "in_turns", lambda problem: problem.stretch is not None)
     for lengths in (((1300, 1260),), ((200, 300), (0, 440), (65, 0), (130, 130), (1, 1700))):
         case = make_case(
             packed=len(lengths) > 1, lengths=lengths, mask=mask, head_dim=head_dim,
-            value_dim=head_dim, group=2, dtype=BF16, sinks=True, spoil_hidden=mask != "none",
+            value_dim=head_dim, group=2, dtype=BF16, sinks=True, poison_hidden=mask != "none",
             device="cuda",
         )  # fmt: skip
         assert_exact(case, "hopper")

@@ -125,7 +125,7 @@ def test_gradients_of_wide_heads_keep_products_under_way():
         assert usage.looped == 0
         assert usage.products >= 64
     for _, usage in compiled("hopper_apart", "hopper_backward_queries", *calls):
-        assert usage.looped <= 16  # numbers of a walk, of both consumers
+        assert usage.looped <= 16  # numbers of a tile range, of both consumers
         assert usage.products >= 112
         assert usage.covered >= 28
 

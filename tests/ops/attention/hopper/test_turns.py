@@ -44,14 +44,14 @@ def write_turns(mask, turns, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.cons
 
 
 @triton.jit
-def write_walks(mask, walks, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr):
+def write_tile_ranges(mask, tile_ranges, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr):
     """The tiles of queries that each tile of keys visits: the first one, and the end."""
     tile = tl.program_id(0)
     both = tl.load(lengths + 1), tl.load(lengths)
-    walk = mask.walk(mask, 1, 0, tile, tile * KV_TILE, both, KV_TILE, QUERY_TILE, False)
-    first, end = first_and_end(walk)
-    tl.store(walks + tile * 2, first)
-    tl.store(walks + tile * 2 + 1, end)
+    tile_range = mask.tile_range(mask, 1, 0, tile, tile * KV_TILE, both, KV_TILE, QUERY_TILE, False)
+    first, end = first_and_end(tile_range)
+    tl.store(tile_ranges + tile * 2, first)
+    tl.store(tile_ranges + tile * 2 + 1, end)
 
 
 def in_triton(function: Any, folder: Path) -> Any:
@@ -108,13 +108,17 @@ def test_who_visits_a_tile_of_queries_has_a_turn_there(query_tile: int, tmp_path
         argument = mask_argument(Variant(key, "", captured, captured, 1.0, 0.0), lambda t: t)
         lengths = torch.tensor([query_len, kv_len], dtype=torch.int32)
         turns = torch.zeros(-(-query_len // query_tile), dtype=torch.int32)
-        walks = torch.zeros(-(-kv_len // KV_TILE), 2, dtype=torch.int32)
+        tile_ranges = torch.zeros(-(-kv_len // KV_TILE), 2, dtype=torch.int32)
         write_turns[(turns.numel(),)](argument, turns, lengths, query_tile, KV_TILE)
         if mask is not None:
-            argument = argument._replace(walk=found)
-        write_walks[(walks.shape[0],)](argument, walks, lengths, query_tile, KV_TILE)
+            argument = argument._replace(tile_range=found)
+        write_tile_ranges[(tile_ranges.shape[0],)](
+            argument, tile_ranges, lengths, query_tile, KV_TILE
+        )
         for tile, turn in enumerate(turns.tolist()):
-            visitors = [i for i, (first, end) in enumerate(walks.tolist()) if first <= tile < end]
+            visitors = [
+                i for i, (first, end) in enumerate(tile_ranges.tolist()) if first <= tile < end
+            ]
             last = turn >> 1
             assert turn & 1
             # From the last one on each hands the turn to the one before.

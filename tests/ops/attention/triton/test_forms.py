@@ -58,10 +58,10 @@ def run(case: Case, deterministic: bool) -> dict[str, Tensor]:
 @FORMS
 @pytest.mark.parametrize("name", list(HIDDEN))
 def test_nan_in_hidden_keys_and_values_changes_nothing(name: str, deterministic: bool) -> None:
-    clean, spoilt = (small(**HIDDEN[name], spoil_hidden=spoil) for spoil in (False, True))
-    assert_exact(spoilt, "triton", deterministic=deterministic, config=TILES)
+    full, nonfinite = (small(**HIDDEN[name], poison_hidden=poison) for poison in (False, True))
+    assert_exact(nonfinite, "triton", deterministic=deterministic, config=TILES)
     if name in ("documents", "blocks", "lengths", "packed documents"):
-        assert not torch.equal(clean.tensors["key"], spoilt.tensors["key"])  # something is hidden
+        assert not torch.equal(full.tensors["key"], nonfinite.tensors["key"])  # something is hidden
 
 
 @FORMS
@@ -89,21 +89,21 @@ def visible_pairs(case: Case) -> Tensor:
 
 
 @FORMS
-@pytest.mark.parametrize("spoilt", ["query", "key", "value", "grad"])
+@pytest.mark.parametrize("nonfinite", ["query", "key", "value", "grad"])
 @pytest.mark.parametrize("mask", ["window", "documents"])
 def test_a_visible_nan_reaches_only_what_sees_it(
-    mask: str, spoilt: str, deterministic: bool
+    mask: str, nonfinite: str, deterministic: bool
 ) -> None:
     case = small(mask=mask, lengths=((32, 32),), seed=2)
     exact, place = oracle(case), 17
     allowed, seen = tolerances(case, exact), visible_pairs(case)
-    if spoilt in ("key", "value"):
-        case.tensors[spoilt][:, :, place] = torch.nan
+    if nonfinite in ("key", "value"):
+        case.tensors[nonfinite][:, :, place] = torch.nan
         rows = seen[..., place]
     else:
         rows = torch.zeros_like(seen[..., 0])
         rows[:, :, place] = seen[:, :, place].any(-1)
-        tensor = case.grads["output"] if spoilt == "grad" else case.tensors["query"]
+        tensor = case.grads["output"] if nonfinite == "grad" else case.tensors["query"]
         tensor[:, :, place] = torch.nan
     keys = (seen & rows[..., None]).any(2).any(1, keepdim=True)
     found = run(case, deterministic)
@@ -114,13 +114,13 @@ def test_a_visible_nan_reaches_only_what_sees_it(
         "grad_key": keys,
         "grad_value": keys,
     }
-    if spoilt == "grad":  # the forward pass knows nothing of it
+    if nonfinite == "grad":  # the forward pass knows nothing of it
         reached["output"] = reached["lse"] = torch.zeros_like(rows)
     for name, reach in reached.items():
         error = (found[name].double() - exact[name]).abs() - allowed[name]
         assert bool((error[~reach] <= 0).all()), f"{name}: it came where nothing sees it"
-    of_sums = found["grad_query"] if spoilt in ("key", "value") else found["grad_value"]
-    if spoilt != "value":  # and it does show where it is seen
+    of_sums = found["grad_query"] if nonfinite in ("key", "value") else found["grad_value"]
+    if nonfinite != "value":  # and it does show where it is seen
         reach = rows if of_sums is found["grad_query"] else keys
         assert bool(of_sums[reach].isnan().all())
 

@@ -1,4 +1,5 @@
-"""Clean tiles and edges in one loop, in Triton's interpreter: exact, and hidden stays hidden."""
+"""Clean tiles and partial tiles in one loop, in Triton's interpreter: exact, and hidden stays
+hidden."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "causal": {"mask": "causal", "lengths": ((40, 50),)},  # both kinds of tiles
     "window": {"mask": "window", "lengths": ((70, 70),), "score": "softcap"},
     "packed": {"mask": "causal", "packed": True, "lengths": ((33, 33), (0, 5), (20, 17))},
-    "spoilt": {"mask": "window", "lengths": ((40, 60),), "spoil_hidden": True},
+    "nonfinite": {"mask": "window", "lengths": ((40, 60),), "poison_hidden": True},
 }
 
 

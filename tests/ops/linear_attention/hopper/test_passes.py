@@ -189,20 +189,20 @@ def test_wide_heads(hopper: None, form: dict[str, Any], dims: tuple[int, int]) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spoilt", ["query", "key", "value"])
+@pytest.mark.parametrize("nonfinite", ["query", "key", "value"])
 @pytest.mark.parametrize("heads", [1, 64], ids=["segments", "whole"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_rows_before_a_spoilt_row_stay_clean(
-    hopper: None, dim: int, heads: int, spoilt: str
+    hopper: None, dim: int, heads: int, nonfinite: str
 ) -> None:
     tensors = [torch.randn(1, heads, 1500, dim, device="cuda").to(BF16) for _ in range(3)]
     clean = saccade.linear_attention(*tensors, implementation="hopper")
-    place, which = 1100, ("query", "key", "value").index(spoilt)
+    place, which = 1100, ("query", "key", "value").index(nonfinite)
     tensors[which][:, :, place] = torch.nan
     output = saccade.linear_attention(*tensors, implementation="hopper")
     torch.testing.assert_close(output[:, :, :place], clean[:, :, :place], atol=0.02, rtol=0.02)
     assert bool(output[:, :, place].isnan().all())
-    assert bool(output[:, :, place + 1 :].isfinite().all()) == (spoilt == "query")
+    assert bool(output[:, :, place + 1 :].isfinite().all()) == (nonfinite == "query")
 
 
 @pytest.mark.gpu
@@ -222,8 +222,8 @@ def gradients(tensors: list[Tensor], grad: Tensor, implementation: str) -> tuple
     return torch.autograd.grad(output, leaves, grad)
 
 
-ROWS, SPOILT = 1500, 1100
-ALONE, FROM, UP_TO = (SPOILT, SPOILT + 1), (SPOILT, ROWS), (0, SPOILT + 1)
+ROWS, NONFINITE = 1500, 1100
+ALONE, FROM, UP_TO = (NONFINITE, NONFINITE + 1), (NONFINITE, ROWS), (0, NONFINITE + 1)
 ALL, NONE = (0, ROWS), (0, 0)
 REACHED = {  # by NaN in one row: which gradients of queries, keys and values
     "query": (ALONE, UP_TO, UP_TO),
@@ -234,17 +234,17 @@ REACHED = {  # by NaN in one row: which gradients of queries, keys and values
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spoilt", list(REACHED))
+@pytest.mark.parametrize("nonfinite", list(REACHED))
 @pytest.mark.parametrize("heads", [1, 64], ids=["segments", "whole"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_gradients_that_know_nothing_of_a_spoilt_row_stay_clean(
-    hopper: None, dim: int, heads: int, spoilt: str
+    hopper: None, dim: int, heads: int, nonfinite: str
 ) -> None:
     tensors = [torch.randn(1, heads, ROWS, dim, device="cuda").to(BF16) for _ in range(4)]
     clean = gradients(tensors[:3], tensors[3], "triton")
-    tensors[list(REACHED).index(spoilt)][:, :, SPOILT] = torch.nan
+    tensors[list(REACHED).index(nonfinite)][:, :, NONFINITE] = torch.nan
     found = gradients(tensors[:3], tensors[3], "hopper")
-    for got, by_triton, (first, end) in zip(found, clean, REACHED[spoilt], strict=True):
+    for got, by_triton, (first, end) in zip(found, clean, REACHED[nonfinite], strict=True):
         reached = torch.zeros(ROWS, dtype=torch.bool, device="cuda")
         reached[first:end] = True
         assert torch.equal(got.isnan().any(-1), reached.expand(1, heads, -1))

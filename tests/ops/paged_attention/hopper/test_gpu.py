@@ -29,11 +29,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     from saccade.ops.paged_attention.hopper import host as paged_host
     from saccade.ops.paged_attention.triton import host as triton_host
 
-    judge, launched = configs.pages_unsupported, []
+    classify, launched = configs.pages_unsupported, []
     start = paged_host.ChunkLaunch.__call__
     monkeypatch.setattr(
         configs, "pages_unsupported",
-        lambda problem: judge(problem._replace(query_tiles=10**6, slots=10**6)),
+        lambda problem: classify(problem._replace(query_tiles=10**6, slots=10**6)),
     )  # fmt: skip
     monkeypatch.setattr(triton_host, "_forwards", {})
     monkeypatch.setattr(call_cache, "_calls", {})
@@ -82,7 +82,7 @@ def test_scores(started: list[str], score: str) -> None:
 
 
 def test_hidden_rows_of_nan_reach_nothing(started: list[str]) -> None:
-    check(started, lengths=MIXED, packed=True, page_size=32, mask="causal", spoil_hidden=True)
+    check(started, lengths=MIXED, packed=True, page_size=32, mask="causal", poison_hidden=True)
 
 
 def test_a_long_chunk_equals_the_dense_kernel_and_replays_in_a_graph() -> None:

@@ -40,7 +40,9 @@ def _prepared_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make(**description: Any) -> PagedCase:
-    return make_paged_case(**{"kv_heads": 1, "mask": "causal", "spoil_hidden": True, **description})
+    return make_paged_case(
+        **{"kv_heads": 1, "mask": "causal", "poison_hidden": True, **description}
+    )
 
 
 def passes() -> list[Any]:
@@ -67,7 +69,7 @@ def test_rows_lie_in_pages_of_any_size(page_size: int, packed: bool) -> None:
 @pytest.mark.parametrize(
     "description",
     [
-        {"mask": "none", "sinks": True, "spoil_hidden": False, "value_dim": 24},
+        {"mask": "none", "sinks": True, "poison_hidden": False, "value_dim": 24},
         {"mask": "window", "score": "softcap", "sinks": True},
         {"mask": "own_table", "score": "bias", "dtype": F16, "head_dim": 40},
     ],
@@ -80,7 +82,7 @@ def test_masks_and_scores(description: dict[str, Any]) -> None:
 
 @interpreted
 def test_the_same_bits_in_any_batch() -> None:
-    case = make(lengths=MIXED, packed=True, page_size=16, spoil_hidden=False, dtype=F16)
+    case = make(lengths=MIXED, packed=True, page_size=16, poison_hidden=False, dtype=F16)
     together = case.run("triton", batch_invariant=True)
     arguments = case.arguments()
     offsets = arguments.pop("cu_seqlens_q").tolist()
@@ -97,7 +99,7 @@ def test_the_same_bits_in_any_batch() -> None:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_row_alone_keeps_its_mask_where_bits_must_not_change(batch_invariant: bool) -> None:
-    arguments = make(lengths=((1, 40),), spoil_hidden=False).arguments()
+    arguments = make(lengths=((1, 40),), poison_hidden=False).arguments()
     options = {name: arguments.pop(name) for name in ("mask", "score", "scale")}
     options |= {"batch_invariant": batch_invariant, "return_lse": False, "config": None}
     _, variant, _, _ = prepare_paged(PagedInputs(**arguments), **options)
@@ -139,7 +141,7 @@ def test_reasons(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], invariant: bool, reason: str | None
 ) -> None:
     monkeypatch.setattr(kind, "multiprocessors", lambda tensor: 4)
-    case = make(**{"lengths": ((64, 64), (64, 200)), "spoil_hidden": False, **changes})
+    case = make(**{"lengths": ((64, 64), (64, 200)), "poison_hidden": False, **changes})
     inputs, variant = case.prepared()
     of = PagedKind.of(inputs)
     last = of.passes(inputs, variant, KernelConfig(), invariant)[-1]
@@ -152,7 +154,7 @@ def test_the_config_is_the_same_for_any_batch(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kind, "architecture", lambda tensor: "sm_90")
     found = set()
     for changes in ({"lengths": ALIKE}, {"lengths": MIXED, "packed": True}):
-        inputs, variant = make(spoil_hidden=False, dtype=F16, **changes).prepared()
+        inputs, variant = make(poison_hidden=False, dtype=F16, **changes).prepared()
         found.add(paged_chunks.config_of(PagedKind.of(inputs), variant, KernelConfig()))
         given = paged_chunks.config_of(PagedKind.of(inputs), variant, KernelConfig(kv_tile=32))
         assert given.kv_tile == 32

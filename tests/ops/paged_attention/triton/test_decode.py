@@ -58,10 +58,10 @@ def check(case: PagedCase, **options: Any) -> None:
         {"mask": "prefix", "scale": -0.5, "sinks": True},
         {"mask": "causal", "page_dtype": F8, "dtype": F16, "memory": "slots_first"},
         {"mask": "window", "score": "bias >> softcap", "memory": "interleaved", "sinks": True},
-        {"mask": "documents", "page_dtype": I8, "spoil_hidden": True},
-        {"mask": "tree", "score": "alibi", "spoil_hidden": True, "page_size": 16},
+        {"mask": "documents", "page_dtype": I8, "poison_hidden": True},
+        {"mask": "tree", "score": "alibi", "poison_hidden": True, "page_size": 16},
         {"mask": "own_table", "group": 3, "page_size": 48, "dtype": F16},
-        {"mask": "mixed", "page_dtype": F8, "group": 1, "spoil_hidden": True, "page_size": 1},
+        {"mask": "mixed", "page_dtype": F8, "group": 1, "poison_hidden": True, "page_size": 1},
     ],
     ids=lambda description: description["mask"],
 )
@@ -92,7 +92,7 @@ def test_lines_of_many_groups_and_units(monkeypatch: pytest.MonkeyPatch, at_once
 PAIRED: list[dict[str, Any]] = [
     {"lengths": ((1, 33), (1, 70), (1, 0))},
     {"lengths": ((1, 33), (2, 12), (9, 30)), "packed": True, "mask": "causal"},
-    {"lengths": ((1, 33), (3, 12)), "packed": True, "mask": "window", "spoil_hidden": True},
+    {"lengths": ((1, 33), (3, 12)), "packed": True, "mask": "window", "poison_hidden": True},
     {"lengths": ((1, 33), (1, 5)), "head_dim": 64, "value_dim": 40, "page_size": 4, "group": 3},
     {"lengths": ((2, 90), (2, 0)), "mask": "tree", "sinks": True, "score": "softcap"},
 ]

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu import dense_tile, edge_masks, flash_tile, segments
+from saccade.ops.attention.cpu import dense_tile, flash_tile, segments, tile_masks
 from saccade.ops.attention.cpu.dense_tile import Place
-from saccade.ops.attention.cpu.edge_masks import Edge
 from saccade.ops.attention.cpu.segments import Dense
+from saccade.ops.attention.cpu.tile_masks import PartialTile
 from saccade.runtime.spec import accumulate_dtype
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -80,13 +80,13 @@ class _Rows(NamedTuple):
     plain: bool  # the flash kernel knows nothing of a gradient of the lse
 
     @staticmethod
-    def of(dense: Dense, results: Results, careful: bool) -> _Rows:
+    def of(dense: Dense, results: Results, nan_safe: bool) -> _Rows:
         output, lse, grad_output, grad_lse = results
         sees_nothing = lse == -torch.inf
         if bool(sees_nothing.any()):
             grad_output = grad_output.masked_fill(sees_nothing.unsqueeze(-1), 0)
             lse = lse.masked_fill(sees_nothing, 0)
-        plain = grad_lse is not None or not dense.fits_flash or careful
+        plain = grad_lse is not None or not dense.fits_flash or nan_safe
         row_dot = None
         if plain or dense.sinks is not None:  # the flash kernel computes its own
             row_dot = (grad_output.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
@@ -97,7 +97,7 @@ class _Rows(NamedTuple):
 
 def differentiate(dense: Dense, results: Results, wanted: Sequence[int]) -> DenseGradients:
     """Gradients of a dense problem, with those of the wanted captured tensors of the score."""
-    rows = _Rows.of(dense, results, careful=False)
+    rows = _Rows.of(dense, results, nan_safe=False)
     grad_sinks = None
     if dense.sinks is not None and rows.row_dot is not None:
         sink_weights = (dense.sinks.to(rows.lse.dtype).view(1, -1, 1) - rows.lse).exp()
@@ -105,12 +105,12 @@ def differentiate(dense: Dense, results: Results, wanted: Sequence[int]) -> Dens
         grad_sinks = -(sink_weights * rows.row_dot).sum((0, 2))
     sums, tables = _empty_sums(dense, wanted)
     if not dense.sees_nothing:
-        masked = _visit(dense, rows, sums, tables, careful=False)
-        # NaN that was carried to where it is hidden shows in one of the three: a spoilt key or
-        # value in gradients of rows that do not see it, a spoilt query in those of keys.
+        masked = _visit(dense, rows, sums, tables, nan_safe=False)
+        # NaN that was carried to where it is hidden shows in one of the three: a nonfinite key or
+        # value in gradients of rows that do not see it, a nonfinite query in those of keys.
         if masked and not all(bool(part.result().sum().isfinite()) for part in sums):
             sums, tables = _empty_sums(dense, wanted)
-            _visit(dense, _Rows.of(dense, results, careful=True), sums, tables, careful=True)
+            _visit(dense, _Rows.of(dense, results, nan_safe=True), sums, tables, nan_safe=True)
     grad_query, grad_key, grad_value = (part.result() for part in sums)
     return DenseGradients(grad_query, grad_key, grad_value, grad_sinks, tables)
 
@@ -125,7 +125,7 @@ def _empty_sums(dense: Dense, wanted: Sequence[int]) -> tuple[list[GradientSum],
 
 
 def _visit(
-    dense: Dense, rows: _Rows, sums: list[GradientSum], tables: dict[int, Tensor], careful: bool
+    dense: Dense, rows: _Rows, sums: list[GradientSum], tables: dict[int, Tensor], nan_safe: bool
 ) -> bool:
     """Add the shares of every rectangle; say whether any of them needed the mask."""
     form = None if rows.plain else dense.flash_at_once
@@ -138,7 +138,7 @@ def _visit(
         for run in runs:
             any_masked |= run.masked
             at = place._replace(kv_rows=(run.start, run.stop))
-            _run(dense, rows, at, run.masked, careful, sums, tables)
+            _run(dense, rows, at, run.masked, nan_safe, sums, tables)
     return any_masked
 
 
@@ -147,7 +147,7 @@ def _run(
     rows: _Rows,
     place: Place,
     masked: bool,
-    careful: bool,
+    nan_safe: bool,
     sums: list[GradientSum],
     tables: dict[int, Tensor],
 ) -> None:
@@ -156,20 +156,22 @@ def _run(
         for batch in segments.row_pieces(place):
             for piece in batch:
                 for part in segments.key_pieces(piece):
-                    shares = _plain(dense, rows, part, masked, careful, tables)
+                    shares = _plain(dense, rows, part, masked, nan_safe, tables)
                     _add(sums, dense, part, shares[:3])
                     for taken in shares.taken:
                         taken.add_to(tables[taken.place])
         return
-    found = edge_masks.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
+    found = tile_masks.partial_at(
+        dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype
+    )
     if found is None:
         return
-    place, edge = found
-    _add(sums, dense, place, _flash(dense, rows, place, edge, causal=False))
+    place, partial = found
+    _add(sums, dense, place, _flash(dense, rows, place, partial, causal=False))
 
 
 def _flash(
-    dense: Dense, rows: _Rows, place: Place, edge: Edge | None, causal: bool
+    dense: Dense, rows: _Rows, place: Place, partial: PartialTile | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys = segments.slices_of(dense, place)
     return flash_tile.backward(
@@ -180,13 +182,13 @@ def _flash(
         rows.output[queries],
         rows.lse[queries],
         dense.variant.scale,
-        edge,
+        partial,
         causal,
     )
 
 
 def _plain(
-    dense: Dense, rows: _Rows, place: Place, masked: bool, careful: bool, wanted: Collection[int]
+    dense: Dense, rows: _Rows, place: Place, masked: bool, nan_safe: bool, wanted: Collection[int]
 ) -> dense_tile.Shares:
     queries, keys = segments.slices_of(dense, place)
     assert rows.row_dot is not None
@@ -201,7 +203,7 @@ def _plain(
         dense.seed,
         place,
         masked,
-        careful,
+        nan_safe,
         wanted,
     )
 

@@ -13,7 +13,7 @@ from saccade.runtime.spec import Variant
 
 QUERY_TILE = 256
 KV_TILE = 128
-# A clean stretch this long is worth a call of its own; a shorter one runs with the mask of its
+# A full stretch this long is worth a call of its own; a shorter one runs with the mask of its
 # neighbours, which costs less than merging one more partial result.
 LONG_STRETCH = 1024
 # Key rows under one evaluation of the mask: bounds the memory that a masked run needs.
@@ -22,7 +22,7 @@ MASKED_STRETCH = 4096
 # have one query tile and at most so many key tiles; and so many pairs of a head go together.
 SHORT_TILES = 2
 PAIRS_TOGETHER = 2**20
-# Query tiles judged at once: bounds the memory of the plan for very long sequences.
+# Query tiles classified at once: bounds the memory of the plan for very long sequences.
 STRIP = 64
 
 
@@ -109,11 +109,11 @@ def _units(sizes: Sizes, mask: str, captured: Captured) -> tuple[Unit, ...]:
         return (Unit(*everything, (QueryTile(0, sizes.query_len, (run,)),)),)
     tiles: dict[tuple[int, int], list[QueryTile]] = {}
     batches = heads = 1
-    for judged in _judge_strips(sizes, mask, captured):
-        batches, heads = judged.shape
+    for classified in _classify_strips(sizes, mask, captured):
+        batches, heads = classified.shape
         for b in range(batches):
             for h in range(heads):
-                tiles.setdefault((b, h), []).extend(judged.tiles(b, h))
+                tiles.setdefault((b, h), []).extend(classified.tiles(b, h))
     found = [
         Unit(
             everything[0] if batches == 1 else (b, b + 1),
@@ -160,7 +160,7 @@ class _Strip(NamedTuple):
             yield QueryTile(start, stop, tuple(runs))
 
 
-def _judge_strips(sizes: Sizes, mask: str, captured: Captured) -> Iterator[_Strip]:
+def _classify_strips(sizes: Sizes, mask: str, captured: Captured) -> Iterator[_Strip]:
     """Ask the mask about all tiles, a strip of query tiles at a time."""
     rows = sizes.query_tile * STRIP
     num_kv_tiles = -(-sizes.kv_len // sizes.kv_tile)
@@ -188,13 +188,13 @@ def _judge_strips(sizes: Sizes, mask: str, captured: Captured) -> Iterator[_Stri
 
 
 def _runs(possible: list[bool], certain: list[bool], tile: int, kv_len: int) -> list[Run]:
-    """Join adjacent tiles into runs: long clean stretches apart, the rest under the mask."""
+    """Join adjacent tiles into runs: long full stretches apart, the rest under the mask."""
     runs: list[Run] = []
     for kind, first, last in _stretches(possible, certain):
         start, stop = first * tile, min(last * tile, kv_len)
         if kind == HIDDEN:
             continue
-        masked = kind == EDGE or stop - start < LONG_STRETCH
+        masked = kind == PARTIAL or stop - start < LONG_STRETCH
         touches = bool(runs) and runs[-1].stop == start and runs[-1].masked and masked
         if touches and stop - runs[-1].start <= MASKED_STRETCH:
             runs[-1] = Run(runs[-1].start, stop, masked=True)
@@ -203,17 +203,17 @@ def _runs(possible: list[bool], certain: list[bool], tile: int, kv_len: int) -> 
             runs += [Run(s, min(s + MASKED_STRETCH, stop), masked=True) for s in step]
         else:
             runs.append(Run(start, stop, masked=False))
-    return _unmask_clean_runs(runs, certain, tile)
+    return _unmask_full_runs(runs, certain, tile)
 
 
-HIDDEN, EDGE, CLEAN = range(3)
+HIDDEN, PARTIAL, FULL = range(3)
 
 
 def _stretches(possible: list[bool], certain: list[bool]) -> Iterator[tuple[int, int, int]]:
     """(kind, first tile, tile after the last) of each stretch of tiles of one kind."""
     first, kind = 0, None
     for index, (some, every) in enumerate(zip(possible, certain, strict=True)):
-        this = CLEAN if every else EDGE if some else HIDDEN
+        this = FULL if every else PARTIAL if some else HIDDEN
         if this != kind:
             if kind is not None:
                 yield kind, first, index
@@ -222,8 +222,8 @@ def _stretches(possible: list[bool], certain: list[bool]) -> Iterator[tuple[int,
         yield kind, first, len(possible)
 
 
-def _unmask_clean_runs(runs: list[Run], certain: list[bool], tile: int) -> list[Run]:
-    """A short clean stretch that found no masked neighbour needs no mask after all."""
+def _unmask_full_runs(runs: list[Run], certain: list[bool], tile: int) -> list[Run]:
+    """A short full stretch that found no masked neighbour needs no mask after all."""
     return [
         run._replace(masked=not all(certain[run.start // tile : -(-run.stop // tile)]))
         for run in runs
@@ -234,8 +234,8 @@ def _joined(tiles: Sequence[QueryTile]) -> Iterator[QueryTile]:
     """Join neighbours that see the same keys without a mask: one larger tile, one call."""
     waiting: QueryTile | None = None
     for tile in tiles:
-        clean = not any(run.masked for run in tile.runs)
-        if waiting is not None and clean and waiting.runs == tile.runs:
+        full = not any(run.masked for run in tile.runs)
+        if waiting is not None and full and waiting.runs == tile.runs:
             waiting = waiting._replace(stop=tile.stop)
             continue
         if waiting is not None:

@@ -63,7 +63,7 @@ def _score(
     seed: Tensor | None,
     place: Place,
     masked: bool,
-    spoilt: Tensor | None,
+    nonfinite: Tensor | None,
     wanted: Collection[int] | None = None,
 ) -> _Scored:
     """wanted: in a backward pass, the captured tensors whose gradients are asked for."""
@@ -76,9 +76,9 @@ def _score(
         changed = evaluate.change(variant.score, variant.score_captured, raw, at)
     else:
         changed, slopes = change_with_slopes(variant.score, variant.score_captured, raw, at, wanted)
-    fresh = changed is raw or spoilt is not None
-    if spoilt is not None:
-        changed = changed.masked_fill(spoilt, torch.nan)
+    fresh = changed is raw or nonfinite is not None
+    if nonfinite is not None:
+        changed = changed.masked_fill(nonfinite, torch.nan)
     seen = evaluate.visible(variant.mask, variant.mask_captured, at) if masked else None
     if seen is not None and changed is raw:  # NaN would show, and be seen
         changed = raw.add_(torch.where(seen, 0.0, -torch.inf).to(raw.dtype))
@@ -118,13 +118,13 @@ def forward(
     seed: Tensor | None,
     place: Place,
     masked: bool,
-    careful: bool,
+    nan_safe: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of a rectangle. `careful`: inputs hold NaN or inf, which must stay put."""
+    """Output and lse of a rectangle. `nan_safe`: inputs hold NaN or inf, which must stay put."""
     wide = accumulate_dtype(query.dtype)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    query, key, value, spoilt = _set_spoilt_apart(query, key, value, careful)
-    scored = _score(query, key, variant, seed, place, masked, spoilt)
+    query, key, value, nonfinite = _set_nonfinite_apart(query, key, value, nan_safe)
+    scored = _score(query, key, variant, seed, place, masked, nonfinite)
     row_max = scored.changed.amax(-1, keepdim=True)
     row_max.masked_fill_(row_max == -torch.inf, 0)
     weights = scored.less(row_max).exp_()
@@ -160,7 +160,7 @@ def backward(
     seed: Tensor | None,
     place: Place,
     masked: bool,
-    careful: bool,
+    nan_safe: bool,
     wanted: Collection[int] = (),
 ) -> Shares:
     """The share of a rectangle of pairs in the gradients.
@@ -174,10 +174,12 @@ def backward(
     """
     wide = accumulate_dtype(query.dtype)
     grad_output, query = grad_output.to(wide), query.to(wide)
-    query, key, value, spoilt = _set_spoilt_apart(query, key.to(wide), value.to(wide), careful)
-    scored = _score(query, key, variant, seed, place, masked, spoilt, wanted)
+    query, key, value, nonfinite = _set_nonfinite_apart(
+        query, key.to(wide), value.to(wide), nan_safe
+    )
+    scored = _score(query, key, variant, seed, place, masked, nonfinite, wanted)
     weights = scored.less(lse.unsqueeze(-1)).exp_()
-    if careful and scored.visible is not None:  # a NaN row must not reach what it does not see
+    if nan_safe and scored.visible is not None:  # a NaN row must not reach what it does not see
         weights = weights.masked_fill(~scored.visible, 0)
     if scored.kept is not None:
         grad_output = grad_output / (1 - variant.dropout_p)
@@ -189,7 +191,7 @@ def backward(
         grad_weights = grad_weights.mul_(scored.kept)
     grad_value = _packed(dropped, key).transpose(-1, -2) @ grad_output
     grad_scores = grad_weights.sub_(row_dot.unsqueeze(-1)).mul_(weights)
-    if careful and scored.visible is not None:
+    if nan_safe and scored.visible is not None:
         grad_scores = grad_scores.masked_fill(~scored.visible, 0)
     grad_scores, taken = change_backward(
         variant.score, variant.score_captured, scored.raw, place.coordinates(), grad_scores,
@@ -201,21 +203,21 @@ def backward(
     return Shares(grad_query, grad_key, grad_value, taken)
 
 
-def _set_spoilt_apart(
-    query: Tensor, key: Tensor, value: Tensor, careful: bool
+def _set_nonfinite_apart(
+    query: Tensor, key: Tensor, value: Tensor, nan_safe: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Zero the rows that hold NaN or inf and say which pairs touch one.
 
     Such a pair's score becomes NaN and is selected away where it is hidden; a product would carry
     it on, since 0 · NaN is NaN.
     """
-    if not careful:
+    if not nan_safe:
         return query, key, value, None
-    cleaned, spoilt = [], []
+    cleaned, nonfinite = [], []
     for rows in (query, key, value):
         bad = ~rows.isfinite().all(-1, keepdim=True)
         cleaned.append(rows.masked_fill(bad, 0))
-        spoilt.append(bad)
+        nonfinite.append(bad)
     group = query.shape[1] // key.shape[1]
-    of_keys = (spoilt[1] | spoilt[2]).repeat_interleave(group, dim=1).transpose(-1, -2)
-    return cleaned[0], cleaned[1], cleaned[2], spoilt[0] | of_keys
+    of_keys = (nonfinite[1] | nonfinite[2]).repeat_interleave(group, dim=1).transpose(-1, -2)
+    return cleaned[0], cleaned[1], cleaned[2], nonfinite[0] | of_keys

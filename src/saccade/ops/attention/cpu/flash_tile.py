@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from saccade.ops.attention.cpu.edge_masks import Edge
+from saccade.ops.attention.cpu.tile_masks import PartialTile
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -26,17 +26,17 @@ def forward(
     key: Float[Tensor, "batch kv_heads keys dim"],
     value: Float[Tensor, "batch kv_heads keys value_dim"],
     scale: float,
-    edge: Edge | None,
+    partial: PartialTile | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of one rectangle of pairs.
 
-    `edge`: its mask (None: all are visible); `causal`: row i sees keys 0 … i, with no mask in
+    `partial`: its mask (None: all are visible); `causal`: row i sees keys 0 … i, with no mask in
     memory.
     """
     value_dim = value.shape[-1]
     heads, rows = query.shape[1:3]
-    packing = _heads_to_pack(query, key, edge, causal)
+    packing = _heads_to_pack(query, key, partial, causal)
     dim = max(query.shape[-1], value_dim)
     output, lse = _forward(
         _pack(_widen(query, dim), packing),
@@ -44,12 +44,12 @@ def forward(
         _widen(value, dim),
         0.0,
         causal,
-        attn_mask=_bias(edge, query, key, packing),
+        attn_mask=_bias(partial, query, key, packing),
         scale=scale,
     )
     output, lse = _unpack(output, heads, rows)[..., :value_dim], _unpack(lse, heads, rows)
-    if edge is not None and edge.blind is not None:  # the kernel says lse 0 for such a row
-        lse = lse.masked_fill(edge.blind, -torch.inf)
+    if partial is not None and partial.blind is not None:  # the kernel says lse 0 for such a row
+        lse = lse.masked_fill(partial.blind, -torch.inf)
     return output, lse
 
 
@@ -61,7 +61,7 @@ def backward(
     output: Float[Tensor, "batch query_heads rows value_dim"],
     lse: Float[Tensor, "batch query_heads rows"],
     scale: float,
-    edge: Edge | None,
+    partial: PartialTile | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The share of one rectangle of pairs in the gradients of query, key and value.
@@ -70,7 +70,7 @@ def backward(
     """
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     heads, rows = query.shape[1:3]
-    packing = _heads_to_pack(query, key, edge, causal)
+    packing = _heads_to_pack(query, key, partial, causal)
     dim = max(head_dim, value_dim)
     grad_query, grad_key, grad_value = _backward(
         _pack(_widen(grad_output, dim), packing),
@@ -81,7 +81,7 @@ def backward(
         _pack(lse, packing),
         0.0,
         causal,
-        attn_mask=_bias(edge, query, key, packing),
+        attn_mask=_bias(partial, query, key, packing),
         scale=scale,
     )
     grad_query = _unpack(grad_query, heads, rows)
@@ -98,9 +98,9 @@ def _widen(rows: Tensor, dim: int) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _heads_to_pack(query: Tensor, key: Tensor, edge: Edge | None, causal: bool) -> int:
+def _heads_to_pack(query: Tensor, key: Tensor, partial: PartialTile | None, causal: bool) -> int:
     """How many query heads share a kv head and go into rows of one product (1: none)."""
-    heads_alike = edge is None or edge.bias.shape[1] == 1
+    heads_alike = partial is None or partial.bias.shape[1] == 1
     if causal or not heads_alike or query.shape[2] >= PACK_BELOW:
         return 1
     return query.shape[1] // key.shape[1]
@@ -120,9 +120,9 @@ def _unpack(tensor: Tensor, heads: int, rows: int) -> Tensor:
     return tensor.reshape(tensor.shape[0], heads, rows, *tensor.shape[3:])
 
 
-def _bias(edge: Edge | None, query: Tensor, key: Tensor, packing: int) -> Tensor | None:
-    """An edge's bias, repeated for packed heads."""
-    if edge is None:
+def _bias(partial: PartialTile | None, query: Tensor, key: Tensor, packing: int) -> Tensor | None:
+    """A partial tile's bias, repeated for packed heads."""
+    if partial is None:
         return None
-    bias = edge.bias.expand(*edge.bias.shape[:2], query.shape[2], key.shape[2])
+    bias = partial.bias.expand(*partial.bias.shape[:2], query.shape[2], key.shape[2])
     return bias.repeat(1, 1, packing, 1) if packing > 1 else bias

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu import dense_tile, edge_masks, flash_tile, segments
+from saccade.ops.attention.cpu import dense_tile, flash_tile, segments, tile_masks
 from saccade.ops.attention.cpu.block_mask import Run
 from saccade.ops.attention.cpu.dense_tile import Place
 from saccade.ops.attention.cpu.segments import Dense
@@ -18,9 +18,9 @@ def attend(dense: Dense) -> tuple[Tensor, Tensor]:
         output, lse = memory(dense)
         output, lse = output.zero_(), lse.fill_(-torch.inf)
     else:
-        output, lse, masked = _visit(dense, careful=False)
+        output, lse, masked = _visit(dense, nan_safe=False)
         if masked and not bool(output.sum().isfinite()):
-            output, lse, _ = _visit(dense, careful=True)
+            output, lse, _ = _visit(dense, nan_safe=True)
     return add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
 
 
@@ -32,9 +32,9 @@ def memory(dense: Dense) -> tuple[Tensor, Tensor]:
     return output.transpose(1, 2), dense.query.new_empty(batch, heads, rows, dtype=wide)
 
 
-def _visit(dense: Dense, careful: bool) -> tuple[Tensor, Tensor, bool]:
+def _visit(dense: Dense, nan_safe: bool) -> tuple[Tensor, Tensor, bool]:
     """Compute every row tile; also say whether any of them needed the mask."""
-    form = None if careful else dense.flash_at_once
+    form = None if nan_safe else dense.flash_at_once
     if form is not None:
         scale, causal = dense.variant.scale, form == "causal"
         whole = flash_tile.forward(dense.query, dense.key, dense.value, scale, None, causal)
@@ -42,22 +42,22 @@ def _visit(dense: Dense, careful: bool) -> tuple[Tensor, Tensor, bool]:
     tiles = list(segments.row_tiles(dense))
     if len(tiles) == 1 and len(tiles[0][1]) == 1:
         place, runs = tiles[0]
-        return *_row_tile(dense, place, runs, careful), runs[0].masked
+        return *_row_tile(dense, place, runs, nan_safe), runs[0].masked
     output, lse = memory(dense)
     for place, runs in tiles:
         at = segments.slices_of(dense, place).queries
-        output[at], lse[at] = _row_tile(dense, place, runs, careful)
+        output[at], lse[at] = _row_tile(dense, place, runs, nan_safe)
     return output, lse, any(run.masked for _, runs in tiles for run in runs)
 
 
 def _row_tile(
-    dense: Dense, place: Place, runs: tuple[Run, ...], careful: bool
+    dense: Dense, place: Place, runs: tuple[Run, ...], nan_safe: bool
 ) -> tuple[Tensor, Tensor]:
     """One tile of query rows against all that it sees."""
     partials = []
     for run in runs:
         partial = rectangle(
-            dense, place._replace(kv_rows=(run.start, run.stop)), run.masked, careful
+            dense, place._replace(kv_rows=(run.start, run.stop)), run.masked, nan_safe
         )
         if partial is not None:
             partials.append(partial)
@@ -65,17 +65,19 @@ def _row_tile(
 
 
 def rectangle(
-    dense: Dense, place: Place, masked: bool, careful: bool
+    dense: Dense, place: Place, masked: bool, nan_safe: bool
 ) -> tuple[Tensor, Tensor] | None:
     """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
-    if not dense.fits_flash or careful:
-        return _plain(dense, place, masked, careful)
-    found = edge_masks.edge_at(dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype)
+    if not dense.fits_flash or nan_safe:
+        return _plain(dense, place, masked, nan_safe)
+    found = tile_masks.partial_at(
+        dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype
+    )
     if found is None:
         return None
-    place, edge = found
+    place, partial = found
     query, key, value = _rows(dense, place)
-    return flash_tile.forward(query, key, value, dense.variant.scale, edge, causal=False)
+    return flash_tile.forward(query, key, value, dense.variant.scale, partial, causal=False)
 
 
 def _rows(dense: Dense, place: Place) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,13 +85,13 @@ def _rows(dense: Dense, place: Place) -> tuple[Tensor, Tensor, Tensor]:
     return dense.query[at.queries], dense.key[at.keys], dense.value[at.keys]
 
 
-def _plain(dense: Dense, place: Place, masked: bool, careful: bool) -> tuple[Tensor, Tensor]:
+def _plain(dense: Dense, place: Place, masked: bool, nan_safe: bool) -> tuple[Tensor, Tensor]:
     """One rectangle in plain tiles."""
 
     def piece(rows: Place) -> tuple[Tensor, Tensor]:
         partials = [
             dense_tile.forward(
-                *_rows(dense, part), dense.variant, dense.seed, part, masked, careful
+                *_rows(dense, part), dense.variant, dense.seed, part, masked, nan_safe
             )
             for part in segments.key_pieces(rows)
         ]

@@ -6,7 +6,7 @@ tiles (`dense_tile.py`). Partial results merge by their lse; gradients add up. N
 size query_len x kv_len.
 
 Both inner paths first compute as if all numbers were finite. NaN or inf in a hidden row would
-show in the result (0 · NaN is NaN), so a result that is not finite is computed again with care.
+show in the result (0 · NaN is NaN), so a result that is not finite is computed again NaN-safe.
 """
 
 from __future__ import annotations

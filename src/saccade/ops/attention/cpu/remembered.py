@@ -1,7 +1,7 @@
 """Remembered: what was made of a mask, kept for the layers and passes that ask for it again.
 
-A model asks for the same plans and edges in every layer, forwards and backwards. What a mask
-captured may change in place at any time, with or without PyTorch's knowledge, so tensors are
+A model asks for the same plans and partial tiles in every layer, forwards and backwards. What a
+mask captured may change in place at any time, with or without PyTorch's knowledge, so tensors are
 compared by their contents: equal ones give the same result, whoever wrote them.
 """
 

@@ -1,8 +1,9 @@
 """Attention backward on Hopper: gradients of keys and values, and shares of those of queries.
 
-A program stands at a tile of keys, of which each of its two consumers owns one half, and walks
-along the queries that see it. Pairs lie as [keys, queries]: then weights and grad_scores, as they
-stand in registers, are left operands of the products that give the gradients of values and keys.
+A program stands at a tile of keys, of which each of its two consumers owns one half, and tile
+ranges along the queries that see it. Pairs lie as [keys, queries]: then weights and grad_scores, as
+they stand in registers, are left operands of the products that give the gradients of values and
+keys.
 grad_scores go through shared memory too, where both halves meet: each consumer multiplies half of
 a tile's share of the gradients of queries, and TMA adds it to memory in float32.
 
@@ -38,6 +39,7 @@ from saccade.gpu.hopper.tile_scheduler import (
 )
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.tensor_view import num_rows, row_pointers
+from saccade.gpu.tile_ranges import TileRange
 from saccade.ops.attention.hopper.dq_accumulate import (
     add_share,
     give_turn,
@@ -49,7 +51,7 @@ from saccade.ops.attention.hopper.dq_accumulate import (
 )
 from saccade.ops.attention.hopper.epilogue import as_matrix, pad_rows
 from saccade.ops.attention.hopper.forward import mma_layout, ticket_of
-from saccade.ops.attention.hopper.nonfinite import note_spoilt
+from saccade.ops.attention.hopper.nonfinite import note_nonfinite
 from saccade.ops.attention.hopper.smem import make_backward_rings
 from saccade.ops.attention.hopper.softmax import ROWS, places_of
 
@@ -61,7 +63,7 @@ def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out 
     query, key, grad_key, grad_value,  # Views
     rules, schedule, scratch,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    STAGES: gl.constexpr, CAREFUL: gl.constexpr,
+    STAGES: gl.constexpr, NAN_SAFE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 128 keys of one head, one after the other."""
@@ -74,12 +76,12 @@ def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out 
             (consume, (
                 share_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
                 rules, schedule, scratch, rings,
-                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 0,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, NAN_SAFE, 0,
             )),
             (consume, (
                 share_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
                 rules, schedule, scratch, rings,
-                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 1,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
             )),
             (produce, (
                 query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
@@ -127,16 +129,16 @@ def produce(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
             keys_at = [kv_batch, kv_head, kv_row + kv_start, 0]
             for group_head in range(0, HEADS_PER_KV_HEAD):
                 query_head = kv_head * HEADS_PER_KV_HEAD + group_head
-                walk = rules.mask.walk(
+                tile_range = rules.mask.tile_range(
                     rules.mask, batch, query_head, slot, kv_start, (kv_len, query_len),
                     KV_TILE, QUERY_TILE, False,
                 )  # fmt: skip
                 rings.tickets.acquire(ticket_turn)
                 place = (batch, query_head, kv_start)
-                rings.tickets.put(ticket_turn, write_ticket(place, query_len, kv_len, walk))
+                rings.tickets.put(ticket_turn, write_ticket(place, query_len, kv_len, tile_range))
                 first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
-                for index in range(0, num_visits(walk)):
-                    query_tile = query_tile_of(rules, scratch, walk, index)
+                for index in range(0, num_visits(tile_range)):
+                    query_tile = query_tile_of(rules, scratch, tile_range, index)
                     queries_at = [query_batch, query_head, query_row + query_tile * QUERY_TILE, 0]
                     begins = (group_head == 0) & (index == 0)
                     if not APART:  # noqa: SIM102 (known when compiling; the next is not)
@@ -167,7 +169,7 @@ def produce(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
     # A ticket for no keys: there is nothing left.
     rings.tickets.acquire(ticket_turn)
     none = ticket_turn * 0
-    nothing = (none, none, none, none, none, none)
+    nothing = TileRange(none, none, none, none, none, none)
     rings.tickets.put(ticket_turn, write_ticket((none, none, none), none, none, nothing))
     pad_rows(grad_key, 0.0, HEAD_DIM)
     pad_rows(grad_value, 0.0, VALUE_DIM)
@@ -178,7 +180,7 @@ def consume(
     share_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
     rules, schedule, scratch, rings,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    CAREFUL: gl.constexpr, WHICH: gl.constexpr,
+    NAN_SAFE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute half of the keys of each tile that the producer announces."""
     HEAD_WIDTH: gl.constexpr = rings.keys.memory.shape[4]
@@ -186,7 +188,7 @@ def consume(
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
     tile_turn, ticket_turn, turn = 0, 0, 0
     added = -1
-    place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+    place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
     while kv_len > 0:
         rings.keys.wait(tile_turn)
         rings.values.wait(tile_turn)
@@ -195,28 +197,38 @@ def consume(
         for group_head in range(0, HEADS_PER_KV_HEAD):
             if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
                 if group_head > 0:
-                    place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+                    place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
             ticket_turn += 1
             batch, query_head, kv_start = place
             first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
             at = (batch, query_head, kv_start + WHICH * ROWS, query_len, kv_len, first_slot)
             of_key, of_value, added = sum_over_queries(
-                share_desc, rings, rules, scratch, at, walk, turn, added, of_key, of_value, WHICH
+                share_desc,
+                rings,
+                rules,
+                scratch,
+                at,
+                tile_range,
+                turn,
+                added,
+                of_key,
+                of_value,
+                WHICH,
             )
-            turn += num_visits(walk)
+            turn += num_visits(tile_range)
         rings.values.release(tile_turn)
         rings.keys.release(tile_turn)
         tile_turn += 1
         batch, query_head, kv_start = place
         kv_head = query_head // HEADS_PER_KV_HEAD
         at = (batch, kv_head, kv_start + WHICH * ROWS, kv_len)
-        if CAREFUL:
-            note_spoilt(scratch.flag, of_key)
-            note_spoilt(scratch.flag, of_value)
+        if NAN_SAFE:
+            note_nonfinite(scratch.flag, of_key)
+            note_nonfinite(scratch.flag, of_value)
         memory = rings.outputs[WHICH]
         finish(of_value, grad_value_desc, grad_value, schedule, at, memory, VALUE_DIM)
         finish(of_key * rules.scale, grad_key_desc, grad_key, schedule, at, memory, HEAD_DIM)
-        place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+        place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
         if scratch.turns is not None:
             added = give_turn(rings, scratch, kv_start, added)
     wait_for_stores()
@@ -232,7 +244,7 @@ def next_ticket(rings, turn):
 
 @gluon.jit
 def sum_over_queries(
-    share_desc, rings, rules, scratch, at, walk, turn, added, of_key, of_value,
+    share_desc, rings, rules, scratch, at, tile_range, turn, added, of_key, of_value,
     WHICH: gl.constexpr,
 ):  # fmt: skip
     """Add what every visited tile of one query head gives.
@@ -243,28 +255,40 @@ def sum_over_queries(
     """
     SHARING: gl.constexpr = share_desc is not None
     of_key, of_value, added = add_tile(
-        share_desc, rings, rules, scratch, at, walk, 0, turn, added, of_key, of_value, False, WHICH
+        share_desc,
+        rings,
+        rules,
+        scratch,
+        at,
+        tile_range,
+        0,
+        turn,
+        added,
+        of_key,
+        of_value,
+        False,
+        WHICH,
     )
-    for index in range(1, num_visits(walk)):
+    for index in range(1, num_visits(tile_range)):
         turn += 1
         of_key, of_value, added = add_tile(
-            share_desc, rings, rules, scratch, at, walk, index, turn, added, of_key, of_value,
+            share_desc, rings, rules, scratch, at, tile_range, index, turn, added, of_key, of_value,
             SHARING, WHICH,
         )  # fmt: skip
     if SHARING:
         share = multiply_grad_scores(rings, turn, WHICH)
         share = warpgroup_mma_wait(0, deps=[share])
-        last = num_visits(walk) - 1
-        given = given_turn(rules, scratch, at, walk, last, WHICH)
+        last = num_visits(tile_range) - 1
+        given = given_turn(rules, scratch, at, tile_range, last, WHICH)
         added = add_share(
-            share_desc, rings, rules, scratch, at, walk, last, share, given, added, WHICH
+            share_desc, rings, rules, scratch, at, tile_range, last, share, given, added, WHICH
         )
     return of_key, of_value, added
 
 
 @gluon.jit
 def add_tile(
-    share_desc, rings, rules, scratch, at, walk, index, turn, added, of_key, of_value,
+    share_desc, rings, rules, scratch, at, tile_range, index, turn, added, of_key, of_value,
     LATER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Add what one tile of queries gives to the gradients of the keys and values.
@@ -289,7 +313,7 @@ def add_tile(
     # The sooner the better, but twice as many pairs leave no registers for it any sooner.
     SOON: gl.constexpr = QUERY_TILE == ROWS
     if LATER and SOON:
-        given = given_turn(rules, scratch, at, walk, index - 1, WHICH)
+        given = given_turn(rules, scratch, at, tile_range, index - 1, WHICH)
 
     rings.queries.wait(turn)
     starts = rings.starts.index(rings.queries.stage(turn)).reshape([2 * QUERY_TILE])
@@ -305,7 +329,7 @@ def add_tile(
         value_half, grad_tile.permute((1, 0)), nothing + grad_start[None, :], is_async=True
     )
     scores = warpgroup_mma_wait(1, deps=[scores])
-    weights, slopes = weigh(scores, score_start, rules, scratch, at, walk, index)
+    weights, slopes = weigh(scores, score_start, rules, scratch, at, tile_range, index)
     operand = as_operand(weights, query_tile.dtype, OF_VALUE)
     of_value = warpgroup_mma(operand, grad_tile, of_value, is_async=True)
     grad_weights, slopes = warpgroup_mma_wait(1, deps=[grad_weights, slopes])
@@ -317,13 +341,13 @@ def add_tile(
         rings.queries.acquire(turn + 1)  # then both have read what lay here two tiles before
         rings.grad_scores.put_rows(turn, WHICH * ROWS, grad_scores)
     if LATER and not SOON:
-        given = given_turn(rules, scratch, at, walk, index - 1, WHICH)
+        given = given_turn(rules, scratch, at, tile_range, index - 1, WHICH)
         share = multiply_grad_scores(rings, turn - 1, WHICH)
     of_key = warpgroup_mma(operand, query_tile, of_key, is_async=True)
     if LATER:
         of_value, share = warpgroup_mma_wait(1, deps=[of_value, share])
         added = add_share(
-            share_desc, rings, rules, scratch, at, walk, index - 1, share, given, added, WHICH
+            share_desc, rings, rules, scratch, at, tile_range, index - 1, share, given, added, WHICH
         )
         of_key = warpgroup_mma_wait(0, deps=[of_key])
     else:
@@ -333,10 +357,10 @@ def add_tile(
 
 
 @gluon.jit
-def weigh(scores, score_start, rules, scratch, at, walk, index):
+def weigh(scores, score_start, rules, scratch, at, tile_range, index):
     """Weights of a tile of pairs, and what grad_weights - row_dot are multiplied by."""
     batch, query_head, first_key, query_len, kv_len, _ = at
-    query_tile = query_tile_of(rules, scratch, walk, index)
+    query_tile = query_tile_of(rules, scratch, tile_range, index)
     key_rows, query_rows = places_of(scores, first_key, query_tile * scores.shape[1])
     if rules.score is None:
         weights = gl.exp2(scores * (rules.scale * LOG2_E))  # they started at -lse
@@ -346,7 +370,7 @@ def weigh(scores, score_start, rules, scratch, at, walk, index):
             scaled, batch, query_head, query_rows, key_rows, kv_len - query_len, rules.score.data
         )
         weights = gl.exp2(changed * LOG2_E + score_start[None, :])
-    if may_hide(scratch, walk, index, query_tile):  # all others run without mask arithmetic
+    if may_hide(scratch, tile_range, index, query_tile):  # all others run without mask arithmetic
         visible = (key_rows < kv_len) & (query_rows < query_len)
         if rules.mask.visible is not None:
             visible = visible & rules.mask.visible(

@@ -1,6 +1,6 @@
 """Gradients of keys and values of more than 128 channels on Hopper.
 
-A program stands at a tile of 64 keys and walks along the queries that see it. Each of its two
+A program stands at a tile of 64 keys and goes along the queries that see it. Each of its two
 consumers owns one gradient, all channels of it, and computes what that one needs:
 
     the first     scores = keys · queriesᵀ → weights
@@ -49,7 +49,7 @@ def attention_backward_keys(  # breaks kernel-arguments: TMA takes no descriptor
     query, key, grad_key, grad_value,  # Views
     rules, schedule, scratch,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    STAGES: gl.constexpr, CAREFUL: gl.constexpr,
+    STAGES: gl.constexpr, NAN_SAFE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 64 keys of one head, one after the other. There are no shares."""
@@ -62,11 +62,11 @@ def attention_backward_keys(  # breaks kernel-arguments: TMA takes no descriptor
         [
             (consume, (
                 grad_value_desc, query, grad_value, rules, schedule, scratch, rings,
-                HEADS_PER_KV_HEAD, VALUE_DIM, HEAD_DIM, CAREFUL, 0,
+                HEADS_PER_KV_HEAD, VALUE_DIM, HEAD_DIM, NAN_SAFE, 0,
             )),
             (consume, (
                 grad_key_desc, query, grad_key, rules, schedule, scratch, rings,
-                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, CAREFUL, 1,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
             )),
             (produce, (
                 query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
@@ -83,7 +83,7 @@ def attention_backward_keys(  # breaks kernel-arguments: TMA takes no descriptor
 def consume(
     grad_desc, query, grad, rules, schedule, scratch, rings,
     HEADS_PER_KV_HEAD: gl.constexpr, DIM: gl.constexpr, OTHER_DIM: gl.constexpr,
-    CAREFUL: gl.constexpr, WHICH: gl.constexpr,
+    NAN_SAFE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute one gradient of each tile of keys that the producer announces: that of values (0),
     from the keys, or that of keys (1), from the values."""
@@ -91,47 +91,51 @@ def consume(
     mine = rings.keys if WHICH == 0 else rings.values
     OTHERS: gl.constexpr = parts_of(mine.memory.shape[4], OTHER_DIM)
     tile_turn, ticket_turn, turn = 0, 0, 0
-    place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+    place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
     while kv_len > 0:
         mine.wait(tile_turn)
         sums = no_sums(PARTS)
         for group_head in range(0, HEADS_PER_KV_HEAD):
             if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
                 if group_head > 0:
-                    place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+                    place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
             ticket_turn += 1
             batch, query_head, kv_start = place
             at = (batch, query_head, kv_start, query_len, kv_len, 0)
-            sums = sum_over_queries(rings, rules, scratch, at, walk, turn, sums, OTHERS, WHICH)
-            turn += num_visits(walk)
+            sums = sum_over_queries(
+                rings, rules, scratch, at, tile_range, turn, sums, OTHERS, WHICH
+            )
+            turn += num_visits(tile_range)
         factor = 1.0 if WHICH == 0 else rules.scale
         batch, query_head, kv_start = place
         at = (batch, query_head // HEADS_PER_KV_HEAD, kv_start, kv_len)
         # It leaves through the memory of what was multiplied.
         finish_wide(
             sums, factor, grad_desc, grad, schedule, at, rings.outputs[WHICH], scratch.flag,
-            DIM, CAREFUL,
+            DIM, NAN_SAFE,
         )  # fmt: skip
         mine.release(tile_turn)
         tile_turn += 1
-        place, query_len, kv_len, walk = next_ticket(rings, ticket_turn)
+        place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
 
 
 @gluon.jit
 def sum_over_queries(
-    rings, rules, scratch, at, walk, turn, sums, PARTS: gl.constexpr, WHICH: gl.constexpr
+    rings, rules, scratch, at, tile_range, turn, sums, PARTS: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """Add what every visited tile of one query head gives, each one step late: its product and the
     first one of the next step follow each other without a pause."""
     if WHICH == 0:
-        pairs, sums = add_weights(rings, rules, scratch, at, walk, 0, turn, 0, sums, PARTS, False)
+        pairs, sums = add_weights(
+            rings, rules, scratch, at, tile_range, 0, turn, 0, sums, PARTS, False
+        )
     else:
         pairs, sums = add_grad_scores(rings, turn, 0, sums, PARTS, False)
-    for index in range(1, num_visits(walk)):
+    for index in range(1, num_visits(tile_range)):
         turn += 1
         if WHICH == 0:
             pairs, sums = add_weights(
-                rings, rules, scratch, at, walk, index, turn, pairs, sums, PARTS, True
+                rings, rules, scratch, at, tile_range, index, turn, pairs, sums, PARTS, True
             )
         else:
             pairs, sums = add_grad_scores(rings, turn, pairs, sums, PARTS, True)
@@ -144,7 +148,7 @@ def sum_over_queries(
 
 @gluon.jit
 def add_weights(
-    rings, rules, scratch, at, walk, index, turn, weights, of_value,
+    rings, rules, scratch, at, tile_range, index, turn, weights, of_value,
     PARTS: gl.constexpr, LATER: gl.constexpr,
 ):  # fmt: skip
     """Add what the tile of queries before gives to the gradients of values, from its weights; and
@@ -171,7 +175,7 @@ def add_weights(
         rings.grad_outputs.release(turn - 1)
     scores = warpgroup_mma_wait(0, deps=[scores])
     rings.queries.release(turn)
-    weights, slopes = weigh(scores, score_start, rules, scratch, at, walk, index)
+    weights, slopes = weigh(scores, score_start, rules, scratch, at, tile_range, index)
     rings.slopes.acquire(turn)
     rings.slopes.put(turn, slopes.to(query_tile.dtype))
     return as_operand(weights, query_tile.dtype, PAIRS), of_value

@@ -1,6 +1,6 @@
 """Gradients of queries on Hopper, as a pass of their own: the same bits each time, and no shares.
 
-A program stands at 128 query rows, 64 for each of its two consumers, and walks along the keys that
+A program stands at 128 query rows, 64 for each of its two consumers, and goes along the keys that
 they see, as the forward pass does:
 
     scores = queries · keysᵀ, grad_weights = grad_outputs · valuesᵀ → grad_scores
@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.gpu.hopper.pipeline import as_operand, here, warpgroup_mma_wait
-from saccade.gpu.hopper.tile_scheduler import is_edge, num_visits, tile_of
+from saccade.gpu.hopper.tile_scheduler import is_partial, num_visits, tile_of
 from saccade.gpu.tensor_view import load_numbers
 from saccade.ops.attention.hopper.backward import next_ticket
 from saccade.ops.attention.hopper.epilogue import as_matrix
@@ -42,7 +42,7 @@ def attention_backward_queries(
     query, key, grad_query, lse_log2, row_dot,  # Views
     rules, schedule,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    STAGES: gl.constexpr, CAREFUL: gl.constexpr,
+    STAGES: gl.constexpr, NAN_SAFE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 128 query rows of one head, one after the other."""
@@ -51,11 +51,11 @@ def attention_backward_queries(
         [
             (consume, (
                 grad_query_desc, query, grad_query, lse_log2, row_dot, rules, schedule, rings,
-                HEAD_DIM, VALUE_DIM, CAREFUL, 0,
+                HEAD_DIM, VALUE_DIM, NAN_SAFE, 0,
             )),
             (consume, (
                 grad_query_desc, query, grad_query, lse_log2, row_dot, rules, schedule, rings,
-                HEAD_DIM, VALUE_DIM, CAREFUL, 1,
+                HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
             )),
             (produce, (
                 query_desc, key_desc, value_desc, grad_output_desc, query, key, rules, schedule,
@@ -76,15 +76,15 @@ def produce(
     """Load what consumers will need, as soon as there is room for it."""
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
     tile_turn, kv_turn = 0, 0
-    place, query_len, _, walk = ticket_of(rings, tile_turn)
+    place, query_len, _, tile_range = ticket_of(rings, tile_turn)
     while query_len > 0:
         batch, query_head, query_start = place
         query_batch, query_row = schedule.origin(batch, query.data)
         kv_batch, kv_row = schedule.origin(batch, key.data)
         kv_head = query_head // HEADS_PER_KV_HEAD
-        visits = num_visits(walk)
+        visits = num_visits(tile_range)
         for index in range(0, visits):
-            kv_start = tile_of(rules, walk, index) * KV_TILE
+            kv_start = tile_of(rules, tile_range, index) * KV_TILE
             coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
             rings.keys.acquire(kv_turn)
             rings.keys.load(kv_turn, key_desc, coordinates)
@@ -101,20 +101,20 @@ def produce(
                 rings.tickets.release(tile_turn)  # now is the time to announce the next tile
             kv_turn += 1
         tile_turn += 1
-        place, query_len, _, walk = ticket_of(rings, tile_turn)
+        place, query_len, _, tile_range = ticket_of(rings, tile_turn)
 
 
 @gluon.jit
 def consume(
     grad_query_desc, query, grad_query, lse_log2, row_dot, rules, schedule, rings,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAREFUL: gl.constexpr, WHICH: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, NAN_SAFE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of each tile of query rows that is announced."""
     PARTS: gl.constexpr = parts_of(rings.keys.memory.shape[4], HEAD_DIM)
     OTHERS: gl.constexpr = parts_of(rings.values.memory.shape[4], VALUE_DIM)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, mma_layout(rings.keys.memory.shape[3]))
     tile_turn, kv_turn = 0, 0
-    place, query_len, kv_len, walk = next_ticket(rings, tile_turn)
+    place, query_len, kv_len, tile_range = next_ticket(rings, tile_turn)
     while query_len > 0:
         batch, query_head, query_start = place
         first_row = query_start + WHICH * ROWS
@@ -127,33 +127,33 @@ def consume(
         queries.wait(tile_turn)
         grad_outputs.wait(tile_turn)
         sums = sum_over_keys(
-            rings, rules, at, walk, kv_turn, lse, dot, no_sums(PARTS), PARTS, OTHERS, WHICH
+            rings, rules, at, tile_range, kv_turn, lse, dot, no_sums(PARTS), PARTS, OTHERS, WHICH
         )
-        kv_turn += num_visits(walk)
+        kv_turn += num_visits(tile_range)
         at = (batch, query_head, first_row, query_len)
         # They leave through the memory of the queries.
         finish_wide(
             sums, rules.scale, grad_query_desc, grad_query, schedule, at, queries.at(tile_turn),
-            schedule.spoilt, HEAD_DIM, CAREFUL,
+            schedule.nonfinite, HEAD_DIM, NAN_SAFE,
         )  # fmt: skip
         queries.release(tile_turn)
         tile_turn += 1
-        place, query_len, kv_len, walk = next_ticket(rings, tile_turn)
+        place, query_len, kv_len, tile_range = next_ticket(rings, tile_turn)
 
 
 @gluon.jit
 def sum_over_keys(
-    rings, rules, at, walk, turn, lse, dot, sums,
+    rings, rules, at, tile_range, turn, lse, dot, sums,
     PARTS: gl.constexpr, OTHERS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Add what every visited tile of keys gives, each one step late."""
     grad_scores, sums = add_tile(
-        rings, rules, at, walk, 0, turn, lse, dot, 0, sums, PARTS, OTHERS, False, WHICH
+        rings, rules, at, tile_range, 0, turn, lse, dot, 0, sums, PARTS, OTHERS, False, WHICH
     )
-    for index in range(1, num_visits(walk)):
+    for index in range(1, num_visits(tile_range)):
         turn += 1
         grad_scores, sums = add_tile(
-            rings, rules, at, walk, index, turn, lse, dot, grad_scores, sums, PARTS, OTHERS, True,
+            rings, rules, at, tile_range, index, turn, lse, dot, grad_scores, sums, PARTS, OTHERS, True,
             WHICH,
         )  # fmt: skip
     sums = wait_for_sums_of(0, add_rows(grad_scores, as_matrix(rings.keys.at(turn)), sums))
@@ -163,7 +163,7 @@ def sum_over_keys(
 
 @gluon.jit
 def add_tile(
-    rings, rules, at, walk, index, turn, lse, dot, grad_scores, sums,
+    rings, rules, at, tile_range, index, turn, lse, dot, grad_scores, sums,
     PARTS: gl.constexpr, OTHERS: gl.constexpr, LATER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Add what the tile of keys before gives, and make the grad_scores of this one.
@@ -185,7 +185,7 @@ def add_tile(
     rings.values.wait(turn)
     grad_weights = multiply_channels(grad_tile, as_matrix(rings.values.at(turn)), nothing, OTHERS)
     scores = warpgroup_mma_wait(len(OTHERS), deps=[scores])
-    slopes = weigh(scores, rules, at, walk, index, lse)
+    slopes = weigh(scores, rules, at, tile_range, index, lse)
     # Values are there. Without this loop ptxas waits for grad_weights above the exponents.
     rings.values.wait(turn)
     grad_weights, slopes = warpgroup_mma_wait(0, deps=[grad_weights, slopes])
@@ -194,14 +194,14 @@ def add_tile(
 
 
 @gluon.jit
-def weigh(scores, rules, at, walk, index, lse):
+def weigh(scores, rules, at, tile_range, index, lse):
     """What grad_weights - row_dot of a tile of pairs are multiplied by."""
     batch, query_head, first_row, query_len, kv_len = at
-    kv_start = tile_of(rules, walk, index) * scores.shape[1]
+    kv_start = tile_of(rules, tile_range, index) * scores.shape[1]
     changed = scores
     if rules.score is not None:
         changed = change(scores, rules, at, kv_start)
-    if is_edge(walk, index):  # all others run without mask arithmetic
+    if is_partial(tile_range, index):  # all others run without mask arithmetic
         changed = hide(changed, rules, at, kv_start)
     slopes = gl.exp2(changed * exponent_factor(rules) - lse[:, None])
     if rules.score is not None:

@@ -32,7 +32,7 @@ class Memory(NamedTuple):
     lse_log2: Tensor | None  # with row_dot: for Triton kernels, if some come after
     row_dot: Tensor | None
     shares: Tensor | None  # of the gradients of queries, float32, by slot
-    flag: Tensor | None  # whether hidden rows may have spoilt something
+    flag: Tensor | None  # whether hidden rows may have made nonfinite something
     turns: Tensor | None  # by part
 
 

@@ -47,7 +47,8 @@ class Schedule(NamedTuple):
     grid: str  # "dynamic": programs take numbers from a counter; "static": every so many-th
     programs: int = 1  # of one multiprocessor
     look: bool = False  # for the largest score of every tile, before its scores are weighed
-    trim: bool = False  # whether a consumer's edges are those of its rows, and not of the tile's
+    # whether a consumer's partial tiles are those of its rows, and not of the tile's
+    trim: bool = False
 
     @property
     def covered(self) -> bool:
@@ -82,7 +83,8 @@ def choose(problem: KernelProblem) -> Schedule:
     """The schedule of a problem.
 
     Where a causal mask leaves few tiles, each is looked through for its largest score first, as
-    edges and first ones are in any case. What was timed is dense, and its scores are as they are.
+    partial tiles and first ones are in any case. What was timed is dense, and its scores are as
+    they are.
     """
     if OVERRIDE is not None:
         return OVERRIDE

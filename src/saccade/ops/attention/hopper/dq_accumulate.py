@@ -10,7 +10,7 @@ the last ones to the first, which gives equal bits each time:
     the next add      wait until the sum is in memory; hand the turn to the tile of keys before
 
 So the tiles of keys that add to a tile of queries must follow each other without a hole. Both sides
-find them by the same verdicts of the mask, and `modifiers/names.py` says for which masks they do.
+find them by the same classes of the mask, and `modifiers/names.py` says for which masks they do.
 
 Programs that stand at the last keys that a tile of queries sees come first in the order of numbers,
 and take a number only when they can begin, so that who waits, waits for somebody who works. They
@@ -38,9 +38,9 @@ from saccade.gpu.hopper.pipeline import (
     wait_for_sums,
     warpgroup_mma,
 )
-from saccade.gpu.hopper.tile_scheduler import is_edge, tile_of
+from saccade.gpu.hopper.tile_scheduler import is_partial, tile_of
 from saccade.gpu.packing import ascend
-from saccade.gpu.tile_ranges import first_and_end, is_outside_of_clean
+from saccade.gpu.tile_ranges import first_and_end, is_partial_tile
 from saccade.ops.attention.hopper.epilogue import as_matrix
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
@@ -67,7 +67,7 @@ def multiply_grad_scores(rings, turn, WHICH: gl.constexpr):
 
 @gluon.jit
 def add_share(
-    share_desc, rings, rules, scratch, at, walk, index, share, given, added, WHICH: gl.constexpr
+    share_desc, rings, rules, scratch, at, tile_range, index, share, given, added, WHICH: gl.constexpr
 ):  # fmt: skip
     """Start to add a share of the gradients of queries to memory, in its turn if there are turns.
 
@@ -85,12 +85,13 @@ def add_share(
     else:
         give_turn(rings, scratch, at[2], added)
     memory.store(gl.reshape(numbers, memory.shape))
-    part = part_of(rules, scratch, at, walk, index, WHICH)
+    part = part_of(rules, scratch, at, tile_range, index, WHICH)
     if scratch.turns is None:
         add(share_desc, [part * memory.shape[0], 0], memory)
     else:
-        # A walk of no tiles visits one and has nothing to add: its turn has passed, as it were.
-        first, end = first_and_end(walk)
+        # A tile range of no tiles visits one and has nothing to add: its turn has passed, as it
+        # were.
+        first, end = first_and_end(tile_range)
         mine = gl.where(first == end, NEVER, key_tile(rings, at[2]))
         while given >> 1 > mine:
             given = count_at(scratch.turns + part)
@@ -104,30 +105,30 @@ def add_share(
 
 
 @gluon.jit
-def part_of(rules, scratch, at, walk, index, WHICH: gl.constexpr):
+def part_of(rules, scratch, at, tile_range, index, WHICH: gl.constexpr):
     """The part of the scratch that this consumer's share of a tile of queries is added to."""
-    return (at[5] + query_tile_of(rules, scratch, walk, index)) * 2 + WHICH
+    return (at[5] + query_tile_of(rules, scratch, tile_range, index)) * 2 + WHICH
 
 
 @gluon.jit
-def query_tile_of(rules, scratch, walk, index):
+def query_tile_of(rules, scratch, tile_range, index):
     """The tile of queries that is visited as number `index`: in their order if there are turns."""
     if scratch.turns is None:
-        tile = tile_of(rules, walk, index)
+        tile = tile_of(rules, tile_range, index)
     else:
-        first, end = first_and_end(walk)
+        first, end = first_and_end(tile_range)
         tile = gl.where(first == end, 0, first + index)  # see `tile_of`
     return tile
 
 
 @gluon.jit
-def may_hide(scratch, walk, index, tile):
+def may_hide(scratch, tile_range, index, tile):
     """Whether pairs of the tile that is visited as number `index` may be hidden."""
-    if scratch.turns is None:  # noqa: SIM108
-        edge = is_edge(walk, index)
+    if scratch.turns is None:
+        partial = is_partial(tile_range, index)
     else:
-        edge = is_outside_of_clean(walk, tile)
-    return edge
+        partial = is_partial_tile(tile_range, tile)
+    return partial
 
 
 @gluon.jit
@@ -149,13 +150,13 @@ def key_tile(rings, key_row):
 
 
 @gluon.jit
-def given_turn(rules, scratch, at, walk, index, WHICH: gl.constexpr):
+def given_turn(rules, scratch, at, tile_range, index, WHICH: gl.constexpr):
     """Ask whose turn it is to add to a tile of queries; long before it matters, as this takes
     long."""
     if scratch.turns is None:
         given = 0
     else:
-        given = count_at(scratch.turns + part_of(rules, scratch, at, walk, index, WHICH))
+        given = count_at(scratch.turns + part_of(rules, scratch, at, tile_range, index, WHICH))
     return given
 
 

@@ -30,18 +30,19 @@ from saccade.gpu.hopper.pipeline import (
 )
 from saccade.gpu.hopper.tile_scheduler import (
     next_number,
-    num_edges,
+    num_partial,
     num_tiles,
     num_visits,
-    own_edges,
+    own_partial_tiles,
     program_of,
     read_ticket,
     tile_from_last,
     write_ticket,
 )
 from saccade.gpu.tensor_view import num_rows
+from saccade.gpu.tile_ranges import TileRange
 from saccade.ops.attention.hopper.epilogue import as_matrix, finish, pad_numbers, pad_rows
-from saccade.ops.attention.hopper.nonfinite import attend_with_care, note_spoilt
+from saccade.ops.attention.hopper.nonfinite import attend_nan_safe, note_nonfinite
 from saccade.ops.attention.hopper.smem import make_rings
 from saccade.ops.attention.hopper.softmax import (
     NOTHING,
@@ -147,18 +148,18 @@ def announce(
         query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
         # Packed sequences have slots without rows.
         if (query_start < query_len) & (query_len > FEWEST):
-            walk = rules.mask.walk(
+            tile_range = rules.mask.tile_range(
                 rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
                 QUERY_TILE, KV_TILE, True,
             )  # fmt: skip
             place = (batch, query_head, query_start)
-            rings.tickets.put(turn, write_ticket(place, query_len, kv_len, walk))
+            rings.tickets.put(turn, write_ticket(place, query_len, kv_len, tile_range))
             turn += 1
             rings.tickets.acquire(turn)
         number = next_number(schedule, number)
     # A ticket for no rows: there is nothing left.
     none = number * 0
-    nothing = (none, none, none, none, none, none)
+    nothing = TileRange(none, none, none, none, none, none)
     rings.tickets.put(turn, write_ticket((none, none, none), none, none, nothing))
     pad_rows(output, 0.0, VALUE_DIM)
     if logsumexp is not None:
@@ -173,15 +174,15 @@ def produce(
     """Load what consumers will need, as soon as there is room for it."""
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
     tile_turn, kv_turn = 0, 0
-    place, query_len, _, walk = ticket_of(rings, tile_turn)
+    place, query_len, _, tile_range = ticket_of(rings, tile_turn)
     while query_len > 0:
         batch, query_head, query_start = place
         query_batch, query_row = schedule.origin(batch, query.data)
         kv_batch, kv_row = schedule.origin(batch, key.data)
         kv_head = query_head // HEADS_PER_KV_HEAD
-        visits = num_visits(walk)
+        visits = num_visits(tile_range)
         for index in range(0, visits):
-            kv_start = tile_from_last(rules, walk, index) * KV_TILE
+            kv_start = tile_from_last(rules, tile_range, index) * KV_TILE
             coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
             rings.keys.acquire(kv_turn)
             rings.keys.load(kv_turn, key_desc, coordinates)
@@ -194,7 +195,7 @@ def produce(
                 rings.tickets.release(tile_turn)  # now is the time to announce the next tile
             kv_turn += 1
         tile_turn += 1
-        place, query_len, _, walk = ticket_of(rings, tile_turn)
+        place, query_len, _, tile_range = ticket_of(rings, tile_turn)
 
 
 @gluon.jit
@@ -223,39 +224,39 @@ def consume(
     """Compute 64 rows of each tile of query rows that is announced. PAGE_SIZE: 0 without pages;
     COVERED, LOOK, TRIM: as in configs.Schedule."""
     tile_turn, kv_turn = 0, 0
-    place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
+    place, query_len, kv_len, tile_range = ticket_of(rings, tile_turn)
     while query_len > 0:
         rings.tickets.release(tile_turn)
         batch, query_head, query_start = place
         first_row = query_start + share_of(WHICH, tile_turn, TRIM) * ROWS
         at = (batch, query_head, first_row, query_len, kv_len)
         state = attend(
-            rings.queries[WHICH], rings.keys, rings.values, rules, at, walk, tile_turn, kv_turn,
+            rings.queries[WHICH], rings.keys, rings.values, rules, at, tile_range, tile_turn, kv_turn,
             COVERED, LOOK or rules.score is not None, TRIM,
         )  # fmt: skip
-        kv_turn += num_visits(walk)
+        kv_turn += num_visits(tile_range)
         # Behind the counter; computed anew, as there are no registers to keep it.
-        spoilt = schedule.spoilt + (1 + here(gl.program_id(0)) * 4 + WHICH)
-        note_spoilt(spoilt, state[2])
+        nonfinite = schedule.nonfinite + (1 + here(gl.program_id(0)) * 4 + WHICH)
+        note_nonfinite(nonfinite, state[2])
         wait_for_each_other()
-        any_spoilt = flag_at(spoilt)  # it comes while the tile is finished
+        any_nonfinite = flag_at(nonfinite)  # it comes while the tile is finished
         finish(
             state, output_desc, output, logsumexp, sinks, schedule, at, rings.outputs[WHICH],
             VALUE_DIM,
         )  # fmt: skip
-        if any_spoilt != 0:
+        if any_nonfinite != 0:
             # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN), perhaps as scores left
             # their reference far behind: all once more.
             wait_for_sums()
             wait_for_each_other()
-            gl.store(spoilt, 0)
-            attend_with_care(
-                query, key, value, output, logsumexp, rules, sinks, at, walk,
+            gl.store(nonfinite, 0)
+            attend_nan_safe(
+                query, key, value, output, logsumexp, rules, sinks, at, tile_range,
                 rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
             )  # fmt: skip
             wait_for_each_other()
         tile_turn += 1
-        place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
+        place, query_len, kv_len, tile_range = ticket_of(rings, tile_turn)
     wait_for_stores()
 
 
@@ -269,10 +270,10 @@ def ticket_of(rings, turn):
 
 @gluon.jit
 def attend(
-    queries, keys, values, rules, at, walk, tile_turn, kv_turn, COVERED: gl.constexpr,
+    queries, keys, values, rules, at, tile_range, tile_turn, kv_turn, COVERED: gl.constexpr,
     LOOK: gl.constexpr, TRIM: gl.constexpr,
 ):  # fmt: skip
-    """Visit the tiles of keys of a walk: row_max, row_sum and weighted_sum of 64 query rows.
+    """Visit the tiles of keys of a tile range: row_max, row_sum and weighted_sum of 64 query rows.
 
     The product of weights and values runs under the softmax of the next tile, so it is always one
     tile late: what a step leaves behind is the weights of its own tile.
@@ -282,9 +283,9 @@ def attend(
     SCORES: gl.constexpr = mma_layout(KV_TILE)
     SUMS: gl.constexpr = mma_layout(VALUE_WIDTH)
     query_tile = as_matrix(queries.at(tile_turn))
-    begin, edges = 0, num_edges(walk)
+    begin, partials = 0, num_partial(tile_range)
     if TRIM:
-        begin, edges = own_edges(rules, at, walk, KV_TILE)
+        begin, partials = own_partial_tiles(rules, at, tile_range, KV_TILE)
         if begin > 0:
             keys.wait(kv_turn)
             keys.release(kv_turn)
@@ -296,7 +297,7 @@ def attend(
     token = multiply_keys(query_tile, as_matrix(keys.at(kv_turn)), SCORES)
     scores = warpgroup_mma_wait(0, deps=[token])
     keys.release(kv_turn)
-    scores = change_and_hide(scores, rules, at, walk, begin, edges)
+    scores = change_and_hide(scores, rules, at, tile_range, begin, partials)
     references = no_references(scores)
     references, rescale = raise_references(scores, rules, references)
     weights = weights_of(scores, rules, references)
@@ -308,9 +309,9 @@ def attend(
         as_operand(weights, query_tile.dtype, SUMS),
         rescale,  # 0, unknown to the compiler: else it moves the product with it elsewhere
     )
-    for index in range(begin + 1, num_visits(walk)):
+    for index in range(begin + 1, num_visits(tile_range)):
         state = fold_tile(
-            query_tile, keys, values, rules, at, walk, index, edges, kv_turn, state, COVERED, LOOK
+            query_tile, keys, values, rules, at, tile_range, index, partials, kv_turn, state, COVERED, LOOK
         )  # fmt: skip
         kv_turn += 1
     queries.release(tile_turn)
@@ -328,13 +329,14 @@ def attend(
 
 @gluon.jit
 def fold_tile(
-    query_tile, keys, values, rules, at, walk, index, edges, kv_turn, state, COVERED: gl.constexpr,
+    query_tile, keys, values, rules, at, tile_range, index, partials, kv_turn, state, COVERED: gl.constexpr,
     LOOK: gl.constexpr,
 ):  # fmt: skip
     """Weigh the tile of keys after turn kv_turn, while the values of kv_turn are summed up.
 
     If COVERED, the exponents are computed under that sum; else other consumers' are.
-    If LOOK, references are raised first in every tile, not in edges and the first clean tile only.
+    If LOOK, references are raised first in every tile, not in partial tiles and the first full tile
+    only.
     """
     SCORES: gl.constexpr = mma_layout(keys.memory.shape[3])
     SUMS: gl.constexpr = mma_layout(values.memory.shape[4])
@@ -345,13 +347,13 @@ def fold_tile(
     weighted_sum = rescaled(weighted_sum, pinned(rescale))
     sum_token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores_token])
-    scores = change_and_hide(scores, rules, at, walk, index, edges)
+    scores = change_and_hide(scores, rules, at, tile_range, index, partials)
     if not COVERED:
         weighted_sum, scores = warpgroup_mma_wait(0, deps=[sum_token, scores])
         values.release(kv_turn)
-    # After the edges and one clean tile every row has seen a key. The branches keep the exponents
-    # above the wait for the sum: else ptxas has that first.
-    if (not LOOK) & (index > walk[3]):
+    # After the partial tiles and one full tile every row has seen a key. The branches keep the
+    # exponents above the wait for the sum: else ptxas has that first.
+    if (not LOOK) & (index > tile_range.num_partial):
         new_weights = weights_of(scores, rules, references)
         sums = sum_by_thread(new_weights)
         rescale, raised = moderate(sums)

@@ -1,7 +1,7 @@
 """Gradients by Hopper kernels: which kernels a backward pass starts, and in which order.
 
 begin → backward → end                                  the fast form, and the one in turns
-begin → backward → end → again, keys → again, queries   … where hidden rows may spoil something
+begin → backward → end → again, keys → again, queries   … where hidden rows may poison something
 begin → backward (without shares) → again, keys → Triton queries          the ordered form
 begin → backward_keys → backward_queries → again, keys → again, queries     above 128 channels
 … → one Triton pass for each bias that wants a gradient
@@ -105,7 +105,7 @@ class Backward:
             grad_output = torch.empty(grad_output.shape, dtype=grad_output.dtype, device="meta")
         self.kind = kind = Kind.of(inputs, packing.packed_program)
         self.alone = brings_three(inputs, variant)
-        self.careful = variant.mask != "" or kind.packed
+        self.nan_safe = variant.mask != "" or kind.packed
         self.rest = inputs.sinks is not None or wants_tables
         self.ordered, self.in_turns = configs.ordered(problem), configs.in_turns(problem)
         self.apart = configs.apart(problem)
@@ -118,7 +118,7 @@ class Backward:
         self.boxes = self._boxes(inputs, grad_output, *gradients[1:])
         self.memory = Makers.of(
             gradients, lse, self.slots, (tile, width), shares=not self.ordered,
-            by_triton=self.careful or self.ordered or self.rest, flag=self.careful,
+            by_triton=self.nan_safe or self.ordered or self.rest, flag=self.nan_safe,
             turns=self.in_turns,
         )  # fmt: skip
         scored = variant.score != "" or variant.scale <= 0
@@ -141,7 +141,7 @@ class Backward:
         self.own_queries = None
         if self.apart:
             rows = grad_output, gradients[0]
-            self.own_queries = Queries(kind, inputs, variant, rows, self.careful)
+            self.own_queries = Queries(kind, inputs, variant, rows, self.nan_safe)
 
     def _launches(self, inputs: Inputs) -> tuple[Launch, Launch, Launch]:
         """The kernels that are Hopper's own."""
@@ -153,11 +153,11 @@ class Backward:
             "HEADS_PER_KV_HEAD": self.kind.constants["HEADS_PER_KV_HEAD"],
             "HEAD_DIM": head_dim,
             "STAGES": self.schedule.stages,
-            "CAREFUL": self.careful,
+            "NAN_SAFE": self.nan_safe,
             "CONSUMER_REGISTERS": self.schedule.consumer_registers,
             "PRODUCER_REGISTERS": self.schedule.producer_registers,
         }
-        of_end = {"HEAD_DIM": head_dim, "CAREFUL": self.careful}
+        of_end = {"HEAD_DIM": head_dim, "NAN_SAFE": self.nan_safe}
         kernel = attention_backward_keys if self.apart else attention_backward
         options = {"num_warps": 4, "num_stages": 1}
         return (
@@ -311,7 +311,7 @@ class Call(NamedTuple):
             *prepared.kind.inputs(pointer, inputs)[:2],
             self._of_keys(pointer, memory.of_key),
             self._of_keys(pointer, memory.of_value),
-            tile_scheduler.with_own_walk(rules(inputs, self.variant, pointer, plan)),
+            tile_scheduler.with_gluon_search(rules(inputs, self.variant, pointer, plan)),
             tile_scheduler.Schedule(
                 packing.packed_origin if packed else tensor_view.dense_origin,
                 pointer(counters[0]) if counters else None,
@@ -382,4 +382,4 @@ class Call(NamedTuple):
         changes = rules(self.inputs, self.variant, pointer)
         if not self.prepared.planner.needed:
             return changes
-        return changes._replace(mask=changes.mask._replace(walk=nonfinite.every_tile))
+        return changes._replace(mask=changes.mask._replace(tile_range=nonfinite.every_tile))

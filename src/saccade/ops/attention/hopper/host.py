@@ -99,7 +99,7 @@ class Forward:
                 *self.kind.inputs(pointer, inputs),
                 self.kind.rows(pointer, output, inputs),
                 self.kind.numbers(pointer, lse, inputs),
-                tile_scheduler.with_own_walk(
+                tile_scheduler.with_gluon_search(
                     rules(inputs, variant, pointer, plan.argument(pointer))
                 ),
                 None if inputs.sinks is None else pointer(inputs.sinks),

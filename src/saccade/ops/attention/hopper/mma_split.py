@@ -25,7 +25,7 @@ from saccade.gpu.hopper.pipeline import (
 from saccade.gpu.tensor_view import row_pointers
 from saccade.ops.attention.hopper.epilogue import as_matrix
 from saccade.ops.attention.hopper.forward import mma_layout
-from saccade.ops.attention.hopper.nonfinite import note_spoilt
+from saccade.ops.attention.hopper.nonfinite import note_nonfinite
 from saccade.ops.attention.hopper.softmax import ROWS, places_of
 
 WIDEST_PART = gl.constexpr(128)  # but for a single one
@@ -95,15 +95,15 @@ def wait_for_sums_of(RUNNING: gl.constexpr, sums):
 
 @gluon.jit
 def finish_wide(
-    sums, factor, desc, view, schedule, at, memory, flag, DIM: gl.constexpr, CAREFUL: gl.constexpr
+    sums, factor, desc, view, schedule, at, memory, flag, DIM: gl.constexpr, NAN_SAFE: gl.constexpr
 ):  # fmt: skip
     """Write the gradients of 64 rows through memory that nobody else reads any more, and wait until
     it may be filled again."""
     batch, head, first_row, length = at
     wait_for_each_other()
     for index in gl.static_range(len(sums)):
-        if CAREFUL:
-            note_spoilt(flag, sums[index])
+        if NAN_SAFE:
+            note_nonfinite(flag, sums[index])
         _finish(sums[index] * factor, desc.dtype, view, at, memory, WIDEST_PART * index, DIM)
     if first_row + ROWS <= length:
         entry, row = schedule.origin(batch, view.data)

@@ -1,4 +1,5 @@
-"""Non-finite rows: what is done again where a hidden row may have spoilt the sums (0 · NaN is NaN).
+"""Non-finite rows: what is done again where a hidden row may have made nonfinite the sums (0 · NaN
+is NaN).
 
 It happens seldom, so the consumer does it alone, with plain loads and products from registers, 16
 keys at a time. The producer has long gone on.
@@ -21,7 +22,7 @@ from saccade.gpu.hopper.pipeline import mma_v2
 from saccade.gpu.online_softmax import softmax_step
 from saccade.gpu.paged_view import inside, slot_pointers
 from saccade.gpu.tensor_view import ADDED, row_pointers, store_numbers, wide
-from saccade.gpu.tile_ranges import CAREFUL_ROWS, careful_parts, careful_start
+from saccade.gpu.tile_ranges import NAN_SAFE_ROWS, TileRange, nan_safe_parts, nan_safe_start
 from saccade.ops.attention.hopper.softmax import (
     ROWS,
     change,
@@ -37,19 +38,19 @@ CHANNELS = gl.constexpr(64)  # that are multiplied at once
 
 
 @gluon.jit
-def note_spoilt(flag, tile):
+def note_nonfinite(flag, tile):
     """Write 1 to memory if a tile holds NaN or inf anywhere.
 
     No thread waits for another one, and hardly ever does one write.
     """
     parts = gl.reshape(tile * 0.0, [tile.shape[0], tile.shape[1] // 8, 4, 2])
-    spoilt = gl.sum(gl.sum(parts, 1), 2) != 0.0
-    gl.store(flag + spoilt.to(gl.int32) * 0, 1, mask=spoilt)
+    nonfinite = gl.sum(gl.sum(parts, 1), 2) != 0.0
+    gl.store(flag + nonfinite.to(gl.int32) * 0, 1, mask=nonfinite)
 
 
 @gluon.jit
-def attend_with_care(
-    query, key, value, output, logsumexp, rules, sinks, at, walk,
+def attend_nan_safe(
+    query, key, value, output, logsumexp, rules, sinks, at, tile_range,
     KV_TILE: gl.constexpr, HEADS_PER_KV_HEAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
@@ -64,8 +65,8 @@ def attend_with_care(
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, MMA))
         weighted_sum = gl.zeros([ROWS, CHANNELS], gl.float32, MMA)
         state = (row_max, row_sum, weighted_sum)
-        for index in range(0, careful_parts(walk, KV_TILE)):
-            kv_start = careful_start(rules.mask, walk, index, KV_TILE).to(gl.int32)
+        for index in range(0, nan_safe_parts(tile_range, KV_TILE)):
+            kv_start = nan_safe_start(rules.mask, tile_range, index, KV_TILE).to(gl.int32)
             state = fold_part(
                 query, key, value, rules, at, kv_head, kv_start, first_channel, state,
                 HEAD_DIM, VALUE_DIM, PAGE_SIZE,
@@ -90,17 +91,17 @@ def fold_part(
 ):  # fmt: skip
     """Fold 16 rows of keys and values into the state, for some channels of the values.
 
-    A value row that holds NaN or inf there is taken as 0, and spoils the pairs that it is visible
-    in.
+    A value row that holds NaN or inf there is taken as 0, and makes nonfinite the pairs that it is
+    visible in.
     """
     row_max, row_sum, weighted_sum = state
     MMA: gl.constexpr = weighted_sum.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     batch, query_head, first_row, query_len, kv_len = at
-    scores = gl.zeros([ROWS, CAREFUL_ROWS], gl.float32, MMA)
+    scores = gl.zeros([ROWS, NAN_SAFE_ROWS], gl.float32, MMA)
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LEFT))[:, None]
-    kv_rows = kv_start + gl.arange(0, CAREFUL_ROWS, gl.SliceLayout(0, RIGHT))[None, :]
+    kv_rows = kv_start + gl.arange(0, NAN_SAFE_ROWS, gl.SliceLayout(0, RIGHT))[None, :]
     for first in range(0, HEAD_DIM, CHANNELS):
         channels = first + gl.arange(0, CHANNELS, gl.SliceLayout(0, LEFT))[None, :]
         queries = gl.load(
@@ -113,18 +114,18 @@ def fold_part(
             mask=(kv_rows < kv_len) & (channels < HEAD_DIM), other=0.0,
         )  # fmt: skip
         scores = mma_v2(queries, keys, scores)
-    rows = kv_start + gl.arange(0, CAREFUL_ROWS, gl.SliceLayout(1, RIGHT))[:, None]
+    rows = kv_start + gl.arange(0, NAN_SAFE_ROWS, gl.SliceLayout(1, RIGHT))[:, None]
     channels = first_channel + gl.arange(0, CHANNELS, gl.SliceLayout(0, RIGHT))[None, :]
     values = gl.load(
         kv_pointers(value, batch, kv_head, rows, channels, kv_len, PAGE_SIZE),
         mask=(rows < kv_len) & (channels < VALUE_DIM), other=0.0,
     )  # fmt: skip
-    spoilt = gl.sum(values.to(gl.float32) * 0.0, 1) != 0.0
-    values = gl.where(spoilt[:, None], 0.0, values).to(value.ptr.dtype.element_ty)
+    nonfinite = gl.sum(values.to(gl.float32) * 0.0, 1) != 0.0
+    values = gl.where(nonfinite[:, None], 0.0, values).to(value.ptr.dtype.element_ty)
 
     if rules.score is not None:
         scores = change(scores, rules, at, kv_start)
-    of_column = gl.convert_layout(spoilt.to(gl.int32), gl.SliceLayout(0, MMA)) > 0
+    of_column = gl.convert_layout(nonfinite.to(gl.int32), gl.SliceLayout(0, MMA)) > 0
     scores = gl.where(of_column[None, :], float("nan"), scores)
     scores = hide(scores, rules, at, kv_start)
     weights, rescale, row_max, row_sum = softmax_step(
@@ -192,7 +193,7 @@ def every_tile(
     mask, batch, head, slot, start, lengths,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A mask's walk that takes every tile for an edge, so that nothing need be planned ahead for
-    what is seldom done."""
+    """A mask's tile range that takes every tile for a partial tile, so that nothing need be planned
+    ahead for what is seldom done."""
     num_tiles = tl.cdiv(lengths[1], OTHER)
-    return 0, num_tiles, 0, num_tiles, 0, 0
+    return TileRange(0, num_tiles, 0, num_tiles, 0, 0)

@@ -17,7 +17,7 @@ import triton.language as tl
 from saccade.gpu.packing import first_slot
 from saccade.gpu.tensor_view import (
     ADDED,
-    any_spoilt,
+    any_nonfinite,
     num_rows,
     pad_rows,
     row_pointers,
@@ -35,7 +35,8 @@ class Scratch(NamedTuple):
 
     slot: Any  # dense_slot or packed_slot
     shares: Any  # of the gradients of queries: float32 in memory, by slot; None: there are none
-    flag: Any  # int32 in memory: whether hidden rows may have spoilt something; None: they cannot
+    # int32 in memory: whether hidden rows may have made nonfinite something; None: they cannot
+    flag: Any
     turns: Any = None  # int32 in memory, by part: whose turn it is; None: in any order
 
 
@@ -58,10 +59,10 @@ def first_turn(
 ):  # fmt: skip
     """Whose turn it is to begin with: the last tile of keys of which a tile of queries may see
     something, as `dq_accumulate.py` writes it down. lengths: of queries and keys."""
-    walk = mask.walk(
+    tile_range = mask.tile_range(
         mask, batch, head, tile, tile * QUERY_TILE, lengths, QUERY_TILE, KV_TILE, True
     )  # fmt: skip
-    _, end = first_and_end(walk)
+    _, end = first_and_end(tile_range)
     return (end - 1) * 2 + 1
 
 
@@ -119,7 +120,7 @@ def attention_backward_begin(
 def attention_backward_end(
     grad_query, scratch, scale,
     HEAD_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """One program: one slot. Sums of shares become gradients of queries."""
     WIDTH: tl.constexpr = QUERY_TILE * HEAD_WIDTH // (PARTS * PART_ROWS)  # of a part
@@ -138,7 +139,7 @@ def attention_backward_end(
         # As registers lay: eight channels, warp, row, two of them, row + 8, channel.
         share = tl.reshape(share, [WIDTH // 8, 4, 8, 4, 2, 2])
         share = tl.reshape(tl.permute(share, [1, 4, 2, 0, 3, 5]), [PART_ROWS, WIDTH])
-        if CAREFUL and any_spoilt(share):
+        if NAN_SAFE and any_nonfinite(share):
             tl.store(scratch.flag, 1)
         rows = tile * QUERY_TILE + tl.arange(0, PART_ROWS)
         channels = tl.arange(0, WIDTH)

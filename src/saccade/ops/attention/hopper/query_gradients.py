@@ -24,7 +24,7 @@ class Queries:
 
     def __init__(
         self, kind: Kind, inputs: Inputs, variant: Variant, rows: tuple[Tensor, Tensor],
-        careful: bool,
+        nan_safe: bool,
     ):  # fmt: skip
         self.kind = kind
         grad_output, of_query = rows
@@ -45,7 +45,7 @@ class Queries:
             "HEAD_DIM": head_dim,
             "VALUE_DIM": value_dim,
             "STAGES": chosen.stages,
-            "CAREFUL": careful,
+            "NAN_SAFE": nan_safe,
             "CONSUMER_REGISTERS": chosen.consumer_registers,
             "PRODUCER_REGISTERS": chosen.producer_registers,
         }
@@ -79,7 +79,7 @@ class Queries:
                 kind.rows(pointer, of_query, inputs),
                 kind.numbers(pointer, lse_log2, inputs),
                 kind.numbers(pointer, row_dot, inputs),
-                tile_scheduler.with_own_walk(
+                tile_scheduler.with_gluon_search(
                     rules(inputs, variant, pointer, plan.argument(pointer))
                 ),
                 tile_scheduler.Schedule(

@@ -3,8 +3,8 @@
 A weight is 2 to the power of a score less the reference of its row. The reference is the largest
 score that was met when it was last raised, and as long as no score exceeds it by more than a few
 powers of 2 it stays: then all that was summed before stays as it is, too (as in FlashAttention-4).
-For edges, references are raised before scores are weighed; for other tiles the sums tell afterwards
-whether they should have been, which saves looking for the largest score.
+For partial tiles, references are raised before scores are weighed; for other tiles the sums tell
+afterwards whether they should have been, which saves looking for the largest score.
 
 Numbers of each row are held by thread: [rows, 8], of which a thread has two for each of its rows.
 """
@@ -29,13 +29,15 @@ ROWS = gl.constexpr(64)  # query rows of one consumer, as many as one WGMMA take
 
 
 @gluon.jit
-def change_and_hide(scores, rules, at, walk, index, edges):
-    """The scores of tile number `index` of a walk that begins with so many edges, ready to be
-    weighed."""
+def change_and_hide(scores, rules, at, tile_range, index, partials):
+    """The scores of tile number `index` of a tile range that begins with so many partial tiles,
+    ready to be weighed."""
     if rules.score is not None:
-        scores = change(scores, rules, at, tile_from_last(rules, walk, index) * scores.shape[1])
-    if index < edges:  # all others run without mask arithmetic
-        scores = hide(scores, rules, at, tile_from_last(rules, walk, index) * scores.shape[1])
+        scores = change(
+            scores, rules, at, tile_from_last(rules, tile_range, index) * scores.shape[1]
+        )
+    if index < partials:  # all others run without mask arithmetic
+        scores = hide(scores, rules, at, tile_from_last(rules, tile_range, index) * scores.shape[1])
     return scores
 
 
@@ -55,7 +57,9 @@ def hide(scores, rules, at, kv_start):
     """The scores with -inf where a pair is hidden, or a key row past the end."""
     batch, query_head, first_row, query_len, kv_len = at
     query_rows, kv_rows = places_of(scores, first_row, kv_start)
-    if kv_start + scores.shape[1] > kv_len:  # few edges do, and a comparison costs as a mask does
+    if (
+        kv_start + scores.shape[1] > kv_len
+    ):  # few partial tiles do, and a comparison costs as a mask does
         scores = gl.where(kv_rows < kv_len, scores, float("-inf"))
     if rules.mask.visible is not None:
         visible = rules.mask.visible(

@@ -67,15 +67,15 @@ def load_both_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.
 
 
 @triton.jit
-def weigh(scores, lse_log2, spoilt, inside, rules, at):
+def weigh(scores, lse_log2, nonfinite, inside, rules, at):
     """The weights of a tile, the derivative of its scores, and which pairs are visible.
 
     Where nothing changes scores the derivative is a plain 1, and where nothing is hidden visible
     is a plain True; the compiler removes both.
 
-    at: (batch, head, query rows, key rows, shift). spoilt: pairs that hold NaN or inf, or None.
-    inside: pairs inside the sequences on an edge tile, True where nothing comes of others, or None
-    where all pairs are visible.
+    at: (batch, head, query rows, key rows, shift). nonfinite: pairs that hold NaN or inf, or None.
+    inside: pairs inside the sequences on a partial tile tile, True where nothing comes of others,
+    or None where all pairs are visible.
     """
     batch, head, query_rows, kv_rows, shift = at
     derivative, visible = 1.0, True
@@ -90,8 +90,8 @@ def weigh(scores, lse_log2, spoilt, inside, rules, at):
             scaled, batch, head, query_rows, kv_rows, shift, rules.score.data
         )
         weights = tl.exp2(changed * LOG2_E - lse_log2)
-    if spoilt is not None:
-        weights = tl.where(spoilt, float("nan"), weights)
+    if nonfinite is not None:
+        weights = tl.where(nonfinite, float("nan"), weights)
     if inside is not None:
         visible = inside
         if rules.mask.visible is not None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from saccade.gpu.tensor_view import load_rows, num_rows, wide
-from saccade.gpu.tile_ranges import judge_tiles
+from saccade.gpu.tile_ranges import classify_tiles
 from saccade.ops.attention.triton.backward_common import differentiate, drop, load_statistics, weigh
 
 
@@ -78,9 +78,9 @@ def add_pairs(
     """Add the gradients of the scores of one tile of pairs, if any of them can be visible."""
     query_len, kv_len = lengths
     wanted = True
-    if rules.mask.judge is not None:
+    if rules.mask.classify is not None:
         tiles = kv_index + tl.arange(0, 1)
-        possible, _ = judge_tiles(
+        possible, _ = classify_tiles(
             rules.mask, batch, head, query_start, lengths, tiles, QUERY_TILE, KV_TILE, True
         )
         wanted = tl.max(possible.to(tl.int32), 0) > 0

@@ -1,6 +1,6 @@
 """Attention backward: gradients of keys and values in one kernel, of queries in it or in another.
 
-`attention_backward_keys` stands at a tile of keys and walks along the queries that see it. It can
+`attention_backward_keys` stands at a tile of keys and goes along the queries that see it. It can
 add the gradients of queries to memory on its way (atomic additions, in any order); or
 backward_dq.py computes them in a pass of its own, which does two of the products again and
 gives equal bits every time.
@@ -17,16 +17,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from saccade.gpu.target import is_hopper
 from saccade.gpu.tensor_view import (
     add_rows,
-    any_spoilt,
+    any_nonfinite,
     load_rows,
     load_tile,
+    nonfinite_rows,
     num_rows,
     pad_rows,
-    spoilt_rows,
     store_tile,
     without,
 )
-from saccade.gpu.tile_ranges import CAREFUL_ROWS, careful_parts, careful_start, if_present
+from saccade.gpu.tile_ranges import NAN_SAFE_ROWS, if_present, nan_safe_parts, nan_safe_start
 from saccade.ops.attention.triton.backward_common import (
     differentiate,
     drop,
@@ -46,13 +46,13 @@ def attention_backward_keys(
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
-    CAREFUL: tl.constexpr, CHAINED: tl.constexpr,
+    NAN_SAFE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: KV_TILE rows of one kv head, and every query row of its heads that sees them.
 
     Where pairs are hidden, NaN or inf may go where it must not (0 · NaN is NaN). A program that
     finds some writes a verdict, and its work is done again by a program of a second launch, which
-    is CAREFUL and takes longer. As that seldom happens, a program there looks at many verdicts.
+    is NAN_SAFE and takes longer. As that seldom happens, a program there looks at many classes.
 
     CHAINED: it may start while kernels before it run. Where the one for queries makes the row
     statistics (under a mask), it is waited for before they are read; elsewhere they were there
@@ -60,7 +60,7 @@ def attention_backward_keys(
     follows finds both done.
     """
     program = tl.program_id(0)
-    if CAREFUL:
+    if NAN_SAFE:
         if CHAINED:
             gdc_wait()
         first = program * VERDICTS_AT_ONCE
@@ -90,39 +90,41 @@ def differentiate_keys(
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
-    CAREFUL: tl.constexpr, CHAINED: tl.constexpr,
+    NAN_SAFE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """What one program does. verdict: that of the first launch, if this is the second."""
     batch, kv_head, tile, slot = forward.key.find(program, forward.key.data, KV_TILE)
     kv_start = tile * KV_TILE
     query_len, kv_len = num_rows(forward.query, batch), num_rows(forward.key, batch)
     present, added_len = kv_start < kv_len, query_len
-    if CAREFUL:
+    if NAN_SAFE:
         added_len = tl.where(verdict == AGAIN_WITH_QUERIES, query_len, 0)
     kv_rows = kv_start + tl.arange(0, KV_TILE)
-    if not CAREFUL:
+    if not NAN_SAFE:
         pad_rows(grad_key, 0.0, HEAD_DIM, HEAD_WIDTH)
         pad_rows(grad_value, 0.0, VALUE_DIM, VALUE_WIDTH)
     key_tile = load_rows(forward.key, batch, kv_head, kv_rows, kv_len, HEAD_DIM, HEAD_WIDTH, False)
     value_tile = load_rows(
         forward.value, batch, kv_head, kv_rows, kv_len, VALUE_DIM, VALUE_WIDTH, False
     )
-    spoilt = False  # these keys would spoil gradients of queries that do not see them
-    if rules.mask.visible is not None and grad_query is not None and not CAREFUL:
-        spoilt = any_spoilt(key_tile) | any_spoilt(value_tile)
-        present = present & (spoilt == 0)
+    nonfinite = False  # these keys would poison gradients of queries that do not see them
+    if rules.mask.visible is not None and grad_query is not None and not NAN_SAFE:
+        nonfinite = any_nonfinite(key_tile) | any_nonfinite(value_tile)
+        present = present & (nonfinite == 0)
     grads = (
         tl.zeros([KV_TILE, HEAD_WIDTH], tl.float32), tl.zeros([KV_TILE, VALUE_WIDTH], tl.float32),
     )  # fmt: skip
     grads = sum_over_queries(
         forward, grad_query, rules, (batch, kv_head, slot, kv_start, query_len, kv_len),
         (key_tile, value_tile), grads, present, added_len,
-        HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, QUERY_TILE, KV_TILE, PRECISION, CAREFUL,
+        HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, QUERY_TILE, KV_TILE, PRECISION, NAN_SAFE,
         CHAINED,
     )  # fmt: skip
-    if rules.mask.visible is not None and not CAREFUL:
-        again = tl.where(any_spoilt(grads[0], True) | any_spoilt(grads[1], True), AGAIN, AS_IT_IS)
-        tl.store(verdicts + program, tl.where(spoilt, AGAIN_WITH_QUERIES, again))
+    if rules.mask.visible is not None and not NAN_SAFE:
+        again = tl.where(
+            any_nonfinite(grads[0], True) | any_nonfinite(grads[1], True), AGAIN, AS_IT_IS
+        )
+        tl.store(verdicts + program, tl.where(nonfinite, AGAIN_WITH_QUERIES, again))
     of_key = grads[0] * rules.scale
     store_tile(grad_key, batch, kv_head, kv_start, kv_len, of_key, HEAD_DIM)
     store_tile(grad_value, batch, kv_head, kv_start, kv_len, grads[1], VALUE_DIM)
@@ -135,43 +137,43 @@ def sum_over_queries(
     forward, grad_query, rules, at, tiles, grads, present, added_len,
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
-    CAREFUL: tl.constexpr, CHAINED: tl.constexpr,
+    NAN_SAFE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Add what every visited tile of every query head gives; none if not `present`."""
     batch, kv_head, slot, kv_start, query_len, kv_len = at
     for group_head in range(0, HEADS_PER_KV_HEAD):
         query_head = kv_head * HEADS_PER_KV_HEAD + group_head
-        walk = rules.mask.walk(
+        tile_range = rules.mask.tile_range(
             rules.mask, batch, query_head, slot, kv_start, (kv_len, query_len),
             KV_TILE, QUERY_TILE, False,
         )  # fmt: skip
-        walk = if_present(walk, present)
+        tile_range = if_present(tile_range, present)
         if CHAINED and rules.mask.visible is not None:
             gdc_wait()
             gdc_launch_dependents()
         here = (batch, query_head, kv_start, query_len, kv_len, added_len)
-        if CAREFUL:
-            for index in tl.range(0, careful_parts(walk, QUERY_TILE), num_stages=1):
-                query_start = careful_start(rules.mask, walk, index, QUERY_TILE)
+        if NAN_SAFE:
+            for index in tl.range(0, nan_safe_parts(tile_range, QUERY_TILE), num_stages=1):
+                query_start = nan_safe_start(rules.mask, tile_range, index, QUERY_TILE)
                 grads = add_tile(
                     forward, grad_query, rules, here, query_start, tiles, grads,
-                    HEAD_DIM, VALUE_DIM, CAREFUL_ROWS, PRECISION, True, True,
+                    HEAD_DIM, VALUE_DIM, NAN_SAFE_ROWS, PRECISION, True, True,
                 )  # fmt: skip
         else:
             # Without a mask, loops that need not run are not prepared: it takes fewer registers.
-            if rules.mask.visible is not None or walk[5] > 0:
-                tile = rules.mask.tile(rules.mask, walk, 0, True)
-                for index in range(0, walk[5]):
-                    following = rules.mask.tile(rules.mask, walk, index + 1, True)
+            if rules.mask.visible is not None or tile_range.num_full > 0:
+                tile = rules.mask.tile(rules.mask, tile_range, 0, True)
+                for index in range(0, tile_range.num_full):
+                    following = rules.mask.tile(rules.mask, tile_range, index + 1, True)
                     grads = add_tile(
                         forward, grad_query, rules, here, tile * QUERY_TILE, tiles, grads,
                         HEAD_DIM, VALUE_DIM, QUERY_TILE, PRECISION, False, False,
                     )  # fmt: skip
                     tile = following
-            if rules.mask.visible is not None or walk[3] > 0:
-                tile = rules.mask.tile(rules.mask, walk, 0, False)
-                for index in range(0, walk[3]):
-                    following = rules.mask.tile(rules.mask, walk, index + 1, False)
+            if rules.mask.visible is not None or tile_range.num_partial > 0:
+                tile = rules.mask.tile(rules.mask, tile_range, 0, False)
+                for index in range(0, tile_range.num_partial):
+                    following = rules.mask.tile(rules.mask, tile_range, index + 1, False)
                     grads = add_tile(
                         forward, grad_query, rules, here, tile * QUERY_TILE, tiles, grads,
                         HEAD_DIM, VALUE_DIM, QUERY_TILE, PRECISION, True, False,
@@ -184,7 +186,7 @@ def sum_over_queries(
 def add_tile(
     forward, grad_query, rules, at, query_start, tiles, grads,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, QUERY_TILE: tl.constexpr,
-    PRECISION: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of queries gives to the gradients of a tile of keys and values.
 
@@ -198,36 +200,36 @@ def add_tile(
     kv_rows = kv_start + tl.arange(0, key_tile.shape[0])
     query_tile = load_tile(
         forward.query, batch, query_head, query_start, query_len, QUERY_TILE, HEAD_DIM,
-        key_tile.shape[1], not EDGE, True,
+        key_tile.shape[1], not PARTIAL, True,
     )  # fmt: skip
     grad_tile = load_tile(
         forward.grad_output, batch, query_head, query_start, query_len, QUERY_TILE, VALUE_DIM,
-        value_tile.shape[1], not EDGE, True,
+        value_tile.shape[1], not PARTIAL, True,
     )  # fmt: skip
     if is_hopper() and QUERY_TILE >= 64 and key_tile.shape[0] <= QUERY_TILE:
         lse_log2, row_dot = load_both_statistics(
-            forward, batch, query_head, query_rows, query_len, not EDGE
+            forward, batch, query_head, query_rows, query_len, not PARTIAL
         )
     else:
         lse_log2, row_dot = load_statistics(
-            forward, batch, query_head, query_rows, query_len, not EDGE
+            forward, batch, query_head, query_rows, query_len, not PARTIAL
         )
-    spoilt, inside = None, None
-    if CAREFUL:
-        of_keys = spoilt_rows(key_tile) | spoilt_rows(value_tile)
-        of_queries = spoilt_rows(query_tile) | spoilt_rows(grad_tile)
-        spoilt = of_keys[:, None] | of_queries[None, :]
+    nonfinite, inside = None, None
+    if NAN_SAFE:
+        of_keys = nonfinite_rows(key_tile) | nonfinite_rows(value_tile)
+        of_queries = nonfinite_rows(query_tile) | nonfinite_rows(grad_tile)
+        nonfinite = of_keys[:, None] | of_queries[None, :]
         query_tile, grad_tile = without(of_queries, query_tile), without(of_queries, grad_tile)
         key_tile, value_tile = without(of_keys, key_tile), without(of_keys, value_tile)
-    if EDGE:  # rows past the end are 0: they add nothing to finite sums, and no more is asked
-        if CAREFUL or grad_query is not None or rules.score is not None:
+    if PARTIAL:  # rows past the end are 0: they add nothing to finite sums, and no more is asked
+        if NAN_SAFE or grad_query is not None or rules.score is not None:
             inside = (kv_rows < kv_len)[:, None] & (query_rows < query_len)[None, :]
         elif rules.mask.visible is not None:
             inside = True
 
     scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
     pairs = (batch, query_head, query_rows[None, :], kv_rows[:, None], kv_len - query_len)
-    weights, derivative, visible = weigh(scores, lse_log2[None, :], spoilt, inside, rules, pairs)
+    weights, derivative, visible = weigh(scores, lse_log2[None, :], nonfinite, inside, rules, pairs)
     grad_weights = tl.dot(value_tile, tl.trans(grad_tile), input_precision=PRECISION)
     kept_weights = weights
     if rules.dropout is not None:
@@ -239,7 +241,7 @@ def add_tile(
     of_value = tl.dot(
         kept_weights.to(grad_tile.dtype), grad_tile, of_value, input_precision=PRECISION
     )
-    if not CAREFUL and grad_query is None:
+    if not NAN_SAFE and grad_query is None:
         visible = True  # 0 · NaN is NaN, which is seen in the end
     grad_scores = differentiate(weights, grad_weights, row_dot[None, :], derivative, visible)
     grad_scores = grad_scores.to(query_tile.dtype)

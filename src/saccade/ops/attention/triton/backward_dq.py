@@ -10,17 +10,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saccade.gpu.tensor_view import (
-    any_spoilt,
+    any_nonfinite,
     load_rows,
     load_tile,
+    nonfinite_rows,
     num_rows,
     pad_rows,
-    spoilt_rows,
     store_numbers,
     store_rows,
     without,
 )
-from saccade.gpu.tile_ranges import CAREFUL_ROWS, careful_parts, careful_start, if_present
+from saccade.gpu.tile_ranges import NAN_SAFE_ROWS, if_present, nan_safe_parts, nan_safe_start
 from saccade.ops.attention.triton.backward_common import (
     differentiate,
     drop,
@@ -68,11 +68,11 @@ def attention_backward_queries(
         )  # fmt: skip
         grad_tile = given[1]
     at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_start, query_len, kv_len)
-    walk = rules.mask.walk(
+    tile_range = rules.mask.tile_range(
         rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
         QUERY_TILE, KV_TILE, True,
     )  # fmt: skip
-    walk = if_present(walk, query_start < query_len)
+    tile_range = if_present(tile_range, query_start < query_len)
     if CHAINED:
         if output is None:
             gdc_wait()
@@ -88,24 +88,24 @@ def attention_backward_queries(
         store_numbers(forward.row_dot, batch, query_head, query_rows, query_len, row_dot)
     rows = (query_tile, grad_tile, lse_log2, row_dot)
     of_query = tl.zeros([QUERY_TILE, HEAD_WIDTH], tl.float32)
-    tile = rules.mask.tile(rules.mask, walk, 0, True)
-    for index in range(0, walk[5]):
-        following = rules.mask.tile(rules.mask, walk, index + 1, True)
+    tile = rules.mask.tile(rules.mask, tile_range, 0, True)
+    for index in range(0, tile_range.num_full):
+        following = rules.mask.tile(rules.mask, tile_range, index + 1, True)
         of_query = add_tile(
             forward, rules, at, tile * KV_TILE, rows, of_query,
             HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
         )  # fmt: skip
         tile = following
-    tile = rules.mask.tile(rules.mask, walk, 0, False)
-    for index in range(0, walk[3]):
-        following = rules.mask.tile(rules.mask, walk, index + 1, False)
+    tile = rules.mask.tile(rules.mask, tile_range, 0, False)
+    for index in range(0, tile_range.num_partial):
+        following = rules.mask.tile(rules.mask, tile_range, index + 1, False)
         of_query = add_tile(
             forward, rules, at, tile * KV_TILE, rows, of_query,
             HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
         )  # fmt: skip
         tile = following
     if rules.mask.visible is not None:  # noqa: SIM102 (known when compiling; the next is not)
-        if any_spoilt(of_query, True):  # as in forward.py
+        if any_nonfinite(of_query, True):  # as in forward.py
             query_tile = load_rows(
                 forward.query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH,
                 False,
@@ -116,11 +116,11 @@ def attention_backward_queries(
             )  # fmt: skip
             rows = (query_tile, grad_tile, lse_log2, row_dot)
             of_query = tl.zeros([QUERY_TILE, HEAD_WIDTH], tl.float32)
-            for index in tl.range(0, careful_parts(walk, KV_TILE), num_stages=1):
-                kv_start = careful_start(rules.mask, walk, index, KV_TILE)
+            for index in tl.range(0, nan_safe_parts(tile_range, KV_TILE), num_stages=1):
+                kv_start = nan_safe_start(rules.mask, tile_range, index, KV_TILE)
                 of_query = add_tile(
                     forward, rules, at, kv_start, rows, of_query,
-                    HEAD_DIM, VALUE_DIM, CAREFUL_ROWS, PRECISION, True, True,
+                    HEAD_DIM, VALUE_DIM, NAN_SAFE_ROWS, PRECISION, True, True,
                 )  # fmt: skip
     of_query = of_query * rules.scale
     store_rows(grad_query, batch, query_head, query_rows, query_len, of_query, HEAD_DIM)
@@ -130,7 +130,7 @@ def attention_backward_queries(
 def add_tile(
     forward, rules, at, kv_start, rows, of_query,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_TILE: tl.constexpr,
-    PRECISION: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr,
+    PRECISION: tl.constexpr, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of keys gives to the gradients of a tile of queries: [queries, keys]."""
     batch, query_head, kv_head, query_start, query_len, kv_len = at
@@ -139,31 +139,31 @@ def add_tile(
     kv_rows = kv_start + tl.arange(0, KV_TILE)
     key_tile = load_tile(
         forward.key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1],
-        not EDGE,
+        not PARTIAL,
     )  # fmt: skip
     value_tile = load_tile(
         forward.value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, grad_tile.shape[1],
-        not EDGE,
+        not PARTIAL,
     )  # fmt: skip
-    spoilt, inside = None, None
-    if CAREFUL:
-        of_keys = spoilt_rows(key_tile) | spoilt_rows(value_tile)
-        of_queries = spoilt_rows(query_tile) | spoilt_rows(grad_tile)
-        spoilt = of_queries[:, None] | of_keys[None, :]
+    nonfinite, inside = None, None
+    if NAN_SAFE:
+        of_keys = nonfinite_rows(key_tile) | nonfinite_rows(value_tile)
+        of_queries = nonfinite_rows(query_tile) | nonfinite_rows(grad_tile)
+        nonfinite = of_queries[:, None] | of_keys[None, :]
         query_tile, grad_tile = without(of_queries, query_tile), without(of_queries, grad_tile)
         key_tile, value_tile = without(of_keys, key_tile), without(of_keys, value_tile)
-    if EDGE:
+    if PARTIAL:
         inside = (kv_rows < kv_len)[None, :]  # a query row past the end has sums of its own
-        if CAREFUL or rules.score is not None:
+        if NAN_SAFE or rules.score is not None:
             inside = inside & (query_rows < query_len)[:, None]
 
     scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
     pairs = (batch, query_head, query_rows[:, None], kv_rows[None, :], kv_len - query_len)
-    weights, derivative, visible = weigh(scores, lse_log2[:, None], spoilt, inside, rules, pairs)
+    weights, derivative, visible = weigh(scores, lse_log2[:, None], nonfinite, inside, rules, pairs)
     grad_weights = tl.dot(grad_tile, tl.trans(value_tile), input_precision=PRECISION)
     if rules.dropout is not None:
         grad_weights *= drop(rules.dropout, batch, query_head, query_rows, kv_start, KV_TILE)
-    if not CAREFUL:
+    if not NAN_SAFE:
         visible = True  # 0 · NaN is NaN, which is seen in the end
     grad_scores = differentiate(weights, grad_weights, row_dot[:, None], derivative, visible)
     return tl.dot(grad_scores.to(key_tile.dtype), key_tile, of_query, input_precision=PRECISION)

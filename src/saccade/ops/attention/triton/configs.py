@@ -42,9 +42,9 @@ class KernelProblem(NamedTuple):
     which: str  # one of PASSES
     width: int  # the larger of head_dim and value_dim, as the kernel widens them
     wide: bool  # float32: no tensor cores, twice the memory
-    masked: bool = False  # whether there is a mask: smaller tiles waste less at its edges
+    masked: bool = False  # whether there is a mask: smaller tiles waste less at its partial tiles
     dropout: bool = False  # whether weights are dropped: random numbers take registers
-    listed: bool = False  # whether tiles are listed: then few are edges, and those are slow
+    listed: bool = False  # whether tiles are listed: then few are partial tiles, and those are slow
     short: bool = False  # whether rows see few keys of many: beginnings and ends count
     packed: bool = False  # whether sequences are packed: some programs have no rows
 
@@ -137,7 +137,7 @@ def row_of(problem: KernelProblem) -> tuple[str, tuple[KernelConfig, ...]]:
 
 
 def in_one_loop(problem: KernelProblem) -> bool:
-    """Whether clean tiles and edges of a short walk share a loop in the forward pass.
+    """Whether full tiles and partial tiles of a short tile range share a loop in the forward pass.
 
     Timed on an H200 for causal masks of 1k and less and a window of 256, at width 128; at width 64
     it takes longer.

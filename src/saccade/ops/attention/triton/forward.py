@@ -1,6 +1,6 @@
 """Attention forward: one pass over the keys, nothing of size query_len x kv_len in memory.
 
-Source: FlashAttention-2 (Dao 2023), algorithm 1. docs/forward.md walks through this file.
+Source: FlashAttention-2 (Dao 2023), algorithm 1. docs/forward.md tile ranges through this file.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
@@ -15,21 +15,21 @@ from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, sta
 from saccade.gpu.rules import kept
 from saccade.gpu.target import is_hopper
 from saccade.gpu.tensor_view import (
-    any_spoilt,
+    any_nonfinite,
     load_rows,
     load_tile,
+    nonfinite_rows,
     num_rows,
     pad_results,
-    spoilt_rows,
     store_numbers,
     store_tile,
     without,
 )
 from saccade.gpu.tile_ranges import (
-    CAREFUL_ROWS,
-    careful_parts,
-    careful_start,
+    NAN_SAFE_ROWS,
     if_present,
+    nan_safe_parts,
+    nan_safe_start,
     next_of_both,
 )
 
@@ -45,8 +45,8 @@ def attention_forward(
 ):  # fmt: skip
     """One program: QUERY_TILE rows of one head. Grid: every tile of every head and sequence.
 
-    ONE_LOOP: clean tiles and edges share one, as walks are so short that the start of another
-    takes longer than a branch in each tile.
+    ONE_LOOP: full tiles and partial tiles share one, as tile ranges are so short that the start of
+    another takes longer than a branch in each tile.
     """
     batch, query_head, tile, slot = query.find(tl.program_id(0), query.data, QUERY_TILE)
     query_start = tile * QUERY_TILE
@@ -57,7 +57,7 @@ def attention_forward(
         query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
     )
     at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_rows, query_len, kv_len)
-    walk = rules.mask.walk(
+    tile_range = rules.mask.tile_range(
         rules.mask,
         batch,
         query_head,
@@ -68,55 +68,55 @@ def attention_forward(
         KV_TILE,
         True,
     )
-    walk = if_present(walk, query_start < query_len)
+    tile_range = if_present(tile_range, query_start < query_len)
 
     row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)
     weighted_sum = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
     state = (row_max, row_sum, weighted_sum)
-    if not ONE_LOOP and (rules.mask.visible is not None or walk[5] > 0):
-        tile = rules.mask.tile(rules.mask, walk, 0, True)
+    if not ONE_LOOP and (rules.mask.visible is not None or tile_range.num_full > 0):
+        tile = rules.mask.tile(rules.mask, tile_range, 0, True)
         ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
-        for index in range(0, walk[5]):  # clean tiles: no mask arithmetic
-            following = rules.mask.tile(rules.mask, walk, index + 1, True)
+        for index in range(0, tile_range.num_full):  # full tiles: no mask arithmetic
+            following = rules.mask.tile(rules.mask, tile_range, index + 1, True)
             state = fold_tile(
                 key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
             )  # fmt: skip
             tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
-    if not ONE_LOOP and (walk[3] > 0 or (rules.mask.visible is not None and not is_hopper())):
-        tile = rules.mask.tile(rules.mask, walk, 0, False)
+    if not ONE_LOOP and (tile_range.num_partial > 0 or (rules.mask.visible is not None and not is_hopper())):
+        tile = rules.mask.tile(rules.mask, tile_range, 0, False)
         ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
-        for index in range(0, walk[3]):  # edges: pair by pair
-            following = rules.mask.tile(rules.mask, walk, index + 1, False)
+        for index in range(0, tile_range.num_partial):  # partial tiles: pair by pair
+            following = rules.mask.tile(rules.mask, tile_range, index + 1, False)
             state = fold_tile(
                 key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
             )  # fmt: skip
             tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
     if ONE_LOOP:
-        tile = next_of_both(rules.mask, walk, 0)
+        tile = next_of_both(rules.mask, tile_range, 0)
         ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
-        for index in range(0, walk[3] + walk[5]):
-            following = next_of_both(rules.mask, walk, index + 1)
+        for index in range(0, tile_range.num_partial + tile_range.num_full):
+            following = next_of_both(rules.mask, tile_range, index + 1)
             state = fold_tile(
                 key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
-                HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False, index < walk[3],
+                HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False, index < tile_range.num_partial,
             )  # fmt: skip
             tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
-    if rules.mask.visible is not None and any_spoilt(state[2], True):
-        # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, with care. The
+    if rules.mask.visible is not None and any_nonfinite(state[2], True):
+        # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, NaN-safe. The
         # queries are read again, or they would take registers all the time.
         query_tile = load_rows(
             query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
         )
         row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)
         state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
-        for index in tl.range(0, careful_parts(walk, KV_TILE), num_stages=1):
-            kv_start = careful_start(rules.mask, walk, index, KV_TILE)
-            found = key.ahead(key, batch, kv_start, kv_len, CAREFUL_ROWS)
+        for index in tl.range(0, nan_safe_parts(tile_range, KV_TILE), num_stages=1):
+            kv_start = nan_safe_start(rules.mask, tile_range, index, KV_TILE)
+            found = key.ahead(key, batch, kv_start, kv_len, NAN_SAFE_ROWS)
             state = fold_tile(
                 key, value, rules, at, query_tile, kv_start, found, state,
-                HEAD_DIM, VALUE_DIM, CAREFUL_ROWS, PRECISION, True, True,
+                HEAD_DIM, VALUE_DIM, NAN_SAFE_ROWS, PRECISION, True, True,
             )  # fmt: skip
 
     row_max, row_sum, weighted_sum = state
@@ -132,29 +132,30 @@ def attention_forward(
 def fold_tile(
     key, value, rules, at, query_tile, kv_start, ahead, state,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_TILE: tl.constexpr,
-    PRECISION: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr, is_edge=True,
+    PRECISION: tl.constexpr, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr, is_partial=True,
 ):  # fmt: skip
     """Fold one tile of keys and values into the state (row_max, row_sum, weighted_sum).
 
-    EDGE: pairs may be hidden, and rows may lie past the end, unless a tile `is_edge` not. CAREFUL:
-    a row that holds NaN or inf spoils the pairs that it is visible in and no others.
+    PARTIAL: pairs may be hidden, and rows may lie past the end, unless a tile `is_partial` not.
+    NAN_SAFE: a row that holds NaN or inf makes nonfinite the pairs that it is visible in and no
+    others.
     """
     batch, query_head, kv_head, query_rows, query_len, kv_len = at
     row_max, row_sum, weighted_sum = state
     kv_rows = kv_start + tl.arange(0, KV_TILE)
     key_tile = load_tile(
-        key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not EDGE,
+        key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not PARTIAL,
         ahead=ahead,
     )  # fmt: skip
     value_tile = load_tile(
         value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, weighted_sum.shape[1],
-        not EDGE, ahead=ahead,
+        not PARTIAL, ahead=ahead,
     )  # fmt: skip
-    if CAREFUL:
-        spoilt_query, spoilt_value = spoilt_rows(query_tile), spoilt_rows(value_tile)
-        spoilt = spoilt_query[:, None] | (spoilt_value | spoilt_rows(key_tile))[None, :]
-        query_tile = without(spoilt_query, query_tile)
-        value_tile = without(spoilt_value, value_tile)
+    if NAN_SAFE:
+        nonfinite_query, nonfinite_value = nonfinite_rows(query_tile), nonfinite_rows(value_tile)
+        nonfinite = nonfinite_query[:, None] | (nonfinite_value | nonfinite_rows(key_tile))[None, :]
+        query_tile = without(nonfinite_query, query_tile)
+        value_tile = without(nonfinite_value, value_tile)
 
     scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
     shift = kv_len - query_len
@@ -163,10 +164,10 @@ def fold_tile(
             scores * rules.scale, batch, query_head, query_rows[:, None], kv_rows[None, :], shift,
             rules.score.data,
         )  # fmt: skip
-    if CAREFUL:
-        scores = tl.where(spoilt, float("nan"), scores)
-    if EDGE:  # noqa: SIM102 (known when compiling; the next may not be)
-        if is_edge:
+    if NAN_SAFE:
+        scores = tl.where(nonfinite, float("nan"), scores)
+    if PARTIAL:  # noqa: SIM102 (known when compiling; the next may not be)
+        if is_partial:
             visible = (kv_rows < kv_len)[None, :]
             if rules.mask.visible is not None:
                 visible = visible & rules.mask.visible(
@@ -177,7 +178,7 @@ def fold_tile(
 
     factor = LOG2_E if rules.score is not None else rules.scale * LOG2_E
     weights, rescale, row_max, row_sum = softmax_step(
-        scores, factor, row_max, row_sum, EDGE or rules.score is not None, rules.dropout is None
+        scores, factor, row_max, row_sum, PARTIAL or rules.score is not None, rules.dropout is None
     )
     if rules.dropout is not None:
         keep = kept(rules.dropout, batch, query_head, query_rows, kv_start, KV_TILE)

@@ -1,7 +1,7 @@
 """Gradients by Triton kernels: which kernels a backward pass starts, and in which order.
 
-row statistics → keys (with queries, atomically) → careful keys        the fast form
-row statistics → queries → keys → careful keys                  the ordered form: equal bits
+row statistics → keys (with queries, atomically) → NaN-safe keys        the fast form
+row statistics → queries → keys → NaN-safe keys                  the ordered form: equal bits
 … → one pass for each bias that wants a gradient
 
 Careful keys repeat, under a mask, what met NaN or inf; there the queries' kernel makes statistics.
@@ -40,11 +40,11 @@ class Launches(NamedTuple):
     kind: Kind
     statistics: Launch | None  # None where the queries' kernel makes them
     keys: Launch  # in the fast form: queries too
-    careful: Launch  # the same, for programs whose first attempt met NaN or inf
+    nan_safe: Launch  # the same, for programs whose first attempt met NaN or inf
     queries: Launch | None  # None in the fast form
-    over_queries: Planner  # for keys and careful
+    over_queries: Planner  # for keys and NaN-safe
     over_keys: Planner  # for queries
-    programs: tuple[int, int, int, int]  # of statistics, keys, careful, queries
+    programs: tuple[int, int, int, int]  # of statistics, keys, NaN-safe, queries
     alone: bool  # whether calls have no tensors but query, key and value, and need no plan
     tables: dict[int, Launch]  # by place among the score's captured tensors
     gradients: tuple[Callable[[], Tensor], ...]  # memory for those of query, key and value
@@ -112,8 +112,8 @@ def prepare(
     chained = {"CHAINED": ordered and kind.architecture in CHAINED}
     early = {"launch_pdl": True} if chained["CHAINED"] else {}
     which = "backward_keys" if ordered else "backward_shared"
-    keys, careful = (
-        kind.launch(attention_backward_keys, which, call, given, early, CAREFUL=c, **chained)
+    keys, nan_safe = (
+        kind.launch(attention_backward_keys, which, call, given, early, NAN_SAFE=c, **chained)
         for c in (False, True)
     )
     statistics, queries, which = None, None, "backward_queries"
@@ -134,7 +134,7 @@ def prepare(
     of_queries, of_keys = kind.geometry
     of_tiles = of_keys.programs(sizes[0][1])
     return Launches(
-        kind, statistics, keys, careful, queries, over_queries, over_keys,
+        kind, statistics, keys, nan_safe, queries, over_queries, over_keys,
         programs=(
             of_queries.programs(STATISTICS_TILE),
             of_tiles,
@@ -229,7 +229,7 @@ class Call(NamedTuple):
         tensors = (*known, *there_are((of_key, of_value, total, verdicts)), *plan.tensors)
         launches.keys(programs, kind.device, tensors, arguments)
         if self.variant.mask:
-            launches.careful(launches.programs[2], kind.device, tensors, arguments)
+            launches.nan_safe(launches.programs[2], kind.device, tensors, arguments)
 
     def _queries(self, launch: Launch, known: Sequence[Tensor], of_query: Tensor) -> None:
         plan = self.launches.over_keys(self.inputs, self.variant)

@@ -34,8 +34,8 @@ from saccade.ops.linear_attention.cpu.chunk import (
     Keys,
     State,
     lower_,
+    nonfinite_rows,
     shared,
-    spoilt_rows,
     through_map,
 )
 from saccade.ops.linear_attention.cpu.forward import Step, divide_by, divided
@@ -166,11 +166,11 @@ def _grad_query(
     found = gradient.baddbmm(_grad_scores(dense, products, rows.total, fade), key)
     if bool(found.sum().isfinite()):
         return found, gradient, rows.total
-    spoilt = spoilt_rows(key, value)
-    key, value = (tensor.masked_fill(spoilt.unsqueeze(-1), 0) for tensor in (key, value))
+    nonfinite = nonfinite_rows(key, value)
+    key, value = (tensor.masked_fill(nonfinite.unsqueeze(-1), 0) for tensor in (key, value))
     products = rows.weighted @ value.mT
     found = gradient + _grad_scores(dense, products, rows.total, fade) @ key
-    sees = (spoilt.cumsum(-1) > 0).repeat(1, dense.group)
+    sees = (nonfinite.cumsum(-1) > 0).repeat(1, dense.group)
     return found.masked_fill(sees.unsqueeze(-1), torch.nan), gradient, rows.total
 
 
@@ -252,11 +252,11 @@ def _add_beside(
     of_key, of_value, pairs = shares(query, rows)
     if not bool((of_key.sum() + of_value.sum()).isfinite()):
         parts = [query, rows.weighted] + ([] if rows.total is None else [rows.total])
-        spoilt = spoilt_rows(*parts)
-        clean = [part.masked_fill(spoilt.unsqueeze(-1), 0) for part in parts]
+        nonfinite = nonfinite_rows(*parts)
+        clean = [part.masked_fill(nonfinite.unsqueeze(-1), 0) for part in parts]
         total = None if rows.total is None else clean[2]
         of_key, of_value, _ = shares(clean[0], _RowGradients(clean[1], total))
-        beside = spoilt.unflatten(1, (dense.group, -1)).any(1)
+        beside = nonfinite.unflatten(1, (dense.group, -1)).any(1)
         seen = (beside.flip(-1).cumsum(-1).flip(-1) > 0).unsqueeze(-1)  # by such a row
         of_key, of_value = (share.masked_fill(seen, torch.nan) for share in (of_key, of_value))
     for gradient, share in zip(gradients, (of_key, of_value), strict=True):

@@ -234,7 +234,7 @@ def lower_(pairs: Tensor, fade: Fade | None, group: int) -> Tensor:
     return pairs
 
 
-def spoilt_rows(*tensors: Tensor) -> Tensor:
+def nonfinite_rows(*tensors: Tensor) -> Tensor:
     """Which rows of [count, rows, dim] hold NaN or inf in any of the tensors: [count, rows]."""
-    spoilt = [~rows.isfinite().all(-1) for rows in tensors]
-    return torch.stack(spoilt).any(0)
+    nonfinite = [~rows.isfinite().all(-1) for rows in tensors]
+    return torch.stack(nonfinite).any(0)

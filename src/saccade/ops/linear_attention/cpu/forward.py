@@ -7,7 +7,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from saccade.ops.linear_attention.cpu.chunk import Dense, Keys, State, lower_, spoilt_rows
+from saccade.ops.linear_attention.cpu.chunk import Dense, Keys, State, lower_, nonfinite_rows
 from saccade.runtime.linear_spec import LinearVariant
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -148,11 +148,11 @@ def _with_care(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
     A product would carry it there: a hidden score is 0, and 0 · NaN is NaN.
     """
     key, value, fade = keys
-    spoilt = spoilt_rows(key, value)
-    key, value = (rows.masked_fill(spoilt.unsqueeze(-1), 0) for rows in (key, value))
+    nonfinite = nonfinite_rows(key, value)
+    key, value = (rows.masked_fill(nonfinite.unsqueeze(-1), 0) for rows in (key, value))
     scores = lower_(query @ key.mT, fade, dense.group)
     old = query if fade is None else query * fade.until_row()
-    sees = (spoilt.cumsum(-1) > 0).repeat(1, dense.group)
+    sees = (nonfinite.cumsum(-1) > 0).repeat(1, dense.group)
     weighted = (scores @ value + old @ state.kv).masked_fill(sees.unsqueeze(-1), torch.nan)
     if dense.variant.normalize == "none":
         return Sums(weighted, None)

@@ -66,7 +66,7 @@ from saccade.ops.linear_attention.hopper.program import (
     channel_of,
     chunks_of,
     head_of,
-    keep_spoilt,
+    keep_nonfinite,
     keep_sums,
     keys_there,
     start_sums,
@@ -163,7 +163,7 @@ def consume(
         narrow_sums(sums, rings, WHICH, here(turn - turn))
         if BLOCKS == 2:
             rings.say_written(turn + 1)
-    keep_spoilt(kept.spoilt, sums, sizes, batch, head, there, BLOCKS, 1, SEGMENTS, WHICH)
+    keep_nonfinite(kept.nonfinite, sums, sizes, batch, head, there, BLOCKS, 1, SEGMENTS, WHICH)
     if after is not None:
         if LESS_ONE:
             sums = with_line(sums, rings, chunks, WHICH)

@@ -69,7 +69,7 @@ from saccade.ops.linear_attention.hopper.program import (
     chunks_of,
     head_of,
     is_balanced,
-    keep_spoilt,
+    keep_nonfinite,
     keys_there,
     start_sums,
     state_number,
@@ -171,7 +171,7 @@ def consume(
         store_output(result_desc, rings, coordinates, done, turn, WHICH)
         if NORMALIZE != "none" and (WHICH == 0 or BLOCKS == 1):  # under the next products
             store_totals(given.minus_delta, sizes, unit, row, there, minus_delta)
-    keep_spoilt(kept.spoilt, sums, sizes, batch, head, there, BLOCKS, 1, SEGMENTS, WHICH)
+    keep_nonfinite(kept.nonfinite, sums, sizes, batch, head, there, BLOCKS, 1, SEGMENTS, WHICH)
     wait_for_stores()
 
 

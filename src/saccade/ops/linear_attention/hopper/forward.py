@@ -38,7 +38,7 @@ from saccade.ops.linear_attention.hopper.program import (
     channel_of,
     chunks_of,
     head_of,
-    keep_spoilt,
+    keep_nonfinite,
     keep_sums,
     start_sums,
     state_number,
@@ -163,8 +163,10 @@ def consume(
         store_output(output_desc, rings, place, found.to(output_desc.dtype), turn, WHICH)
         if NORMALIZE != "none" and (WHICH == 0 or BLOCKS == 1):  # under the next products
             store_totals(kept.normaliser, sizes, unit, query, mine, total)
-    if kept.spoilt is not None:
-        keep_spoilt(kept.spoilt, sums, sizes, batch, head, there, BLOCKS, TILES, SEGMENTS, WHICH)
+    if kept.nonfinite is not None:
+        keep_nonfinite(
+            kept.nonfinite, sums, sizes, batch, head, there, BLOCKS, TILES, SEGMENTS, WHICH
+        )
     if after is not None:
         mine = there & (head % GROUP == 0)
         keep_sums(after, sums, number, mine, channel, HEAD_DIM, VALUE_DIM)

@@ -81,9 +81,9 @@ class WidePass(NamedTuple):
 
     def start(
         self, passes: Passes, before: State | None, after: State | None, segments: int,
-        spoilt: Tensor,
+        nonfinite: Tensor,
     ) -> None:  # fmt: skip
-        """Start the kernel. spoilt: flags to be written, of each 64 channels of the result."""
+        """Start the kernel. nonfinite: flags to be written, of each 64 channels of the result."""
         kind = passes.kind
         tiles = self.parts // 2
         schedule = OVERRIDE or SCHEDULE
@@ -113,14 +113,14 @@ class WidePass(NamedTuple):
             return (
                 *self._described(pointer),
                 self._numbers(pointer),
-                Kept(maybe(pointer, self.totals), maybe(pointer, lengths), pointer(spoilt)),
+                Kept(maybe(pointer, self.totals), maybe(pointer, lengths), pointer(nonfinite)),
                 sums(pointer, before),
                 sums(pointer, after),
                 sizes(kind, kind.heads),
                 kind.variant.eps,
             )
 
-        rows = there_are((self.a, self.b, self.c, self.own, self.result, self.totals, spoilt))
+        rows = there_are((self.a, self.b, self.c, self.own, self.result, self.totals, nonfinite))
         numbers = [] if self.given is None else there_are(self.given[:3])
         states = (*(before or ()), *(after or ()))
         strides = tuple(operand.stride() for operand in rows)
@@ -250,7 +250,7 @@ class HopperPasses(Passes):
         elif split is not None:
             again = self._grad_query(split, given, result, before)
             # Done again from the first state on: segments may start from others than Triton's.
-            again = again._replace(spoilt=again.spoilt.flatten(2))
+            again = again._replace(nonfinite=again.nonfinite.flatten(2))
             before, segments = initial_of(self), 1
         super().grad_query(given, result, dots, before, segments, again)
 
@@ -285,9 +285,9 @@ class HopperPasses(Passes):
         self, wide: WidePass, before: State | None, after: State | None, segments: int
     ) -> Again:
         shape = self.kind.sequences, self.kind.heads, segments, wide.parts
-        spoilt = self.inputs.query.new_empty(shape, dtype=torch.int32)
-        wide.start(self, before, after, segments, spoilt)
-        return Again(linear_again, spoilt)
+        nonfinite = self.inputs.query.new_empty(shape, dtype=torch.int32)
+        wide.start(self, before, after, segments, nonfinite)
+        return Again(linear_again, nonfinite)
 
     def _own(self, rows: Tensor) -> Tensor | None:
         """Rows that a gradient goes through the feature map of, if it does more than scale."""
@@ -296,7 +296,7 @@ class HopperPasses(Passes):
     def _grad_query(
         self, split: Split, given: Given, result: Tensor, before: State | None
     ) -> Again:
-        kind, spoilt = self.kind, self._spoilt(split)
+        kind, nonfinite = self.kind, self._nonfinite(split)
         query, key, value = self.inputs[:3]
         output, normaliser = given.quotient or (None, None)
 
@@ -316,7 +316,7 @@ class HopperPasses(Passes):
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             kept = Kept(
                 maybe(pointer, normaliser), maybe(pointer, self.inputs.key_lengths),
-                pointer(spoilt),
+                pointer(nonfinite),
             )  # fmt: skip
             return (
                 *moved(pointer, (query, given.grad_output, key, value)),
@@ -326,19 +326,19 @@ class HopperPasses(Passes):
                 kept, sums(pointer, before), sizes(kind, kind.heads), kind.variant.eps,
             )  # fmt: skip
 
-        rows = there_are((*given[:3], *(given.quotient or ()), result, spoilt))
+        rows = there_are((*given[:3], *(given.quotient or ()), result, nonfinite))
         strides = given.grad_output.stride(), None if output is None else output.stride()
         cache_key = "hopper grad_query", split, before is None, OF_QUERIES, strides
         tensors = (*self.known(), *rows, *(before or ()))
         launch = remembered(kind.launches, cache_key, make)
         launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
-        return Again(linear_again, spoilt)
+        return Again(linear_again, nonfinite)
 
     def _grad_key_value(
         self, split: Split, given: Given, results: tuple[Tensor, Tensor],
         before: State | None, after: State | None,
     ) -> Again:  # fmt: skip
-        kind, spoilt = self.kind, self._spoilt(split)
+        kind, nonfinite = self.kind, self._nonfinite(split)
         query, key, value = self.inputs[:3]
 
         def make() -> Launch:
@@ -353,17 +353,17 @@ class HopperPasses(Passes):
             return (
                 *moved(pointer, (query, given.grad_output, key, value, *results)),
                 RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
-                Kept(None, maybe(pointer, self.inputs.key_lengths), pointer(spoilt)),
+                Kept(None, maybe(pointer, self.inputs.key_lengths), pointer(nonfinite)),
                 sums(pointer, before), sums(pointer, after), sizes(kind, kind.heads),
             )  # fmt: skip
 
         states = (*(before or ()), *(after or ()))
         strides = given.grad_output.stride()
         cache_key = "hopper keys", split, before is None, after is None, OF_KEYS, strides
-        tensors = (*self.known(), *there_are(given[:3]), *results, spoilt, *states)
+        tensors = (*self.known(), *there_are(given[:3]), *results, nonfinite, *states)
         launch = remembered(kind.launches, cache_key, make)
         launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
-        return Again(linear_again, spoilt)
+        return Again(linear_again, nonfinite)
 
     def _constants(self, split: Split) -> dict[str, Any]:
         kind = self.kind
@@ -373,7 +373,7 @@ class HopperPasses(Passes):
         del constants["TILES"]  # one
         return constants
 
-    def _spoilt(self, split: Split) -> Tensor:
+    def _nonfinite(self, split: Split) -> Tensor:
         """Memory for flags."""
         kind = self.kind
         shape = kind.sequences, kind.heads, split.segments, split.parts

@@ -78,18 +78,20 @@ class Forward(NamedTuple):
     split: Split
 
     def run(self) -> None:
-        """Write the results, and once more what a spoilt value may have reached."""
+        """Write the results, and once more what a nonfinite value may have reached."""
         kind = self.passes.kind
         shape = kind.sequences, kind.heads, self.split.segments, self.split.parts
-        spoilt = self.results.output.new_empty(shape, dtype=torch.int32)
+        nonfinite = self.results.output.new_empty(shape, dtype=torch.int32)
         if self.split.blocks == WIDE:
-            self._wide().start(self.passes, self.before, self.after, self.split.segments, spoilt)
+            self._wide().start(self.passes, self.before, self.after, self.split.segments, nonfinite)
         else:
-            self._sweep(spoilt)
-        totals = self._totals()  # of queries and keys alone: no value spoils them, so they are kept
+            self._sweep(nonfinite)
+        totals = (
+            self._totals()
+        )  # of queries and keys alone: no value makes nonfinite them, so they are kept
         self.passes.output(
             self.results.output, totals, self.before, None, self.split.segments,
-            totals is not None, Again(linear_again, spoilt),
+            totals is not None, Again(linear_again, nonfinite),
         )  # fmt: skip
 
     def _totals(self) -> Tensor | None:
@@ -103,7 +105,7 @@ class Forward(NamedTuple):
     def _states(self) -> list[Tensor]:
         return there_are((*(self.before or ()), *(self.after or ())))
 
-    def _sweep(self, spoilt: Tensor) -> None:
+    def _sweep(self, nonfinite: Tensor) -> None:
         passes, totals = self.passes, self._totals()
         kind, inputs = passes.kind, passes.inputs
         split = self.split
@@ -129,14 +131,14 @@ class Forward(NamedTuple):
             lengths = inputs.key_lengths
             return (
                 *moved(pointer, (*inputs[:3], output)),
-                Kept(maybe(pointer, totals), maybe(pointer, lengths), pointer(spoilt)),
+                Kept(maybe(pointer, totals), maybe(pointer, lengths), pointer(nonfinite)),
                 sums(pointer, self.before),
                 sums(pointer, self.after),
                 sizes(kind, kind.heads),
                 kind.variant.eps,
             )
 
-        tensors = (*passes.known(), *there_are((output, totals, spoilt)), *self._states())
+        tensors = (*passes.known(), *there_are((output, totals, nonfinite)), *self._states())
         key = "hopper", split, self.before is None, schedule
         launch = remembered(kind.launches, key, make)
         launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)

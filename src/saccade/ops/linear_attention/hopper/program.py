@@ -64,7 +64,7 @@ class Kept(NamedTuple):
 
     normaliser: Any  # float32 [batch, heads, query_len]: sums of scores; None: nobody wants them
     lengths: Any  # int64 [batch]: how many keys are there; None: all
-    spoilt: Any  # int32 [batch, heads, SEGMENTS, blocks of values]: whether NaN or inf got in
+    nonfinite: Any  # int32 [batch, heads, SEGMENTS, blocks of values]: whether NaN or inf got in
 
 
 @gluon.jit
@@ -195,21 +195,21 @@ def keep_sums(
 
 
 @gluon.jit
-def holds_spoilt(tile):
+def holds_nonfinite(tile):
     """Whether a tile holds NaN or inf anywhere, as one truth for the whole consumer."""
     return gl.max((gl.sum(tile * 0.0, 1) != 0.0).to(gl.int32), 0) > 0
 
 
 @gluon.jit
-def keep_spoilt(
-    spoilt, sums, sizes, batch, head, exists, BLOCKS: gl.constexpr, TILES: gl.constexpr,
+def keep_nonfinite(
+    nonfinite, sums, sizes, batch, head, exists, BLOCKS: gl.constexpr, TILES: gl.constexpr,
     SEGMENTS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Say whether NaN or inf got into the sums: rows before it may have it too (0 · NaN is NaN)."""
-    found = holds_spoilt(sums[0])
+    found = holds_nonfinite(sums[0])
     for block in gl.static_range(1, len(sums)):
-        found = found | holds_spoilt(sums[block])
+        found = found | holds_nonfinite(sums[block])
     segment = (batch * (sizes.heads >> 1) + head) * SEGMENTS + gl.program_id(0) % SEGMENTS
     if BLOCKS == 2:
         segment = segment * (2 * TILES) + 2 * tile_of_values(TILES, SEGMENTS) + WHICH
-    gl.store(spoilt + segment, found.to(gl.int32), mask=exists)
+    gl.store(nonfinite + segment, found.to(gl.int32), mask=exists)

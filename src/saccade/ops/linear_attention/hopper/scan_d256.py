@@ -53,7 +53,7 @@ from saccade.ops.linear_attention.hopper.program import (
     channel_of,
     chunks_of,
     head_of,
-    keep_spoilt,
+    keep_nonfinite,
     keys_there,
     state_number,
     tile_of_values,
@@ -167,7 +167,7 @@ def consume(
         store_output(result_desc, rings, at, done, turn, WHICH)
         if PASS == OUTPUT and NORMALIZE != "none" and WHICH == 0:  # under the next products
             store_totals(kept.normaliser, sizes, unit, row, mine, number_of_row)
-    keep_spoilt(kept.spoilt, sums, sizes, batch, head, there, 2, TILES, SEGMENTS, WHICH)
+    keep_nonfinite(kept.nonfinite, sums, sizes, batch, head, there, 2, TILES, SEGMENTS, WHICH)
     if after is not None:
         mine = there & (head % GROUP == 0)
         for half in gl.static_range(2):

@@ -100,7 +100,7 @@ def collect_queries(passes: Passes, split: Split, given: Given) -> State:
 
 
 # ---- again ---------------------------------------------------------------------------------------
-# Triton sweeps of linear attention, where a row may have spoilt rows before it.
+# Triton sweeps of linear attention, where a row may have made nonfinite rows before it.
 #
 # NaN or inf in a row, a value say, reaches all rows of its chunk in a product, as 0 · NaN is NaN.
 # Where the sums of a head hold such, all of its rows are computed once more, with the care of
@@ -109,7 +109,7 @@ def collect_queries(passes: Passes, split: Split, given: Given) -> State:
 
 @triton.jit
 def linear_again(
-    spoilt, a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before,
+    nonfinite, a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before,
     A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
     THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -123,7 +123,7 @@ def linear_again(
     stay as they are: NaN in either case."""
     segment = tl.program_id(0) // TILES
     part = tl.arange(0, triton.next_power_of_2(PARTS))
-    flags = tl.load(spoilt + segment * PARTS + part, mask=part < PARTS, other=0)
+    flags = tl.load(nonfinite + segment * PARTS + part, mask=part < PARTS, other=0)
     if tl.max(flags, 0) > 0:
         linear_sweep(
             a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, None,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from saccade.gpu.device_ops import maximum
 from saccade.gpu.features import in_units, load_features, load_number, where_also
-from saccade.gpu.tensor_view import row_pointers, spoilt_rows, tile_pointers, without
+from saccade.gpu.tensor_view import nonfinite_rows, row_pointers, tile_pointers, without
 
 
 @triton.jit
@@ -21,11 +21,11 @@ def add_others(
     b, c, factors, minus_delta, batch, head, first, seen, fade, inner, outer, state,
     B_SHARE: tl.constexpr, C_SHARE: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
     PASS: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, FADED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """The state with a chunk of the other side added to it, and the chunk: its rows as they are
     [channels, rows], its features [rows, channels] and what they are to be multiplied by, β, and
-    which of its rows are spoilt."""
+    which of its rows are nonfinite."""
     matrix, vector = state
     OF_QUERIES: tl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
     FACTORED: tl.constexpr = OF_QUERIES and NORMALIZE != "none"
@@ -46,12 +46,12 @@ def add_others(
         plain = load_features(
             c, factors, batch, head, first, seen, outer, C_SHARE, OUTER, True, False
         )
-    spoilt = seen
-    if CAREFUL:
-        spoilt = spoilt_rows(wide) | spoilt_rows(tl.trans(plain))
-        spoilt = spoilt | ((tl.abs(extra) < float("inf")) == 0)
-        plain = tl.where(spoilt[None, :], tl.zeros_like(plain), plain)
-        wide, extra = without(spoilt, wide), tl.where(spoilt, 0.0, extra)
+    nonfinite = seen
+    if NAN_SAFE:
+        nonfinite = nonfinite_rows(wide) | nonfinite_rows(tl.trans(plain))
+        nonfinite = nonfinite | ((tl.abs(extra) < float("inf")) == 0)
+        plain = tl.where(nonfinite[None, :], tl.zeros_like(plain), plain)
+        wide, extra = without(nonfinite, wide), tl.where(nonfinite, 0.0, extra)
     faded = wide
     if FADED:
         faded = wide.to(tl.float32) * fade[:, None]
@@ -62,10 +62,10 @@ def add_others(
     features, unit = in_units(wide, plain.dtype, FACTORED)
     faded, faded_unit = in_units(faded, plain.dtype, FACTORED)
     matrix += tl.dot(plain, faded, input_precision=PRECISION) * faded_unit
-    if CAREFUL:
-        poison = tl.where(tl.max(spoilt.to(tl.int32), 0) > 0, float("nan"), 0.0)
+    if NAN_SAFE:
+        poison = tl.where(tl.max(nonfinite.to(tl.int32), 0) > 0, float("nan"), 0.0)
         matrix, vector = matrix + poison, vector + poison
-    return (matrix, vector), (plain, features, unit, extra, spoilt)
+    return (matrix, vector), (plain, features, unit, extra, nonfinite)
 
 
 @triton.jit

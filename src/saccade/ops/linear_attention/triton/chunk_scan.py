@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from saccade.gpu.features import load_features, load_number, narrow
-from saccade.gpu.tensor_view import any_spoilt, pad_rows, wide
+from saccade.gpu.tensor_view import any_nonfinite, pad_rows, wide
 from saccade.ops.linear_attention.triton.chunk import (
     GRAD_QUERY,
     GRAD_VALUE,
@@ -109,8 +109,8 @@ def linear_sweep(
             A_SHARE, B_SHARE, C_SHARE, THROUGH_SHARE, GROUP, INNER, OUTER, CHUNK,
             PASS, CAUSAL, STARTED, NORMALIZE, PRECISION, NUMBERS, False,
         )  # fmt: skip
-    if CAUSAL and any_spoilt(state[0]):
-        # NaN or inf: within its chunk it may have reached rows that do not see it. With care again.
+    if CAUSAL and any_nonfinite(state[0]):
+        # NaN or inf: within its chunk it may have reached rows that do not see it. NaN-safe again.
         state = start_sums(before, number, keys, values, KEYS, VALUES, BEFORE)
         for index in tl.range(0, num_chunks, num_stages=1):
             chunk = segment * of_segment + (num_chunks - 1 - index if BACKWARDS else index)
@@ -131,7 +131,7 @@ def visit(
     A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
     THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
     CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr, STARTED: tl.constexpr,
-    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, NUMBERS: tl.constexpr, CAREFUL: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, NUMBERS: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """Store the results of one chunk; the state with the chunk added to it.
 
@@ -172,7 +172,7 @@ def visit(
         state, others = add_others(
             b, c, factors, minus_delta, batch, common, others_first, others_seen, fade, inner,
             outer, state, B_SHARE, C_SHARE, INNER, OUTER, PASS, NORMALIZE, PRECISION, FADED,
-            CAREFUL,
+            NAN_SAFE,
         )  # fmt: skip
     a_wide = load_features(
         a, factors, batch, common, first, seen, inner, A_SHARE, INNER, False, False
@@ -208,9 +208,9 @@ def visit(
                 state, others = add_others(
                     b, c, factors, minus_delta, batch, common + member, others_first, others_seen,
                     fade, inner, outer, state, B_SHARE, C_SHARE, INNER, OUTER, PASS, NORMALIZE,
-                    PRECISION, FADED, CAREFUL,
+                    PRECISION, FADED, NAN_SAFE,
                 )  # fmt: skip
-            plain, features, unit, other_extra, spoilt = others
+            plain, features, unit, other_extra, nonfinite = others
             if AUGMENTED:
                 scores = tl.dot(a_tile, plain, input_precision=PRECISION)
                 scores += extra[:, None] * other_extra[None, :]
@@ -220,8 +220,8 @@ def visit(
                 gap = until[:, None] - until[None, :]
                 gap = -gap if BACKWARDS else gap
                 scores *= tl.exp(tl.minimum(gap, 0.0))
-            if CAREFUL:
-                scores = tl.where(spoilt[None, :], float("nan"), scores)
+            if NAN_SAFE:
+                scores = tl.where(nonfinite[None, :], float("nan"), scores)
             scores = tl.where(meet, scores, 0.0)
             if PASS == OUTPUT and not COUNTED:
                 total += tl.sum(scores, 1)

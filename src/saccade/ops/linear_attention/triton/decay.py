@@ -121,9 +121,9 @@ def _packed(inputs: LinearInputs, given: Tensor, flow: Tensor | None, from_end: 
         edges = ends[1:] if from_end else ends[:-1]
         return summed[:, :-1] - summed[:, edges][:, sequence]
 
-    spoilt = ~given.isfinite()  # NaN stays in its sequence
-    summed = along(given.masked_fill(spoilt, 0))
-    summed = summed.masked_fill(along(spoilt.double()) > 0, torch.nan)
+    nonfinite = ~given.isfinite()  # NaN stays in its sequence
+    summed = along(given.masked_fill(nonfinite, 0))
+    summed = summed.masked_fill(along(nonfinite.double()) > 0, torch.nan)
     if flow is not None:
         summed = summed + flow.transpose(0, 1)[:, sequence]
     summed = summed.masked_fill(padding_of(tokens, ends), 0)

@@ -172,7 +172,7 @@ class Passes(Rows):
             inner, outer = outer, inner
         tiles = self.tiles(outer)
         shares = zip(("A", "B", "C", "THROUGH"), heads, strict=True)
-        parts = {} if again is None else {"PARTS": again.spoilt.shape[-1]}
+        parts = {} if again is None else {"PARTS": again.nonfinite.shape[-1]}
         strides = tuple(rows.stride() for rows in more)
         launch = self.launch(
             linear_sweep if again is None else again.kernel,
@@ -197,10 +197,10 @@ class Passes(Rows):
             ends = sums(pointer, before), sums(pointer, after)
             given = operands(pointer)
             if again is not None:
-                given, ends = (pointer(again.spoilt), *given), ends[:1]
+                given, ends = (pointer(again.nonfinite), *given), ends[:1]
             return (*given, self.sequence(pointer), *ends)
 
-        flags = None if again is None else again.spoilt
+        flags = None if again is None else again.nonfinite
         tensors = (*self.known(), *more, *there_are((*(before or ()), *(after or ()), flags)))
         count = kind.state_heads if which in BACKWARDS else kind.heads
         launch(kind.sequences * count * segments * tiles, kind.device, tensors, arguments)

@@ -33,7 +33,7 @@ class Again(NamedTuple):
     """What does a pass once more where a flag says so."""
 
     kernel: Any  # takes the flags, and what linear_sweep takes of rows and states
-    spoilt: Tensor  # int32 [sequences, heads, segments, parts]
+    nonfinite: Tensor  # int32 [sequences, heads, segments, parts]
 
 
 def sums(pointer: Pointer, state: State | None) -> Sums | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.ops import index_range
-from saccade.ops.attention.cpu import edge_masks, flash_tile
+from saccade.ops.attention.cpu import flash_tile, tile_masks
 from saccade.runtime.spec import PagedInputs, Variant
 
 # Numbers of one sequence's keys and values up to which copying them costs less than calls do.
@@ -86,12 +86,14 @@ def attend(
     table = table.where(first_rows < lens.unsqueeze(1), 0)
     key = _rows(inputs.key_pages, table, group.kv_len)
     value = _rows(inputs.value_pages, table, group.kv_len)
-    edge = edge_masks.edge(seen, query.dtype)
+    partial = tile_masks.partial(seen, query.dtype)
 
     def computed() -> tuple[Tensor, Tensor]:
-        output, lse = flash_tile.forward(query.unsqueeze(2), key, value, variant.scale, edge, False)
-        if edge.blind is not None:
-            output = output.masked_fill(edge.blind.unsqueeze(-1), 0)
+        output, lse = flash_tile.forward(
+            query.unsqueeze(2), key, value, variant.scale, partial, False
+        )
+        if partial.blind is not None:
+            output = output.masked_fill(partial.blind.unsqueeze(-1), 0)
         return output.squeeze(2), lse.squeeze(2)
 
     output, lse = computed()

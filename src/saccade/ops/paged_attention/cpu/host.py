@@ -137,9 +137,9 @@ def _attend(dense: Dense, pages: Pages) -> tuple[Tensor, Tensor]:
     if dense.sizes.kv_len == 0:
         output, lse = attention_forward.merged(dense, segments.whole(dense), [])
     else:
-        output, lse, masked = _visit(dense, pages, careful=False)
+        output, lse, masked = _visit(dense, pages, nan_safe=False)
         if masked and not bool(output.sum().isfinite()):
-            output, lse, _ = _visit(dense, pages, careful=True)
+            output, lse, _ = _visit(dense, pages, nan_safe=True)
     return (
         attention_forward.add_sinks(output, lse, dense.sinks)
         if dense.sinks is not None
@@ -147,21 +147,21 @@ def _attend(dense: Dense, pages: Pages) -> tuple[Tensor, Tensor]:
     )
 
 
-def _visit(dense: Dense, pages: Pages, careful: bool) -> tuple[Tensor, Tensor, bool]:
+def _visit(dense: Dense, pages: Pages, nan_safe: bool) -> tuple[Tensor, Tensor, bool]:
     """Compute every row tile; also say whether any of them needed the mask."""
     tiles = list(segments.row_tiles(dense))
     masked = any(run.masked for _, runs in tiles for run in runs)
     if len(tiles) == 1:
-        return *_row_tile(dense, pages, *tiles[0], careful), masked
+        return *_row_tile(dense, pages, *tiles[0], nan_safe), masked
     output, lse = attention_forward.memory(dense)
     for place, runs in tiles:
         at = segments.slices_of(dense, place).queries
-        output[at], lse[at] = _row_tile(dense, pages, place, runs, careful)
+        output[at], lse[at] = _row_tile(dense, pages, place, runs, nan_safe)
     return output, lse, masked
 
 
 def _row_tile(
-    dense: Dense, pages: Pages, place: Place, runs: tuple[Run, ...], careful: bool
+    dense: Dense, pages: Pages, place: Place, runs: tuple[Run, ...], nan_safe: bool
 ) -> tuple[Tensor, Tensor]:
     """One tile of query rows against all that it sees."""
     partials = []
@@ -170,7 +170,7 @@ def _row_tile(
             key, value = pages.rows(piece)
             there = dense._replace(key=key, value=value, first_kv=piece.start)
             rectangle = place._replace(kv_rows=(piece.start, piece.stop))
-            partial = attention_forward.rectangle(there, rectangle, run.masked, careful)
+            partial = attention_forward.rectangle(there, rectangle, run.masked, nan_safe)
             if partial is not None:
                 partials.append(partial)
     return attention_forward.merged(dense, place, partials)

@@ -96,7 +96,7 @@ class ChunkLaunch:
                 self.kind.rows(pointer, inputs),
                 *self.kind.pages(pointer, inputs)[:2],
                 *self.kind.results(pointer, inputs, output, lse),
-                tile_scheduler.with_own_walk(Rules(*changes, None, variant.scale)),
+                tile_scheduler.with_gluon_search(Rules(*changes, None, variant.scale)),
                 None if inputs.sinks is None else pointer(inputs.sinks),
                 tile_scheduler.Schedule(origin, pointer(taken), *self.order, pointer(taken)),
             )

@@ -74,14 +74,14 @@ def produce_pages(
     """As `forward.produce`. Pages of a tile are looked up before there is room for it."""
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
     tile_turn, kv_turn = 0, 0
-    place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
+    place, query_len, kv_len, tile_range = ticket_of(rings, tile_turn)
     while query_len > 0:
         batch, query_head, query_start = place
         query_batch, query_row = schedule.origin(batch, query.data)
         kv_head = query_head // HEADS_PER_KV_HEAD
-        visits = num_visits(walk)
+        visits = num_visits(tile_range)
         for index in range(0, visits):
-            kv_start = tile_from_last(rules, walk, index) * KV_TILE
+            kv_start = tile_from_last(rules, tile_range, index) * KV_TILE
             pages = pages_of(key, batch, kv_start, kv_len, KV_TILE, PAGE_SIZE)
             slot = kv_start % PAGE_SIZE if PAGE_SIZE > KV_TILE else 0
             rings.keys.acquire(kv_turn)
@@ -95,7 +95,7 @@ def produce_pages(
                 rings.tickets.release(tile_turn)  # now is the time to announce the next tile
             kv_turn += 1
         tile_turn += 1
-        place, query_len, kv_len, walk = ticket_of(rings, tile_turn)
+        place, query_len, kv_len, tile_range = ticket_of(rings, tile_turn)
 
 
 @gluon.jit

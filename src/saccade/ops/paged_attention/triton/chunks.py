@@ -82,7 +82,7 @@ class ChunkLaunch:
         ]
 
 
-def told_apart(
+def varies_by(
     kind: PagedKind, passes: list[Pass], inputs: PagedInputs, variant: Variant, given: KernelConfig
 ) -> list[Pass]:
     """The passes, where packed sequences get equal bits in any batch: long chunks are another."""

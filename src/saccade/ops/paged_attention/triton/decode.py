@@ -1,4 +1,4 @@
-"""Attention over pages: programs that walk along their shares of all sequences' keys.
+"""Attention over pages: programs that tile range along their shares of all sequences' keys.
 
 A tile's rows are query rows × the query heads of one key head, so keys and values are read once
 for a group of heads. Source: FlashAttention-2 (Dao 2023), algorithm 1; Flash-Decoding (Dao et al.
@@ -28,16 +28,21 @@ from saccade.gpu.paged_view import (
 from saccade.gpu.tensor_view import (
     ADDED,
     load_rows,
+    nonfinite_rows,
     num_rows,
     pad_results,
-    spoilt_rows,
     store_numbers,
     store_rows,
     wide,
     without,
 )
 from saccade.gpu.tile_ranges import next_in_range
-from saccade.ops.paged_attention.triton.split_kv import BEGUN, GROUPS, note_of_program, part_of_walk
+from saccade.ops.paged_attention.triton.split_kv import (
+    BEGUN,
+    GROUPS,
+    note_of_program,
+    part_of_range,
+)
 
 # ---- pairs ---------------------------------------------------------------------------------------
 # Pages of eight bits, two channels at a time, multiplied as float16.
@@ -129,7 +134,7 @@ def attention_pages(
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
     ITEMS: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
-    AHEAD: tl.constexpr, EDGE_STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the work, split by split (ops/paged_attention/triton/split_kv.py).
 
@@ -157,7 +162,7 @@ def attention_pages(
         )
     while budget > 0:
         end = tl.minimum(offset + budget, units).to(tl.int32)
-        batch, unit_head, tile, walk = schedule.item(
+        batch, unit_head, tile, tile_range = schedule.item(
             schedule, query, key, group, index, TOKENS, KV_TILE
         )
         at = rows_of_tile(
@@ -177,15 +182,15 @@ def attention_pages(
         else:
             sums = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
         state = (row_max, row_sum, sums)
-        clean_first, clean_end, edge_first, edge_end = part_of_walk(walk, offset, end)
+        full_first, full_end, partial_first, partial_end = part_of_range(tile_range, offset, end)
         page = None
         if AHEAD:
-            kv_start = next_in_range(None, walk, clean_first, True) * KV_TILE
+            kv_start = next_in_range(None, tile_range, full_first, True) * KV_TILE
             page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE, False)
-        for number in range(clean_first, clean_end):  # clean tiles: no mask arithmetic
-            kv_start = next_in_range(None, walk, number, True) * KV_TILE
+        for number in range(full_first, full_end):  # full tiles: no mask arithmetic
+            kv_start = next_in_range(None, tile_range, number, True) * KV_TILE
             if AHEAD:
-                next_start = next_in_range(None, walk, number + 1, True) * KV_TILE
+                next_start = next_in_range(None, tile_range, number + 1, True) * KV_TILE
                 next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE, False)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
@@ -195,13 +200,13 @@ def attention_pages(
             if AHEAD:
                 page = next_page
         if AHEAD:
-            kv_start = next_in_range(None, walk, edge_first, False) * KV_TILE
+            kv_start = next_in_range(None, tile_range, partial_first, False) * KV_TILE
             page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE, False)
-        # Edges: pair by pair. Without a mask there is one at most, which needs no pipeline.
-        for number in tl.range(edge_first, edge_end, num_stages=EDGE_STAGES):
-            kv_start = next_in_range(None, walk, number, False) * KV_TILE
+        # Partial tiles: pair by pair. Without a mask there is one at most, which needs no pipeline.
+        for number in tl.range(partial_first, partial_end, num_stages=PARTIAL_STAGES):
+            kv_start = next_in_range(None, tile_range, number, False) * KV_TILE
             if AHEAD:
-                next_start = next_in_range(None, walk, number + 1, False) * KV_TILE
+                next_start = next_in_range(None, tile_range, number + 1, False) * KV_TILE
                 next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE, False)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
@@ -258,27 +263,27 @@ def fold_pages(
     key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, EDGE: tl.constexpr, PAIRED: tl.constexpr,
+    PRECISION: tl.constexpr, PARTIAL: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Fold ROWS keys and values into the state (row_max, row_sum, weighted sums).
 
-    EDGE: pairs may be hidden, and rows lie past the end. page: where the keys lie, or None. Then it
-    is looked up here, so that Triton's pipeline asks for pages as many tiles ahead of their keys as
-    for keys ahead of their use.
+    PARTIAL: pairs may be hidden, and rows lie past the end. page: where the keys lie, or None. Then
+    it is looked up here, so that Triton's pipeline asks for pages as many tiles ahead of their keys
+    as for keys ahead of their use.
     """
     batch, kv_head, query_heads, query_rows, query_len, kv_len = at
     row_max, row_sum, sums = state
     PACKED: tl.constexpr = 1 + (PAIRED > 0)  # channels that one number of a page holds
     if page is None:
-        page = find_page(key, batch, kv_start, kv_len, ROWS, PAGE_SIZE, not EDGE)
+        page = find_page(key, batch, kv_start, kv_len, ROWS, PAGE_SIZE, not PARTIAL)
     place = slots_of(page, kv_start, ROWS, PAGE_SIZE)
     kv_rows = kv_start + tl.arange(0, ROWS)
     exists = (kv_rows < kv_len)[:, None]
     stored_keys = load_slots(
-        key, kv_head, place, exists, HEAD_DIM // PACKED, HEAD_WIDTH // PACKED, not EDGE
+        key, kv_head, place, exists, HEAD_DIM // PACKED, HEAD_WIDTH // PACKED, not PARTIAL
     )
     stored_values = load_slots(
-        value, kv_head, place, exists, VALUE_DIM // PACKED, VALUE_WIDTH // PACKED, not EDGE
+        value, kv_head, place, exists, VALUE_DIM // PACKED, VALUE_WIDTH // PACKED, not PARTIAL
     )
     value_factors = None
     if value_scales is not None:
@@ -287,16 +292,20 @@ def fold_pages(
         values = as_halves(stored_values, PAIRED == BY_PTX)
     else:
         values = value_numbers(stored_values, value_factors, query_tile.dtype)
-    if EDGE and rules.mask.visible is not None:
-        # Hidden is selected away, but 0 · NaN is NaN: a spoilt value becomes 0, its score NaN.
-        spoilt = spoilt_rows(values[0]) | spoilt_rows(values[1]) if PAIRED else spoilt_rows(values)
+    if PARTIAL and rules.mask.visible is not None:
+        # Hidden is selected away, but 0 · NaN is NaN: a nonfinite value becomes 0, its score NaN.
+        nonfinite = (
+            nonfinite_rows(values[0]) | nonfinite_rows(values[1])
+            if PAIRED
+            else nonfinite_rows(values)
+        )
         if value_scales is not None:
-            spoilt = spoilt | ((tl.abs(value_factors) < float("inf")) == 0)
-            value_factors = tl.where(spoilt, 0.0, value_factors)
+            nonfinite = nonfinite | ((tl.abs(value_factors) < float("inf")) == 0)
+            value_factors = tl.where(nonfinite, 0.0, value_factors)
         if PAIRED:
-            values = (without(spoilt, values[0]), without(spoilt, values[1]))
+            values = (without(nonfinite, values[0]), without(nonfinite, values[1]))
         else:
-            values = without(spoilt, values)
+            values = without(nonfinite, values)
 
     if PAIRED:
         scores = paired_scores(query_tile, stored_keys, PAIRED == BY_PTX)
@@ -311,10 +320,10 @@ def fold_pages(
             scores * rules.scale, batch, query_heads[:, None], query_rows[:, None],
             kv_rows[None, :], shift, rules.score.data,
         )  # fmt: skip
-    if EDGE:
+    if PARTIAL:
         visible = (kv_rows < kv_len)[None, :]
         if rules.mask.visible is not None:
-            scores = tl.where(spoilt[None, :], float("nan"), scores)
+            scores = tl.where(nonfinite[None, :], float("nan"), scores)
             visible = visible & rules.mask.visible(
                 batch, query_heads[:, None], query_rows[:, None], kv_rows[None, :], shift,
                 rules.mask.data,
@@ -323,7 +332,7 @@ def fold_pages(
 
     factor = LOG2_E if rules.score is not None else rules.scale * LOG2_E
     weights, rescale, row_max, row_sum = softmax_step(
-        scores, factor, row_max, row_sum, EDGE or rules.score is not None
+        scores, factor, row_max, row_sum, PARTIAL or rules.score is not None
     )
     if PAIRED:
         sums = add_paired_values(sums, values[0], values[1], value_factors, weights, rescale)

@@ -44,7 +44,7 @@ class PassLaunches:
         cuts["LONG"] = of.most_units > paged_pass.MOST_UNITS
         paired = kind.way_of_pairs if of.paired else 0
         last = {"ITEMS": of.few_items, "PAIRED": paired, "CHAINED": of.chains}
-        last |= {"AHEAD": of.chunks, "EDGE_STAGES": of.edge_stages}
+        last |= {"AHEAD": of.chunks, "PARTIAL_STAGES": of.partial_stages}
         early = {"launch_pdl": True} if of.chains else {}
         self.attention = Launch(
             attention_pages, {**shared, **cuts, **last}, options | (early if of.planned else {})
@@ -103,7 +103,7 @@ class _PassCall(NamedTuple):
         kind, of = self.launches.kind, self.launches.of
         assert self.plan is not None
         return (
-            kind.plan_rows(pointer, self.inputs, of.heads if of.told_apart else 1),
+            kind.plan_rows(pointer, self.inputs, of.heads if of.varies_by else 1),
             kind.pages(pointer, self.inputs)[0],
             kind.plan_mask(self.variant, pointer),
             of.schedule(pointer, None),
@@ -151,7 +151,7 @@ class PagedForward:
         passes = kind.passes(inputs, variant, config, batch_invariant)
         self.passes = [
             self.launches(kind, of, inputs, variant)
-            for of in paged_chunks.told_apart(kind, passes, inputs, variant, config)
+            for of in paged_chunks.varies_by(kind, passes, inputs, variant, config)
         ]
         packed = inputs.cu_seqlens_q is not None
         self.output, self.lse = map(

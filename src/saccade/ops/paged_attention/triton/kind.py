@@ -27,7 +27,7 @@ from saccade.gpu.kernel_args import (
     view,
 )
 from saccade.gpu.launcher import Pointer, current_device, next_width
-from saccade.gpu.planning import told_apart
+from saccade.gpu.planning import varies_by
 from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.ops.attention.triton import kind
@@ -105,7 +105,7 @@ class PagedKind(NamedTuple):
         functions = mask_functions(variant.mask) if variant.mask else None
         group, heads_in_tile = self.constants["GROUP"], self._heads_in_tile(config)
         heads = inputs.key_pages.shape[1] * -(-group // heads_in_tile)
-        apart = functions is not None and told_apart(functions, variant)[1]
+        apart = functions is not None and varies_by(functions, variant)[1]
         planned = functions is not None or batch_invariant
         groups = self.queries.batch
         if planned:
@@ -208,10 +208,10 @@ class PagedKind(NamedTuple):
         )
 
     def plan_mask(self, variant: Variant, pointer: Pointer) -> Mask:
-        """The mask with what judges whole tiles without reading single pairs."""
+        """The mask with what classifies whole tiles without reading single pairs."""
         mask = mask_argument(variant, pointer)
         if variant.mask:
-            mask = mask._replace(judge=mask_functions(variant.mask).skim)
+            mask = mask._replace(classify=mask_functions(variant.mask).coarse_classify)
         return mask
 
 

@@ -31,8 +31,8 @@ class Pass(NamedTuple):
     programs: int
     cuts: int  # programs of an item; 0: the line of all items is cut
     planned: bool
-    told_apart: bool  # whether the plan has rows of its own for each head
-    judged_at_once: int  # tiles of keys that a planning program judges together
+    varies_by: bool  # whether the plan has rows of its own for each head
+    classified_at_once: int  # tiles of keys that a planning program classifies together
     value_width: int
     query_len: int  # of each sequence, if dense, else 0
     paired: bool  # whether pages of eight bits are read in pairs
@@ -51,8 +51,8 @@ class Pass(NamedTuple):
         return self.config.num_stages if self.chunks else 2 * self.config.num_stages - 1
 
     @property
-    def edge_stages(self) -> int | None:
-        """The same for edges, whose tiles take more memory; None: as many."""
+    def partial_stages(self) -> int | None:
+        """The same for partial tiles, whose tiles take more memory; None: as many."""
         if not self.masked:
             return 1
         return None if self.chunks else max(self.stages - 2, 1)
@@ -82,7 +82,7 @@ class Pass(NamedTuple):
         """Items of each group, where all are known to be no more than programs; else 0."""
         if not self.query_len or (not self.cuts and self.groups_at_once >= MOST_AT_ONCE):
             return 0
-        of_group = 1 if self.told_apart else self.heads
+        of_group = 1 if self.varies_by else self.heads
         if not self.planned:
             of_group *= -(-self.query_len // self.tokens)
         return of_group if of_group * self.groups <= self.programs else 0
@@ -131,8 +131,8 @@ class Pass(NamedTuple):
             "KV_TILE": self.config.kv_tile,
             "GROUP": self.group,
             "HEADS_IN_TILE": self.heads_in_tile,
-            "HEADS": min(self.heads_in_tile, self.group) if self.told_apart else 1,
-            "AT_ONCE": self.judged_at_once,
+            "HEADS": min(self.heads_in_tile, self.group) if self.varies_by else 1,
+            "AT_ONCE": self.classified_at_once,
             "CHAINED": self.chains,
         }
 
@@ -145,7 +145,7 @@ class Pass(NamedTuple):
         heads, data = self.heads, ()
         if plan is not None:
             count, item, data = split_kv.count_planned, split_kv.item_of_plan, (pointer(plan),)
-            heads = 1 if self.told_apart else self.heads
+            heads = 1 if self.varies_by else self.heads
         begun = 0 if self.cuts else self.programs
         numbers = (self.groups, heads, self.programs, self.cuts, begun, *self.rows)
         added = tuple(number + ADDED for number in numbers)

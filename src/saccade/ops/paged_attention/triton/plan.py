@@ -1,4 +1,5 @@
-"""Plan of a call over pages: the walk of each tile of query rows under a mask, in units of work."""
+"""Plan of a call over pages: the tile range of each tile of query rows under a mask, in units of
+work."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from saccade.gpu.tensor_view import ADDED, num_rows, wide
-from saccade.gpu.tile_ranges import WALK_SIZE, everything, find_walk
+from saccade.gpu.tile_ranges import TILE_RANGE_SIZE, everything, find_tile_range
 from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN_ROW, is_wanted
 
 
@@ -33,19 +34,19 @@ def plan_pages(
     exists = (start < query_len) & is_wanted(schedule, query_len)
     kv_len = tl.where(exists, kv_len, 0)
     lengths = (query_len, kv_len)
-    if mask.judge is None:
-        walk = everything(mask, batch, head, slot, start, lengths, TOKEN_TILE, KV_TILE, True)
+    if mask.classify is None:
+        tile_range = everything(mask, batch, head, slot, start, lengths, TOKEN_TILE, KV_TILE, True)
     else:
         PARTS: tl.constexpr = (GROUP + HEADS_IN_TILE - 1) // HEADS_IN_TILE
         query_head = head // PARTS * GROUP + head % PARTS * HEADS_IN_TILE
-        walk = find_walk(
+        tile_range = find_tile_range(
             mask, batch, query_head, start, lengths, TOKEN_TILE, KV_TILE, True, AT_ONCE, HEADS
         )
-    units = tl.where(exists, 1 + walk[3] + walk[5], 0)
+    units = tl.where(exists, 1 + tile_range.num_partial + tile_range.num_full, 0)
     tl.store(plan + group, units)
     row = plan + (schedule.data[GROUPS] - ADDED) + wide(group) * PLAN_ROW
-    for number in tl.static_range(WALK_SIZE):
-        tl.store(row + number, walk[number])
-    tl.store(row + WALK_SIZE, batch)
-    tl.store(row + WALK_SIZE + 1, head)
-    tl.store(row + WALK_SIZE + 2, tile)
+    for number in tl.static_range(TILE_RANGE_SIZE):
+        tl.store(row + number, tile_range[number])
+    tl.store(row + TILE_RANGE_SIZE, batch)
+    tl.store(row + TILE_RANGE_SIZE + 1, head)
+    tl.store(row + TILE_RANGE_SIZE + 2, tile)

@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 
 from saccade.gpu.tensor_view import ADDED, num_rows, wide
-from saccade.gpu.tile_ranges import WALK_SIZE, everything
+from saccade.gpu.tile_ranges import TILE_RANGE_SIZE, everything, load_tile_range
 
-PLAN_ROW = tl.constexpr(9)  # numbers in a row of a plan: a walk, then batch, head and tile
+PLAN_ROW = tl.constexpr(9)  # numbers in a row of a plan: a tile range, then batch, head and tile
 # Numbers in a program's note: partial results of the item that it goes on with, group, item in it.
 NOTE_SIZE = tl.constexpr(3)
 
@@ -44,7 +44,7 @@ class Schedule(NamedTuple):
     begin: Any  # equal_shares or fixed_cuts: where a program starts
     cut: Any  # cut_of_shares or cut_of_item: how an item was cut
     count: Any  # count_lengths or count_planned: units and items of groups
-    item: Any  # item_of_lengths or item_of_plan: what an item works on, and its walk
+    item: Any  # item_of_lengths or item_of_plan: what an item works on, and its tile range
     data: tuple[Any, ...]  # numbers, ADDED, in the order below; then the plan, if there is one
 
 
@@ -88,7 +88,7 @@ def count_planned(
     return tl.maximum(units, 1), tl.where(units > 0, schedule.data[HEADS] - ADDED, 0)
 
 
-# ---- items: (schedule, query, key, group, index) → batch, head, tile, kv_len, walk --------------
+# ---- items: (schedule, query, key, group, index) → batch, head, tile, kv_len, tile range ---------
 
 
 @triton.jit
@@ -99,22 +99,18 @@ def item_of_lengths(
     tiles = tl.maximum(tl.cdiv(num_rows(query, group), TOKENS), 1)
     head = index // tiles
     lengths = (num_rows(query, group), num_rows(key, group))
-    walk = everything(None, group, head, 0, 0, lengths, TOKENS, KV_TILE, True)
-    return group, head, index - head * tiles, walk
+    tile_range = everything(None, group, head, 0, 0, lengths, TOKENS, KV_TILE, True)
+    return group, head, index - head * tiles, tile_range
 
 
 @triton.jit
 def item_of_plan(schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr):
     """What the plan says of its row."""
     row = schedule.data[PLAN] + (schedule.data[GROUPS] - ADDED) + wide(group) * PLAN_ROW
-    walk = (
-        tl.load(row), tl.load(row + 1), tl.load(row + 2),
-        tl.load(row + 3), tl.load(row + 4), tl.load(row + 5),
-    )  # fmt: skip
-    batch, head, tile = (
-        tl.load(row + WALK_SIZE), tl.load(row + WALK_SIZE + 1), tl.load(row + WALK_SIZE + 2)
-    )  # fmt: skip
-    return batch, head + index, tile, walk
+    place = row + TILE_RANGE_SIZE
+    batch, head, tile = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+    tile_range = load_tile_range(row)
+    return batch, head + index, tile, tile_range
 
 
 # ---- programs: → group, item in it, units of it before the program's, units to do, share; and ---
@@ -172,8 +168,8 @@ def share_out(
     share = tl.maximum(tl.cdiv(total, programs), LEAST)
     own, up, own_most = programs < 0, programs < 0, programs * 0 + 1
     if FEW and not LONG:
-        walked = (units - 1) * items if ONE else tl.sum((units - 1) * items, 0)
-        own_most = tl.maximum(tl.cdiv(walked, programs), LEAST)
+        visited = (units - 1) * items if ONE else tl.sum((units - 1) * items, 0)
+        own_most = tl.maximum(tl.cdiv(visited, programs), LEAST)
         more, fewer = parts_of(units, own_most)
         used = more * items if ONE else tl.sum(more * items, 0)
         up = used <= programs
@@ -280,14 +276,14 @@ def fixed_cuts(
 
 
 @triton.jit
-def part_of_walk(walk, offset, end):
-    """Clean tiles and edges between two units of an item: (first, end) of each.
+def part_of_range(tile_range, offset, end):
+    """Clean tiles and partial tiles between two units of an item: (first, end) of each.
 
-    The first unit of an item sets it up; after it come the clean tiles, then the edges.
+    The first unit of an item sets it up; after it come the full tiles, then the partial tiles.
     """
     first, last = tl.maximum(offset - 1, 0), tl.maximum(end - 1, 0)
-    clean_first, clean_end = tl.minimum(first, walk[5]), tl.minimum(last, walk[5])
-    return clean_first, clean_end, first - clean_first, last - clean_end
+    full_first, full_end = tl.minimum(first, tile_range.num_full), tl.minimum(last, tile_range.num_full)
+    return full_first, full_end, first - full_first, last - full_end
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Edge masks: the masks of rectangles that are partly hidden, as the flash kernel takes them."""
+"""Tile masks: the masks of rectangles that are partly hidden, as the flash kernel takes them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from saccade.ops.attention.cpu.dense_tile import Place
 from saccade.ops.attention.cpu.remembered import Remembered
 from saccade.runtime.spec import Variant
 
-# Edges of at most this many pairs are remembered, and so many pairs in all: 32 MiB in float32.
+# Partial tiles of at most this many pairs are remembered, and so many pairs in all: 32 MiB in
+# float32.
 REMEMBERED_PAIRS = 2**20
 MOST_PAIRS = 2**23
 
 
-class Edge(NamedTuple):
+class PartialTile(NamedTuple):
     """A mask ready for the kernel.
 
     Attributes:
@@ -32,47 +33,48 @@ class Edge(NamedTuple):
     blind: Tensor | None
 
 
-def edge(visible: Bool[Tensor, "#batch #heads #rows #keys"], dtype: torch.dtype) -> Edge:
+def partial(visible: Bool[Tensor, "#batch #heads #rows #keys"], dtype: torch.dtype) -> PartialTile:
     """The edge of a mask that is written out."""
     bias = torch.where(visible, 0.0, -torch.inf).to(dtype)
     blind = ~visible.any(-1)
-    return Edge(bias, blind if bool(blind.any()) else None)
+    return PartialTile(bias, blind if bool(blind.any()) else None)
 
 
-def edge_at(
+def partial_at(
     variant: Variant, place: Place, masked: bool, kv_tile: int, dtype: torch.dtype
-) -> tuple[Place, Edge | None] | None:
+) -> tuple[Place, PartialTile | None] | None:
     """The edge of a mask in a rectangle, whose hidden key tiles at both ends are trimmed off.
 
-    `masked`: some pairs may be hidden; otherwise there is no edge to look for.
+    `masked`: some pairs may be hidden; otherwise there is no partial tile to look for.
 
     Returns:
-        The smaller place and its edge (None: everything in it is visible); None if nothing is.
+        The smaller place and its partial tile (None: everything in it is visible); None if nothing
+        is.
     """
     if not masked:
         return place, None
     captured = variant.mask_captured
     sides = (stop - start for start, stop in (place.batch, place.query_rows, place.kv_rows))
     if math.prod(sides) > REMEMBERED_PAIRS:
-        return _edge_at(variant.mask, captured, place, kv_tile, dtype)
+        return _partial_at(variant.mask, captured, place, kv_tile, dtype)
     numbers = (tuple(captured.ints), tuple(map(float.hex, captured.floats)))
     return _remembered.get(
         (variant.mask, *numbers, place, kv_tile, dtype),
         captured.tensors,
-        lambda: _edge_at(variant.mask, captured, place, kv_tile, dtype),
+        lambda: _partial_at(variant.mask, captured, place, kv_tile, dtype),
     )
 
 
-def _pairs_of(found: tuple[Place, Edge | None] | None) -> int:
+def _pairs_of(found: tuple[Place, PartialTile | None] | None) -> int:
     return 2**10 if found is None or found[1] is None else found[1].bias.numel()
 
 
-_remembered: Remembered[tuple[Place, Edge | None] | None] = Remembered(MOST_PAIRS, _pairs_of)
+_remembered: Remembered[tuple[Place, PartialTile | None] | None] = Remembered(MOST_PAIRS, _pairs_of)
 
 
-def _edge_at(
+def _partial_at(
     mask: str, captured: Captured, place: Place, kv_tile: int, dtype: torch.dtype
-) -> tuple[Place, Edge | None] | None:
+) -> tuple[Place, PartialTile | None] | None:
     seen = visible(mask, captured, place.coordinates())
     if bool(seen.all()):
         return place, None
@@ -87,4 +89,4 @@ def _edge_at(
         seen = seen[..., first:last]
     elif not bool(seen.any()):
         return None
-    return place, None if bool(seen.all()) else edge(seen, dtype)
+    return place, None if bool(seen.all()) else partial(seen, dtype)
