@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from saccade.gpu import launcher, planning
 from saccade.gpu.fast_launch import PROGRAMS, STREAM, Places
 from saccade.gpu.launcher import Launch
-from saccade.ops.attention.triton import gradients, kind
+from saccade.ops.attention.triton import call_spec, gradients
 from saccade.ops.attention.triton import host as attention_host
 from saccade.runtime import call_cache
 from saccade.testing import make_case
@@ -106,7 +106,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return (lambda *given: handed.append(given)), arguments
 
     real, again = Launch.__call__, Launch.again
-    for module in (launcher, kind, planning):
+    for module in (launcher, call_spec, planning):
         monkeypatch.setattr(module, "current_device", lambda tensor: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
@@ -148,7 +148,7 @@ def test_every_launch_finds_its_addresses_again(
     ordered: bool,
     packed: bool,
 ):
-    monkeypatch.setattr(gradients, "ordered_is_faster", lambda kind: False)
+    monkeypatch.setattr(gradients, "ordered_is_faster", lambda call_spec: False)
     lengths = ((24, 30), (8, 16)) if packed else ((24, 32),)
     for _ in range(3):  # the second and third calls meet other addresses
         case = make_case(

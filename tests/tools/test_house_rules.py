@@ -182,7 +182,10 @@ def test_import_direction(tmp_path, path, statement):
         ("gpu/launcher.py", "from . import online_softmax"),
         ("ops/attention/triton/forward.py", "from ....gpu.online_softmax import softmax_step"),
         ("ops/attention/hopper/host.py", "from ..triton.kind import kind_of"),
-        ("ops/linear_attention/hopper/host.py", "from saccade.ops.attention.triton import kind"),
+        (
+            "ops/linear_attention/hopper/host.py",
+            "from saccade.ops.attention.triton import call_spec",
+        ),
         ("ops/attention/api.py", "from .reference import forward"),
         ("kernel_check/pool.py", "from ..ops.attention.triton import configs"),
         ("kernel_check/pool.py", "from . import catalogue"),

@@ -92,7 +92,7 @@ def _holds_symbol(value: tuple[Any, ...]) -> bool:
     )
 
 
-MOST_MAPS = 512  # addresses of one tensor of a kind of call; each takes half a kilobyte
+MOST_MAPS = 512  # addresses of one tensor of calls like one another; each takes half a kilobyte
 
 
 class Described(NamedTuple):
@@ -116,10 +116,10 @@ class Described(NamedTuple):
         """What makes the same for an address that is known to fit, without checking it again."""
         # From 3.7 on Triton compares the width of the tensor's numbers with the layout's.
         checked = self._replace(base=torch.empty(0, dtype=self.dtype)).opened()
-        kind, known = type(checked), vars(checked)
+        spec, known = type(checked), vars(checked)
 
         def make(address: int) -> Any:
-            made = object.__new__(kind)
+            made = object.__new__(spec)
             vars(made).update(known, base=Memory(address))
             return made
 

@@ -157,8 +157,8 @@ def dropout_argument(inputs: Inputs, variant: Variant, pointer: Pointer) -> Drop
     """Dropout as kernels take it."""
     if inputs.seed is None:
         return None
-    growth = 1.0 / (1.0 - variant.dropout_p)
-    return Dropout(pointer(inputs.seed), dropout.threshold(variant.dropout_p), growth)
+    dropout_scale = 1.0 / (1.0 - variant.dropout_p)
+    return Dropout(pointer(inputs.seed), dropout.threshold(variant.dropout_p), dropout_scale)
 
 
 def rules(
@@ -187,7 +187,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
-    """What tells one kind of call from another: everything but addresses."""
+    """What tells calls like one another from another: everything but addresses."""
     query, key, value = inputs.query, inputs.key, inputs.value
     sinks, offsets = inputs.sinks, inputs.cu_seqlens_q
     captured = ()
@@ -217,7 +217,7 @@ def there_are(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def brings_three(inputs: Inputs, variant: Variant) -> bool:
-    """Whether a call, and every one of its kind, has no tensors but query, key and value."""
+    """Whether a call, and every one like it, has no tensors but query, key and value."""
     captured = variant.mask_captured.tensors or variant.score_captured.tensors
     return inputs[3:] == NO_OTHERS and not captured
 

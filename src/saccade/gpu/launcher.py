@@ -1,4 +1,5 @@
-"""Launcher: kernels prepared once for a kind of call, then started past Triton's own front door.
+"""Launcher: kernels prepared once for calls like one another, then started past Triton's own front
+door.
 
 Triton looks at every argument of every call to find the kernel that fits, which takes longer than
 a small problem does. Here the caller's signature (shapes, strides, dtypes, captured numbers, …)
@@ -35,7 +36,7 @@ def itself(tensor: Tensor) -> Any:
 
 
 class Launch:
-    """One kernel for one kind of call on one device.
+    """One kernel for calls like one another on one device.
 
     Alignment is part of what Triton compiles for, so addresses that are no multiple of 16 bytes
     take the front door; so does everything under the interpreter, and by a Triton whose inside is

@@ -37,7 +37,8 @@ NO_PLAN = Plan()
 
 
 class Planner:
-    """Plans for the programs of one kernel, for one kind of call; prepared as its kernel is."""
+    """Plans for the programs of one kernel, for calls like one another; prepared as its kernel
+    is."""
 
     def __init__(
         self,

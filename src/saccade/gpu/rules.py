@@ -44,7 +44,7 @@ class Dropout(NamedTuple):
 
     seed: Any  # int64 scalar in memory
     threshold: int  # a random word below it drops its pair
-    growth: float  # what kept weights are multiplied by: 1 / (1 - dropout_p)
+    dropout_scale: float  # what kept weights are multiplied by: 1 / (1 - dropout_p)
 
 
 # Triton (3.6) mixes up the words of fewer groups than a program has threads, so a tile smaller than

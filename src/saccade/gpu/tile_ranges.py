@@ -389,7 +389,9 @@ def nan_safe_start(mask, tile_range, index, TILE: tl.constexpr):
     part = index - number * (TILE // NAN_SAFE_ROWS)
     full = mask.tile(mask, tile_range, number, True)
     tile = tl.where(
-        number < tile_range.num_full, full, mask.tile(mask, tile_range, number - tile_range.num_full, False)
+        number < tile_range.num_full,
+        full,
+        mask.tile(mask, tile_range, number - tile_range.num_full, False),
     )
     return tile * TILE + part * NAN_SAFE_ROWS
 

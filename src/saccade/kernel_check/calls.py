@@ -13,7 +13,7 @@ from saccade.kernel_check.dtypes import DTYPES
 from saccade.kernel_check.linear_calls import LINEAR_PASSES
 from saccade.kernel_check.paged_calls import PAGED_PASSES
 from saccade.masks import Mask
-from saccade.ops.attention.triton.kind import is_short
+from saccade.ops.attention.triton.call_spec import is_short
 from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
 from saccade.runtime.validation import prepare, with_seed
 from saccade.scores import Score
@@ -41,7 +41,7 @@ PASSES = {
         "hopper_backward_again_queries",
     ),
     "hopper_ordered": ("hopper_backward, ordered",),
-    "hopper_turns": ("hopper_backward, in turns",),
+    "hopper_in_order": ("hopper_backward, in turns",),
     "hopper_apart": ("hopper_backward_keys", "hopper_backward_queries"),
     **PAGED_PASSES,
     **LINEAR_PASSES,
@@ -207,15 +207,15 @@ def _start_hopper_backward(
     from saccade.ops.attention.hopper import host as hopper_host
 
     output, lse = results
-    forms = configs.ordered, configs.in_turns
+    forms = configs.ordered, configs.in_key_order
     # The pass says which form, not the sizes.
     apart = configs.apart
     configs.ordered = lambda problem: which == "hopper_ordered" or apart(problem)
-    configs.in_turns = lambda problem: which == "hopper_turns"
+    configs.in_key_order = lambda problem: which == "hopper_in_order"
     try:
         hopper_host.backward(
             inputs, variant, config, output, lse, torch.zeros_like(output), None, [],
             which != "hopper_shared",
         )  # fmt: skip
     finally:
-        configs.ordered, configs.in_turns = forms
+        configs.ordered, configs.in_key_order = forms

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 OF_HOPPER = ("hopper_forward",)
 OF_HOPPER_GRADIENTS = ("hopper_backward",)
 AROUND = PASSES["hopper_shared"][1:]
-HOPPER_FORMS = (*PASSES["hopper_ordered"], *PASSES["hopper_turns"])
+HOPPER_FORMS = (*PASSES["hopper_ordered"], *PASSES["hopper_in_order"])
 HOPPER_APART = PASSES["hopper_apart"]  # above 128 channels
 HOPPER = (
     *(Entry(Call(dim, mask=mask), OF_HOPPER) for dim in (64, 128, 256) for mask in MASKS[:2]),
@@ -47,7 +47,7 @@ HOPPER = (
         for dim in (64, 128)
         for mask in MASKS[:2]
     ),
-    Entry(Call(128, "fp16", "window"), (*OF_HOPPER_GRADIENTS, *PASSES["hopper_turns"])),
+    Entry(Call(128, "fp16", "window"), (*OF_HOPPER_GRADIENTS, *PASSES["hopper_in_order"])),
     Entry(Call(128, mask="documents"), OF_HOPPER_GRADIENTS),
     Entry(Call(128, mask="blocks"), OF_HOPPER_GRADIENTS),
     Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER_GRADIENTS),

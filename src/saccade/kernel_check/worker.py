@@ -26,7 +26,7 @@ from saccade.kernel_check.compile_cache import key_of
 from saccade.kernel_check.linear_calls import LINEAR_PASSES, LinearCall
 from saccade.kernel_check.paged_calls import PAGED_PASSES, PagedCall
 from saccade.ops.attention.hopper import configs as hopper_configs
-from saccade.ops.attention.triton import kind
+from saccade.ops.attention.triton import call_spec
 from saccade.runtime.spec import KernelConfig
 
 
@@ -77,7 +77,7 @@ def kernel_name(started: Launch, which: str) -> str:
     name = started.kernel.__name__.removeprefix("attention_")
     if which == "hopper_ordered":
         return f"hopper_{name}, ordered"
-    if which == "hopper_turns":
+    if which == "hopper_in_order":
         return f"hopper_{name}, in turns"
     if (which, name) == ("paged", "forward"):  # the dense kernel, whose keys lie in pages
         return "pages_forward"
@@ -154,9 +154,9 @@ def main() -> None:
     # The library's own code makes the arguments; only its last step, and the question which GPU
     # the tensors lie on, are answered differently.
     Launch.__call__ = lambda started, *call: recorder(started, *call)  # type: ignore[method-assign]
-    kind.architecture = lambda tensor: architecture
+    call_spec.architecture = lambda tensor: architecture
     tile_scheduler.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
-    kind.multiprocessors = lambda tensor: 100  # so that work over pages is shared out
+    call_spec.multiprocessors = lambda tensor: 100  # so that work over pages is shared out
     for number, job in enumerate(request["jobs"]):
         run_job(recorder, number, job)
 

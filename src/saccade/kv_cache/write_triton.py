@@ -21,7 +21,7 @@ from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
 from saccade.gpu.paged_view import slot_pointers
 from saccade.gpu.quantize import as_fp8_bytes, as_int8, divided, row_scales
 from saccade.gpu.tensor_view import ADDED, View, row_pointers
-from saccade.ops.attention.triton.kind import remembered
+from saccade.ops.attention.triton.call_spec import remembered
 
 ROWS = 8  # that a program writes
 FLOAT8 = torch.float8_e4m3fn

@@ -82,7 +82,7 @@ def consists_of(key: str, names: frozenset[str]) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def stretch_of(key: str) -> str | None:
+def contiguity_of(key: str) -> str | None:
     """Which stretch of keys the rows see under a mask; None: perhaps it has holes.
 
     What is said holds for classes on whole tiles, too: for one tile of queries, the tiles of keys

@@ -6,7 +6,7 @@ six standard deviations of rounding in each number's own sum of terms.
 For the second part a call is seen as one plain product. The initial state is as many keys as
 there are features: key m has a 1 in channel m and nothing else, and the state's row m as its
 value. The last state is as many queries, read likewise. The normaliser is one more channel of the
-values, which holds 1. Then, with `fade` the factor between a row and a key (0 where hidden),
+values, which holds 1. Then, with `log_decay` the factor between a row and a key (0 where hidden),
 
     weights = scale · (query · keyᵀ) ∘ fade
     sums = weights · [value, 1]
@@ -98,16 +98,16 @@ def _spread_dense(
 ) -> dict[str, Tensor]:
     """The same for dense inputs in float64, by a plain product with virtual keys and queries."""
     rows = reference.lay_out(inputs, variant, torch.float64)
-    query, key, value, fade = _as_product(rows)
+    query, key, value, log_decay = _as_product(rows)
     length = query.shape[-1] + value.shape[-1] + query.shape[2] + key.shape[2]
     one = torch.finfo(accumulate_dtype(case.description.dtype)).eps / 2
     unit = _Units(torch.finfo(case.description.dtype).eps / 2, one * length**0.5)
 
     # query already holds the scale
-    weights = query @ key.mT * fade
-    exponents = fade.clamp(min=1e-300).log().abs().masked_fill(fade == 0, 0)
+    weights = query @ key.mT * log_decay
+    exponents = log_decay.clamp(min=1e-300).log().abs().masked_fill(log_decay == 0, 0)
     of_weights = (unit.inputs + one * (2 + exponents)) * weights.abs()
-    of_weights = of_weights + unit.sums * _root(query, key.mT) * fade
+    of_weights = of_weights + unit.sums * _root(query, key.mT) * log_decay
     sums = weights @ value
     of_sums = _root(of_weights, value) + (unit.inputs + unit.sums) * _root(weights, value)
     real = rows.query.shape[2]
@@ -122,7 +122,7 @@ def _spread_dense(
     last = _first_of_group(last, rows.query.shape[1])
     arriving = torch.cat([arriving, last], 2)
     of_arriving = torch.cat([of_arriving, unit.sums * last.abs()], 2)
-    product = (query, key, value, fade, weights)
+    product = (query, key, value, log_decay, weights)
     terms = _gradients(product, of_weights, arriving, of_arriving, unit, found, real)
     found["grad_decay"] = _of_decay(*terms, query.shape[-1], variant.causal)
     return _narrowed(case, inputs, variant, found)
@@ -141,7 +141,7 @@ def _as_product(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kv_len = rows.key.shape[2]
     last = rows.seen.new_full((channels,), kv_len)
     seen = torch.cat([rows.seen, last])
-    faded = torch.nn.functional.pad(rows.fade.cumsum(-1), (1, 0))
+    faded = torch.nn.functional.pad(rows.log_decay.cumsum(-1), (1, 0))
     comes = torch.arange(1, kv_len + 1, device=seen.device)
     comes = torch.cat([comes.new_zeros(channels), comes])  # the initial state is there at once
     gap = faded[..., seen].unsqueeze(-1) - faded[..., comes].unsqueeze(-2)
@@ -199,11 +199,11 @@ def _gradients(
     Returns:
         The squared errors of query · grad_query, for each row, and of key · grad_key.
     """
-    query, key, value, fade, weights = product
+    query, key, value, log_decay, weights = product
     channels = key.shape[-1]
     pairs = arriving @ value.mT
     of_pairs = _root(of_arriving, value.mT) + (unit.inputs + unit.sums) * _root(arriving, value.mT)
-    pairs, of_pairs = pairs * fade, of_pairs * fade
+    pairs, of_pairs = pairs * log_decay, of_pairs * log_decay
     products = unit.inputs + unit.sums
     of_query = _root(of_pairs, key) + products * _root(pairs, key)
     of_key = _root(of_pairs.mT, query) + products * _root(pairs.mT, query)

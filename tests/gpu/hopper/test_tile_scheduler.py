@@ -37,7 +37,9 @@ def test_a_schedule_fits_a_multiprocessor(problem):
     begun_with = len(warpgroups) * schedule.launch_registers
     assert sum(warpgroups) <= begun_with <= configs.REGISTERS // 128 // schedule.programs
     assert 1 + 4 * schedule.programs * 132 <= tile_scheduler.NUMBERS
-    assert not schedule.trim or (problem.causal and schedule.query_tile == 2 * schedule.kv_tile)
+    assert not schedule.skip_masked_tile or (
+        problem.causal and schedule.query_tile == 2 * schedule.kv_tile
+    )
     if problem.masked:  # the kernels that plan have tiles with sides of a power of two
         assert schedule.query_tile & (schedule.query_tile - 1) == 0
 
@@ -54,18 +56,18 @@ def test_few_keys_have_schedules_of_their_own():
 
     causal = {"masked": True, "causal": True}
     narrow = schedule(64, configs.SHORT, **causal)
-    assert (narrow.programs, narrow.look, narrow.trim) == (2, True, True)
+    assert (narrow.programs, narrow.exact_max, narrow.skip_masked_tile) == (2, True, True)
     plain = schedule(64, configs.SHORT, masked=False)
-    assert (plain.programs, plain.look, plain.trim) == (2, False, False)
-    assert schedule(128, configs.SHORT, **causal).look
-    assert not schedule(128, configs.SHORT, masked=False).look
+    assert (plain.programs, plain.exact_max, plain.skip_masked_tile) == (2, False, False)
+    assert schedule(128, configs.SHORT, **causal).exact_max
+    assert not schedule(128, configs.SHORT, masked=False).exact_max
     for other in ({"masked": True}, {"masked": False, "scored": True}, causal | {"packed": True}):
         assert schedule(64, configs.SHORT, **other) == schedule(64, configs.LONG, masked=True)
-    assert schedule(256, configs.LONG, **causal).trim
-    assert not schedule(256, configs.LONG, masked=True).trim
+    assert schedule(256, configs.LONG, **causal).skip_masked_tile
+    assert not schedule(256, configs.LONG, masked=True).skip_masked_tile
     for width, changes in ((64, causal), (64, {"masked": False}), (128, causal)):
         long = schedule(width, configs.SHORT + 1, **changes)
-        assert (long.programs, long.look, long.trim) == (1, False, False)
+        assert (long.programs, long.exact_max, long.skip_masked_tile) == (1, False, False)
 
 
 def test_heads_take_turns_while_their_keys_fit_the_l2():
@@ -121,15 +123,15 @@ def test_two_passes_fit_a_multiprocessor(widths):
 def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministic):
     problem = BACKWARD._replace(
         head_width=width, value_width=width, deterministic=deterministic,
-        stretch=PREFIX,
+        contiguity=PREFIX,
     )  # fmt: skip
     assert configs.apart(problem) == (width > 128)
-    assert configs.in_turns(problem) == (deterministic and width <= 128)
+    assert configs.in_key_order(problem) == (deterministic and width <= 128)
     assert configs.ordered(problem) == (width > 128)
 
 
 @pytest.mark.parametrize(
-    ("mask", "in_turns"),
+    ("mask", "in_key_order"),
     [
         (None, True),
         (masks.causal(), True),
@@ -138,35 +140,35 @@ def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministi
         (masks.documents(torch.zeros(1, 4096, dtype=torch.int32)), False),
     ],
 )
-def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_turns):
+def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_key_order):
     inputs, variant = make(Call(64, length=4096), torch.device("cpu"))
     if mask is not None:
         variant = variant._replace(mask=mask.key, mask_captured=mask.captured)
     problem = configs.backward_problem(inputs, variant, True)
-    assert configs.in_turns(problem) == in_turns
-    assert configs.ordered(problem) != in_turns
-    assert not configs.in_turns(problem._replace(deterministic=False))
+    assert configs.in_key_order(problem) == in_key_order
+    assert configs.ordered(problem) != in_key_order
+    assert not configs.in_key_order(problem._replace(deterministic=False))
 
 
 @pytest.mark.parametrize(
-    ("changes", "in_turns"),
+    ("changes", "in_key_order"),
     [
         ({}, True),
         ({"kv_len": 1025}, False),
         ({"head_width": 64, "value_width": 64}, False),
         ({"causal": False}, False),
-        ({"stretch": None}, False),
+        ({"contiguity": None}, False),
     ],
 )
-def test_short_causal_passes_of_width_128_are_faster_in_turns(changes, in_turns):
+def test_short_causal_passes_of_width_128_are_faster_in_turns(changes, in_key_order):
     problem = BACKWARD._replace(
         head_width=128, value_width=128, query_len=1024, kv_len=1024, masked=True,
-        stretch=PREFIX, causal=True,
+        contiguity=PREFIX, causal=True,
     )  # fmt: skip
-    assert configs.in_turns(problem._replace(**changes)) == in_turns
+    assert configs.in_key_order(problem._replace(**changes)) == in_key_order
 
 
 def test_programs_that_begin_together_stand_at_different_heads():
-    assert configs.heads_in_turns(8, 132) == 17
-    assert configs.heads_in_turns(128, 132) == 2
-    assert configs.heads_in_turns(500, 132) == 1
+    assert configs.heads_in_key_order(8, 132) == 17
+    assert configs.heads_in_key_order(128, 132) == 2
+    assert configs.heads_in_key_order(500, 132) == 1

@@ -17,7 +17,7 @@ from saccade.runtime import call_cache
 def validated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of every call that is validated."""
     seen: list[dict[str, Any]] = []
-    validate = api.prepare
+    validate: Any = vars(api)["prepare"]
 
     def prepare(*tensors: Any, **options: Any) -> Any:
         seen.append(options)
@@ -89,9 +89,10 @@ def test_what_is_equal_and_not_the_same_is_refused_after_a_call_that_was_kept(
 
 def test_offsets_that_can_be_read_are_validated_each_time(validated: list[Any]) -> None:
     rows = [each[0].transpose(0, 1).contiguous() for each in ROWS]
-    saccade.linear_attention_varlen(*rows, torch.tensor([0, 4, 9], dtype=torch.int32))
+    call: Any = saccade.linear_attention_varlen
+    call(*rows, torch.tensor([0, 4, 9], dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seqlens_q"):
-        saccade.linear_attention_varlen(*rows, torch.tensor([0, 4, 10], dtype=torch.int32))
+        call(*rows, torch.tensor([0, 4, 10], dtype=torch.int32))
 
 
 def test_under_autocast_inputs_are_cast_each_time(validated: list[Any]) -> None:

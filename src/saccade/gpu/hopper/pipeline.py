@@ -79,32 +79,32 @@ class Ring:
         self.empty = empty
 
     @gluon.jit
-    def acquire(self, turn):
+    def acquire(self, iteration):
         """Wait until the stage of a turn is empty."""
-        mbarrier.wait(self.empty.index(self.stage(turn)), (self.round(turn) & 1) ^ 1)
+        mbarrier.wait(self.empty.index(self.stage(iteration)), (self.round(iteration) & 1) ^ 1)
 
     @gluon.jit
-    def load(self, turn, desc, coordinates):
+    def load(self, iteration, desc, coordinates):
         """Start to fill the stage of a turn from global memory; full when all has arrived."""
-        stage = self.stage(turn)
+        stage = self.stage(iteration)
         ready = self.full.index(stage)
         mbarrier.expect(ready, desc.block_type.nbytes)
         start_load(desc, coordinates, ready, self.memory.index(stage))
 
     @gluon.jit
-    def load_with(self, turn, desc, coordinates, other_desc, other_coordinates, other_memory):
+    def load_with(self, iteration, desc, coordinates, other_desc, other_coordinates, other_memory):
         """As `load`, with a second memory of as many stages: full when both have arrived."""
-        stage = self.stage(turn)
+        stage = self.stage(iteration)
         ready = self.full.index(stage)
         mbarrier.expect(ready, desc.block_type.nbytes + other_desc.block_type.nbytes)
         start_load(desc, coordinates, ready, self.memory.index(stage))
         start_load(other_desc, other_coordinates, ready, other_memory.index(stage))
 
     @gluon.jit
-    def load_boxes(self, turn, desc, pages, head, slot):
+    def load_boxes(self, iteration, desc, pages, head, slot):
         """As `load`, from several pages: boxes of some slots and channels of each of them. They
         fill the stage as one box of all would: some channels of all rows, then the next ones."""
-        stage = self.stage(turn)
+        stage = self.stage(iteration)
         ready = self.full.index(stage)
         CHANNELS: gl.constexpr = desc.block_type.shape[3]
         COLUMNS: gl.constexpr = self.memory.shape[4] // CHANNELS
@@ -119,71 +119,71 @@ class Ring:
                 start_load(desc, [pages[place], head, slot, column * CHANNELS], ready, box)
 
     @gluon.jit
-    def expect(self, turn, desc):
+    def expect(self, iteration, desc):
         """Say what will fill the stage of a turn, where it is several tiles: see `load_tile`."""
         tiles: gl.constexpr = self.memory.shape[0] // self.full.shape[0]
-        mbarrier.expect(self.full.index(self.stage(turn)), tiles * desc.block_type.nbytes)
+        mbarrier.expect(self.full.index(self.stage(iteration)), tiles * desc.block_type.nbytes)
 
     @gluon.jit
-    def load_tile(self, turn, which, desc, coordinates):
+    def load_tile(self, iteration, which, desc, coordinates):
         """Start to fill one of the tiles of a turn."""
-        memory = self.tile_of(turn, which).reshape(desc.block_type.shape)
-        start_load(desc, coordinates, self.full.index(self.stage(turn)), memory)
+        memory = self.tile_of(iteration, which).reshape(desc.block_type.shape)
+        start_load(desc, coordinates, self.full.index(self.stage(iteration)), memory)
 
     @gluon.jit
-    def tile_of(self, turn, which):
+    def tile_of(self, iteration, which):
         """One of the tiles of a turn."""
         tiles: gl.constexpr = self.memory.shape[0] // self.full.shape[0]
-        return self.memory.index(tiles * self.stage(turn) + which)
+        return self.memory.index(tiles * self.stage(iteration) + which)
 
     @gluon.jit
-    def put(self, turn, numbers):
+    def put(self, iteration, numbers):
         """Fill the stage of a turn from registers."""
-        stage = self.stage(turn)
+        stage = self.stage(iteration)
         self.memory.index(stage).store(numbers)
         mbarrier.arrive(self.full.index(stage), count=1)
 
     @gluon.jit
-    def put_rows(self, turn, first_row, numbers):
+    def put_rows(self, iteration, first_row, numbers):
         """Fill some rows of the stage of a turn from registers, for products to read."""
-        stage = self.stage(turn)
+        stage = self.stage(iteration)
         self.memory.index(stage).slice(first_row, numbers.shape[0]).store(numbers)
         fence_async_shared()
         mbarrier.arrive(self.full.index(stage), count=1)
 
     @gluon.jit
-    def wait(self, turn):
+    def wait(self, iteration):
         """Wait until the stage of a turn is full."""
-        mbarrier.wait(self.full.index(self.stage(turn)), self.round(turn) & 1)
+        mbarrier.wait(self.full.index(self.stage(iteration)), self.round(iteration) & 1)
 
     @gluon.jit
-    def at(self, turn):
+    def at(self, iteration):
         """The shared memory of a turn."""
-        return self.memory.index(self.stage(turn))
+        return self.memory.index(self.stage(iteration))
 
     @gluon.jit
-    def release(self, turn):
+    def release(self, iteration):
         """One consumer is done with the stage of a turn."""
-        mbarrier.arrive(self.empty.index(self.stage(turn)), count=1)
+        mbarrier.arrive(self.empty.index(self.stage(iteration)), count=1)
 
     @gluon.jit
-    def release_loaded(self, turn):
+    def release_loaded(self, iteration):
         """The same where loads have read it, and not products alone: they may still be on their
         way, and TMA would overtake them."""
         fence_async_shared()
-        self.release(turn)
+        self.release(iteration)
 
     @gluon.jit
-    def stage(self, turn):
+    def stage(self, iteration):
         """Where a turn is."""
         STAGES: gl.constexpr = self.full.shape[0]
-        return turn & (STAGES - 1) if is_power_of_two(STAGES) else turn % STAGES
+        return iteration & (STAGES - 1) if is_power_of_two(STAGES) else iteration % STAGES
 
     @gluon.jit
-    def round(self, turn):
+    def round(self, iteration):
         """How often its stage was used before."""
         STAGES: gl.constexpr = self.full.shape[0]
-        return turn >> exponent_of(STAGES) if is_power_of_two(STAGES) else turn // STAGES
+        return iteration >> exponent_of(STAGES) if is_power_of_two(STAGES) else iteration // STAGES
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """Tile scheduler: in which order programs take tiles of query rows, and what they know of them.
 
-A ticket is what the producer tells the consumers about the tile of query rows that comes next.
+A work tile is what the producer tells the consumers about the tile of query rows that comes next.
 Numbers are given to programs in order of cost, dearest first, so that the last ones to finish have
 little to do (longest processing time first, Graham 1969).
 """
@@ -25,10 +25,10 @@ from saccade.gpu.rules import Rules
 from saccade.gpu.tensor_view import wide
 from saccade.gpu.tile_ranges import TileRange
 
-TICKET_SIZE = gl.constexpr(16)
+WORK_TILE_SIZE = gl.constexpr(16)
 
 
-class Schedule(NamedTuple):
+class TileOrder(NamedTuple):
     """How many tiles there are, and in which order they are taken; numbers are made by `as_odd`."""
 
     origin: Any  # dense_origin or packed_origin: coordinates of a sequence's first row
@@ -40,12 +40,12 @@ class Schedule(NamedTuple):
 
 
 def as_odd(number: int) -> int:
-    """A number as a Schedule holds it. Triton compiles anew for 1 and for multiples of 16."""
+    """A number as a TileOrder holds it. Triton compiles anew for 1 and for multiples of 16."""
     return 2 * number + 1
 
 
 def order_of(extent: Extent, tile: int, heads_at_once: int) -> tuple[int, int, int]:
-    """Tiles in all, tiles of one head, and heads that take turns, as a Schedule holds them."""
+    """Tiles in all, tiles of one head, and heads that take turns, as a TileOrder holds them."""
     heads = max(1, min(heads_at_once, extent.heads * extent.sequences))
     return as_odd(extent.programs(tile)), as_odd(extent.slots(tile)), as_odd(heads)
 
@@ -104,7 +104,9 @@ def tile_of(rules, tile_range, index):
         gl.minimum(index, tile_range.num_partial - 1), 0
     )  # lists have no other places
     partial = rules.mask.tile(rules.mask, tile_range, partial_index, False)
-    full = rules.mask.tile(rules.mask, tile_range, gl.maximum(index - tile_range.num_partial, 0), True)
+    full = rules.mask.tile(
+        rules.mask, tile_range, gl.maximum(index - tile_range.num_partial, 0), True
+    )
     tile = gl.where(index < tile_range.num_partial, partial, full).to(gl.int32)
     return gl.where(tile_range.num_partial + tile_range.num_full == 0, 0, tile)
 
@@ -113,7 +115,9 @@ def tile_of(rules, tile_range, index):
 def tile_from_last(rules, tile_range, index):
     """The same where the last partial tile comes first: `own_partial_tiles` passes over it."""
     return tile_of(
-        rules, tile_range, gl.where(index < tile_range.num_partial, tile_range.num_partial - 1 - index, index)
+        rules,
+        tile_range,
+        gl.where(index < tile_range.num_partial, tile_range.num_partial - 1 - index, index),
     )
 
 
@@ -160,10 +164,10 @@ def num_partial(tile_range):
 
 
 @gluon.jit
-def write_ticket(place, query_len, kv_len, tile_range):
-    """A ticket as numbers, to hand through shared memory. place: batch, head, first row."""
+def write_work_tile(place, query_len, kv_len, tile_range):
+    """A work tile as numbers, to hand through shared memory. place: batch, head, first row."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    index = gl.arange(0, TICKET_SIZE, LAYOUT)
+    index = gl.arange(0, WORK_TILE_SIZE, LAYOUT)
     numbers = gl.where(index == 0, place[0], 0)
     numbers = gl.where(index == 1, place[1], numbers)
     numbers = gl.where(index == 2, place[2], numbers)
@@ -178,7 +182,7 @@ def write_ticket(place, query_len, kv_len, tile_range):
 
 
 @gluon.jit
-def read_ticket(numbers):
+def read_work_tile(numbers):
     """What was written, by every thread for itself."""
     first = entry(numbers, 6).to(gl.int64) << 32 | (entry(numbers, 5).to(gl.int64) & 0xFFFFFFFF)
     tile_range = TileRange(
@@ -191,12 +195,12 @@ def read_ticket(numbers):
 
 @gluon.jit
 def entry(numbers, PLACE: gl.constexpr):
-    """One number of a ticket that every thread holds whole."""
-    index = gl.arange(0, TICKET_SIZE, numbers.type.layout)
+    """One number of a work tile that every thread holds whole."""
+    index = gl.arange(0, WORK_TILE_SIZE, numbers.type.layout)
     return gl.sum(gl.where(index == PLACE, numbers, 0), 0)
 
 
-# ---- a mask's tile range, by one warp: Gluon wants the layout of `tile_ranges.found` to be named ---
+# ---- the tile range of a mask, by one warp: Gluon wants its layout to be named -------------------
 
 
 @gluon.jit

@@ -81,8 +81,8 @@ def resolve_map(feature_map: Any) -> tuple[Any, Any]:
 def check_normalize(normalize: str) -> str:
     """Refuse a normaliser that does not exist."""
     if not isinstance(normalize, str) or normalize not in NORMALIZERS:
-        kind = ValueError if isinstance(normalize, str) else TypeError
-        raise kind(f"normalize: got {normalize!r}, takes one of {NORMALIZERS}")
+        spec = ValueError if isinstance(normalize, str) else TypeError
+        raise spec(f"normalize: got {normalize!r}, takes one of {NORMALIZERS}")
     return normalize
 
 

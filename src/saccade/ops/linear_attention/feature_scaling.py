@@ -86,12 +86,14 @@ def scale_features(
     units = (_running if running else _common)(inputs, _countable(inputs, of_key), start)
     key = key * (of_key - _finite(units.rows)).exp().unsqueeze(-1)
     if running:
-        fade = (units.before - units.rows).masked_fill(units.before == -torch.inf, 0)
-        fade = fade.clamp(max=0).repeat_interleave(group, 1)
+        log_decay = (units.before - units.rows).masked_fill(units.before == -torch.inf, 0)
+        log_decay = log_decay.clamp(max=0).repeat_interleave(group, 1)
         decay = inputs.decay
         if decay is not None:
-            fade = fade + (decay.unsqueeze(-1) if decay.dim() == 1 and not inputs.packed else decay)
-        inputs = inputs._replace(decay=fade)
+            log_decay = log_decay + (
+                decay.unsqueeze(-1) if decay.dim() == 1 and not inputs.packed else decay
+            )
+        inputs = inputs._replace(decay=log_decay)
     initial = None
     if given_units is not None:
         first = (start if running else units.last).repeat_interleave(group, 1)

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     query: Float[Tensor, "batch heads rows features"]
     key: Float[Tensor, "batch heads keys features"]
     value: Float[Tensor, "batch heads keys value_dim"]
-    fade: Float[Tensor, "batch heads keys"]  # logarithm of what a key row leaves of the state
+    log_decay: Float[Tensor, "batch heads keys"]  # logarithm of what a key row leaves of the state
     seen: Int64[Tensor, " rows"]  # how many keys a query row sees
     kv: Float[Tensor, "batch heads features value_dim"]  # the state before the first key
     key_sum: Float[Tensor, "batch heads features"]
@@ -69,28 +69,30 @@ def pairs_of(rows: Rows) -> Pairs:
     value, value_nonfinite = _without_nonfinite_rows(rows.value)
     nonfinite = query_nonfinite | (key_nonfinite | value_nonfinite).transpose(-1, -2)
     visible = torch.arange(key.shape[2], device=key.device) < rows.seen.unsqueeze(-1)
-    fade = rows.fade.unsqueeze(-2).masked_fill(~visible, 0)  # of each row, by the keys it sees
-    gap = _sum_after(fade)
+    log_decay = rows.log_decay.unsqueeze(-2).masked_fill(
+        ~visible, 0
+    )  # of each row, by the keys it sees
+    gap = _sum_after(log_decay)
     scores = query @ key.transpose(-1, -2) * gap.exp()
     scores = scores + torch.zeros_like(gap).masked_fill(nonfinite, torch.nan)
     scores = scores.masked_fill(~visible, 0)
     old = (
-        query * fade.sum(-1, keepdim=True).exp()
+        query * log_decay.sum(-1, keepdim=True).exp()
     )  # the state before the first key fades as keys come
     old = old + torch.zeros_like(old).masked_fill(query_nonfinite, torch.nan)
     total = scores.sum(-1) + (old @ rows.key_sum.unsqueeze(-1)).squeeze(-1)
     return Pairs(scores, visible, old, value, total)
 
 
-def _sum_after(fade: Tensor) -> Tensor:
+def _sum_after(log_decay: Tensor) -> Tensor:
     """For each key the sum over those behind it, in whose gradient no sums are subtracted."""
-    return torch.nn.functional.pad(fade, (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
+    return torch.nn.functional.pad(log_decay, (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
 
 
 def last_state(rows: Rows) -> tuple[Tensor, Tensor]:
     """The two sums after the last key."""
-    key = rows.key * _sum_after(rows.fade).exp().unsqueeze(-1)
-    whole = rows.fade.sum(-1, keepdim=True).exp()
+    key = rows.key * _sum_after(rows.log_decay).exp().unsqueeze(-1)
+    whole = rows.log_decay.sum(-1, keepdim=True).exp()
     kv = key.transpose(-1, -2) @ rows.value + whole.unsqueeze(-1) * rows.kv
     return kv, key.sum(-2) + whole * rows.key_sum
 
@@ -110,7 +112,7 @@ def recurrent(rows: Rows) -> Sums:
     for num_keys in range(rows.key.shape[2] + 1):
         if num_keys > 0:
             key, value = rows.key[:, :, num_keys - 1], rows.value[:, :, num_keys - 1]
-            left = rows.fade[:, :, num_keys - 1, None].exp()
+            left = rows.log_decay[:, :, num_keys - 1, None].exp()
             kv = left.unsqueeze(-1) * kv + key.unsqueeze(-1) * value.unsqueeze(-2)
             key_sum = left * key_sum + key
         reads = (rows.seen == num_keys).unsqueeze(-1)
@@ -134,7 +136,7 @@ def chunked(rows: Rows, chunk: int) -> Sums:
             query=rows.query[:, :, reads],
             key=rows.key[:, :, start:stop],
             value=rows.value[:, :, start:stop],
-            fade=rows.fade[:, :, start:stop],
+            log_decay=rows.log_decay[:, :, start:stop],
             seen=rows.seen[reads] - start,
             kv=kv,
             key_sum=key_sum,
@@ -234,11 +236,11 @@ def lay_out(inputs: LinearInputs, variant: LinearVariant, sums: torch.dtype) -> 
         row = torch.arange(kv_len, device=key.device)
         hidden = row >= inputs.key_lengths.view(-1, 1, 1)
     key = features(variant.feature_map, key.masked_fill(hidden.unsqueeze(-1), 0))
-    fade = key.new_zeros(batch, inputs.state_heads, kv_len)
+    log_decay = key.new_zeros(batch, inputs.state_heads, kv_len)
     if inputs.decay is not None:
         decay = inputs.decay.to(sums)
-        fade = fade + (decay.unsqueeze(-1) if decay.dim() == 1 else decay)
-    states = (*fade.shape[:2], key.shape[-1])
+        log_decay = log_decay + (decay.unsqueeze(-1) if decay.dim() == 1 else decay)
+    states = (*log_decay.shape[:2], key.shape[-1])
     kv, key_sum = inputs.initial_kv, inputs.initial_key_sum
     kv = key.new_zeros(*states, value.shape[-1]) if kv is None else kv.to(sums)
     key_sum = key.new_zeros(states) if key_sum is None else key_sum.to(sums)
@@ -246,7 +248,7 @@ def lay_out(inputs: LinearInputs, variant: LinearVariant, sums: torch.dtype) -> 
         _repeated(features(variant.feature_map, query) * variant.scale, heads),
         _repeated(key.masked_fill(hidden.unsqueeze(-1), 0), heads),
         _repeated(value.masked_fill(hidden.unsqueeze(-1), 0), heads),
-        _repeated(fade.masked_fill(hidden, 0), heads),
+        _repeated(log_decay.masked_fill(hidden, 0), heads),
         keys_seen(query.shape[2], kv_len, variant, query.device),
         _repeated(kv, heads),
         _repeated(key_sum, heads),

@@ -104,12 +104,12 @@ def _in_new_units(inputs: LinearInputs, scaling: Scaling) -> LinearInputs:
     """The inputs with one more factor by which the old state fades: that of its new units."""
     if scaling.initial is None or inputs.key.shape[2] == 0:
         return inputs
-    fade = scaling.initial.new_zeros(*scaling.initial.shape, inputs.key.shape[2])
+    log_decay = scaling.initial.new_zeros(*scaling.initial.shape, inputs.key.shape[2])
     if inputs.decay is not None:
         constant = inputs.decay.dim() == 1
-        fade = fade + (inputs.decay.unsqueeze(-1) if constant else inputs.decay)
-    fade[..., 0] += scaling.initial
-    return inputs._replace(decay=fade)
+        log_decay = log_decay + (inputs.decay.unsqueeze(-1) if constant else inputs.decay)
+    log_decay[..., 0] += scaling.initial
+    return inputs._replace(decay=log_decay)
 
 
 def _check_wishes(

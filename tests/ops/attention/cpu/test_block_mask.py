@@ -199,7 +199,7 @@ def test_long_clean_stretches_run_without_the_mask():
     assert runs == (Run(0, 7936, False), Run(7936, 8192, True))
     (runs,) = runs_of(sizes, masks.window(4000, 0))
     assert [run.masked for run in runs] == [True, False, True]
-    assert runs[1].stop - runs[1].start >= block_mask.LONG_STRETCH
+    assert runs[1].stop - runs[1].start >= block_mask.LONG_RANGE
     assert sum(run.stop - run.start for run in runs if run.masked) <= 256 + 4 * 128
 
 
@@ -215,8 +215,8 @@ def test_masked_runs_are_of_bounded_length():
     sizes = sizes_of(batch=1, heads=1, query_len=8, kv_len=20000)
     scattered = masks.dense(torch.arange(20000) % 2 == 0)
     (runs,) = runs_of(sizes, scattered)
-    assert all(run.masked and run.stop - run.start <= block_mask.MASKED_STRETCH for run in runs)
-    assert len(runs) == -(-20000 // block_mask.MASKED_STRETCH)
+    assert all(run.masked and run.stop - run.start <= block_mask.MASKED_RANGE for run in runs)
+    assert len(runs) == -(-20000 // block_mask.MASKED_RANGE)
     check(sizes, scattered)
 
 

@@ -112,7 +112,7 @@ def backward(
     masked: bool,
     nan_safe: bool,
     wanted: tuple[int, ...] = (),
-) -> dense_tile.Shares:
+) -> dense_tile.Contributions:
     """The same for grad_output, query, key, value, lse and row_dot."""
     grad_output, query, key, value, lse, row_dot = rows
     return dense_tile.backward(
@@ -156,11 +156,11 @@ def test_backward(place, name, nan_safe):
     row_dot = (grad_output * output.detach()).sum(-1) - grad_lse
     rows = [grad_output, *(part.detach() for part in inputs), finite_lse.detach(), row_dot]
     places = tuple(place for place, table in enumerate(tables) if table.requires_grad)
-    shares = backward(rows, variant, at, masked, nan_safe, places)
-    for found, exact in zip(shares[:3], wanted, strict=False):
+    contributions = backward(rows, variant, at, masked, nan_safe, places)
+    for found, exact in zip(contributions[:3], wanted, strict=False):
         torch.testing.assert_close(found, exact.nan_to_num(0), rtol=1e-10, atol=1e-11)
-    assert sorted(taken.place for taken in shares.taken) == list(places)
-    for taken in shares.taken:
+    assert sorted(taken.place for taken in contributions.taken) == list(places)
+    for taken in contributions.taken:
         total = torch.zeros_like(tables[taken.place])
         taken.add_to(total)
         exact = wanted[len(inputs) + taken.place].nan_to_num(0)
@@ -173,9 +173,9 @@ def test_the_bias_is_taken_where_it_is_wanted():
     output, lse = forward(inputs, variant, at, True, False)
     rows = [output, *inputs, lse, output.sum(-1)]
     assert backward(rows, variant, at, True, False).taken == []
-    shares = backward(rows, variant, at, True, False, (0,))
-    assert [taken.place for taken in shares.taken] == [0]
-    assert shares.taken[0].gradient.shape == (BATCH, HEADS, QUERY_LEN, KV_LEN)
+    contributions = backward(rows, variant, at, True, False, (0,))
+    assert [taken.place for taken in contributions.taken] == [0]
+    assert contributions.taken[0].gradient.shape == (BATCH, HEADS, QUERY_LEN, KV_LEN)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -202,10 +202,10 @@ def test_careful_keeps_trash_where_nothing_sees_it(trash):
     lse = wanted[1].masked_fill(wanted[1] == -torch.inf, 0)
     grad = normal(*wanted[0].shape, seed=8)
     rest = lse, (grad * wanted[0]).sum(-1)
-    shares = backward([grad, *nonfinite, *rest], variant, WHOLE, True, True)
+    contributions = backward([grad, *nonfinite, *rest], variant, WHOLE, True, True)
     exact = backward([grad, *full, *rest], variant, WHOLE, True, False)
-    for share, other in zip(shares[:3], exact[:3], strict=True):
-        torch.testing.assert_close(share, other, rtol=1e-11, atol=1e-12)
+    for contribution, other in zip(contributions[:3], exact[:3], strict=True):
+        torch.testing.assert_close(contribution, other, rtol=1e-11, atol=1e-12)
 
 
 def test_careful_shows_trash_that_is_seen():

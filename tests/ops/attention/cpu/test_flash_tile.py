@@ -136,13 +136,15 @@ def test_rectangles_add_up_to_the_whole(shape):
     grad_output = normal(*output.shape, seed=4)
     wanted = torch.autograd.grad(output, (query, key, value), grad_output)
     cut = key.shape[2] // 2
-    shares = [
+    contributions = [
         backward([grad_output, query, key[:, :, keys], value[:, :, keys], output, lse], None)
         for keys in (slice(0, cut), slice(cut, None))
     ]
-    torch.testing.assert_close(shares[0][0] + shares[1][0], wanted[0], rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(
+        contributions[0][0] + contributions[1][0], wanted[0], rtol=1e-10, atol=1e-11
+    )
     for k in (1, 2):
-        joined = torch.cat([share[k] for share in shares], 2)
+        joined = torch.cat([contribution[k] for contribution in contributions], 2)
         torch.testing.assert_close(joined, wanted[k], rtol=1e-10, atol=1e-11)
 
 

@@ -40,7 +40,7 @@ def filled(tensor: Tensor, seed: int) -> Tensor:
 
 
 def memories(count: int = 3, numbers: int = 1 << 17) -> list[Tensor]:
-    """Memory to be looked at in many ways."""
+    """BackwardMemory to be looked at in many ways."""
     return [torch.zeros(numbers, dtype=BF16, device="cuda") for _ in range(count)]
 
 
@@ -59,7 +59,7 @@ KINDS = [
 @pytest.mark.parametrize("mask", [None, masks.causal()], ids=["full", "causal"])
 def test_one_address_with_other_shapes_strides_and_dtypes(implementation: str, mask: Any) -> None:
     lent = memories()
-    for turn in range(3):
+    for iteration in range(3):
         for shape, dtype, heads_inside in KINDS:
             rows = [memory[: torch.Size(shape).numel()].view(dtype) for memory in lent]
             if heads_inside:
@@ -67,7 +67,7 @@ def test_one_address_with_other_shapes_strides_and_dtypes(implementation: str, m
                 rows = [row.view(batch, length, heads, dim).transpose(1, 2) for row in rows]
             else:
                 rows = [row.view(shape) for row in rows]
-            given = [filled(row, 10 * turn + n) for n, row in enumerate(rows)]
+            given = [filled(row, 10 * iteration + n) for n, row in enumerate(rows)]
             check(implementation, *given, mask=mask)
 
 
@@ -87,13 +87,13 @@ def test_another_tensor_takes_the_address_of_a_freed_one(implementation: str) ->
 def test_unaligned_addresses_between_aligned_ones(implementation: str) -> None:
     lent, shape = memories(), (1, 4, 130, 64)
     numbers = torch.Size(shape).numel()
-    for turn in range(3):
+    for iteration in range(3):
         for start in (0, 1, 8, 0, 3):
             rows = [memory[start : start + numbers].view(shape) for memory in lent]
-            given = [filled(row, 10 * turn + n) for n, row in enumerate(rows)]
+            given = [filled(row, 10 * iteration + n) for n, row in enumerate(rows)]
             check(implementation, *given, mask=masks.causal())
         moved = [filled(memory[:numbers].view(shape), n) for n, memory in enumerate(lent)]
-        moved[turn] = lent[turn][5 : 5 + numbers].view(shape)
+        moved[iteration] = lent[iteration][5 : 5 + numbers].view(shape)
         check(implementation, *moved)
 
 
@@ -128,7 +128,7 @@ def test_a_graph_keeps_its_maps_when_they_are_forgotten(
 
 def test_gradients_at_addresses_that_come_again(implementation: str) -> None:
     shape, grads = (1, 4, 200, 64), {}
-    for turn in range(3):
+    for iteration in range(3):
         for seed in range(3):
             leaves = [
                 filled(torch.empty(shape, dtype=BF16, device="cuda"), 3 * seed + n).requires_grad_()
@@ -138,16 +138,16 @@ def test_gradients_at_addresses_that_come_again(implementation: str) -> None:
                 *leaves, mask=masks.causal(), implementation=implementation, return_lse=True,
                 deterministic=True,
             )  # fmt: skip
-            total = output.float().square().sum() + (lse.sum() if turn != 1 else 0)
+            total = output.float().square().sum() + (lse.sum() if iteration != 1 else 0)
             found = torch.autograd.grad(total, leaves)
             again = [leaf.detach().double().requires_grad_() for leaf in leaves]
             output, lse = saccade.attention(
                 *again, mask=masks.causal(), implementation="reference", return_lse=True
             )
-            total = output.square().sum() + (lse.sum() if turn != 1 else 0)
+            total = output.square().sum() + (lse.sum() if iteration != 1 else 0)
             for mine, exact in zip(found, torch.autograd.grad(total, again), strict=True):
                 torch.testing.assert_close(mine.double(), exact, atol=6e-2, rtol=6e-2)
-            known = grads.setdefault((seed, turn != 1), found)
+            known = grads.setdefault((seed, iteration != 1), found)
             assert all(map(torch.equal, known, found))
 
 

@@ -1,4 +1,5 @@
-"""Shares: the line of all items is covered once, and few items each begin with a program."""
+"""Shares: the line of all work tiles is covered once, and few work tiles each begin with a
+program."""
 
 # Triton's language has no types that a checker follows.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
@@ -21,30 +22,30 @@ from saccade.gpu import launcher
 from saccade.gpu.tensor_view import ADDED
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton import split_kv as schedule
-from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN, Schedule
+from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN, SplitSchedule
 
 pytestmark = pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
 
 
 @triton.jit
 def count_given(schedule, query, key, groups, TOKENS: tl.constexpr, KV_TILE: tl.constexpr):
-    """Units and items as they were written down."""
-    items = schedule.data[PLAN] + (schedule.data[GROUPS] - ADDED)
-    return tl.load(schedule.data[PLAN] + groups), tl.load(items + groups)
+    """Units and work tiles as they were written down."""
+    work_tiles = schedule.data[PLAN] + (schedule.data[GROUPS] - ADDED)
+    return tl.load(schedule.data[PLAN] + groups), tl.load(work_tiles + groups)
 
 
 @triton.jit
 def write_shares(schedule, found, AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr):
     """A row for each program."""
     program = tl.program_id(0)
-    share = schedule.begin(schedule, None, None, program, 1, 1, AT_ONCE, LONG, LEAST, 1, True)
+    partial_dq = schedule.begin(schedule, None, None, program, 1, 1, AT_ONCE, LONG, LEAST, 1, True)
     for number in tl.static_range(6):
-        tl.store(found + program * 6 + number, share[number].to(tl.int32))
+        tl.store(found + program * 6 + number, partial_dq[number].to(tl.int32))
 
 
 @triton.jit
-def write_cuts(schedule, found, AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr):
-    """A row for each item: group, its number in it, in how many parts it was cut, by which."""
+def write_splits(schedule, found, AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr):
+    """A row for each work tile: group, its number in it, in how many parts it was cut, by which."""
     row = found + tl.program_id(0) * 4
     cut = schedule.cut(
         schedule, None, None, tl.load(row), tl.load(row + 1), 1, 1, AT_ONCE, LONG, LEAST, 1
@@ -53,30 +54,37 @@ def write_cuts(schedule, found, AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST
     tl.store(row + 3, cut[1])
 
 
-def shares(
+def dq_accumulate(
     groups: list[tuple[int, int]], programs: int, long: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """(group, index, offset, budget, share, goes_on) of each program, for (units, items) of each
-    group; and (group, index, parts, first program) of each item."""
+    """(group, index, offset, budget, share, goes_on) of each program, for (units, work tiles) of
+    each group; and (group, index, parts, first program) of each work tile."""
     numbers = torch.tensor([*zip(*groups, strict=True)], dtype=torch.int32).flatten()
     found = torch.zeros(programs, 6, dtype=torch.int32)
     added = ADDED.value
     data: Any = (len(groups) + added, added, programs + added, added, added, added, added, numbers)
-    given = Schedule(schedule.equal_shares, split_kv.cut_of_shares, count_given, None, data)
+    given = SplitSchedule(schedule.equal_shares, split_kv.split_of_programs, count_given, None, data)
     at_once = 1 if len(groups) == 1 else 1 << (len(groups) - 1).bit_length()
     write_shares[(programs,)](given, found, at_once, long, 2)
-    pairs = [(group, index) for group, (_, items) in enumerate(groups) for index in range(items)]
+    pairs = [
+        (group, index)
+        for group, (_, work_tiles) in enumerate(groups)
+        for index in range(work_tiles)
+    ]
     cut = torch.tensor([(*pair, 0, 0) for pair in pairs], dtype=torch.int32)
     if pairs:
-        write_cuts[(len(pairs),)](given, cut, at_once, long, 2)
+        write_splits[(len(pairs),)](given, cut, at_once, long, 2)
     return found.tolist(), cut.tolist()
 
 
-def covered(groups: list[tuple[int, int]], found: list[list[int]]) -> tuple[list[int], bool]:
-    """The units of the line, as programs run over it; and whether one goes on to another item."""
+def overlap_softmax(
+    groups: list[tuple[int, int]], found: list[list[int]]
+) -> tuple[list[int], bool]:
+    """The units of the line, as programs run over it; and whether one goes on to another work
+    tile."""
     starts, at = {}, 0
-    for group, (units, items) in enumerate(groups):
-        for index in range(items):
+    for group, (units, work_tiles) in enumerate(groups):
+        for index in range(work_tiles):
             starts[group, index] = at
             at += units
     line, crosses = [0] * at, False
@@ -96,23 +104,23 @@ def covered(groups: list[tuple[int, int]], found: list[list[int]]) -> tuple[list
 def test_every_unit_is_somebodys_once(
     groups: list[tuple[int, int]], programs: int, long: bool
 ) -> None:
-    found, cut = shares(groups, programs, long)
-    line, crosses = covered(groups, found)
+    found, cut = dq_accumulate(groups, programs, long)
+    line, crosses = overlap_softmax(groups, found)
     assert set(line) <= {1}
     ideal = max(-(-len(line) // programs), 2)
     longest = max(budget for _, _, _, budget, _, _ in found)
     assert longest <= ideal + (0 if crosses else 1 + ideal // 16)
     begun = [row for row in found if row[3]]
-    for before, (group, index, offset, _budget, share, goes_on) in itertools.pairwise(begun):
-        # The one before began the item, and did not end it.
+    for before, (group, index, offset, _budget, partial_dq, goes_on) in itertools.pairwise(begun):
+        # The one before began the work tile, and did not end it.
         ends = before[2] + before[3]
         assert goes_on == (offset > 0 and (before[2] == 0 or ends > groups[before[0]][0]))
         if goes_on and before[:3] == [group, index, 0]:
             units = groups[group][0]
-            parts = 1 + -(-(units - offset) // share)
+            parts = 1 + -(-(units - offset) // partial_dq)
             assert parts == 1 + sum(row[:2] == [group, index] and row[2] > 0 for row in begun)
     for group, index, parts, first in cut:
-        # Found again from the item: who began it, without ending it, and how many had a part.
+        # Found again from the work tile: who began it, without ending it, and how many had a part.
         visited = line_of(groups, found)[group, index]
         assert parts == (len(visited) if len(visited) > 1 else 0)
         assert not parts or visited == list(range(first, first + parts))
@@ -121,9 +129,11 @@ def test_every_unit_is_somebodys_once(
 def line_of(
     groups: list[tuple[int, int]], found: list[list[int]]
 ) -> dict[tuple[int, int], list[int]]:
-    """The programs that have a part of each item."""
+    """The programs that have a part of each work tile."""
     programs: dict[tuple[int, int], list[int]] = {
-        (group, index): [] for group, (_, items) in enumerate(groups) for index in range(items)
+        (group, index): []
+        for group, (_, work_tiles) in enumerate(groups)
+        for index in range(work_tiles)
     }
     for program, (group, index, offset, budget, *_) in enumerate(found):
         while budget > 0:
@@ -141,9 +151,9 @@ def line_of(
     ids=str,
 )
 def test_few_items_begin_with_programs(groups: list[tuple[int, int]], programs: int) -> None:
-    found, _ = shares(groups, programs)
-    line, crosses = covered(groups, found)
+    found, _ = dq_accumulate(groups, programs)
+    line, crosses = overlap_softmax(groups, found)
     assert set(line) == {1} and not crosses
     assert sum(offset == 0 and budget > 0 for _, _, offset, budget, *_ in found) == sum(
-        items for _, items in groups
+        work_tiles for _, work_tiles in groups
     )

@@ -234,7 +234,8 @@ def test_two_backward_passes_agree(head_dim: int, mask: Any) -> None:
 @pytest.mark.parametrize("mask", [None, masks.causal(), masks.causal() & masks.window(300)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_gradients_are_equal_bits(head_dim: int, mask: masks.Mask | None) -> None:
-    """So many heads that programs take several tiles of keys, and shares wait for each other."""
+    """So many heads that programs take several tiles of keys, and partial sums wait for each
+    other."""
     tensors = [normal(4, 8, 1500, head_dim, seed=n) for n in range(3)]
     grad_output = normal(4, 8, 1500, head_dim, seed=3)
     first, *others = (
@@ -249,7 +250,7 @@ def test_deterministic_gradients_are_equal_bits(head_dim: int, mask: masks.Mask 
 def test_shares_in_turns(mask: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As deterministic passes have it; nonfinite rows, ragged sequences, and heads that share
     keys."""
-    monkeypatch.setattr(configs, "in_turns", lambda problem: problem.stretch is not None)
+    monkeypatch.setattr(configs, "in_key_order", lambda problem: problem.contiguity is not None)
     for lengths in (((1300, 1260),), ((200, 300), (0, 440), (65, 0), (130, 130), (1, 1700))):
         case = make_case(
             packed=len(lengths) > 1, lengths=lengths, mask=mask, head_dim=head_dim,

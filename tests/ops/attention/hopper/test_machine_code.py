@@ -110,7 +110,7 @@ def test_the_backward_pass_keeps_products_under_way():
     calls = [Call(dim, mask=mask) for dim in (64, 128) for mask in ("none", "causal")]
     usages = compiled("hopper_shared", "hopper_backward", *calls)
     usages += compiled("hopper_ordered", "hopper_backward, ordered", calls[-1])
-    usages += compiled("hopper_turns", "hopper_backward, in turns", calls[-1])
+    usages += compiled("hopper_in_order", "hopper_backward, in turns", calls[-1])
     for _, usage in usages:
         assert usage.looped == 0
         assert usage.products >= 96  # those of two consumers, and of a first tile

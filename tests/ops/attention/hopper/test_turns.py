@@ -27,8 +27,8 @@ from saccade.gpu import launcher
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.kernel_args import mask_argument
 from saccade.gpu.tile_ranges import first_and_end
-from saccade.modifiers.names import PREFIX, WITHIN, stretch_of
-from saccade.ops.attention.hopper.preprocess import first_turn
+from saccade.modifiers.names import PREFIX, WITHIN, contiguity_of
+from saccade.ops.attention.hopper.preprocess import first_semaphore
 from saccade.runtime.spec import Variant
 
 interpreted = pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
@@ -36,11 +36,11 @@ KV_TILE = 128
 
 
 @triton.jit
-def write_turns(mask, turns, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr):
+def write_semaphores(mask, semaphores, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr):
     """The first turn of each tile of queries; of batch entry 1."""
     tile = tl.program_id(0)
     both = tl.load(lengths), tl.load(lengths + 1)
-    tl.store(turns + tile, first_turn(mask, 1, 0, tile, both, QUERY_TILE, KV_TILE))
+    tl.store(semaphores + tile, first_semaphore(mask, 1, 0, tile, both, QUERY_TILE, KV_TILE))
 
 
 @triton.jit
@@ -104,23 +104,23 @@ def test_who_visits_a_tile_of_queries_has_a_turn_there(query_tile: int, tmp_path
         key, captured = ("", masks.NOTHING_HIDDEN.captured)
         if mask is not None:
             key, captured = mask.key, mask.captured
-        assert stretch_of(key) is not None
+        assert contiguity_of(key) is not None
         argument = mask_argument(Variant(key, "", captured, captured, 1.0, 0.0), lambda t: t)
         lengths = torch.tensor([query_len, kv_len], dtype=torch.int32)
-        turns = torch.zeros(-(-query_len // query_tile), dtype=torch.int32)
+        semaphores = torch.zeros(-(-query_len // query_tile), dtype=torch.int32)
         tile_ranges = torch.zeros(-(-kv_len // KV_TILE), 2, dtype=torch.int32)
-        write_turns[(turns.numel(),)](argument, turns, lengths, query_tile, KV_TILE)
+        write_semaphores[(semaphores.numel(),)](argument, semaphores, lengths, query_tile, KV_TILE)
         if mask is not None:
             argument = argument._replace(tile_range=found)
         write_tile_ranges[(tile_ranges.shape[0],)](
             argument, tile_ranges, lengths, query_tile, KV_TILE
         )
-        for tile, turn in enumerate(turns.tolist()):
+        for tile, semaphore in enumerate(semaphores.tolist()):
             visitors = [
                 i for i, (first, end) in enumerate(tile_ranges.tolist()) if first <= tile < end
             ]
-            last = turn >> 1
-            assert turn & 1
+            last = semaphore >> 1
+            assert semaphore & 1
             # From the last one on each hands the turn to the one before.
             assert visitors == list(range(last - len(visitors) + 1, last + 1)), (mask, lengths)
 
@@ -129,7 +129,7 @@ SAMPLES = 12
 
 
 @pytest.mark.parametrize(
-    ("mask", "stretch"),
+    ("mask", "contiguity"),
     [
         (masks.causal(), PREFIX),
         (masks.causal("top_left"), PREFIX),
@@ -147,6 +147,6 @@ SAMPLES = 12
         (masks.causal() & masks.documents(torch.zeros(1, 9, dtype=torch.int32)), None),
     ],
 )
-def test_which_masks_have_no_holes(mask: masks.Mask, stretch: str | None) -> None:
-    assert stretch_of(mask.key) == stretch
-    assert stretch_of("") == PREFIX
+def test_which_masks_have_no_holes(mask: masks.Mask, contiguity: str | None) -> None:
+    assert contiguity_of(mask.key) == contiguity
+    assert contiguity_of("") == PREFIX

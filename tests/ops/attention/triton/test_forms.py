@@ -40,7 +40,7 @@ def _atomic_unless_deterministic(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> Iterator[None]:
     """Take the atomic form where it is allowed; at the end make sure that the right one ran."""
-    monkeypatch.setattr(gradients, "ordered_is_faster", lambda kind: False)
+    monkeypatch.setattr(gradients, "ordered_is_faster", lambda spec: False)
     monkeypatch.setattr(gradients, "_launches", {})
     yield
     forms = {launches.queries is not None for launches in gradients._launches.values()}

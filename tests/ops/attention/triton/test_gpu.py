@@ -25,7 +25,7 @@ KINDS = ["causal", "documents", "blocks", "packed"]
 
 @pytest.fixture(autouse=True)
 def _atomic_unless_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "ordered_is_faster", lambda kind: False)
+    monkeypatch.setattr(gradients, "ordered_is_faster", lambda spec: False)
     monkeypatch.setattr(gradients, "_launches", {})
 
 
@@ -34,42 +34,42 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
 
 
-def problem(kind: str, seed: int, length: int = 384, dtype: torch.dtype = BF16) -> list[Tensor]:
+def problem(spec: str, seed: int, length: int = 384, dtype: torch.dtype = BF16) -> list[Tensor]:
     """Query, key and value, a gradient of the output, and what the mask reads."""
     heads = (4, 2, 2, 4)
-    shapes = [(2 * length, h, 64) if kind == "packed" else (2, h, length, 64) for h in heads]
+    shapes = [(2 * length, h, 64) if spec == "packed" else (2, h, length, 64) for h in heads]
     tensors = [normal(*shape, seed=10 * seed + n, dtype=dtype) for n, shape in enumerate(shapes)]
     torch.manual_seed(seed)
-    if kind == "documents":
+    if spec == "documents":
         tensors.append(torch.randint(0, 4, (2, length)).sort(1).values.cuda())
-    elif kind == "blocks":
+    elif spec == "blocks":
         blocks = -(-length // 48)
         tensors.append(torch.randint(0, 3, (2, 4, blocks, blocks)).bool().cuda())
-    elif kind == "packed":
+    elif spec == "packed":
         inner = torch.randint(1, 2 * length, (3,)).sort().values.tolist()
         tensors.append(torch.tensor([0, *inner, 2 * length], dtype=torch.int32, device="cuda"))
     return tensors
 
 
-def attend(kind: str, *tensors: Tensor, **options: Any) -> Tensor:
+def attend(spec: str, *tensors: Tensor, **options: Any) -> Tensor:
     query, key, value, *tables = tensors
     options["implementation"] = "triton"
-    if kind == "packed":
+    if spec == "packed":
         mask = masks.causal()
         return saccade.attention_varlen(query, key, value, tables[0], mask=mask, **options)
-    if kind == "documents":
+    if spec == "documents":
         mask = masks.causal() & masks.documents(tables[0])
     else:
-        mask = masks.causal() if kind == "causal" else masks.blocks(tables[0], 48)
+        mask = masks.causal() if spec == "causal" else masks.blocks(tables[0], 48)
     return saccade.attention(query, key, value, mask=mask, **options)
 
 
-def results(kind: str, *tensors: Tensor, deterministic: bool = True) -> list[Tensor]:
+def results(spec: str, *tensors: Tensor, deterministic: bool = True) -> list[Tensor]:
     """The output without gradients, the output with them, and the gradients."""
     query, key, value, grad, *tables = tensors
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    alone = attend(kind, query, key, value, *tables)
-    output = attend(kind, *leaves, *tables, deterministic=deterministic)
+    alone = attend(spec, query, key, value, *tables)
+    output = attend(spec, *leaves, *tables, deterministic=deterministic)
     return [alone, output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
@@ -85,24 +85,24 @@ def assert_near(found: list[Tensor], wanted: list[Tensor], tolerance: float = 2e
 
 class TestGraphs:
     @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_a_graph_replays_with_changed_inputs(self, kind: str, deterministic: bool) -> None:
-        static = problem(kind, seed=0)
+    @pytest.mark.parametrize("spec", KINDS)
+    def test_a_graph_replays_with_changed_inputs(self, spec: str, deterministic: bool) -> None:
+        static = problem(spec, seed=0)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                results(kind, *static, deterministic=deterministic)
+                results(spec, *static, deterministic=deterministic)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = results(kind, *static, deterministic=deterministic)
+            captured = results(spec, *static, deterministic=deterministic)
         for seed in (1, 2, 3):
-            fresh = problem(kind, seed)
+            fresh = problem(spec, seed)
             for mine, theirs in zip(static, fresh, strict=True):
                 mine.copy_(theirs)
             graph.replay()
-            wanted = results(kind, *fresh, deterministic=deterministic)
+            wanted = results(spec, *fresh, deterministic=deterministic)
             if deterministic:
                 assert_bits(captured, wanted)
             else:  # gradients of queries add up in any order
@@ -120,16 +120,16 @@ class TestCompile:
         yield
         jaxtyping.config.update("jaxtyping_disable", disabled)
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_compiled_equals_eager_and_is_compiled_once(self, kind: str) -> None:
+    @pytest.mark.parametrize("spec", KINDS)
+    def test_compiled_equals_eager_and_is_compiled_once(self, spec: str) -> None:
         def function(*tensors: Tensor) -> Tensor:
-            return attend(kind, *tensors, deterministic=True) * 2
+            return attend(spec, *tensors, deterministic=True) * 2
 
         counter = CompileCounterWithBackend("inductor")
         compiled: Any = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
 
         def both(seed: int, length: int) -> None:
-            query, key, value, grad, *tables = problem(kind, seed, length)
+            query, key, value, grad, *tables = problem(spec, seed, length)
             found = []
             for run in (compiled, function):
                 leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
@@ -147,10 +147,10 @@ class TestCompile:
 
 
 class TestStreams:
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_two_streams_at_once_give_what_one_gives(self, kind: str) -> None:
-        problems = [problem(kind, seed=1), problem(kind, seed=2)]
-        wanted = [results(kind, *tensors) for tensors in problems]
+    @pytest.mark.parametrize("spec", KINDS)
+    def test_two_streams_at_once_give_what_one_gives(self, spec: str) -> None:
+        problems = [problem(spec, seed=1), problem(spec, seed=2)]
+        wanted = [results(spec, *tensors) for tensors in problems]
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
@@ -158,7 +158,7 @@ class TestStreams:
         for _ in range(20):
             for n, stream in enumerate(streams):
                 with torch.cuda.stream(stream):
-                    found[n].append(results(kind, *problems[n]))
+                    found[n].append(results(spec, *problems[n]))
         torch.cuda.synchronize()
         for n in range(2):
             for once in found[n]:
@@ -245,15 +245,15 @@ def moved(tensor: Tensor) -> Tensor:
 
 class TestAddresses:
     @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_unaligned_equals_aligned(self, kind: str, dtype: torch.dtype) -> None:
-        tensors = problem(kind, seed=3, dtype=dtype)
-        wanted = results(kind, *tensors)
-        assert_bits(results(kind, *map(moved, tensors)), wanted)
+    @pytest.mark.parametrize("spec", KINDS)
+    def test_unaligned_equals_aligned(self, spec: str, dtype: torch.dtype) -> None:
+        tensors = problem(spec, seed=3, dtype=dtype)
+        wanted = results(spec, *tensors)
+        assert_bits(results(spec, *map(moved, tensors)), wanted)
         for place in range(len(tensors)):  # one at a time, then aligned ones again
             mixed = [moved(t) if n == place else t for n, t in enumerate(tensors)]
-            assert_bits(results(kind, *mixed), wanted)
-            assert_bits(results(kind, *tensors), wanted)
+            assert_bits(results(spec, *mixed), wanted)
+            assert_bits(results(spec, *tensors), wanted)
 
     def test_an_unaligned_bias_sinks_and_gradient_of_the_lse(self) -> None:
         case = make_case(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from saccade import masks
-from saccade.ops.attention.triton.kind import FEW, is_short
+from saccade.ops.attention.triton.call_spec import FEW, is_short
 
 TABLE = torch.zeros(1, 16, dtype=torch.int64)
 

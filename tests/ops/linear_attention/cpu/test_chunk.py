@@ -122,11 +122,11 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, decay: float | None) -> 
     torch.manual_seed(0)
     rows = [torch.randn(1, 2, 1000, 32).to(dtype) for _ in range(4)]
     rows[2] += 1
-    fade = None if decay is None else torch.full((2,), decay)
+    decay_factors = None if decay is None else torch.full((2,), decay)
     found, exact = [], []
     for into, wide in ((found, dtype), (exact, torch.float64)):
         leaves = [part.to(wide).requires_grad_() for part in rows[:3]]
-        output = saccade.linear_attention(*leaves, decay=fade)
+        output = saccade.linear_attention(*leaves, decay=decay_factors)
         into += torch.autograd.grad(output, leaves, rows[3].to(wide))
     for got, true in zip(found, exact, strict=True):
         assert (got.double() - true).norm() <= torch.finfo(dtype).eps / 2 * true.norm()
@@ -136,7 +136,7 @@ def test_threads_keep_their_own_autocast(monkeypatch: pytest.MonkeyPatch) -> Non
     """A thread that comes in later, and leaves later, must not undo what another asked for."""
     tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
     entered, left = threading.Event(), threading.Event()
-    shares = linear_host._shares
+    contributions = linear_host._contributions
 
     def interleaved(inputs: LinearInputs) -> object:
         if threading.current_thread() is other:
@@ -145,9 +145,9 @@ def test_threads_keep_their_own_autocast(monkeypatch: pytest.MonkeyPatch) -> Non
         else:
             other.start()
             entered.wait(10)
-        return shares(inputs)
+        return contributions(inputs)
 
-    monkeypatch.setattr(linear_host, "_shares", interleaved)
+    monkeypatch.setattr(linear_host, "_contributions", interleaved)
     other = threading.Thread(target=saccade.linear_attention, args=tensors)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         saccade.linear_attention(*tensors)

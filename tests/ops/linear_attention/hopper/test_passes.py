@@ -11,8 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 import saccade
 from saccade.ops.linear_attention.hopper.gradients import split_of
-from saccade.ops.linear_attention.hopper.split import Split
-from saccade.ops.linear_attention.triton.kind import LinearKind
+from saccade.ops.linear_attention.hopper.split import HeadSplit
+from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec
 from saccade.ops.linear_attention.validation import prepare
 from saccade.runtime import backends
 from saccade.testing import assert_linear_exact, make_linear_case, poisoned
@@ -57,9 +57,9 @@ def test_it_comes_before_triton_kernels_and_wants_a_hopper() -> None:
         saccade.linear_attention(*[rows(1, 2, 8, 64)] * 3, implementation="hopper")
 
 
-def kind_of(
+def spec_of(
     *shape: int, lengths: tuple[int, int] | None = None, value_dim: int = 0, key_heads: int = 0
-) -> LinearKind:
+) -> LinearCallSpec:
     batch, heads, length, dim = shape
     query_len, kv_len = lengths or (length, length)
     query, key = rows(1, 1, 1, 1), rows(1, 1, 1, 1)
@@ -68,12 +68,12 @@ def kind_of(
         key.expand(batch, key_heads or heads, kv_len, dim),
         key.expand(batch, key_heads or heads, kv_len, value_dim or dim),
     )[:2]
-    kind = LinearKind.of(inputs, variant, saccade.KernelConfig(kv_tile=64))
-    return kind._replace(multiprocessors=132)
+    spec = LinearCallSpec.of(inputs, variant, saccade.KernelConfig(kv_tile=64))
+    return spec._replace(multiprocessors=132)
 
 
-def split(*shape: int, **more: Any) -> Split:
-    return Split.of(kind_of(*shape, **more))
+def split(*shape: int, **more: Any) -> HeadSplit:
+    return HeadSplit.of(spec_of(*shape, **more))
 
 
 def test_splits() -> None:
@@ -97,17 +97,17 @@ def test_few_heads_are_whole_where_chunks_would_not_be_those_of_triton_kernels()
 def test_which_gradients_are_left_to_triton_kernels() -> None:
     taken, left = (2, 1, 1), None
     for keys in (False, True):
-        assert split_of(kind_of(8, 16, 8192, 128), keys) == taken
-        assert split_of(kind_of(8, 16, 8192, 64, value_dim=136), keys) == (2, 2, 1)
-        assert split_of(kind_of(8, 32, 2048, 256), keys) == (4, 2, 1)
-    shared = kind_of(8, 16, 8192, 128, key_heads=4)
+        assert split_of(spec_of(8, 16, 8192, 128), keys) == taken
+        assert split_of(spec_of(8, 16, 8192, 64, value_dim=136), keys) == (2, 2, 1)
+        assert split_of(spec_of(8, 32, 2048, 256), keys) == (4, 2, 1)
+    shared = spec_of(8, 16, 8192, 128, key_heads=4)
     assert split_of(shared, keys=False) == taken
     assert split_of(shared, keys=True) is left  # their gradients are sums
     # Segments begin where those of Triton kernels do, or there are none.
-    assert split_of(kind_of(1, 2, 0, 64, lengths=(4096, 4096 + 63)), keys=False) is left
-    assert split_of(kind_of(1, 2, 0, 64, lengths=(4096, 4096 + 63)), keys=True) == (1, 1, 8)
-    assert split_of(kind_of(1, 2, 0, 64, lengths=(4096 + 63, 4096)), keys=False) == (1, 1, 8)
-    assert split_of(kind_of(1, 2, 0, 64, lengths=(4096 + 63, 4096)), keys=True) is left
+    assert split_of(spec_of(1, 2, 0, 64, lengths=(4096, 4096 + 63)), keys=False) is left
+    assert split_of(spec_of(1, 2, 0, 64, lengths=(4096, 4096 + 63)), keys=True) == (1, 1, 8)
+    assert split_of(spec_of(1, 2, 0, 64, lengths=(4096 + 63, 4096)), keys=False) == (1, 1, 8)
+    assert split_of(spec_of(1, 2, 0, 64, lengths=(4096 + 63, 4096)), keys=True) is left
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_projections_are_read_as_they_lie_and_runs_are_bit_equal(hopper: None) -
     joint = torch.randn(2, 700, 12, 128, device="cuda").to(BF16)
     query, key, value = (part.transpose(1, 2) for part in joint.split([8, 2, 2], 2))
     found = saccade.linear_attention(query, key, value, implementation="hopper")
-    again = saccade.linear_attention(
+    recompute = saccade.linear_attention(
         *(t.contiguous() for t in (query, key, value)), implementation="hopper"
     )
-    assert torch.equal(found, again)
+    assert torch.equal(found, recompute)
 
 
 def gradients(tensors: list[Tensor], grad: Tensor, implementation: str) -> tuple[Tensor, ...]:

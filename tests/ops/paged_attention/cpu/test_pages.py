@@ -42,13 +42,13 @@ def test_a_run_that_ends_within_a_piece_is_no_view():
 
 
 def test_fixed_pieces_do_not_depend_on_where_pages_lie():
-    cuts = [
+    splits = [
         list(pages_of(fixed=True, scattered=scattered, memory=memory).pieces(128, 3000))
         for scattered in (False, True)
         for memory in MEMORIES
     ]
     wanted = [Piece(128, 1024, False), Piece(1024, 2048, False), Piece(2048, 3000, False)]
-    assert cuts == [wanted] * len(cuts)
+    assert splits == [wanted] * len(splits)
 
 
 def test_other_dtypes_are_copied():

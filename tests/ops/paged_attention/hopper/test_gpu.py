@@ -30,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     from saccade.ops.paged_attention.triton import host as triton_host
 
     classify, launched = configs.pages_unsupported, []
-    start = paged_host.ChunkLaunch.__call__
+    start = paged_host.HopperChunkLaunch.__call__
     monkeypatch.setattr(
         configs, "pages_unsupported",
         lambda problem: classify(problem._replace(query_tiles=10**6, slots=10**6)),
@@ -42,7 +42,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         launched.append("chunk")
         start(self, *arguments)
 
-    monkeypatch.setattr(paged_host.ChunkLaunch, "__call__", recorded)
+    monkeypatch.setattr(paged_host.HopperChunkLaunch, "__call__", recorded)
     yield launched
 
 

@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("triton")
 import saccade
 from saccade.gpu import launcher
-from saccade.ops.attention.triton import kind
+from saccade.ops.attention.triton import call_spec
 from saccade.ops.paged_attention.triton import chunks as paged_chunks
 from saccade.ops.paged_attention.triton import host as paged_host
+from saccade.ops.paged_attention.triton.call_spec import PagedCallSpec
 from saccade.ops.paged_attention.triton.chunks import ChunkLaunch
 from saccade.ops.paged_attention.triton.host import PassLaunches
-from saccade.ops.paged_attention.triton.kind import PagedKind
 from saccade.runtime.spec import KernelConfig, PagedInputs
 from saccade.runtime.validation import prepare_paged
 from saccade.testing import PagedCase, assert_exact, make_paged_case, poisoned
@@ -140,10 +140,10 @@ def test_sequences_of_few_rows_are_left_to_their_own_pass() -> None:
 def test_reasons(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], invariant: bool, reason: str | None
 ) -> None:
-    monkeypatch.setattr(kind, "multiprocessors", lambda tensor: 4)
+    monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 4)
     case = make(**{"lengths": ((64, 64), (64, 200)), "poison_hidden": False, **changes})
     inputs, variant = case.prepared()
-    of = PagedKind.of(inputs)
+    of = PagedCallSpec.of(inputs)
     last = of.passes(inputs, variant, KernelConfig(), invariant)[-1]
     assert last.chunks
     found = paged_chunks.unsupported(of, last, inputs, variant, KernelConfig())
@@ -151,11 +151,11 @@ def test_reasons(
 
 
 def test_the_config_is_the_same_for_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kind, "architecture", lambda tensor: "sm_90")
+    monkeypatch.setattr(call_spec, "architecture", lambda tensor: "sm_90")
     found = set()
     for changes in ({"lengths": ALIKE}, {"lengths": MIXED, "packed": True}):
         inputs, variant = make(poison_hidden=False, dtype=F16, **changes).prepared()
-        found.add(paged_chunks.config_of(PagedKind.of(inputs), variant, KernelConfig()))
-        given = paged_chunks.config_of(PagedKind.of(inputs), variant, KernelConfig(kv_tile=32))
+        found.add(paged_chunks.config_of(PagedCallSpec.of(inputs), variant, KernelConfig()))
+        given = paged_chunks.config_of(PagedCallSpec.of(inputs), variant, KernelConfig(kv_tile=32))
         assert given.kv_tile == 32
     assert len(found) == 1

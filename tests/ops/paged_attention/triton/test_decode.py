@@ -19,11 +19,11 @@ from saccade import masks
 from saccade.gpu import launcher
 from saccade.gpu.paged_view import as_halves
 from saccade.kv_cache import reference, write_triton
-from saccade.ops.attention.triton import kind
+from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.configs import ARCHITECTURES, SHARED_MEMORY
+from saccade.ops.paged_attention.triton import call_spec as paged_kind
 from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import host as paged_host
-from saccade.ops.paged_attention.triton import kind as paged_kind
 from saccade.ops.paged_attention.triton import passes as paged_pass
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton.configs import PagedProblem
@@ -73,7 +73,7 @@ def test_mixed_batches(description: dict[str, Any]) -> None:
 @pytest.mark.parametrize("processors", [1, 3, 9])
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, processors: int) -> None:
-    monkeypatch.setattr(kind, "multiprocessors", lambda tensor: processors)
+    monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: processors)
     lengths = ((2, 90), (2, 0), (2, 33))
     check(make_paged_case(lengths=lengths, mask=mask, kv_heads=1, group=3, sinks=True))
     check(make_paged_case(lengths=lengths[:1], mask=mask, kv_heads=2, group=3))
@@ -82,7 +82,7 @@ def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, proces
 @interpreted
 @pytest.mark.parametrize("at_once", [2, split_kv.MOST_AT_ONCE.value])
 def test_lines_of_many_groups_and_units(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(kind, "multiprocessors", lambda tensor: 3)
+    monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 3)
     monkeypatch.setattr(paged_pass, "MOST_UNITS", 0)
     monkeypatch.setattr(paged_pass, "MOST_AT_ONCE", at_once)
     monkeypatch.setattr(split_kv, "MOST_AT_ONCE", tl.constexpr(at_once))

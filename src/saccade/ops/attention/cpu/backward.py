@@ -1,4 +1,5 @@
-"""Backward: the rectangles' shares in the gradients, recomputed from the lse and added up."""
+"""Backward: the rectangles' contributions in the gradients, recomputed from the lse and added
+up."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from saccade.ops.attention.cpu.tile_masks import PartialTile
 from saccade.runtime.spec import accumulate_dtype
 
 # ---- gradients -----------------------------------------------------------------------------------
-# Shares of many rectangles added up in the accumulation dtype.
+# Contributions of many rectangles added up in the accumulation dtype.
 
 
 class GradientSum:
-    """The gradient of [batch, heads, rows, dim], to which rectangles add their shares.
+    """The gradient of [batch, heads, rows, dim], to which rectangles add their contributions.
 
     Laid out [batch, rows, heads, dim] in memory, as the results of every implementation are. A
     first share that covers everything is taken as it is: one rectangle needs no second copy.
@@ -30,10 +31,10 @@ class GradientSum:
         self.wide = accumulate_dtype(like.dtype)
         self.total: Tensor | None = None
 
-    def add(self, at: tuple[slice, slice, slice], share: Tensor) -> None:
+    def add(self, at: tuple[slice, slice, slice], contribution: Tensor) -> None:
         """Add a rectangle's share at its slices of [batch, heads, rows]."""
-        if self.total is None and share.shape == self.shape:
-            self.total = share
+        if self.total is None and contribution.shape == self.shape:
+            self.total = contribution
             return
         if self.total is None:
             batch, heads, rows, dim = self.shape
@@ -42,7 +43,7 @@ class GradientSum:
             ).transpose(1, 2)
         elif self.total.dtype != self.wide:
             self.total = self.total.to(self.wide)
-        self.total[at] += share
+        self.total[at] += contribution
 
     def result(self) -> Tensor:
         """The sum; zeros where nothing was added."""
@@ -127,7 +128,7 @@ def _empty_sums(dense: Dense, wanted: Sequence[int]) -> tuple[list[GradientSum],
 def _visit(
     dense: Dense, rows: _Rows, sums: list[GradientSum], tables: dict[int, Tensor], nan_safe: bool
 ) -> bool:
-    """Add the shares of every rectangle; say whether any of them needed the mask."""
+    """Add the contributions of every rectangle; say whether any of them needed the mask."""
     form = None if rows.plain else dense.flash_at_once
     if form is not None:
         whole, causal = segments.whole(dense), form == "causal"
@@ -151,14 +152,14 @@ def _run(
     sums: list[GradientSum],
     tables: dict[int, Tensor],
 ) -> None:
-    """Add one rectangle's shares, by the flash kernel where it fits."""
+    """Add one rectangle's contributions, by the flash kernel where it fits."""
     if rows.plain:
         for batch in segments.row_pieces(place):
             for piece in batch:
                 for part in segments.key_pieces(piece):
-                    shares = _plain(dense, rows, part, masked, nan_safe, tables)
-                    _add(sums, dense, part, shares[:3])
-                    for taken in shares.taken:
+                    contributions = _plain(dense, rows, part, masked, nan_safe, tables)
+                    _add(sums, dense, part, contributions[:3])
+                    for taken in contributions.taken:
                         taken.add_to(tables[taken.place])
         return
     found = tile_masks.partial_at(
@@ -189,7 +190,7 @@ def _flash(
 
 def _plain(
     dense: Dense, rows: _Rows, place: Place, masked: bool, nan_safe: bool, wanted: Collection[int]
-) -> dense_tile.Shares:
+) -> dense_tile.Contributions:
     queries, keys = segments.slices_of(dense, place)
     assert rows.row_dot is not None
     return dense_tile.backward(
@@ -208,8 +209,10 @@ def _plain(
     )
 
 
-def _add(sums: list[GradientSum], dense: Dense, place: Place, shares: Sequence[Tensor]) -> None:
-    """Add shares of query, key and value to their sums."""
+def _add(
+    sums: list[GradientSum], dense: Dense, place: Place, contributions: Sequence[Tensor]
+) -> None:
+    """Add contributions of query, key and value to their sums."""
     queries, keys = segments.slices_of(dense, place)
-    for total, at, share in zip(sums, (queries, keys, keys), shares, strict=True):
-        total.add(at, share)
+    for total, at, contribution in zip(sums, (queries, keys, keys), contributions, strict=True):
+        total.add(at, contribution)

@@ -15,9 +15,9 @@ QUERY_TILE = 256
 KV_TILE = 128
 # A full stretch this long is worth a call of its own; a shorter one runs with the mask of its
 # neighbours, which costs less than merging one more partial result.
-LONG_STRETCH = 1024
+LONG_RANGE = 1024
 # Key rows under one evaluation of the mask: bounds the memory that a masked run needs.
-MASKED_STRETCH = 4096
+MASKED_RANGE = 4096
 # Short sequences go together, under one mask: a call for each would cost more than it skips. They
 # have one query tile and at most so many key tiles; and so many pairs of a head go together.
 SHORT_TILES = 2
@@ -190,17 +190,17 @@ def _classify_strips(sizes: Sizes, mask: str, captured: Captured) -> Iterator[_S
 def _runs(possible: list[bool], certain: list[bool], tile: int, kv_len: int) -> list[Run]:
     """Join adjacent tiles into runs: long full stretches apart, the rest under the mask."""
     runs: list[Run] = []
-    for kind, first, last in _stretches(possible, certain):
+    for spec, first, last in _stretches(possible, certain):
         start, stop = first * tile, min(last * tile, kv_len)
-        if kind == HIDDEN:
+        if spec == HIDDEN:
             continue
-        masked = kind == PARTIAL or stop - start < LONG_STRETCH
+        masked = spec == PARTIAL or stop - start < LONG_RANGE
         touches = bool(runs) and runs[-1].stop == start and runs[-1].masked and masked
-        if touches and stop - runs[-1].start <= MASKED_STRETCH:
+        if touches and stop - runs[-1].start <= MASKED_RANGE:
             runs[-1] = Run(runs[-1].start, stop, masked=True)
         elif masked:
-            step = range(start, stop, MASKED_STRETCH)
-            runs += [Run(s, min(s + MASKED_STRETCH, stop), masked=True) for s in step]
+            step = range(start, stop, MASKED_RANGE)
+            runs += [Run(s, min(s + MASKED_RANGE, stop), masked=True) for s in step]
         else:
             runs.append(Run(start, stop, masked=False))
     return _unmask_full_runs(runs, certain, tile)
@@ -211,15 +211,15 @@ HIDDEN, PARTIAL, FULL = range(3)
 
 def _stretches(possible: list[bool], certain: list[bool]) -> Iterator[tuple[int, int, int]]:
     """(kind, first tile, tile after the last) of each stretch of tiles of one kind."""
-    first, kind = 0, None
+    first, spec = 0, None
     for index, (some, every) in enumerate(zip(possible, certain, strict=True)):
         this = FULL if every else PARTIAL if some else HIDDEN
-        if this != kind:
-            if kind is not None:
-                yield kind, first, index
-            first, kind = index, this
-    if kind is not None:
-        yield kind, first, len(possible)
+        if this != spec:
+            if spec is not None:
+                yield spec, first, index
+            first, spec = index, this
+    if spec is not None:
+        yield spec, first, len(possible)
 
 
 def _unmask_full_runs(runs: list[Run], certain: list[bool], tile: int) -> list[Run]:

@@ -140,8 +140,8 @@ def forward(
     return output, lse.squeeze(-1)
 
 
-class Shares(NamedTuple):
-    """A rectangle's share in the gradients; `taken`: of tensors that the score captured."""
+class Contributions(NamedTuple):
+    """A rectangle's contribution in the gradients; `taken`: of tensors that the score captured."""
 
     query: Tensor
     key: Tensor
@@ -162,8 +162,8 @@ def backward(
     masked: bool,
     nan_safe: bool,
     wanted: Collection[int] = (),
-) -> Shares:
-    """The share of a rectangle of pairs in the gradients.
+) -> Contributions:
+    """The contribution of a rectangle of pairs in the gradients.
 
     Args:
         lse: of the whole rows, finite (0 where a row sees nothing).
@@ -200,7 +200,7 @@ def backward(
     grad_scores = _packed(grad_scores.mul_(variant.scale), key)
     grad_query = (grad_scores @ key).view(query.shape)
     grad_key = grad_scores.transpose(-1, -2) @ _packed(query, key)
-    return Shares(grad_query, grad_key, grad_value, taken)
+    return Contributions(grad_query, grad_key, grad_value, taken)
 
 
 def _set_nonfinite_apart(

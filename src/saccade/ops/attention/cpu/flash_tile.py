@@ -64,7 +64,7 @@ def backward(
     partial: PartialTile | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of one rectangle of pairs in the gradients of query, key and value.
+    """The contribution of one rectangle of pairs in the gradients of query, key and value.
 
     `output` and `lse` are those of the whole rows; lse is finite (0 where a row sees nothing).
     """

@@ -138,8 +138,8 @@ def _shared_sums(
     return sinks, tables
 
 
-def _total(like: Tensor, shares: Sequence[Tensor]) -> Tensor:
-    """The sum of shares, in the dtype of what it is the gradient of."""
-    if not shares:
+def _total(like: Tensor, contributions: Sequence[Tensor]) -> Tensor:
+    """The sum of contributions, in the dtype of what it is the gradient of."""
+    if not contributions:
         return torch.zeros_like(like)
-    return torch.stack(list(shares)).sum(0).to(like.dtype)
+    return torch.stack(list(contributions)).sum(0).to(like.dtype)

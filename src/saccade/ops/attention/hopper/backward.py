@@ -1,11 +1,11 @@
-"""Attention backward on Hopper: gradients of keys and values, and shares of those of queries.
+"""Attention backward on Hopper: gradients of keys and values, and partial sums of those of queries.
 
 A program stands at a tile of keys, of which each of its two consumers owns one half, and tile
 ranges along the queries that see it. Pairs lie as [keys, queries]: then weights and grad_scores, as
 they stand in registers, are left operands of the products that give the gradients of values and
 keys.
 grad_scores go through shared memory too, where both halves meet: each consumer multiplies half of
-a tile's share of the gradients of queries, and TMA adds it to memory in float32.
+a tile's partial sum of the gradients of queries, and TMA adds it to memory in float32.
 
 Source: FlashAttention-3 (Shah et al. 2024), appendix B; its algorithm is FlashAttention-2's.
 """
@@ -35,22 +35,22 @@ from saccade.gpu.hopper.tile_scheduler import (
     num_visits,
     program_of,
     program_of_keys,
-    write_ticket,
+    write_work_tile,
 )
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.tensor_view import num_rows, row_pointers
 from saccade.gpu.tile_ranges import TileRange
 from saccade.ops.attention.hopper.dq_accumulate import (
-    add_share,
-    give_turn,
-    given_turn,
+    add_partial_dq,
+    advance_semaphore,
     may_hide,
     may_wait,
     multiply_grad_scores,
     query_tile_of,
+    read_semaphore,
 )
 from saccade.ops.attention.hopper.epilogue import as_matrix, pad_rows
-from saccade.ops.attention.hopper.forward import mma_layout, ticket_of
+from saccade.ops.attention.hopper.forward import mma_layout, work_tile_of
 from saccade.ops.attention.hopper.nonfinite import note_nonfinite
 from saccade.ops.attention.hopper.smem import make_backward_rings
 from saccade.ops.attention.hopper.softmax import ROWS, places_of
@@ -58,7 +58,7 @@ from saccade.ops.attention.hopper.softmax import ROWS, places_of
 
 @gluon.jit(do_not_specialize=["rules"])
 def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
-    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, share_desc,
+    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc,
     grad_key_desc, grad_value_desc,
     query, key, grad_key, grad_value,  # Views
     rules, schedule, scratch,
@@ -68,18 +68,18 @@ def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out 
 ):  # fmt: skip
     """One program: tiles of 128 keys of one head, one after the other."""
     rings = make_backward_rings(
-        query_desc, key_desc, value_desc, grad_output_desc, starts_desc, share_desc,
+        query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc,
         grad_value_desc, STAGES,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (consume, (
-                share_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
+                dq_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
                 rules, schedule, scratch, rings,
                 HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, NAN_SAFE, 0,
             )),
             (consume, (
-                share_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
+                dq_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
                 rules, schedule, scratch, rings,
                 HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
             )),
@@ -110,13 +110,13 @@ def produce(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
     """
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
     QUERY_TILE: gl.constexpr = query_desc.block_type.shape[2]
-    tile_turn, ticket_turn, turn = 0, 0, 0
+    tile_iteration, work_iteration, iteration = 0, 0, 0
     number = gl.program_id(0)
     sound = number >= 0
-    if scratch.turns is not None:
+    if scratch.semaphores is not None:
         sound = may_wait(query, key)
     while number < num_tiles(schedule):
-        if scratch.turns is None:
+        if scratch.semaphores is None:
             program = program_of_keys(schedule, number)
         else:  # last tiles add first, so they come first: nobody waits for who has not begun
             program = program_of(schedule, number)
@@ -133,9 +133,11 @@ def produce(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
                     rules.mask, batch, query_head, slot, kv_start, (kv_len, query_len),
                     KV_TILE, QUERY_TILE, False,
                 )  # fmt: skip
-                rings.tickets.acquire(ticket_turn)
+                rings.work_tiles.acquire(work_iteration)
                 place = (batch, query_head, kv_start)
-                rings.tickets.put(ticket_turn, write_ticket(place, query_len, kv_len, tile_range))
+                rings.work_tiles.put(
+                    work_iteration, write_work_tile(place, query_len, kv_len, tile_range)
+                )
                 first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
                 for index in range(0, num_visits(tile_range)):
                     query_tile = query_tile_of(rules, scratch, tile_range, index)
@@ -143,82 +145,82 @@ def produce(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
                     begins = (group_head == 0) & (index == 0)
                     if not APART:  # noqa: SIM102 (known when compiling; the next is not)
                         if begins:
-                            rings.keys.acquire(tile_turn)
-                            rings.keys.load(tile_turn, key_desc, keys_at)
-                    rings.queries.acquire(turn)
+                            rings.keys.acquire(tile_iteration)
+                            rings.keys.load(tile_iteration, key_desc, keys_at)
+                    rings.queries.acquire(iteration)
                     rings.queries.load_with(
-                        turn, query_desc, queries_at,
+                        iteration, query_desc, queries_at,
                         starts_desc, [first_slot + query_tile, 0], rings.starts,
                     )  # fmt: skip
                     if APART:
-                        rings.grad_outputs.acquire(turn)
-                        rings.grad_outputs.load(turn, grad_output_desc, queries_at)
+                        rings.grad_outputs.acquire(iteration)
+                        rings.grad_outputs.load(iteration, grad_output_desc, queries_at)
                         if begins:
-                            rings.keys.acquire(tile_turn)
-                            rings.keys.load(tile_turn, key_desc, keys_at)
+                            rings.keys.acquire(tile_iteration)
+                            rings.keys.load(tile_iteration, key_desc, keys_at)
                     if begins:
-                        rings.values.acquire(tile_turn)
-                        rings.values.load(tile_turn, value_desc, keys_at)
+                        rings.values.acquire(tile_iteration)
+                        rings.values.load(tile_iteration, value_desc, keys_at)
                     if not APART:
-                        rings.grad_outputs.load(turn, grad_output_desc, queries_at)
-                    turn += 1
-                ticket_turn += 1
-            tile_turn += 1
+                        rings.grad_outputs.load(iteration, grad_output_desc, queries_at)
+                    iteration += 1
+                work_iteration += 1
+            tile_iteration += 1
         # No sooner: who has a number and does not begin may keep others waiting.
         number = next_number(schedule, number)
-    # A ticket for no keys: there is nothing left.
-    rings.tickets.acquire(ticket_turn)
-    none = ticket_turn * 0
+    # A work tile for no keys: there is nothing left.
+    rings.work_tiles.acquire(work_iteration)
+    none = work_iteration * 0
     nothing = TileRange(none, none, none, none, none, none)
-    rings.tickets.put(ticket_turn, write_ticket((none, none, none), none, none, nothing))
+    rings.work_tiles.put(work_iteration, write_work_tile((none, none, none), none, none, nothing))
     pad_rows(grad_key, 0.0, HEAD_DIM)
     pad_rows(grad_value, 0.0, VALUE_DIM)
 
 
 @gluon.jit
 def consume(
-    share_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
+    dq_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
     rules, schedule, scratch, rings,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     NAN_SAFE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Compute half of the keys of each tile that the producer announces."""
+    """Compute half of the keys of each tile that the producer schedules."""
     HEAD_WIDTH: gl.constexpr = rings.keys.memory.shape[4]
     VALUE_WIDTH: gl.constexpr = rings.values.memory.shape[4]
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
-    tile_turn, ticket_turn, turn = 0, 0, 0
+    tile_iteration, work_iteration, iteration = 0, 0, 0
     added = -1
-    place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
+    place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
     while kv_len > 0:
-        rings.keys.wait(tile_turn)
-        rings.values.wait(tile_turn)
+        rings.keys.wait(tile_iteration)
+        rings.values.wait(tile_iteration)
         of_key = gl.zeros([ROWS, HEAD_WIDTH], gl.float32, mma_layout(HEAD_WIDTH))
         of_value = gl.zeros([ROWS, VALUE_WIDTH], gl.float32, mma_layout(VALUE_WIDTH))
         for group_head in range(0, HEADS_PER_KV_HEAD):
             if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
                 if group_head > 0:
-                    place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
-            ticket_turn += 1
+                    place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+            work_iteration += 1
             batch, query_head, kv_start = place
             first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
             at = (batch, query_head, kv_start + WHICH * ROWS, query_len, kv_len, first_slot)
             of_key, of_value, added = sum_over_queries(
-                share_desc,
+                dq_desc,
                 rings,
                 rules,
                 scratch,
                 at,
                 tile_range,
-                turn,
+                iteration,
                 added,
                 of_key,
                 of_value,
                 WHICH,
             )
-            turn += num_visits(tile_range)
-        rings.values.release(tile_turn)
-        rings.keys.release(tile_turn)
-        tile_turn += 1
+            iteration += num_visits(tile_range)
+        rings.values.release(tile_iteration)
+        rings.keys.release(tile_iteration)
+        tile_iteration += 1
         batch, query_head, kv_start = place
         kv_head = query_head // HEADS_PER_KV_HEAD
         at = (batch, kv_head, kv_start + WHICH * ROWS, kv_len)
@@ -228,41 +230,41 @@ def consume(
         memory = rings.outputs[WHICH]
         finish(of_value, grad_value_desc, grad_value, schedule, at, memory, VALUE_DIM)
         finish(of_key * rules.scale, grad_key_desc, grad_key, schedule, at, memory, HEAD_DIM)
-        place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
-        if scratch.turns is not None:
-            added = give_turn(rings, scratch, kv_start, added)
+        place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+        if scratch.semaphores is not None:
+            added = advance_semaphore(rings, scratch, kv_start, added)
     wait_for_stores()
 
 
 @gluon.jit
-def next_ticket(rings, turn):
-    """What to do next; its memory may take another ticket now."""
-    ticket = ticket_of(rings, turn)
-    rings.tickets.release(turn)
-    return ticket
+def next_work_tile(rings, iteration):
+    """What to do next; its memory may take another work tile now."""
+    work_tile = work_tile_of(rings, iteration)
+    rings.work_tiles.release(iteration)
+    return work_tile
 
 
 @gluon.jit
 def sum_over_queries(
-    share_desc, rings, rules, scratch, at, tile_range, turn, added, of_key, of_value,
+    dq_desc, rings, rules, scratch, at, tile_range, iteration, added, of_key, of_value,
     WHICH: gl.constexpr,
 ):  # fmt: skip
     """Add what every visited tile of one query head gives.
 
-    The product that gives shares of the gradients of queries needs the grad_scores of both
+    The product that gives partial sums of the gradients of queries needs the grad_scores of both
     consumers. It starts one tile late, so that neither waits for the other. Without a descriptor
-    of shares there are none.
+    of partial sums there are none.
     """
-    SHARING: gl.constexpr = share_desc is not None
+    ACCUMULATE_DQ: gl.constexpr = dq_desc is not None
     of_key, of_value, added = add_tile(
-        share_desc,
+        dq_desc,
         rings,
         rules,
         scratch,
         at,
         tile_range,
         0,
-        turn,
+        iteration,
         added,
         of_key,
         of_value,
@@ -270,25 +272,35 @@ def sum_over_queries(
         WHICH,
     )
     for index in range(1, num_visits(tile_range)):
-        turn += 1
+        iteration += 1
         of_key, of_value, added = add_tile(
-            share_desc, rings, rules, scratch, at, tile_range, index, turn, added, of_key, of_value,
-            SHARING, WHICH,
+            dq_desc, rings, rules, scratch, at, tile_range, index, iteration, added, of_key,
+            of_value, ACCUMULATE_DQ, WHICH,
         )  # fmt: skip
-    if SHARING:
-        share = multiply_grad_scores(rings, turn, WHICH)
-        share = warpgroup_mma_wait(0, deps=[share])
+    if ACCUMULATE_DQ:
+        partial_dq = multiply_grad_scores(rings, iteration, WHICH)
+        partial_dq = warpgroup_mma_wait(0, deps=[partial_dq])
         last = num_visits(tile_range) - 1
-        given = given_turn(rules, scratch, at, tile_range, last, WHICH)
-        added = add_share(
-            share_desc, rings, rules, scratch, at, tile_range, last, share, given, added, WHICH
+        semaphore = read_semaphore(rules, scratch, at, tile_range, last, WHICH)
+        added = add_partial_dq(
+            dq_desc,
+            rings,
+            rules,
+            scratch,
+            at,
+            tile_range,
+            last,
+            partial_dq,
+            semaphore,
+            added,
+            WHICH,
         )
     return of_key, of_value, added
 
 
 @gluon.jit
 def add_tile(
-    share_desc, rings, rules, scratch, at, tile_range, index, turn, added, of_key, of_value,
+    dq_desc, rings, rules, scratch, at, tile_range, index, iteration, added, of_key, of_value,
     LATER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Add what one tile of queries gives to the gradients of the keys and values.
@@ -296,27 +308,31 @@ def add_tile(
     Whatever the consumer computes itself, it computes while a product runs:
 
         scores and grad_weights → exponents, under grad_weights → of_value → grad_scores, under
-        of_value → share of the tile before, of_key → share out, under of_key
+        of_value → partial sum of the tile before, of_key → share out, under of_key
 
-    LATER: the share of the tile before is to be computed.
+    LATER: the partial sum of the tile before is to be computed.
     """
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
     PAIRS: gl.constexpr = mma_layout(QUERY_TILE)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, PAIRS)
     OF_KEY: gl.constexpr = mma_layout(rings.keys.memory.shape[4])
     OF_VALUE: gl.constexpr = mma_layout(rings.values.memory.shape[4])
-    key_half = as_matrix(rings.keys.memory.index(here(turn - turn))).slice(WHICH * ROWS, ROWS)
-    value_half = as_matrix(rings.values.memory.index(here(turn - turn))).slice(WHICH * ROWS, ROWS)
-    query_tile = as_matrix(rings.queries.at(turn))
-    grad_tile = as_matrix(rings.grad_outputs.at(turn))
+    key_half = as_matrix(rings.keys.memory.index(here(iteration - iteration))).slice(
+        WHICH * ROWS, ROWS
+    )
+    value_half = as_matrix(rings.values.memory.index(here(iteration - iteration))).slice(
+        WHICH * ROWS, ROWS
+    )
+    query_tile = as_matrix(rings.queries.at(iteration))
+    grad_tile = as_matrix(rings.grad_outputs.at(iteration))
     nothing = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
     # The sooner the better, but twice as many pairs leave no registers for it any sooner.
     SOON: gl.constexpr = QUERY_TILE == ROWS
     if LATER and SOON:
-        given = given_turn(rules, scratch, at, tile_range, index - 1, WHICH)
+        semaphore = read_semaphore(rules, scratch, at, tile_range, index - 1, WHICH)
 
-    rings.queries.wait(turn)
-    starts = rings.starts.index(rings.queries.stage(turn)).reshape([2 * QUERY_TILE])
+    rings.queries.wait(iteration)
+    starts = rings.starts.index(rings.queries.stage(iteration)).reshape([2 * QUERY_TILE])
     score_start = starts.slice(0, QUERY_TILE).load(COLUMNS)
     if rules.score is None:  # noqa: SIM108
         scores = nothing + score_start[None, :]
@@ -324,7 +340,7 @@ def add_tile(
         scores = nothing
     scores = warpgroup_mma(key_half, query_tile.permute((1, 0)), scores, is_async=True)
     grad_start = starts.slice(QUERY_TILE, QUERY_TILE).load(COLUMNS)
-    rings.grad_outputs.wait(turn)
+    rings.grad_outputs.wait(iteration)
     grad_weights = warpgroup_mma(
         value_half, grad_tile.permute((1, 0)), nothing + grad_start[None, :], is_async=True
     )
@@ -336,23 +352,33 @@ def add_tile(
     grad_scores = (slopes * grad_weights).to(query_tile.dtype)
     operand = gl.convert_layout(grad_scores, gl.DotOperandLayout(0, OF_KEY, 2))
     if LATER and SOON:
-        share = multiply_grad_scores(rings, turn - 1, WHICH)
-    if share_desc is not None:
-        rings.queries.acquire(turn + 1)  # then both have read what lay here two tiles before
-        rings.grad_scores.put_rows(turn, WHICH * ROWS, grad_scores)
+        partial_dq = multiply_grad_scores(rings, iteration - 1, WHICH)
+    if dq_desc is not None:
+        rings.queries.acquire(iteration + 1)  # then both have read what lay here two tiles before
+        rings.grad_scores.put_rows(iteration, WHICH * ROWS, grad_scores)
     if LATER and not SOON:
-        given = given_turn(rules, scratch, at, tile_range, index - 1, WHICH)
-        share = multiply_grad_scores(rings, turn - 1, WHICH)
+        semaphore = read_semaphore(rules, scratch, at, tile_range, index - 1, WHICH)
+        partial_dq = multiply_grad_scores(rings, iteration - 1, WHICH)
     of_key = warpgroup_mma(operand, query_tile, of_key, is_async=True)
     if LATER:
-        of_value, share = warpgroup_mma_wait(1, deps=[of_value, share])
-        added = add_share(
-            share_desc, rings, rules, scratch, at, tile_range, index - 1, share, given, added, WHICH
+        of_value, partial_dq = warpgroup_mma_wait(1, deps=[of_value, partial_dq])
+        added = add_partial_dq(
+            dq_desc,
+            rings,
+            rules,
+            scratch,
+            at,
+            tile_range,
+            index - 1,
+            partial_dq,
+            semaphore,
+            added,
+            WHICH,
         )
         of_key = warpgroup_mma_wait(0, deps=[of_key])
     else:
         of_value, of_key = warpgroup_mma_wait(0, deps=[of_value, of_key])
-    rings.queries.release(turn)
+    rings.queries.release(iteration)
     return of_key, of_value, added
 
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 
 from saccade.gpu.hopper.pipeline import as_operand, here, warpgroup_mma_wait
 from saccade.gpu.hopper.tile_scheduler import num_visits
-from saccade.ops.attention.hopper.backward import next_ticket, produce, weigh
+from saccade.ops.attention.hopper.backward import next_work_tile, produce, weigh
 from saccade.ops.attention.hopper.epilogue import as_matrix
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.mma_split import (
@@ -44,7 +44,7 @@ from saccade.ops.attention.hopper.softmax import ROWS
 
 @gluon.jit(do_not_specialize=["rules"])
 def attention_backward_keys(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
-    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, share_desc,
+    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc,
     grad_key_desc, grad_value_desc,
     query, key, grad_key, grad_value,  # Views
     rules, schedule, scratch,
@@ -52,8 +52,8 @@ def attention_backward_keys(  # breaks kernel-arguments: TMA takes no descriptor
     STAGES: gl.constexpr, NAN_SAFE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: tiles of 64 keys of one head, one after the other. There are no shares."""
-    gl.static_assert(share_desc is None)
+    """One program: tiles of 64 keys of one head, one after the other. There are no partial sums."""
+    gl.static_assert(dq_desc is None)
     rings = make_key_rings(
         query_desc, key_desc, value_desc, grad_output_desc, starts_desc,
         grad_key_desc, grad_value_desc, STAGES,
@@ -85,27 +85,27 @@ def consume(
     HEADS_PER_KV_HEAD: gl.constexpr, DIM: gl.constexpr, OTHER_DIM: gl.constexpr,
     NAN_SAFE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Compute one gradient of each tile of keys that the producer announces: that of values (0),
+    """Compute one gradient of each tile of keys that the producer schedules: that of values (0),
     from the keys, or that of keys (1), from the values."""
     PARTS: gl.constexpr = parts_of(grad_desc.block_type.shape[3], DIM)
     mine = rings.keys if WHICH == 0 else rings.values
     OTHERS: gl.constexpr = parts_of(mine.memory.shape[4], OTHER_DIM)
-    tile_turn, ticket_turn, turn = 0, 0, 0
-    place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
+    tile_iteration, work_iteration, iteration = 0, 0, 0
+    place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
     while kv_len > 0:
-        mine.wait(tile_turn)
+        mine.wait(tile_iteration)
         sums = no_sums(PARTS)
         for group_head in range(0, HEADS_PER_KV_HEAD):
             if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
                 if group_head > 0:
-                    place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
-            ticket_turn += 1
+                    place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+            work_iteration += 1
             batch, query_head, kv_start = place
             at = (batch, query_head, kv_start, query_len, kv_len, 0)
             sums = sum_over_queries(
-                rings, rules, scratch, at, tile_range, turn, sums, OTHERS, WHICH
+                rings, rules, scratch, at, tile_range, iteration, sums, OTHERS, WHICH
             )
-            turn += num_visits(tile_range)
+            iteration += num_visits(tile_range)
         factor = 1.0 if WHICH == 0 else rules.scale
         batch, query_head, kv_start = place
         at = (batch, query_head // HEADS_PER_KV_HEAD, kv_start, kv_len)
@@ -114,41 +114,41 @@ def consume(
             sums, factor, grad_desc, grad, schedule, at, rings.outputs[WHICH], scratch.flag,
             DIM, NAN_SAFE,
         )  # fmt: skip
-        mine.release(tile_turn)
-        tile_turn += 1
-        place, query_len, kv_len, tile_range = next_ticket(rings, ticket_turn)
+        mine.release(tile_iteration)
+        tile_iteration += 1
+        place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
 
 
 @gluon.jit
 def sum_over_queries(
-    rings, rules, scratch, at, tile_range, turn, sums, PARTS: gl.constexpr, WHICH: gl.constexpr
+    rings, rules, scratch, at, tile_range, iteration, sums, PARTS: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """Add what every visited tile of one query head gives, each one step late: its product and the
     first one of the next step follow each other without a pause."""
     if WHICH == 0:
         pairs, sums = add_weights(
-            rings, rules, scratch, at, tile_range, 0, turn, 0, sums, PARTS, False
+            rings, rules, scratch, at, tile_range, 0, iteration, 0, sums, PARTS, False
         )
     else:
-        pairs, sums = add_grad_scores(rings, turn, 0, sums, PARTS, False)
+        pairs, sums = add_grad_scores(rings, iteration, 0, sums, PARTS, False)
     for index in range(1, num_visits(tile_range)):
-        turn += 1
+        iteration += 1
         if WHICH == 0:
             pairs, sums = add_weights(
-                rings, rules, scratch, at, tile_range, index, turn, pairs, sums, PARTS, True
+                rings, rules, scratch, at, tile_range, index, iteration, pairs, sums, PARTS, True
             )
         else:
-            pairs, sums = add_grad_scores(rings, turn, pairs, sums, PARTS, True)
+            pairs, sums = add_grad_scores(rings, iteration, pairs, sums, PARTS, True)
     ring = rings.grad_outputs if WHICH == 0 else rings.queries
-    ring.wait(turn)
-    sums = wait_for_sums_of(0, add_rows(pairs, as_matrix(ring.at(turn)), sums))
-    ring.release(turn)
+    ring.wait(iteration)
+    sums = wait_for_sums_of(0, add_rows(pairs, as_matrix(ring.at(iteration)), sums))
+    ring.release(iteration)
     return sums
 
 
 @gluon.jit
 def add_weights(
-    rings, rules, scratch, at, tile_range, index, turn, weights, of_value,
+    rings, rules, scratch, at, tile_range, index, iteration, weights, of_value,
     PARTS: gl.constexpr, LATER: gl.constexpr,
 ):  # fmt: skip
     """Add what the tile of queries before gives to the gradients of values, from its weights; and
@@ -158,13 +158,13 @@ def add_weights(
     """
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
     PAIRS: gl.constexpr = mma_layout(QUERY_TILE)
-    key_tile = as_matrix(rings.keys.memory.index(here(turn - turn)))
-    query_tile = as_matrix(rings.queries.at(turn))
+    key_tile = as_matrix(rings.keys.memory.index(here(iteration - iteration)))
+    query_tile = as_matrix(rings.queries.at(iteration))
     if LATER:
-        rings.grad_outputs.wait(turn - 1)
-        of_value = add_rows(weights, as_matrix(rings.grad_outputs.at(turn - 1)), of_value)
-    rings.queries.wait(turn)
-    starts = rings.starts.index(rings.queries.stage(turn)).reshape([2 * QUERY_TILE])
+        rings.grad_outputs.wait(iteration - 1)
+        of_value = add_rows(weights, as_matrix(rings.grad_outputs.at(iteration - 1)), of_value)
+    rings.queries.wait(iteration)
+    starts = rings.starts.index(rings.queries.stage(iteration)).reshape([2 * QUERY_TILE])
     score_start = starts.slice(0, QUERY_TILE).load(gl.SliceLayout(0, PAIRS))
     scores = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
     if rules.score is None:
@@ -172,38 +172,38 @@ def add_weights(
     scores = multiply_channels(key_tile, query_tile, scores, PARTS)
     if LATER:
         of_value = wait_for_sums_of(len(PARTS), of_value)
-        rings.grad_outputs.release(turn - 1)
+        rings.grad_outputs.release(iteration - 1)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    rings.queries.release(turn)
+    rings.queries.release(iteration)
     weights, slopes = weigh(scores, score_start, rules, scratch, at, tile_range, index)
-    rings.slopes.acquire(turn)
-    rings.slopes.put(turn, slopes.to(query_tile.dtype))
+    rings.slopes.acquire(iteration)
+    rings.slopes.put(iteration, slopes.to(query_tile.dtype))
     return as_operand(weights, query_tile.dtype, PAIRS), of_value
 
 
 @gluon.jit
 def add_grad_scores(
-    rings, turn, grad_scores, of_key, PARTS: gl.constexpr, LATER: gl.constexpr
+    rings, iteration, grad_scores, of_key, PARTS: gl.constexpr, LATER: gl.constexpr
 ):  # fmt: skip
     """The same for the gradients of keys, from grad_scores. PARTS: of the channels of values."""
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
     PAIRS: gl.constexpr = mma_layout(QUERY_TILE)
-    value_tile = as_matrix(rings.values.memory.index(here(turn - turn)))
-    grad_tile = as_matrix(rings.grad_outputs.at(turn))
+    value_tile = as_matrix(rings.values.memory.index(here(iteration - iteration)))
+    grad_tile = as_matrix(rings.grad_outputs.at(iteration))
     if LATER:
-        of_key = add_rows(grad_scores, as_matrix(rings.queries.at(turn - 1)), of_key)
-    rings.queries.wait(turn)
-    starts = rings.starts.index(rings.queries.stage(turn)).reshape([2 * QUERY_TILE])
+        of_key = add_rows(grad_scores, as_matrix(rings.queries.at(iteration - 1)), of_key)
+    rings.queries.wait(iteration)
+    starts = rings.starts.index(rings.queries.stage(iteration)).reshape([2 * QUERY_TILE])
     grad_start = starts.slice(QUERY_TILE, QUERY_TILE).load(gl.SliceLayout(0, PAIRS))
     nothing = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
-    rings.grad_outputs.wait(turn)
+    rings.grad_outputs.wait(iteration)
     grad_weights = multiply_channels(value_tile, grad_tile, nothing + grad_start[None, :], PARTS)
     if LATER:
         of_key = wait_for_sums_of(len(PARTS), of_key)
-        rings.queries.release(turn - 1)
+        rings.queries.release(iteration - 1)
     grad_weights = warpgroup_mma_wait(0, deps=[grad_weights])
-    rings.grad_outputs.release(turn)
-    rings.slopes.wait(turn)
-    slopes = rings.slopes.at(turn).load(PAIRS).to(gl.float32)
-    rings.slopes.release(turn)
+    rings.grad_outputs.release(iteration)
+    rings.slopes.wait(iteration)
+    slopes = rings.slopes.at(iteration).load(PAIRS).to(gl.float32)
+    rings.slopes.release(iteration)
     return as_operand(slopes * grad_weights, grad_tile.dtype, PAIRS), of_key

@@ -1,4 +1,5 @@
-"""Gradients of queries on Hopper, as a pass of their own: the same bits each time, and no shares.
+"""Gradients of queries on Hopper, as a pass of their own: the same bits each time, and no partial
+sums.
 
 A program stands at 128 query rows, 64 for each of its two consumers, and goes along the keys that
 they see, as the forward pass does:
@@ -21,9 +22,9 @@ from triton.experimental.gluon import language as gl
 from saccade.gpu.hopper.pipeline import as_operand, here, warpgroup_mma_wait
 from saccade.gpu.hopper.tile_scheduler import is_partial, num_visits, tile_of
 from saccade.gpu.tensor_view import load_numbers
-from saccade.ops.attention.hopper.backward import next_ticket
+from saccade.ops.attention.hopper.backward import next_work_tile
 from saccade.ops.attention.hopper.epilogue import as_matrix
-from saccade.ops.attention.hopper.forward import announce, mma_layout, ticket_of
+from saccade.ops.attention.hopper.forward import mma_layout, schedule_work, work_tile_of
 from saccade.ops.attention.hopper.mma_split import (
     add_rows,
     finish_wide,
@@ -61,7 +62,7 @@ def attention_backward_queries(
                 query_desc, key_desc, value_desc, grad_output_desc, query, key, rules, schedule,
                 rings, HEADS_PER_KV_HEAD,
             )),
-            (announce, (query, key, grad_query, None, rules, schedule, rings, HEAD_DIM, 0)),
+            (schedule_work, (query, key, grad_query, None, rules, schedule, rings, HEAD_DIM, 0)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -75,8 +76,8 @@ def produce(
 ):  # fmt: skip
     """Load what consumers will need, as soon as there is room for it."""
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
-    tile_turn, kv_turn = 0, 0
-    place, query_len, _, tile_range = ticket_of(rings, tile_turn)
+    tile_iteration, kv_iteration = 0, 0
+    place, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
     while query_len > 0:
         batch, query_head, query_start = place
         query_batch, query_row = schedule.origin(batch, query.data)
@@ -86,22 +87,24 @@ def produce(
         for index in range(0, visits):
             kv_start = tile_of(rules, tile_range, index) * KV_TILE
             coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
-            rings.keys.acquire(kv_turn)
-            rings.keys.load(kv_turn, key_desc, coordinates)
-            rings.values.acquire(kv_turn)
-            rings.values.load(kv_turn, value_desc, coordinates)
+            rings.keys.acquire(kv_iteration)
+            rings.keys.load(kv_iteration, key_desc, coordinates)
+            rings.values.acquire(kv_iteration)
+            rings.values.load(kv_iteration, value_desc, coordinates)
             if index == 0:
                 # Their memory is the last to come free: what they leave behind goes out of it.
                 for which in gl.static_range(2):
                     first = [query_batch, query_head, query_row + query_start + which * ROWS, 0]
-                    rings.queries[which].acquire(tile_turn)
-                    rings.queries[which].load(tile_turn, query_desc, first)
-                    rings.grad_outputs[which].load(tile_turn, grad_output_desc, first)
+                    rings.queries[which].acquire(tile_iteration)
+                    rings.queries[which].load(tile_iteration, query_desc, first)
+                    rings.grad_outputs[which].load(tile_iteration, grad_output_desc, first)
             if index == gl.maximum(visits - 2, 0):
-                rings.tickets.release(tile_turn)  # now is the time to announce the next tile
-            kv_turn += 1
-        tile_turn += 1
-        place, query_len, _, tile_range = ticket_of(rings, tile_turn)
+                rings.work_tiles.release(
+                    tile_iteration
+                )  # now is the time to schedule the next tile
+            kv_iteration += 1
+        tile_iteration += 1
+        place, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
 
 
 @gluon.jit
@@ -109,12 +112,12 @@ def consume(
     grad_query_desc, query, grad_query, lse_log2, row_dot, rules, schedule, rings,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, NAN_SAFE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 rows of each tile of query rows that is announced."""
+    """Compute 64 rows of each tile of query rows that is scheduled."""
     PARTS: gl.constexpr = parts_of(rings.keys.memory.shape[4], HEAD_DIM)
     OTHERS: gl.constexpr = parts_of(rings.values.memory.shape[4], VALUE_DIM)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, mma_layout(rings.keys.memory.shape[3]))
-    tile_turn, kv_turn = 0, 0
-    place, query_len, kv_len, tile_range = next_ticket(rings, tile_turn)
+    tile_iteration, kv_iteration = 0, 0
+    place, query_len, kv_len, tile_range = next_work_tile(rings, tile_iteration)
     while query_len > 0:
         batch, query_head, query_start = place
         first_row = query_start + WHICH * ROWS
@@ -124,46 +127,56 @@ def consume(
         dot = load_numbers(row_dot, batch, query_head, rows, query_len, 0.0)
         at = (batch, query_head, first_row, query_len, kv_len)
         queries, grad_outputs = rings.queries[WHICH], rings.grad_outputs[WHICH]
-        queries.wait(tile_turn)
-        grad_outputs.wait(tile_turn)
+        queries.wait(tile_iteration)
+        grad_outputs.wait(tile_iteration)
         sums = sum_over_keys(
-            rings, rules, at, tile_range, kv_turn, lse, dot, no_sums(PARTS), PARTS, OTHERS, WHICH
+            rings,
+            rules,
+            at,
+            tile_range,
+            kv_iteration,
+            lse,
+            dot,
+            no_sums(PARTS),
+            PARTS,
+            OTHERS,
+            WHICH,
         )
-        kv_turn += num_visits(tile_range)
+        kv_iteration += num_visits(tile_range)
         at = (batch, query_head, first_row, query_len)
         # They leave through the memory of the queries.
         finish_wide(
-            sums, rules.scale, grad_query_desc, grad_query, schedule, at, queries.at(tile_turn),
-            schedule.nonfinite, HEAD_DIM, NAN_SAFE,
+            sums, rules.scale, grad_query_desc, grad_query, schedule, at,
+            queries.at(tile_iteration), schedule.nonfinite, HEAD_DIM, NAN_SAFE,
         )  # fmt: skip
-        queries.release(tile_turn)
-        tile_turn += 1
-        place, query_len, kv_len, tile_range = next_ticket(rings, tile_turn)
+        queries.release(tile_iteration)
+        tile_iteration += 1
+        place, query_len, kv_len, tile_range = next_work_tile(rings, tile_iteration)
 
 
 @gluon.jit
 def sum_over_keys(
-    rings, rules, at, tile_range, turn, lse, dot, sums,
+    rings, rules, at, tile_range, iteration, lse, dot, sums,
     PARTS: gl.constexpr, OTHERS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Add what every visited tile of keys gives, each one step late."""
     grad_scores, sums = add_tile(
-        rings, rules, at, tile_range, 0, turn, lse, dot, 0, sums, PARTS, OTHERS, False, WHICH
+        rings, rules, at, tile_range, 0, iteration, lse, dot, 0, sums, PARTS, OTHERS, False, WHICH
     )
     for index in range(1, num_visits(tile_range)):
-        turn += 1
+        iteration += 1
         grad_scores, sums = add_tile(
-            rings, rules, at, tile_range, index, turn, lse, dot, grad_scores, sums, PARTS, OTHERS, True,
-            WHICH,
+            rings, rules, at, tile_range, index, iteration, lse, dot, grad_scores, sums, PARTS,
+            OTHERS, True, WHICH,
         )  # fmt: skip
-    sums = wait_for_sums_of(0, add_rows(grad_scores, as_matrix(rings.keys.at(turn)), sums))
-    rings.keys.release(turn)
+    sums = wait_for_sums_of(0, add_rows(grad_scores, as_matrix(rings.keys.at(iteration)), sums))
+    rings.keys.release(iteration)
     return sums
 
 
 @gluon.jit
 def add_tile(
-    rings, rules, at, tile_range, index, turn, lse, dot, grad_scores, sums,
+    rings, rules, at, tile_range, index, iteration, lse, dot, grad_scores, sums,
     PARTS: gl.constexpr, OTHERS: gl.constexpr, LATER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Add what the tile of keys before gives, and make the grad_scores of this one.
@@ -172,24 +185,26 @@ def add_tile(
     """
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
     PAIRS: gl.constexpr = mma_layout(KV_TILE)
-    query_tile = as_matrix(rings.queries[WHICH].memory.index(here(turn - turn)))
-    grad_tile = as_matrix(rings.grad_outputs[WHICH].memory.index(here(turn - turn)))
+    query_tile = as_matrix(rings.queries[WHICH].memory.index(here(iteration - iteration)))
+    grad_tile = as_matrix(rings.grad_outputs[WHICH].memory.index(here(iteration - iteration)))
     nothing = gl.zeros([ROWS, KV_TILE], gl.float32, PAIRS)
     if LATER:
-        sums = add_rows(grad_scores, as_matrix(rings.keys.at(turn - 1)), sums)
-    rings.keys.wait(turn)
-    scores = multiply_channels(query_tile, as_matrix(rings.keys.at(turn)), nothing, PARTS)
+        sums = add_rows(grad_scores, as_matrix(rings.keys.at(iteration - 1)), sums)
+    rings.keys.wait(iteration)
+    scores = multiply_channels(query_tile, as_matrix(rings.keys.at(iteration)), nothing, PARTS)
     if LATER:
         sums = wait_for_sums_of(len(PARTS), sums)
-        rings.keys.release(turn - 1)
-    rings.values.wait(turn)
-    grad_weights = multiply_channels(grad_tile, as_matrix(rings.values.at(turn)), nothing, OTHERS)
+        rings.keys.release(iteration - 1)
+    rings.values.wait(iteration)
+    grad_weights = multiply_channels(
+        grad_tile, as_matrix(rings.values.at(iteration)), nothing, OTHERS
+    )
     scores = warpgroup_mma_wait(len(OTHERS), deps=[scores])
     slopes = weigh(scores, rules, at, tile_range, index, lse)
     # Values are there. Without this loop ptxas waits for grad_weights above the exponents.
-    rings.values.wait(turn)
+    rings.values.wait(iteration)
     grad_weights, slopes = warpgroup_mma_wait(0, deps=[grad_weights, slopes])
-    rings.values.release(turn)
+    rings.values.release(iteration)
     return as_operand(slopes * (grad_weights - dot[:, None]), rings.keys.memory.dtype, PAIRS), sums
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from saccade.ops.attention.hopper.preprocess import PARTS
-from saccade.ops.attention.triton.kind import memory_like
+from saccade.ops.attention.triton.call_spec import memory_like
 
 
-class Given(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What a pass is given beside the inputs."""
 
     output: Tensor
@@ -22,7 +22,7 @@ class Given(NamedTuple):
     grad_lse: Tensor | None
 
 
-class Memory(NamedTuple):
+class BackwardMemory(NamedTuple):
     """What is written in one pass."""
 
     of_query: Tensor
@@ -31,13 +31,13 @@ class Memory(NamedTuple):
     starts: Tensor  # what sums start at, by slot
     lse_log2: Tensor | None  # with row_dot: for Triton kernels, if some come after
     row_dot: Tensor | None
-    shares: Tensor | None  # of the gradients of queries, float32, by slot
+    dq_accumulate: Tensor | None  # of the gradients of queries, float32, by slot
     flag: Tensor | None  # whether hidden rows may have made nonfinite something
-    turns: Tensor | None  # by part
+    semaphores: Tensor | None  # by part
 
 
 class Makers(NamedTuple):
-    """What makes each of Memory; None for what is not needed."""
+    """What makes each of BackwardMemory; None for what is not needed."""
 
     of_query: Callable[[], Tensor]
     of_key: Callable[[], Tensor]
@@ -45,9 +45,9 @@ class Makers(NamedTuple):
     starts: Callable[[], Tensor]
     lse_log2: Callable[[], Tensor] | None
     row_dot: Callable[[], Tensor] | None
-    shares: Callable[[], Tensor] | None
+    dq_accumulate: Callable[[], Tensor] | None
     flag: Callable[[], Tensor] | None
-    turns: Callable[[], Tensor] | None
+    semaphores: Callable[[], Tensor] | None
 
     @staticmethod
     def of(
@@ -57,9 +57,9 @@ class Makers(NamedTuple):
         slot: tuple[int, int],
         *,
         by_triton: bool,
-        shares: bool,
+        dq_accumulate: bool,
         flag: bool,
-        turns: bool,
+        semaphores: bool,
     ) -> Makers:
         """What a kind of pass needs. slot: rows and channels of one. by_triton: whether by_triton
         kernels come after."""
@@ -73,14 +73,14 @@ class Makers(NamedTuple):
             _numbers(lse, torch.float32, slots, 2 * tile),
             statistics,
             statistics,
-            _numbers(lse, torch.float32, slots * tile, width) if shares else None,
+            _numbers(lse, torch.float32, slots * tile, width) if dq_accumulate else None,
             _numbers(lse, torch.int32) if flag else None,
-            _numbers(lse, torch.int32, slots * PARTS.value) if turns else None,
+            _numbers(lse, torch.int32, slots * PARTS.value) if semaphores else None,
         )
 
-    def __call__(self) -> Memory:
-        """Memory for one pass."""
-        return Memory(*[None if make is None else make() for make in self])  # type: ignore[arg-type]
+    def __call__(self) -> BackwardMemory:
+        """BackwardMemory for one pass."""
+        return BackwardMemory(*[None if make is None else make() for make in self])  # type: ignore[arg-type]
 
 
 def _numbers(beside: Tensor, dtype: torch.dtype, *shape: int) -> Callable[[], Tensor]:

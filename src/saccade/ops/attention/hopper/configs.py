@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from saccade.gpu.hopper.descriptors import width_of
 from saccade.gpu.kernel_args import Geometry
-from saccade.modifiers.names import is_causal, stretch_of
+from saccade.modifiers.names import contiguity_of, is_causal
 from saccade.runtime.spec import Inputs, Variant
 
 ROWS = 64  # query rows of a consumer, as in forward.py
@@ -18,7 +18,7 @@ SHARED_MEMORY = 227 << 10  # bytes of one program
 REGISTERS = 65536  # of a multiprocessor
 L2_BYTES = 32 << 20  # keys and values of heads that take turns: most of the L2
 HEADS_AT_ONCE = 64
-ADDED_BYTES = 1 << 10  # for barriers and tickets
+ADDED_BYTES = 1 << 10  # for barriers and work tiles
 LONG, SHORT = 12288, 1024  # of keys
 
 
@@ -34,7 +34,7 @@ class KernelProblem(NamedTuple):
     packed: bool = False
 
 
-class Schedule(NamedTuple):
+class KernelSchedule(NamedTuple):
     """How a kernel runs."""
 
     consumers: int
@@ -46,12 +46,12 @@ class Schedule(NamedTuple):
     producer_registers: int
     grid: str  # "dynamic": programs take numbers from a counter; "static": every so many-th
     programs: int = 1  # of one multiprocessor
-    look: bool = False  # for the largest score of every tile, before its scores are weighed
+    exact_max: bool = False  # for the largest score of every tile, before its scores are weighed
     # whether a consumer's partial tiles are those of its rows, and not of the tile's
-    trim: bool = False
+    skip_masked_tile: bool = False
 
     @property
-    def covered(self) -> bool:
+    def overlap_softmax(self) -> bool:
         """Whether exponents are computed while values are summed; where more than two consumers
         share a multiprocessor, others compute meanwhile, and registers are short."""
         return self.consumers * self.programs == 2
@@ -75,11 +75,11 @@ class Schedule(NamedTuple):
         return 2 * (queries + keys_and_values + outputs) + ADDED_BYTES
 
 
-OVERRIDE: Schedule | None = None
+OVERRIDE: KernelSchedule | None = None
 """Taken instead of what `choose` would take, to measure what it should."""
 
 
-def choose(problem: KernelProblem) -> Schedule:
+def choose(problem: KernelProblem) -> KernelSchedule:
     """The schedule of a problem.
 
     Where a causal mask leaves few tiles, each is looked through for its largest score first, as
@@ -94,13 +94,15 @@ def choose(problem: KernelProblem) -> Schedule:
     if width <= 64 and short and (causal or not problem.masked):
         # Beginnings and ends of one program are hidden under the other one's loop. It costs more a
         # step, so that others are as fast from 1.5k on, and without a mask a seventh faster.
-        return Schedule(2, 64, 2, 2, 1, 104, 24, "dynamic", 2, look=causal, trim=causal)
+        return KernelSchedule(
+            2, 64, 2, 2, 1, 104, 24, "dynamic", 2, exact_max=causal, skip_masked_tile=causal
+        )
     if width <= 64 and not problem.masked and not problem.scored:
         # A tenth faster than two, and no registers are left for a mask or a score.
-        return Schedule(3, 128, 2, 2, 1, 160, 32, "dynamic")
+        return KernelSchedule(3, 128, 2, 2, 1, 160, 32, "dynamic")
     if width <= 128:
-        return Schedule(2, 128, 2, 2, 1, 240, 24, "dynamic", look=short and causal)
-    return Schedule(2, 64, 2, 1, 2, 240, 24, "dynamic", trim=causal)
+        return KernelSchedule(2, 128, 2, 2, 1, 240, 24, "dynamic", exact_max=short and causal)
+    return KernelSchedule(2, 64, 2, 1, 2, 240, 24, "dynamic", skip_masked_tile=causal)
 
 
 def heads_at_once(
@@ -120,8 +122,8 @@ def heads_at_once(
         return 1
     enough = max(HEADS_AT_ONCE, -(-2 * multiprocessors // max(slots, 1)))
     at_most = max(1, min(enough, L2_BYTES // max(size, 1) * group))
-    turns = -(-heads // at_most)
-    return -(-heads // max(turns, 1))
+    groups = -(-heads // at_most)
+    return -(-heads // max(groups, 1))
 
 
 class PagedProblem(NamedTuple):
@@ -140,7 +142,7 @@ SMALLEST_PAGE = 16  # slots; fewer would take too many boxes for a tile
 BUSY = 3 / 4  # of all multiprocessors
 
 
-def choose_paged(problem: PagedProblem) -> Schedule:
+def choose_paged(problem: PagedProblem) -> KernelSchedule:
     """The schedule of a pass over pages: that of a masked problem, whose consumers are two."""
     return choose(KernelProblem(problem.head_width, problem.value_width, True))
 
@@ -166,7 +168,7 @@ class BackwardSchedule(NamedTuple):
     stages: int  # a power of two
     consumer_registers: int
     producer_registers: int
-    grid: str  # as in Schedule
+    grid: str  # as in KernelSchedule
     at_once_mb: int
     kv_tile: int
 
@@ -207,7 +209,7 @@ def choose_backward(problem: BackwardProblem) -> BackwardSchedule:
     # With 128 queries and no shares ptxas finds too few registers, and waits for each product.
     query_tile = 128 if problem.head_width == 64 and not ordered(problem) else 64
     long = problem.kv_len >= (LONG // 4 if problem.masked else LONG)
-    at_once_mb = 32 if long and not in_turns(problem) else 0
+    at_once_mb = 32 if long and not in_key_order(problem) else 0
     return BackwardSchedule(query_tile, 2, 240, 24, "dynamic", at_once_mb, BACKWARD_KV_TILE)
 
 
@@ -220,7 +222,7 @@ class BackwardProblem(NamedTuple):
     kv_len: int
     masked: bool
     deterministic: bool
-    stretch: str | None = None  # of keys that a row sees, see stretches.py; None: not known
+    contiguity: str | None = None  # of keys that a row sees, see stretches.py; None: not known
     causal: bool = False  # whether the mask is causal and nothing else
     packed: bool = False
     scored: bool = False  # whether the caller changes scores
@@ -255,10 +257,10 @@ def ordered(problem: BackwardProblem) -> bool:
     It is for equal bits where shares cannot take turns, and above 128 channels: two of the products
     are done again.
     """
-    return apart(problem) or (problem.deterministic and problem.stretch is None)
+    return apart(problem) or (problem.deterministic and problem.contiguity is None)
 
 
-def in_turns(problem: BackwardProblem) -> bool:
+def in_key_order(problem: BackwardProblem) -> bool:
     """Whether shares of gradients of queries are added in the order of keys.
 
     Who comes before whom must be known without looking: a row sees one stretch of keys. It is for
@@ -267,12 +269,12 @@ def in_turns(problem: BackwardProblem) -> bool:
     a tenth more.
     """
     faster = problem.causal and problem.head_width == 128 and problem.kv_len <= SHORT
-    if apart(problem) or problem.stretch is None:
+    if apart(problem) or problem.contiguity is None:
         return False
     return problem.deterministic or faster
 
 
-def heads_in_turns(slots: int, multiprocessors: int) -> int:
+def heads_in_key_order(slots: int, multiprocessors: int) -> int:
     """How many kv heads take turns where shares do: as many as busy all multiprocessors.
 
     Programs that begin at the same time stand at tiles of keys of different heads then, and none
@@ -300,6 +302,6 @@ def backward_problem(inputs: Inputs, variant: Variant, deterministic: bool) -> B
     lengths = Geometry.of(inputs).lengths()
     return BackwardProblem(
         head_width, value_width, *lengths, variant.mask != "", deterministic,
-        stretch=stretch_of(variant.mask), causal=is_causal(variant.mask),
+        contiguity=contiguity_of(variant.mask), causal=is_causal(variant.mask),
         packed=inputs.cu_seqlens_q is not None, scored=variant.score != "",
     )  # fmt: skip

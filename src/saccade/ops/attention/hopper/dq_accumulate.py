@@ -49,11 +49,11 @@ NEVER = gl.constexpr(1 << 30)  # a tile of keys behind all others
 
 
 @gluon.jit
-def multiply_grad_scores(rings, turn, WHICH: gl.constexpr):
+def multiply_grad_scores(rings, iteration, WHICH: gl.constexpr):
     """Start this consumer's half of grad_scores · keys: half of the rows, or of the channels."""
-    rings.grad_scores.wait(turn)
-    grad_scores = rings.grad_scores.at(turn)
-    keys = as_matrix(rings.keys.memory.index(here(turn - turn)))
+    rings.grad_scores.wait(iteration)
+    grad_scores = rings.grad_scores.at(iteration)
+    keys = as_matrix(rings.keys.memory.index(here(iteration - iteration)))
     if grad_scores.shape[1] > ROWS:
         grad_scores = grad_scores.slice(WHICH * ROWS, ROWS, dim=1)
         right = keys
@@ -66,10 +66,12 @@ def multiply_grad_scores(rings, turn, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def add_share(
-    share_desc, rings, rules, scratch, at, tile_range, index, share, given, added, WHICH: gl.constexpr
+def add_partial_dq(
+    dq_desc, rings, rules, scratch, at, tile_range, index, partial_dq, semaphore, added, WHICH:
+    gl.constexpr
 ):  # fmt: skip
-    """Start to add a share of the gradients of queries to memory, in its turn if there are turns.
+    """Start to add a partial sum of the gradients of queries to memory, in its turn if there are
+    turns.
 
     In the order of registers, 16 bytes of each thread side by side, so that no two threads want
     the same bank of shared memory; `preprocess.py` knows that order.
@@ -77,43 +79,43 @@ def add_share(
     given: the turn as it was some time ago. added: the part that was added to before, whose turn
     is still to be handed on; the result is the one of this time.
     """
-    memory = rings.shares[WHICH]
-    numbers = gl.reshape(share, [4, 2, 8, share.shape[1] // 8, 4, 2])
+    memory = rings.dq_accumulate[WHICH]
+    numbers = gl.reshape(partial_dq, [4, 2, 8, partial_dq.shape[1] // 8, 4, 2])
     numbers = gl.permute(numbers, [3, 0, 2, 4, 1, 5])
-    if scratch.turns is None:
+    if scratch.semaphores is None:
         wait_for_stores()
     else:
-        give_turn(rings, scratch, at[2], added)
+        advance_semaphore(rings, scratch, at[2], added)
     memory.store(gl.reshape(numbers, memory.shape))
     part = part_of(rules, scratch, at, tile_range, index, WHICH)
-    if scratch.turns is None:
-        add(share_desc, [part * memory.shape[0], 0], memory)
+    if scratch.semaphores is None:
+        add(dq_desc, [part * memory.shape[0], 0], memory)
     else:
         # A tile range of no tiles visits one and has nothing to add: its turn has passed, as it
         # were.
         first, end = first_and_end(tile_range)
         mine = gl.where(first == end, NEVER, key_tile(rings, at[2]))
-        while given >> 1 > mine:
-            given = count_at(scratch.turns + part)
-        added = gl.where(given >> 1 == mine, part, -1)
-        if given >> 1 == mine:
-            if given & 1 == 1:
-                store(share_desc, [part * memory.shape[0], 0], memory)
+        while semaphore >> 1 > mine:
+            semaphore = count_at(scratch.semaphores + part)
+        added = gl.where(semaphore >> 1 == mine, part, -1)
+        if semaphore >> 1 == mine:
+            if semaphore & 1 == 1:
+                store(dq_desc, [part * memory.shape[0], 0], memory)
             else:
-                add(share_desc, [part * memory.shape[0], 0], memory)
+                add(dq_desc, [part * memory.shape[0], 0], memory)
     return added
 
 
 @gluon.jit
 def part_of(rules, scratch, at, tile_range, index, WHICH: gl.constexpr):
-    """The part of the scratch that this consumer's share of a tile of queries is added to."""
+    """The part of the scratch that this consumer's partial sum of a tile of queries is added to."""
     return (at[5] + query_tile_of(rules, scratch, tile_range, index)) * 2 + WHICH
 
 
 @gluon.jit
 def query_tile_of(rules, scratch, tile_range, index):
     """The tile of queries that is visited as number `index`: in their order if there are turns."""
-    if scratch.turns is None:
+    if scratch.semaphores is None:
         tile = tile_of(rules, tile_range, index)
     else:
         first, end = first_and_end(tile_range)
@@ -124,7 +126,7 @@ def query_tile_of(rules, scratch, tile_range, index):
 @gluon.jit
 def may_hide(scratch, tile_range, index, tile):
     """Whether pairs of the tile that is visited as number `index` may be hidden."""
-    if scratch.turns is None:
+    if scratch.semaphores is None:
         partial = is_partial(tile_range, index)
     else:
         partial = is_partial_tile(tile_range, tile)
@@ -150,21 +152,23 @@ def key_tile(rings, key_row):
 
 
 @gluon.jit
-def given_turn(rules, scratch, at, tile_range, index, WHICH: gl.constexpr):
+def read_semaphore(rules, scratch, at, tile_range, index, WHICH: gl.constexpr):
     """Ask whose turn it is to add to a tile of queries; long before it matters, as this takes
     long."""
-    if scratch.turns is None:
-        given = 0
+    if scratch.semaphores is None:
+        semaphore = 0
     else:
-        given = count_at(scratch.turns + part_of(rules, scratch, at, tile_range, index, WHICH))
-    return given
+        semaphore = count_at(
+            scratch.semaphores + part_of(rules, scratch, at, tile_range, index, WHICH)
+        )
+    return semaphore
 
 
 @gluon.jit
-def give_turn(rings, scratch, key_row, added):
+def advance_semaphore(rings, scratch, key_row, added):
     """Say that what was added last is in memory; nothing is left to be said then."""
     wait_for_sums()
     if added >= 0:
         following = key_tile(rings, key_row) - 1
-        gl.atomic_xchg(scratch.turns + added, following * 2, sem="relaxed")
+        gl.atomic_xchg(scratch.semaphores + added, following * 2, sem="relaxed")
     return -1

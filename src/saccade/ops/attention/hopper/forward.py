@@ -35,9 +35,9 @@ from saccade.gpu.hopper.tile_scheduler import (
     num_visits,
     own_partial_tiles,
     program_of,
-    read_ticket,
+    read_work_tile,
     tile_from_last,
-    write_ticket,
+    write_work_tile,
 )
 from saccade.gpu.tensor_view import num_rows
 from saccade.gpu.tile_ranges import TileRange
@@ -48,9 +48,9 @@ from saccade.ops.attention.hopper.softmax import (
     NOTHING,
     ROWS,
     change_and_hide,
-    moderate,
-    no_references,
-    raise_references,
+    lazy_rescale,
+    no_lazy_max,
+    raise_lazy_max,
     rescaled,
     sum_by_thread,
     weights_of,
@@ -65,7 +65,7 @@ def attention_forward(
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    COVERED: gl.constexpr, LOOK: gl.constexpr, TRIM: gl.constexpr,
+    OVERLAP_SOFTMAX: gl.constexpr, EXACT_MAX: gl.constexpr, SKIP_MASKED_TILE: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of CONSUMERS · 64 rows of one head, one after the other."""
     rings = make_rings(
@@ -78,17 +78,19 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, OVERLAP_SOFTMAX, EXACT_MAX,
+                    SKIP_MASKED_TILE, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, OVERLAP_SOFTMAX, EXACT_MAX,
+                    SKIP_MASKED_TILE, 1,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-                    HEADS_PER_KV_HEAD, TRIM,
+                    HEADS_PER_KV_HEAD, SKIP_MASKED_TILE,
                 )),
-                (announce, (
+                (schedule_work, (
                     query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, 0,
                 )),
             ],
@@ -101,21 +103,24 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, OVERLAP_SOFTMAX, EXACT_MAX,
+                    SKIP_MASKED_TILE, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, OVERLAP_SOFTMAX, EXACT_MAX,
+                    SKIP_MASKED_TILE, 1,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, COVERED, LOOK, TRIM, 2,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, OVERLAP_SOFTMAX, EXACT_MAX,
+                    SKIP_MASKED_TILE, 2,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-                    HEADS_PER_KV_HEAD, TRIM,
+                    HEADS_PER_KV_HEAD, SKIP_MASKED_TILE,
                 )),
-                (announce, (
+                (schedule_work, (
                     query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, 0,
                 )),
             ],
@@ -125,7 +130,7 @@ def attention_forward(
 
 
 @gluon.jit
-def announce(
+def schedule_work(
     query, key, output, logsumexp, rules, schedule, rings,
     VALUE_DIM: gl.constexpr, FEWEST: gl.constexpr,
 ):  # fmt: skip
@@ -138,7 +143,7 @@ def announce(
     """
     QUERY_TILE: gl.constexpr = len(rings.queries) * ROWS
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
-    turn = 0
+    iteration = 0
     number = gl.program_id(0)
     while number < num_tiles(schedule):
         batch, query_head, tile, slot = query.find(
@@ -153,14 +158,14 @@ def announce(
                 QUERY_TILE, KV_TILE, True,
             )  # fmt: skip
             place = (batch, query_head, query_start)
-            rings.tickets.put(turn, write_ticket(place, query_len, kv_len, tile_range))
-            turn += 1
-            rings.tickets.acquire(turn)
+            rings.work_tiles.put(iteration, write_work_tile(place, query_len, kv_len, tile_range))
+            iteration += 1
+            rings.work_tiles.acquire(iteration)
         number = next_number(schedule, number)
-    # A ticket for no rows: there is nothing left.
+    # A work tile for no rows: there is nothing left.
     none = number * 0
     nothing = TileRange(none, none, none, none, none, none)
-    rings.tickets.put(turn, write_ticket((none, none, none), none, none, nothing))
+    rings.work_tiles.put(iteration, write_work_tile((none, none, none), none, none, nothing))
     pad_rows(output, 0.0, VALUE_DIM)
     if logsumexp is not None:
         pad_numbers(logsumexp, float("-inf"))
@@ -169,12 +174,12 @@ def announce(
 @gluon.jit
 def produce(
     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-    HEADS_PER_KV_HEAD: gl.constexpr, TRIM: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, SKIP_MASKED_TILE: gl.constexpr,
 ):  # fmt: skip
     """Load what consumers will need, as soon as there is room for it."""
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
-    tile_turn, kv_turn = 0, 0
-    place, query_len, _, tile_range = ticket_of(rings, tile_turn)
+    tile_iteration, kv_iteration = 0, 0
+    place, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
     while query_len > 0:
         batch, query_head, query_start = place
         query_batch, query_row = schedule.origin(batch, query.data)
@@ -184,57 +189,59 @@ def produce(
         for index in range(0, visits):
             kv_start = tile_from_last(rules, tile_range, index) * KV_TILE
             coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
-            rings.keys.acquire(kv_turn)
-            rings.keys.load(kv_turn, key_desc, coordinates)
+            rings.keys.acquire(kv_iteration)
+            rings.keys.load(kv_iteration, key_desc, coordinates)
             if index == 0:
                 first = query_batch, query_head, query_row + query_start
-                load_queries(query_desc, rings, first, tile_turn, TRIM)
-            rings.values.acquire(kv_turn)
-            rings.values.load(kv_turn, value_desc, coordinates)
+                load_queries(query_desc, rings, first, tile_iteration, SKIP_MASKED_TILE)
+            rings.values.acquire(kv_iteration)
+            rings.values.load(kv_iteration, value_desc, coordinates)
             if index == gl.maximum(visits - 2, 0):
-                rings.tickets.release(tile_turn)  # now is the time to announce the next tile
-            kv_turn += 1
-        tile_turn += 1
-        place, query_len, _, tile_range = ticket_of(rings, tile_turn)
+                rings.work_tiles.release(
+                    tile_iteration
+                )  # now is the time to schedule the next tile
+            kv_iteration += 1
+        tile_iteration += 1
+        place, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
 
 
 @gluon.jit
-def load_queries(query_desc, rings, first, turn, TRIM: gl.constexpr):
+def load_queries(query_desc, rings, first, iteration, SKIP_MASKED_TILE: gl.constexpr):
     """Load each consumer's rows of a tile, whose first one lies there: batch entry, head, row."""
     batch, head, row = first
     for which in gl.static_range(len(rings.queries)):
-        rings.queries[which].acquire(turn)
-        first_row = row + share_of(which, turn, TRIM) * ROWS
-        rings.queries[which].load(turn, query_desc, [batch, head, first_row, 0])
+        rings.queries[which].acquire(iteration)
+        first_row = row + consumer_rows(which, iteration, SKIP_MASKED_TILE) * ROWS
+        rings.queries[which].load(iteration, query_desc, [batch, head, first_row, 0])
 
 
 @gluon.jit
-def share_of(WHICH: gl.constexpr, turn, TRIM: gl.constexpr):
+def consumer_rows(WHICH: gl.constexpr, iteration, SKIP_MASKED_TILE: gl.constexpr):
     """Which 64 rows of a tile a consumer takes: by turns if some have less to do than others."""
-    return (WHICH + turn) & 1 if TRIM else WHICH
+    return (WHICH + iteration) & 1 if SKIP_MASKED_TILE else WHICH
 
 
 @gluon.jit
 def consume(
     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
-    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, COVERED: gl.constexpr, LOOK: gl.constexpr, TRIM: gl.constexpr,
-    WHICH: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE:
+    gl.constexpr, OVERLAP_SOFTMAX: gl.constexpr, EXACT_MAX: gl.constexpr, SKIP_MASKED_TILE:
+    gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 rows of each tile of query rows that is announced. PAGE_SIZE: 0 without pages;
-    COVERED, LOOK, TRIM: as in configs.Schedule."""
-    tile_turn, kv_turn = 0, 0
-    place, query_len, kv_len, tile_range = ticket_of(rings, tile_turn)
+    """Compute 64 rows of each tile of query rows that is scheduled. PAGE_SIZE: 0 without pages;
+    OVERLAP_SOFTMAX, EXACT_MAX, SKIP_MASKED_TILE: as in configs.Schedule."""
+    tile_iteration, kv_iteration = 0, 0
+    place, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
     while query_len > 0:
-        rings.tickets.release(tile_turn)
+        rings.work_tiles.release(tile_iteration)
         batch, query_head, query_start = place
-        first_row = query_start + share_of(WHICH, tile_turn, TRIM) * ROWS
+        first_row = query_start + consumer_rows(WHICH, tile_iteration, SKIP_MASKED_TILE) * ROWS
         at = (batch, query_head, first_row, query_len, kv_len)
         state = attend(
-            rings.queries[WHICH], rings.keys, rings.values, rules, at, tile_range, tile_turn, kv_turn,
-            COVERED, LOOK or rules.score is not None, TRIM,
+            rings.queries[WHICH], rings.keys, rings.values, rules, at, tile_range, tile_iteration,
+            kv_iteration, OVERLAP_SOFTMAX, EXACT_MAX or rules.score is not None, SKIP_MASKED_TILE,
         )  # fmt: skip
-        kv_turn += num_visits(tile_range)
+        kv_iteration += num_visits(tile_range)
         # Behind the counter; computed anew, as there are no registers to keep it.
         nonfinite = schedule.nonfinite + (1 + here(gl.program_id(0)) * 4 + WHICH)
         note_nonfinite(nonfinite, state[2])
@@ -255,23 +262,23 @@ def consume(
                 rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
             )  # fmt: skip
             wait_for_each_other()
-        tile_turn += 1
-        place, query_len, kv_len, tile_range = ticket_of(rings, tile_turn)
+        tile_iteration += 1
+        place, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
     wait_for_stores()
 
 
 @gluon.jit
-def ticket_of(rings, turn):
-    """What a turn is about, as it was announced."""
-    rings.tickets.wait(turn)
+def work_tile_of(rings, iteration):
+    """What a turn is about, as it was scheduled."""
+    rings.work_tiles.wait(iteration)
     LAYOUT: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
-    return read_ticket(rings.tickets.at(turn).load(LAYOUT))
+    return read_work_tile(rings.work_tiles.at(iteration).load(LAYOUT))
 
 
 @gluon.jit
 def attend(
-    queries, keys, values, rules, at, tile_range, tile_turn, kv_turn, COVERED: gl.constexpr,
-    LOOK: gl.constexpr, TRIM: gl.constexpr,
+    queries, keys, values, rules, at, tile_range, tile_iteration, kv_iteration, OVERLAP_SOFTMAX:
+    gl.constexpr, EXACT_MAX: gl.constexpr, SKIP_MASKED_TILE: gl.constexpr,
 ):  # fmt: skip
     """Visit the tiles of keys of a tile range: row_max, row_sum and weighted_sum of 64 query rows.
 
@@ -282,28 +289,28 @@ def attend(
     VALUE_WIDTH: gl.constexpr = values.memory.shape[4]
     SCORES: gl.constexpr = mma_layout(KV_TILE)
     SUMS: gl.constexpr = mma_layout(VALUE_WIDTH)
-    query_tile = as_matrix(queries.at(tile_turn))
+    query_tile = as_matrix(queries.at(tile_iteration))
     begin, partials = 0, num_partial(tile_range)
-    if TRIM:
+    if SKIP_MASKED_TILE:
         begin, partials = own_partial_tiles(rules, at, tile_range, KV_TILE)
         if begin > 0:
-            keys.wait(kv_turn)
-            keys.release(kv_turn)
-            values.wait(kv_turn)
-            values.release(kv_turn)
-        kv_turn += begin
-    queries.wait(tile_turn)
-    keys.wait(kv_turn)
-    token = multiply_keys(query_tile, as_matrix(keys.at(kv_turn)), SCORES)
+            keys.wait(kv_iteration)
+            keys.release(kv_iteration)
+            values.wait(kv_iteration)
+            values.release(kv_iteration)
+        kv_iteration += begin
+    queries.wait(tile_iteration)
+    keys.wait(kv_iteration)
+    token = multiply_keys(query_tile, as_matrix(keys.at(kv_iteration)), SCORES)
     scores = warpgroup_mma_wait(0, deps=[token])
-    keys.release(kv_turn)
+    keys.release(kv_iteration)
     scores = change_and_hide(scores, rules, at, tile_range, begin, partials)
-    references = no_references(scores)
-    references, rescale = raise_references(scores, rules, references)
-    weights = weights_of(scores, rules, references)
+    lazy_max = no_lazy_max(scores)
+    lazy_max, rescale = raise_lazy_max(scores, rules, lazy_max)
+    weights = weights_of(scores, rules, lazy_max)
     weighted_sum = gl.zeros([ROWS, VALUE_WIDTH], gl.float32, SUMS)
     state = (
-        references,
+        lazy_max,
         sum_by_thread(weights),
         weighted_sum,
         as_operand(weights, query_tile.dtype, SUMS),
@@ -311,70 +318,74 @@ def attend(
     )
     for index in range(begin + 1, num_visits(tile_range)):
         state = fold_tile(
-            query_tile, keys, values, rules, at, tile_range, index, partials, kv_turn, state, COVERED, LOOK
+            query_tile, keys, values, rules, at, tile_range, index, partials, kv_iteration, state,
+            OVERLAP_SOFTMAX, EXACT_MAX
         )  # fmt: skip
-        kv_turn += 1
-    queries.release(tile_turn)
-    references, row_sum, weighted_sum, weights, rescale = state
-    values.wait(kv_turn)
+        kv_iteration += 1
+    queries.release(tile_iteration)
+    lazy_max, row_sum, weighted_sum, weights, rescale = state
+    values.wait(kv_iteration)
     weighted_sum = rescaled(weighted_sum, rescale)
-    token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
-    row_max = gl.convert_layout(gl.max(references, 1), gl.SliceLayout(1, SCORES))
+    token = warpgroup_mma(weights, as_matrix(values.at(kv_iteration)), weighted_sum, is_async=True)
+    row_max = gl.convert_layout(gl.max(lazy_max, 1), gl.SliceLayout(1, SCORES))
     row_max = gl.where(row_max == NOTHING, float("-inf"), row_max)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, SCORES))
     weighted_sum, row_sum = warpgroup_mma_wait(0, deps=[token, row_sum])
-    values.release(kv_turn)
+    values.release(kv_iteration)
     return row_max, row_sum, weighted_sum
 
 
 @gluon.jit
 def fold_tile(
-    query_tile, keys, values, rules, at, tile_range, index, partials, kv_turn, state, COVERED: gl.constexpr,
-    LOOK: gl.constexpr,
+    query_tile, keys, values, rules, at, tile_range, index, partials, kv_iteration, state,
+    OVERLAP_SOFTMAX: gl.constexpr, EXACT_MAX: gl.constexpr,
 ):  # fmt: skip
-    """Weigh the tile of keys after turn kv_turn, while the values of kv_turn are summed up.
+    """Weigh the tile of keys after turn kv_iteration, while the values of kv_iteration are summed
+    up.
 
-    If COVERED, the exponents are computed under that sum; else other consumers' are.
-    If LOOK, references are raised first in every tile, not in partial tiles and the first full tile
-    only.
+    If OVERLAP_SOFTMAX, the exponents are computed under that sum; else other consumers' are.
+    If EXACT_MAX, lazy maxima are raised first in every tile, not in partial tiles and the first
+    full tile only.
     """
     SCORES: gl.constexpr = mma_layout(keys.memory.shape[3])
     SUMS: gl.constexpr = mma_layout(values.memory.shape[4])
-    references, row_sum, weighted_sum, weights, rescale = state
-    keys.wait(kv_turn + 1)
-    scores_token = multiply_keys(query_tile, as_matrix(keys.at(kv_turn + 1)), SCORES)
-    values.wait(kv_turn)
+    lazy_max, row_sum, weighted_sum, weights, rescale = state
+    keys.wait(kv_iteration + 1)
+    scores_token = multiply_keys(query_tile, as_matrix(keys.at(kv_iteration + 1)), SCORES)
+    values.wait(kv_iteration)
     weighted_sum = rescaled(weighted_sum, pinned(rescale))
-    sum_token = warpgroup_mma(weights, as_matrix(values.at(kv_turn)), weighted_sum, is_async=True)
+    sum_token = warpgroup_mma(
+        weights, as_matrix(values.at(kv_iteration)), weighted_sum, is_async=True
+    )
     scores = warpgroup_mma_wait(1, deps=[scores_token])
     scores = change_and_hide(scores, rules, at, tile_range, index, partials)
-    if not COVERED:
+    if not OVERLAP_SOFTMAX:
         weighted_sum, scores = warpgroup_mma_wait(0, deps=[sum_token, scores])
-        values.release(kv_turn)
+        values.release(kv_iteration)
     # After the partial tiles and one full tile every row has seen a key. The branches keep the
     # exponents above the wait for the sum: else ptxas has that first.
-    if (not LOOK) & (index > tile_range.num_partial):
-        new_weights = weights_of(scores, rules, references)
+    if (not EXACT_MAX) & (index > tile_range.num_partial):
+        new_weights = weights_of(scores, rules, lazy_max)
         sums = sum_by_thread(new_weights)
-        rescale, raised = moderate(sums)
+        rescale, raised = lazy_rescale(sums)
         new_weights = rescaled(new_weights, rescale)
         sums = sums * rescale
-        references += raised
+        lazy_max += raised
     else:
-        references, rescale = raise_references(scores, rules, references)
-        new_weights = weights_of(scores, rules, references)
+        lazy_max, rescale = raise_lazy_max(scores, rules, lazy_max)
+        new_weights = weights_of(scores, rules, lazy_max)
         sums = sum_by_thread(new_weights)
     row_sum = row_sum * rescale + sums
-    if COVERED:
-        if LOOK:  # one branch is no border, but this loop is
-            values.wait(kv_turn + 1)
+    if OVERLAP_SOFTMAX:
+        if EXACT_MAX:  # one branch is no border, but this loop is
+            values.wait(kv_iteration + 1)
         weighted_sum, new_weights, row_sum, rescale = warpgroup_mma_wait(
             0, deps=[sum_token, new_weights, row_sum, rescale]
         )
-        values.release(kv_turn)
-    keys.release(kv_turn + 1)
+        values.release(kv_iteration)
+    keys.release(kv_iteration + 1)
     new_weights = as_operand(new_weights, query_tile.dtype, SUMS)
-    return references, row_sum, weighted_sum, new_weights, rescale
+    return lazy_max, row_sum, weighted_sum, new_weights, rescale
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 begin → backward → end                                  the fast form, and the one in turns
 begin → backward → end → again, keys → again, queries   … where hidden rows may poison something
-begin → backward (without shares) → again, keys → Triton queries          the ordered form
+begin → backward (without partial sums) → again, keys → Triton queries          the ordered form
 begin → backward_keys → backward_queries → again, keys → again, queries     above 128 channels
 … → one Triton pass for each bias that wants a gradient
 
@@ -37,19 +37,19 @@ from saccade.gpu.planning import Planner
 from saccade.ops.attention.hopper import configs, nonfinite, preprocess
 from saccade.ops.attention.hopper.backward import attention_backward
 from saccade.ops.attention.hopper.backward_d256_dkdv import attention_backward_keys
-from saccade.ops.attention.hopper.backward_memory import Given, Makers, Memory
+from saccade.ops.attention.hopper.backward_memory import BackwardInputs, BackwardMemory, Makers
 from saccade.ops.attention.hopper.configs import backward_problem
 from saccade.ops.attention.hopper.preprocess import (
-    Scratch,
+    BackwardScratch,
     attention_backward_begin,
     attention_backward_end,
 )
 from saccade.ops.attention.hopper.query_gradients import Queries
 from saccade.ops.attention.triton import gradients as triton_gradients
-from saccade.ops.attention.triton.backward_common import Forward
+from saccade.ops.attention.triton.backward_common import SavedForward
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
-from saccade.ops.attention.triton.gradients import Results, refuse_unordered
-from saccade.ops.attention.triton.kind import Kind, remembered
+from saccade.ops.attention.triton.call_spec import CallSpec, remembered
+from saccade.ops.attention.triton.gradients import ForwardResults, refuse_unordered
 from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, empty_gradients
 from saccade.runtime.validation import strides_fit_tma
 
@@ -89,7 +89,7 @@ def backward(
 
 
 class Backward:
-    """The backward pass of one kind of call, prepared."""
+    """The backward pass of calls like one another, prepared."""
 
     def __init__(
         self,
@@ -103,45 +103,45 @@ class Backward:
         self.copies = not strides_fit_tma(grad_output)  # gradients of a sum have no strides
         if self.copies:
             grad_output = torch.empty(grad_output.shape, dtype=grad_output.dtype, device="meta")
-        self.kind = kind = Kind.of(inputs, packing.packed_program)
+        self.spec = spec = CallSpec.of(inputs, packing.packed_program)
         self.alone = brings_three(inputs, variant)
-        self.nan_safe = variant.mask != "" or kind.packed
+        self.nan_safe = variant.mask != "" or spec.packed
         self.rest = inputs.sinks is not None or wants_tables
-        self.ordered, self.in_turns = configs.ordered(problem), configs.in_turns(problem)
+        self.ordered, self.in_key_order = configs.ordered(problem), configs.in_key_order(problem)
         self.apart = configs.apart(problem)
         self.schedule = chosen = configs.choose_backward(problem)
         self.width, self.tile = width, tile = problem.head_width, chosen.query_tile
-        self.slots = kind.geometry.queries.programs(tile)
+        self.slots = spec.geometry.queries.programs(tile)
         sizes = tile, chosen.kv_tile
-        self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=False)
+        self.planner = Planner(inputs, variant, spec.geometry, sizes, over_keys=False)
         gradients = empty_gradients(inputs)[:3]
         self.boxes = self._boxes(inputs, grad_output, *gradients[1:])
         self.memory = Makers.of(
-            gradients, lse, self.slots, (tile, width), shares=not self.ordered,
+            gradients, lse, self.slots, (tile, width), dq_accumulate=not self.ordered,
             by_triton=self.nan_safe or self.ordered or self.rest, flag=self.nan_safe,
-            turns=self.in_turns,
+            semaphores=self.in_key_order,
         )  # fmt: skip
         scored = variant.score != "" or variant.scale <= 0
         self.factor = LOG2_E.value if scored else 1.0 / variant.scale
         self.begin, self.main, self.end = self._launches(inputs)
         call = inputs, variant
-        self.again_keys = kind.launch(
+        self.again_keys = spec.launch(
             nonfinite.attention_backward_again_keys, "backward_keys", call, None
         )
         of_queries: Any = nonfinite.attention_backward_again_queries
         more: dict[str, Any] = {}
         if self.ordered and not self.apart:
             of_queries, more = attention_backward_queries, {"CHAINED": False}
-        self.queries = kind.launch(of_queries, "backward_queries", call, None, **more)
+        self.queries = spec.launch(of_queries, "backward_queries", call, None, **more)
         sizes = self.queries.constants["QUERY_TILE"], self.queries.constants["KV_TILE"]
-        self.over_keys = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
+        self.over_keys = Planner(inputs, variant, spec.geometry, sizes, over_keys=True)
         self.order = self._order(problem.query_len)
-        total = kind.geometry.keys.programs(self.schedule.kv_tile)
-        self.programs = min(total, kind.multiprocessors)
+        total = spec.geometry.keys.programs(self.schedule.kv_tile)
+        self.programs = min(total, spec.multiprocessors)
         self.own_queries = None
         if self.apart:
             rows = grad_output, gradients[0]
-            self.own_queries = Queries(kind, inputs, variant, rows, self.nan_safe)
+            self.own_queries = Queries(spec, inputs, variant, rows, self.nan_safe)
 
     def _launches(self, inputs: Inputs) -> tuple[Launch, Launch, Launch]:
         """The kernels that are Hopper's own."""
@@ -150,7 +150,7 @@ class Backward:
         rows = {"QUERY_TILE": self.tile, "HEAD_WIDTH": self.width}
         of_begin = {"VALUE_WIDTH": next_width(value_dim), "KV_TILE": configs.BACKWARD_KV_TILE}
         of_main = {
-            "HEADS_PER_KV_HEAD": self.kind.constants["HEADS_PER_KV_HEAD"],
+            "HEADS_PER_KV_HEAD": self.spec.constants["HEADS_PER_KV_HEAD"],
             "HEAD_DIM": head_dim,
             "STAGES": self.schedule.stages,
             "NAN_SAFE": self.nan_safe,
@@ -170,7 +170,7 @@ class Backward:
         self, inputs: Inputs, grad_output: Tensor, of_key: Tensor, of_value: Tensor
     ) -> tuple[Box, ...]:
         """What TMA moves at once, in the kernel's order."""
-        packed, width, tile = self.kind.packed, self.width, self.tile
+        packed, width, tile = self.spec.packed, self.width, self.tile
         value_width = width_of(inputs.value.shape[-1])
         of_part = tile * width // preprocess.PARTS.value
         return (
@@ -188,13 +188,15 @@ class Backward:
 
     def _order(self, query_len: int) -> tuple[int, int, int]:
         """In which order the kernel takes tiles of keys."""
-        of_query_head = 8 * self.width * query_len  # queries, gradients of outputs, float32 shares
-        of_kv_head = of_query_head * self.kind.constants["HEADS_PER_KV_HEAD"]
+        of_query_head = (
+            8 * self.width * query_len
+        )  # queries, gradients of outputs, float32 partial sums
+        of_kv_head = of_query_head * self.spec.constants["HEADS_PER_KV_HEAD"]
         heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
-        keys = self.kind.geometry.keys
-        if self.in_turns:
+        keys = self.spec.geometry.keys
+        if self.in_key_order:
             slots = keys.slots(self.schedule.kv_tile)
-            heads = configs.heads_in_turns(slots, self.kind.multiprocessors)
+            heads = configs.heads_in_key_order(slots, self.spec.multiprocessors)
         return tile_scheduler.order_of(keys, self.schedule.kv_tile, heads)
 
     def __call__(
@@ -209,18 +211,18 @@ class Backward:
         wanted_tables: Sequence[int],
         deterministic: bool,
     ) -> Gradients:
-        """As `backward`, for calls of this kind."""
+        """As `backward`, for calls like this one."""
         if self.copies:
             grad_output = grad_output.clone(memory_format=torch.contiguous_format)
         inputs, memory = aligned(inputs), self.memory()
-        given = Given(output, lse, grad_output, grad_lse)
+        given = BackwardInputs(output, lse, grad_output, grad_lse)
         Call(self, inputs, variant, given, memory).run()
         found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
         if not self.rest:
             return found
         launches = triton_gradients.prepare(inputs, variant, config, deterministic)
         assert memory.lse_log2 is not None and memory.row_dot is not None
-        results = Results(*given, memory.lse_log2, memory.row_dot)
+        results = ForwardResults(*given, memory.lse_log2, memory.row_dot)
         rest = triton_gradients.Call(inputs, variant, launches, results)
         tables = {place: rest.table(place, rest.known(), config) for place in wanted_tables}
         return found._replace(sinks=rest.sinks(), tables=tables)
@@ -235,49 +237,49 @@ class Call(NamedTuple):
     prepared: Backward
     inputs: Inputs
     variant: Variant
-    given: Given
-    memory: Memory
+    given: BackwardInputs
+    memory: BackwardMemory
 
     def run(self) -> None:
         """Start every kernel of the pass, but for sinks and tables."""
         prepared, memory = self.prepared, self.memory
-        kind, slots = prepared.kind, prepared.slots
+        spec, slots = prepared.spec, prepared.slots
         brought = self.inputs[:3] if prepared.alone else tensors_of(self.inputs, self.variant)
         known = (*brought, *there_are((*self.given, *memory)))
-        prepared.begin(slots, kind.device, known, self._begin_arguments)
+        prepared.begin(slots, spec.device, known, self._begin_arguments)
         plan = prepared.planner(self.inputs, self.variant)
         counters: tuple[Tensor, ...] = ()
         if prepared.schedule.grid == "dynamic":
             counters = (tile_scheduler.counter_of(memory.starts.device),)
         prepared.main(
-            prepared.programs, kind.device, (*known, *plan.tensors, *counters),
+            prepared.programs, spec.device, (*known, *plan.tensors, *counters),
             lambda pointer: self._main_arguments(pointer, plan.argument(pointer), counters),
         )  # fmt: skip
-        if memory.shares is not None:
-            prepared.end(slots, kind.device, known, self._end_arguments)
+        if memory.dq_accumulate is not None:
+            prepared.end(slots, spec.device, known, self._end_arguments)
         if prepared.own_queries is not None:
             prepared.own_queries(
                 self.inputs, self.variant, self.given.grad_output, memory, known, counters
             )
         if memory.flag is not None:
-            programs = kind.geometry.keys.programs(prepared.again_keys.constants["KV_TILE"])
-            prepared.again_keys(programs, kind.device, known, self._again_keys_arguments)
+            programs = spec.geometry.keys.programs(prepared.again_keys.constants["KV_TILE"])
+            prepared.again_keys(programs, spec.device, known, self._again_keys_arguments)
         self._start_queries(known)
 
     def _start_queries(self, known: tuple[Tensor, ...]) -> None:
         """Gradients of queries by the Triton pass: in the ordered form, or once more."""
         prepared, memory = self.prepared, self.memory
         launch = prepared.queries
-        programs = prepared.kind.geometry.queries.programs(launch.constants["QUERY_TILE"])
+        programs = prepared.spec.geometry.queries.programs(launch.constants["QUERY_TILE"])
         if prepared.ordered and prepared.own_queries is None:
             plan = prepared.over_keys(self.inputs, self.variant)
             tensors = (*known, *plan.tensors)
             launch(
-                programs, prepared.kind.device, tensors,
+                programs, prepared.spec.device, tensors,
                 lambda pointer: self._queries_arguments(pointer, plan.argument(pointer)),
             )  # fmt: skip
         elif memory.flag is not None:
-            launch(programs, prepared.kind.device, known, self._again_queries_arguments)
+            launch(programs, prepared.spec.device, known, self._again_queries_arguments)
 
     def _begin_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
         output, lse, grad_output, grad_lse = self.given
@@ -288,7 +290,7 @@ class Call(NamedTuple):
             self._numbers(pointer, grad_lse),
             self._numbers(pointer, self.memory.lse_log2),
             self._numbers(pointer, self.memory.row_dot),
-            *self._whose_turn(pointer),
+            *self._semaphore_of(pointer),
             self._scratch(pointer),
             pointer(self.memory.starts),
             self.prepared.factor,
@@ -298,21 +300,21 @@ class Call(NamedTuple):
         self, pointer: Pointer, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
     ) -> tuple[Any, ...]:
         prepared, inputs, memory = self.prepared, self.inputs, self.memory
-        packed = prepared.kind.packed
+        packed = prepared.spec.packed
         moved = (
             inputs.query, inputs.key, inputs.value, self.given.grad_output, memory.starts,
-            memory.shares, memory.of_key, memory.of_value,
+            memory.dq_accumulate, memory.of_key, memory.of_value,
         )  # fmt: skip
         return (
             *(
                 None if tensor is None else descriptor(pointer, tensor, box)
                 for tensor, box in zip(moved, prepared.boxes, strict=True)
             ),
-            *prepared.kind.inputs(pointer, inputs)[:2],
+            *prepared.spec.inputs(pointer, inputs)[:2],
             self._of_keys(pointer, memory.of_key),
             self._of_keys(pointer, memory.of_value),
             tile_scheduler.with_gluon_search(rules(inputs, self.variant, pointer, plan)),
-            tile_scheduler.Schedule(
+            tile_scheduler.TileOrder(
                 packing.packed_origin if packed else tensor_view.dense_origin,
                 pointer(counters[0]) if counters else None,
                 *prepared.order,
@@ -341,38 +343,38 @@ class Call(NamedTuple):
     # ---- arguments that several kernels take ---------------------------------------------------
 
     def _rows(self, pointer: Pointer, rows: Tensor) -> Any:
-        return self.prepared.kind.rows(pointer, rows, self.inputs)
+        return self.prepared.spec.rows(pointer, rows, self.inputs)
 
     def _numbers(self, pointer: Pointer, numbers: Tensor | None) -> Any:
         if numbers is None:
             return None
-        return self.prepared.kind.numbers(pointer, numbers, self.inputs)
+        return self.prepared.spec.numbers(pointer, numbers, self.inputs)
 
     def _of_keys(self, pointer: Pointer, rows: Tensor) -> Any:
-        kind = self.prepared.kind
-        return view(pointer, rows, kind.steps(rows), kind.geometry.keys, self.inputs.cu_seqlens_k)
+        spec = self.prepared.spec
+        return view(pointer, rows, spec.steps(rows), spec.geometry.keys, self.inputs.cu_seqlens_k)
 
     def _flag(self, pointer: Pointer) -> Any:
         assert self.memory.flag is not None  # else nothing is repeated
         return pointer(self.memory.flag)
 
-    def _scratch(self, pointer: Pointer) -> Scratch:
-        packed, memory = self.prepared.kind.packed, self.memory
+    def _scratch(self, pointer: Pointer) -> BackwardScratch:
+        packed, memory = self.prepared.spec.packed, self.memory
         slot = preprocess.packed_slot if packed else preprocess.dense_slot
-        found = (memory.shares, memory.flag, memory.turns)
-        shares, flag, turns = (None if t is None else pointer(t) for t in found)
-        return Scratch(slot, shares, flag, turns)
+        found = (memory.dq_accumulate, memory.flag, memory.semaphores)
+        dq_accumulate, flag, semaphores = (None if t is None else pointer(t) for t in found)
+        return BackwardScratch(slot, dq_accumulate, flag, semaphores)
 
-    def _whose_turn(self, pointer: Pointer) -> tuple[Any, Any]:
+    def _semaphore_of(self, pointer: Pointer) -> tuple[Any, Any]:
         """What `begin` finds the last tile of keys of a tile of queries by."""
-        if not self.prepared.in_turns:
+        if not self.prepared.in_key_order:
             return None, None
-        keys = self.prepared.kind.inputs(pointer, self.inputs)[1]
+        keys = self.prepared.spec.inputs(pointer, self.inputs)[1]
         return keys, mask_argument(self.variant, pointer)
 
-    def _forward(self, pointer: Pointer) -> Forward:
-        return Forward(
-            *self.prepared.kind.inputs(pointer, self.inputs),
+    def _forward(self, pointer: Pointer) -> SavedForward:
+        return SavedForward(
+            *self.prepared.spec.inputs(pointer, self.inputs),
             self._rows(pointer, self.given.grad_output),
             self._numbers(pointer, self.memory.lse_log2),
             self._numbers(pointer, self.memory.row_dot),

@@ -1,7 +1,7 @@
 """Attention by Hopper kernels: the body that the operators run on GPUs of capability 9.0.
 
-The forward pass is prepared once for a kind of call, as in `saccade.ops.attention.triton.host`;
-gradients are in `saccade.ops.attention.hopper.gradients`.
+The forward pass is prepared once for calls like one another, as in
+`saccade.ops.attention.triton.host`; gradients are in `saccade.ops.attention.hopper.gradients`.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import kernel_problem
 from saccade.ops.attention.hopper.forward import attention_forward
 from saccade.ops.attention.hopper.gradients import backward as backward
-from saccade.ops.attention.triton.kind import Kind, memory_like, remembered
+from saccade.ops.attention.triton.call_spec import CallSpec, memory_like, remembered
 from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
 
 
-class Forward:
-    """The forward pass of one kind of call, prepared."""
+class HopperForward:
+    """The forward pass of calls like one another, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant):
-        self.kind = kind = Kind.of(inputs, packing.packed_program)
+        self.spec = spec = CallSpec.of(inputs, packing.packed_program)
         self.device = inputs.query.device
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         problem = kernel_problem(inputs, variant)
         widths = problem.head_width, problem.value_width
         self.schedule = chosen = configs.choose(problem)
         sizes = chosen.query_tile, chosen.kv_tile
-        self.planner = Planner(inputs, variant, kind.geometry, sizes, over_keys=True)
+        self.planner = Planner(inputs, variant, spec.geometry, sizes, over_keys=True)
         output, lse = empty_results(inputs)
         self.output, self.lse = memory_like(output), memory_like(lse)
         self.alone = brings_three(inputs, variant) and not self.planner.needed
         self.counted = chosen.grid == "dynamic"
         self.boxes = (
-            Box.of(inputs.query, kind.packed, configs.ROWS, widths[0]),
-            Box.of(inputs.key, kind.packed, chosen.kv_tile, widths[0]),
-            Box.of(inputs.value, kind.packed, chosen.kv_tile, widths[1]),
-            Box.of(output, kind.packed, configs.ROWS, widths[1] // chosen.output_parts),
+            Box.of(inputs.query, spec.packed, configs.ROWS, widths[0]),
+            Box.of(inputs.key, spec.packed, chosen.kv_tile, widths[0]),
+            Box.of(inputs.value, spec.packed, chosen.kv_tile, widths[1]),
+            Box.of(output, spec.packed, configs.ROWS, widths[1] // chosen.output_parts),
         )
         options = {"num_warps": 4, "num_stages": chosen.stages, "launch_pdl": True}
         if chosen.programs > 1:
@@ -53,7 +53,7 @@ class Forward:
         self.launch = Launch(
             attention_forward,
             {
-                "HEADS_PER_KV_HEAD": kind.constants["HEADS_PER_KV_HEAD"],
+                "HEADS_PER_KV_HEAD": spec.constants["HEADS_PER_KV_HEAD"],
                 "HEAD_DIM": head_dim,
                 "VALUE_DIM": value_dim,
                 "CONSUMERS": chosen.consumers,
@@ -61,20 +61,20 @@ class Forward:
                 "QUERY_STAGES": chosen.query_stages,
                 "CONSUMER_REGISTERS": chosen.consumer_registers,
                 "PRODUCER_REGISTERS": chosen.producer_registers,
-                "COVERED": chosen.covered,
-                "LOOK": chosen.look,
-                "TRIM": chosen.trim,
+                "OVERLAP_SOFTMAX": chosen.overlap_softmax,
+                "EXACT_MAX": chosen.exact_max,
+                "SKIP_MASKED_TILE": chosen.skip_masked_tile,
             },
             options,
         )
-        queries, tile = kind.geometry.queries, chosen.query_tile
+        queries, tile = spec.geometry.queries, chosen.query_tile
         heads = configs.heads_at_once(
             problem.masked, queries.heads * queries.sequences, queries.slots(tile),
-            kind.multiprocessors, kind.constants["HEADS_PER_KV_HEAD"],
-            2 * sum(widths) * kind.geometry.lengths()[1],
+            spec.multiprocessors, spec.constants["HEADS_PER_KV_HEAD"],
+            2 * sum(widths) * spec.geometry.lengths()[1],
         )  # fmt: skip
         self.order = tile_scheduler.order_of(queries, tile, heads)
-        self.programs = min(queries.programs(tile), chosen.programs * kind.multiprocessors)
+        self.programs = min(queries.programs(tile), chosen.programs * spec.multiprocessors)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""
@@ -84,7 +84,7 @@ class Forward:
         if not self.alone:
             plan = self.planner(inputs, variant)
             tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)
-        if not self.launch.again(self.programs, self.kind.device, tensors):
+        if not self.launch.again(self.programs, self.spec.device, tensors):
             self._start(aligned(inputs), variant, output, lse, plan, numbers)
         return output, lse
 
@@ -96,15 +96,15 @@ class Forward:
             moved = (inputs.query, inputs.key, inputs.value, output)
             return (
                 *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
-                *self.kind.inputs(pointer, inputs),
-                self.kind.rows(pointer, output, inputs),
-                self.kind.numbers(pointer, lse, inputs),
+                *self.spec.inputs(pointer, inputs),
+                self.spec.rows(pointer, output, inputs),
+                self.spec.numbers(pointer, lse, inputs),
                 tile_scheduler.with_gluon_search(
                     rules(inputs, variant, pointer, plan.argument(pointer))
                 ),
                 None if inputs.sinks is None else pointer(inputs.sinks),
-                tile_scheduler.Schedule(
-                    packing.packed_origin if self.kind.packed else tensor_view.dense_origin,
+                tile_scheduler.TileOrder(
+                    packing.packed_origin if self.spec.packed else tensor_view.dense_origin,
                     pointer(numbers) if self.counted else None,
                     *self.order,
                     pointer(numbers),
@@ -112,18 +112,18 @@ class Forward:
             )
 
         tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)
-        self.launch(self.programs, self.kind.device, tensors, arguments)
+        self.launch(self.programs, self.spec.device, tensors, arguments)
 
 
-_forwards: dict[Any, Forward] = {}
+_forwards: dict[Any, HopperForward] = {}
 
 
 def prepared(
     inputs: Inputs, variant: Variant, config: KernelConfig
 ) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
-    """The forward pass of the call's kind; call it with inputs of that kind."""
+    """The forward pass of calls like this one; call it with inputs like that one."""
     key = signature(inputs, variant), configs.OVERRIDE
-    return remembered(_forwards, key, lambda: Forward(inputs, variant))
+    return remembered(_forwards, key, lambda: HopperForward(inputs, variant))
 
 
 def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, Tensor]:

@@ -26,18 +26,20 @@ from saccade.gpu.tensor_view import (
 from saccade.gpu.tile_ranges import first_and_end
 from saccade.ops.attention.triton.backward_common import in_base_2, statistics_of
 
-PARTS = tl.constexpr(2)  # of a slot's share of the gradients of queries: one of each consumer
+PARTS = tl.constexpr(2)  # of a slot's partial sum of the gradients of queries: one of each consumer
 PART_ROWS = tl.constexpr(64)
 
 
-class Scratch(NamedTuple):
+class BackwardScratch(NamedTuple):
     """Where the kernels of one backward pass leave things for each other."""
 
     slot: Any  # dense_slot or packed_slot
-    shares: Any  # of the gradients of queries: float32 in memory, by slot; None: there are none
+    dq_accumulate: (
+        Any  # of the gradients of queries: float32 in memory, by slot; None: there are none
+    )
     # int32 in memory: whether hidden rows may have made nonfinite something; None: they cannot
     flag: Any
-    turns: Any = None  # int32 in memory, by part: whose turn it is; None: in any order
+    semaphores: Any = None  # int32 in memory, by part: whose turn it is; None: in any order
 
 
 @triton.jit
@@ -54,7 +56,7 @@ def packed_slot(batch, head, data, TILE: tl.constexpr):
 
 
 @triton.jit
-def first_turn(
+def first_semaphore(
     mask, batch, head, tile, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr
 ):  # fmt: skip
     """Whose turn it is to begin with: the last tile of keys of which a tile of queries may see
@@ -103,17 +105,17 @@ def attention_backward_begin(
     start = starts + slot * (2 * QUERY_TILE)
     tl.store(start + places, tl.where(saw_nothing, float("-inf"), -lse * factor))
     tl.store(start + QUERY_TILE + places, -dot)
-    if scratch.shares is not None and scratch.turns is None:
-        share = scratch.shares + slot.to(tl.int64) * (QUERY_TILE * HEAD_WIDTH)
+    if scratch.dq_accumulate is not None and scratch.semaphores is None:
+        partial_dq = scratch.dq_accumulate + slot.to(tl.int64) * (QUERY_TILE * HEAD_WIDTH)
         numbers = tl.arange(0, QUERY_TILE * HEAD_WIDTH)
-        tl.store(share + numbers, tl.zeros([QUERY_TILE * HEAD_WIDTH], tl.float32))
+        tl.store(partial_dq + numbers, tl.zeros([QUERY_TILE * HEAD_WIDTH], tl.float32))
     if scratch.flag is not None:
         tl.store(scratch.flag, 0)
-    if scratch.turns is not None:
+    if scratch.semaphores is not None:
         lengths = query_len, num_rows(key, batch)
-        turn = first_turn(mask, batch, head, tile, lengths, QUERY_TILE, KV_TILE)
+        semaphore = first_semaphore(mask, batch, head, tile, lengths, QUERY_TILE, KV_TILE)
         parts = slot * PARTS + tl.arange(0, PARTS)
-        tl.store(scratch.turns + parts, tl.zeros([PARTS], tl.int32) + turn)
+        tl.store(scratch.semaphores + parts, tl.zeros([PARTS], tl.int32) + semaphore)
 
 
 @triton.jit
@@ -122,7 +124,7 @@ def attention_backward_end(
     HEAD_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr,
     NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """One program: one slot. Sums of shares become gradients of queries."""
+    """One program: one slot. Sums of partial sums become gradients of queries."""
     WIDTH: tl.constexpr = QUERY_TILE * HEAD_WIDTH // (PARTS * PART_ROWS)  # of a part
     batch, head, tile, _ = grad_query.find(from_the_end(), grad_query.data, QUERY_TILE)
     slot = scratch.slot(batch, head, grad_query.data, QUERY_TILE) + tile
@@ -131,15 +133,15 @@ def attention_backward_end(
     for part in tl.static_range(PARTS):
         numbers = tl.arange(0, PART_ROWS * WIDTH)
         place = (slot.to(tl.int64) * PARTS + part) * (PART_ROWS * WIDTH)
-        if scratch.turns is None:
-            share = tl.load(scratch.shares + (place + numbers))
+        if scratch.semaphores is None:
+            partial_dq = tl.load(scratch.dq_accumulate + (place + numbers))
         else:  # who comes first writes; where nobody came, nobody wrote
-            written = tl.load(scratch.turns + slot * PARTS + part) & 1 == 0
-            share = tl.load(scratch.shares + (place + numbers), mask=written, other=0.0)
+            written = tl.load(scratch.semaphores + slot * PARTS + part) & 1 == 0
+            partial_dq = tl.load(scratch.dq_accumulate + (place + numbers), mask=written, other=0.0)
         # As registers lay: eight channels, warp, row, two of them, row + 8, channel.
-        share = tl.reshape(share, [WIDTH // 8, 4, 8, 4, 2, 2])
-        share = tl.reshape(tl.permute(share, [1, 4, 2, 0, 3, 5]), [PART_ROWS, WIDTH])
-        if NAN_SAFE and any_nonfinite(share):
+        partial_dq = tl.reshape(partial_dq, [WIDTH // 8, 4, 8, 4, 2, 2])
+        partial_dq = tl.reshape(tl.permute(partial_dq, [1, 4, 2, 0, 3, 5]), [PART_ROWS, WIDTH])
+        if NAN_SAFE and any_nonfinite(partial_dq):
             tl.store(scratch.flag, 1)
         rows = tile * QUERY_TILE + tl.arange(0, PART_ROWS)
         channels = tl.arange(0, WIDTH)
@@ -149,4 +151,4 @@ def attention_backward_end(
             channels += part * WIDTH
         pointers = row_pointers(grad_query, batch, head, rows[:, None], channels[None, :])
         exists = (rows < query_len)[:, None] & (channels < HEAD_DIM)[None, :]
-        tl.store(pointers, (share * scale).to(grad_query.ptr.dtype.element_ty), mask=exists)
+        tl.store(pointers, (partial_dq * scale).to(grad_query.ptr.dtype.element_ty), mask=exists)

@@ -28,15 +28,15 @@ from saccade.gpu.hopper.pipeline import (
 class Rings:
     """All that producer and consumers share."""
 
-    tickets: Ring
+    work_tiles: Ring
     queries: gl.tuple  # a ring for each consumer
     keys: Ring
     values: Ring
     outputs: gl.tuple  # memory for each consumer
 
     @gluon.constexpr_function
-    def __init__(self, tickets, queries, keys, values, outputs):
-        self.tickets = tickets
+    def __init__(self, work_tiles, queries, keys, values, outputs):
+        self.work_tiles = work_tiles
         self.queries = queries
         self.keys = keys
         self.values = values
@@ -49,12 +49,12 @@ def make_rings(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Shared memory of a program."""
-    tickets = make_tickets(CONSUMERS)
+    work_tiles = make_work_tiles(CONSUMERS)
     keys = make_ring_for(key_desc, STAGES, CONSUMERS)
     values = make_ring_for(value_desc, STAGES, CONSUMERS)
     queries, outputs = make_rows(query_desc, output_desc, CONSUMERS, QUERY_STAGES)
     settle()
-    return Rings(tickets, queries, keys, values, outputs)
+    return Rings(work_tiles, queries, keys, values, outputs)
 
 
 @gluon.jit
@@ -63,19 +63,19 @@ def make_page_rings(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The same where tiles of keys and values, of such shapes, come from pages in boxes."""
-    tickets = make_tickets(CONSUMERS)
+    work_tiles = make_work_tiles(CONSUMERS)
     keys = make_ring_of(query_desc.dtype, KEYS, STAGES, CONSUMERS)
     values = make_ring_of(query_desc.dtype, VALUES, STAGES, CONSUMERS)
     queries, outputs = make_rows(query_desc, output_desc, CONSUMERS, QUERY_STAGES)
     settle()
-    return Rings(tickets, queries, keys, values, outputs)
+    return Rings(work_tiles, queries, keys, values, outputs)
 
 
 @gluon.jit
-def make_tickets(CONSUMERS: gl.constexpr):
-    """A ring of tickets, which consumers read and the producer does."""
-    TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return make_ring(gl.int32, [1, 16], TICKETS, CONSUMERS + 1)
+def make_work_tiles(CONSUMERS: gl.constexpr):
+    """A ring of work tiles, which consumers read and the producer does."""
+    WORK_TILES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return make_ring(gl.int32, [1, 16], WORK_TILES, CONSUMERS + 1)
 
 
 @gluon.jit
@@ -93,55 +93,64 @@ class BackwardRings:
     """The same of the backward pass. Gradients of outputs and of scores have the turns of queries:
     who releases queries releases the former too, and has read the latter of the turn before."""
 
-    tickets: Ring
+    work_tiles: Ring
     keys: Ring
     values: Ring
     queries: Ring
     starts: gl.shared_memory_descriptor  # beside the queries: two numbers of each row
     grad_outputs: Ring
     grad_scores: Ring
-    shares: gl.tuple  # of the gradients of queries: memory for each consumer
+    dq_accumulate: gl.tuple  # of the gradients of queries: memory for each consumer
     outputs: gl.tuple  # memory for each consumer
 
     @gluon.constexpr_function
     def __init__(
-        self, tickets, keys, values, queries, starts, grad_outputs, grad_scores, shares, outputs
+        self,
+        work_tiles,
+        keys,
+        values,
+        queries,
+        starts,
+        grad_outputs,
+        grad_scores,
+        dq_accumulate,
+        outputs,
     ):
-        self.tickets = tickets
+        self.work_tiles = work_tiles
         self.keys = keys
         self.values = values
         self.queries = queries
         self.starts = starts
         self.grad_outputs = grad_outputs
         self.grad_scores = grad_scores
-        self.shares = shares
+        self.dq_accumulate = dq_accumulate
         self.outputs = outputs
 
 
 @gluon.jit
 def make_backward_rings(
-    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, share_desc, output_desc,
+    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc, output_desc,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Shared memory of a program of the backward pass, whose consumers are two."""
-    TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tickets = make_ring(gl.int32, [2, 16], TICKETS, 2)
+    WORK_TILES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    work_tiles = make_ring(gl.int32, [2, 16], WORK_TILES, 2)
     keys, values = make_ring_for(key_desc, 1, 2), make_ring_for(value_desc, 1, 2)
     queries = make_ring_for(query_desc, STAGES, 2)
     grad_outputs = make_ring_for(grad_output_desc, STAGES, 0)
     START_SHAPE: gl.constexpr = in_stages(STAGES, starts_desc.block_type.shape)
     START_LAYOUT: gl.constexpr = starts_desc.layout
     starts = gl.allocate_shared_memory(gl.float32, START_SHAPE, START_LAYOUT)
-    grad_scores, shares = queries, ()
-    if share_desc is not None:
+    grad_scores, dq_accumulate = queries, ()
+    if dq_desc is not None:
         PAIRS: gl.constexpr = [key_desc.block_type.shape[2], query_desc.block_type.shape[2]]
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(PAIRS, query_desc.dtype)
         grad_scores = make_ring(query_desc.dtype, in_stages(STAGES, PAIRS), LAYOUT, 0, 2)
-        shares = (make_memory_for(share_desc), make_memory_for(share_desc))
+        dq_accumulate = (make_memory_for(dq_desc), make_memory_for(dq_desc))
     outputs = (make_memory_for(output_desc), make_memory_for(output_desc))
     settle()
     return BackwardRings(
-        tickets, keys, values, queries, starts, grad_outputs, grad_scores, shares, outputs
+        work_tiles, keys, values, queries, starts, grad_outputs, grad_scores, dq_accumulate, outputs
     )
 
 
@@ -149,7 +158,7 @@ def make_backward_rings(
 class KeyRings:
     """All that the roles of the pass for gradients of wide keys and values share."""
 
-    tickets: Ring
+    work_tiles: Ring
     keys: Ring  # read by the first consumer alone
     values: Ring  # by the second one
     queries: Ring
@@ -159,8 +168,8 @@ class KeyRings:
     outputs: gl.tuple  # memory for each consumer
 
     @gluon.constexpr_function
-    def __init__(self, tickets, keys, values, queries, starts, grad_outputs, slopes, outputs):
-        self.tickets = tickets
+    def __init__(self, work_tiles, keys, values, queries, starts, grad_outputs, slopes, outputs):
+        self.work_tiles = work_tiles
         self.keys = keys
         self.values = values
         self.queries = queries
@@ -176,8 +185,8 @@ def make_key_rings(
     grad_key_desc, grad_value_desc, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Shared memory of a program of that pass, whose consumers are two."""
-    TICKETS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tickets = make_ring(gl.int32, [2, 16], TICKETS, 2)
+    WORK_TILES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    work_tiles = make_ring(gl.int32, [2, 16], WORK_TILES, 2)
     keys, values = make_ring_for(key_desc, 1, 1), make_ring_for(value_desc, 1, 1)
     queries = make_ring_for(query_desc, STAGES, 2)
     grad_outputs = make_ring_for(grad_output_desc, STAGES, 2)
@@ -191,7 +200,7 @@ def make_key_rings(
     else:
         outputs = (make_memory_for(grad_value_desc), make_memory_for(grad_key_desc))
     settle()
-    return KeyRings(tickets, keys, values, queries, starts, grad_outputs, slopes, outputs)
+    return KeyRings(work_tiles, keys, values, queries, starts, grad_outputs, slopes, outputs)
 
 
 @aggregate
@@ -199,15 +208,15 @@ class QueryRings:
     """All that the roles of the pass for gradients of queries share. Gradients of outputs have the
     turns of queries: who releases queries releases them too."""
 
-    tickets: Ring
+    work_tiles: Ring
     queries: gl.tuple  # a ring for each consumer
     grad_outputs: gl.tuple  # the same
     keys: Ring
     values: Ring
 
     @gluon.constexpr_function
-    def __init__(self, tickets, queries, grad_outputs, keys, values):
-        self.tickets = tickets
+    def __init__(self, work_tiles, queries, grad_outputs, keys, values):
+        self.work_tiles = work_tiles
         self.queries = queries
         self.grad_outputs = grad_outputs
         self.keys = keys
@@ -220,11 +229,11 @@ def make_query_rings(
 ):  # fmt: skip
     """Shared memory of a program of that pass, whose consumers are two. Keys stay for a step
     longer than values, of which there is one tile."""
-    tickets = make_tickets(2)
+    work_tiles = make_work_tiles(2)
     keys, values = make_ring_for(key_desc, STAGES, 2), make_ring_for(value_desc, 1, 2)
     queries, grad_outputs = (), ()
     for _ in gl.static_range(2):
         queries = queries + (make_ring_for(query_desc, 1, 1),)  # noqa: RUF005
         grad_outputs = grad_outputs + (make_ring_for(grad_output_desc, 1, 0),)  # noqa: RUF005
     settle()
-    return QueryRings(tickets, queries, grad_outputs, keys, values)
+    return QueryRings(work_tiles, queries, grad_outputs, keys, values)

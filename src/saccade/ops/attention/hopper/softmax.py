@@ -3,7 +3,7 @@
 A weight is 2 to the power of a score less the reference of its row. The reference is the largest
 score that was met when it was last raised, and as long as no score exceeds it by more than a few
 powers of 2 it stays: then all that was summed before stays as it is, too (as in FlashAttention-4).
-For partial tiles, references are raised before scores are weighed; for other tiles the sums tell
+For partial tiles, lazy maxima are raised before scores are weighed; for other tiles the sums tell
 afterwards whether they should have been, which saves looking for the largest score.
 
 Numbers of each row are held by thread: [rows, 8], of which a thread has two for each of its rows.
@@ -70,16 +70,16 @@ def hide(scores, rules, at, kv_start):
 
 
 @gluon.jit
-def no_references(scores):
-    """The references of rows that have seen no key."""
+def no_lazy_max(scores):
+    """The lazy maxima of rows that have seen no key."""
     of_thread = sum_by_thread(scores)  # for its layout
     LAYOUT: gl.constexpr = of_thread.type.layout
     return gl.full([scores.shape[0], 8], NOTHING, gl.float32, LAYOUT)
 
 
 @gluon.jit
-def raise_references(scores, rules, references):
-    """The references that suit a tile, and what shrinks everything summed before.
+def raise_lazy_max(scores, rules, lazy_max):
+    """The lazy maxima that suit a tile, and what shrinks everything summed before.
 
     The maximum is taken in two steps: four short chains of instructions take less time than two
     long ones.
@@ -89,15 +89,15 @@ def raise_references(scores, rules, references):
     LAYOUT: gl.constexpr = largest.type.layout
     nothing = gl.zeros([scores.shape[0], 8], gl.float32, LAYOUT)
     largest = gl.max(largest, 1)[:, None] * exponent_factor(rules) + nothing
-    references = gl.convert_layout(references, LAYOUT)
-    raised = gl.where(largest > references + SLACK, largest, references)
-    return raised, gl.exp2(references - raised)
+    lazy_max = gl.convert_layout(lazy_max, LAYOUT)
+    raised = gl.where(largest > lazy_max + SLACK, largest, lazy_max)
+    return raised, gl.exp2(lazy_max - raised)
 
 
 @gluon.jit
-def weights_of(scores, rules, references):
+def weights_of(scores, rules, lazy_max):
     """The weights of scores."""
-    return gl.exp2(scores * exponent_factor(rules) - spread(references, scores))
+    return gl.exp2(scores * exponent_factor(rules) - spread(lazy_max, scores))
 
 
 @gluon.jit
@@ -107,9 +107,9 @@ def exponent_factor(rules):
 
 
 @gluon.jit
-def moderate(sums):
+def lazy_rescale(sums):
     """What shrinks a tile and everything before, as sums of its weights by thread tell, and by how
-    much that raises the references: 1 and 0, unless a sum of the warp exceeds 256.
+    much that raises the lazy maxima: 1 and 0, unless a sum of the warp exceeds 256.
 
     Sums near the end of float32 are made NaN, and the tile of query rows is done once more.
     """

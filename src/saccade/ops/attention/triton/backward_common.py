@@ -22,7 +22,7 @@ from saccade.gpu.rules import kept
 from saccade.gpu.tensor_view import load_numbers, load_rows, num_rows, row_pointers, store_numbers
 
 
-class Forward(NamedTuple):
+class SavedForward(NamedTuple):
     """What a backward kernel reads, as Views."""
 
     query: Any
@@ -113,7 +113,7 @@ def differentiate(weights, grad_weights, row_dot, derivative, visible):
 def drop(dropout, batch, head, query_rows, kv_start, KV_TILE: tl.constexpr):
     """What each weight is multiplied by, [queries, keys]: growth, or 0 where a pair is dropped."""
     keep = kept(dropout, batch, head, query_rows, kv_start, KV_TILE)
-    return tl.where(keep, dropout.growth, 0.0)
+    return tl.where(keep, dropout.dropout_scale, 0.0)
 
 
 # ---- backward preprocess -------------------------------------------------------------------------

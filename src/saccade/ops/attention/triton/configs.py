@@ -128,10 +128,10 @@ def may_spill(problem: KernelProblem) -> str:
 def row_of(problem: KernelProblem) -> tuple[str, tuple[KernelConfig, ...]]:
     """The row of the tables that serves a problem, by its name there."""
     rows = _FLOAT32 if problem.wide else _HALF[problem.architecture]
-    kinds = [kind for kind in ("dropout", "listed", "short", "masked") if getattr(problem, kind)]
-    names = [*(f"{problem.which}, {kind}" for kind in kinds), problem.which]
+    forms = [form for form in ("dropout", "listed", "short", "masked") if getattr(problem, form)]
+    names = [*(f"{problem.which}, {form}" for form in forms), problem.which]
     if problem.packed:
-        names = [kind for name in names for kind in (f"{name}, packed", name)]
+        names = [form for name in names for form in (f"{name}, packed", name)]
     name = next(filter(rows.__contains__, names))
     return name, rows[name]
 

@@ -83,7 +83,9 @@ def attention_forward(
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
             )  # fmt: skip
             tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
-    if not ONE_LOOP and (tile_range.num_partial > 0 or (rules.mask.visible is not None and not is_hopper())):
+    if not ONE_LOOP and (
+        tile_range.num_partial > 0 or (rules.mask.visible is not None and not is_hopper())
+    ):
         tile = rules.mask.tile(rules.mask, tile_range, 0, False)
         ahead = key.ahead(key, batch, tile * KV_TILE, kv_len, KV_TILE)
         for index in range(0, tile_range.num_partial):  # partial tiles: pair by pair
@@ -99,8 +101,8 @@ def attention_forward(
         for index in range(0, tile_range.num_partial + tile_range.num_full):
             following = next_of_both(rules.mask, tile_range, index + 1)
             state = fold_tile(
-                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
-                HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False, index < tile_range.num_partial,
+                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state, HEAD_DIM,
+                VALUE_DIM, KV_TILE, PRECISION, True, False, index < tile_range.num_partial,
             )  # fmt: skip
             tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
     if rules.mask.visible is not None and any_nonfinite(state[2], True):
@@ -122,7 +124,7 @@ def attention_forward(
     row_max, row_sum, weighted_sum = state
     divisor, natural_lse = finish_softmax(row_max, row_sum)
     if rules.dropout is not None:
-        divisor = divisor / rules.dropout.growth
+        divisor = divisor / rules.dropout.dropout_scale
     attended = weighted_sum * (1.0 / divisor)[:, None]  # one division a row
     store_tile(output, batch, query_head, query_start, query_len, attended, VALUE_DIM)
     store_numbers(logsumexp, batch, query_head, query_rows, query_len, natural_lse)

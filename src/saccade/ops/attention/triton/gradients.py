@@ -19,14 +19,19 @@ from saccade.gpu.compose import ReadFunctions, score_functions
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of, there_are, view
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.planning import Plan, Planner
-from saccade.ops.attention.triton.backward_common import Forward, attention_row_statistics
+from saccade.ops.attention.triton.backward_common import SavedForward, attention_row_statistics
 from saccade.ops.attention.triton.backward_dbias import (
     attention_backward_bias,
     attention_backward_reads,
 )
 from saccade.ops.attention.triton.backward_dkdv import VERDICTS_AT_ONCE, attention_backward_keys
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
-from saccade.ops.attention.triton.kind import Kind, memory_like, remembered, with_unit_channels
+from saccade.ops.attention.triton.call_spec import (
+    CallSpec,
+    memory_like,
+    remembered,
+    with_unit_channels,
+)
 from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, empty_gradients
 
 STATISTICS_TILE = 64
@@ -37,7 +42,7 @@ FEW_QUERIES = 64  # rows of queries that one program of the ordered form takes, 
 class Launches(NamedTuple):
     """The kernels of a backward pass of one kind."""
 
-    kind: Kind
+    spec: CallSpec
     statistics: Launch | None  # None where the queries' kernel makes them
     keys: Launch  # in the fast form: queries too
     nan_safe: Launch  # the same, for programs whose first attempt met NaN or inf
@@ -50,7 +55,7 @@ class Launches(NamedTuple):
     gradients: tuple[Callable[[], Tensor], ...]  # memory for those of query, key and value
 
 
-class Results(NamedTuple):
+class ForwardResults(NamedTuple):
     """What the forward pass gave, and the gradients of it."""
 
     output: Tensor
@@ -82,7 +87,7 @@ def backward(
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()
     statistics = torch.empty_like(lse), torch.empty_like(lse)
-    results = Results(output, lse, grad_output, grad_lse, *statistics)
+    results = ForwardResults(output, lse, grad_output, grad_lse, *statistics)
     key = (
         *signature(inputs, variant), config, deterministic,
         output.stride(), grad_output.stride(), lse.stride(),
@@ -107,34 +112,34 @@ def prepare(
     inputs: Inputs, variant: Variant, config: KernelConfig, deterministic: bool
 ) -> Launches:
     """The kernels of a backward pass, chosen; none is compiled before it is started."""
-    kind, call, given = Kind.of(inputs), (inputs, variant), config.backward
-    ordered = deterministic or ordered_is_faster(kind)
-    chained = {"CHAINED": ordered and kind.architecture in CHAINED}
+    spec, call, given = CallSpec.of(inputs), (inputs, variant), config.backward
+    ordered = deterministic or ordered_is_faster(spec)
+    chained = {"CHAINED": ordered and spec.architecture in CHAINED}
     early = {"launch_pdl": True} if chained["CHAINED"] else {}
     which = "backward_keys" if ordered else "backward_shared"
     keys, nan_safe = (
-        kind.launch(attention_backward_keys, which, call, given, early, NAN_SAFE=c, **chained)
+        spec.launch(attention_backward_keys, which, call, given, early, NAN_SAFE=c, **chained)
         for c in (False, True)
     )
     statistics, queries, which = None, None, "backward_queries"
     if not (ordered and variant.mask):  # without a mask queries have no registers for them
-        sizes = {name: kind.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
+        sizes = {name: spec.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
         sizes |= {"QUERY_TILE": STATISTICS_TILE, **chained}
         options = {"num_warps": 4, "num_stages": 1}
         statistics = Launch(attention_row_statistics, sizes, options)
     if ordered:
         early = early if statistics else {}
-        queries = kind.launch(attention_backward_queries, which, call, given, early, **chained)
+        queries = spec.launch(attention_backward_queries, which, call, given, early, **chained)
     sizes = [
         (launch.constants["QUERY_TILE"], launch.constants["KV_TILE"])
         for launch in (keys, queries or keys)
     ]
-    over_queries = Planner(inputs, variant, kind.geometry, sizes[0], over_keys=False)
-    over_keys = Planner(inputs, variant, kind.geometry, sizes[1], over_keys=True)
-    of_queries, of_keys = kind.geometry
+    over_queries = Planner(inputs, variant, spec.geometry, sizes[0], over_keys=False)
+    over_keys = Planner(inputs, variant, spec.geometry, sizes[1], over_keys=True)
+    of_queries, of_keys = spec.geometry
     of_tiles = of_keys.programs(sizes[0][1])
     return Launches(
-        kind, statistics, keys, nan_safe, queries, over_queries, over_keys,
+        spec, statistics, keys, nan_safe, queries, over_queries, over_keys,
         programs=(
             of_queries.programs(STATISTICS_TILE),
             of_tiles,
@@ -147,13 +152,13 @@ def prepare(
     )  # fmt: skip
 
 
-def ordered_is_faster(kind: Kind) -> bool:
+def ordered_is_faster(spec: CallSpec) -> bool:
     """Whether a second pass for the queries costs less than atomic additions.
 
     It does (on an H200) unless queries are so few that most of the GPU would idle in their pass.
     """
-    queries, keys = (extent.programs(FEW_QUERIES) for extent in kind.geometry)
-    return 2 * queries >= kind.multiprocessors or keys < kind.multiprocessors
+    queries, keys = (extent.programs(FEW_QUERIES) for extent in spec.geometry)
+    return 2 * queries >= spec.multiprocessors or keys < spec.multiprocessors
 
 
 class Call(NamedTuple):
@@ -162,16 +167,16 @@ class Call(NamedTuple):
     inputs: Inputs
     variant: Variant
     launches: Launches
-    results: Results
+    results: ForwardResults
 
     def run(self, wanted: Sequence[int], config: KernelConfig) -> Gradients:
         """Start every kernel of the pass."""
-        launches, kind = self.launches, self.launches.kind
+        launches, spec = self.launches, self.launches.spec
         of_query, of_key, of_value = [memory() for memory in launches.gradients]
         known = self.known()
         if launches.statistics is not None:
             arguments = self._statistics_arguments
-            launches.statistics(launches.programs[0], kind.device, known, arguments)
+            launches.statistics(launches.programs[0], spec.device, known, arguments)
         if launches.queries is None:
             self._shared(known, of_query, of_key, of_value)
         else:
@@ -208,18 +213,18 @@ class Call(NamedTuple):
     def _keys(
         self, known: Sequence[Tensor], of_key: Tensor, of_value: Tensor, total: Tensor | None
     ) -> None:
-        launches, kind = self.launches, self.launches.kind
+        launches, spec = self.launches, self.launches.spec
         plan, programs = launches.over_queries(self.inputs, self.variant), launches.programs[1]
         verdicts = None
         if self.variant.mask:
             verdicts = torch.empty(programs, dtype=torch.int32, device=of_key.device)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
-            keys, offsets = kind.geometry.keys, self.inputs.cu_seqlens_k
+            keys, offsets = spec.geometry.keys, self.inputs.cu_seqlens_k
             return (
                 self._forward(pointer),
-                view(pointer, of_key, kind.steps(of_key), keys, offsets),
-                view(pointer, of_value, kind.steps(of_value), keys, offsets),
+                view(pointer, of_key, spec.steps(of_key), keys, offsets),
+                view(pointer, of_value, spec.steps(of_value), keys, offsets),
                 None if total is None else self._rows(pointer, total),
                 self._rules(pointer, plan),
                 None if verdicts is None else pointer(verdicts),
@@ -227,9 +232,9 @@ class Call(NamedTuple):
             )
 
         tensors = (*known, *there_are((of_key, of_value, total, verdicts)), *plan.tensors)
-        launches.keys(programs, kind.device, tensors, arguments)
+        launches.keys(programs, spec.device, tensors, arguments)
         if self.variant.mask:
-            launches.nan_safe(launches.programs[2], kind.device, tensors, arguments)
+            launches.nan_safe(launches.programs[2], spec.device, tensors, arguments)
 
     def _queries(self, launch: Launch, known: Sequence[Tensor], of_query: Tensor) -> None:
         plan = self.launches.over_keys(self.inputs, self.variant)
@@ -248,14 +253,14 @@ class Call(NamedTuple):
             )  # fmt: skip
 
         tensors = (*known, of_query, *plan.tensors)
-        launch(self.launches.programs[3], self.launches.kind.device, tensors, arguments)
+        launch(self.launches.programs[3], self.launches.spec.device, tensors, arguments)
 
     def sinks(self) -> Tensor | None:
         """A sink's weight times minus row_dot, over all rows that it joins. Needs row_dot."""
         sinks = self.inputs.sinks
         if sinks is None:
             return None
-        packed, lse, row_dot = self.launches.kind.packed, self.results.lse, self.results.row_dot
+        packed, lse, row_dot = self.launches.spec.packed, self.results.lse, self.results.row_dot
         of_head = sinks.float().view(-1, 1) if packed else sinks.float().view(1, -1, 1)
         rows = (-(of_head - lse).exp() * row_dot).masked_fill(lse == -torch.inf, 0)
         return rows.sum(1 if packed else (0, 2)).to(sinks.dtype)
@@ -268,12 +273,12 @@ class Call(NamedTuple):
             return torch.zeros_like(table)
         if not functions.as_bias:
             return self._entries(place, functions, known, config)
-        kind, queries = self.launches.kind, self.launches.kind.geometry.queries
+        spec, queries = self.launches.spec, self.launches.spec.geometry.queries
         total = torch.empty(table.shape, dtype=torch.float32, device=table.device)
         launch = self.launches.tables.get(place)
         if launch is None:
             call = self.inputs, self.variant
-            launch = kind.launch(attention_backward_bias, "backward_bias", call, config.backward)
+            launch = spec.launch(attention_backward_bias, "backward_bias", call, config.backward)
             self.launches.tables[place] = launch
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
@@ -288,21 +293,21 @@ class Call(NamedTuple):
         batches, heads, rows, keys = table.shape
         query_tile, kv_tile = (launch.constants[name] for name in ("QUERY_TILE", "KV_TILE"))
         programs = batches * heads * -(-rows // query_tile) * -(-keys // kv_tile)
-        launch(programs, kind.device, (*known, total), arguments)
+        launch(programs, spec.device, (*known, total), arguments)
         return total.to(table.dtype)
 
     def _entries(
         self, place: int, functions: ReadFunctions, known: Sequence[Tensor], config: KernelConfig
     ) -> Tensor:
         """The same of a tensor that is read otherwise than a bias is."""
-        kind, table = self.launches.kind, self.variant.score_captured.tensors[place]
+        spec, table = self.launches.spec, self.variant.score_captured.tensors[place]
         total = torch.zeros(table.shape, dtype=torch.float32, device=table.device)
         if total.numel() == 0:
             return total.to(table.dtype)
         launch = self.launches.tables.get(place)
         if launch is None:
             call = self.inputs, self.variant
-            launch = kind.launch(
+            launch = spec.launch(
                 attention_backward_reads, "backward_bias", call, config.backward,
                 PLACE=functions.place, ALONG_QUERIES=functions.along_queries,
                 ALONG_KEYS=functions.along_keys,
@@ -316,21 +321,21 @@ class Call(NamedTuple):
                 rules(self.inputs, self.variant, pointer, by=place),
             )
 
-        programs = kind.geometry.queries.programs(launch.constants["QUERY_TILE"])
-        launch(programs, kind.device, (*known, total), arguments)
+        programs = spec.geometry.queries.programs(launch.constants["QUERY_TILE"])
+        launch(programs, spec.device, (*known, total), arguments)
         return total.to(table.dtype)
 
     # ---- arguments that several kernels take ---------------------------------------------------
 
     def _rows(self, pointer: Pointer, rows: Tensor) -> Any:
-        return self.launches.kind.rows(pointer, rows, self.inputs)
+        return self.launches.spec.rows(pointer, rows, self.inputs)
 
     def _numbers(self, pointer: Pointer, numbers: Tensor) -> Any:
-        return self.launches.kind.numbers(pointer, numbers, self.inputs)
+        return self.launches.spec.numbers(pointer, numbers, self.inputs)
 
-    def _forward(self, pointer: Pointer) -> Forward:
-        return Forward(
-            *self.launches.kind.inputs(pointer, self.inputs),
+    def _forward(self, pointer: Pointer) -> SavedForward:
+        return SavedForward(
+            *self.launches.spec.inputs(pointer, self.inputs),
             self._rows(pointer, self.results.grad_output),
             self._numbers(pointer, self.results.lse_log2),
             self._numbers(pointer, self.results.row_dot),

@@ -15,27 +15,32 @@ from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
 from saccade.gpu.launcher import Pointer
 from saccade.gpu.planning import NO_PLAN, Plan, Planner
 from saccade.ops.attention.triton import configs
+from saccade.ops.attention.triton.call_spec import (
+    CallSpec,
+    memory_like,
+    remembered,
+    with_unit_channels,
+)
 from saccade.ops.attention.triton.forward import attention_forward
 from saccade.ops.attention.triton.gradients import backward as backward
-from saccade.ops.attention.triton.kind import Kind, memory_like, remembered, with_unit_channels
 from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
 
 
-class Forward:
-    """The forward pass of one kind of call, prepared."""
+class TritonForward:
+    """The forward pass of calls like one another, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant, config: KernelConfig):
         self.unit_channels = all(tensor.stride(-1) == 1 for tensor in inputs[:3])
         inputs = with_unit_channels(inputs)
-        self.kind = Kind.of(inputs)
+        self.spec = CallSpec.of(inputs)
         call = inputs, variant
-        one_loop = configs.in_one_loop(self.kind.problem("forward", call))
-        self.launch = self.kind.launch(
+        one_loop = configs.in_one_loop(self.spec.problem("forward", call))
+        self.launch = self.spec.launch(
             attention_forward, "forward", call, config, ONE_LOOP=one_loop
         )
         tiles = self.launch.constants["QUERY_TILE"], self.launch.constants["KV_TILE"]
-        self.programs = self.kind.geometry.queries.programs(tiles[0])
-        self.planner = Planner(inputs, variant, self.kind.geometry, tiles, over_keys=True)
+        self.programs = self.spec.geometry.queries.programs(tiles[0])
+        self.planner = Planner(inputs, variant, self.spec.geometry, tiles, over_keys=True)
         self.alone = brings_three(inputs, variant) and not self.planner.needed
         self.output, self.lse = map(memory_like, empty_results(inputs))
 
@@ -48,7 +53,7 @@ class Forward:
         if not self.alone:
             plan = self.planner(inputs, variant)
             tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors)
-        if not self.launch.again(self.programs, self.kind.device, tensors):
+        if not self.launch.again(self.programs, self.spec.device, tensors):
             self._start(inputs, variant, output, lse, plan, tensors)
         return output, lse
 
@@ -58,23 +63,23 @@ class Forward:
     ) -> None:  # fmt: skip
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             return (
-                *self.kind.inputs(pointer, inputs),
-                self.kind.rows(pointer, output, inputs),
-                self.kind.numbers(pointer, lse, inputs),
+                *self.spec.inputs(pointer, inputs),
+                self.spec.rows(pointer, output, inputs),
+                self.spec.numbers(pointer, lse, inputs),
                 rules(inputs, variant, pointer, plan.argument(pointer)),
                 None if inputs.sinks is None else pointer(inputs.sinks),
             )
 
-        self.launch(self.programs, self.kind.device, tensors, arguments)
+        self.launch(self.programs, self.spec.device, tensors, arguments)
 
 
-_forwards: dict[Any, Forward] = {}
+_forwards: dict[Any, TritonForward] = {}
 
 
-def prepared(inputs: Inputs, variant: Variant, config: KernelConfig) -> Forward:
-    """The forward pass of the call's kind; call it with inputs of that kind."""
+def prepared(inputs: Inputs, variant: Variant, config: KernelConfig) -> TritonForward:
+    """The forward pass of calls like this one; call it with inputs like that one."""
     key = signature(inputs, variant), config
-    return remembered(_forwards, key, lambda: Forward(inputs, variant, config))
+    return remembered(_forwards, key, lambda: TritonForward(inputs, variant, config))
 
 
 def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, Tensor]:

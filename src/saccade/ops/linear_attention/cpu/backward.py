@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from saccade.ops.linear_attention.cpu.chunk import (
+    DecayFactors,
     Dense,
-    Fade,
     Keys,
     State,
     lower_,
@@ -105,11 +105,11 @@ def _forwards(
     return totals, states
 
 
-def _add_decay(leave: Leaving, keys: slice, shares: Tensor) -> None:
+def _add_decay(leave: Leaving, keys: slice, contributions: Tensor) -> None:
     """Add shares [batch · state_heads, keys] to the gradient of decay."""
     assert leave.decay is not None
     into = leave.decay[:, :, keys]
-    into += shares.view(into.shape)
+    into += contributions.view(into.shape)
 
 
 def _arriving(dense: Dense, come: Arriving, rows: slice) -> tuple[_RowGradients, Tensor | None]:
@@ -148,37 +148,39 @@ def _grad_query(
     """The gradient of scaled query features, the state's share in it, and −δ."""
     gradient = rows.weighted @ state.kv.mT
     products = None if keys is None else rows.weighted @ keys.value.mT
-    until = None if keys is None or keys.fade is None else keys.fade.until_row()
+    until = None if keys is None or keys.decay_factors is None else keys.decay_factors.until_row()
     if until is not None:
         gradient.mul_(until)
     if slope is not None:
         dots = (query * gradient).sum(-1, keepdim=True)
         if keys is not None and products is not None:
             pairs = (query @ keys.key.mT).mul_(products)
-            dots += lower_(pairs, keys.fade, dense.group).sum(-1, keepdim=True)
+            dots += lower_(pairs, keys.decay_factors, dense.group).sum(-1, keepdim=True)
         rows = rows._replace(total=_times(dots, slope))
     if rows.total is not None:
         sums = state.key_sum.unsqueeze(1)
         gradient.addcmul_(rows.total, sums if until is None else sums * until)
     if keys is None or products is None:
         return gradient, gradient, rows.total
-    key, value, fade = keys
-    found = gradient.baddbmm(_grad_scores(dense, products, rows.total, fade), key)
+    key, value, decay_factors = keys
+    found = gradient.baddbmm(_grad_scores(dense, products, rows.total, decay_factors), key)
     if bool(found.sum().isfinite()):
         return found, gradient, rows.total
     nonfinite = nonfinite_rows(key, value)
     key, value = (tensor.masked_fill(nonfinite.unsqueeze(-1), 0) for tensor in (key, value))
     products = rows.weighted @ value.mT
-    found = gradient + _grad_scores(dense, products, rows.total, fade) @ key
+    found = gradient + _grad_scores(dense, products, rows.total, decay_factors) @ key
     sees = (nonfinite.cumsum(-1) > 0).repeat(1, dense.group)
     return found.masked_fill(sees.unsqueeze(-1), torch.nan), gradient, rows.total
 
 
-def _grad_scores(dense: Dense, products: Tensor, total: Tensor | None, fade: Fade | None) -> Tensor:
+def _grad_scores(
+    dense: Dense, products: Tensor, total: Tensor | None, decay_factors: DecayFactors | None
+) -> Tensor:
     """ĝ · value − δ of all pairs within a chunk that are seen, from the products, in place."""
     if total is not None:
         products.add_(total)
-    return lower_(products, fade, dense.group)
+    return lower_(products, decay_factors, dense.group)
 
 
 def _write_query(dense: Dense, into: Tensor, rows: slice, query: Tensor, gradient: Tensor) -> None:
@@ -203,15 +205,15 @@ def _backwards(
         if step.queries is not None:
             query = dense.queries(step.queries)
             rows = _arriving(dense, come, step.queries)[0]._replace(total=total)
-        fade = None
+        decay_factors = None
         if step.keys is not None:
-            keys = key, value, fade = dense.beside(step.keys)
+            keys = key, value, decay_factors = dense.beside(step.keys)
             grad_key = value @ later.kv.mT
             grad_key += later.key_sum.unsqueeze(1)
             grad_value = key @ later.kv
-            if fade is not None:
-                grad_key.mul_(fade.from_key())
-                grad_value.mul_(fade.from_key())
+            if decay_factors is not None:
+                grad_key.mul_(decay_factors.from_key())
+                grad_value.mul_(decay_factors.from_key())
             if state is not None:
                 _add_decay(leave, step.keys, beyond(state, keys, later, grad_key))
             if query is not None and rows is not None:
@@ -219,10 +221,10 @@ def _backwards(
                 if state is not None:
                     _add_decay(leave, step.keys, within(pairs, dense.group))
             _write_keys(dense, leave, step.keys, key, grad_key, grad_value)
-        if fade is not None:
-            later.fade(fade)
+        if decay_factors is not None:
+            later.decay_factors(decay_factors)
         if query is not None and rows is not None:
-            old = query if fade is None else query * fade.until_row()
+            old = query if decay_factors is None else query * decay_factors.until_row()
             later.kv.baddbmm_(old.mT, rows.weighted)
             if rows.total is not None:
                 later.key_sum.add_((old.mT @ rows.total).squeeze(-1))
@@ -240,27 +242,29 @@ def _add_beside(
     Returns:
         The share of each pair in the result, for the gradient of decay; any number where hidden.
     """
-    key, value, fade = keys
+    key, value, decay_factors = keys
 
-    def shares(query: Tensor, rows: _RowGradients) -> tuple[Tensor, Tensor, Tensor]:
+    def contributions(query: Tensor, rows: _RowGradients) -> tuple[Tensor, Tensor, Tensor]:
         products = query @ key.mT
-        weights = _grad_scores(dense, rows.weighted @ value.mT, rows.total, fade)
-        pairs = products if fade is None else products * weights
-        scores = lower_(products, fade, dense.group)
+        weights = _grad_scores(dense, rows.weighted @ value.mT, rows.total, decay_factors)
+        pairs = products if decay_factors is None else products * weights
+        scores = lower_(products, decay_factors, dense.group)
         return weights.mT @ query, scores.mT @ rows.weighted, pairs
 
-    of_key, of_value, pairs = shares(query, rows)
+    of_key, of_value, pairs = contributions(query, rows)
     if not bool((of_key.sum() + of_value.sum()).isfinite()):
         parts = [query, rows.weighted] + ([] if rows.total is None else [rows.total])
         nonfinite = nonfinite_rows(*parts)
         clean = [part.masked_fill(nonfinite.unsqueeze(-1), 0) for part in parts]
         total = None if rows.total is None else clean[2]
-        of_key, of_value, _ = shares(clean[0], _RowGradients(clean[1], total))
+        of_key, of_value, _ = contributions(clean[0], _RowGradients(clean[1], total))
         beside = nonfinite.unflatten(1, (dense.group, -1)).any(1)
         seen = (beside.flip(-1).cumsum(-1).flip(-1) > 0).unsqueeze(-1)  # by such a row
-        of_key, of_value = (share.masked_fill(seen, torch.nan) for share in (of_key, of_value))
-    for gradient, share in zip(gradients, (of_key, of_value), strict=True):
-        gradient += share
+        of_key, of_value = (
+            contribution.masked_fill(seen, torch.nan) for contribution in (of_key, of_value)
+        )
+    for gradient, contribution in zip(gradients, (of_key, of_value), strict=True):
+        gradient += contribution
     return pairs
 
 
@@ -295,11 +299,11 @@ def beyond(state: State, keys: Keys, later: State, grad_key: Tensor) -> Tensor:
         later: the gradient of the state behind it.
         grad_key: what `later` gives to keys.
     """
-    assert keys.fade is not None
+    assert keys.decay_factors is not None
     whole = (later.kv * state.kv).double().sum((1, 2))
     whole += (later.key_sum * state.key_sum).double().sum(1)
     dots = (keys.key * grad_key).double().sum(-1)
-    return _sum_before(dots) + whole.unsqueeze(-1) * keys.fade.whole().squeeze(-1)
+    return _sum_before(dots) + whole.unsqueeze(-1) * keys.decay_factors.whole().squeeze(-1)
 
 
 def within(pairs: Tensor, group: int) -> Tensor:

@@ -98,11 +98,11 @@ class Dense:
 
     def beside(self, rows: slice) -> Keys:
         """Key rows as products take them."""
-        return Keys(self.keys(rows), self.values(rows), self.fade(rows))
+        return Keys(self.keys(rows), self.values(rows), self.decay_factors(rows))
 
     # ---- decay -----------------------------------------------------------------------------
 
-    def fade(self, rows: slice) -> Fade | None:
+    def decay_factors(self, rows: slice) -> DecayFactors | None:
         """How the state fades along key rows; None: it does not."""
         if self.decay is None:
             return None
@@ -111,7 +111,7 @@ class Dense:
         if hidden is not None:
             decay = decay.masked_fill(hidden, 0)
         total = decay.reshape(self.batch * self.state_heads, decay.shape[2]).cumsum(-1)
-        return Fade(total, self.wide, self.group)
+        return DecayFactors(total, self.wide, self.group)
 
 
 class Keys(NamedTuple):
@@ -119,41 +119,49 @@ class Keys(NamedTuple):
 
     key: Tensor  # [batch · state_heads, rows, features]
     value: Tensor  # [batch · state_heads, rows, value_dim]
-    fade: Fade | None
+    decay_factors: DecayFactors | None
 
     def part(self, heads: slice) -> Keys:
         """The same of some of the heads, counted through the batch."""
-        return Keys(self.key[heads], self.value[heads], self.fade and self.fade.part(heads))
+        return Keys(
+            self.key[heads],
+            self.value[heads],
+            self.decay_factors and self.decay_factors.part(heads),
+        )
 
 
-class Fade:
+class DecayFactors:
     """Factors by which the state fades within a chunk.
 
     Sums of logarithms are float64: a strong decay in front of weak ones must not round them away.
     """
 
-    def __init__(self, faded: Tensor, wide: torch.dtype, group: int):
-        self.faded, self.wide, self.group = faded, wide, group  # [batch · state_heads, rows]
+    def __init__(self, summed_decay: Tensor, wide: torch.dtype, group: int):
+        self.summed_decay, self.wide, self.group = (
+            summed_decay,
+            wide,
+            group,
+        )  # [batch · state_heads, rows]
 
-    def part(self, heads: slice) -> Fade:
+    def part(self, heads: slice) -> DecayFactors:
         """The same of some of the heads, counted through the batch."""
-        return Fade(self.faded[heads], self.wide, self.group)
+        return DecayFactors(self.summed_decay[heads], self.wide, self.group)
 
     def whole(self) -> Tensor:
         """By all key rows, [batch · state_heads, 1, 1]."""
-        return self.faded[:, -1, None, None].exp().to(self.wide)
+        return self.summed_decay[:, -1, None, None].exp().to(self.wide)
 
     def until_row(self) -> Tensor:
         """From before the first key to each query row, [batch · state_heads, group · rows, 1]."""
-        return self.faded.exp().to(self.wide).repeat(1, self.group).unsqueeze(-1)
+        return self.summed_decay.exp().to(self.wide).repeat(1, self.group).unsqueeze(-1)
 
     def from_key(self) -> Tensor:
         """From each key row to after the last one, [batch · state_heads, rows, 1]."""
-        return (self.faded[:, -1:] - self.faded).exp().to(self.wide).unsqueeze(-1)
+        return (self.summed_decay[:, -1:] - self.summed_decay).exp().to(self.wide).unsqueeze(-1)
 
     def pairs(self) -> Tensor:
         """From each key row to each query row, [batch · state_heads, group · rows, keys]."""
-        gap = self.faded.unsqueeze(-1) - self.faded.unsqueeze(-2)
+        gap = self.summed_decay.unsqueeze(-1) - self.summed_decay.unsqueeze(-2)
         return gap.clamp_(max=0).to(self.wide).exp_().repeat(1, self.group, 1)  # > 0: hidden
 
 
@@ -181,19 +189,19 @@ class State:
 
     def add(self, keys: Keys) -> None:
         """Add a chunk of keys, after all that was there has faded."""
-        key, value, fade = keys
-        if fade is not None:
-            self.fade(fade)
-            key = key * fade.from_key()
+        key, value, decay_factors = keys
+        if decay_factors is not None:
+            self.decay_factors(decay_factors)
+            key = key * decay_factors.from_key()
         if key.shape[1] == 1:  # bound by memory, where a product of one row is slower
             self.kv.addcmul_(key.mT, value)
         else:
             self.kv.baddbmm_(key.mT, value)
         self.key_sum.add_(key.sum(1))
 
-    def fade(self, fade: Fade) -> None:
+    def decay_factors(self, decay_factors: DecayFactors) -> None:
         """Let all that is there fade by a chunk of keys."""
-        whole = fade.whole()
+        whole = decay_factors.whole()
         self.kv.mul_(whole)
         self.key_sum.mul_(whole.squeeze(-1))
 
@@ -226,10 +234,10 @@ def shared(rows: Tensor, heads: int) -> Tensor:
     return rows if rows.shape[1] == heads else rows.unflatten(1, (heads, -1)).sum(2)
 
 
-def lower_(pairs: Tensor, fade: Fade | None, group: int) -> Tensor:
+def lower_(pairs: Tensor, decay_factors: DecayFactors | None, group: int) -> Tensor:
     """Pairs [count, group · rows, keys], in place: faded, 0 where the key comes after the row."""
-    if fade is not None:
-        pairs.mul_(fade.pairs())
+    if decay_factors is not None:
+        pairs.mul_(decay_factors.pairs())
     pairs.unflatten(1, (group, -1)).tril_()
     return pairs
 

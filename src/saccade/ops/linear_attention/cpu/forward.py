@@ -130,28 +130,28 @@ def _read(dense: Dense, state: State, query: Tensor) -> Sums:
 
 def _read_pairs(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
     """From the state, and from keys beside the rows."""
-    key, value, fade = keys
-    old = query if fade is None else query * fade.until_row()
-    scores = lower_(query @ key.mT, fade, dense.group)
+    key, value, decay_factors = keys
+    old = query if decay_factors is None else query * decay_factors.until_row()
+    scores = lower_(query @ key.mT, decay_factors, dense.group)
     weighted = (scores @ value).baddbmm_(old, state.kv)
     if not bool(weighted.sum().isfinite()):
-        return _with_care(dense, state, query, keys)
+        return _nan_safe(dense, state, query, keys)
     if dense.variant.normalize == "none":
         return Sums(weighted, None)
     total = scores.sum(-1).add_((old @ state.key_sum.unsqueeze(-1)).squeeze(-1))
     return Sums(weighted, total)
 
 
-def _with_care(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
+def _nan_safe(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
     """The same where some number is not finite: it must not reach rows that do not see it.
 
     A product would carry it there: a hidden score is 0, and 0 · NaN is NaN.
     """
-    key, value, fade = keys
+    key, value, decay_factors = keys
     nonfinite = nonfinite_rows(key, value)
     key, value = (rows.masked_fill(nonfinite.unsqueeze(-1), 0) for rows in (key, value))
-    scores = lower_(query @ key.mT, fade, dense.group)
-    old = query if fade is None else query * fade.until_row()
+    scores = lower_(query @ key.mT, decay_factors, dense.group)
+    old = query if decay_factors is None else query * decay_factors.until_row()
     sees = (nonfinite.cumsum(-1) > 0).repeat(1, dense.group)
     weighted = (scores @ value + old @ state.kv).masked_fill(sees.unsqueeze(-1), torch.nan)
     if dense.variant.normalize == "none":

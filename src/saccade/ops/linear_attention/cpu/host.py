@@ -41,13 +41,15 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
     results = empty_linear_results(inputs, variant)
     clear_padding(inputs.cu_seqlens_q, results.output)
     clear_padding(inputs.cu_seqlens_q, results.normaliser, dim=1)
-    for share in _shares(inputs):
-        normaliser = None if variant.normalize == "none" else share.per_row(results.normaliser)
-        dense, output = share.dense(inputs, variant), share.queries(results.output)
+    for contribution in _contributions(inputs):
+        normaliser = (
+            None if variant.normalize == "none" else contribution.per_row(results.normaliser)
+        )
+        dense, output = contribution.dense(inputs, variant), contribution.queries(results.output)
         state = State.start(dense, dense.initial or (None, None))
         linear_forward.attend(dense, _steps(dense, config), state, output, normaliser)
         for into, found in ((results.kv, state.kv), (results.key_sum, state.key_sum)):
-            into = share.states(into)
+            into = contribution.states(into)
             into.copy_(found.view(into.shape))
     return results
 
@@ -73,28 +75,28 @@ def backward(
         shape = (*inputs.key.shape[:1], inputs.state_heads)  # packed: [kv_tokens, state_heads]
         shape = shape if inputs.packed else (*shape, inputs.key.shape[2])
         decay = inputs.decay.new_zeros(shape, dtype=torch.float64)
-    for share in _shares(inputs):
+    for contribution in _contributions(inputs):
         come = linear_backward.Arriving(
-            None if rounded else share.queries(output),
-            None if variant.normalize == "none" else share.per_row(normaliser),
-            share.queries(grad_output),
-            None if grad_kv is None else share.states(grad_kv),
-            None if grad_key_sum is None else share.states(grad_key_sum),
+            None if rounded else contribution.queries(output),
+            None if variant.normalize == "none" else contribution.per_row(normaliser),
+            contribution.queries(grad_output),
+            None if grad_kv is None else contribution.states(grad_kv),
+            None if grad_key_sum is None else contribution.states(grad_key_sum),
         )
         leave = linear_backward.Leaving(
-            share.queries(gradients.query),
-            share.keys(gradients.key),
-            share.keys(gradients.value),
-            None if decay is None else share.per_key(decay),
+            contribution.queries(gradients.query),
+            contribution.keys(gradients.key),
+            contribution.keys(gradients.value),
+            None if decay is None else contribution.per_key(decay),
         )
-        dense = share.dense(inputs, variant)
+        dense = contribution.dense(inputs, variant)
         state = linear_backward.differentiate(dense, _steps(dense, config), come, leave)
         for into, found in (
             (gradients.initial_kv, state.kv),
             (gradients.initial_key_sum, state.key_sum),
         ):
             if into is not None:
-                part = share.states(into)
+                part = contribution.states(into)
                 part.copy_(found.view(part.shape))
     if decay is None or inputs.decay is None:
         return gradients
@@ -118,7 +120,7 @@ def step(
     if inputs.heads == 0 or inputs.num_sequences == 0 or inputs.query.shape[2] == 0:
         return output
     (part,) = parts_of(inputs)
-    dense = _Share(part, slice(None)).dense(inputs, variant)
+    dense = _Contribution(part, slice(None)).dense(inputs, variant)
     tokens = inputs.query.shape[2]
     chunks = [slice(at, min(at + CHUNK, tokens)) for at in range(0, tokens, CHUNK)]
     rows = [(dense.queries(chunk), dense.beside(chunk)) for chunk in chunks]
@@ -162,7 +164,7 @@ def _decay_gradient(inputs: LinearInputs, decay: Tensor) -> Tensor:
     return decay.sum(0) if inputs.packed else decay.sum((0, 2))
 
 
-class _Share(NamedTuple):
+class _Contribution(NamedTuple):
     """What is computed at once: a part of the call, some of its heads."""
 
     part: Part
@@ -206,7 +208,7 @@ class _Share(NamedTuple):
         return Dense(query, key, value, decay, inputs.key_lengths, initial, variant)
 
 
-def _shares(inputs: LinearInputs) -> Iterator[_Share]:
+def _contributions(inputs: LinearInputs) -> Iterator[_Contribution]:
     """The shares of a call, none of them without batch entries or heads."""
     heads = inputs.heads
     for part in parts_of(inputs):
@@ -215,7 +217,7 @@ def _shares(inputs: LinearInputs) -> Iterator[_Share]:
         alike = all(rows.shape[1] == heads for rows in inputs[:3])
         at_once = max(HEADS_AT_ONCE // part.batch, 1) if alike else heads
         for start in range(0, heads, at_once):
-            yield _Share(part, slice(start, start + at_once) if alike else slice(None))
+            yield _Contribution(part, slice(start, start + at_once) if alike else slice(None))
 
 
 def _steps(dense: Dense, config: KernelConfig) -> list[Step]:

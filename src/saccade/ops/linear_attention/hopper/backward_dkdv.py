@@ -79,7 +79,7 @@ from saccade.ops.linear_attention.hopper.smem import make_sweep_rings
 def linear_backward_keys(
     query_desc, grad_desc, key_desc, value_desc, grad_key_desc, grad_value_desc, given, kept,
     before, after, sizes,
-    QUERY_SHARE: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    HEADS_PER_QUERY: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
@@ -87,7 +87,7 @@ def linear_backward_keys(
     """One program: all rows of a head, or of two, or one segment of them.
 
     given: RowNumbers. before, after: states (Sums) that the segment starts from, at its end, and
-    ends with, at its beginning, or None. Output heads share queries at most (QUERY_SHARE).
+    ends with, at its beginning, or None. Output heads share queries at most (HEADS_PER_QUERY).
     """
     rings = make_sweep_rings(query_desc, 4, BLOCKS, STAGES, 2, FEATURE_MAP == "elu+1")
     gl.warp_specialize(
@@ -109,8 +109,8 @@ def linear_backward_keys(
                 BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, True, 1,
             )),
             (produce, (
-                query_desc, grad_desc, key_desc, value_desc, None, sizes, rings, QUERY_SHARE, 1, 1,
-                BLOCKS, SEGMENTS, BOTTOM_RIGHT, True,
+                query_desc, grad_desc, key_desc, value_desc, None, sizes, rings, HEADS_PER_QUERY, 1,
+                1, BLOCKS, SEGMENTS, BOTTOM_RIGHT, True,
             )),
         ],
         [4, 4, 4, 1],
@@ -145,24 +145,24 @@ def consume(
     narrow_sums(sums, rings, WHICH, 0 * chunks)
     if BLOCKS == 2:
         rings.say_written(0 * chunks)
-    for turn in range(0, chunks):
-        place = place_of(first, chunks, turn, True)
-        rings.wait_for_mapped(turn)
-        sums, one, two = fold_chunk(sums, rings, turn, LESS_ONE, WHICH)
+    for iteration in range(0, chunks):
+        place = place_of(first, chunks, iteration, True)
+        rings.wait_for_mapped(iteration)
+        sums, one, two = fold_chunk(sums, rings, iteration, LESS_ONE, WHICH)
         if BLOCKS == 2:
-            rings.say_read(turn)
+            rings.say_read(iteration)
         at = row_of_output(sizes, batch, head, place, 0)
-        one = finished(one, rings, turn, place, keys, ONE, 0, FEATURE_MAP, BLOCKS, WHICH)
-        two = finished(two, rings, turn, place, keys, TWO, 1, FEATURE_MAP, BLOCKS, WHICH)
-        rings.tiles.release_loaded(turn)
+        one = finished(one, rings, iteration, place, keys, ONE, 0, FEATURE_MAP, BLOCKS, WHICH)
+        two = finished(two, rings, iteration, place, keys, TWO, 1, FEATURE_MAP, BLOCKS, WHICH)
+        rings.tiles.release_loaded(iteration)
         wait_for_stores()
         store_tile(grad_key_desc, grad_value_desc, rings, at, one, ONE, 0, BLOCKS, WHICH)
         store_tile(grad_key_desc, grad_value_desc, rings, at, two, TWO, 1, BLOCKS, WHICH)
         if BLOCKS == 2:
-            rings.wait_for_read(turn)
-        narrow_sums(sums, rings, WHICH, here(turn - turn))
+            rings.wait_for_read(iteration)
+        narrow_sums(sums, rings, WHICH, here(iteration - iteration))
         if BLOCKS == 2:
-            rings.say_written(turn + 1)
+            rings.say_written(iteration + 1)
     keep_nonfinite(kept.nonfinite, sums, sizes, batch, head, there, BLOCKS, 1, SEGMENTS, WHICH)
     if after is not None:
         if LESS_ONE:
@@ -178,7 +178,7 @@ def is_of_values(blocks, which, tile):
 
 
 @gluon.jit
-def fold_chunk(sums, rings, turn, LESS_ONE: gl.constexpr, WHICH: gl.constexpr):
+def fold_chunk(sums, rings, iteration, LESS_ONE: gl.constexpr, WHICH: gl.constexpr):
     """The sums with a chunk added, and both tiles of gradients, each with numbers of its rows.
 
     Scores become weights before gradients are begun: registers hold no more at once."""
@@ -187,44 +187,46 @@ def fold_chunk(sums, rings, turn, LESS_ONE: gl.constexpr, WHICH: gl.constexpr):
     ONE: gl.constexpr = is_of_values(BLOCKS, WHICH, 0)
     TWO: gl.constexpr = is_of_values(BLOCKS, WHICH, 1)
     THIN: gl.constexpr = 1 if LESS_ONE else 0  # products of eight columns
-    origin = here(turn - turn)
-    scores, others = start_scores(rings, turn, ONE, BLOCKS, LEFT), 0.0
+    origin = here(iteration - iteration)
+    scores, others = start_scores(rings, iteration, ONE, BLOCKS, LEFT), 0.0
     if BLOCKS == 1:  # else both tiles have the same scores
-        others = start_scores(rings, turn, TWO, BLOCKS, LEFT)
+        others = start_scores(rings, iteration, TWO, BLOCKS, LEFT)
     size = no_sums()
     if LESS_ONE and TWO:
-        size = start_sizes(rings, turn, BLOCKS, LEFT, WHICH)
-    grads, added = rings.tile_of(turn, GRADS, WHICH), ()
+        size = start_sizes(rings, iteration, BLOCKS, LEFT, WHICH)
+    grads, added = rings.tile_of(iteration, GRADS, WHICH), ()
     for block in gl.static_range(BLOCKS):
-        queries = rings.tile_of(turn, QUERIES, LEFT + block)
+        queries = rings.tile_of(iteration, QUERIES, LEFT + block)
         token = warpgroup_mma(queries.permute((1, 0)), grads, sums[block], is_async=True)
         added = added + (token,)  # noqa: RUF005
     if BLOCKS == 1:
         scores = warpgroup_mma_wait(2 + THIN, deps=[scores])
-        weights, of_one = weights_of(scores, size, rings, turn, ONE, LESS_ONE, BLOCKS, WHICH)
+        weights, of_one = weights_of(scores, size, rings, iteration, ONE, LESS_ONE, BLOCKS, WHICH)
         others, size = warpgroup_mma_wait(1, deps=[others, size])
-        others, of_two = weights_of(others, size, rings, turn, TWO, LESS_ONE, BLOCKS, WHICH)
+        others, of_two = weights_of(others, size, rings, iteration, TWO, LESS_ONE, BLOCKS, WHICH)
     else:
         scores, size = warpgroup_mma_wait(2, deps=[scores, size])
-        weights, of_one = weights_of(scores, size, rings, turn, ONE, LESS_ONE, BLOCKS, WHICH)
+        weights, of_one = weights_of(scores, size, rings, iteration, ONE, LESS_ONE, BLOCKS, WHICH)
         others, of_two = weights, of_one
-        rings.wait_for_written(turn)
-    one = start_tile(rings, turn, weights, origin, ONE, 0, BLOCKS, LEFT)
-    two = start_tile(rings, turn, others, origin, TWO, 1, BLOCKS, LEFT)
+        rings.wait_for_written(iteration)
+    one = start_tile(rings, iteration, weights, origin, ONE, 0, BLOCKS, LEFT)
+    two = start_tile(rings, iteration, others, origin, TWO, 1, BLOCKS, LEFT)
     sums = settled(added, 2 * (BLOCKS + 1))
     one, two = warpgroup_mma_wait(0, deps=[one, two])
     return sums, (one, of_one), (two, of_two)
 
 
 @gluon.jit
-def start_scores(rings, turn, OF_VALUES: gl.constexpr, BLOCKS: gl.constexpr, LEFT: gl.constexpr):
+def start_scores(
+    rings, iteration, OF_VALUES: gl.constexpr, BLOCKS: gl.constexpr, LEFT: gl.constexpr
+):
     """Start the scores that weigh gradients of the output, for those of values; or queries."""
     ROWS_OF: gl.constexpr = KEYS if OF_VALUES else VALUES
     OTHERS_OF: gl.constexpr = QUERIES if OF_VALUES else GRADS
     scores = gl.zeros([ROWS, ROWS], gl.float32, mma_layout(BLOCK))
     for block in gl.static_range(BLOCKS):
-        rows = rings.tile_of(turn, ROWS_OF, LEFT + block)
-        others = rings.tile_of(turn, OTHERS_OF, LEFT + block)
+        rows = rings.tile_of(iteration, ROWS_OF, LEFT + block)
+        others = rings.tile_of(iteration, OTHERS_OF, LEFT + block)
         scores = warpgroup_mma(
             rows, others.permute((1, 0)), scores, use_acc=block > 0, is_async=True
         )
@@ -233,7 +235,7 @@ def start_scores(rings, turn, OF_VALUES: gl.constexpr, BLOCKS: gl.constexpr, LEF
 
 @gluon.jit
 def weights_of(
-    scores, size, rings, turn, OF_VALUES: gl.constexpr, LESS_ONE: gl.constexpr,
+    scores, size, rings, iteration, OF_VALUES: gl.constexpr, LESS_ONE: gl.constexpr,
     BLOCKS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Scores as weights; a key is seen by the queries of its own place and later ones. With them
@@ -242,9 +244,9 @@ def weights_of(
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH
     number = 0.0
     if LESS_ONE:
-        factors = rings.numbers_of(turn, WHICH, ONES).load(gl.SliceLayout(0, LAYOUT))
+        factors = rings.numbers_of(iteration, WHICH, ONES).load(gl.SliceLayout(0, LAYOUT))
     if not OF_VALUES:
-        beta = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(gl.SliceLayout(0, LAYOUT))
+        beta = rings.numbers_of(iteration, WHICH, MINUS_DELTA).load(gl.SliceLayout(0, LAYOUT))
         scores = scores + beta[None, :]
     elif LESS_ONE:
         number = summed(size)
@@ -255,14 +257,14 @@ def weights_of(
     if LESS_ONE and not OF_VALUES:
         number = gl.sum(scores * factors[None, :], 1)
         for block in gl.static_range(BLOCKS):
-            across = rings.numbers_of(turn, LEFT + block, ACROSS)
+            across = rings.numbers_of(iteration, LEFT + block, ACROSS)
             number += across.load(gl.SliceLayout(1, LAYOUT))
     return as_operand(narrowed(scores), gl.bfloat16, LAYOUT), number
 
 
 @gluon.jit
 def start_tile(
-    rings, turn, weights, origin, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
+    rings, iteration, weights, origin, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
     BLOCKS: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Start a tile of gradients: what its rows find in the state, and in their own chunk."""
@@ -271,20 +273,20 @@ def start_tile(
     OWN_BLOCK: gl.constexpr = TILE if BLOCKS == 2 else 0
     found = gl.zeros([ROWS, BLOCK], gl.float32, mma_layout(BLOCK))
     for block in gl.static_range(BLOCKS):
-        rows = rings.tile_of(turn, ROWS_OF, LEFT + block)
+        rows = rings.tile_of(iteration, ROWS_OF, LEFT + block)
         if OF_VALUES:
             state = rings.narrowed.index(origin + (BLOCKS * (LEFT + OWN_BLOCK) + block))
         else:
             state = rings.narrowed.index(origin + (BLOCKS * (LEFT + block) + OWN_BLOCK))
             state = state.permute((1, 0))
         found = warpgroup_mma(rows, state, found, use_acc=block > 0, is_async=True)
-    weighed = rings.tile_of(turn, WEIGHED, LEFT + OWN_BLOCK)
+    weighed = rings.tile_of(iteration, WEIGHED, LEFT + OWN_BLOCK)
     return warpgroup_mma(weights, weighed, found, is_async=True)
 
 
 @gluon.jit
 def finished(
-    tile, rings, turn, place, keys, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
+    tile, rings, iteration, place, keys, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
     FEATURE_MAP: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """A tile of gradients as it is stored: those of keys through the feature map; 0 if hidden.
@@ -295,16 +297,16 @@ def finished(
     found, number = tile
     if not OF_VALUES:
         SOURCE: gl.constexpr = TILE if BLOCKS == 2 else WHICH  # block, and who mapped it
-        vector = rings.numbers_of(turn, SOURCE, SUM).load(gl.SliceLayout(0, LAYOUT))
+        vector = rings.numbers_of(iteration, SOURCE, SUM).load(gl.SliceLayout(0, LAYOUT))
         found = found + vector[None, :]
         if FEATURE_MAP == "elu+1":
             found = found + number[:, None]
         if FEATURE_MAP != "identity":
-            features = rings.tile_of(turn, KEYS, SOURCE).load(LAYOUT)
+            features = rings.tile_of(iteration, KEYS, SOURCE).load(LAYOUT)
             found = found * derivative_at(features, FEATURE_MAP)
     elif FEATURE_MAP == "elu+1":
         OWNER: gl.constexpr = TILE if BLOCKS == 2 else WHICH
-        line = rings.numbers_of(turn, OWNER, LINE).load(gl.SliceLayout(0, LAYOUT))
+        line = rings.numbers_of(iteration, OWNER, LINE).load(gl.SliceLayout(0, LAYOUT))
         found = found + number[:, None] * line[None, :]
     seen = within(keys, place, gl.SliceLayout(1, LAYOUT))
     return only(found.to(gl.bfloat16), seen)

@@ -82,7 +82,7 @@ from saccade.ops.linear_attention.hopper.smem import make_sweep_rings
 def linear_backward_queries(
     query_desc, grad_desc, key_desc, value_desc, output_desc, result_desc, given, kept, before,
     sizes, eps,
-    QUERY_SHARE: gl.constexpr, KEY_SHARE: gl.constexpr, VALUE_SHARE: gl.constexpr,
+    HEADS_PER_QUERY: gl.constexpr, HEADS_PER_KEY: gl.constexpr, HEADS_PER_VALUE: gl.constexpr,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
     SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
     FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
@@ -93,7 +93,7 @@ def linear_backward_queries(
 
     output_desc: the output, where there is a normaliser; sums of scores lie in `kept`. given:
     RowNumbers, to be written. before: states (Sums) that the segment starts from, or None. So many
-    (QUERY_SHARE, …) output heads share one of queries, keys, values and states (GROUP).
+    (HEADS_PER_QUERY, …) output heads share one of queries, keys, values and states (GROUP).
     """
     WITHOUT: gl.constexpr = output_desc is None
     rings = make_sweep_rings(query_desc, 4 if WITHOUT else 5, BLOCKS, STAGES, OUTPUT_STAGES)
@@ -117,7 +117,8 @@ def linear_backward_queries(
             )),
             (produce, (
                 query_desc, grad_desc, key_desc, value_desc, output_desc, sizes, rings,
-                QUERY_SHARE, KEY_SHARE, VALUE_SHARE, BLOCKS, SEGMENTS, BOTTOM_RIGHT, False,
+                HEADS_PER_QUERY, HEADS_PER_KEY, HEADS_PER_VALUE, BLOCKS, SEGMENTS, BOTTOM_RIGHT,
+                False,
             )),
         ],
         [4, 4, 4, 1],
@@ -146,29 +147,29 @@ def consume(
         sums = centred(sums, before, number, there, HEAD_DIM, VALUE_DIM, WHICH)
     narrow_sums(sums, rings, WHICH, 0 * chunks)
     unit = batch * (sizes.heads >> 1) + head
-    for turn in range(0, chunks):
-        place = first + turn * ROWS
+    for iteration in range(0, chunks):
+        place = first + iteration * ROWS
         row = place - shift
-        products = start_products(sums, rings, turn, WHICH)
+        products = start_products(sums, rings, iteration, WHICH)
         sums, found, minus_delta = fold_chunk(
-            products, rings, turn, is_balanced(FEATURE_MAP, NORMALIZE), NORMALIZE, WHICH
+            products, rings, iteration, is_balanced(FEATURE_MAP, NORMALIZE), NORMALIZE, WHICH
         )
         if is_balanced(FEATURE_MAP, NORMALIZE):
             wanted = minus_delta * (eps * reciprocal(-SCALE))
-            found = balanced(found, wanted, rings, turn, HEAD_DIM, BLOCKS, WHICH)
+            found = balanced(found, wanted, rings, iteration, HEAD_DIM, BLOCKS, WHICH)
         else:
             if FEATURE_MAP != "identity":
-                rows = rings.tile_of(turn, QUERIES, WHICH).load(LAYOUT).to(gl.float32)
+                rows = rings.tile_of(iteration, QUERIES, WHICH).load(LAYOUT).to(gl.float32)
                 found = found * derivative(rows, FEATURE_MAP)
             if NORMALIZE != "none":
-                factor = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)
+                factor = rings.numbers_of(iteration, WHICH, FACTOR).load(ROWS_OF)
                 found = found * factor[:, None]
             else:
                 found = found * SCALE
-            rings.tiles.release_loaded(turn)
+            rings.tiles.release_loaded(iteration)
         done = only(found.to(result_desc.dtype), within(queries, place, ROWS_OF))
         coordinates = row_of_output(sizes, batch, head, row, channel)
-        store_output(result_desc, rings, coordinates, done, turn, WHICH)
+        store_output(result_desc, rings, coordinates, done, iteration, WHICH)
         if NORMALIZE != "none" and (WHICH == 0 or BLOCKS == 1):  # under the next products
             store_totals(given.minus_delta, sizes, unit, row, there, minus_delta)
     keep_nonfinite(kept.nonfinite, sums, sizes, batch, head, there, BLOCKS, 1, SEGMENTS, WHICH)
@@ -176,28 +177,28 @@ def consume(
 
 
 @gluon.jit
-def start_products(sums, rings, turn, WHICH: gl.constexpr):
+def start_products(sums, rings, iteration, WHICH: gl.constexpr):
     """Start all products of a chunk that need nothing but what lies in memory: scores, what rows
     find in the sums so far, and the sums with the chunk added."""
     BLOCKS: gl.constexpr = len(sums)
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's rows
     nothing = gl.zeros([ROWS, BLOCK], gl.float32, mma_layout(BLOCK))
-    origin = here(turn - turn)
-    rings.wait_for_mapped(turn)
+    origin = here(iteration - iteration)
+    rings.wait_for_mapped(iteration)
     scores, found, added = nothing, nothing, ()
     for block in gl.static_range(BLOCKS):
-        grads = rings.tile_of(turn, GRADS, LEFT + block)
-        values = rings.tile_of(turn, VALUES, LEFT + block)
+        grads = rings.tile_of(iteration, GRADS, LEFT + block)
+        values = rings.tile_of(iteration, VALUES, LEFT + block)
         scores = warpgroup_mma(
             grads, values.permute((1, 0)), scores, use_acc=block > 0, is_async=True
         )
     for block in gl.static_range(BLOCKS):
-        grads = rings.tile_of(turn, GRADS, LEFT + block)
+        grads = rings.tile_of(iteration, GRADS, LEFT + block)
         state = rings.narrowed.index(origin + (BLOCKS * WHICH + block))
         found = warpgroup_mma(grads, state, found, use_acc=block > 0, is_async=True)
-    features = rings.tile_of(turn, KEYS, WHICH)
+    features = rings.tile_of(iteration, KEYS, WHICH)
     for block in gl.static_range(BLOCKS):
-        values = rings.tile_of(turn, VALUES, LEFT + block)
+        values = rings.tile_of(iteration, VALUES, LEFT + block)
         token = warpgroup_mma(values.permute((1, 0)), features, sums[block], is_async=True)
         added = added + (token,)  # noqa: RUF005
     return scores, found, added
@@ -205,7 +206,7 @@ def start_products(sums, rings, turn, WHICH: gl.constexpr):
 
 @gluon.jit
 def fold_chunk(
-    products, rings, turn, TWICE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr
+    products, rings, iteration, TWICE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """The sums with a chunk added, narrowed beside that; weighted sums of its rows, and −δ.
 
@@ -217,16 +218,16 @@ def fold_chunk(
     BLOCKS: gl.constexpr = len(added)
     minus_delta = gl.zeros([ROWS], gl.float32, ROWS_OF)
     if NORMALIZE != "none":
-        minus_delta = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(ROWS_OF)
+        minus_delta = rings.numbers_of(iteration, WHICH, MINUS_DELTA).load(ROWS_OF)
         if BLOCKS == 2:  # half of the channels each
-            minus_delta += rings.numbers_of(turn, 1 - WHICH, MINUS_DELTA).load(ROWS_OF)
+            minus_delta += rings.numbers_of(iteration, 1 - WHICH, MINUS_DELTA).load(ROWS_OF)
     scores = warpgroup_mma_wait(2 * BLOCKS, deps=[scores])
     if NORMALIZE != "none":
         scores = scores + minus_delta[:, None]
     row = gl.arange(0, ROWS, ROWS_OF)
     column = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     scores = gl.where(row[:, None] >= column[None, :], scores, 0.0)
-    features = rings.tile_of(turn, KEYS, WHICH)
+    features = rings.tile_of(iteration, KEYS, WHICH)
     high = narrowed(scores)
     weights = as_operand(high, features.dtype, LAYOUT)
     if TWICE:
@@ -237,10 +238,10 @@ def fold_chunk(
     else:
         found = warpgroup_mma(weights, features, found, is_async=True)
         sums = settled(added, 1)
-    narrow_sums(sums, rings, WHICH, here(turn - turn))
+    narrow_sums(sums, rings, WHICH, here(iteration - iteration))
     found = warpgroup_mma_wait(0, deps=[found])
     if NORMALIZE != "none":
-        total = rings.numbers_of(turn, WHICH, SUM).load(gl.SliceLayout(0, LAYOUT))
+        total = rings.numbers_of(iteration, WHICH, SUM).load(gl.SliceLayout(0, LAYOUT))
         found = found + minus_delta[:, None] * total[None, :]
     return sums, found, minus_delta
 
@@ -274,28 +275,29 @@ def reciprocal(scale):
 
 @gluon.jit
 def balanced(
-    found, wanted, rings, turn, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr
+    found, wanted, rings, iteration, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH:
+    gl.constexpr
 ):  # fmt: skip
     """Gradients of queries, of what keys less 1 make of those of φ(query); see above.
 
     wanted: what φ(query) · that is with the ones. The chunk is given back.
     """
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
-    rows = rings.tile_of(turn, QUERIES, WHICH).load(LAYOUT).to(gl.float32)
+    rows = rings.tile_of(iteration, QUERIES, WHICH).load(LAYOUT).to(gl.float32)
     slope = derivative(rows, "elu+1")
     features = slope + gl.maximum(rows, 0.0)
     features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
     dot, size = gl.sum(features * found, 1), gl.sum(features, 1)
     if BLOCKS == 2:  # half of the channels each
-        rings.parts_of(turn, WHICH, 0).store(dot)
-        rings.parts_of(turn, WHICH, 1).store(size)
-        rings.say_written(turn)
-    factor = rings.numbers_of(turn, WHICH, FACTOR).load(gl.SliceLayout(1, LAYOUT))
-    rings.tiles.release_loaded(turn)
+        rings.parts_of(iteration, WHICH, 0).store(dot)
+        rings.parts_of(iteration, WHICH, 1).store(size)
+        rings.say_written(iteration)
+    factor = rings.numbers_of(iteration, WHICH, FACTOR).load(gl.SliceLayout(1, LAYOUT))
+    rings.tiles.release_loaded(iteration)
     if BLOCKS == 2:
-        rings.wait_for_written(turn)
-        dot += rings.parts_of(turn, 1 - WHICH, 0).load(gl.SliceLayout(1, LAYOUT))
-        size += rings.parts_of(turn, 1 - WHICH, 1).load(gl.SliceLayout(1, LAYOUT))
+        rings.wait_for_written(iteration)
+        dot += rings.parts_of(iteration, 1 - WHICH, 0).load(gl.SliceLayout(1, LAYOUT))
+        size += rings.parts_of(iteration, 1 - WHICH, 1).load(gl.SliceLayout(1, LAYOUT))
     lacking = (wanted - dot) / gl.where(size > 0, size, 1.0)
     return (found * factor[:, None] + (lacking * factor)[:, None]) * slope
 

@@ -67,11 +67,11 @@ class RowNumbers(NamedTuple):
 
 
 @gluon.jit
-def place_of(first, chunks, turn, BACKWARDS: gl.constexpr):
+def place_of(first, chunks, iteration, BACKWARDS: gl.constexpr):
     """The first place of the chunk that is visited in a turn."""
     if BACKWARDS:
-        turn = chunks - 1 - turn
-    return first + turn * ROWS
+        iteration = chunks - 1 - iteration
+    return first + iteration * ROWS
 
 
 @gluon.jit
@@ -104,7 +104,7 @@ def within(bounds, place, ROWS_OF: gl.constexpr):
 @gluon.jit
 def produce(
     query_desc, grad_desc, key_desc, value_desc, output_desc, sizes, rings,
-    QUERY_SHARE: gl.constexpr, KEY_SHARE: gl.constexpr, VALUE_SHARE: gl.constexpr,
+    HEADS_PER_QUERY: gl.constexpr, HEADS_PER_KEY: gl.constexpr, HEADS_PER_VALUE: gl.constexpr,
     BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     BACKWARDS: gl.constexpr,
 ):  # fmt: skip
@@ -112,32 +112,46 @@ def produce(
     one = head_of(sizes, 0, BLOCKS, 1, SEGMENTS)
     other = head_of(sizes, 1, BLOCKS, 1, SEGMENTS)
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, BACKWARDS)
-    for turn in range(0, chunks):
-        place = place_of(first, chunks, turn, BACKWARDS)
+    for iteration in range(0, chunks):
+        place = place_of(first, chunks, iteration, BACKWARDS)
         row = place - shift
-        rings.tiles.acquire(turn)
-        rings.tiles.expect(turn, query_desc)
+        rings.tiles.acquire(iteration)
+        rings.tiles.expect(iteration, query_desc)
         if key_desc is not None:
-            load_pair(rings.tiles, turn, KEYS, key_desc, one, other, place, KEY_SHARE, BLOCKS)
-        load_pair(rings.tiles, turn, QUERIES, query_desc, one, other, row, QUERY_SHARE, BLOCKS)
-        load_pair(rings.tiles, turn, GRADS, grad_desc, one, other, row, 1, BLOCKS)
+            load_pair(
+                rings.tiles, iteration, KEYS, key_desc, one, other, place, HEADS_PER_KEY, BLOCKS
+            )
+        load_pair(
+            rings.tiles, iteration, QUERIES, query_desc, one, other, row, HEADS_PER_QUERY, BLOCKS
+        )
+        load_pair(rings.tiles, iteration, GRADS, grad_desc, one, other, row, 1, BLOCKS)
         if output_desc is not None:
-            load_pair(rings.tiles, turn, OUTPUTS, output_desc, one, other, row, 1, BLOCKS)
+            load_pair(rings.tiles, iteration, OUTPUTS, output_desc, one, other, row, 1, BLOCKS)
         if value_desc is not None:
-            load_pair(rings.tiles, turn, VALUES, value_desc, one, other, place, VALUE_SHARE, BLOCKS)
+            load_pair(
+                rings.tiles,
+                iteration,
+                VALUES,
+                value_desc,
+                one,
+                other,
+                place,
+                HEADS_PER_VALUE,
+                BLOCKS,
+            )
 
 
 @gluon.jit
 def load_pair(
-    tiles, turn, WHAT: gl.constexpr, desc, one, other, row, SHARE: gl.constexpr,
+    tiles, iteration, WHAT: gl.constexpr, desc, one, other, row, HEADS_PER: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Load two tiles of a stage: of one head and another, or of channels of one head."""
-    tiles.load_tile(turn, 2 * WHAT, desc, [one[0], one[1] // SHARE, row, 0])
+    tiles.load_tile(iteration, 2 * WHAT, desc, [one[0], one[1] // HEADS_PER, row, 0])
     if BLOCKS == 1:
-        tiles.load_tile(turn, 2 * WHAT + 1, desc, [other[0], other[1] // SHARE, row, 0])
+        tiles.load_tile(iteration, 2 * WHAT + 1, desc, [other[0], other[1] // HEADS_PER, row, 0])
     else:
-        tiles.load_tile(turn, 2 * WHAT + 1, desc, [one[0], one[1] // SHARE, row, BLOCK])
+        tiles.load_tile(iteration, 2 * WHAT + 1, desc, [one[0], one[1] // HEADS_PER, row, BLOCK])
 
 
 # ---- mapping ------------------------------------------------------------------------------------
@@ -171,32 +185,32 @@ def map_keys(
         scores = numbers_at(kept.normaliser, unit, queries, first, ROWS_OF)
     if BALANCED:
         taken = what_to_take(rings, keys, first, 0 * chunks, KEYS, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
-    for turn in range(0, chunks):
-        place = first + turn * ROWS
-        rings.tiles.wait(turn)
-        clear_hidden(rings, turn, place, keys, VALUES, WHICH, LAYOUT)
+    for iteration in range(0, chunks):
+        place = first + iteration * ROWS
+        rings.tiles.wait(iteration)
+        clear_hidden(rings, iteration, place, keys, VALUES, WHICH, LAYOUT)
         if NORMALIZE != "none":
             seeing = within(queries, place, ROWS_OF)
             factor, slope = quotient_of(scores, eps, NORMALIZE)
             if WHICH == 0 or BLOCKS == 1:
                 rows = unit + place + gl.arange(0, ROWS, ROWS_OF)
                 gl.store(given.factors + rows, factor, mask=seeing)
-            rings.numbers_of(turn, WHICH, FACTOR).store(factor * SCALE)
+            rings.numbers_of(iteration, WHICH, FACTOR).store(factor * SCALE)
             # Asked for early, as nothing hides how long it takes.
             scores = numbers_at(kept.normaliser, unit, queries, place + ROWS, ROWS_OF)
-            grads = widened(rings.tile_of(turn, GRADS, WHICH).load(LAYOUT))
-            outputs = widened(rings.tile_of(turn, OUTPUTS, WHICH).load(LAYOUT))
+            grads = widened(rings.tile_of(iteration, GRADS, WHICH).load(LAYOUT))
+            outputs = widened(rings.tile_of(iteration, OUTPUTS, WHICH).load(LAYOUT))
             minus_delta = gl.where(seeing, -slope * gl.sum(grads * outputs, 1), 0.0)
-            rings.numbers_of(turn, WHICH, MINUS_DELTA).store(minus_delta)
-        rings.numbers_of(turn, WHICH, SUM).store(total)
-        tile = rings.tile_of(turn, KEYS, WHICH)
+            rings.numbers_of(iteration, WHICH, MINUS_DELTA).store(minus_delta)
+        rings.numbers_of(iteration, WHICH, SUM).store(total)
+        tile = rings.tile_of(iteration, KEYS, WHICH)
         if BALANCED:
             features = less(tile.load(LAYOUT), taken)
         else:
             features = mapped(tile.load(LAYOUT), FEATURE_MAP)
         features = only(features, within(keys, place, ROWS_OF))
         tile.store(features)
-        rings.say_mapped(turn)
+        rings.say_mapped(iteration)
         sums = sum_in_threads(widened(features), LAYOUT)
         total += sum_over_threads(sums, rings.scratch.index(WHICH))
 
@@ -236,34 +250,34 @@ def map_queries(
         )
     factor = factors_at(given, unit, queries, place, SCALE, EACH_ONCE)
     minus_delta = numbers_at(given.minus_delta, unit, queries, place, EACH_ONCE)
-    for turn in range(0, chunks):
-        place = place_of(first, chunks, turn, True)
-        rings.tiles.wait(turn)
-        clear_hidden(rings, turn, place, queries, GRADS, WHICH, LAYOUT)
+    for iteration in range(0, chunks):
+        place = place_of(first, chunks, iteration, True)
+        rings.tiles.wait(iteration)
+        clear_hidden(rings, iteration, place, queries, GRADS, WHICH, LAYOUT)
         if LESS_ONE:
-            clear_hidden(rings, turn, place, queries, QUERIES, WHICH, LAYOUT)
-        rings.numbers_of(turn, WHICH, FACTOR).store(factor)
+            clear_hidden(rings, iteration, place, queries, QUERIES, WHICH, LAYOUT)
+        rings.numbers_of(iteration, WHICH, FACTOR).store(factor)
         if LESS_ONE:
-            rings.numbers_of(turn, WHICH, ONES).store(factor * taken)
-        rings.numbers_of(turn, WHICH, MINUS_DELTA).store(minus_delta)
+            rings.numbers_of(iteration, WHICH, ONES).store(factor * taken)
+        rings.numbers_of(iteration, WHICH, MINUS_DELTA).store(minus_delta)
         if KEYS_TOO:
-            rings.numbers_of(turn, WHICH, SUM).store(total)
+            rings.numbers_of(iteration, WHICH, SUM).store(total)
         # Asked for early, as nothing hides how long it takes.
         factor = factors_at(given, unit, queries, place - ROWS, SCALE, EACH_ONCE)
         minus_delta = numbers_at(given.minus_delta, unit, queries, place - ROWS, EACH_ONCE)
         if LESS_ONE:
-            line = add_to_line(line, rings, turn, WHICH)
+            line = add_to_line(line, rings, iteration, WHICH)
         if KEYS_TOO:
-            keys = rings.tile_of(turn, KEYS, WHICH)
+            keys = rings.tile_of(iteration, KEYS, WHICH)
             keys.store(mapped(keys.load(LAYOUT), FEATURE_MAP))
         if LESS_ONE:
-            added = put_less_one(rings, turn, taken, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
+            added = put_less_one(rings, iteration, taken, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
         else:
             added = put_features(
-                rings, turn, within(queries, place, ROWS_OF), HEAD_DIM, BLOCKS, FEATURE_MAP, WHICH,
-                LAYOUT,
+                rings, iteration, within(queries, place, ROWS_OF), HEAD_DIM, BLOCKS, FEATURE_MAP,
+                WHICH, LAYOUT,
             )  # fmt: skip
-        rings.say_mapped(turn)
+        rings.say_mapped(iteration)
         if KEYS_TOO:
             total += sum_over_threads(added, rings.scratch.index(WHICH))
         else:
@@ -278,33 +292,33 @@ def map_queries(
 
 @gluon.jit
 def put_features(
-    rings, turn, seen, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    rings, iteration, seen, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, FEATURE_MAP: gl.constexpr,
     WHICH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Put features, each row's times its factor, in place of queries; −δ times them, added up."""
     ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    tile = rings.tile_of(turn, QUERIES, WHICH)
+    tile = rings.tile_of(iteration, QUERIES, WHICH)
     features = mapped_wide(widened(tile.load(LAYOUT)), FEATURE_MAP)
-    factors = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)
+    factors = rings.numbers_of(iteration, WHICH, FACTOR).load(ROWS_OF)
     features = (features * factors[:, None]).to(tile.dtype)
     features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
     features = only(features, seen)
     tile.store(features)
-    deltas = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(ROWS_OF)
+    deltas = rings.numbers_of(iteration, WHICH, MINUS_DELTA).load(ROWS_OF)
     return sum_in_threads(widened(features) * deltas[:, None], LAYOUT)
 
 
 @gluon.jit
 def put_less_one(
-    rings, turn, taken, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr,
+    rings, iteration, taken, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The same of features less what is taken from them; but what is added up has that, and is not
     rounded. Hidden queries were cleared, and so were their gradients."""
     ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    tile = rings.tile_of(turn, QUERIES, WHICH)
-    factors = rings.numbers_of(turn, WHICH, FACTOR).load(ROWS_OF)[:, None]
-    deltas = rings.numbers_of(turn, WHICH, MINUS_DELTA).load(ROWS_OF)[:, None]
+    tile = rings.tile_of(iteration, QUERIES, WHICH)
+    factors = rings.numbers_of(iteration, WHICH, FACTOR).load(ROWS_OF)[:, None]
+    deltas = rings.numbers_of(iteration, WHICH, MINUS_DELTA).load(ROWS_OF)[:, None]
     features = elu_plus_one_less(widened(tile.load(LAYOUT)), taken) * factors
     features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
     tile.store(features.to(tile.dtype))
@@ -313,23 +327,23 @@ def put_less_one(
 
 @gluon.jit
 def what_to_take(
-    rings, bounds, place, turn, WHAT: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr,
-    WHICH: gl.constexpr, LAYOUT: gl.constexpr,
+    rings, bounds, place, iteration, WHAT: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS:
+    gl.constexpr, WHICH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """What is to be taken from features: 1, or 0 where most are nearer to 0 than to 1 in the first
     chunk. Both mappers of a head look at all of it, before either changes it."""
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH
-    rings.tiles.wait(turn)
+    rings.tiles.wait(iteration)
     seen = within(bounds, place, gl.SliceLayout(1, LAYOUT))
     total = 0.0
     for block in gl.static_range(BLOCKS):
-        rows = widened(only(rings.tile_of(turn, WHAT, LEFT + block).load(LAYOUT), seen))
+        rows = widened(only(rings.tile_of(iteration, WHAT, LEFT + block).load(LAYOUT), seen))
         slope = gl.minimum(gl.exp2(rows * LOG2_E), 1.0) - LEAST_SLOPE
         channels = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
         slope = gl.where(seen[:, None] & (channels < HEAD_DIM)[None, :], slope, 0.0)
         total += gl.sum(gl.sum(slope, 1), 0)
     if BLOCKS == 2:
-        rings.meet(turn)
+        rings.meet(iteration)
     return gl.where(total < 0, 0.0, 1.0)
 
 
@@ -368,11 +382,11 @@ def factors_at(given, unit, queries, place, SCALE: gl.constexpr, ROWS_OF: gl.con
 
 
 @gluon.jit
-def clear_hidden(rings, turn, place, bounds, WHAT: gl.constexpr, WHICH, LAYOUT: gl.constexpr):
+def clear_hidden(rings, iteration, place, bounds, WHAT: gl.constexpr, WHICH, LAYOUT: gl.constexpr):
     """Put zeros in hidden rows that stand beside features of 0, as a product does not hide what is
     not finite (0 · NaN is NaN)."""
     if (place < bounds[0]) | (place + ROWS > bounds[1]):
-        rows = rings.tile_of(turn, WHAT, WHICH)
+        rows = rings.tile_of(iteration, WHAT, WHICH)
         rows.store(only(rows.load(LAYOUT), within(bounds, place, gl.SliceLayout(1, LAYOUT))))
 
 

@@ -35,7 +35,7 @@ from saccade.ops.linear_attention.hopper.smem import make_linear_rings, make_swe
 @gluon.jit
 def linear_collect(
     key_desc, value_desc, kept, after, sizes,
-    KEY_SHARE: gl.constexpr, VALUE_SHARE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEADS_PER_KEY: gl.constexpr, HEADS_PER_VALUE: gl.constexpr, HEAD_DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, FEATURE_MAP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
@@ -59,7 +59,7 @@ def linear_collect(
                 BOTTOM_RIGHT, FEATURE_MAP, 1.0, "none", False, 1,
             )),
             (produce, (
-                None, key_desc, value_desc, sizes, rings, 1, KEY_SHARE, VALUE_SHARE, BLOCKS,
+                None, key_desc, value_desc, sizes, rings, 1, HEADS_PER_KEY, HEADS_PER_VALUE, BLOCKS,
                 TILES, SEGMENTS, BOTTOM_RIGHT,
             )),
         ],
@@ -81,24 +81,24 @@ def add_up(
     channel = channel_of(WHICH, BLOCKS, TILES, SEGMENTS)
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's features
     sums = start_sums(None, number, exists, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
-    for turn in range(0, chunks):
-        rings.wait_for_mapped(turn)
-        rings.values.wait(turn)
-        values = rings.values.tile_of(turn, WHICH)
+    for iteration in range(0, chunks):
+        rings.wait_for_mapped(iteration)
+        rings.values.wait(iteration)
+        values = rings.values.tile_of(iteration, WHICH)
         added = ()
         for block in gl.static_range(BLOCKS):
-            keys = rings.keys.tile_of(turn, LEFT + block)
+            keys = rings.keys.tile_of(iteration, LEFT + block)
             token = warpgroup_mma(keys.permute((1, 0)), values, sums[block], is_async=True)
             added = added + (token,)  # noqa: RUF005
         sums = settled(added, 0)
-        rings.keys.release(turn)
+        rings.keys.release(iteration)
     keep_sums(after, sums, number, exists, channel, HEAD_DIM, VALUE_DIM)
 
 
 @gluon.jit
 def linear_collect_queries(
     query_desc, grad_desc, given, kept, after, sizes,
-    QUERY_SHARE: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    HEADS_PER_QUERY: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
@@ -122,7 +122,7 @@ def linear_collect_queries(
                 BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, False, 1,
             )),
             (backward_rows.produce, (
-                query_desc, grad_desc, None, None, None, sizes, rings, QUERY_SHARE, 1, 1,
+                query_desc, grad_desc, None, None, None, sizes, rings, HEADS_PER_QUERY, 1, 1,
                 BLOCKS, SEGMENTS, BOTTOM_RIGHT, True,
             )),
         ],
@@ -144,14 +144,14 @@ def add_up_queries(
     channel = channel_of(WHICH, BLOCKS, 1, SEGMENTS)
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's features
     sums = start_sums(None, number, exists, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
-    for turn in range(0, chunks):
-        rings.wait_for_mapped(turn)
-        grads = rings.tile_of(turn, GRADS, WHICH)
+    for iteration in range(0, chunks):
+        rings.wait_for_mapped(iteration)
+        grads = rings.tile_of(iteration, GRADS, WHICH)
         added = ()
         for block in gl.static_range(BLOCKS):
-            queries = rings.tile_of(turn, QUERIES, LEFT + block)
+            queries = rings.tile_of(iteration, QUERIES, LEFT + block)
             token = warpgroup_mma(queries.permute((1, 0)), grads, sums[block], is_async=True)
             added = added + (token,)  # noqa: RUF005
         sums = settled(added, 0)
-        rings.tiles.release(turn)
+        rings.tiles.release(iteration)
     keep_sums(after, sums, number, exists, channel, HEAD_DIM, VALUE_DIM)

@@ -71,31 +71,31 @@ def put_ones(rings, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.cons
 
 
 @gluon.jit
-def start_sizes(rings, turn, BLOCKS: gl.constexpr, LEFT: gl.constexpr, WHICH: gl.constexpr):
+def start_sizes(rings, iteration, BLOCKS: gl.constexpr, LEFT: gl.constexpr, WHICH: gl.constexpr):
     """Start to sum up the features of each key."""
     sizes = no_sums()
     for block in gl.static_range(BLOCKS):
-        keys, ones = rings.tile_of(turn, KEYS, LEFT + block), rings.ones_of(WHICH, block)
+        keys, ones = rings.tile_of(iteration, KEYS, LEFT + block), rings.ones_of(WHICH, block)
         sizes = warpgroup_mma(keys, ones.permute((1, 0)), sizes, use_acc=block > 0, is_async=True)
     return sizes
 
 
 @gluon.jit
-def add_to_line(line, rings, turn, WHICH: gl.constexpr):
+def add_to_line(line, rings, iteration, WHICH: gl.constexpr):
     """G with the chunk's queries, of 64 channels of values; what a chunk's keys find in the G
     before that, and that itself, are left as numbers."""
     before = gl.sum(line, 1)
-    rings.numbers_of(turn, WHICH, LINE).store(before)
+    rings.numbers_of(iteration, WHICH, LINE).store(before)
     column = gl.arange(0, THIN, gl.SliceLayout(0, THIN_SUMS))
     narrow, factors = rings.line_of(WHICH), rings.factors_of(WHICH)
     narrow.permute((1, 0)).store(in_pairs(before[:, None], column[None, :]))
-    put_factors(rings, turn, WHICH)
+    put_factors(rings, iteration, WHICH)
     fence_async_shared()
-    values, grads = rings.tile_of(turn, VALUES, WHICH), rings.tile_of(turn, GRADS, WHICH)
+    values, grads = rings.tile_of(iteration, VALUES, WHICH), rings.tile_of(iteration, GRADS, WHICH)
     across = warpgroup_mma(values, narrow.permute((1, 0)), no_sums(), use_acc=False, is_async=True)
     line = warpgroup_mma(grads.permute((1, 0)), factors.permute((1, 0)), line, is_async=True)
     line, across = warpgroup_mma_wait(0, deps=[line, across])
-    rings.numbers_of(turn, WHICH, ACROSS).store(gl.sum(across, 1))
+    rings.numbers_of(iteration, WHICH, ACROSS).store(gl.sum(across, 1))
     return line
 
 
@@ -107,10 +107,10 @@ def keep_line(line, rings, chunks, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def put_factors(rings, turn, WHICH: gl.constexpr):
+def put_factors(rings, iteration, WHICH: gl.constexpr):
     """Put the factors of a chunk's queries where products find them."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
-    numbers = rings.numbers_of(turn, WHICH, ONES).load(gl.SliceLayout(0, LAYOUT))
+    numbers = rings.numbers_of(iteration, WHICH, ONES).load(gl.SliceLayout(0, LAYOUT))
     column = gl.arange(0, THIN, gl.SliceLayout(1, LAYOUT))
     rings.factors_of(WHICH).store(in_pairs(numbers[None, :], column[:, None]))
 
@@ -161,10 +161,10 @@ def without_line(sums, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def with_line(sums, rings, turn, WHICH: gl.constexpr):
+def with_line(sums, rings, iteration, WHICH: gl.constexpr):
     """R, of R' and the G that a turn would find."""
-    rings.wait_for_end(turn)
-    line = rings.parts_of(0 * turn, WHICH, 0).load(gl.SliceLayout(0, mma_layout(BLOCK)))
+    rings.wait_for_end(iteration)
+    line = rings.parts_of(0 * iteration, WHICH, 0).load(gl.SliceLayout(0, mma_layout(BLOCK)))
     whole = ()
     for block in gl.static_range(len(sums)):
         whole = whole + (sums[block] + line[None, :],)  # noqa: RUF005

@@ -96,26 +96,26 @@ def map_features(
     parts = no_rows(LAYOUT)
     if before is not None:
         key_sum = gl.load(before.vector + at, mask=inside, other=0.0)
-    for turn in range(0, chunks):
-        place = first + turn * ROWS
+    for iteration in range(0, chunks):
+        place = first + iteration * ROWS
         rows = place + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         there = (rows >= 0) & (rows < num_keys)
         # All waits and branches come first: behind them ptxas mixes queries and keys.
         if QUERIES:
-            rings.queries.wait(turn)
-        rings.keys.wait(turn)
+            rings.queries.wait(iteration)
+        rings.keys.wait(iteration)
         if (place < 0) | (place + ROWS > num_keys):
-            clear_hidden(rings, turn, there, WHICH, LAYOUT)
+            clear_hidden(rings, iteration, there, WHICH, LAYOUT)
         if QUERIES:
             map_queries(
-                rings, turn, (rows >= 0) & (num_keys > 0), key_sum, before is None, FEATURE_MAP,
-                SCALE, NORMALIZE, WHICH, LAYOUT,
+                rings, iteration, (rows >= 0) & (num_keys > 0), key_sum, before is None,
+                FEATURE_MAP, SCALE, NORMALIZE, WHICH, LAYOUT,
             )  # fmt: skip
         features = map_keys(
-            rings, turn, there, channels < HEAD_DIM, HEAD_DIM != BLOCKS * BLOCK, FEATURE_MAP,
+            rings, iteration, there, channels < HEAD_DIM, HEAD_DIM != BLOCKS * BLOCK, FEATURE_MAP,
             WHICH, LAYOUT,
         )  # fmt: skip
-        rings.say_mapped(turn)
+        rings.say_mapped(iteration)
         if QUERIES:
             key_sum += gl.sum(widened(features), 0)
         else:
@@ -152,21 +152,21 @@ def sum_in_threads(rows, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def clear_hidden(rings, turn, there, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+def clear_hidden(rings, iteration, there, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
     """Put zeros in values of hidden keys, as a product does not hide what is not finite (0 · NaN is
     NaN)."""
-    rings.values.wait(turn)
-    values = rings.values.tile_of(turn, WHICH)
+    rings.values.wait(iteration)
+    values = rings.values.tile_of(iteration, WHICH)
     values.store(only(values.load(LAYOUT), there))
 
 
 @gluon.jit
 def map_queries(
-    rings, turn, seeing, key_sum, UNSTARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    rings, iteration, seeing, key_sum, UNSTARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
     SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Map a chunk's queries, and sum up their scores with all keys of chunks before it."""
-    tile = rings.queries.tile_of(turn, WHICH)
+    tile = rings.queries.tile_of(iteration, WHICH)
     features = mapped(tile.load(LAYOUT), FEATURE_MAP)
     if UNSTARTED:  # those that see nothing find 0, whatever they are
         features = only(features, seeing)
@@ -175,16 +175,16 @@ def map_queries(
     tile.store(features)
     if NORMALIZE != "none":
         totals = gl.sum(widened(features) * key_sum[None, :], 1)
-        rings.totals_of(turn, WHICH).store(totals)
+        rings.totals_of(iteration, WHICH).store(totals)
 
 
 @gluon.jit
 def map_keys(
-    rings, turn, there, inside, PARTLY: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    rings, iteration, there, inside, PARTLY: gl.constexpr, FEATURE_MAP: gl.constexpr,
     WHICH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Map a chunk's keys; if PARTLY, some channels do not exist."""
-    tile = rings.keys.tile_of(turn, WHICH)
+    tile = rings.keys.tile_of(iteration, WHICH)
     features = mapped(tile.load(LAYOUT), FEATURE_MAP)
     if PARTLY:  # what TMA found there is 0, and e⁰ is not
         features = gl.where(inside[None, :], features, 0.0)

@@ -51,7 +51,7 @@ def map_inner(
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr,
     PASS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
     FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
-    SHARES: gl.constexpr,
+    HEADS_PER_OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Put features in place of a and b: queries and keys of the output, keys and queries of
     grad_value. Each warp has 64 channels, and scores' sums are left in parts of as many."""
@@ -78,18 +78,29 @@ def map_inner(
         unit = unit_of(sizes, batch, head, shift)
         place = place_of(first, chunks, 0, True)
         factor = factors_at(given, unit, queries, place, SCALE, EACH_ONCE)
-    for turn in range(0, chunks):
-        place = place_of(first, chunks, turn, BACKWARDS)
-        load_chunk(descs, rings, turn, batch, head, place, shift, channel, BACKWARDS, SHARES)
+    for iteration in range(0, chunks):
+        place = place_of(first, chunks, iteration, BACKWARDS)
+        load_chunk(
+            descs,
+            rings,
+            iteration,
+            batch,
+            head,
+            place,
+            shift,
+            channel,
+            BACKWARDS,
+            HEADS_PER_OPERAND,
+        )
         if PASS == OUTPUT:
-            clear_hidden(rings.c, turn, place, keys)
+            clear_hidden(rings.c, iteration, place, keys)
         else:
-            clear_hidden(rings.c, turn, place, queries)
-            rings.numbers_of(turn, FACTOR).store(factor)
+            clear_hidden(rings.c, iteration, place, queries)
+            rings.numbers_of(iteration, FACTOR).store(factor)
             # Asked for early, as nothing hides how long it takes.
             factor = factors_at(given, unit, queries, place - ROWS, SCALE, EACH_ONCE)
-        rings.b.wait(turn)
-        b, a = rings.b.at(turn), rings.a.at(turn)
+        rings.b.wait(iteration)
+        b, a = rings.b.at(iteration), rings.a.at(iteration)
         rows, part = b.slice(0, PIECE, dim=0).load(LAYOUT), 0.0
         for piece in gl.static_range(PIECES):
             tile = b.slice(piece * PIECE, PIECE, dim=0)
@@ -97,14 +108,14 @@ def map_inner(
             if piece + 1 < PIECES:
                 ahead = b.slice((piece + 1) * PIECE, PIECE, dim=0).load(LAYOUT)
             else:
-                rings.a.wait(turn)
+                rings.a.wait(iteration)
                 ahead = a.slice(0, PIECE, dim=0).load(LAYOUT)
             if PASS == OUTPUT:
                 features = mapped(rows, FEATURE_MAP)
                 there = piece_within(keys, place, piece, LAYOUT)
             else:
                 features = mapped_wide(widened(rows), FEATURE_MAP)
-                factors = rings.numbers_of(turn, FACTOR).slice(piece * PIECE, PIECE, dim=0)
+                factors = rings.numbers_of(iteration, FACTOR).slice(piece * PIECE, PIECE, dim=0)
                 factors = factors.load(gl.SliceLayout(1, LAYOUT))
                 features = (features * factors[:, None]).to(tile.dtype)
                 there = piece_within(queries, place, piece, LAYOUT)
@@ -131,9 +142,9 @@ def map_inner(
             if PASS == OUTPUT and NORMALIZE != "none":
                 parts = gl.reshape(widened(features) * key_sum[None, :], [PIECE, 4, WIDTH // 4])
                 totals = gl.permute(gl.sum(parts, 2), (1, 0))
-                rings.parts_of(turn).slice(piece * PIECE, PIECE, dim=1).store(totals)
+                rings.parts_of(iteration).slice(piece * PIECE, PIECE, dim=1).store(totals)
             rows = ahead
-        rings.say_mapped(turn)
+        rings.say_mapped(iteration)
         if PASS == OUTPUT:
             key_sum += gl.convert_layout(gl.sum(part, 0), gl.SliceLayout(0, LAYOUT))
     if PASS == OUTPUT and after is not None:
@@ -147,7 +158,7 @@ def map_outer(
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr,
     PASS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
     FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
-    SHARES: gl.constexpr,
+    HEADS_PER_OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Put features in place of c: keys of grad_query, queries of grad_key. Their sum over chunks
     before stands beside them, and so do the numbers that queries have."""
@@ -175,39 +186,53 @@ def map_outer(
     place = place_of(first, chunks, 0, BACKWARDS)
     factor = factors_at(given, unit, queries, place, SCALE, EACH_ONCE)
     minus_delta = numbers_at(given.minus_delta, unit, queries, place, EACH_ONCE)
-    load_chunk(descs, rings, 0 * chunks, batch, head, place, shift, channel, BACKWARDS, SHARES)
-    for turn in range(0, chunks):
-        place = place_of(first, chunks, turn, BACKWARDS)
+    load_chunk(
+        descs, rings, 0 * chunks, batch, head, place, shift, channel, BACKWARDS, HEADS_PER_OPERAND
+    )
+    for iteration in range(0, chunks):
+        place = place_of(first, chunks, iteration, BACKWARDS)
         later = place + ROWS
         if BACKWARDS:
             later = place - ROWS
-        rings.wait(turn)
-        rings.numbers_of(turn, FACTOR).store(factor)
-        rings.numbers_of(turn, MINUS_DELTA).store(minus_delta)
-        rings.sum_of(turn).store(total)
+        rings.wait(iteration)
+        rings.numbers_of(iteration, FACTOR).store(factor)
+        rings.numbers_of(iteration, MINUS_DELTA).store(minus_delta)
+        rings.sum_of(iteration).store(total)
         # Asked for early, as nothing hides how long it takes.
         factor = factors_at(given, unit, queries, later, SCALE, EACH_ONCE)
         minus_delta = numbers_at(given.minus_delta, unit, queries, later, EACH_ONCE)
-        tile = rings.c.at(turn)
+        tile = rings.c.at(iteration)
         if PASS == GRAD_QUERY:
-            clear_hidden(rings.b, turn, place, keys)
+            clear_hidden(rings.b, iteration, place, keys)
             features = mapped(tile.load(LAYOUT), FEATURE_MAP)
             features = only(features, within(keys, place, gl.SliceLayout(1, LAYOUT)))
         else:
-            clear_hidden(rings.b, turn, place, queries)
+            clear_hidden(rings.b, iteration, place, queries)
             features = mapped_wide(widened(tile.load(LAYOUT)), FEATURE_MAP)
-            factors = rings.numbers_of(turn, FACTOR).load(gl.SliceLayout(1, LAYOUT))
+            factors = rings.numbers_of(iteration, FACTOR).load(gl.SliceLayout(1, LAYOUT))
             features = (features * factors[:, None]).to(tile.dtype)
             features = only(features, within(queries, place, gl.SliceLayout(1, LAYOUT)))
         tile.store(features)
-        rings.say_mapped(turn)
-        if turn + 1 < chunks:
+        rings.say_mapped(iteration)
+        if iteration + 1 < chunks:
             load_chunk(
-                descs, rings, turn + 1, batch, head, later, shift, channel, BACKWARDS, SHARES
+                descs, rings, iteration + 1, batch, head, later, shift, channel, BACKWARDS,
+                HEADS_PER_OPERAND
             )  # fmt: skip
-        load_own(descs, rings, turn, batch, head, place, shift, channel, BACKWARDS, SHARES)
+        load_own(
+            descs,
+            rings,
+            iteration,
+            batch,
+            head,
+            place,
+            shift,
+            channel,
+            BACKWARDS,
+            HEADS_PER_OPERAND,
+        )
         if PASS == GRAD_KEY:
-            deltas = rings.numbers_of(turn, MINUS_DELTA).load(gl.SliceLayout(1, LAYOUT))
+            deltas = rings.numbers_of(iteration, MINUS_DELTA).load(gl.SliceLayout(1, LAYOUT))
             total += gl.sum(widened(features) * deltas[:, None], 0)
         else:
             total += gl.sum(widened(features), 0)
@@ -223,14 +248,14 @@ def piece_within(bounds, place, piece, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def clear_hidden(ring, turn, place, bounds):
+def clear_hidden(ring, iteration, place, bounds):
     """Put zeros in hidden rows that stand beside features of 0, as a product does not hide what is
     not finite (0 · NaN is NaN)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps() // 4, 4], [1, 0])
     if (place < bounds[0]) | (place + ROWS > bounds[1]):
-        ring.wait(turn)
+        ring.wait(iteration)
         for piece in gl.static_range(PIECES):
-            rows = ring.at(turn).slice(piece * PIECE, PIECE, dim=0)
+            rows = ring.at(iteration).slice(piece * PIECE, PIECE, dim=0)
             rows.store(only(rows.load(LAYOUT), piece_within(bounds, place, piece, LAYOUT)))
 
 
@@ -239,27 +264,27 @@ def clear_hidden(ring, turn, place, bounds):
 
 @gluon.jit
 def load_chunk(
-    descs, rings, turn, batch, head, place, shift, channel, BACKWARDS: gl.constexpr,
-    SHARES: gl.constexpr,
+    descs, rings, iteration, batch, head, place, shift, channel, BACKWARDS: gl.constexpr,
+    HEADS_PER_OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Load the rows of a chunk, as soon as there is room."""
     row, other = place - shift, place  # of a, and of b and c
     if BACKWARDS:
         row, other = place, place - shift
     a_desc, b_desc, c_desc, _ = descs
-    rings.a.acquire(turn)
-    rings.b.expect(turn, b_desc)
-    rings.b.load_tile(turn, 0, b_desc, [batch, head // SHARES[1], other, 0])
-    rings.a.expect(turn, a_desc)
-    rings.a.load_tile(turn, 0, a_desc, [batch, head // SHARES[0], row, 0])
-    rings.c.expect(turn, c_desc)
-    rings.c.load_tile(turn, 0, c_desc, [batch, head // SHARES[2], other, channel])
+    rings.a.acquire(iteration)
+    rings.b.expect(iteration, b_desc)
+    rings.b.load_tile(iteration, 0, b_desc, [batch, head // HEADS_PER_OPERAND[1], other, 0])
+    rings.a.expect(iteration, a_desc)
+    rings.a.load_tile(iteration, 0, a_desc, [batch, head // HEADS_PER_OPERAND[0], row, 0])
+    rings.c.expect(iteration, c_desc)
+    rings.c.load_tile(iteration, 0, c_desc, [batch, head // HEADS_PER_OPERAND[2], other, channel])
 
 
 @gluon.jit
 def load_own(
-    descs, rings, turn, batch, head, place, shift, channel, BACKWARDS: gl.constexpr,
-    SHARES: gl.constexpr,
+    descs, rings, iteration, batch, head, place, shift, channel, BACKWARDS: gl.constexpr,
+    HEADS_PER_OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Load the rows that gradients are of, if there are any, when those of the chunk before are
     read. Who asks waits so long."""
@@ -268,8 +293,8 @@ def load_own(
         row = place
         if not BACKWARDS:
             row = place - shift
-        rings.own.acquire(turn)
-        rings.own.expect(turn, own_desc)
+        rings.own.acquire(iteration)
+        rings.own.expect(iteration, own_desc)
         for which in gl.static_range(2):
-            at = [batch, head // SHARES[3], row, channel + which * BLOCK]
-            rings.own.load_tile(turn, which, own_desc, at)
+            at = [batch, head // HEADS_PER_OPERAND[3], row, channel + which * BLOCK]
+            rings.own.load_tile(iteration, which, own_desc, at)

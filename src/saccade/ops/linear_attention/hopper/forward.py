@@ -51,7 +51,7 @@ from saccade.ops.linear_attention.triton.chunk import divisor_of
 @gluon.jit(do_not_specialize=["eps"])
 def linear_forward(
     query_desc, key_desc, value_desc, output_desc, kept, before, after, sizes, eps,
-    QUERY_SHARE: gl.constexpr, KEY_SHARE: gl.constexpr, VALUE_SHARE: gl.constexpr,
+    HEADS_PER_QUERY: gl.constexpr, HEADS_PER_KEY: gl.constexpr, HEADS_PER_VALUE: gl.constexpr,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
     TILES: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
@@ -61,7 +61,7 @@ def linear_forward(
     """One program: all rows of two blocks of values, or of one segment of them.
 
     before, after: states (Sums) that the segment starts from and ends with, or None. So many
-    (QUERY_SHARE, …) output heads share one of queries, keys, values and states (GROUP).
+    (HEADS_PER_QUERY, …) output heads share one of queries, keys, values and states (GROUP).
     """
     rings = make_linear_rings(query_desc, BLOCKS, STAGES, OUTPUT_STAGES)
     gl.warp_specialize(
@@ -83,8 +83,8 @@ def linear_forward(
                 BOTTOM_RIGHT, FEATURE_MAP, SCALE, NORMALIZE, True, 1,
             )),
             (produce, (
-                query_desc, key_desc, value_desc, sizes, rings, QUERY_SHARE, KEY_SHARE,
-                VALUE_SHARE, BLOCKS, TILES, SEGMENTS, BOTTOM_RIGHT,
+                query_desc, key_desc, value_desc, sizes, rings, HEADS_PER_QUERY, HEADS_PER_KEY,
+                HEADS_PER_VALUE, BLOCKS, TILES, SEGMENTS, BOTTOM_RIGHT,
             )),
         ],
         [4, 4, 4, 1],
@@ -98,7 +98,7 @@ def linear_forward(
 @gluon.jit
 def produce(
     query_desc, key_desc, value_desc, sizes, rings,
-    QUERY_SHARE: gl.constexpr, KEY_SHARE: gl.constexpr, VALUE_SHARE: gl.constexpr,
+    HEADS_PER_QUERY: gl.constexpr, HEADS_PER_KEY: gl.constexpr, HEADS_PER_VALUE: gl.constexpr,
     BLOCKS: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Load queries (if any), keys and values of chunk after chunk, as soon as there is room."""
@@ -106,30 +106,34 @@ def produce(
     other = head_of(sizes, 1, BLOCKS, TILES, SEGMENTS)
     channel = channel_of(0, BLOCKS, TILES, SEGMENTS)
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
-    for turn in range(0, chunks):
-        place = first + turn * ROWS
-        rings.keys.acquire(turn)  # consumers release all three together
+    for iteration in range(0, chunks):
+        place = first + iteration * ROWS
+        rings.keys.acquire(iteration)  # consumers release all three together
         if query_desc is not None:
             row = place - shift
-            load_blocks(rings.queries, turn, query_desc, one, other, row, 0, QUERY_SHARE, BLOCKS)
-        load_blocks(rings.keys, turn, key_desc, one, other, place, 0, KEY_SHARE, BLOCKS)
-        load_blocks(rings.values, turn, value_desc, one, other, place, channel, VALUE_SHARE, BLOCKS)
+            load_blocks(
+                rings.queries, iteration, query_desc, one, other, row, 0, HEADS_PER_QUERY, BLOCKS
+            )
+        load_blocks(rings.keys, iteration, key_desc, one, other, place, 0, HEADS_PER_KEY, BLOCKS)
+        load_blocks(
+            rings.values, iteration, value_desc, one, other, place, channel, HEADS_PER_VALUE, BLOCKS
+        )
 
 
 @gluon.jit
 def load_blocks(
-    ring, turn, desc, one, other, row, channel, SHARE: gl.constexpr, BLOCKS: gl.constexpr
+    ring, iteration, desc, one, other, row, channel, HEADS_PER: gl.constexpr, BLOCKS: gl.constexpr
 ):  # fmt: skip
     """Load all blocks of a turn: of one head and another, or of channels of one head."""
-    ring.expect(turn, desc)
+    ring.expect(iteration, desc)
     for block in gl.static_range(ring.memory.shape[0] // ring.full.shape[0]):
         if BLOCKS > 1:
-            coordinates = [one[0], one[1] // SHARE, row, channel + block * BLOCK]
+            coordinates = [one[0], one[1] // HEADS_PER, row, channel + block * BLOCK]
         elif block == 0:
-            coordinates = [one[0], one[1] // SHARE, row, channel]
+            coordinates = [one[0], one[1] // HEADS_PER, row, channel]
         else:
-            coordinates = [other[0], other[1] // SHARE, row, channel]
-        ring.load_tile(turn, block, desc, coordinates)
+            coordinates = [other[0], other[1] // HEADS_PER, row, channel]
+        ring.load_tile(iteration, block, desc, coordinates)
 
 
 # ---- summing ------------------------------------------------------------------------------------
@@ -152,15 +156,15 @@ def consume(
     narrow_sums(sums, rings, WHICH, 0 * chunks)
     unit = batch * (sizes.heads >> 1) + head
     mine = there & (tile_of_values(TILES, SEGMENTS) == 0)
-    for turn in range(0, chunks):
-        products = start_products(sums, rings, turn, WHICH)
-        sums, found, total = fold_chunk(products, rings, turn, NORMALIZE, WHICH)
+    for iteration in range(0, chunks):
+        products = start_products(sums, rings, iteration, WHICH)
+        sums, found, total = fold_chunk(products, rings, iteration, NORMALIZE, WHICH)
         if NORMALIZE != "none":
             divisor = divisor_of(total, eps, NORMALIZE)
             found = found * gl.where(divisor == 0, 0.0, 1.0 / divisor)[:, None]
-        query = first + turn * ROWS - shift  # the row of the first of them
+        query = first + iteration * ROWS - shift  # the row of the first of them
         place = row_of_output(sizes, batch, head, query, channel)
-        store_output(output_desc, rings, place, found.to(output_desc.dtype), turn, WHICH)
+        store_output(output_desc, rings, place, found.to(output_desc.dtype), iteration, WHICH)
         if NORMALIZE != "none" and (WHICH == 0 or BLOCKS == 1):  # under the next products
             store_totals(kept.normaliser, sizes, unit, query, mine, total)
     if kept.nonfinite is not None:
@@ -184,11 +188,11 @@ def row_of_output(sizes, batch, head, query, channel):
 
 
 @gluon.jit
-def store_output(output_desc, rings, place, done, turn, WHICH: gl.constexpr):
+def store_output(output_desc, rings, place, done, iteration, WHICH: gl.constexpr):
     """Start to write 64 rows."""
     STAGES: gl.constexpr = rings.outputs.shape[0] // 2
     wait_for_stores(STAGES - 1)
-    memory = rings.outputs.index(2 * (turn % STAGES) + WHICH)
+    memory = rings.outputs.index(2 * (iteration % STAGES) + WHICH)
     memory.store(done)
     coordinates = [place[0], place[1], place[2], place[3]]
     store(output_desc, coordinates, memory.reshape(output_desc.block_type.shape))
@@ -204,36 +208,36 @@ def store_totals(normaliser, sizes, unit, query, there, total):
 
 
 @gluon.jit
-def start_products(sums, rings, turn, WHICH: gl.constexpr):
+def start_products(sums, rings, iteration, WHICH: gl.constexpr):
     """Start all products of a chunk that need nothing but what lies in memory: scores, what rows
     find in the sums so far, and the sums with the chunk added."""
     BLOCKS: gl.constexpr = len(sums)
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's features
     nothing = gl.zeros([ROWS, BLOCK], gl.float32, mma_layout(BLOCK))
-    origin = here(turn - turn)
-    rings.wait_for_mapped(turn)
-    rings.values.wait(turn)
+    origin = here(iteration - iteration)
+    rings.wait_for_mapped(iteration)
+    rings.values.wait(iteration)
     scores, found, added = nothing, nothing, ()
     for block in gl.static_range(BLOCKS):
-        queries = rings.queries.tile_of(turn, LEFT + block)
-        keys = rings.keys.tile_of(turn, LEFT + block)
+        queries = rings.queries.tile_of(iteration, LEFT + block)
+        keys = rings.keys.tile_of(iteration, LEFT + block)
         scores = warpgroup_mma(
             queries, keys.permute((1, 0)), scores, use_acc=block > 0, is_async=True
         )
     for block in gl.static_range(BLOCKS):
-        queries = rings.queries.tile_of(turn, LEFT + block)
+        queries = rings.queries.tile_of(iteration, LEFT + block)
         narrowed = rings.narrowed.index(origin + (BLOCKS * WHICH + block))
         found = warpgroup_mma(queries, narrowed, found, use_acc=block > 0, is_async=True)
-    values = rings.values.tile_of(turn, WHICH)
+    values = rings.values.tile_of(iteration, WHICH)
     for block in gl.static_range(BLOCKS):
-        keys = rings.keys.tile_of(turn, LEFT + block)
+        keys = rings.keys.tile_of(iteration, LEFT + block)
         token = warpgroup_mma(keys.permute((1, 0)), values, sums[block], is_async=True)
         added = added + (token,)  # noqa: RUF005
     return scores, found, added
 
 
 @gluon.jit
-def fold_chunk(products, rings, turn, NORMALIZE: gl.constexpr, WHICH: gl.constexpr):
+def fold_chunk(products, rings, iteration, NORMALIZE: gl.constexpr, WHICH: gl.constexpr):
     """The sums with a chunk added, narrowed beside that; weighted sums and totals of its rows."""
     scores, found, added = products
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
@@ -247,14 +251,14 @@ def fold_chunk(products, rings, turn, NORMALIZE: gl.constexpr, WHICH: gl.constex
     if NORMALIZE != "none":
         total = gl.sum(scores, 1)
         for which in gl.static_range(2 if BLOCKS == 2 else 1):  # one for each who maps this head
-            total += rings.totals_of(turn, LEFT + which).load(gl.SliceLayout(1, LAYOUT))
-    values = rings.values.tile_of(turn, WHICH)
+            total += rings.totals_of(iteration, LEFT + which).load(gl.SliceLayout(1, LAYOUT))
+    values = rings.values.tile_of(iteration, WHICH)
     weights = as_operand(scores, values.dtype, LAYOUT)
     found = warpgroup_mma(weights, values, found, is_async=True)
     sums = settled(added, 1)
-    narrow_sums(sums, rings, WHICH, here(turn - turn))
+    narrow_sums(sums, rings, WHICH, here(iteration - iteration))
     found = warpgroup_mma_wait(0, deps=[found])
-    rings.keys.release(turn)  # and with them queries and values
+    rings.keys.release(iteration)  # and with them queries and values
     return sums, found, total
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, readable
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch, Pointer
-from saccade.ops.attention.triton.kind import remembered
+from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.hopper.backward_dkdv import linear_backward_keys
 from saccade.ops.linear_attention.hopper.backward_dq import linear_backward_queries
 from saccade.ops.linear_attention.hopper.backward_rows import RowNumbers
@@ -27,13 +27,18 @@ from saccade.ops.linear_attention.hopper.program import Kept, is_balanced
 from saccade.ops.linear_attention.hopper.scan_d256 import linear_wide
 from saccade.ops.linear_attention.hopper.split import (
     BLOCK,
-    Split,
+    HeadSplit,
     maybe,
     moved,
     sizes,
     unlike_triton,
 )
-from saccade.ops.linear_attention.hopper.states import collect_keys, collect_queries, linear_again
+from saccade.ops.linear_attention.hopper.states import (
+    collect_keys,
+    collect_queries,
+    linear_nan_safe,
+)
+from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec
 from saccade.ops.linear_attention.triton.host import (
     ending_of,
     given_of,
@@ -41,9 +46,8 @@ from saccade.ops.linear_attention.triton.host import (
     initial_of,
     passes_of,
 )
-from saccade.ops.linear_attention.triton.kind import LinearKind
 from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.rows import Again, Given, State, sums
+from saccade.ops.linear_attention.triton.rows import LinearBackwardInputs, Recompute, State, sums
 from saccade.runtime.linear_spec import LinearGradients, LinearInputs, LinearVariant
 from saccade.runtime.spec import KernelConfig
 
@@ -76,7 +80,7 @@ class WidePass(NamedTuple):
     c: Tensor
     result: Tensor
     own: Tensor | None = None  # what a gradient of features is of, before it is mapped
-    given: Given | None = None
+    given: LinearBackwardInputs | None = None
     totals: Tensor | None = None  # sums of scores, written with the output
 
     def start(
@@ -84,24 +88,24 @@ class WidePass(NamedTuple):
         nonfinite: Tensor,
     ) -> None:  # fmt: skip
         """Start the kernel. nonfinite: flags to be written, of each 64 channels of the result."""
-        kind = passes.kind
+        spec = passes.spec
         tiles = self.parts // 2
         schedule = OVERRIDE or SCHEDULE
 
         def make() -> Launch:
             constants = {
                 **self._shares(passes),
-                "GROUP": kind.group,
-                "HEAD_DIM": kind.head_dim,
-                "VALUE_DIM": kind.value_dim,
+                "GROUP": spec.group,
+                "HEAD_DIM": spec.head_dim,
+                "VALUE_DIM": spec.value_dim,
                 "TILES": tiles,
                 "SEGMENTS": segments,
                 "PASS": self.name,
-                "BOTTOM_RIGHT": kind.bottom_right,
-                "STARTED": kind.started,
-                "FEATURE_MAP": kind.variant.feature_map,
-                "SCALE": kind.variant.scale,
-                "NORMALIZE": kind.variant.normalize,
+                "BOTTOM_RIGHT": spec.bottom_right,
+                "STARTED": spec.started,
+                "FEATURE_MAP": spec.variant.feature_map,
+                "SCALE": spec.variant.scale,
+                "NORMALIZE": spec.variant.normalize,
                 "STAGES": schedule.stages,
                 "CONSUMER_REGISTERS": schedule.consumer_registers,
                 "MAPPER_REGISTERS": schedule.mapper_registers,
@@ -116,8 +120,8 @@ class WidePass(NamedTuple):
                 Kept(maybe(pointer, self.totals), maybe(pointer, lengths), pointer(nonfinite)),
                 sums(pointer, before),
                 sums(pointer, after),
-                sizes(kind, kind.heads),
-                kind.variant.eps,
+                sizes(spec, spec.heads),
+                spec.variant.eps,
             )
 
         rows = there_are((self.a, self.b, self.c, self.own, self.result, self.totals, nonfinite))
@@ -125,9 +129,9 @@ class WidePass(NamedTuple):
         states = (*(before or ()), *(after or ()))
         strides = tuple(operand.stride() for operand in rows)
         key = "hopper wide", self.name, segments, before is None, after is None, schedule, strides
-        launch = remembered(kind.launches, key, make)
-        programs = kind.sequences * kind.heads * tiles * segments
-        launch(programs, kind.device, (*passes.known(), *rows, *numbers, *states), arguments)
+        launch = remembered(spec.launches, key, make)
+        programs = spec.sequences * spec.heads * tiles * segments
+        launch(programs, spec.device, (*passes.known(), *rows, *numbers, *states), arguments)
 
     @property
     def parts(self) -> int:
@@ -195,27 +199,27 @@ def backward(
     """Gradients of the inputs, the same bits in every run."""
     passes = HopperPasses(*passes_of(aligned(inputs), variant, KernelConfig(kv_tile=BLOCK)))
     grad_output = readable(grad_output)
-    split = split_of(passes.kind, keys=False)
-    if variant.normalize == "none" or split is None or is_wide(passes.kind):
+    split = split_of(passes.spec, keys=False)
+    if variant.normalize == "none" or split is None or is_wide(passes.spec):
         given = given_of(passes, output, normaliser, grad_output)
     else:
         numbers = torch.empty_like(normaliser), torch.empty_like(normaliser)
-        given = Given(grad_output, *numbers, (readable(output), normaliser))
+        given = LinearBackwardInputs(grad_output, *numbers, (readable(output), normaliser))
     return gradients_by(passes, given, ending_of(passes, grad_kv, grad_key_sum))
 
 
-def split_of(kind: LinearKind, keys: bool) -> Split | None:
+def split_of(spec: LinearCallSpec, keys: bool) -> HeadSplit | None:
     """How gradients of queries, or of keys and values, are split; None: Triton kernels do it."""
-    shared = (kind.state_heads, kind.key_heads, kind.value_heads) if keys else (kind.query_heads,)
-    if any(heads != kind.heads for heads in shared):
+    shared = (spec.state_heads, spec.key_heads, spec.value_heads) if keys else (spec.query_heads,)
+    if any(heads != spec.heads for heads in shared):
         return None
-    split = Split.whole(kind).cut(kind)
-    return None if split.segments > 1 and unlike_triton(kind, keys) else split
+    split = HeadSplit.whole(spec).cut(spec)
+    return None if split.segments > 1 and unlike_triton(spec, keys) else split
 
 
-def is_wide(kind: LinearKind) -> bool:
+def is_wide(spec: LinearCallSpec) -> bool:
     """Whether gradients are those of scan_d256.py."""
-    return max(kind.head_dim, kind.value_dim) > WIDEST
+    return max(spec.head_dim, spec.value_dim) > WIDEST
 
 
 class HopperPasses(Passes):
@@ -223,91 +227,92 @@ class HopperPasses(Passes):
 
     def gradient_segments(self, keys: bool) -> int:
         """Into how many parts sequences are cut for gradients of queries, or of keys and values."""
-        split = split_of(self.kind, keys)
+        split = split_of(self.spec, keys)
         return super().gradient_segments(keys) if split is None else split.segments
 
-    def collect(self, given: Given | None, segments: int) -> State:
+    def collect(self, given: LinearBackwardInputs | None, segments: int) -> State:
         """The states of each segment alone: of keys, or of queries where gradients are given."""
-        split = split_of(self.kind, keys=given is not None)
-        if split is None or is_wide(self.kind):
+        split = split_of(self.spec, keys=given is not None)
+        if split is None or is_wide(self.spec):
             return super().collect(given, segments)
         if given is not None:
             return collect_queries(self, split, given)
-        variant = self.kind.variant
+        variant = self.spec.variant
         balanced = bool(is_balanced(variant.feature_map, variant.normalize))
         return collect_keys(self, split, balanced)
 
     def grad_query(
-        self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
-        segments: int, again: Again | None = None,
+        self, given: LinearBackwardInputs, result: Tensor, dots: Tensor | None, before: State |
+        None, segments: int, recompute: Recompute | None = None,
     ) -> None:  # fmt: skip
         """Write the gradients of queries, one for each output head."""
-        split = split_of(self.kind, keys=False)
-        if split is not None and is_wide(self.kind):
+        split = split_of(self.spec, keys=False)
+        if split is not None and is_wide(self.spec):
             rows = given.grad_output, self.inputs.value, self.inputs.key
             wide = WidePass("grad_query", *rows, result, self._own(self.inputs.query), given)
-            again = self._wide(wide, before, None, segments)
+            recompute = self._wide(wide, before, None, segments)
         elif split is not None:
-            again = self._grad_query(split, given, result, before)
+            recompute = self._grad_query(split, given, result, before)
             # Done again from the first state on: segments may start from others than Triton's.
-            again = again._replace(nonfinite=again.nonfinite.flatten(2))
+            recompute = recompute._replace(nonfinite=recompute.nonfinite.flatten(2))
             before, segments = initial_of(self), 1
-        super().grad_query(given, result, dots, before, segments, again)
+        super().grad_query(given, result, dots, before, segments, recompute)
 
     def grad_key_value(
-        self, given: Given, results: tuple[Tensor, Tensor], dots: Tensor | None,
-        before: State | None, after: State | None, segments: int, again: Again | None = None,
+        self, given: LinearBackwardInputs, results: tuple[Tensor, Tensor], dots: Tensor | None,
+        before: State | None, after: State | None, segments: int, recompute: Recompute | None =
+        None,
     ) -> None:  # fmt: skip
         """Write the gradients of keys and of values, and of the first states."""
-        split = split_of(self.kind, keys=True)
-        if split is not None and is_wide(self.kind):
+        split = split_of(self.spec, keys=True)
+        if split is not None and is_wide(self.spec):
             self._wide_key_value(given, results, before, after, segments)
             return
         if split is not None:
-            again, after = self._grad_key_value(split, given, results, before, after), None
-        super().grad_key_value(given, results, dots, before, after, segments, again)
+            recompute, after = self._grad_key_value(split, given, results, before, after), None
+        super().grad_key_value(given, results, dots, before, after, segments, recompute)
 
     def _wide_key_value(
-        self, given: Given, results: tuple[Tensor, Tensor], before: State | None,
+        self, given: LinearBackwardInputs, results: tuple[Tensor, Tensor], before: State | None,
         after: State | None, segments: int,
     ) -> None:  # fmt: skip
         query, key, value = self.inputs[:3]
         wide = WidePass(
             "grad_key", value, given.grad_output, query, results[0], self._own(key), given
         )
-        again = self._wide(wide, before, after, segments)
-        self.grad_key(given, results[0], None, before, None, segments, again)
+        recompute = self._wide(wide, before, after, segments)
+        self.grad_key(given, results[0], None, before, None, segments, recompute)
         wide = WidePass("grad_value", key, query, given.grad_output, results[1], None, given)
-        again = self._wide(wide, before, None, segments)
-        self.grad_value(given, results[1], before, segments, again)
+        recompute = self._wide(wide, before, None, segments)
+        self.grad_value(given, results[1], before, segments, recompute)
 
     def _wide(
         self, wide: WidePass, before: State | None, after: State | None, segments: int
-    ) -> Again:
-        shape = self.kind.sequences, self.kind.heads, segments, wide.parts
+    ) -> Recompute:
+        shape = self.spec.sequences, self.spec.heads, segments, wide.parts
         nonfinite = self.inputs.query.new_empty(shape, dtype=torch.int32)
         wide.start(self, before, after, segments, nonfinite)
-        return Again(linear_again, nonfinite)
+        return Recompute(linear_nan_safe, nonfinite)
 
     def _own(self, rows: Tensor) -> Tensor | None:
         """Rows that a gradient goes through the feature map of, if it does more than scale."""
-        return None if self.kind.variant.feature_map == "identity" else rows
+        return None if self.spec.variant.feature_map == "identity" else rows
 
     def _grad_query(
-        self, split: Split, given: Given, result: Tensor, before: State | None
-    ) -> Again:
-        kind, nonfinite = self.kind, self._nonfinite(split)
+        self, split: HeadSplit, given: LinearBackwardInputs, result: Tensor, before: State | None
+    ) -> Recompute:
+        spec, nonfinite = self.spec, self._nonfinite(split)
         query, key, value = self.inputs[:3]
         output, normaliser = given.quotient or (None, None)
 
         def make() -> Launch:
             constants = {
-                "QUERY_SHARE": self.share(kind.query_heads),
-                "KEY_SHARE": self.share(kind.key_heads),
-                "VALUE_SHARE": self.share(kind.value_heads),
-                "GROUP": kind.group,
+                "HEADS_PER_QUERY": self.share(spec.query_heads),
+                "HEADS_PER_KEY": self.share(spec.key_heads),
+                "HEADS_PER_VALUE": self.share(spec.value_heads),
+                "GROUP": spec.group,
                 **self._constants(split),
-                "NORMALIZE": kind.variant.normalize,
+                "NORMALIZE": spec.variant.normalize,
                 **OF_QUERIES.constants(),
                 "OUTPUT_STAGES": OUTPUT_STAGES,
             }
@@ -323,27 +328,27 @@ class HopperPasses(Passes):
                 None if output is None else next(moved(pointer, (output,))),
                 *moved(pointer, (result,)),
                 RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
-                kept, sums(pointer, before), sizes(kind, kind.heads), kind.variant.eps,
+                kept, sums(pointer, before), sizes(spec, spec.heads), spec.variant.eps,
             )  # fmt: skip
 
         rows = there_are((*given[:3], *(given.quotient or ()), result, nonfinite))
         strides = given.grad_output.stride(), None if output is None else output.stride()
         cache_key = "hopper grad_query", split, before is None, OF_QUERIES, strides
         tensors = (*self.known(), *rows, *(before or ()))
-        launch = remembered(kind.launches, cache_key, make)
-        launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
-        return Again(linear_again, nonfinite)
+        launch = remembered(spec.launches, cache_key, make)
+        launch(split.programs(spec, spec.heads), spec.device, tensors, arguments)
+        return Recompute(linear_nan_safe, nonfinite)
 
     def _grad_key_value(
-        self, split: Split, given: Given, results: tuple[Tensor, Tensor],
+        self, split: HeadSplit, given: LinearBackwardInputs, results: tuple[Tensor, Tensor],
         before: State | None, after: State | None,
-    ) -> Again:  # fmt: skip
-        kind, nonfinite = self.kind, self._nonfinite(split)
+    ) -> Recompute:  # fmt: skip
+        spec, nonfinite = self.spec, self._nonfinite(split)
         query, key, value = self.inputs[:3]
 
         def make() -> Launch:
             constants = {
-                "QUERY_SHARE": self.share(kind.query_heads),
+                "HEADS_PER_QUERY": self.share(spec.query_heads),
                 **self._constants(split),
                 **OF_KEYS.constants(),
             }
@@ -354,27 +359,27 @@ class HopperPasses(Passes):
                 *moved(pointer, (query, given.grad_output, key, value, *results)),
                 RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
                 Kept(None, maybe(pointer, self.inputs.key_lengths), pointer(nonfinite)),
-                sums(pointer, before), sums(pointer, after), sizes(kind, kind.heads),
+                sums(pointer, before), sums(pointer, after), sizes(spec, spec.heads),
             )  # fmt: skip
 
         states = (*(before or ()), *(after or ()))
         strides = given.grad_output.stride()
         cache_key = "hopper keys", split, before is None, after is None, OF_KEYS, strides
         tensors = (*self.known(), *there_are(given[:3]), *results, nonfinite, *states)
-        launch = remembered(kind.launches, cache_key, make)
-        launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
-        return Again(linear_again, nonfinite)
+        launch = remembered(spec.launches, cache_key, make)
+        launch(split.programs(spec, spec.heads), spec.device, tensors, arguments)
+        return Recompute(linear_nan_safe, nonfinite)
 
-    def _constants(self, split: Split) -> dict[str, Any]:
-        kind = self.kind
+    def _constants(self, split: HeadSplit) -> dict[str, Any]:
+        spec = self.spec
         constants = {
-            **split.constants(kind), "STARTED": kind.started, "SCALE": kind.variant.scale,
+            **split.constants(spec), "STARTED": spec.started, "SCALE": spec.variant.scale,
         }  # fmt: skip
         del constants["TILES"]  # one
         return constants
 
-    def _nonfinite(self, split: Split) -> Tensor:
+    def _nonfinite(self, split: HeadSplit) -> Tensor:
         """Memory for flags."""
-        kind = self.kind
-        shape = kind.sequences, kind.heads, split.segments, split.parts
+        spec = self.spec
+        shape = spec.sequences, spec.heads, split.segments, split.parts
         return self.inputs.query.new_empty(shape, dtype=torch.int32)

@@ -15,18 +15,18 @@ from torch import Tensor
 from saccade.gpu.hopper.descriptors import aligned
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch, Pointer
-from saccade.ops.attention.triton.kind import remembered
+from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.hopper.forward import linear_forward
 from saccade.ops.linear_attention.hopper.gradients import WidePass
 from saccade.ops.linear_attention.hopper.gradients import backward as backward
 from saccade.ops.linear_attention.hopper.program import Kept
-from saccade.ops.linear_attention.hopper.split import BLOCK, WIDE, Split, maybe, moved, sizes
-from saccade.ops.linear_attention.hopper.states import collect_keys, linear_again
+from saccade.ops.linear_attention.hopper.split import BLOCK, WIDE, HeadSplit, maybe, moved, sizes
+from saccade.ops.linear_attention.hopper.states import collect_keys, linear_nan_safe
 from saccade.ops.linear_attention.triton.chain import chained
 from saccade.ops.linear_attention.triton.host import initial_of, passes_of
 from saccade.ops.linear_attention.triton.host import step as step
 from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.rows import Again, State, sums
+from saccade.ops.linear_attention.triton.rows import Recompute, State, sums
 from saccade.runtime.linear_spec import (
     LinearInputs,
     LinearResults,
@@ -56,7 +56,7 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
     passes = passes_of(inputs, variant, KernelConfig(kv_tile=BLOCK))
     results = empty_linear_results(inputs, variant)
     before, after = initial_of(passes), None
-    split = Split.of(passes.kind)
+    split = HeadSplit.of(passes.spec)
     if split.segments == 1:
         after = results.kv, results.key_sum
     else:
@@ -64,23 +64,23 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
         before, last = chained(passes, parts, before, split.segments, False)
         results.kv.copy_(last[0])
         results.key_sum.copy_(last[1])
-    Forward(passes, results, before, after, split).run()
+    LinearHopperForward(passes, results, before, after, split).run()
     return results
 
 
-class Forward(NamedTuple):
+class LinearHopperForward(NamedTuple):
     """One forward pass under way."""
 
     passes: Passes
     results: LinearResults
     before: State | None
     after: State | None
-    split: Split
+    split: HeadSplit
 
     def run(self) -> None:
         """Write the results, and once more what a nonfinite value may have reached."""
-        kind = self.passes.kind
-        shape = kind.sequences, kind.heads, self.split.segments, self.split.parts
+        spec = self.passes.spec
+        shape = spec.sequences, spec.heads, self.split.segments, self.split.parts
         nonfinite = self.results.output.new_empty(shape, dtype=torch.int32)
         if self.split.blocks == WIDE:
             self._wide().start(self.passes, self.before, self.after, self.split.segments, nonfinite)
@@ -91,11 +91,11 @@ class Forward(NamedTuple):
         )  # of queries and keys alone: no value makes nonfinite them, so they are kept
         self.passes.output(
             self.results.output, totals, self.before, None, self.split.segments,
-            totals is not None, Again(linear_again, nonfinite),
+            totals is not None, Recompute(linear_nan_safe, nonfinite),
         )  # fmt: skip
 
     def _totals(self) -> Tensor | None:
-        return None if self.passes.kind.variant.normalize == "none" else self.results.normaliser
+        return None if self.passes.spec.variant.normalize == "none" else self.results.normaliser
 
     def _wide(self) -> WidePass:
         return WidePass(
@@ -107,19 +107,19 @@ class Forward(NamedTuple):
 
     def _sweep(self, nonfinite: Tensor) -> None:
         passes, totals = self.passes, self._totals()
-        kind, inputs = passes.kind, passes.inputs
+        spec, inputs = passes.spec, passes.inputs
         split = self.split
         schedule, output = OVERRIDE or SCHEDULE, self.results.output
 
         def make() -> Launch:
             constants = {
-                "QUERY_SHARE": passes.share(kind.query_heads),
-                "KEY_SHARE": passes.share(kind.key_heads),
-                "VALUE_SHARE": passes.share(kind.value_heads),
-                "GROUP": kind.group,
-                **split.constants(kind),
-                "SCALE": kind.variant.scale,
-                "NORMALIZE": kind.variant.normalize,
+                "HEADS_PER_QUERY": passes.share(spec.query_heads),
+                "HEADS_PER_KEY": passes.share(spec.key_heads),
+                "HEADS_PER_VALUE": passes.share(spec.value_heads),
+                "GROUP": spec.group,
+                **split.constants(spec),
+                "SCALE": spec.variant.scale,
+                "NORMALIZE": spec.variant.normalize,
                 "STAGES": schedule.stages,
                 "OUTPUT_STAGES": schedule.output_stages,
                 "CONSUMER_REGISTERS": schedule.consumer_registers,
@@ -134,11 +134,11 @@ class Forward(NamedTuple):
                 Kept(maybe(pointer, totals), maybe(pointer, lengths), pointer(nonfinite)),
                 sums(pointer, self.before),
                 sums(pointer, self.after),
-                sizes(kind, kind.heads),
-                kind.variant.eps,
+                sizes(spec, spec.heads),
+                spec.variant.eps,
             )
 
         tensors = (*passes.known(), *there_are((output, totals, nonfinite)), *self._states())
         key = "hopper", split, self.before is None, schedule
-        launch = remembered(kind.launches, key, make)
-        launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
+        launch = remembered(spec.launches, key, make)
+        launch(split.programs(spec, spec.heads), spec.device, tensors, arguments)

@@ -50,7 +50,7 @@ def is_balanced(feature_map, normalize):
 BLOCK = gl.constexpr(64)  # channels that a product has at once
 
 
-class Sizes(NamedTuple):
+class LinearSizes(NamedTuple):
     """The sizes of a call, as `schedule.as_odd` makes them."""
 
     query_len: int

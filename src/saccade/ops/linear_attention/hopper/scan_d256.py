@@ -74,8 +74,8 @@ HALF = gl.constexpr(128)  # inner channels that are narrowed at once
 @gluon.jit(do_not_specialize=["eps"])
 def linear_wide(
     a_desc, b_desc, c_desc, own_desc, result_desc, given, kept, before, after, sizes, eps,
-    A_SHARE: gl.constexpr, B_SHARE: gl.constexpr, C_SHARE: gl.constexpr,
-    OWN_SHARE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEADS_PER_A: gl.constexpr, HEADS_PER_B: gl.constexpr, HEADS_PER_C: gl.constexpr,
+    HEADS_PER_OWN: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr, PASS: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
     SCALE: gl.constexpr, NORMALIZE: gl.constexpr, STAGES: gl.constexpr,
@@ -84,8 +84,8 @@ def linear_wide(
     """One program: 128 channels of all rows of a head, or of one segment of them.
 
     own_desc: the rows that a gradient of features is of. given: RowNumbers, for gradients. before,
-    after: states (Sums) that the segment starts from and ends with, or None. So many (A_SHARE, …)
-    output heads share one of each operand, and of states (GROUP).
+    after: states (Sums) that the segment starts from and ends with, or None. So many (HEADS_PER_A,
+    …) output heads share one of each operand, and of states (GROUP).
     """
     INNER: gl.constexpr = PASS == OUTPUT or PASS == GRAD_VALUE  # channels that are mapped
     rings = make_wide_rings(a_desc, c_desc, own_desc, STAGES)
@@ -104,7 +104,7 @@ def linear_wide(
             (map_inner if INNER else map_outer, (
                 (a_desc, b_desc, c_desc, own_desc), given, kept, before, after, sizes, rings,
                 GROUP, HEAD_DIM, TILES, SEGMENTS, PASS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE,
-                NORMALIZE, (A_SHARE, B_SHARE, C_SHARE, OWN_SHARE),
+                NORMALIZE, (HEADS_PER_A, HEADS_PER_B, HEADS_PER_C, HEADS_PER_OWN),
             )),
         ],
         [4, MAPPER_WARPS],
@@ -142,13 +142,13 @@ def consume(
     narrow_half(sums[0], rings, WHICH, 0 * chunks)
     unit = batch * (sizes.heads >> 1) + head
     mine = there & (tile_of_values(TILES, SEGMENTS) == 0)
-    for turn in range(0, chunks):
-        place = place_of(first, chunks, turn, BACKWARDS)
+    for iteration in range(0, chunks):
+        place = place_of(first, chunks, iteration, BACKWARDS)
         row = place
         if not BACKWARDS:
             row = place - shift
-        sums, found, number_of_row = fold_chunk(sums, rings, turn, PASS, NORMALIZE, WHICH)
-        rings.a.release(turn)  # and with it b and c
+        sums, found, number_of_row = fold_chunk(sums, rings, iteration, PASS, NORMALIZE, WHICH)
+        rings.a.release(iteration)  # and with it b and c
         if PASS == OUTPUT:
             if NORMALIZE != "none":
                 divisor = divisor_of(number_of_row, eps, NORMALIZE)
@@ -158,13 +158,13 @@ def consume(
             if PASS == GRAD_QUERY:
                 found = found * number_of_row[:, None]
             if own_desc is not None:
-                rings.own.wait(turn)
-                rows = rings.own.tile_of(turn, WHICH).load(LAYOUT).to(gl.float32)
+                rings.own.wait(iteration)
+                rows = rings.own.tile_of(iteration, WHICH).load(LAYOUT).to(gl.float32)
                 found = found * derivative(rows, FEATURE_MAP)
-                rings.own.release_loaded(turn)
+                rings.own.release_loaded(iteration)
             done = only(found.to(result_desc.dtype), within(seen, place, gl.SliceLayout(1, LAYOUT)))
         at = row_of_output(sizes, batch, head, row, channel)
-        store_output(result_desc, rings, at, done, turn, WHICH)
+        store_output(result_desc, rings, at, done, iteration, WHICH)
         if PASS == OUTPUT and NORMALIZE != "none" and WHICH == 0:  # under the next products
             store_totals(kept.normaliser, sizes, unit, row, mine, number_of_row)
     keep_nonfinite(kept.nonfinite, sums, sizes, batch, head, there, 2, TILES, SEGMENTS, WHICH)
@@ -178,7 +178,7 @@ def consume(
 
 @gluon.jit
 def fold_chunk(
-    sums, rings, turn, PASS: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr
+    sums, rings, iteration, PASS: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """The sums with a chunk added, their first half narrowed; what its rows find; their totals, or
     what multiplies them at last. Nothing else of the chunk is needed then.
@@ -188,16 +188,16 @@ def fold_chunk(
     """
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
     nothing = gl.zeros([ROWS, BLOCK], gl.float32, LAYOUT)
-    origin = here(turn - turn)
-    rings.wait_for_mapped(turn)
-    a, b = rings.a.at(turn), rings.b.at(turn)
-    c = rings.c.at(turn).slice(WHICH * BLOCK, BLOCK, dim=1)
+    origin = here(iteration - iteration)
+    rings.wait_for_mapped(iteration)
+    a, b = rings.a.at(iteration), rings.b.at(iteration)
+    c = rings.c.at(iteration).slice(WHICH * BLOCK, BLOCK, dim=1)
     memory = rings.narrowed.index(origin + WHICH)
     scores = warpgroup_mma(a, b.permute((1, 0)), nothing, use_acc=False, is_async=True)
     one = warpgroup_mma(c.permute((1, 0)), b.slice(0, HALF, dim=1), sums[0], is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    weights, number_of_row = weights_of(scores, rings, turn, PASS, NORMALIZE)
-    found = found_at_first(rings, turn, PASS, NORMALIZE, WHICH)
+    weights, number_of_row = weights_of(scores, rings, iteration, PASS, NORMALIZE)
+    found = found_at_first(rings, iteration, PASS, NORMALIZE, WHICH)
     found = warpgroup_mma(
         a.slice(0, HALF, dim=1), memory.permute((1, 0)), found,
         use_acc=PASS != OUTPUT and PASS != GRAD_VALUE, is_async=True,
@@ -214,17 +214,17 @@ def fold_chunk(
 
 
 @gluon.jit
-def weights_of(scores, rings, turn, PASS: gl.constexpr, NORMALIZE: gl.constexpr):
+def weights_of(scores, rings, iteration, PASS: gl.constexpr, NORMALIZE: gl.constexpr):
     """Scores as weights, 0 where a row does not see another one; and a number of each row: of the
     output its sum of scores, of grad_query the factor."""
     BACKWARDS: gl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
     if NORMALIZE != "none":
         if PASS == GRAD_QUERY:
-            minus_delta = rings.numbers_of(turn, MINUS_DELTA).load(gl.SliceLayout(1, LAYOUT))
+            minus_delta = rings.numbers_of(iteration, MINUS_DELTA).load(gl.SliceLayout(1, LAYOUT))
             scores = scores + minus_delta[:, None]
         elif PASS == GRAD_KEY:
-            minus_delta = rings.numbers_of(turn, MINUS_DELTA).load(gl.SliceLayout(0, LAYOUT))
+            minus_delta = rings.numbers_of(iteration, MINUS_DELTA).load(gl.SliceLayout(0, LAYOUT))
             scores = scores + minus_delta[None, :]
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -236,24 +236,24 @@ def weights_of(scores, rings, turn, PASS: gl.constexpr, NORMALIZE: gl.constexpr)
     if PASS == OUTPUT and NORMALIZE != "none":
         number_of_row = gl.sum(scores, 1)
         for which in gl.static_range(4):
-            number_of_row += rings.part_of(turn, which).load(gl.SliceLayout(1, LAYOUT))
+            number_of_row += rings.part_of(iteration, which).load(gl.SliceLayout(1, LAYOUT))
     elif PASS == GRAD_QUERY:
-        number_of_row = rings.numbers_of(turn, FACTOR).load(gl.SliceLayout(1, LAYOUT))
+        number_of_row = rings.numbers_of(iteration, FACTOR).load(gl.SliceLayout(1, LAYOUT))
     return as_operand(narrowed(scores), gl.bfloat16, LAYOUT), number_of_row
 
 
 @gluon.jit
 def found_at_first(
-    rings, turn, PASS: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr
+    rings, iteration, PASS: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """What rows find without a product: α times the sum of β times rows of c visited before."""
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
     found = gl.zeros([ROWS, BLOCK], gl.float32, LAYOUT)
     if PASS == GRAD_KEY or (PASS == GRAD_QUERY and NORMALIZE != "none"):
-        vector = rings.sum_of(turn).slice(WHICH * BLOCK, BLOCK, dim=0)
+        vector = rings.sum_of(iteration).slice(WHICH * BLOCK, BLOCK, dim=0)
         vector = vector.load(gl.SliceLayout(0, LAYOUT))[None, :]
         if PASS == GRAD_QUERY:
-            minus_delta = rings.numbers_of(turn, MINUS_DELTA).load(gl.SliceLayout(1, LAYOUT))
+            minus_delta = rings.numbers_of(iteration, MINUS_DELTA).load(gl.SliceLayout(1, LAYOUT))
             found = found + minus_delta[:, None] * vector
         else:
             found = found + vector

@@ -49,20 +49,20 @@ class LinearRings:
         self.outputs = outputs
 
     @gluon.jit
-    def say_mapped(self, turn):
+    def say_mapped(self, iteration):
         """One partition has mapped its part of a turn's queries and keys."""
         fence_async_shared()
-        mbarrier.arrive(self.mapped.index(self.keys.stage(turn)), count=1)
+        mbarrier.arrive(self.mapped.index(self.keys.stage(iteration)), count=1)
 
     @gluon.jit
-    def wait_for_mapped(self, turn):
+    def wait_for_mapped(self, iteration):
         """Wait until all of a turn's queries and keys are mapped."""
-        mbarrier.wait(self.mapped.index(self.keys.stage(turn)), self.keys.round(turn) & 1)
+        mbarrier.wait(self.mapped.index(self.keys.stage(iteration)), self.keys.round(iteration) & 1)
 
     @gluon.jit
-    def totals_of(self, turn, which):
+    def totals_of(self, iteration, which):
         """Where a turn's totals are that one of the mappers found."""
-        return self.totals.index(2 * self.keys.stage(turn) + which)
+        return self.totals.index(2 * self.keys.stage(iteration) + which)
 
 
 @gluon.jit
@@ -121,59 +121,61 @@ class SweepRings:
         self.thin = thin
 
     @gluon.jit
-    def tile_of(self, turn, what, block):
+    def tile_of(self, iteration, what, block):
         """A tile of a turn."""
-        return self.tiles.tile_of(turn, 2 * what + block)
+        return self.tiles.tile_of(iteration, 2 * what + block)
 
     @gluon.jit
-    def say_mapped(self, turn):
+    def say_mapped(self, iteration):
         """One partition has mapped its part of a turn."""
         fence_async_shared()
-        mbarrier.arrive(self.mapped.index(self.tiles.stage(turn)), count=1)
+        mbarrier.arrive(self.mapped.index(self.tiles.stage(iteration)), count=1)
 
     @gluon.jit
-    def wait_for_mapped(self, turn):
+    def wait_for_mapped(self, iteration):
         """Wait until all of a turn is there, and mapped."""
-        self.tiles.wait(turn)
-        mbarrier.wait(self.mapped.index(self.tiles.stage(turn)), self.tiles.round(turn) & 1)
+        self.tiles.wait(iteration)
+        mbarrier.wait(
+            self.mapped.index(self.tiles.stage(iteration)), self.tiles.round(iteration) & 1
+        )
 
     @gluon.jit
-    def say_written(self, turn):
+    def say_written(self, iteration):
         """One consumer has written what both read in a turn."""
-        mbarrier.arrive(self.shared.index(turn * 0), count=1)
+        mbarrier.arrive(self.shared.index(iteration * 0), count=1)
 
     @gluon.jit
-    def wait_for_written(self, turn):
+    def wait_for_written(self, iteration):
         """Wait until both have."""
-        mbarrier.wait(self.shared.index(turn * 0), turn & 1)
+        mbarrier.wait(self.shared.index(iteration * 0), iteration & 1)
 
     @gluon.jit
-    def say_read(self, turn):
+    def say_read(self, iteration):
         """One consumer needs the sums of a turn no more."""
-        mbarrier.arrive(self.shared.index(turn * 0 + 1), count=1)
+        mbarrier.arrive(self.shared.index(iteration * 0 + 1), count=1)
 
     @gluon.jit
-    def wait_for_read(self, turn):
+    def wait_for_read(self, iteration):
         """Wait until neither does."""
-        mbarrier.wait(self.shared.index(turn * 0 + 1), turn & 1)
+        mbarrier.wait(self.shared.index(iteration * 0 + 1), iteration & 1)
 
     @gluon.jit
-    def meet(self, turn):
+    def meet(self, iteration):
         """Wait until both mappers have come here, which they do once."""
-        mbarrier.arrive(self.shared.index(turn * 0 + 2), count=1)
-        mbarrier.wait(self.shared.index(turn * 0 + 2), turn * 0)
+        mbarrier.arrive(self.shared.index(iteration * 0 + 2), count=1)
+        mbarrier.wait(self.shared.index(iteration * 0 + 2), iteration * 0)
 
     @gluon.jit
-    def numbers_of(self, turn, which, kind):
+    def numbers_of(self, iteration, which, spec):
         """Where a turn's numbers of one kind are that one of the mappers put there."""
-        return self.numbers.index(6 * (2 * self.tiles.stage(turn) + which) + kind)
+        return self.numbers.index(6 * (2 * self.tiles.stage(iteration) + which) + spec)
 
     @gluon.jit
-    def parts_of(self, turn, which, kind):
+    def parts_of(self, iteration, which, spec):
         """Where a turn's numbers of one kind are that one of the consumers put there. Who puts
         those of the next turn but one there has waited for the other's of the turn between, which
         were written when this turn's had been read."""
-        return self.parts.index(4 * (turn & 1) + 2 * which + kind)
+        return self.parts.index(4 * (iteration & 1) + 2 * which + spec)
 
     @gluon.jit
     def line_of(self, which):
@@ -191,9 +193,11 @@ class SweepRings:
         return self.thin.index(6 + which)
 
     @gluon.jit
-    def wait_for_end(self, turn):
+    def wait_for_end(self, iteration):
         """Wait until both mappers have said that all turns before this one are mapped."""
-        mbarrier.wait(self.mapped.index(self.tiles.stage(turn)), self.tiles.round(turn) & 1)
+        mbarrier.wait(
+            self.mapped.index(self.tiles.stage(iteration)), self.tiles.round(iteration) & 1
+        )
 
 
 @gluon.jit

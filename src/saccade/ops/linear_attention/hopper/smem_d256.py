@@ -56,48 +56,48 @@ class WideRings:
         self.outputs = outputs
 
     @gluon.jit
-    def wait(self, turn):
+    def wait(self, iteration):
         """Wait until a turn has been loaded."""
-        self.a.wait(turn)
-        self.b.wait(turn)
-        self.c.wait(turn)
+        self.a.wait(iteration)
+        self.b.wait(iteration)
+        self.c.wait(iteration)
 
     @gluon.jit
-    def say_mapped(self, turn):
+    def say_mapped(self, iteration):
         """All of a turn is mapped."""
         fence_async_shared()
-        mbarrier.arrive(self.mapped.index(self.a.stage(turn)), count=1)
+        mbarrier.arrive(self.mapped.index(self.a.stage(iteration)), count=1)
 
     @gluon.jit
-    def wait_for_mapped(self, turn):
+    def wait_for_mapped(self, iteration):
         """Wait until all of a turn is there, and mapped."""
-        self.wait(turn)
-        mbarrier.wait(self.mapped.index(self.a.stage(turn)), self.a.round(turn) & 1)
+        self.wait(iteration)
+        mbarrier.wait(self.mapped.index(self.a.stage(iteration)), self.a.round(iteration) & 1)
 
     @gluon.jit
-    def parts_of(self, turn):
+    def parts_of(self, iteration):
         """A turn's totals, [parts, rows]."""
         PARTS: gl.constexpr = self.totals.shape[0] // self.a.full.shape[0]
         SHAPE: gl.constexpr = in_stages(self.a.full.shape[0], [PARTS, self.totals.shape[1]])
         LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         parts = reinterpreted(self.totals, gl.float32, SHAPE, LAYOUT)
-        return parts.index(self.a.stage(turn))
+        return parts.index(self.a.stage(iteration))
 
     @gluon.jit
-    def part_of(self, turn, which):
+    def part_of(self, iteration, which):
         """One part of a turn's totals."""
         PARTS: gl.constexpr = self.totals.shape[0] // self.a.full.shape[0]
-        return self.totals.index(PARTS * self.a.stage(turn) + which)
+        return self.totals.index(PARTS * self.a.stage(iteration) + which)
 
     @gluon.jit
-    def numbers_of(self, turn, kind):
+    def numbers_of(self, iteration, spec):
         """Where a turn's numbers of one kind are."""
-        return self.numbers.index(2 * self.a.stage(turn) + kind)
+        return self.numbers.index(2 * self.a.stage(iteration) + spec)
 
     @gluon.jit
-    def sum_of(self, turn):
+    def sum_of(self, iteration):
         """The sum of features of c over the chunks visited before."""
-        return self.sums.index(self.a.stage(turn))
+        return self.sums.index(self.a.stage(iteration))
 
 
 @gluon.jit

@@ -10,39 +10,39 @@ import triton.language as tl
 
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch, Pointer
-from saccade.ops.attention.triton.kind import remembered
+from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.hopper.backward_rows import RowNumbers
 from saccade.ops.linear_attention.hopper.chunk_state import linear_collect, linear_collect_queries
 from saccade.ops.linear_attention.hopper.program import Kept
-from saccade.ops.linear_attention.hopper.split import WIDE, Split, maybe, moved, sizes
+from saccade.ops.linear_attention.hopper.split import WIDE, HeadSplit, maybe, moved, sizes
 from saccade.ops.linear_attention.triton.chunk_scan import linear_sweep
 from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.rows import Given, State, sums
+from saccade.ops.linear_attention.triton.rows import LinearBackwardInputs, State, sums
 
 STAGES = 6  # of two operands
 CONSUMER_REGISTERS, MAPPER_REGISTERS = 168, 56
 
 
-def empty_states(passes: Passes, split: Split) -> State:
+def empty_states(passes: Passes, split: HeadSplit) -> State:
     """Memory for the states of each segment."""
-    kind, query = passes.kind, passes.inputs.query
-    counts = kind.sequences, kind.state_heads, split.segments, kind.head_dim
-    matrix = query.new_empty(*counts, kind.value_dim, dtype=torch.float32)
+    spec, query = passes.spec, passes.inputs.query
+    counts = spec.sequences, spec.state_heads, split.segments, spec.head_dim
+    matrix = query.new_empty(*counts, spec.value_dim, dtype=torch.float32)
     return matrix, query.new_empty(counts, dtype=torch.float32)
 
 
-def collect_keys(passes: Passes, split: Split, less_one: bool = False) -> State:
+def collect_keys(passes: Passes, split: HeadSplit, less_one: bool = False) -> State:
     """Of keys and values. less_one: of features of keys less 1."""
     if split.blocks == WIDE:
         return Passes.collect(passes, None, split.segments)
-    kind, inputs = passes.kind, passes.inputs
+    spec, inputs = passes.spec, passes.inputs
     matrix, vector = empty_states(passes, split)
 
     def make() -> Launch:
         constants = {
-            "KEY_SHARE": kind.state_heads // kind.key_heads,
-            "VALUE_SHARE": kind.state_heads // kind.value_heads,
-            **split.constants(kind),
+            "HEADS_PER_KEY": spec.state_heads // spec.key_heads,
+            "HEADS_PER_VALUE": spec.state_heads // spec.value_heads,
+            **split.constants(spec),
             "STAGES": STAGES,
             "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
             "MAPPER_REGISTERS": MAPPER_REGISTERS,
@@ -56,27 +56,27 @@ def collect_keys(passes: Passes, split: Split, less_one: bool = False) -> State:
             *moved(pointer, inputs[1:3]),
             Kept(None, maybe(pointer, inputs.key_lengths), None),
             sums(pointer, (matrix, vector)),
-            sizes(kind, kind.state_heads),
+            sizes(spec, spec.state_heads),
         )
 
-    programs = split.programs(kind, kind.state_heads)
-    launch = remembered(kind.launches, ("hopper collect", split, less_one), make)
-    launch(programs, kind.device, (*passes.known(), matrix, vector), arguments)
+    programs = split.programs(spec, spec.state_heads)
+    launch = remembered(spec.launches, ("hopper collect", split, less_one), make)
+    launch(programs, spec.device, (*passes.known(), matrix, vector), arguments)
     return matrix, vector
 
 
-def collect_queries(passes: Passes, split: Split, given: Given) -> State:
+def collect_queries(passes: Passes, split: HeadSplit, given: LinearBackwardInputs) -> State:
     """Of queries and gradients of the output, each with the factor and −δ of its row."""
-    kind, inputs = passes.kind, passes.inputs
+    spec, inputs = passes.spec, passes.inputs
     matrix, vector = empty_states(passes, split)
 
     def make() -> Launch:
-        constants = split.constants(kind)
+        constants = split.constants(spec)
         del constants["TILES"]  # one
         constants |= {
-            "QUERY_SHARE": passes.share(kind.query_heads),
-            "STARTED": kind.started,
-            "SCALE": kind.variant.scale,
+            "HEADS_PER_QUERY": passes.share(spec.query_heads),
+            "STARTED": spec.started,
+            "SCALE": spec.variant.scale,
             "STAGES": STAGES,
             "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
             "MAPPER_REGISTERS": MAPPER_REGISTERS,
@@ -89,13 +89,13 @@ def collect_queries(passes: Passes, split: Split, given: Given) -> State:
             RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
             Kept(None, maybe(pointer, inputs.key_lengths), None),
             sums(pointer, (matrix, vector)),
-            sizes(kind, kind.heads),
+            sizes(spec, spec.heads),
         )
 
     key = "hopper collect queries", split, given.grad_output.stride()
-    launch = remembered(kind.launches, key, make)
+    launch = remembered(spec.launches, key, make)
     tensors = (*passes.known(), *there_are(given[:3]), matrix, vector)
-    launch(split.programs(kind, kind.heads), kind.device, tensors, arguments)
+    launch(split.programs(spec, spec.heads), spec.device, tensors, arguments)
     return matrix, vector
 
 
@@ -108,10 +108,10 @@ def collect_queries(passes: Passes, split: Split, given: Given) -> State:
 
 
 @triton.jit
-def linear_again(
+def linear_nan_safe(
     nonfinite, a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before,
-    A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
-    THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
+    HEADS_PER_A: tl.constexpr, HEADS_PER_B: tl.constexpr, HEADS_PER_C: tl.constexpr,
+    HEADS_PER_THROUGH: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     INNER: tl.constexpr, INNER_WIDTH: tl.constexpr, OUTER: tl.constexpr, OUTER_TILE: tl.constexpr,
     TILES: tl.constexpr, CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -127,7 +127,7 @@ def linear_again(
     if tl.max(flags, 0) > 0:
         linear_sweep(
             a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, None,
-            A_SHARE, B_SHARE, C_SHARE, THROUGH_SHARE, GROUP, STATE_HEADS, SEGMENTS,
+            HEADS_PER_A, HEADS_PER_B, HEADS_PER_C, HEADS_PER_THROUGH, GROUP, STATE_HEADS, SEGMENTS,
             INNER, INNER_WIDTH, OUTER, OUTER_TILE, TILES, CHUNK, PASS, CAUSAL, BOTTOM_RIGHT,
             STARTED, NORMALIZE, PRECISION, BEFORE, False, NUMBERS,
         )  # fmt: skip

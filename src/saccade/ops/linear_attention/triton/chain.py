@@ -17,8 +17,8 @@ from torch import Tensor
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.tensor_view import wide
-from saccade.ops.attention.triton.kind import remembered
-from saccade.ops.linear_attention.triton.decay import whole_fades
+from saccade.ops.attention.triton.call_spec import remembered
+from saccade.ops.linear_attention.triton.decay import whole_decays
 from saccade.ops.linear_attention.triton.passes import Passes
 from saccade.ops.linear_attention.triton.rows import State
 
@@ -32,20 +32,20 @@ def chained(
 
     The starts take the place of the parts.
     """
-    whole = whole_fades(passes.faded, passes.inputs, passes.kind, segments)
-    fades = None if whole is None else whole.contiguous()
+    whole = whole_decays(passes.summed_decay, passes.inputs, passes.spec, segments)
+    decays = None if whole is None else whole.contiguous()
     matrices, vectors = (
-        _chained(passes, part, None if before is None else before[place], fades, backwards)
+        _chained(passes, part, None if before is None else before[place], decays, backwards)
         for place, part in enumerate(parts)
     )
     return parts, (matrices, vectors)
 
 
 def _chained(
-    passes: Passes, parts: Tensor, before: Tensor | None, fades: Tensor | None, backwards: bool
+    passes: Passes, parts: Tensor, before: Tensor | None, decays: Tensor | None, backwards: bool
 ) -> Tensor:
     """What a segment after all others would start from; parts become starts."""
-    kind = passes.kind
+    spec = passes.spec
     segments, size = parts.shape[2], parts.shape[3:].numel()
     last = torch.empty_like(parts[:, :, 0])
 
@@ -56,19 +56,19 @@ def _chained(
         return Launch(linear_chain, constants, {"num_warps": 4, "num_stages": 1})
 
     def arguments(pointer: Pointer) -> tuple[Any, ...]:
-        first, factors = (None if t is None else pointer(t) for t in (before, fades))
+        first, factors = (None if t is None else pointer(t) for t in (before, decays))
         return pointer(parts), first, pointer(last), factors
 
     key = "chain", size, segments, backwards, before is None
-    launch = remembered(kind.launches, key, make)
+    launch = remembered(spec.launches, key, make)
     programs = parts.shape[:2].numel() * -(-size // NUMBERS)
-    launch(programs, kind.device, there_are((parts, before, last, fades)), arguments)
+    launch(programs, spec.device, there_are((parts, before, last, decays)), arguments)
     return last
 
 
 @triton.jit
 def linear_chain(
-    parts, before, last, fades,  # addresses; fades: a factor for each state and segment, or None
+    parts, before, last, decays,  # addresses; fades: a factor for each state and segment, or None
     SIZE: tl.constexpr, SEGMENTS: tl.constexpr, NUMBERS: tl.constexpr, BACKWARDS: tl.constexpr,
 ):  # fmt: skip
     """One program: NUMBERS of the SIZE of one state. Parts [states, SEGMENTS, SIZE] become starts.
@@ -87,7 +87,7 @@ def linear_chain(
         place = parts + ((wide(state) * SEGMENTS + segment) * SIZE + at)
         part = tl.load(place, mask=exists, other=0.0)
         tl.store(place, running, mask=exists)
-        if fades is not None:
-            running *= tl.load(fades + (wide(state) * SEGMENTS + segment))
+        if decays is not None:
+            running *= tl.load(decays + (wide(state) * SEGMENTS + segment))
         running += part
     tl.store(last + (wide(state) * SIZE + at), running, mask=exists)

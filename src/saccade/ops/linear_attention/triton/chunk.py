@@ -19,7 +19,7 @@ from saccade.gpu.tensor_view import nonfinite_rows, row_pointers, tile_pointers,
 @triton.jit
 def add_others(
     b, c, factors, minus_delta, batch, head, first, seen, fade, inner, outer, state,
-    B_SHARE: tl.constexpr, C_SHARE: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
+    HEADS_PER_B: tl.constexpr, HEADS_PER_C: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
     PASS: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, FADED: tl.constexpr,
     NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
@@ -34,17 +34,17 @@ def add_others(
         extra = load_number(minus_delta, batch, head, first + tl.arange(0, seen.shape[0]), seen)
     if PASS == GRAD_QUERY or PASS == GRAD_KEY:  # noqa: SIM109 (a constexpr is in no tuple)
         wide = load_features(
-            c, factors, batch, head, first, seen, outer, C_SHARE, OUTER, False, FACTORED
+            c, factors, batch, head, first, seen, outer, HEADS_PER_C, OUTER, False, FACTORED
         )
         plain = load_features(
-            b, factors, batch, head, first, seen, inner, B_SHARE, INNER, True, False
+            b, factors, batch, head, first, seen, inner, HEADS_PER_B, INNER, True, False
         )
     else:
         wide = load_features(
-            b, factors, batch, head, first, seen, inner, B_SHARE, INNER, False, FACTORED
+            b, factors, batch, head, first, seen, inner, HEADS_PER_B, INNER, False, FACTORED
         )
         plain = load_features(
-            c, factors, batch, head, first, seen, outer, C_SHARE, OUTER, True, False
+            c, factors, batch, head, first, seen, outer, HEADS_PER_C, OUTER, True, False
         )
     nonfinite = seen
     if NAN_SAFE:
@@ -52,16 +52,16 @@ def add_others(
         nonfinite = nonfinite | ((tl.abs(extra) < float("inf")) == 0)
         plain = tl.where(nonfinite[None, :], tl.zeros_like(plain), plain)
         wide, extra = without(nonfinite, wide), tl.where(nonfinite, 0.0, extra)
-    faded = wide
+    summed_decay = wide
     if FADED:
-        faded = wide.to(tl.float32) * fade[:, None]
+        summed_decay = wide.to(tl.float32) * fade[:, None]
     if PASS == GRAD_KEY:
-        vector += tl.sum(faded.to(tl.float32) * extra[:, None], 0)
+        vector += tl.sum(summed_decay.to(tl.float32) * extra[:, None], 0)
     elif PASS == GRAD_QUERY or (PASS == OUTPUT and factors is None):
-        vector += tl.sum(faded.to(tl.float32), 0)
+        vector += tl.sum(summed_decay.to(tl.float32), 0)
     features, unit = in_units(wide, plain.dtype, FACTORED)
-    faded, faded_unit = in_units(faded, plain.dtype, FACTORED)
-    matrix += tl.dot(plain, faded, input_precision=PRECISION) * faded_unit
+    summed_decay, faded_unit = in_units(summed_decay, plain.dtype, FACTORED)
+    matrix += tl.dot(plain, summed_decay, input_precision=PRECISION) * faded_unit
     if NAN_SAFE:
         poison = tl.where(tl.max(nonfinite.to(tl.int32), 0) > 0, float("nan"), 0.0)
         matrix, vector = matrix + poison, vector + poison
@@ -144,7 +144,7 @@ def store_result(
 @triton.jit
 def load_own(
     through, factors, batch, head, first, seen, channels,
-    SHARE: tl.constexpr, DIM: tl.constexpr, FACTORED: tl.constexpr,
+    HEADS_PER: tl.constexpr, DIM: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     """The rows that a gradient is of, as they are, and the factors of its own, if FACTORED."""
     offsets = tl.arange(0, seen.shape[0])
@@ -152,7 +152,7 @@ def load_own(
     if DIM == 0 or DIM // channels.shape[0] * channels.shape[0] != DIM:
         inside = inside & (channels < DIM)[None, :]
     pointers = tile_pointers(
-        through.rows, batch, head // SHARE, first, channels[None, :], seen.shape[0], True
+        through.rows, batch, head // HEADS_PER, first, channels[None, :], seen.shape[0], True
     )
     raw, factor = tl.load(pointers, mask=inside, other=0.0), 1.0
     if FACTORED:

@@ -49,8 +49,8 @@ from saccade.ops.linear_attention.triton.chunk import (
 )
 from saccade.ops.linear_attention.triton.positions import (
     bounds_of,
+    decays_of,
     faded_until,
-    fades_of,
     keep_sums,
     keys_at,
     queries_at,
@@ -62,8 +62,8 @@ from saccade.ops.linear_attention.triton.positions import (
 @triton.jit
 def linear_sweep(
     a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, after,
-    A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
-    THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
+    HEADS_PER_A: tl.constexpr, HEADS_PER_B: tl.constexpr, HEADS_PER_C: tl.constexpr,
+    HEADS_PER_THROUGH: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     INNER: tl.constexpr, INNER_WIDTH: tl.constexpr, OUTER: tl.constexpr, OUTER_TILE: tl.constexpr,
     TILES: tl.constexpr, CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -106,7 +106,7 @@ def linear_sweep(
         state = visit(
             a, b, c, factors, minus_delta, result, numbers, through, eps, sequence,
             (at, bounds, bounds[4] + chunk * CHUNK, inner, outer), state,
-            A_SHARE, B_SHARE, C_SHARE, THROUGH_SHARE, GROUP, INNER, OUTER, CHUNK,
+            HEADS_PER_A, HEADS_PER_B, HEADS_PER_C, HEADS_PER_THROUGH, GROUP, INNER, OUTER, CHUNK,
             PASS, CAUSAL, STARTED, NORMALIZE, PRECISION, NUMBERS, False,
         )  # fmt: skip
     if CAUSAL and any_nonfinite(state[0]):
@@ -115,10 +115,10 @@ def linear_sweep(
         for index in tl.range(0, num_chunks, num_stages=1):
             chunk = segment * of_segment + (num_chunks - 1 - index if BACKWARDS else index)
             state = visit(
-                a, b, c, factors, minus_delta, result, numbers, through, eps, sequence,
-                (at, bounds, bounds[4] + chunk * CHUNK, inner, outer), state,
-                A_SHARE, B_SHARE, C_SHARE, THROUGH_SHARE, GROUP, INNER, OUTER, CHUNK,
-                PASS, CAUSAL, STARTED, NORMALIZE, PRECISION, NUMBERS, True,
+                a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, (at, bounds,
+                bounds[4] + chunk * CHUNK, inner, outer), state, HEADS_PER_A, HEADS_PER_B,
+                HEADS_PER_C, HEADS_PER_THROUGH, GROUP, INNER, OUTER, CHUNK, PASS, CAUSAL, STARTED,
+                NORMALIZE, PRECISION, NUMBERS, True,
             )  # fmt: skip
     if AFTER:
         mine = (head % GROUP == 0) | BACKWARDS
@@ -128,8 +128,8 @@ def linear_sweep(
 @triton.jit
 def visit(
     a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, place, state,
-    A_SHARE: tl.constexpr, B_SHARE: tl.constexpr, C_SHARE: tl.constexpr,
-    THROUGH_SHARE: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
+    HEADS_PER_A: tl.constexpr, HEADS_PER_B: tl.constexpr, HEADS_PER_C: tl.constexpr,
+    HEADS_PER_THROUGH: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
     CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr, STARTED: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, NUMBERS: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +139,7 @@ def visit(
     """
     BACKWARDS: tl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
     AUGMENTED: tl.constexpr = PASS != OUTPUT and PASS != GRAD_VALUE
-    FADED: tl.constexpr = sequence.faded is not None
+    FADED: tl.constexpr = sequence.summed_decay is not None
     COUNTED: tl.constexpr = PASS == OUTPUT and factors is not None
     at, bounds, start, inner, outer = place
     batch, head, state_head, tile = at
@@ -157,12 +157,12 @@ def visit(
     own = 0.0, 1.0
     if AUGMENTED:  # asked for early, as nothing hides how long it takes
         own = load_own(
-            through, factors, batch, common, first, seen, outer, THROUGH_SHARE, OUTER,
+            through, factors, batch, common, first, seen, outer, HEADS_PER_THROUGH, OUTER,
             PASS == GRAD_QUERY and NORMALIZE != "none",
         )  # fmt: skip
     fade = others_seen.to(tl.float32)
     if FADED:
-        until, whole = fades_of(sequence, batch, state_head, start, CHUNK)
+        until, whole = decays_of(sequence, batch, state_head, start, CHUNK)
         fade = tl.exp(until if BACKWARDS else whole - until)
     # Later rows read the state before the chunk, which is narrowed before the chunk is added.
     narrowed, factor = narrow(matrix, b.rows.ptr.dtype.element_ty, 0 if AUGMENTED else 1)
@@ -171,11 +171,11 @@ def visit(
             state = matrix * tl.exp(whole), vector * tl.exp(whole)
         state, others = add_others(
             b, c, factors, minus_delta, batch, common, others_first, others_seen, fade, inner,
-            outer, state, B_SHARE, C_SHARE, INNER, OUTER, PASS, NORMALIZE, PRECISION, FADED,
+            outer, state, HEADS_PER_B, HEADS_PER_C, INNER, OUTER, PASS, NORMALIZE, PRECISION, FADED,
             NAN_SAFE,
         )  # fmt: skip
     a_wide = load_features(
-        a, factors, batch, common, first, seen, inner, A_SHARE, INNER, False, False
+        a, factors, batch, common, first, seen, inner, HEADS_PER_A, INNER, False, False
     )
     total = tl.zeros([CHUNK], tl.float32)
     if PASS == OUTPUT:
@@ -207,8 +207,8 @@ def visit(
             if member > 0:
                 state, others = add_others(
                     b, c, factors, minus_delta, batch, common + member, others_first, others_seen,
-                    fade, inner, outer, state, B_SHARE, C_SHARE, INNER, OUTER, PASS, NORMALIZE,
-                    PRECISION, FADED, NAN_SAFE,
+                    fade, inner, outer, state, HEADS_PER_B, HEADS_PER_C, INNER, OUTER, PASS,
+                    NORMALIZE, PRECISION, FADED, NAN_SAFE,
                 )  # fmt: skip
             plain, features, unit, other_extra, nonfinite = others
             if AUGMENTED:

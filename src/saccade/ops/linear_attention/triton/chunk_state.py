@@ -19,7 +19,7 @@ from saccade.gpu.features import in_units, load_features, load_number
 from saccade.gpu.tensor_view import wide
 from saccade.ops.linear_attention.triton.positions import (
     bounds_of,
-    fades_of,
+    decays_of,
     keep_sums,
     keys_at,
     queries_at,
@@ -32,7 +32,7 @@ PARTS = tl.constexpr(16)  # of a sum of rows, each of them the sum of some
 @triton.jit
 def linear_collect(
     rows, others, factors, weights, sequence, after,  # Views of 1 / divisor and −δ
-    ROWS_SHARE: tl.constexpr, OTHERS_SHARE: tl.constexpr, GROUP: tl.constexpr,
+    HEADS_PER_ROWS: tl.constexpr, HEADS_PER_OTHERS: tl.constexpr, GROUP: tl.constexpr,
     STATE_HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
     INNER: tl.constexpr, INNER_WIDTH: tl.constexpr, OUTER: tl.constexpr, OUTER_TILE: tl.constexpr,
     TILES: tl.constexpr, CHUNK: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
@@ -54,9 +54,9 @@ def linear_collect(
     for index in range(0, num_chunks):
         chunk = segment * of_segment + (num_chunks - 1 - index if QUERIES else index)
         matrix, vector = collect_chunk(
-            rows, others, factors, weights, sequence, (batch, head), bounds,
-            bounds[4] + chunk * CHUNK, inner, outer, matrix, vector, ROWS_SHARE, OTHERS_SHARE,
-            GROUP, INNER, OUTER, CHUNK, QUERIES, CAUSAL, STARTED, NORMALIZE, PRECISION,
+            rows, others, factors, weights, sequence, (batch, head), bounds, bounds[4] + chunk *
+            CHUNK, inner, outer, matrix, vector, HEADS_PER_ROWS, HEADS_PER_OTHERS, GROUP, INNER,
+            OUTER, CHUNK, QUERIES, CAUSAL, STARTED, NORMALIZE, PRECISION,
         )  # fmt: skip
     number = (wide(batch) * STATE_HEADS + head) * SEGMENTS + segment
     # Every tile writes the vector: to one place, and the same.
@@ -66,7 +66,7 @@ def linear_collect(
 @triton.jit
 def collect_chunk(
     rows, others, factors, weights, sequence, at, bounds, start, inner, outer, matrix, vector,
-    ROWS_SHARE: tl.constexpr, OTHERS_SHARE: tl.constexpr, GROUP: tl.constexpr,
+    HEADS_PER_ROWS: tl.constexpr, HEADS_PER_OTHERS: tl.constexpr, GROUP: tl.constexpr,
     INNER: tl.constexpr, OUTER: tl.constexpr, CHUNK: tl.constexpr, QUERIES: tl.constexpr,
     CAUSAL: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -80,24 +80,24 @@ def collect_chunk(
         here, _, seen = keys_at(bounds, places)
     first = start - bounds[0] if QUERIES else start
     fade = seen.to(tl.float32)
-    if sequence.faded is not None and (CAUSAL or not QUERIES):
-        until, whole = fades_of(sequence, batch, head, start, CHUNK)
+    if sequence.summed_decay is not None and (CAUSAL or not QUERIES):
+        until, whole = decays_of(sequence, batch, head, start, CHUNK)
         fade = tl.exp(until if QUERIES else whole - until)
         matrix, vector = matrix * tl.exp(whole), vector * tl.exp(whole)
     for member in tl.static_range(GROUP if QUERIES else 1):
         common = head * GROUP + member
         wide = load_features(
-            rows, factors, batch, common, first, seen, inner, ROWS_SHARE, INNER, False, FACTORED
+            rows, factors, batch, common, first, seen, inner, HEADS_PER_ROWS, INNER, False, FACTORED
         )
         tile_of_others = load_features(
-            others, factors, batch, common, first, seen, outer, OTHERS_SHARE, OUTER, True, False
+            others, factors, batch, common, first, seen, outer, HEADS_PER_OTHERS, OUTER, True, False
         )
-        faded = wide.to(tl.float32) * fade[:, None]
-        narrowed, unit = in_units(faded, tile_of_others.dtype, FACTORED)
+        summed_decay = wide.to(tl.float32) * fade[:, None]
+        narrowed, unit = in_units(summed_decay, tile_of_others.dtype, FACTORED)
         matrix += tl.dot(tile_of_others, narrowed, input_precision=PRECISION) * unit
         if QUERIES:
-            faded = faded * load_number(weights, batch, common, here, seen)[:, None]
-        vector += in_parts(faded)
+            summed_decay = summed_decay * load_number(weights, batch, common, here, seen)[:, None]
+        vector += in_parts(summed_decay)
     return matrix, vector
 
 

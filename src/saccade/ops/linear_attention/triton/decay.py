@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.ops.linear_attention.feature_scaling import ends_of, padding_of, sequence_of
-from saccade.ops.linear_attention.triton.kind import LinearKind
+from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec
 from saccade.runtime.linear_spec import LinearInputs, LinearVariant
 
 
@@ -36,27 +36,27 @@ def faded_of(inputs: LinearInputs) -> Tensor | None:
     if inputs.key_lengths is not None:
         row = torch.arange(kv_len, device=decay.device)
         rows = rows.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
-    faded = rows.new_zeros(*rows.shape[:-1], kv_len + 1)
-    torch.cumsum(rows, -1, out=faded[..., 1:])
-    return faded
+    summed_decay = rows.new_zeros(*rows.shape[:-1], kv_len + 1)
+    torch.cumsum(rows, -1, out=summed_decay[..., 1:])
+    return summed_decay
 
 
-def whole_fades(
-    faded: Tensor | None, inputs: LinearInputs, kind: LinearKind, segments: int
+def whole_decays(
+    summed_decay: Tensor | None, inputs: LinearInputs, spec: LinearCallSpec, segments: int
 ) -> Tensor | None:
     """How much each segment leaves of the state before it: [sequences, state_heads, segments]."""
-    if faded is None:
+    if summed_decay is None:
         return None
     if inputs.cu_seqlens_k is not None:  # one segment
-        at_edges = faded[:, ends_of(inputs.cu_seqlens_k, faded.shape[-1] - 1)]
+        at_edges = summed_decay[:, ends_of(inputs.cu_seqlens_k, summed_decay.shape[-1] - 1)]
         return (at_edges[:, 1:] - at_edges[:, :-1]).exp().float().transpose(0, 1).unsqueeze(-1)
-    shift = kind.kv_len - kind.query_len if kind.bottom_right else 0
-    chunks = -(-kind.places // kind.config.chunk)
-    length = -(-chunks // segments) * kind.config.chunk
-    edges = torch.arange(segments + 1, device=faded.device) * length + min(shift, 0)
-    at_edges = faded[..., edges.clamp(0, kind.kv_len)]
+    shift = spec.kv_len - spec.query_len if spec.bottom_right else 0
+    chunks = -(-spec.places // spec.config.chunk)
+    length = -(-chunks // segments) * spec.config.chunk
+    edges = torch.arange(segments + 1, device=summed_decay.device) * length + min(shift, 0)
+    at_edges = summed_decay[..., edges.clamp(0, spec.kv_len)]
     whole = (at_edges[..., 1:] - at_edges[..., :-1]).exp().float()
-    return whole.expand(kind.sequences, kind.state_heads, segments)
+    return whole.expand(spec.sequences, spec.state_heads, segments)
 
 
 def decay_gradient(

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from saccade.gpu.launcher import Launch, Pointer, next_width
-from saccade.ops.attention.triton.kind import remembered, with_unit_channels
+from saccade.ops.attention.triton.call_spec import remembered, with_unit_channels
+from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec, signature
 from saccade.ops.linear_attention.triton.chain import chained
-from saccade.ops.linear_attention.triton.decay import decay_gradient, faded_of, whole_fades
-from saccade.ops.linear_attention.triton.kind import LinearKind, signature
+from saccade.ops.linear_attention.triton.decay import decay_gradient, faded_of, whole_decays
 from saccade.ops.linear_attention.triton.normalizer import count, counts_first, linear_row_dot
 from saccade.ops.linear_attention.triton.passes import Passes
 from saccade.ops.linear_attention.triton.recurrent_step import start_step
-from saccade.ops.linear_attention.triton.rows import Given, State
+from saccade.ops.linear_attention.triton.rows import LinearBackwardInputs, State
 from saccade.runtime.linear_spec import (
     LinearGradients,
     LinearInputs,
@@ -36,7 +36,7 @@ from saccade.runtime.spec import KernelConfig
 
 ROW_DOT_TILE = 64
 
-_kinds: dict[Any, LinearKind] = {}
+_kinds: dict[Any, LinearCallSpec] = {}
 
 
 def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) -> LinearResults:
@@ -45,7 +45,7 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
     results = empty_linear_results(inputs, variant)
     totals = None if variant.normalize == "none" else results.normaliser
     before, after = initial_of(passes), (results.kv, results.key_sum)
-    segments = passes.segments(passes.kind.heads, passes.kind.value_dim)
+    segments = passes.segments(passes.spec.heads, passes.spec.value_dim)
     if segments > 1 or not variant.causal:
         before, last = key_states(passes, before, segments)
         for into, found in zip(after, last, strict=True):
@@ -75,14 +75,16 @@ def backward(
     return gradients_by(passes, given, ending_of(passes, grad_kv, grad_key_sum))
 
 
-def gradients_by(passes: Passes, given: Given, ending: State | None) -> LinearGradients:
+def gradients_by(
+    passes: Passes, given: LinearBackwardInputs, ending: State | None
+) -> LinearGradients:
     """Gradients of the inputs by such passes. ending: those of the last state."""
-    kind, inputs, variant = passes.kind, passes.inputs, passes.kind.variant
+    spec, inputs, variant = passes.spec, passes.inputs, passes.spec.variant
     gradients = empty_linear_gradients(inputs)
     of_query, of_key, of_value = (
         into if into.shape[1] == count else _wide_like(into, count)
         for into, count in zip(
-            gradients[:3], (kind.heads, kind.state_heads, kind.state_heads), strict=True
+            gradients[:3], (spec.heads, spec.state_heads, spec.state_heads), strict=True
         )
     )
     dots = _Dots(passes) if inputs.decay is not None else None
@@ -154,8 +156,8 @@ def passes_of(
     """A call, ready for its passes: for the output alone if `forward`."""
     inputs = with_unit_channels(inputs)
     key = signature(inputs, variant, config), forward
-    kind = remembered(_kinds, key, lambda: LinearKind.of(inputs, variant, config, forward))
-    return Passes(kind, inputs, faded_of(inputs))
+    spec = remembered(_kinds, key, lambda: LinearCallSpec.of(inputs, variant, config, forward))
+    return Passes(spec, inputs, faded_of(inputs))
 
 
 def initial_of(passes: Passes) -> State | None:
@@ -167,10 +169,10 @@ def initial_of(passes: Passes) -> State | None:
 
 
 def _zeros(passes: Passes) -> tuple[Tensor, Tensor]:
-    kind = passes.kind
-    shape = (kind.sequences, kind.state_heads, kind.head_dim)
+    spec = passes.spec
+    shape = (spec.sequences, spec.state_heads, spec.head_dim)
     query = passes.inputs.query
-    wide = query.new_zeros(*shape, kind.value_dim, dtype=torch.float32)
+    wide = query.new_zeros(*shape, spec.value_dim, dtype=torch.float32)
     return wide, query.new_zeros(shape, dtype=torch.float32)
 
 
@@ -191,20 +193,20 @@ def key_states(
     """The states that segments start from (not causal: the last one), and the last ones."""
     parts = passes.collect(None, segments)
     starts, last = chained(passes, parts, before, segments, False)
-    return (starts if passes.kind.variant.causal else last), last
+    return (starts if passes.spec.variant.causal else last), last
 
 
 def _query_states(
-    passes: Passes, given: Given, ending: State | None, segments: int
+    passes: Passes, given: LinearBackwardInputs, ending: State | None, segments: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The gradients of the states after segments, and those of the first states."""
     parts = passes.collect(given, segments)
-    if passes.kind.variant.causal:
+    if passes.spec.variant.causal:
         return chained(passes, parts, ending, segments, True)
     ends = parts[0].squeeze(2), parts[1].squeeze(2)
     if ending is not None:
         ends = ends[0] + ending[0], ends[1] + ending[1]
-    whole = whole_fades(passes.faded, passes.inputs, passes.kind, 1)
+    whole = whole_decays(passes.summed_decay, passes.inputs, passes.spec, 1)
     if whole is None:
         return ends, ends
     factors = whole[..., 0].unsqueeze(-1)
@@ -214,43 +216,47 @@ def _query_states(
 # ---- rows --------------------------------------------------------------------------------------
 
 
-def given_of(passes: Passes, output: Tensor, normaliser: Tensor, grad_output: Tensor) -> Given:
+def given_of(
+    passes: Passes, output: Tensor, normaliser: Tensor, grad_output: Tensor
+) -> LinearBackwardInputs:
     """The output's gradients, 1 / divisor and −δ."""
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()
-    kind, inputs = passes.kind, passes.inputs
-    rows = (kind.heads, kind.query_len)
-    rows = rows if kind.packed else (kind.sequences, *rows)
-    if kind.variant.normalize == "none":
-        return Given(grad_output, None, grad_output.new_zeros(rows, dtype=torch.float32))
+    spec, inputs = passes.spec, passes.inputs
+    rows = (spec.heads, spec.query_len)
+    rows = rows if spec.packed else (spec.sequences, *rows)
+    if spec.variant.normalize == "none":
+        return LinearBackwardInputs(
+            grad_output, None, grad_output.new_zeros(rows, dtype=torch.float32)
+        )
     factors, minus_delta = (grad_output.new_empty(rows, dtype=torch.float32) for _ in range(2))
 
     def make() -> Launch:
         constants = {
-            "VALUE_DIM": kind.value_dim,
-            "VALUE_WIDTH": next_width(kind.value_dim),
+            "VALUE_DIM": spec.value_dim,
+            "VALUE_WIDTH": next_width(spec.value_dim),
             "QUERY_TILE": ROW_DOT_TILE,
-            "NORMALIZE": kind.variant.normalize,
+            "NORMALIZE": spec.variant.normalize,
         }
         return Launch(linear_row_dot, constants, {"num_warps": 4, "num_stages": 1})
 
     def arguments(pointer: Pointer) -> tuple[Any, ...]:
         offsets = inputs.cu_seqlens_q
         return (
-            *(kind.side(pointer, rows, offsets, keys=False) for rows in (output, grad_output)),
+            *(spec.side(pointer, rows, offsets, keys=False) for rows in (output, grad_output)),
             *(
-                kind.numbers(pointer, numbers, offsets, keys=False)
+                spec.numbers(pointer, numbers, offsets, keys=False)
                 for numbers in (normaliser, factors, minus_delta)
             ),
-            kind.variant.eps,
+            spec.variant.eps,
         )
 
-    launch = remembered(kind.launches, ("row_dot", output.stride(), grad_output.stride()), make)
+    launch = remembered(spec.launches, ("row_dot", output.stride(), grad_output.stride()), make)
     tensors = [output, grad_output, normaliser, factors, minus_delta]
     if inputs.cu_seqlens_q is not None:
         tensors.append(inputs.cu_seqlens_q)
-    launch(kind.row_programs(ROW_DOT_TILE), kind.device, tensors, arguments)
-    return Given(grad_output, factors, minus_delta)
+    launch(spec.row_programs(ROW_DOT_TILE), spec.device, tensors, arguments)
+    return LinearBackwardInputs(grad_output, factors, minus_delta)
 
 
 def _wide_like(rows: Tensor, heads: int) -> Tensor:
@@ -271,15 +277,15 @@ class _Dots:
     """Features · their gradients, for each row that counts, tile of channels and head."""
 
     def __init__(self, passes: Passes):
-        kind = passes.kind
-        tiles = passes.tiles(kind.head_dim)
+        spec = passes.spec
+        tiles = passes.tiles(spec.head_dim)
         self.query = None
-        if kind.variant.causal:
-            self.query = self._memory(passes, kind.heads * tiles, kind.query_len)
-        self.key = self._memory(passes, kind.state_heads * tiles, kind.kv_len)
+        if spec.variant.causal:
+            self.query = self._memory(passes, spec.heads * tiles, spec.query_len)
+        self.key = self._memory(passes, spec.state_heads * tiles, spec.kv_len)
 
     @staticmethod
     def _memory(passes: Passes, heads: int, length: int) -> Tensor:
-        kind = passes.kind
-        shape = (heads, length) if kind.packed else (kind.sequences, heads, length)
+        spec = passes.spec
+        shape = (heads, length) if spec.packed else (spec.sequences, heads, length)
         return passes.inputs.query.new_zeros(shape, dtype=torch.float32)

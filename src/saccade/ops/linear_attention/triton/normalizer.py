@@ -34,7 +34,7 @@ from saccade.gpu.tensor_view import (
 from saccade.ops.linear_attention.triton.chunk import quotient_of
 from saccade.ops.linear_attention.triton.configs import counting
 from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.positions import bounds_of, fades_of, keys_at, queries_at
+from saccade.ops.linear_attention.triton.positions import bounds_of, decays_of, keys_at, queries_at
 from saccade.ops.linear_attention.triton.rows import State
 
 MANY_TILES = 4  # whose sums cost more than a pass of their own
@@ -42,9 +42,9 @@ MANY_TILES = 4  # whose sums cost more than a pass of their own
 
 def counts_first(passes: Passes) -> bool:
     """Whether sums of scores are taken before the output, once for all tiles of its channels."""
-    variant = passes.kind.variant
+    variant = passes.spec.variant
     wanted = variant.causal and variant.normalize != "none"
-    return wanted and passes.tiles(passes.kind.value_dim) >= MANY_TILES
+    return wanted and passes.tiles(passes.spec.value_dim) >= MANY_TILES
 
 
 def count(
@@ -54,20 +54,20 @@ def count(
 
     Features of queries and of keys come back: the rows themselves where nothing maps them.
     """
-    kind, (query, key) = passes.kind, passes.inputs[:2]
+    spec, (query, key) = passes.spec, passes.inputs[:2]
     mapped = query, key
-    if maps := kind.variant.feature_map != "identity" or kind.variant.scale != 1.0:
+    if maps := spec.variant.feature_map != "identity" or spec.variant.scale != 1.0:
         mapped = query.new_empty(query.shape), key.new_empty(key.shape)
     launch = passes.launch(
         linear_count,
         ("count", segments, before is None, after is None, *(rows.stride() for rows in mapped)),
-        counting(kind.config),
-        QUERY_SHARE=passes.share(kind.query_heads),
-        KEY_SHARE=passes.share(kind.key_heads),
+        counting(spec.config),
+        HEADS_PER_QUERY=passes.share(spec.query_heads),
+        HEADS_PER_KEY=passes.share(spec.key_heads),
         SEGMENTS=segments,
-        INNER=kind.head_dim,
-        INNER_WIDTH=next_width(kind.head_dim),
-        OF_SEGMENTS=kind.config.chunk,
+        INNER=spec.head_dim,
+        INNER_WIDTH=next_width(spec.head_dim),
+        OF_SEGMENTS=spec.config.chunk,
         MAPS=maps,
     )
     ends = None if before is None else before[1], None if after is None else after[1]
@@ -79,7 +79,7 @@ def count(
         return (*rows, *into, passes.sequence(pointer), *sums)
 
     tensors = (*passes.known(), totals, *mapped, *there_are(ends))
-    launch(kind.sequences * kind.heads * segments, kind.device, tensors, arguments)
+    launch(spec.sequences * spec.heads * segments, spec.device, tensors, arguments)
     return mapped
 
 
@@ -87,7 +87,7 @@ def count(
 def linear_count(
     query, key, totals, mapped_query, mapped_key, sequence,
     before, after,  # addresses of sums of keys
-    QUERY_SHARE: tl.constexpr, KEY_SHARE: tl.constexpr, GROUP: tl.constexpr,
+    HEADS_PER_QUERY: tl.constexpr, HEADS_PER_KEY: tl.constexpr, GROUP: tl.constexpr,
     STATE_HEADS: tl.constexpr, SEGMENTS: tl.constexpr, INNER: tl.constexpr,
     INNER_WIDTH: tl.constexpr, CHUNK: tl.constexpr, OF_SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr, STARTED: tl.constexpr, PRECISION: tl.constexpr,
@@ -113,29 +113,36 @@ def linear_count(
         rows, exist, seen = queries_at(bounds, places, STARTED, CAUSAL)
         _, keys_exist, keys_seen = keys_at(bounds, places)
         asked = load_features(
-            query, None, batch, head, start - bounds[0], seen, inner, QUERY_SHARE, INNER,
+            query, None, batch, head, start - bounds[0], seen, inner, HEADS_PER_QUERY, INNER,
             False, False,
         )  # fmt: skip
         total = tl.sum(asked.to(tl.float32) * vector[None, :], 1)
         features = load_features(
-            key, None, batch, head, start, keys_seen, inner, KEY_SHARE, INNER, False, False
+            key, None, batch, head, start, keys_seen, inner, HEADS_PER_KEY, INNER, False, False
         )
         element: tl.constexpr = key.rows.ptr.dtype.element_ty
         if MAPS:
-            mine, first = where_also(exist, head % QUERY_SHARE == 0), start - bounds[0]
-            store_rows(mapped_query, batch, head // QUERY_SHARE, first, mine, inner, asked, INNER)
-            mine = where_also(keys_exist, head % KEY_SHARE == 0)
-            store_rows(mapped_key, batch, head // KEY_SHARE, start, mine, inner, features, INNER)
-        faded = features.to(tl.float32)
-        if sequence.faded is not None:
-            until, whole = fades_of(sequence, batch, head // GROUP, start, CHUNK)
+            mine, first = where_also(exist, head % HEADS_PER_QUERY == 0), start - bounds[0]
+            store_rows(
+                mapped_query, batch, head // HEADS_PER_QUERY, first, mine, inner, asked, INNER
+            )
+            mine = where_also(keys_exist, head % HEADS_PER_KEY == 0)
+            store_rows(
+                mapped_key, batch, head // HEADS_PER_KEY, start, mine, inner, features, INNER
+            )
+        summed_decay = features.to(tl.float32)
+        if sequence.summed_decay is not None:
+            until, whole = decays_of(sequence, batch, head // GROUP, start, CHUNK)
             total *= tl.exp(until)
-            vector, faded = vector * tl.exp(whole), faded * tl.exp(whole - until)[:, None]
-        vector += tl.sum(faded, 0)
+            vector, summed_decay = (
+                vector * tl.exp(whole),
+                summed_decay * tl.exp(whole - until)[:, None],
+            )
+        vector += tl.sum(summed_decay, 0)
         scores = tl.dot(
             asked.to(element), tl.trans(features.to(element)), input_precision=PRECISION
         )
-        if sequence.faded is not None:
+        if sequence.summed_decay is not None:
             scores *= tl.exp(tl.minimum(until[:, None] - until[None, :], 0.0))
         total += tl.sum(tl.where(places[None, :] <= places[:, None], scores, 0.0), 1)
         at = row_pointers(totals, batch, head, rows, 0)

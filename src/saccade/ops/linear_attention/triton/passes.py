@@ -10,13 +10,19 @@ from torch import Tensor
 
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch, Pointer, next_width
-from saccade.ops.attention.triton.kind import remembered
+from saccade.ops.attention.triton.call_spec import remembered
+from saccade.ops.linear_attention.triton.call_spec import plain
 from saccade.ops.linear_attention.triton.chunk_scan import linear_sweep
 from saccade.ops.linear_attention.triton.chunk_state import linear_collect
 from saccade.ops.linear_attention.triton.configs import BACKWARDS, LinearConfig, collecting, sharing
-from saccade.ops.linear_attention.triton.kind import plain
 from saccade.ops.linear_attention.triton.positions import Sums
-from saccade.ops.linear_attention.triton.rows import Again, Given, Rows, State, sums
+from saccade.ops.linear_attention.triton.rows import (
+    LinearBackwardInputs,
+    Recompute,
+    Rows,
+    State,
+    sums,
+)
 
 
 class Passes(Rows):
@@ -24,30 +30,30 @@ class Passes(Rows):
 
     # ---- sums over one side -------------------------------------------------------------------
 
-    def collect(self, given: Given | None, segments: int) -> State:
+    def collect(self, given: LinearBackwardInputs | None, segments: int) -> State:
         """The states of each segment alone: of keys, or of queries where gradients are given."""
-        kind = self.kind
-        counts = kind.sequences, kind.state_heads, segments, kind.head_dim
+        spec = self.spec
+        counts = spec.sequences, spec.state_heads, segments, spec.head_dim
         empty = self.inputs.query.new_empty
-        matrix = empty(*counts, kind.value_dim, dtype=torch.float32)
+        matrix = empty(*counts, spec.value_dim, dtype=torch.float32)
         vector = empty(counts, dtype=torch.float32)
-        tiles = self.tiles(kind.value_dim)
-        of_keys, of_queries = (kind.key_heads, kind.value_heads), (kind.query_heads, kind.heads)
+        tiles = self.tiles(spec.value_dim)
+        of_keys, of_queries = (spec.key_heads, spec.value_heads), (spec.query_heads, spec.heads)
         shares = of_keys if given is None else of_queries
         launch = self.launch(
             linear_collect,
             ("collect", segments, given and given.grad_output.stride()),
-            collecting(kind.config, 1 if given is None else kind.group),
-            ROWS_SHARE=self.share(shares[0]),
-            OTHERS_SHARE=self.share(shares[1]),
-            INNER=kind.head_dim,
-            INNER_WIDTH=next_width(kind.head_dim),
-            OUTER=kind.value_dim,
-            OUTER_TILE=self._tile(kind.value_dim),
+            collecting(spec.config, 1 if given is None else spec.group),
+            HEADS_PER_ROWS=self.share(shares[0]),
+            HEADS_PER_OTHERS=self.share(shares[1]),
+            INNER=spec.head_dim,
+            INNER_WIDTH=next_width(spec.head_dim),
+            OUTER=spec.value_dim,
+            OUTER_TILE=self._tile(spec.value_dim),
             TILES=tiles,
             SEGMENTS=segments,
             QUERIES=given is not None,
-            NORMALIZE=kind.variant.normalize,
+            NORMALIZE=spec.variant.normalize,
         )
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
@@ -60,15 +66,15 @@ class Passes(Rows):
             return (*read, self.sequence(pointer), Sums(pointer(matrix), pointer(vector)))
 
         tensors = (*self.known(), *there_are((given or ())[:3]), matrix, vector)
-        programs = kind.sequences * kind.state_heads * segments * tiles
-        launch(programs, kind.device, tensors, arguments)
+        programs = spec.sequences * spec.state_heads * segments * tiles
+        launch(programs, spec.device, tensors, arguments)
         return matrix, vector
 
     # ---- sweeps -------------------------------------------------------------------------------
 
     def output(
         self, output: Tensor, totals: Tensor | None, before: State | None, after: State | None,
-        segments: int, counted: bool, again: Again | None = None,
+        segments: int, counted: bool, recompute: Recompute | None = None,
         mapped: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Write the output and, where wanted, each row's sum of scores and the last states.
@@ -76,7 +82,7 @@ class Passes(Rows):
         counted: the sums of scores are known. The last states have no sum of keys then. mapped:
         features of queries and keys, where they are known, too.
         """
-        kind = self.kind
+        spec = self.spec
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
             numbers = None if totals is None else self.per_row(pointer, totals)
@@ -86,16 +92,16 @@ class Passes(Rows):
                 rows = plain(sides[0]), plain(sides[1])
             known, numbers = (numbers, None) if counted else (None, numbers)
             written = self.query_side(pointer, output), numbers
-            return (*rows, self.values(pointer), known, None, *written, None, kind.variant.eps)
+            return (*rows, self.values(pointer), known, None, *written, None, spec.variant.eps)
 
-        heads = kind.query_heads, kind.key_heads, kind.value_heads, 1
+        heads = spec.query_heads, spec.key_heads, spec.value_heads, 1
         more = there_are((output, totals, *(mapped or ())))
         numbered = totals is not None and not counted
-        self._sweep("output", operands, more, heads, (before, after), segments, numbered, again)
+        self._sweep("output", operands, more, heads, (before, after), segments, numbered, recompute)
 
     def grad_query(
-        self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
-        segments: int, again: Again | None = None,
+        self, given: LinearBackwardInputs, result: Tensor, dots: Tensor | None, before: State |
+        None, segments: int, recompute: Recompute | None = None,
     ) -> None:  # fmt: skip
         """Write the gradients of queries, one for each output head."""
 
@@ -106,39 +112,39 @@ class Passes(Rows):
             written = self.query_side(pointer, result), numbers
             return (*rows, *more, *written, self.queries(pointer), 0.0)
 
-        kind = self.kind
-        heads = kind.heads, kind.value_heads, kind.key_heads, kind.query_heads
+        spec = self.spec
+        heads = spec.heads, spec.value_heads, spec.key_heads, spec.query_heads
         more = there_are((*given[:3], result, dots))
         ends, numbered = (before, None), dots is not None
-        self._sweep("grad_query", operands, more, heads, ends, segments, numbered, again)
+        self._sweep("grad_query", operands, more, heads, ends, segments, numbered, recompute)
 
     def grad_key(
-        self, given: Given, result: Tensor, dots: Tensor | None, before: State | None,
-        after: State | None, segments: int, again: Again | None = None,
+        self, given: LinearBackwardInputs, result: Tensor, dots: Tensor | None, before: State |
+        None, after: State | None, segments: int, recompute: Recompute | None = None,
     ) -> None:  # fmt: skip
         """Write the gradients of keys, one for each head of the state, and of the first states."""
-        kind = self.kind
+        spec = self.spec
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
             numbers = None
             if dots is not None:
-                numbers = kind.numbers(pointer, dots, self.inputs.cu_seqlens_k, keys=True)
+                numbers = spec.numbers(pointer, dots, self.inputs.cu_seqlens_k, keys=True)
             rows = self.values(pointer), self.grad(pointer, given), self.queries(pointer)
             more = self.factors(pointer, given), self.per_row(pointer, given.minus_delta)
             written = self.key_side(pointer, result), numbers
             return (*rows, *more, *written, self.keys(pointer), 0.0)
 
-        heads = kind.value_heads, kind.heads, kind.query_heads, kind.key_heads
+        heads = spec.value_heads, spec.heads, spec.query_heads, spec.key_heads
         more = there_are((*given[:3], result, dots))
         ends, numbered = (before, after), dots is not None
-        self._sweep("grad_key", operands, more, heads, ends, segments, numbered, again)
+        self._sweep("grad_key", operands, more, heads, ends, segments, numbered, recompute)
 
     def grad_value(
-        self, given: Given, result: Tensor, before: State | None, segments: int,
-        again: Again | None = None,
+        self, given: LinearBackwardInputs, result: Tensor, before: State | None, segments: int,
+        recompute: Recompute | None = None,
     ) -> None:  # fmt: skip
         """Write the gradients of values, one for each head of the state."""
-        kind = self.kind
+        spec = self.spec
 
         def operands(pointer: Pointer) -> tuple[Any, ...]:
             rows = (
@@ -149,35 +155,36 @@ class Passes(Rows):
             more = self.factors(pointer, given), None, self.key_side(pointer, result)
             return (*rows, *more, None, None, 0.0)
 
-        heads = kind.key_heads, kind.query_heads, kind.heads, 1
+        heads = spec.key_heads, spec.query_heads, spec.heads, 1
         more = there_are((*given[:3], result))
-        self._sweep("grad_value", operands, more, heads, (before, None), segments, False, again)
+        self._sweep("grad_value", operands, more, heads, (before, None), segments, False, recompute)
 
     def grad_key_value(
-        self, given: Given, results: tuple[Tensor, Tensor], dots: Tensor | None,
-        before: State | None, after: State | None, segments: int, again: Again | None = None,
+        self, given: LinearBackwardInputs, results: tuple[Tensor, Tensor], dots: Tensor | None,
+        before: State | None, after: State | None, segments: int, recompute: Recompute | None =
+        None,
     ) -> None:  # fmt: skip
         """Write the gradients of keys and of values, and of the first states."""
-        self.grad_key(given, results[0], dots, before, after, segments, again)
-        self.grad_value(given, results[1], before, segments, again)
+        self.grad_key(given, results[0], dots, before, after, segments, recompute)
+        self.grad_value(given, results[1], before, segments, recompute)
 
     def _sweep(
         self, which: str, operands: Any, more: Several[Tensor], heads: tuple[int, ...],
         states: tuple[State | None, State | None], segments: int, numbered: bool,
-        again: Again | None = None,
+        recompute: Recompute | None = None,
     ) -> None:  # fmt: skip
-        kind, (before, after) = self.kind, states
-        inner, outer = kind.head_dim, kind.value_dim
+        spec, (before, after) = self.spec, states
+        inner, outer = spec.head_dim, spec.value_dim
         if which in ("grad_query", "grad_key"):
             inner, outer = outer, inner
         tiles = self.tiles(outer)
         shares = zip(("A", "B", "C", "THROUGH"), heads, strict=True)
-        parts = {} if again is None else {"PARTS": again.nonfinite.shape[-1]}
+        parts = {} if recompute is None else {"PARTS": recompute.nonfinite.shape[-1]}
         strides = tuple(rows.stride() for rows in more)
         launch = self.launch(
-            linear_sweep if again is None else again.kernel,
-            (which, segments, before is None, after is None, numbered, again is None, strides),
-            sharing(kind.config, which, kind.group),
+            linear_sweep if recompute is None else recompute.kernel,
+            (which, segments, before is None, after is None, numbered, recompute is None, strides),
+            sharing(spec.config, which, spec.group),
             **parts,
             **{f"{name}_SHARE": self.share(count) for name, count in shares},
             INNER=inner,
@@ -187,7 +194,7 @@ class Passes(Rows):
             TILES=tiles,
             SEGMENTS=segments,
             PASS=which,
-            NORMALIZE=kind.variant.normalize,
+            NORMALIZE=spec.variant.normalize,
             BEFORE=before is not None,
             AFTER=after is not None,
             NUMBERS=numbered,
@@ -196,35 +203,35 @@ class Passes(Rows):
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             ends = sums(pointer, before), sums(pointer, after)
             given = operands(pointer)
-            if again is not None:
-                given, ends = (pointer(again.nonfinite), *given), ends[:1]
+            if recompute is not None:
+                given, ends = (pointer(recompute.nonfinite), *given), ends[:1]
             return (*given, self.sequence(pointer), *ends)
 
-        flags = None if again is None else again.nonfinite
+        flags = None if recompute is None else recompute.nonfinite
         tensors = (*self.known(), *more, *there_are((*(before or ()), *(after or ()), flags)))
-        count = kind.state_heads if which in BACKWARDS else kind.heads
-        launch(kind.sequences * count * segments * tiles, kind.device, tensors, arguments)
+        count = spec.state_heads if which in BACKWARDS else spec.heads
+        launch(spec.sequences * count * segments * tiles, spec.device, tensors, arguments)
 
     # ---- launches -----------------------------------------------------------------------------
 
     def launch(self, kernel: Any, key: Any, config: LinearConfig, /, **more: Any) -> Launch:
         """A kernel, prepared once, with what all of them are told."""
-        kind = self.kind
+        spec = self.spec
 
         def make() -> Launch:
             constants = {
-                "GROUP": kind.group,
-                "STATE_HEADS": kind.state_heads,
+                "GROUP": spec.group,
+                "STATE_HEADS": spec.state_heads,
                 "CHUNK": config.chunk,
-                "CAUSAL": kind.variant.causal,
-                "BOTTOM_RIGHT": kind.bottom_right,
-                "STARTED": kind.started,
-                "PRECISION": kind.precision,
+                "CAUSAL": spec.variant.causal,
+                "BOTTOM_RIGHT": spec.bottom_right,
+                "STARTED": spec.started,
+                "PRECISION": spec.precision,
             }
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
             return Launch(kernel, {**constants, **more}, options)
 
-        return remembered(kind.launches, key, make)
+        return remembered(spec.launches, key, make)
 
     def tiles(self, outer: int) -> int:
         """Programs along so many channels of a result."""
@@ -232,16 +239,16 @@ class Passes(Rows):
 
     def gradient_segments(self, keys: bool) -> int:
         """Into how many parts sequences are cut for gradients of queries, or of keys and values."""
-        heads = self.kind.state_heads if keys else self.kind.heads
-        return self.segments(heads, self.kind.head_dim) if self.kind.variant.causal else 1
+        heads = self.spec.state_heads if keys else self.spec.heads
+        return self.segments(heads, self.spec.head_dim) if self.spec.variant.causal else 1
 
     def segments(self, heads: int, outer: int) -> int:
         """Into how many parts sequences are cut for a pass of so many heads and channels."""
-        return self.kind.segments(self.kind.sequences * heads * self.tiles(outer))
+        return self.spec.segments(self.spec.sequences * heads * self.tiles(outer))
 
     def share(self, heads: int) -> int:
         """How many output heads share one of so many heads."""
-        return self.kind.heads // max(heads, 1)
+        return self.spec.heads // max(heads, 1)
 
     def _tile(self, outer: int) -> int:
-        return min(self.kind.config.tile, next_width(max(outer, 1)))
+        return min(self.spec.config.tile, next_width(max(outer, 1)))

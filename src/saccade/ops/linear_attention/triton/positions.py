@@ -25,10 +25,9 @@ class Sequence(NamedTuple):
     queries: Any
     keys: Any
     lengths: Any  # int64 [batch] in memory, or None
-    faded: (
-        Any  # float64 sums of decay before each key row: (address, batch step, head step), or None
-    )
-    offsets: Any  # where packed sequences start in `faded`, or None
+    # float64 sums of decay before each key row: (address, batch step, head step), or None
+    summed_decay: Any
+    offsets: Any  # where packed sequences start in `summed_decay`, or None
     slots: Any  # int64 [batch]: where each sequence's state lies; None: in order
     num_states: Any  # ADDED; None where slots are
 
@@ -81,7 +80,9 @@ def faded_until(sequence, batch, head, places):
     inside = tl.minimum(tl.maximum(places + 1, 0), num_rows(sequence.keys, batch))
     if sequence.offsets is not None:
         inside = inside + offset(sequence.keys.data, batch)
-    base = sequence.faded[0] + (wide(batch) * sequence.faded[1] + wide(head) * sequence.faded[2])
+    base = sequence.summed_decay[0] + (
+        wide(batch) * sequence.summed_decay[1] + wide(head) * sequence.summed_decay[2]
+    )
     return tl.load(base + inside)
 
 
@@ -139,7 +140,7 @@ def keep_sums(
 
 
 @triton.jit
-def fades_of(sequence, batch, head, start, CHUNK: tl.constexpr):
+def decays_of(sequence, batch, head, start, CHUNK: tl.constexpr):
     """Within a chunk: the logarithm of how far the state has faded at each place, and over all."""
     places = start + tl.arange(0, CHUNK)
     before = faded_until(sequence, batch, head, start - 1)

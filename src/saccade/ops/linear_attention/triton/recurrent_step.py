@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.gpu.launcher import Launch, Pointer, next_width
 from saccade.gpu.tensor_view import row_pointers, wide
-from saccade.ops.attention.triton.kind import remembered
+from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.triton.chunk import divisor_of
 from saccade.ops.linear_attention.triton.passes import Passes
 from saccade.ops.linear_attention.triton.positions import faded_until, state_of
@@ -25,41 +25,41 @@ NUMBERS = 8192  # of a state, in registers at a time; by its time on an H200
 
 def start_step(passes: Passes, output: Tensor, pool: State) -> None:
     """Write the output of new rows, and change the states of a pool."""
-    kind = passes.kind
-    width = next_width(kind.head_dim)
-    tile = min(max(NUMBERS // width, 16), next_width(max(kind.value_dim, 1)))
+    spec = passes.spec
+    width = next_width(spec.head_dim)
+    tile = min(max(NUMBERS // width, 16), next_width(max(spec.value_dim, 1)))
 
     def make() -> Launch:
         constants = {
-            "QUERY_SHARE": passes.share(kind.query_heads),
-            "KEY_SHARE": passes.share(kind.key_heads),
-            "VALUE_SHARE": passes.share(kind.value_heads),
-            "GROUP": kind.group,
-            "STATE_HEADS": kind.state_heads,
-            "ROWS": kind.query_len,
-            "HEAD_DIM": kind.head_dim,
+            "HEADS_PER_QUERY": passes.share(spec.query_heads),
+            "HEADS_PER_KEY": passes.share(spec.key_heads),
+            "HEADS_PER_VALUE": passes.share(spec.value_heads),
+            "GROUP": spec.group,
+            "STATE_HEADS": spec.state_heads,
+            "ROWS": spec.query_len,
+            "HEAD_DIM": spec.head_dim,
             "HEAD_WIDTH": width,
-            "VALUE_DIM": kind.value_dim,
+            "VALUE_DIM": spec.value_dim,
             "VALUE_TILE": tile,
-            "TILES": max(-(-kind.value_dim // tile), 1),
-            "NORMALIZE": kind.variant.normalize,
+            "TILES": max(-(-spec.value_dim // tile), 1),
+            "NORMALIZE": spec.variant.normalize,
         }
         return Launch(linear_step, constants, {"num_warps": 4, "num_stages": 1})
 
     def arguments(pointer: Pointer) -> tuple[Any, ...]:
         query, key = passes.queries(pointer), passes.keys(pointer)
         rows = query, key, passes.values(pointer), passes.query_side(pointer, output)
-        return (*rows, passes.sequence(pointer), *map(pointer, pool), kind.variant.eps)
+        return (*rows, passes.sequence(pointer), *map(pointer, pool), spec.variant.eps)
 
-    launch = remembered(kind.launches, ("step", passes.slots is None, passes.num_states), make)
+    launch = remembered(spec.launches, ("step", passes.slots is None, passes.num_states), make)
     tensors = (*passes.known(), output, *pool)
-    launch(kind.sequences * kind.state_heads, kind.device, tensors, arguments)
+    launch(spec.sequences * spec.state_heads, spec.device, tensors, arguments)
 
 
 @triton.jit
 def linear_step(
     query, key, value, output, sequence, kv, key_sum, eps,  # Operands and a View; addresses
-    QUERY_SHARE: tl.constexpr, KEY_SHARE: tl.constexpr, VALUE_SHARE: tl.constexpr,
+    HEADS_PER_QUERY: tl.constexpr, HEADS_PER_KEY: tl.constexpr, HEADS_PER_VALUE: tl.constexpr,
     GROUP: tl.constexpr, STATE_HEADS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr, TILES: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -77,17 +77,19 @@ def linear_step(
         state = tl.load(at, mask=exists, other=0.0)
         sums = first_sum
         for row in range(0, ROWS):
-            if sequence.faded is not None:
+            if sequence.summed_decay is not None:
                 until = faded_until(sequence, batch, head, row)
                 fade = tl.exp((until - faded_until(sequence, batch, head, row - 1)).to(tl.float32))
                 state, sums = state * fade, sums * fade
             common = head * GROUP
-            features = row_of(key, batch, common // KEY_SHARE, row, keys, HEAD_DIM)
-            added = row_of(value, batch, common // VALUE_SHARE, row, values, VALUE_DIM)
+            features = row_of(key, batch, common // HEADS_PER_KEY, row, keys, HEAD_DIM)
+            added = row_of(value, batch, common // HEADS_PER_VALUE, row, values, VALUE_DIM)
             state += features[:, None] * added[None, :]
             sums += features
             for member in tl.static_range(GROUP):
-                asked = row_of(query, batch, (common + member) // QUERY_SHARE, row, keys, HEAD_DIM)
+                asked = row_of(
+                    query, batch, (common + member) // HEADS_PER_QUERY, row, keys, HEAD_DIM
+                )
                 divisor = divisor_of(tl.sum(asked * sums, 0), eps, NORMALIZE)
                 found = tl.sum(asked[:, None] * state, 0)
                 found = tl.where(divisor == 0, 0.0, found / divisor)

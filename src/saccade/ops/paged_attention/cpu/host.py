@@ -66,7 +66,7 @@ def forward(
 def prepared(
     inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
 ) -> Callable[[PagedInputs, Variant], tuple[Tensor, Tensor]]:
-    """`forward` for calls of the same kind; nothing needs preparing."""
+    """`forward` for calls like this one; nothing needs preparing."""
     return lambda given, with_its_own: forward(given, with_its_own, config, batch_invariant)
 
 

@@ -23,24 +23,24 @@ from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import PagedProblem
 from saccade.ops.paged_attention.hopper.prefill import attention_pages_forward
 from saccade.ops.paged_attention.triton import host as triton_host
+from saccade.ops.paged_attention.triton.call_spec import PagedCallSpec
 from saccade.ops.paged_attention.triton.host import PassLaunches
-from saccade.ops.paged_attention.triton.kind import PagedKind
 from saccade.ops.paged_attention.triton.passes import Pass
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 
 ROWS_OF_TILE = 2 * configs.ROWS
 
 
-class ChunkLaunch:
+class HopperChunkLaunch:
     """The kernel of a pass over the sequences of many query rows."""
 
-    def __init__(self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant):
-        self.kind, self.device = kind, inputs.query.device
-        self.otherwise = PassLaunches(kind, of, self.device)
-        problem = problem_of(kind, inputs, variant)
+    def __init__(self, spec: PagedCallSpec, of: Pass, inputs: PagedInputs, variant: Variant):
+        self.spec, self.device = spec, inputs.query.device
+        self.otherwise = PassLaunches(spec, of, self.device)
+        problem = problem_of(spec, inputs, variant)
         chosen = configs.choose_paged(problem)
         widths = problem.head_width, problem.value_width
-        queries = kind.queries
+        queries = spec.queries
         output, _ = empty_rows(inputs.query, inputs.value_pages.shape[3], queries.packed)
         slots = min(inputs.page_size, chosen.kv_tile)
         self.boxes = (
@@ -52,9 +52,9 @@ class ChunkLaunch:
         self.launch = Launch(
             attention_pages_forward,
             {
-                "HEADS_PER_KV_HEAD": kind.constants["GROUP"],
-                "HEAD_DIM": kind.constants["HEAD_DIM"],
-                "VALUE_DIM": kind.constants["VALUE_DIM"],
+                "HEADS_PER_KV_HEAD": spec.constants["GROUP"],
+                "HEAD_DIM": spec.constants["HEAD_DIM"],
+                "VALUE_DIM": spec.constants["VALUE_DIM"],
                 "HEAD_WIDTH": widths[0],
                 "VALUE_WIDTH": widths[1],
                 "KV_TILE": chosen.kv_tile,
@@ -71,10 +71,10 @@ class ChunkLaunch:
         longest = inputs.page_table.shape[1] * inputs.page_size
         heads = configs.heads_at_once(
             True, queries.heads * queries.sequences, queries.slots(ROWS_OF_TILE),
-            kind.multiprocessors, kind.constants["GROUP"], 2 * sum(widths) * longest,
+            spec.multiprocessors, spec.constants["GROUP"], 2 * sum(widths) * longest,
         )  # fmt: skip
         self.order = tile_scheduler.order_of(queries, ROWS_OF_TILE, heads)
-        self.programs = min(problem.slots, kind.multiprocessors)
+        self.programs = min(problem.slots, spec.multiprocessors)
 
     def __call__(
         self, inputs: PagedInputs, variant: Variant, output: Tensor, lse: Tensor,
@@ -90,39 +90,39 @@ class ChunkLaunch:
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             moved = (*loaded, output)
             changes = mask_argument(variant, pointer), score_argument(variant, pointer)
-            origin = packing.packed_origin if self.kind.queries.packed else tensor_view.dense_origin
+            origin = packing.packed_origin if self.spec.queries.packed else tensor_view.dense_origin
             return (
                 *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
-                self.kind.rows(pointer, inputs),
-                *self.kind.pages(pointer, inputs)[:2],
-                *self.kind.results(pointer, inputs, output, lse),
+                self.spec.rows(pointer, inputs),
+                *self.spec.pages(pointer, inputs)[:2],
+                *self.spec.results(pointer, inputs, output, lse),
                 tile_scheduler.with_gluon_search(Rules(*changes, None, variant.scale)),
                 None if inputs.sinks is None else pointer(inputs.sinks),
-                tile_scheduler.Schedule(origin, pointer(taken), *self.order, pointer(taken)),
+                tile_scheduler.TileOrder(origin, pointer(taken), *self.order, pointer(taken)),
             )
 
-        self.launch(self.programs, self.kind.device, (*tensors, taken), arguments)
+        self.launch(self.programs, self.spec.device, (*tensors, taken), arguments)
 
 
-class PagedForward(triton_host.PagedForward):
-    """Attention over pages for one kind of call, prepared: each pass by what suits it."""
+class HopperPagedForward(triton_host.PagedForward):
+    """Attention over pages for calls like one another, prepared: each pass by what suits it."""
 
-    def launches(self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant) -> Any:
+    def launches(self, spec: PagedCallSpec, of: Pass, inputs: PagedInputs, variant: Variant) -> Any:
         """What starts the kernels of a pass."""
-        if of.chunks and configs.pages_unsupported(problem_of(kind, inputs, variant)) is None:
-            return ChunkLaunch(kind, of, inputs, variant)
-        return super().launches(kind, of, inputs, variant)
+        if of.chunks and configs.pages_unsupported(problem_of(spec, inputs, variant)) is None:
+            return HopperChunkLaunch(spec, of, inputs, variant)
+        return super().launches(spec, of, inputs, variant)
 
 
-def problem_of(kind: PagedKind, inputs: PagedInputs, variant: Variant) -> PagedProblem:
+def problem_of(spec: PagedCallSpec, inputs: PagedInputs, variant: Variant) -> PagedProblem:
     """What decides on the kernel of a pass over sequences of many query rows."""
     dims = inputs.query.shape[-1], inputs.value_pages.shape[3]
-    queries, masked = kind.queries, variant.mask != ""
+    queries, masked = spec.queries, variant.mask != ""
     whole = queries.length // ROWS_OF_TILE * queries.heads
     head_width, value_width = map(width_of, dims)
     return PagedProblem(
         head_width, value_width, inputs.page_size, whole * queries.sequences,
-        queries.programs(ROWS_OF_TILE), kind.multiprocessors,
+        queries.programs(ROWS_OF_TILE), spec.multiprocessors,
         masked and mask_functions(variant.mask).spans_read > 0,
     )  # fmt: skip
 
@@ -130,8 +130,8 @@ def problem_of(kind: PagedKind, inputs: PagedInputs, variant: Variant) -> PagedP
 def prepared(
     inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
 ) -> triton_host.PagedForward:
-    """`forward` for calls of the same kind; call it with inputs of that kind."""
-    return triton_host.prepared(inputs, variant, config, batch_invariant, PagedForward)
+    """`forward` for calls like this one; call it with inputs like that one."""
+    return triton_host.prepared(inputs, variant, config, batch_invariant, HopperPagedForward)
 
 
 def forward(

@@ -1,7 +1,7 @@
 """Attention over pages on Hopper: the forward kernel, whose producer finds keys in pages.
 
 For sequences of many new tokens, whose products decide. Pages change where a tile of keys comes
-from, and nothing else: consumers, tickets and schedules are those of
+from, and nothing else: consumers, work tiles and schedules are those of
 `ops/attention/hopper/forward.py`.
 """
 
@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from saccade.gpu.hopper.tile_scheduler import num_visits, tile_from_last
 from saccade.gpu.tensor_view import ADDED, wide
-from saccade.ops.attention.hopper.forward import announce, consume, load_queries, ticket_of
+from saccade.ops.attention.hopper.forward import consume, load_queries, schedule_work, work_tile_of
 from saccade.ops.attention.hopper.smem import make_page_rings
 
 NO_PAGE = gl.constexpr(-1)  # outside of any pool, where TMA finds zeros
@@ -57,7 +57,7 @@ def attention_pages_forward(
                 query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
                 HEADS_PER_KV_HEAD, PAGE_SIZE,
             )),
-            (announce, (
+            (schedule_work, (
                 query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, FEWEST,
             )),
         ],
@@ -73,8 +73,8 @@ def produce_pages(
 ):  # fmt: skip
     """As `forward.produce`. Pages of a tile are looked up before there is room for it."""
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
-    tile_turn, kv_turn = 0, 0
-    place, query_len, kv_len, tile_range = ticket_of(rings, tile_turn)
+    tile_iteration, kv_iteration = 0, 0
+    place, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
     while query_len > 0:
         batch, query_head, query_start = place
         query_batch, query_row = schedule.origin(batch, query.data)
@@ -84,18 +84,20 @@ def produce_pages(
             kv_start = tile_from_last(rules, tile_range, index) * KV_TILE
             pages = pages_of(key, batch, kv_start, kv_len, KV_TILE, PAGE_SIZE)
             slot = kv_start % PAGE_SIZE if PAGE_SIZE > KV_TILE else 0
-            rings.keys.acquire(kv_turn)
-            rings.keys.load_boxes(kv_turn, key_desc, pages, kv_head, slot)
+            rings.keys.acquire(kv_iteration)
+            rings.keys.load_boxes(kv_iteration, key_desc, pages, kv_head, slot)
             if index == 0:
                 first = query_batch, query_head, query_row + query_start
-                load_queries(query_desc, rings, first, tile_turn, False)
-            rings.values.acquire(kv_turn)
-            rings.values.load_boxes(kv_turn, value_desc, pages, kv_head, slot)
+                load_queries(query_desc, rings, first, tile_iteration, False)
+            rings.values.acquire(kv_iteration)
+            rings.values.load_boxes(kv_iteration, value_desc, pages, kv_head, slot)
             if index == gl.maximum(visits - 2, 0):
-                rings.tickets.release(tile_turn)  # now is the time to announce the next tile
-            kv_turn += 1
-        tile_turn += 1
-        place, query_len, kv_len, tile_range = ticket_of(rings, tile_turn)
+                rings.work_tiles.release(
+                    tile_iteration
+                )  # now is the time to schedule the next tile
+            kv_iteration += 1
+        tile_iteration += 1
+        place, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
 
 
 @gluon.jit

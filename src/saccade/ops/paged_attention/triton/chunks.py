@@ -21,7 +21,7 @@ from saccade.gpu.tensor_view import ADDED, View
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.ops.attention.triton.forward import attention_forward
-from saccade.ops.paged_attention.triton.kind import ANY_NUMBER, PagedKind
+from saccade.ops.paged_attention.triton.call_spec import ANY_NUMBER, PagedCallSpec
 from saccade.ops.paged_attention.triton.passes import Pass
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
 
@@ -34,17 +34,22 @@ class ChunkLaunch:
     """The dense kernel for a pass over the sequences of many query rows."""
 
     def __init__(
-        self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant, given: KernelConfig
+        self,
+        spec: PagedCallSpec,
+        of: Pass,
+        inputs: PagedInputs,
+        variant: Variant,
+        given: KernelConfig,
     ):
-        self.kind, self.fewest = kind, of.rows[0]
-        config = config_of(kind, variant, given)
-        constants = dict(kind.constants)
+        self.spec, self.fewest = spec, of.rows[0]
+        config = config_of(spec, variant, given)
+        constants = dict(spec.constants)
         self.page_size = constants.pop("PAGE_SIZE")
         constants["HEADS_PER_KV_HEAD"] = constants.pop("GROUP")
         constants |= {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile, "ONE_LOOP": False}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         self.launch = Launch(attention_forward, constants, options)
-        self.programs = kind.queries.programs(config.query_tile)
+        self.programs = spec.queries.programs(config.query_tile)
 
     def __call__(
         self, inputs: PagedInputs, variant: Variant, output: Tensor, lse: Tensor,
@@ -57,22 +62,22 @@ class ChunkLaunch:
             return (
                 self._queries(pointer, inputs),
                 *self._pages(pointer, inputs),
-                *self.kind.results(pointer, inputs, output, lse),
+                *self.spec.results(pointer, inputs, output, lse),
                 Rules(*changes, None, variant.scale),
                 None if inputs.sinks is None else pointer(inputs.sinks),
             )
 
-        self.launch(self.programs, self.kind.device, tensors, arguments)
+        self.launch(self.programs, self.spec.device, tensors, arguments)
 
     def _queries(self, pointer: Pointer, inputs: PagedInputs) -> View:
-        queries = self.kind.rows(pointer, inputs)
-        if not self.kind.queries.packed:
+        queries = self.spec.rows(pointer, inputs)
+        if not self.spec.queries.packed:
             return queries
         data = (*queries.data, self.fewest + ADDED.value)
         return queries._replace(find=paged_view.chunk_program, data=data)
 
     def _pages(self, pointer: Pointer, inputs: PagedInputs) -> list[View]:
-        views = (view for view in self.kind.pages(pointer, inputs)[:2] if view is not None)
+        views = (view for view in self.spec.pages(pointer, inputs)[:2] if view is not None)
         size = tl.constexpr(self.page_size)
         return [
             view._replace(
@@ -83,30 +88,34 @@ class ChunkLaunch:
 
 
 def varies_by(
-    kind: PagedKind, passes: list[Pass], inputs: PagedInputs, variant: Variant, given: KernelConfig
+    spec: PagedCallSpec,
+    passes: list[Pass],
+    inputs: PagedInputs,
+    variant: Variant,
+    given: KernelConfig,
 ) -> list[Pass]:
     """The passes, where packed sequences get equal bits in any batch: long chunks are another."""
-    if not passes or not passes[-1].cuts or not kind.queries.packed:
+    if not passes or not passes[-1].splits or not spec.queries.packed:
         return passes
     last = passes[-1]
     short, long = (
         last._replace(rows=rows) for rows in ((last.rows[0], SHORT), (SHORT, ANY_NUMBER))
     )
-    if last.rows[0] >= SHORT or unsupported(kind, long, inputs, variant, given) is not None:
+    if last.rows[0] >= SHORT or unsupported(spec, long, inputs, variant, given) is not None:
         return passes
     return [*passes[:-1], short, long]
 
 
-def config_of(kind: PagedKind, variant: Variant, given: KernelConfig) -> KernelConfig:
+def config_of(spec: PagedCallSpec, variant: Variant, given: KernelConfig) -> KernelConfig:
     """The config of the dense kernel: the same for any batch, packed or not."""
-    width = max(kind.constants["HEAD_WIDTH"], kind.constants["VALUE_WIDTH"])
+    width = max(spec.constants["HEAD_WIDTH"], spec.constants["VALUE_WIDTH"])
     masked = variant.mask != ""
-    problem = KernelProblem(kind.architecture, "forward", width, kind.wide, masked)
+    problem = KernelProblem(spec.architecture, "forward", width, spec.wide, masked)
     return configs.choose(problem, given, tuned_configs.load())
 
 
 def unsupported(
-    kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant, given: KernelConfig
+    spec: PagedCallSpec, of: Pass, inputs: PagedInputs, variant: Variant, given: KernelConfig
 ) -> str | None:
     """Why a pass is shared out along the keys instead, or None.
 
@@ -119,12 +128,12 @@ def unsupported(
         return "pages hold numbers that are converted"
     if variant.mask and mask_functions(variant.mask).spans_read:
         return "the mask reads tensors along rows, which is planned ahead"
-    if of.cuts:  # batch_invariant
-        fewest = of.rows[0] + 1 if kind.queries.packed else kind.queries.length
+    if of.splits:  # batch_invariant
+        fewest = of.rows[0] + 1 if spec.queries.packed else spec.queries.length
         return None if fewest > SHORT else "sequences of few query rows fill no tiles of one head"
-    config, queries = config_of(kind, variant, given), kind.queries
+    config, queries = config_of(spec, variant, given), spec.queries
     tiles = queries.length // config.query_tile * queries.heads * queries.sequences
-    if tiles * config.num_warps < BUSY * kind.multiprocessors:
+    if tiles * config.num_warps < BUSY * spec.multiprocessors:
         return "there are few query rows: keys are cut into shares, to keep the GPU busy"
     if queries.programs(config.query_tile) > 2 * tiles:
         return "most sequences have few query rows"

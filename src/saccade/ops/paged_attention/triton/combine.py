@@ -1,4 +1,4 @@
-"""Combine: partial results of items that were cut, added up in the order of the keys.
+"""Combine: partial results of work tiles that were cut, added up in the order of the keys.
 
 Source: Flash-Decoding (Dao et al. 2023); Milakov and Gimelshein 2018 for rescaling sums.
 """
@@ -25,23 +25,23 @@ def merge_partials(
     GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     ROWS: tl.constexpr, ROW_PARTS: tl.constexpr, PARTIALS: tl.constexpr,
-    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
-    ITEMS: tl.constexpr, CHAINED: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
+    WORK_TILES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of an item that was cut, one after the other.
+    """One program: ROWS rows of an work tile that was cut, one after the other.
 
-    Grid: ROW_PARTS programs an item, of which each group has ITEMS; or, if that is 0, as many for
-    each program's note. PARTIALS results are added together, in their order.
+    Grid: ROW_PARTS programs an work tile, of which each group has WORK_TILES; or, if that is 0, as
+    many for each program's note. PARTIALS results are added together, in their order.
     CHAINED: it starts while the attention kernel still runs, and waits for its results here, after
     all that can be known before.
     """
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     number = tl.program_id(0) // ROW_PARTS
     first_row = (tl.program_id(0) - number * ROW_PARTS) * ROWS
-    if ITEMS > 0:
-        group, index = number // ITEMS, number % ITEMS
+    if WORK_TILES > 0:
+        group, index = number // WORK_TILES, number % WORK_TILES
         parts, begun = schedule.cut(
-            schedule, query, key, group, index, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS
+            schedule, query, key, group, index, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, SPLITS
         )
     else:
         if CHAINED:
@@ -50,13 +50,13 @@ def merge_partials(
         parts, group, index = tl.load(note), tl.load(note + 1), tl.load(note + 2)
         parts = tl.minimum(parts, schedule.data[PROGRAMS] - ADDED + 1 - number)  # for what is there
     first_place, next_place = begun + (schedule.data[BEGUN] - ADDED), begun + 1
-    item = schedule.item(schedule, query, key, group, index, TOKENS, KV_TILE)
+    work_tile = schedule.work_tile(schedule, query, key, group, index, TOKENS, KV_TILE)
     channels = tl.arange(0, VALUE_WIDTH)[None, :]
-    if CHAINED and ITEMS > 0:
+    if CHAINED and WORK_TILES > 0:
         gdc_wait()
     for row in range(first_row, tl.where(parts > 0, first_row + ROWS, first_row)):
         batch, _, query_heads, query_rows, query_len, _ = rows_of_tile(
-            query, key, item[0], item[1], item[2], row + tl.arange(0, 1),
+            query, key, work_tile[0], work_tile[1], work_tile[2], row + tl.arange(0, 1),
             GROUP, HEADS_IN_TILE, TOKENS,
         )  # fmt: skip
         row_max = tl.full([1], float("-inf"), tl.float32)

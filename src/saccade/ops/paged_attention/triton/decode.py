@@ -132,13 +132,13 @@ def attention_pages(
     VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
-    ITEMS: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
+    WORK_TILES: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
     AHEAD: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the work, split by split (ops/paged_attention/triton/split_kv.py).
 
-    ITEMS: of each group, where they are few, and merging finds them; 0: programs leave notes.
+    WORK_TILES: of each group, where they are few, and merging finds them; 0: programs leave notes.
     PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX (pairs.py);
     0: they do not. CHAINED: it may start while its plan is made, and waits for that here. The
     merging kernel is to start early too, and waits for this one. AHEAD: pages are looked up a tile
@@ -150,19 +150,19 @@ def attention_pages(
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     program = tl.program_id(0)
     group, index, offset, budget, share, goes_on = schedule.begin(
-        schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, CUTS, ITEMS > 0
+        schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, SPLITS, WORK_TILES > 0
     )  # fmt: skip
     pad_results(output, logsumexp, VALUE_DIM, VALUE_WIDTH)
-    units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+    units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
     # Of offsets that descend there may be more rows than are counted right; else these are so.
-    index, offset = tl.minimum(index, tl.maximum(items - 1, 0)), tl.minimum(offset, units)
-    if ITEMS == 0:
+    index, offset = tl.minimum(index, tl.maximum(work_tiles - 1, 0)), tl.minimum(offset, units)
+    if WORK_TILES == 0:
         note_of_program(
             schedule, partials.notes, program, group, index, offset, budget, share, goes_on, units
         )
     while budget > 0:
         end = tl.minimum(offset + budget, units).to(tl.int32)
-        batch, unit_head, tile, tile_range = schedule.item(
+        batch, unit_head, tile, tile_range = schedule.work_tile(
             schedule, query, key, group, index, TOKENS, KV_TILE
         )
         at = rows_of_tile(
@@ -228,13 +228,13 @@ def attention_pages(
         budget -= end - offset
         offset = offset * 0
         index += 1
-        ended = (index >= items) & (budget > 0)
-        while ended:  # groups without items are passed over; none is behind the last
+        ended = (index >= work_tiles) & (budget > 0)
+        while ended:  # groups without work tiles are passed over; none is behind the last
             group, index = group + 1, index * 0
             budget = tl.where(group < schedule.data[GROUPS] - ADDED, budget, 0)
             group = tl.minimum(group, schedule.data[GROUPS] - ADDED - 1)
-            units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
-            ended = (items == 0) & (budget > 0)
+            units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+            ended = (work_tiles == 0) & (budget > 0)
 
 
 @triton.jit

@@ -19,12 +19,17 @@ from saccade.gpu.kernel_args import mask_argument, score_argument
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.rules import Rules
 from saccade.gpu.tensor_view import ADDED
-from saccade.ops.attention.triton.kind import memory_like, remembered
+from saccade.ops.attention.triton.call_spec import memory_like, remembered
 from saccade.ops.paged_attention.triton import chunks as paged_chunks
 from saccade.ops.paged_attention.triton import passes as paged_pass
+from saccade.ops.paged_attention.triton.call_spec import (
+    PagedCallSpec,
+    in_pairs,
+    made_regular,
+    signature,
+)
 from saccade.ops.paged_attention.triton.combine import merge_partials
 from saccade.ops.paged_attention.triton.decode import Partials, attention_pages
-from saccade.ops.paged_attention.triton.kind import PagedKind, in_pairs, made_regular, signature
 from saccade.ops.paged_attention.triton.passes import Pass
 from saccade.ops.paged_attention.triton.plan import plan_pages
 from saccade.ops.paged_attention.triton.split_kv import NOTE_SIZE, PLAN_ROW
@@ -34,28 +39,28 @@ from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 class PassLaunches:
     """The kernels of one pass over the sequences of few query rows, or of many."""
 
-    def __init__(self, kind: PagedKind, of: Pass, device: torch.device):
-        self.kind, self.of = kind, of
+    def __init__(self, spec: PagedCallSpec, of: Pass, device: torch.device):
+        self.spec, self.of = spec, of
         config = of.config
         options = {"num_warps": config.num_warps, "num_stages": of.stages}
         tiles = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
-        shared = {**kind.constants, **tiles, "HEADS_IN_TILE": of.heads_in_tile}
-        cuts = {"AT_ONCE": of.groups_at_once, "LEAST": of.least_share, "CUTS": of.most_cuts}
-        cuts["LONG"] = of.most_units > paged_pass.MOST_UNITS
-        paired = kind.way_of_pairs if of.paired else 0
-        last = {"ITEMS": of.few_items, "PAIRED": paired, "CHAINED": of.chains}
+        shared = {**spec.constants, **tiles, "HEADS_IN_TILE": of.heads_in_tile}
+        splits = {"AT_ONCE": of.groups_at_once, "LEAST": of.least_share, "SPLITS": of.most_splits}
+        splits["LONG"] = of.most_units > paged_pass.MOST_UNITS
+        paired = spec.way_of_pairs if of.paired else 0
+        last = {"WORK_TILES": of.few_work_tiles, "PAIRED": paired, "CHAINED": of.chains}
         last |= {"AHEAD": of.chunks, "PARTIAL_STAGES": of.partial_stages}
         early = {"launch_pdl": True} if of.chains else {}
         self.attention = Launch(
-            attention_pages, {**shared, **cuts, **last}, options | (early if of.planned else {})
+            attention_pages, {**shared, **splits, **last}, options | (early if of.planned else {})
         )
         names = ("GROUP", "VALUE_DIM", "VALUE_WIDTH")
-        merge = {name: kind.constants[name] for name in names} | tiles
+        merge = {name: spec.constants[name] for name in names} | tiles
         merge |= {"HEADS_IN_TILE": of.heads_in_tile, "ROWS": of.merged_rows}
-        merge |= {"ROW_PARTS": of.merge_parts, "PARTIALS": of.merged_at_once} | cuts
-        merge |= {"ITEMS": of.few_items, "CHAINED": of.chains}
+        merge |= {"ROW_PARTS": of.merge_parts, "PARTIALS": of.merged_at_once} | splits
+        merge |= {"WORK_TILES": of.few_work_tiles, "CHAINED": of.chains}
         self.merge = Launch(merge_partials, merge, {"num_warps": 4, "num_stages": 1, **early})
-        merged = of.few_items * of.groups or of.programs  # items, or notes of programs
+        merged = of.few_work_tiles * of.groups or of.programs  # work tiles, or notes of programs
         self.merging = merged * of.merge_parts if of.may_cut else 0  # programs
         self.plan = Launch(plan_pages, of.plan_constants, {"num_warps": 1, "num_stages": 1})
         whole, single = (
@@ -71,7 +76,7 @@ class PassLaunches:
         tensors: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
         """Compute the rows of the sequences that the pass is for."""
-        of, device = self.of, self.kind.device
+        of, device = self.of, self.spec.device
         if of.paired:
             inputs = in_pairs(inputs)
             tensors = (*tensors, inputs.key_pages, inputs.value_pages)
@@ -100,12 +105,12 @@ class _PassCall(NamedTuple):
     notes: Tensor
 
     def of_plan(self, pointer: Pointer) -> tuple[Any, ...]:
-        kind, of = self.launches.kind, self.launches.of
+        spec, of = self.launches.spec, self.launches.of
         assert self.plan is not None
         return (
-            kind.plan_rows(pointer, self.inputs, of.heads if of.varies_by else 1),
-            kind.pages(pointer, self.inputs)[0],
-            kind.plan_mask(self.variant, pointer),
+            spec.plan_rows(pointer, self.inputs, of.heads if of.varies_by else 1),
+            spec.pages(pointer, self.inputs)[0],
+            spec.plan_mask(self.variant, pointer),
             of.schedule(pointer, None),
             pointer(self.plan),
         )
@@ -114,8 +119,8 @@ class _PassCall(NamedTuple):
         variant, sinks = self.variant, self.inputs.sinks
         changes = mask_argument(variant, pointer), score_argument(variant, pointer)
         return (
-            self.launches.kind.rows(pointer, self.inputs),
-            *self.launches.kind.pages(pointer, self.inputs),
+            self.launches.spec.rows(pointer, self.inputs),
+            *self.launches.spec.pages(pointer, self.inputs),
             *self._results(pointer),
             Rules(*changes, None, variant.scale),
             None if sinks is None else pointer(sinks),
@@ -124,14 +129,14 @@ class _PassCall(NamedTuple):
 
     def of_merge(self, pointer: Pointer) -> tuple[Any, ...]:
         return (
-            self.launches.kind.rows(pointer, self.inputs),
-            self.launches.kind.pages(pointer, self.inputs)[0],
+            self.launches.spec.rows(pointer, self.inputs),
+            self.launches.spec.pages(pointer, self.inputs)[0],
             *self._results(pointer),
             *self._shares(pointer),
         )
 
     def _results(self, pointer: Pointer) -> tuple[Any, ...]:
-        return self.launches.kind.results(pointer, self.inputs, self.output, self.lse)
+        return self.launches.spec.results(pointer, self.inputs, self.output, self.lse)
 
     def _shares(self, pointer: Pointer) -> tuple[Any, ...]:
         of = self.launches.of
@@ -140,29 +145,29 @@ class _PassCall(NamedTuple):
 
 
 class PagedForward:
-    """Attention over pages for one kind of call, prepared."""
+    """Attention over pages for calls like one another, prepared."""
 
     def __init__(
         self, inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
     ):
         self.regular = made_regular(inputs) is inputs
         inputs, self.given = made_regular(inputs), config
-        kind = PagedKind.of(inputs)
-        passes = kind.passes(inputs, variant, config, batch_invariant)
+        spec = PagedCallSpec.of(inputs)
+        passes = spec.passes(inputs, variant, config, batch_invariant)
         self.passes = [
-            self.launches(kind, of, inputs, variant)
-            for of in paged_chunks.varies_by(kind, passes, inputs, variant, config)
+            self.launches(spec, of, inputs, variant)
+            for of in paged_chunks.varies_by(spec, passes, inputs, variant, config)
         ]
         packed = inputs.cu_seqlens_q is not None
         self.output, self.lse = map(
             memory_like, empty_rows(inputs.query, inputs.value_pages.shape[3], packed)
         )
 
-    def launches(self, kind: PagedKind, of: Pass, inputs: PagedInputs, variant: Variant) -> Any:
+    def launches(self, spec: PagedCallSpec, of: Pass, inputs: PagedInputs, variant: Variant) -> Any:
         """What starts the kernels of a pass."""
-        if paged_chunks.unsupported(kind, of, inputs, variant, self.given) is None:
-            return paged_chunks.ChunkLaunch(kind, of, inputs, variant, self.given)
-        return PassLaunches(kind, of, inputs.query.device)
+        if paged_chunks.unsupported(spec, of, inputs, variant, self.given) is None:
+            return paged_chunks.ChunkLaunch(spec, of, inputs, variant, self.given)
+        return PassLaunches(spec, of, inputs.query.device)
 
     def __call__(self, inputs: PagedInputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call of this kind."""
@@ -187,7 +192,7 @@ def prepared(
     batch_invariant: bool,
     by: type[PagedForward] = PagedForward,
 ) -> PagedForward:
-    """`forward` for calls of the same kind, prepared as `by` has it; call it with such inputs."""
+    """`forward` for calls like this one, prepared as `by` has it; call it with such inputs."""
     key = by, signature(inputs, variant), config, batch_invariant
     return remembered(_forwards, key, lambda: by(inputs, variant, config, batch_invariant))
 

@@ -11,7 +11,7 @@ from saccade.gpu.launcher import Pointer, next_width
 from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton.configs import PagedConfig
-from saccade.ops.paged_attention.triton.split_kv import Schedule
+from saccade.ops.paged_attention.triton.split_kv import SplitSchedule
 
 ADDED = tensor_view.ADDED.value
 MOST_AT_ONCE = split_kv.MOST_AT_ONCE.value
@@ -29,7 +29,7 @@ class Pass(NamedTuple):
     group: int  # query heads of a key head
     heads_in_tile: int
     programs: int
-    cuts: int  # programs of an item; 0: the line of all items is cut
+    splits: int  # programs of an work tile; 0: the line of all work tiles is cut
     planned: bool
     varies_by: bool  # whether the plan has rows of its own for each head
     classified_at_once: int  # tiles of keys that a planning program classifies together
@@ -60,17 +60,17 @@ class Pass(NamedTuple):
     @property
     def least_share(self) -> int:
         """Units of a share at least."""
-        return paged_configs.FIXED_SHARE if self.cuts else paged_configs.LEAST_SHARE
+        return paged_configs.FIXED_SHARE if self.splits else paged_configs.LEAST_SHARE
 
     @property
-    def most_cuts(self) -> int:
-        """Parts of an item at most, where items are cut on their own."""
-        return 1 if self.chunks else paged_configs.MOST_CUTS
+    def most_splits(self) -> int:
+        """Parts of an work tile at most, where work tiles are cut on their own."""
+        return 1 if self.chunks else paged_configs.MOST_SPLITS
 
     @property
     def may_cut(self) -> bool:
-        """Whether any item can have parts."""
-        return self.programs > 1 if not self.cuts else self.cuts > 1
+        """Whether any work tile can have parts."""
+        return self.programs > 1 if not self.splits else self.splits > 1
 
     @property
     def groups_at_once(self) -> int:
@@ -78,9 +78,9 @@ class Pass(NamedTuple):
         return min(MOST_AT_ONCE, next_width(self.groups)) if self.groups > 1 else 1
 
     @property
-    def few_items(self) -> int:
+    def few_work_tiles(self) -> int:
         """Items of each group, where all are known to be no more than programs; else 0."""
-        if not self.query_len or (not self.cuts and self.groups_at_once >= MOST_AT_ONCE):
+        if not self.query_len or (not self.splits and self.groups_at_once >= MOST_AT_ONCE):
             return 0
         of_group = 1 if self.varies_by else self.heads
         if not self.planned:
@@ -90,7 +90,7 @@ class Pass(NamedTuple):
     @property
     def places(self) -> int:
         """Places for partial results."""
-        return self.programs if self.cuts else 2 * self.programs
+        return self.programs if self.splits else 2 * self.programs
 
     @property
     def softmax_place(self) -> int:
@@ -109,7 +109,7 @@ class Pass(NamedTuple):
 
     @property
     def merge_parts(self) -> int:
-        """Programs that share the rows of an item."""
+        """Programs that share the rows of an work tile."""
         rows = self.tokens * self.heads_in_tile
         if self.query_len:
             rows = min(rows, self.query_len * self.heads_in_tile)
@@ -117,9 +117,11 @@ class Pass(NamedTuple):
 
     @property
     def merged_at_once(self) -> int:
-        """Partial results that are added together: as many as an item has if all are alike."""
+        """Partial results that are added together: as many as an work tile has if all are alike."""
         most = 64 if self.value_width <= 128 else 32
-        parts = self.programs // max(self.few_items * self.groups, 1) if self.few_items else 1
+        parts = (
+            self.programs // max(self.few_work_tiles * self.groups, 1) if self.few_work_tiles else 1
+        )
         return min(max(next_width(parts), 16), most)
 
     @property
@@ -136,17 +138,21 @@ class Pass(NamedTuple):
             "CHAINED": self.chains,
         }
 
-    def schedule(self, pointer: Pointer, plan: Tensor | None) -> Schedule:
+    def schedule(self, pointer: Pointer, plan: Tensor | None) -> SplitSchedule:
         """The schedule as kernels take it."""
-        begin, cut = split_kv.equal_shares, split_kv.cut_of_shares
-        if self.cuts:
-            begin, cut = split_kv.fixed_cuts, split_kv.cut_of_item
-        count, item = split_kv.count_lengths, split_kv.item_of_lengths
+        begin, cut = split_kv.equal_shares, split_kv.split_of_programs
+        if self.splits:
+            begin, cut = split_kv.fixed_splits, split_kv.split_of_work_tile
+        count, work_tile = split_kv.count_lengths, split_kv.work_tile_of_lengths
         heads, data = self.heads, ()
         if plan is not None:
-            count, item, data = split_kv.count_planned, split_kv.item_of_plan, (pointer(plan),)
+            count, work_tile, data = (
+                split_kv.count_planned,
+                split_kv.work_tile_of_plan,
+                (pointer(plan),),
+            )
             heads = 1 if self.varies_by else self.heads
-        begun = 0 if self.cuts else self.programs
-        numbers = (self.groups, heads, self.programs, self.cuts, begun, *self.rows)
+        begun = 0 if self.splits else self.programs
+        numbers = (self.groups, heads, self.programs, self.splits, begun, *self.rows)
         added = tuple(number + ADDED for number in numbers)
-        return Schedule(begin, cut, count, item, (*added, *data))
+        return SplitSchedule(begin, cut, count, work_tile, (*added, *data))

@@ -1,20 +1,20 @@
 """Split KV: which share of the keys each program of attention over pages computes.
 
-Work is counted in units. An *item* is one tile of query rows of one key head: a unit to set it up,
-and one for each tile of keys that it visits. A *group* is some items of equal units: all of a
-sequence, or all heads of a tile of query rows. Laid end to end, items make a line, which programs
-cut into equal shares; or each item is cut at places of its own. A program computes its share split
-by split, a split being what lies in one item.
+Work is counted in units. An *work tile* is one tile of query rows of one key head: a unit to set it
+up, and one for each tile of keys that it visits. A *group* is some work tiles of equal units: all
+of a sequence, or all heads of a tile of query rows. Laid end to end, work tiles make a line, which
+programs cut into equal shares; or each work tile is cut at places of its own. A program computes
+its share split by split, a split being what lies in one work tile.
 
-A split that is a whole item is written to the output. Others leave partial results. Where there are
-few items, merging programs find each one's by themselves (cuts.py); where there are many, notes
-tell them which belong together. Where the line is cut into P shares there are at most two
-partial results a program, however many sequences there are:
+A split that is a whole work tile is written to the output. Others leave partial results. Where
+there are few work tiles, merging programs find each one's by themselves (splits.py); where there
+are many, notes tell them which belong together. Where the line is cut into P shares there are at
+most two partial results a program, however many sequences there are:
 
-    place P + m: of the item that program m began and did not end
-    place m: of the item that program m went on with
+    place P + m: of the work tile that program m began and did not end
+    place m: of the work tile that program m went on with
 
-Where items are cut on their own, a program has one split, whose place is m.
+Where work tiles are cut on their own, a program has one split, whose place is m.
 
 Nothing here is read by the host. Source: the equal payloads of FlashMLA's and stream-K's schedules
 (Osama et al. 2023, section 4), with a sequence's keys in place of a matrix's depth.
@@ -34,17 +34,19 @@ from saccade.gpu.tensor_view import ADDED, num_rows, wide
 from saccade.gpu.tile_ranges import TILE_RANGE_SIZE, everything, load_tile_range
 
 PLAN_ROW = tl.constexpr(9)  # numbers in a row of a plan: a tile range, then batch, head and tile
-# Numbers in a program's note: partial results of the item that it goes on with, group, item in it.
+# Numbers in a program's note: partial results of the work tile that it goes on with, group, work
+# tile in it.
 NOTE_SIZE = tl.constexpr(3)
 
 
-class Schedule(NamedTuple):
+class SplitSchedule(NamedTuple):
     """How a call's work is shared out."""
 
-    begin: Any  # equal_shares or fixed_cuts: where a program starts
-    cut: Any  # cut_of_shares or cut_of_item: how an item was cut
-    count: Any  # count_lengths or count_planned: units and items of groups
-    item: Any  # item_of_lengths or item_of_plan: what an item works on, and its tile range
+    begin: Any  # equal_shares or fixed_splits: where a program starts
+    cut: Any  # split_of_programs or split_of_work_tile: how an work tile was cut
+    count: Any  # count_lengths or count_planned: units and work tiles of groups
+    # work_tile_of_lengths or work_tile_of_plan: what an work tile works on, and its tile range
+    work_tile: Any
     data: tuple[Any, ...]  # numbers, ADDED, in the order below; then the plan, if there is one
 
 
@@ -53,8 +55,8 @@ MOST_AT_ONCE = tl.constexpr(1024)  # groups that a program counts together
 GROUPS = tl.constexpr(0)  # how many there are
 HEADS = tl.constexpr(1)  # tiles beside each other: key heads, if one tile holds a group's heads
 PROGRAMS = tl.constexpr(2)
-CUTS_IN_GRID = tl.constexpr(3)  # programs of an item, where items are cut on their own
-BEGUN = tl.constexpr(4)  # place of program 0's item that was begun and not ended
+SPLITS_IN_GRID = tl.constexpr(3)  # programs of an work tile, where work tiles are cut on their own
+BEGUN = tl.constexpr(4)  # place of program 0's work tile that was begun and not ended
 FEWEST = tl.constexpr(5)  # sequences with more query rows than that are worked on,
 MOST = tl.constexpr(6)  # and at most as many as that
 PLAN = tl.constexpr(7)
@@ -66,7 +68,7 @@ def is_wanted(schedule, tokens):
     return (tokens > schedule.data[FEWEST] - ADDED) & (tokens <= schedule.data[MOST] - ADDED)
 
 
-# ---- groups: (schedule, query, key, groups) → units of an item, number of items -----------------
+# ---- groups: (schedule, query, key, groups) → units of an work tile, number of work tiles --------
 
 
 @triton.jit
@@ -75,8 +77,8 @@ def count_lengths(
 ):  # fmt: skip
     """A group is a sequence, if it is one of those that this launch is for."""
     tokens, kv_len = num_rows(query, groups), num_rows(key, groups)
-    items = tl.cdiv(tokens, TOKENS) * (schedule.data[HEADS] - ADDED)
-    return tl.cdiv(kv_len, KV_TILE) + 1, tl.where(is_wanted(schedule, tokens), items, 0)
+    work_tiles = tl.cdiv(tokens, TOKENS) * (schedule.data[HEADS] - ADDED)
+    return tl.cdiv(kv_len, KV_TILE) + 1, tl.where(is_wanted(schedule, tokens), work_tiles, 0)
 
 
 @triton.jit
@@ -88,11 +90,11 @@ def count_planned(
     return tl.maximum(units, 1), tl.where(units > 0, schedule.data[HEADS] - ADDED, 0)
 
 
-# ---- items: (schedule, query, key, group, index) → batch, head, tile, kv_len, tile range ---------
+# ---- work tiles: (schedule, query, key, group, index) → batch, head, tile, kv_len, tile range ----
 
 
 @triton.jit
-def item_of_lengths(
+def work_tile_of_lengths(
     schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr
 ):
     """All tiles of a head stand side by side, as they read the same keys."""
@@ -104,7 +106,9 @@ def item_of_lengths(
 
 
 @triton.jit
-def item_of_plan(schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr):
+def work_tile_of_plan(
+    schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr
+):
     """What the plan says of its row."""
     row = schedule.data[PLAN] + (schedule.data[GROUPS] - ADDED) + wide(group) * PLAN_ROW
     place = row + TILE_RANGE_SIZE
@@ -113,8 +117,8 @@ def item_of_plan(schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TI
     return batch, head + index, tile, tile_range
 
 
-# ---- programs: → group, item in it, units of it before the program's, units to do, share; and ---
-# ---- whether the program is the first that goes on with an item of another one ------------------
+# ---- programs: → group, work tile in it, units before and to do, share; and whether the ---------
+# ---- program is the first that goes on with a work tile of another one --------------------------
 
 
 @triton.jit
@@ -122,18 +126,18 @@ def count_at_once(
     schedule, query, key, first,
     TOKENS: tl.constexpr, KV_TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Units of an item, and items, of AT_ONCE groups: [AT_ONCE], or one number where there is but
-    one group."""
+    """Units of an work tile, and work tiles, of AT_ONCE groups: [AT_ONCE], or one number where
+    there is but one group."""
     num_groups = schedule.data[GROUPS] - ADDED
     if AT_ONCE == 1:
-        units, items = schedule.count(schedule, query, key, first, TOKENS, KV_TILE)
+        units, work_tiles = schedule.count(schedule, query, key, first, TOKENS, KV_TILE)
     else:
         groups = first + tl.arange(0, AT_ONCE)
-        units, items = schedule.count(
+        units, work_tiles = schedule.count(
             schedule, query, key, tl.minimum(groups, num_groups - 1), TOKENS, KV_TILE
         )
-        items = tl.where(groups < num_groups, items, 0)
-    return units, items
+        work_tiles = tl.where(groups < num_groups, work_tiles, 0)
+    return units, work_tiles
 
 
 @triton.jit
@@ -142,14 +146,14 @@ def units_of_groups(
     TOKENS: tl.constexpr, KV_TILE: tl.constexpr, AT_ONCE: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Units of AT_ONCE groups."""
-    units, items = count_at_once(schedule, query, key, first, TOKENS, KV_TILE, AT_ONCE)
-    return wide(units) * items if LONG else units * items
+    units, work_tiles = count_at_once(schedule, query, key, first, TOKENS, KV_TILE, AT_ONCE)
+    return wide(units) * work_tiles if LONG else units * work_tiles
 
 
 @triton.jit
 def parts_of(units, share):
-    """In how many parts an item is cut that begins with a program: rounded up, and down. Each part
-    sets itself up, so the first unit is not counted."""
+    """In how many parts an work tile is cut that begins with a program: rounded up, and down. Each
+    part sets itself up, so the first unit is not counted."""
     whole = (units - 1) // share
     more = whole + (whole * share < units - 1).to(tl.int32)
     return tl.maximum(more, 1), tl.maximum(whole, 1)
@@ -157,35 +161,36 @@ def parts_of(units, share):
 
 @triton.jit
 def share_out(
-    units, items, programs, LEAST: tl.constexpr, LONG: tl.constexpr, FEW: tl.constexpr,
+    units, work_tiles, programs, LEAST: tl.constexpr, LONG: tl.constexpr, FEW: tl.constexpr,
     ONE: tl.constexpr,
 ):  # fmt: skip
     """How all groups are shared out: the line as programs step along it, the share of each; whether
-    items begin with programs, their parts are then rounded up, and what a part has at the most.
+    work tiles begin with programs, their parts are then rounded up, and what a part has at the
+    most.
     ONE: one group, whose numbers are no vectors."""
-    line = wide(units) * items if LONG else units * items
+    line = wide(units) * work_tiles if LONG else units * work_tiles
     total = line if ONE else tl.sum(line, 0)
     share = tl.maximum(tl.cdiv(total, programs), LEAST)
     own, up, own_most = programs < 0, programs < 0, programs * 0 + 1
     if FEW and not LONG:
-        visited = (units - 1) * items if ONE else tl.sum((units - 1) * items, 0)
+        visited = (units - 1) * work_tiles if ONE else tl.sum((units - 1) * work_tiles, 0)
         own_most = tl.maximum(tl.cdiv(visited, programs), LEAST)
         more, fewer = parts_of(units, own_most)
-        used = more * items if ONE else tl.sum(more * items, 0)
+        used = more * work_tiles if ONE else tl.sum(more * work_tiles, 0)
         up = used <= programs
         parts = tl.where(up, more, fewer)
-        used = parts * items
-        longest = tl.where(items > 0, tl.cdiv(units - 1, parts), 0)
+        used = parts * work_tiles
+        longest = tl.where(work_tiles > 0, tl.cdiv(units - 1, parts), 0)
         if not ONE:
             longest, used = tl.max(longest, 0), tl.sum(used, 0)
         own = (used <= programs) & (longest <= own_most + own_most // 16)
-        line = tl.where(own, parts * items, line)
+        line = tl.where(own, parts * work_tiles, line)
     return line, share, own, up, own_most
 
 
 @triton.jit
 def own_parts(units, up, own_most):
-    """Parts of an item that begins with a program, and units of each beside the first one."""
+    """Parts of an work tile that begins with a program, and units of each beside the first one."""
     more, fewer = parts_of(units, own_most)
     parts = tl.where(up, more, fewer)
     return parts, tl.maximum(tl.cdiv(units - 1, parts), 1)
@@ -194,24 +199,25 @@ def own_parts(units, up, own_most):
 @triton.jit
 def equal_shares(
     schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
     FEW: tl.constexpr,
 ):  # fmt: skip
-    """The line of all items, cut into as many equal shares as there are programs; a share has at
-    least LEAST units. LONG: the line may have more units than 32 bits count.
+    """The line of all work tiles, cut into as many equal shares as there are programs; a share has
+    at least LEAST units. LONG: the line may have more units than 32 bits count.
 
-    FEW: no more items than programs. Then each begins with a program of its own, if no share gets
-    longer by more than a sixteenth: who goes on to another item in the midst of a share waits for
-    memory once more, when others are done. Programs do all this before they read any key, so it
+    FEW: no more work tiles than programs. Then each begins with a program of its own, if no share
+        gets
+    longer by more than a sixteenth: who goes on to another work tile in the midst of a share waits
+    for memory once more, when others are done. Programs do all this before they read any key, so it
     is kept short: fewer than MOST_AT_ONCE groups are counted once, and one needs no search.
     """
     num_groups, programs = schedule.data[GROUPS] - ADDED, schedule.data[PROGRAMS] - ADDED
     none = wide(program) * 0 if LONG else program * 0
     own, up, own_most = program < 0, program < 0, program * 0 + 1
     if AT_ONCE < MOST_AT_ONCE:
-        units, items = count_at_once(schedule, query, key, 0, TOKENS, KV_TILE, AT_ONCE)
+        units, work_tiles = count_at_once(schedule, query, key, 0, TOKENS, KV_TILE, AT_ONCE)
         line, share, own, up, own_most = share_out(
-            units, items, programs, LEAST, LONG, FEW, AT_ONCE == 1
+            units, work_tiles, programs, LEAST, LONG, FEW, AT_ONCE == 1
         )
         start = tl.where(own, program, program * share)
         group, before = program * 0, none
@@ -242,7 +248,7 @@ def equal_shares(
         units, _ = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
     parts, own_share = own_parts(units, up, own_most)
     within = tl.where(start < end, start - before, 0)
-    step = tl.where(own, parts, units)  # from item to item
+    step = tl.where(own, parts, units)  # from work tile to work tile
     index = (within // step).to(tl.int32)
     offset = (within - index * step).to(tl.int32)
     goes_on = tl.where(own, offset == 1, (offset > 0) & (offset <= share))
@@ -255,21 +261,21 @@ def equal_shares(
 
 
 @triton.jit
-def fixed_cuts(
+def fixed_splits(
     schedule, query, key, program, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
     FEW: tl.constexpr,
 ):  # fmt: skip
-    """Each item for itself, cut every LEAST units, or into CUTS parts if those are longer: where
-    depends on nothing but the item."""
-    cuts, heads = schedule.data[CUTS_IN_GRID] - ADDED, schedule.data[HEADS] - ADDED
-    item, cut = program // cuts, program % cuts
-    group = item // heads
-    units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
-    share = tl.maximum(tl.cdiv(units, CUTS), LEAST)
+    """Each work tile for itself, cut every LEAST units, or into SPLITS parts if those are longer:
+    where depends on nothing but the work tile."""
+    splits, heads = schedule.data[SPLITS_IN_GRID] - ADDED, schedule.data[HEADS] - ADDED
+    work_tile, cut = program // splits, program % splits
+    group = work_tile // heads
+    units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+    share = tl.maximum(tl.cdiv(units, SPLITS), LEAST)
     offset = cut * share
-    budget = tl.where(items > 0, tl.maximum(tl.minimum(share, units - offset), 0), 0)
-    return group, item % heads, offset, budget, share, cut == 1
+    budget = tl.where(work_tiles > 0, tl.maximum(tl.minimum(share, units - offset), 0), 0)
+    return group, work_tile % heads, offset, budget, share, cut == 1
 
 
 # ---- splits -------------------------------------------------------------------------------------
@@ -277,18 +283,21 @@ def fixed_cuts(
 
 @triton.jit
 def part_of_range(tile_range, offset, end):
-    """Clean tiles and partial tiles between two units of an item: (first, end) of each.
+    """Clean tiles and partial tiles between two units of an work tile: (first, end) of each.
 
-    The first unit of an item sets it up; after it come the full tiles, then the partial tiles.
+    The first unit of an work tile sets it up; after it come the full tiles, then the partial tiles.
     """
     first, last = tl.maximum(offset - 1, 0), tl.maximum(end - 1, 0)
-    full_first, full_end = tl.minimum(first, tile_range.num_full), tl.minimum(last, tile_range.num_full)
+    full_first, full_end = (
+        tl.minimum(first, tile_range.num_full),
+        tl.minimum(last, tile_range.num_full),
+    )
     return full_first, full_end, first - full_first, last - full_end
 
 
 @triton.jit
 def note_of_program(schedule, notes, program, group, index, offset, budget, share, goes_on, units):
-    """Tell the merging kernel that an item was cut, once: by the program that goes on with it
+    """Tell the merging kernel that an work tile was cut, once: by the program that goes on with it
     first. notes [programs, NOTE_SIZE]."""
     note = notes + program * NOTE_SIZE
     tl.store(note, tl.where(goes_on & (budget > 0), 1 + tl.cdiv(units - offset, share), 0))
@@ -296,30 +305,30 @@ def note_of_program(schedule, notes, program, group, index, offset, budget, shar
     tl.store(note + 2, index)
 
 
-# ---- cuts ----------------------------------------------------------------------------------------
-# Into how many parts an item of a schedule was cut, and which programs computed them.
+# ---- splits --------------------------------------------------------------------------------------
+# Into how many parts an work tile of a schedule was cut, and which programs computed them.
 #
-# What `schedule.begin` answers for a program, these answer for an item. A program that merges asks
-# before partial results are there, and need not be told by those that compute them.
+# What `schedule.begin` answers for a program, these answer for an work tile. A program that merges
+# asks before partial results are there, and need not be told by those that compute them.
 
-# ---- items: (schedule, query, key, group, index) → parts (0: it was not cut), the first program --
+# ---- work tiles: (schedule, query, key, group, index) → parts (0: it was not cut), the first p----
 
 
 @triton.jit
-def cut_of_shares(
+def split_of_programs(
     schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """By `equal_shares` of a line of few items."""
+    """By `equal_shares` of a line of few work tiles."""
     programs = schedule.data[PROGRAMS] - ADDED
-    all_units, all_items = count_at_once(schedule, query, key, 0, TOKENS, KV_TILE, AT_ONCE)
+    all_units, all_work_tiles = count_at_once(schedule, query, key, 0, TOKENS, KV_TILE, AT_ONCE)
     line, share, own, up, own_most = share_out(
-        all_units, all_items, programs, LEAST, LONG, True, AT_ONCE == 1
+        all_units, all_work_tiles, programs, LEAST, LONG, True, AT_ONCE == 1
     )
     if AT_ONCE == 1:
-        units, items, before = all_units, all_items, line * 0
+        units, work_tiles, before = all_units, all_work_tiles, line * 0
     else:
-        units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+        units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
         before = tl.sum(tl.where(tl.arange(0, AT_ONCE) < group, line, 0), 0)
     parts, own_share = own_parts(units, up, own_most)
     start = before + index * tl.where(own, parts, units)
@@ -327,16 +336,16 @@ def cut_of_shares(
     begun = tl.where(own, own_share + 1, (first + 1) * share - start)  # by the first program
     share = tl.where(own, own_share, share)
     parts = tl.where(begun < units, 1 + tl.cdiv(units - begun, share), 0)
-    return tl.where(index < items, parts, 0).to(tl.int32), first.to(tl.int32)
+    return tl.where(index < work_tiles, parts, 0).to(tl.int32), first.to(tl.int32)
 
 
 @triton.jit
-def cut_of_item(
+def split_of_work_tile(
     schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """By `fixed_cuts`."""
-    cuts, heads = schedule.data[CUTS_IN_GRID] - ADDED, schedule.data[HEADS] - ADDED
-    units, items = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
-    parts = tl.cdiv(units, tl.maximum(tl.cdiv(units, CUTS), LEAST))
-    return tl.where((items > 0) & (parts > 1), parts, 0), (group * heads + index) * cuts
+    """By `fixed_splits`."""
+    splits, heads = schedule.data[SPLITS_IN_GRID] - ADDED, schedule.data[HEADS] - ADDED
+    units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+    parts = tl.cdiv(units, tl.maximum(tl.cdiv(units, SPLITS), LEAST))
+    return tl.where((work_tiles > 0) & (parts > 1), parts, 0), (group * heads + index) * splits

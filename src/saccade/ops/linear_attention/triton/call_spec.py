@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade.gpu.features import MAPS, Operand
 from saccade.gpu.kernel_args import Extent, number_strides, precision, row_strides, view
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
-from saccade.ops.attention.triton import kind
+from saccade.ops.attention.triton import call_spec
 from saccade.ops.linear_attention.triton.configs import LinearConfig, choose
 from saccade.runtime.linear_spec import LinearInputs, LinearVariant
 from saccade.runtime.spec import KernelConfig
@@ -20,7 +20,7 @@ RESIDENT_WARPS = 8  # of one multiprocessor, as each thread holds as many regist
 NO_STEPS = (0, 0, 0)
 
 
-class LinearKind(NamedTuple):
+class LinearCallSpec(NamedTuple):
     """Sizes of a call, and the kernels that were prepared for it."""
 
     packed: bool
@@ -45,7 +45,7 @@ class LinearKind(NamedTuple):
     @staticmethod
     def of(
         inputs: LinearInputs, variant: LinearVariant, config: KernelConfig, forward: bool = False
-    ) -> LinearKind:
+    ) -> LinearCallSpec:
         """The kind of a call, or of its output alone if `forward`."""
         query, key, value = inputs[:3]
         rows = 0 if inputs.packed else 2
@@ -56,7 +56,7 @@ class LinearKind(NamedTuple):
         # Narrower values leave programs of a forward config idle; with decay and float16 it spills.
         forward = forward and inputs.decay is None and query.dtype == torch.bfloat16
         forward = forward and next_width(value_dim) == width
-        return LinearKind(
+        return LinearCallSpec(
             packed=inputs.packed,
             device=current_device(query),
             sequences=inputs.num_sequences,
@@ -72,8 +72,8 @@ class LinearKind(NamedTuple):
             started=inputs.initial_kv is not None,
             variant=variant,
             precision=precision(query.dtype),
-            config=choose(kind.architecture(query), width, wide, config, group, forward),
-            multiprocessors=kind.multiprocessors(query),
+            config=choose(call_spec.architecture(query), width, wide, config, group, forward),
+            multiprocessors=call_spec.multiprocessors(query),
             launches={},
         )
 
@@ -139,7 +139,7 @@ def plain(rows: Any) -> Operand:
 def signature(
     inputs: LinearInputs, variant: LinearVariant, config: KernelConfig
 ) -> tuple[Any, ...]:
-    """What tells one kind of call from another: everything but addresses."""
+    """What tells calls like one another from another: everything but addresses."""
     return (
         *((None if t is None else (t.shape, t.stride(), t.dtype)) for t in inputs),
         inputs.query.device, variant, config,

@@ -1,4 +1,4 @@
-"""Kind of a call over pages: its Views, and the passes over its sequences.
+"""CallSpec of a call over pages: its Views, and the passes over its sequences.
 
 A pass has one tile size. Dense queries are all alike, so they take one; packed ones take one pass
 for sequences of few query rows and one for those of many, since nobody but the device knows which
@@ -30,7 +30,7 @@ from saccade.gpu.launcher import Pointer, current_device, next_width
 from saccade.gpu.planning import varies_by
 from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
-from saccade.ops.attention.triton import kind
+from saccade.ops.attention.triton import call_spec
 from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import decode
 from saccade.ops.paged_attention.triton.configs import PagedConfig, PagedProblem
@@ -44,8 +44,8 @@ LARGEST_PAIRED = 32  # rows of a tile; larger ones take what they are multiplied
 PAIRS = {torch.int8: torch.int16, torch.float8_e4m3fn: torch.uint16}
 
 
-class PagedKind(NamedTuple):
-    """What the kernels of one kind of call over pages share."""
+class PagedCallSpec(NamedTuple):
+    """What the kernels of calls like one another over pages share."""
 
     queries: Extent
     device: int | None
@@ -55,7 +55,7 @@ class PagedKind(NamedTuple):
     wide: bool
 
     @staticmethod
-    def of(inputs: PagedInputs) -> PagedKind:
+    def of(inputs: PagedInputs) -> PagedCallSpec:
         """The kind of a call, from its tensors."""
         query, packed = inputs.query, inputs.cu_seqlens_q is not None
         length = query.shape[0] if packed else query.shape[2]
@@ -70,9 +70,9 @@ class PagedKind(NamedTuple):
             "PAGE_SIZE": inputs.page_size,
             "PRECISION": precision(query.dtype),
         }
-        return PagedKind(
+        return PagedCallSpec(
             Extent(inputs.batch, length, heads, packed), current_device(query),
-            kind.architecture(query), kind.multiprocessors(query), constants,
+            call_spec.architecture(query), call_spec.multiprocessors(query), constants,
             query.dtype == torch.float32,
         )  # fmt: skip
 
@@ -112,20 +112,22 @@ class PagedKind(NamedTuple):
             tokens = config.query_tile // heads_in_tile
             groups = self.queries._replace(heads=heads if apart else 1).programs(tokens)
         longest = 1 + -(-inputs.page_table.shape[1] * inputs.page_size // config.kv_tile)
-        cuts, programs = 0, config.programs * self.multiprocessors
+        splits, programs = 0, config.programs * self.multiprocessors
         if batch_invariant:
-            most = 1 if chunks else paged_configs.MOST_CUTS
-            cuts = min(most, -(-longest // paged_configs.FIXED_SHARE))
-            programs = groups * cuts * (1 if apart else heads)
-        most_items = self.queries._replace(heads=heads).programs(config.query_tile // heads_in_tile)
+            most = 1 if chunks else paged_configs.MOST_SPLITS
+            splits = min(most, -(-longest // paged_configs.FIXED_SHARE))
+            programs = groups * splits * (1 if apart else heads)
+        most_work_tiles = self.queries._replace(heads=heads).programs(
+            config.query_tile // heads_in_tile
+        )
         along = functions is not None and functions.spans_read == 1
         packed = self.queries.packed
         return Pass(
-            config, chunks, rows, groups, heads, group, heads_in_tile, programs, cuts, planned,
+            config, chunks, rows, groups, heads, group, heads_in_tile, programs, splits, planned,
             apart, 32 if along else 128, self.constants["VALUE_WIDTH"],
             0 if packed else self.queries.length,
             not chunks and config.query_tile <= LARGEST_PAIRED and self._in_pairs(inputs),
-            most_items * longest, functions is not None,
+            most_work_tiles * longest, functions is not None,
             self.architecture in paged_configs.CHAINS,
         )  # fmt: skip
 
@@ -232,7 +234,7 @@ def made_regular(inputs: PagedInputs) -> PagedInputs:
         if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             changes[name] = tensor.contiguous()
     eight_bits = inputs.key_pages.dtype == torch.float8_e4m3fn
-    if eight_bits and kind.architecture(inputs.query) not in paged_configs.CONVERTS_FP8:
+    if eight_bits and call_spec.architecture(inputs.query) not in paged_configs.CONVERTS_FP8:
         for name in ("key_pages", "value_pages"):
             changes[name] = changes.get(name, getattr(inputs, name)).view(torch.uint8)
     return inputs._replace(**changes) if changes else inputs
@@ -246,7 +248,7 @@ def in_pairs(inputs: PagedInputs) -> PagedInputs:
 
 
 def signature(inputs: PagedInputs, variant: Variant) -> tuple[Any, ...]:
-    """What tells one kind of call from another: everything but addresses."""
+    """What tells calls like one another from another: everything but addresses."""
     captured = ()
     if variant.mask or variant.score:
         captured = tuple(map(kind_of_captured, (variant.mask_captured, variant.score_captured)))

@@ -64,8 +64,8 @@ NOTHING: Mapping[str, Any] = {}
 MOST_KINDS = 4096  # kinds of calls that are kept prepared
 
 
-class Kind(NamedTuple):
-    """What the kernels of one kind of call share."""
+class CallSpec(NamedTuple):
+    """What the kernels of calls like one another share."""
 
     geometry: Geometry
     packed: bool
@@ -77,7 +77,7 @@ class Kind(NamedTuple):
     find: Any  # of Views of packed rows
 
     @staticmethod
-    def of(inputs: Inputs, find: Any = packing.packed_program_by_heads) -> Kind:
+    def of(inputs: Inputs, find: Any = packing.packed_program_by_heads) -> CallSpec:
         """The kind of a call, from its tensors; `find` as in `arguments.view`."""
         geometry = Geometry.of(inputs)
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
@@ -93,7 +93,7 @@ class Kind(NamedTuple):
         device = current_device(inputs.query)
         strides = tuple(row_strides(tensor, packed) for tensor in inputs[:3])
         arch, count = architecture(inputs.query), multiprocessors(inputs.query)
-        return Kind(geometry, packed, device, arch, count, constants, strides, find)
+        return CallSpec(geometry, packed, device, arch, count, constants, strides, find)
 
     def problem(self, which: str, call: tuple[Inputs, Variant]) -> KernelProblem:
         """What the config of one of this kind's kernels depends on."""
