@@ -61,12 +61,15 @@ def _is_on(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)  # meta knows none
 
 
+CAUSAL = causal()
+
+
 def with_causal(mask: AnyMask, asked: bool) -> AnyMask:
     """What a call's mask and its `causal` ask for together: pairs that both of them show."""
     arguments.check_flag("causal", asked)
     if not asked:
         return mask
-    return causal() if mask is None else as_mask(mask) & causal()
+    return CAUSAL if mask is None else as_mask(mask) & CAUSAL
 
 
 def prepare(
@@ -109,7 +112,6 @@ def prepare(
     return inputs, variant, problem_of(inputs, variant, config), config
 
 
-LAST_ROW_SEES_ALL = causal().key  # and a single row is the last
 
 
 def _variant(
@@ -127,8 +129,8 @@ def _variant(
     in any batch, the mask stays.
     """
     mask, score = as_mask(mask), as_score(score)
-    if extents.query_len == 1 and mask.key == LAST_ROW_SEES_ALL and not batch_invariant:
-        mask = NOTHING_HIDDEN  # decoding: kernels without a mask are faster
+    if extents.query_len == 1 and mask.key == CAUSAL.key and not batch_invariant:
+        mask = NOTHING_HIDDEN  # the last row sees all; kernels without a mask are faster
     of_mask = _fitting("mask", mask, extents, device)
     of_score = _fitting("score", score, extents, device)
     return Variant(mask.key, score.key, of_mask, of_score, scale, dropout_p)

@@ -141,7 +141,7 @@ class WidePass(NamedTuple):
     def _shares(self, passes: Passes) -> dict[str, int]:
         operands = {"A": self.a, "B": self.b, "C": self.c, "OWN": self.own}
         return {
-            f"{name}_SHARE": 1 if rows is None else passes.share(rows.shape[1])
+            f"HEADS_PER_{name}": 1 if rows is None else passes.share(rows.shape[1])
             for name, rows in operands.items()
         }
 

@@ -186,7 +186,7 @@ class Passes(Rows):
             (which, segments, before is None, after is None, numbered, recompute is None, strides),
             sharing(spec.config, which, spec.group),
             **parts,
-            **{f"{name}_SHARE": self.share(count) for name, count in shares},
+            **{f"HEADS_PER_{name}": self.share(count) for name, count in shares},
             INNER=inner,
             INNER_WIDTH=next_width(inner),
             OUTER=outer,
