@@ -134,7 +134,7 @@ def _executed(text: str) -> dict[str, Any]:
         "tl": tl,
         "as_bool": as_bool,
         "as_score": as_score,
-        "ADDED": tensor_view.ADDED,
+        "decoded": tensor_view.decoded,
     }
     for source in (device_ops, tile_ranges):
         module.update({k: v for k, v in vars(source).items() if hasattr(v, "fn")})

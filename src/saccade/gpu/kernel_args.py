@@ -17,7 +17,7 @@ from saccade.gpu import packing, tensor_view, tile_ranges
 from saccade.gpu.compose import mask_functions, score_functions
 from saccade.gpu.launcher import Pointer
 from saccade.gpu.rules import Dropout, Rules, Score, one, unchanged
-from saccade.gpu.tensor_view import View
+from saccade.gpu.tensor_view import View, encoded
 from saccade.gpu.tile_ranges import Mask
 from saccade.modifiers.expression import Captured, slots
 from saccade.runtime import dropout
@@ -87,12 +87,11 @@ def view(
     find: what a program works on, where sequences are packed.
     """
     address: Any = None if tensor is None else pointer(tensor)
-    added = tensor_view.ADDED.value
     steps, step = strides[:2], tl.constexpr(strides[2])
     if offsets is None:
-        data: tuple[Any, ...] = (extent.length + added, extent.heads + added)
+        data: tuple[Any, ...] = (encoded(extent.length), encoded(extent.heads))
         return View(address, steps, step, tensor_view.dense, tensor_view.dense_program, data)
-    numbers = extent.batch + added, extent.heads + added, extent.length + added
+    numbers = encoded(extent.batch), encoded(extent.heads), encoded(extent.length)
     data = (pointer(offsets), *numbers)
     return View(address, steps, step, packing.packed, find, data, pad=packing.fill_padding)
 
@@ -119,7 +118,7 @@ def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, 
                 value = value.new_zeros((1,) * value.dim())
             data.append((pointer(value), tuple(value.shape), value.stride()))
         else:
-            data.append(value + tensor_view.ADDED.value if isinstance(value, int) else value)
+            data.append(encoded(value) if isinstance(value, int) else value)
     return tuple(data)
 
 

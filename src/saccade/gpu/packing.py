@@ -14,13 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.gpu.tensor_view import ADDED, wide
+from saccade.gpu.tensor_view import decoded, wide
 
 
 @triton.jit
 def offset(data, sequence):
     """The token that a sequence begins with, whatever stands in memory."""
-    return tl.minimum(tl.maximum(tl.load(data[0] + sequence), 0), data[3] - ADDED)
+    return tl.minimum(tl.maximum(tl.load(data[0] + sequence), 0), decoded(data[3]))
 
 
 @triton.jit
@@ -53,8 +53,8 @@ def packed_program(program, data, TILE: tl.constexpr):
     slot past the end of its sequence gets a tile past its end, hence no rows. So does a slot past
     the end of all of them, which the last sequence owns.
     """
-    sequences = data[1] - ADDED
-    slots = (data[3] - ADDED) // TILE + sequences
+    sequences = decoded(data[1])
+    slots = decoded(data[3]) // TILE + sequences
     slot = slots - 1 - program % slots
     low, size = slot * 0, slot * 0 + sequences  # the sequence lies in low … low + size - 1
     while size > 1:
@@ -78,8 +78,8 @@ def packed_program_by_heads(program, data, TILE: tl.constexpr):
 
     Not for Gluon, whose ranges have layouts.
     """
-    sequences, heads = data[1] - ADDED, data[2] - ADDED
-    slots = (data[3] - ADDED) // TILE + sequences
+    sequences, heads = decoded(data[1]), decoded(data[2])
+    slots = decoded(data[3]) // TILE + sequences
     slot = slots - 1 - program // heads
     low, size = slot * 0, slot * 0 + sequences
     while size > 1:
@@ -97,7 +97,7 @@ def ascend(data, lanes):
 
     Else slots are not each one sequence's: what waits for another one's turn would wait for ever.
     """
-    sequences, wrong = data[1] - ADDED, lanes * 0
+    sequences, wrong = decoded(data[1]), lanes * 0
     for first in range(0, sequences, lanes.shape[0]):
         here = tl.minimum(first + lanes, sequences - 1)
         wrong = wrong | (offset(data, here + 1) < offset(data, here)).to(tl.int32)
@@ -116,13 +116,13 @@ def fill_padding(view, number, rows, channels, DIM: tl.constexpr):
 
     rows: a column of numbers from 0 on, of so many rows at a time; channels: a row of them.
     """
-    tokens = view.data[3] - ADDED
-    begin, program = offset(view.data, view.data[1] - ADDED), tl.program_id(0)
+    tokens = decoded(view.data[3])
+    begin, program = offset(view.data, decoded(view.data[1])), tl.program_id(0)
     begin = tl.where(program < MOST_FILLING, begin + program * rows.shape[0], tokens)
     step = tl.minimum(tl.num_programs(0), MOST_FILLING) * rows.shape[0]
     filling = ((rows + channels) * 0 + number).to(view.ptr.dtype.element_ty)
     for first in range(begin, tokens, step):
-        for head in range(0, view.data[2] - ADDED):
+        for head in range(0, decoded(view.data[2])):
             place = view.ptr + (wide(head) * view.strides[1] + wide(first) * view.step)
             for channel in tl.static_range(0, DIM, channels.shape[1]):
                 exist = (first + rows < tokens) & (channel + channels < DIM)

@@ -58,9 +58,20 @@ def wide(number):
     return tl.cast(number, tl.int64)
 
 
-# Lengths and counts in a View come with this added. Triton (3.6 to 3.9) makes a constant of an
-# argument that is 1, and may lose it again inside nested tuples; none of these is ever 1.
+# Triton (3.6 to 3.9) makes a constant of an argument that is 1, and may lose it again inside nested
+# tuples. So whole numbers in tuples are `encoded` by the host and `decoded` by the kernel.
 ADDED = tl.constexpr(1 << 20)
+
+
+def encoded(number: int) -> int:
+    """A length or count as kernels take it inside a tuple: never 1."""
+    return number + ADDED.value
+
+
+@triton.jit
+def decoded(number):
+    """A length or count that the host has `encoded`."""
+    return number - ADDED
 
 
 # ---- dense: every sequence has the same length. data: length, heads ---------------------------
@@ -69,7 +80,7 @@ ADDED = tl.constexpr(1 << 20)
 @triton.jit
 def dense(batch, strides, STEP: tl.constexpr, data):
     """The first row's place (in elements), and how many rows there are."""
-    return wide(batch) * strides[0], (data[0] - ADDED)
+    return wide(batch) * strides[0], decoded(data[0])
 
 
 @triton.jit
@@ -78,10 +89,10 @@ def dense_program(program, data, TILE: tl.constexpr):
 
     Under a causal mask the last tile of query rows is the longest work, so it starts early.
     """
-    tiles = tl.cdiv((data[0] - ADDED), TILE)
+    tiles = tl.cdiv(decoded(data[0]), TILE)
     tile = tiles - 1 - program % tiles
-    head = (program // tiles) % (data[1] - ADDED)
-    return program // tiles // (data[1] - ADDED), head, tile, tile
+    head = (program // tiles) % decoded(data[1])
+    return program // tiles // decoded(data[1]), head, tile, tile
 
 
 @triton.jit

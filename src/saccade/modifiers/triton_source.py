@@ -153,11 +153,11 @@ def _of_dtype(code: str, step: Step) -> str:
 
 
 def _constant(step: Step, slots: list[tuple[str, int]]) -> str:
-    """A number; whole ones come with ADDED added, as those of Views do (gpu/tensor_view.py)."""
+    """A number; whole ones are encoded, as those of Views are (gpu/tensor_view.py)."""
     if step.op == "literal":
         return _literal(step.literal)
     data = f"data[{slots.index(step.slot)}]"
-    return f"({data} - ADDED)" if step.kind == WHOLE else data
+    return f"decoded({data})" if step.kind == WHOLE else data
 
 
 def _literal(value: bool | int | float) -> str:

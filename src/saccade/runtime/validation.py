@@ -112,8 +112,6 @@ def prepare(
     return inputs, variant, problem_of(inputs, variant, config), config
 
 
-
-
 def _variant(
     mask: AnyMask,
     score: AnyScore,

@@ -44,6 +44,12 @@ def as_odd(number: int) -> int:
     return 2 * number + 1
 
 
+@gluon.jit
+def from_odd(number):
+    """The number that `as_odd` was given."""
+    return number >> 1
+
+
 def order_of(extent: Extent, tile: int, heads_at_once: int) -> tuple[int, int, int]:
     """Tiles in all, tiles of one head, and heads that take turns, as a TileOrder holds them."""
     heads = max(1, min(heads_at_once, extent.heads * extent.sequences))
@@ -53,7 +59,7 @@ def order_of(extent: Extent, tile: int, heads_at_once: int) -> tuple[int, int, i
 @gluon.jit
 def num_tiles(schedule):
     """How many tiles of query rows there are in all."""
-    return schedule.total >> 1
+    return from_odd(schedule.total)
 
 
 @gluon.jit
@@ -76,7 +82,7 @@ def program_of(schedule, number):
 
     Tiles of `heads_at_once` heads take turns: all last tiles of these heads, then all last but one.
     """
-    slots, at_once = schedule.slots >> 1, schedule.heads_at_once >> 1
+    slots, at_once = from_odd(schedule.slots), from_odd(schedule.heads_at_once)
     group = number // (slots * at_once)
     rest = number - group * (slots * at_once)
     heads = gl.minimum(num_tiles(schedule) // slots - group * at_once, at_once)
@@ -87,7 +93,7 @@ def program_of(schedule, number):
 def program_of_keys(schedule, number):
     """The same where programs stand at tiles of keys: all first tiles of these heads come first,
     as under a causal mask they are seen by most queries."""
-    slots = schedule.slots >> 1
+    slots = from_odd(schedule.slots)
     program = program_of(schedule, number)
     slot = program % slots
     return program - slot + slots - 1 - slot

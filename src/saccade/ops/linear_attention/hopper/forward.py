@@ -29,6 +29,7 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from saccade.gpu.hopper.tile_scheduler import from_odd
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
@@ -151,10 +152,10 @@ def consume(
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
     number = state_number(sizes, batch, head, GROUP, SEGMENTS)
     channel = channel_of(WHICH, BLOCKS, TILES, SEGMENTS)
-    there = batch < sizes.batches >> 1
+    there = batch < from_odd(sizes.batches)
     sums = start_sums(before, number, there, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
     narrow_sums(sums, rings, WHICH, 0 * chunks)
-    unit = batch * (sizes.heads >> 1) + head
+    unit = batch * from_odd(sizes.heads) + head
     mine = there & (tile_of_values(TILES, SEGMENTS) == 0)
     for iteration in range(0, chunks):
         products = start_products(sums, rings, iteration, WHICH)
@@ -184,7 +185,7 @@ def row_of_output(sizes, batch, head, query, channel):
     A branch around the store makes ptxas crash, and a row before the first one is an illegal
     instruction.
     """
-    return gl.where(query >= 0, batch, sizes.batches >> 1), head, gl.maximum(query, 0), channel
+    return gl.where(query >= 0, batch, from_odd(sizes.batches)), head, gl.maximum(query, 0), channel
 
 
 @gluon.jit
@@ -201,7 +202,7 @@ def store_output(output_desc, rings, place, done, iteration, WHICH: gl.constexpr
 @gluon.jit
 def store_totals(normaliser, sizes, unit, query, there, total):
     """Write each row's sum of scores."""
-    query_len = sizes.query_len >> 1
+    query_len = from_odd(sizes.query_len)
     row = query + gl.arange(0, ROWS, total.type.layout)
     pointers = normaliser + (wide(unit) * query_len + row)
     gl.store(pointers, total, mask=(row >= 0) & (row < query_len) & there)

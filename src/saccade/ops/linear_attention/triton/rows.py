@@ -8,7 +8,7 @@ from torch import Tensor
 
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Pointer
-from saccade.gpu.tensor_view import ADDED
+from saccade.gpu.tensor_view import encoded
 from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec, plain
 from saccade.ops.linear_attention.triton.positions import Sequence, Sums
 from saccade.runtime.linear_spec import LinearInputs
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
             summed_decay,
             pointer(inputs.cu_seqlens_k) if in_faded and inputs.cu_seqlens_k is not None else None,
             None if self.slots is None else pointer(self.slots),
-            None if self.slots is None else self.num_states + ADDED.value,
+            None if self.slots is None else encoded(self.num_states),
         )
 
     def queries(self, pointer: Pointer) -> Any:

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu import paged_view as pages
-from saccade.gpu import tensor_view
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import (
     Extent,
@@ -28,7 +27,7 @@ from saccade.gpu.kernel_args import (
 )
 from saccade.gpu.launcher import Pointer, current_device, next_width
 from saccade.gpu.planning import varies_by
-from saccade.gpu.tensor_view import View
+from saccade.gpu.tensor_view import View, encoded
 from saccade.gpu.tile_ranges import Mask
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.paged_attention.triton import configs as paged_configs
@@ -37,7 +36,6 @@ from saccade.ops.paged_attention.triton.configs import PagedConfig, PagedProblem
 from saccade.ops.paged_attention.triton.passes import Pass
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
 
-ADDED = tensor_view.ADDED.value
 ANY_NUMBER = 2**30  # of query rows
 LARGEST_PAIRED = 32  # rows of a tile; larger ones take what they are multiplied with from memory
 # What pages of eight bits are when they are read in pairs (gpu/paged_view.py).
@@ -190,7 +188,7 @@ class PagedCallSpec(NamedTuple):
         num_pages, _, page_size, _ = inputs.key_pages.shape
         reached = table.shape[1] * page_size if num_pages else 0
         limits = pages.as_limit(reached), pages.as_limit(num_pages)
-        data = (pointer(table), table.stride(0) + ADDED, pointer(inputs.kv_lens), *limits)
+        data = (pointer(table), encoded(table.stride(0)), pointer(inputs.kv_lens), *limits)
 
         def of(memory: Tensor | None) -> View | None:
             if memory is None:

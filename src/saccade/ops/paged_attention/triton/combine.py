@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from saccade.gpu.online_softmax import finish_softmax
-from saccade.gpu.tensor_view import ADDED, store_numbers, store_rows, wide
+from saccade.gpu.tensor_view import decoded, store_numbers, store_rows, wide
 from saccade.ops.paged_attention.triton.decode import rows_of_tile
 from saccade.ops.paged_attention.triton.split_kv import BEGUN, NOTE_SIZE, PROGRAMS
 
@@ -48,8 +48,10 @@ def merge_partials(
             gdc_wait()
         note, begun = partials.notes + number * NOTE_SIZE, number - 1
         parts, group, index = tl.load(note), tl.load(note + 1), tl.load(note + 2)
-        parts = tl.minimum(parts, schedule.data[PROGRAMS] - ADDED + 1 - number)  # for what is there
-    first_place, next_place = begun + (schedule.data[BEGUN] - ADDED), begun + 1
+        parts = tl.minimum(
+            parts, decoded(schedule.data[PROGRAMS]) + 1 - number
+        )  # for what is there
+    first_place, next_place = begun + decoded(schedule.data[BEGUN]), begun + 1
     work_tile = schedule.work_tile(schedule, query, key, group, index, TOKENS, KV_TILE)
     channels = tl.arange(0, VALUE_WIDTH)[None, :]
     if CHAINED and WORK_TILES > 0:
@@ -67,12 +69,12 @@ def merge_partials(
             place = tl.where(part == 0, first_place, next_place + part - 1)
             entry, exists = wide(place) * QUERY_TILE + row, part < parts
             maxima = tl.load(
-                partials.sums + (partials.softmax - ADDED) + entry * 2,
+                partials.sums + decoded(partials.softmax) + entry * 2,
                 mask=exists,
                 other=float("-inf"),
             )
             sums = tl.load(
-                partials.sums + (partials.softmax - ADDED) + entry * 2 + 1, mask=exists, other=0.0
+                partials.sums + decoded(partials.softmax) + entry * 2 + 1, mask=exists, other=0.0
             )
             weighted = tl.load(
                 partials.sums + (entry[:, None] * VALUE_WIDTH + channels),

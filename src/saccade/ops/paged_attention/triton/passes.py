@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from saccade.gpu import tensor_view
 from saccade.gpu.launcher import Pointer, next_width
+from saccade.gpu.tensor_view import encoded
 from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton.configs import PagedConfig
 from saccade.ops.paged_attention.triton.split_kv import SplitSchedule
 
-ADDED = tensor_view.ADDED.value
 MOST_AT_ONCE = split_kv.MOST_AT_ONCE.value
 MOST_UNITS = 2**30  # that 32 bits count, shares past the end included
 
@@ -154,5 +153,4 @@ class Pass(NamedTuple):
             heads = 1 if self.varies_by else self.heads
         begun = 0 if self.splits else self.programs
         numbers = (self.groups, heads, self.programs, self.splits, begun, *self.rows)
-        added = tuple(number + ADDED for number in numbers)
-        return SplitSchedule(begin, cut, count, work_tile, (*added, *data))
+        return SplitSchedule(begin, cut, count, work_tile, (*map(encoded, numbers), *data))
