@@ -44,8 +44,8 @@ def test_spills_are_excused_where_the_table_says_so_but_nothing_else_is():
     assert "allowed: chosen by its time" in report.excused([spilling])[0]
     assert report.offenders([compiled(255, 17, 240_000, job=timed, kernel="backward_keys")])
     assert report.offenders([compiled(255, 17, 0, job=timed, kernel="find_tile_ranges")])
-    turing = Job("sm_75", Call(256, "fp16"), "ordered", ("backward_keys, careful",))
-    assert report.excused([compiled(255, 9, 0, job=turing, kernel="backward_keys, careful")])
+    turing = Job("sm_75", Call(256, "fp16"), "ordered", ("backward_keys, NaN-safe",))
+    assert report.excused([compiled(255, 9, 0, job=turing, kernel="backward_keys, NaN-safe")])
     chunk = Job("sm_90", PagedCall(256, mask="causal", query_len=20), "paged", ("pages",))
     assert "a few numbers" in report.excused([compiled(255, 13, 0, job=chunk, kernel="pages")])[0]
     assert report.offenders([compiled(255, 33, 0, job=chunk, kernel="pages")])

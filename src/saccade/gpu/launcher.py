@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
@@ -43,8 +44,14 @@ class Launch:
     not the known one.
     """
 
-    def __init__(self, kernel: Any, constants: Mapping[str, Any], options: Mapping[str, int]):
+    def __init__(
+        self, kernel: Any, constants: Mapping[str, Any], options: Mapping[str, int],
+        meta: type[tuple[Any, ...]] | None = None,
+    ):  # fmt: skip
+        """constants: the kernel's constexprs by name. meta: the NamedTuple that it takes those of
+        its fields in, as one argument META."""
         self.kernel, self.constants, self.own_options = kernel, dict(constants), dict(options)
+        self.passed = self.constants if meta is None else bundled(self.constants, meta)
         self.compiled: Any = None
         self.start: Start | None = None
 
@@ -84,7 +91,7 @@ class Launch:
 
     def _through_the_front_door(self, programs: int, arguments: Arguments) -> None:
         with compiler_workarounds.applied():
-            self.kernel[(programs,)](*opened(arguments(itself)), **self.constants, **self.options)
+            self.kernel[(programs,)](*opened(arguments(itself)), **self.passed, **self.options)
 
     def _prepare(self, tensors: Sequence[Tensor], arguments: Arguments) -> Start:
         """Compile and load, once; what starts this call and those like it."""
@@ -92,7 +99,7 @@ class Launch:
             self.compiled = self.compile(arguments(itself))
         places = Places(tensors)
         given = arguments(places)
-        constants = [self.constants[name] for name in self.kernel.arg_names[len(given) :]]
+        constants = [self.passed[name] for name in self.kernel.arg_names[len(given) :]]
         start = places.function(*call_of(self.compiled, (*given, *constants)))
         self.start = start if places.complete else None
         return start
@@ -100,9 +107,16 @@ class Launch:
     def compile(self, arguments: tuple[Any, ...]) -> Any:
         """The kernel compiled for such arguments, for the active device; nothing is started."""
         with compiler_workarounds.applied():
-            return self.kernel.warmup(
-                *opened(arguments), grid=(1,), **self.constants, **self.options
-            )
+            return self.kernel.warmup(*opened(arguments), grid=(1,), **self.passed, **self.options)
+
+
+def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[str, Any]:
+    """Constants as a kernel takes them whose argument META holds those that `meta` names."""
+    fields: tuple[str, ...] = meta._fields  # type: ignore[attr-defined]
+    rest = {name: value for name, value in constants.items() if name not in fields}
+    # Each a constexpr: Triton reads off a tuple what lies in it.
+    known = {name: tl.constexpr(constants[name]) for name in fields if name in constants}
+    return {**rest, "META": meta(**known)}
 
 
 def opened(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

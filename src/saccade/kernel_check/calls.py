@@ -29,19 +29,19 @@ VISIBLE_BLOCKS = 10  # one in so many
 # The kernels, by the pass in which the library starts them.
 PASSES = {
     "forward": ("forward", "find_tile_ranges", "classify_pairs", "list_tiles", "list_blocks"),
-    "ordered": ("backward_keys", "backward_keys, careful", "backward_queries", "row_statistics"),
-    "shared": ("backward_shared", "backward_shared, careful"),
+    "ordered": ("backward_keys", "backward_keys, NaN-safe", "backward_queries", "row_statistics"),
+    "shared": ("backward_shared", "backward_shared, NaN-safe"),
     "bias": ("backward_bias",),
     "hopper": ("hopper_forward",),  # by kernels for sm_90 alone
     "hopper_shared": (
         "hopper_backward",
         "hopper_backward_begin",
         "hopper_backward_end",
-        "hopper_backward_again_keys",
-        "hopper_backward_again_queries",
+        "hopper_backward_nan_safe_keys",
+        "hopper_backward_nan_safe_queries",
     ),
     "hopper_ordered": ("hopper_backward, ordered",),
-    "hopper_in_order": ("hopper_backward, in turns",),
+    "hopper_in_order": ("hopper_backward, in key order",),
     "hopper_apart": ("hopper_backward_keys", "hopper_backward_queries"),
     **PAGED_PASSES,
     **LINEAR_PASSES,

@@ -13,7 +13,7 @@ from saccade.kernel_check.linear_calls import SWEEPS, LinearCall
 from saccade.kernel_check.paged_calls import LONG_CHUNK, PagedCall
 from saccade.kernel_check.pool import Job
 
-NAN_SAFE = ("backward_keys, careful", "backward_shared, careful")
+NAN_SAFE = ("backward_keys, NaN-safe", "backward_shared, NaN-safe")
 ORDERED = ("forward", "backward_keys", "backward_queries")
 ALL = (*ORDERED, "backward_shared")
 
@@ -67,10 +67,10 @@ HOPPER = (
         LinearCall(128),
         (
             "hopper_linear_forward",
-            "hopper_linear_output_again",
+            "hopper_linear_output_nan_safe",
             "hopper_linear_backward_queries",
             "hopper_linear_backward_keys",
-            "hopper_linear_grad_key_again",
+            "hopper_linear_grad_key_nan_safe",
         ),
     ),
     Entry(

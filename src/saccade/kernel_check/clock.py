@@ -47,7 +47,7 @@ class KernelClock:
         start_one = Launch.__call__
 
         def start(started: Launch, *call: Any) -> None:
-            name = kernel_name(started, PASS_OF[self.which]).removesuffix(", careful")
+            name = kernel_name(started, PASS_OF[self.which]).removesuffix(", NaN-safe")
             if name == self.which:
                 self._timed(lambda: start_one(started, *call))
             elif name not in PASSES or name == "backward_queries":

@@ -63,7 +63,7 @@ def given(started: Launch, arguments: tuple[Any, ...]) -> str:
     kernel = started.kernel
     bind = kernel.device_caches[DEVICE][-1]
     chosen = {name: it for name, it in started.options.items() if FUSED.get(name) is not it}
-    bound, types, options = bind(*opened(arguments), **started.constants, **chosen)
+    bound, types, options = bind(*opened(arguments), **started.passed, **chosen)
     asked = jit.compute_cache_key({}, types, options)
     for function in _functions(tuple(bound.values())):
         asked = asked.replace(function.cache_key, code_of(function))

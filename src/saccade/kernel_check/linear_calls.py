@@ -18,13 +18,13 @@ LINEAR_PASSES = {
     ),
     "linear step": ("linear_step",),
     "hopper_linear": (
-        "hopper_linear_forward", "hopper_linear_collect", "hopper_linear_output_again",
+        "hopper_linear_forward", "hopper_linear_collect", "hopper_linear_output_nan_safe",
         "hopper_linear_wide_output",
     ),
     "hopper_linear backward": (
         "hopper_linear_backward_queries", "hopper_linear_backward_keys",
         "hopper_linear_collect_queries",
-        "hopper_linear_grad_key_again",  # of three that are like it
+        "hopper_linear_grad_key_nan_safe",  # of three that are like it
         "hopper_linear_wide_grad_query", "hopper_linear_wide_grad_key",
         "hopper_linear_wide_grad_value",
     ),

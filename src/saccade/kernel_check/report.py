@@ -81,7 +81,7 @@ def excuse(compiled: Compiled) -> str:
         return "outside of the loops that multiply"
     if not usage.looped:
         return "outside of its loops, so once a program"
-    if compiled.kernel.endswith(", careful") or "_again" in compiled.kernel:
+    if compiled.kernel.endswith(", NaN-safe") or "_nan_safe" in compiled.kernel:
         return "it repeats only the programs that met NaN or inf"
     architecture, call = compiled.job.architecture, compiled.job.call
     if isinstance(call, LinearCall):

@@ -78,11 +78,11 @@ def kernel_name(started: Launch, which: str) -> str:
     if which == "hopper_ordered":
         return f"hopper_{name}, ordered"
     if which == "hopper_in_order":
-        return f"hopper_{name}, in turns"
+        return f"hopper_{name}, in key order"
     if (which, name) == ("paged", "forward"):  # the dense kernel, whose keys lie in pages
         return "pages_forward"
-    if name == "linear_again":  # one kernel for four passes
-        return f"hopper_linear_{started.constants['PASS']}_again"
+    if name == "linear_nan_safe":  # one kernel for four passes
+        return f"hopper_linear_{started.constants['PASS']}_nan_safe"
     if name == "linear_wide":
         return f"hopper_linear_wide_{started.constants['PASS']}"
     if which.startswith("hopper"):
@@ -91,7 +91,7 @@ def kernel_name(started: Launch, which: str) -> str:
         return f"linear_{started.constants['PASS']}"
     if which == "shared":
         name = name.replace("backward_keys", "backward_shared")
-    return f"{name}, careful" if started.constants.get("NAN_SAFE") else name
+    return f"{name}, NaN-safe" if started.constants.get("NAN_SAFE") else name
 
 
 def config_of(started: Launch) -> tuple[int, int, int, int]:

@@ -18,6 +18,8 @@ Source: FlashAttention-3 (Shah et al. 2024), appendix B; its algorithm is FlashA
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -56,20 +58,25 @@ from saccade.ops.attention.hopper.smem import make_backward_rings
 from saccade.ops.attention.hopper.softmax import ROWS, places_of
 
 
+class BackwardMeta(NamedTuple):
+    """How the kernels of the backward pass run, known when they are compiled."""
+
+    STAGES: Any
+    CONSUMER_REGISTERS: Any
+    PRODUCER_REGISTERS: Any
+
+
 @gluon.jit(do_not_specialize=["rules"])
-def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
-    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc,
-    grad_key_desc, grad_value_desc,
-    query, key, grad_key, grad_value,  # Views
-    rules, schedule, scratch,
+def attention_backward(
+    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc, grad_key_desc,
+    grad_value_desc, query, key, grad_key, grad_value, rules, schedule, scratch,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    STAGES: gl.constexpr, NAN_SAFE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    META: gl.constexpr, NAN_SAFE: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 128 keys of one head, one after the other."""
     rings = make_backward_rings(
         query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc,
-        grad_value_desc, STAGES,
+        grad_value_desc, META.STAGES,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -90,12 +97,12 @@ def attention_backward(  # breaks kernel-arguments: TMA takes no descriptor out 
             )),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [META.CONSUMER_REGISTERS, META.PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
 @gluon.jit
-def produce(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
+def produce(
     query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
     grad_key, grad_value, rules, schedule, scratch, rings,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,

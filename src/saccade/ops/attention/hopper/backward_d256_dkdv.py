@@ -43,20 +43,17 @@ from saccade.ops.attention.hopper.softmax import ROWS
 
 
 @gluon.jit(do_not_specialize=["rules"])
-def attention_backward_keys(  # breaks kernel-arguments: TMA takes no descriptor out of a tuple
-    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc,
-    grad_key_desc, grad_value_desc,
-    query, key, grad_key, grad_value,  # Views
-    rules, schedule, scratch,
+def attention_backward_keys(
+    query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc, grad_key_desc,
+    grad_value_desc, query, key, grad_key, grad_value, rules, schedule, scratch,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    STAGES: gl.constexpr, NAN_SAFE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    META: gl.constexpr, NAN_SAFE: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 64 keys of one head, one after the other. There are no partial sums."""
     gl.static_assert(dq_desc is None)
     rings = make_key_rings(
         query_desc, key_desc, value_desc, grad_output_desc, starts_desc,
-        grad_key_desc, grad_value_desc, STAGES,
+        grad_key_desc, grad_value_desc, META.STAGES,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -75,7 +72,7 @@ def attention_backward_keys(  # breaks kernel-arguments: TMA takes no descriptor
             )),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [META.CONSUMER_REGISTERS, META.PRODUCER_REGISTERS],
     )  # fmt: skip
 
 

@@ -39,15 +39,12 @@ from saccade.ops.attention.hopper.softmax import ROWS, change, exponent_factor, 
 
 @gluon.jit(do_not_specialize=["rules"])
 def attention_backward_queries(
-    query_desc, key_desc, value_desc, grad_output_desc, grad_query_desc,
-    query, key, grad_query, lse_log2, row_dot,  # Views
-    rules, schedule,
-    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    STAGES: gl.constexpr, NAN_SAFE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    query_desc, key_desc, value_desc, grad_output_desc, grad_query_desc, query, key, grad_query,
+    lse_log2, row_dot, rules, schedule, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, META: gl.constexpr, NAN_SAFE: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 128 query rows of one head, one after the other."""
-    rings = make_query_rings(query_desc, key_desc, value_desc, grad_output_desc, STAGES)
+    rings = make_query_rings(query_desc, key_desc, value_desc, grad_output_desc, META.STAGES)
     gl.warp_specialize(
         [
             (consume, (
@@ -65,7 +62,7 @@ def attention_backward_queries(
             (schedule_work, (query, key, grad_query, None, rules, schedule, rings, HEAD_DIM, 0)),
         ],
         [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [META.CONSUMER_REGISTERS, META.PRODUCER_REGISTERS, META.PRODUCER_REGISTERS],
     )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ algorithm is in `consume` and `fold_tile`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -57,75 +59,93 @@ from saccade.ops.attention.hopper.softmax import (
 )
 
 
+class ForwardMeta(NamedTuple):
+    """How the kernel runs, known when it is compiled; see `configs.KernelSchedule`."""
+
+    CONSUMERS: Any
+    STAGES: Any
+    QUERY_STAGES: Any
+    CONSUMER_REGISTERS: Any
+    PRODUCER_REGISTERS: Any
+    OVERLAP_SOFTMAX: Any
+    EXACT_MAX: Any
+    SKIP_MASKED_TILE: Any
+
+
 @gluon.jit(do_not_specialize=["rules"])
 def attention_forward(
-    query_desc, key_desc, value_desc, output_desc,
-    query, key, value, output, logsumexp,  # Views
-    rules, sinks, schedule,
-    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    OVERLAP_SOFTMAX: gl.constexpr, EXACT_MAX: gl.constexpr, SKIP_MASKED_TILE: gl.constexpr,
+    query_desc, key_desc, value_desc, output_desc, query, key, value, output, logsumexp, rules,
+    sinks, schedule, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of CONSUMERS · 64 rows of one head, one after the other."""
     rings = make_rings(
-        query_desc, key_desc, value_desc, output_desc, CONSUMERS, STAGES, QUERY_STAGES
+        query_desc,
+        key_desc,
+        value_desc,
+        output_desc,
+        META.CONSUMERS,
+        META.STAGES,
+        META.QUERY_STAGES,
     )
     follow()
     # A tuple that holds functions cannot be given a name, so arguments are written out each time.
-    if CONSUMERS == 2:
+    if META.CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, OVERLAP_SOFTMAX, EXACT_MAX,
-                    SKIP_MASKED_TILE, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
+                    META.EXACT_MAX, META.SKIP_MASKED_TILE, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, OVERLAP_SOFTMAX, EXACT_MAX,
-                    SKIP_MASKED_TILE, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
+                    META.EXACT_MAX, META.SKIP_MASKED_TILE, 1,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-                    HEADS_PER_KV_HEAD, SKIP_MASKED_TILE,
+                    HEADS_PER_KV_HEAD, META.SKIP_MASKED_TILE,
                 )),
                 (schedule_work, (
                     query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, 0,
                 )),
             ],
             [4, 1, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [META.CONSUMER_REGISTERS, META.PRODUCER_REGISTERS, META.PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
-        gl.static_assert(CONSUMERS == 3)
+        gl.static_assert(META.CONSUMERS == 3)
         gl.warp_specialize(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, OVERLAP_SOFTMAX, EXACT_MAX,
-                    SKIP_MASKED_TILE, 0,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
+                    META.EXACT_MAX, META.SKIP_MASKED_TILE, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, OVERLAP_SOFTMAX, EXACT_MAX,
-                    SKIP_MASKED_TILE, 1,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
+                    META.EXACT_MAX, META.SKIP_MASKED_TILE, 1,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, OVERLAP_SOFTMAX, EXACT_MAX,
-                    SKIP_MASKED_TILE, 2,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
+                    META.EXACT_MAX, META.SKIP_MASKED_TILE, 2,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-                    HEADS_PER_KV_HEAD, SKIP_MASKED_TILE,
+                    HEADS_PER_KV_HEAD, META.SKIP_MASKED_TILE,
                 )),
                 (schedule_work, (
                     query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, 0,
                 )),
             ],
             [4, 4, 1, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [
+                META.CONSUMER_REGISTERS, META.CONSUMER_REGISTERS, META.PRODUCER_REGISTERS,
+                META.PRODUCER_REGISTERS,
+            ],
         )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from saccade.gpu.launcher import Launch, Pointer, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import Planner
 from saccade.ops.attention.hopper import configs, nonfinite, preprocess
-from saccade.ops.attention.hopper.backward import attention_backward
+from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
 from saccade.ops.attention.hopper.backward_d256_dkdv import attention_backward_keys
 from saccade.ops.attention.hopper.backward_memory import BackwardInputs, BackwardMemory, Makers
 from saccade.ops.attention.hopper.configs import backward_problem
@@ -126,9 +126,9 @@ class Backward:
         self.begin, self.main, self.end = self._launches(inputs)
         call = inputs, variant
         self.again_keys = spec.launch(
-            nonfinite.attention_backward_again_keys, "backward_keys", call, None
+            nonfinite.attention_backward_nan_safe_keys, "backward_keys", call, None
         )
-        of_queries: Any = nonfinite.attention_backward_again_queries
+        of_queries: Any = nonfinite.attention_backward_nan_safe_queries
         more: dict[str, Any] = {}
         if self.ordered and not self.apart:
             of_queries, more = attention_backward_queries, {"CHAINED": False}
@@ -162,7 +162,7 @@ class Backward:
         options = {"num_warps": 4, "num_stages": 1}
         return (
             Launch(attention_backward_begin, {**values, **rows, **of_begin}, options),
-            Launch(kernel, {**values, **of_main}, options),
+            Launch(kernel, {**values, **of_main}, options, BackwardMeta),
             Launch(attention_backward_end, {**rows, **of_end}, options),
         )
 

@@ -19,7 +19,7 @@ from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.planning import NO_PLAN, Plan, Planner
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import kernel_problem
-from saccade.ops.attention.hopper.forward import attention_forward
+from saccade.ops.attention.hopper.forward import ForwardMeta, attention_forward
 from saccade.ops.attention.hopper.gradients import backward as backward
 from saccade.ops.attention.triton.call_spec import CallSpec, memory_like, remembered
 from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
@@ -66,6 +66,7 @@ class HopperForward:
                 "SKIP_MASKED_TILE": chosen.skip_masked_tile,
             },
             options,
+            meta=ForwardMeta,
         )
         queries, tile = spec.geometry.queries, chosen.query_tile
         heads = configs.heads_at_once(

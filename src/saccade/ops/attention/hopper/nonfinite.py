@@ -157,7 +157,7 @@ def kv_pointers(view, batch, head, rows, channels, length, PAGE_SIZE: gl.constex
 
 
 @triton.jit(do_not_specialize=["rules"])
-def attention_backward_again_keys(
+def attention_backward_nan_safe_keys(
     flag, forward, grad_key, grad_value, rules,
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
@@ -173,7 +173,7 @@ def attention_backward_again_keys(
 
 
 @triton.jit(do_not_specialize=["rules"])
-def attention_backward_again_queries(
+def attention_backward_nan_safe_queries(
     flag, forward, grad_query, rules,
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,

@@ -13,6 +13,7 @@ from saccade.gpu.kernel_args import rules
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.planning import Planner
 from saccade.ops.attention.hopper import configs
+from saccade.ops.attention.hopper.backward import BackwardMeta
 from saccade.ops.attention.hopper.backward_d256_dq import attention_backward_queries
 from saccade.ops.attention.hopper.backward_memory import BackwardMemory
 from saccade.ops.attention.triton.call_spec import CallSpec
@@ -50,7 +51,7 @@ class Queries:
             "PRODUCER_REGISTERS": chosen.producer_registers,
         }
         options = {"num_warps": 4, "num_stages": 1}
-        self.launch = Launch(attention_backward_queries, constants, options)
+        self.launch = Launch(attention_backward_queries, constants, options, BackwardMeta)
         queries = spec.geometry.queries
         heads = configs.heads_at_once(
             variant.mask != "", queries.heads * queries.sequences, queries.slots(tile),

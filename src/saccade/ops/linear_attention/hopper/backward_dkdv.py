@@ -22,6 +22,8 @@ Of elu + 1, Q and R have elu alone: what the ones of queries add is in elu_corre
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -76,46 +78,63 @@ from saccade.ops.linear_attention.hopper.program import (
 from saccade.ops.linear_attention.hopper.smem import make_sweep_rings
 
 
+class KeyGradientMeta(NamedTuple):
+    """What is known of the call, and how the kernel runs, when it is compiled."""
+
+    HEADS_PER_QUERY: Any
+    HEAD_DIM: Any
+    VALUE_DIM: Any
+    BLOCKS: Any
+    SEGMENTS: Any
+    BOTTOM_RIGHT: Any
+    STARTED: Any
+    FEATURE_MAP: Any
+    SCALE: Any
+    STAGES: Any
+    CONSUMER_REGISTERS: Any
+    MAPPER_REGISTERS: Any
+
+
 @gluon.jit
 def linear_backward_keys(
     query_desc, grad_desc, key_desc, value_desc, grad_key_desc, grad_value_desc, given, kept,
-    before, after, sizes,
-    HEADS_PER_QUERY: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
-    STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
+    before, after, sizes, META: gl.constexpr,
 ):  # fmt: skip
     """One program: all rows of a head, or of two, or one segment of them.
 
     given: RowNumbers. before, after: states (Sums) that the segment starts from, at its end, and
     ends with, at its beginning, or None. Output heads share queries at most (HEADS_PER_QUERY).
     """
-    rings = make_sweep_rings(query_desc, 4, BLOCKS, STAGES, 2, FEATURE_MAP == "elu+1")
+    rings = make_sweep_rings(
+        query_desc, 4, META.BLOCKS, META.STAGES, 2, META.FEATURE_MAP == "elu+1"
+    )
     gl.warp_specialize(
         [
             (consume, (
-                grad_key_desc, grad_value_desc, kept, before, after, sizes, rings, HEAD_DIM,
-                VALUE_DIM, BLOCKS, SEGMENTS, BOTTOM_RIGHT, FEATURE_MAP, 0,
+                grad_key_desc, grad_value_desc, kept, before, after, sizes, rings, META.HEAD_DIM,
+                META.VALUE_DIM, META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.FEATURE_MAP, 0,
             )),
             (consume, (
-                grad_key_desc, grad_value_desc, kept, before, after, sizes, rings, HEAD_DIM,
-                VALUE_DIM, BLOCKS, SEGMENTS, BOTTOM_RIGHT, FEATURE_MAP, 1,
+                grad_key_desc, grad_value_desc, kept, before, after, sizes, rings, META.HEAD_DIM,
+                META.VALUE_DIM, META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.FEATURE_MAP, 1,
             )),
             (map_queries, (
-                given, kept, before, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
-                BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, True, 0,
+                given, kept, before, after, sizes, rings, META.HEAD_DIM, META.VALUE_DIM,
+                META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP,
+                META.SCALE, True, 0,
             )),
             (map_queries, (
-                given, kept, before, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
-                BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, True, 1,
+                given, kept, before, after, sizes, rings, META.HEAD_DIM, META.VALUE_DIM,
+                META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP,
+                META.SCALE, True, 1,
             )),
             (produce, (
-                query_desc, grad_desc, key_desc, value_desc, None, sizes, rings, HEADS_PER_QUERY, 1,
-                1, BLOCKS, SEGMENTS, BOTTOM_RIGHT, True,
+                query_desc, grad_desc, key_desc, value_desc, None, sizes, rings,
+                META.HEADS_PER_QUERY, 1, 1, META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, True,
             )),
         ],
         [4, 4, 4, 1],
-        [CONSUMER_REGISTERS, MAPPER_REGISTERS, MAPPER_REGISTERS, 24],
+        [META.CONSUMER_REGISTERS, META.MAPPER_REGISTERS, META.MAPPER_REGISTERS, 24],
     )  # fmt: skip
 
 

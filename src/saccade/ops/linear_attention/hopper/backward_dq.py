@@ -29,6 +29,8 @@ exchange their parts of the dot product and of the sum.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -79,16 +81,32 @@ from saccade.ops.linear_attention.hopper.program import (
 from saccade.ops.linear_attention.hopper.smem import make_sweep_rings
 
 
+class QueryGradientMeta(NamedTuple):
+    """What is known of the call, and how the kernel runs, when it is compiled."""
+
+    HEADS_PER_QUERY: Any
+    HEADS_PER_KEY: Any
+    HEADS_PER_VALUE: Any
+    GROUP: Any
+    HEAD_DIM: Any
+    VALUE_DIM: Any
+    BLOCKS: Any
+    SEGMENTS: Any
+    BOTTOM_RIGHT: Any
+    STARTED: Any
+    FEATURE_MAP: Any
+    SCALE: Any
+    NORMALIZE: Any
+    STAGES: Any
+    OUTPUT_STAGES: Any
+    CONSUMER_REGISTERS: Any
+    MAPPER_REGISTERS: Any
+
+
 @gluon.jit(do_not_specialize=["eps"])
 def linear_backward_queries(
     query_desc, grad_desc, key_desc, value_desc, output_desc, result_desc, given, kept, before,
-    sizes, eps,
-    HEADS_PER_QUERY: gl.constexpr, HEADS_PER_KEY: gl.constexpr, HEADS_PER_VALUE: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
-    SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
-    FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
-    STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
+    sizes, eps, META: gl.constexpr,
 ):  # fmt: skip
     """One program: all rows of two blocks of keys' channels, or of one segment of them.
 
@@ -97,33 +115,39 @@ def linear_backward_queries(
     (HEADS_PER_QUERY, …) output heads share one of queries, keys, values and states (GROUP).
     """
     WITHOUT: gl.constexpr = output_desc is None
-    rings = make_sweep_rings(query_desc, 4 if WITHOUT else 5, BLOCKS, STAGES, OUTPUT_STAGES)
+    rings = make_sweep_rings(
+        query_desc, 4 if WITHOUT else 5, META.BLOCKS, META.STAGES, META.OUTPUT_STAGES
+    )
     gl.warp_specialize(
         [
             (consume, (
-                result_desc, given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, VALUE_DIM,
-                BLOCKS, SEGMENTS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 0,
+                result_desc, given, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM,
+                META.VALUE_DIM, META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED,
+                META.FEATURE_MAP, META.SCALE, META.NORMALIZE, 0,
             )),
             (consume, (
-                result_desc, given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, VALUE_DIM,
-                BLOCKS, SEGMENTS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 1,
+                result_desc, given, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM,
+                META.VALUE_DIM, META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED,
+                META.FEATURE_MAP, META.SCALE, META.NORMALIZE, 1,
             )),
             (map_keys, (
-                given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, BLOCKS, SEGMENTS,
-                BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 0,
+                given, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM, META.BLOCKS,
+                META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP, META.SCALE,
+                META.NORMALIZE, 0,
             )),
             (map_keys, (
-                given, kept, before, sizes, eps, rings, GROUP, HEAD_DIM, BLOCKS, SEGMENTS,
-                BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, NORMALIZE, 1,
+                given, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM, META.BLOCKS,
+                META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP, META.SCALE,
+                META.NORMALIZE, 1,
             )),
             (produce, (
                 query_desc, grad_desc, key_desc, value_desc, output_desc, sizes, rings,
-                HEADS_PER_QUERY, HEADS_PER_KEY, HEADS_PER_VALUE, BLOCKS, SEGMENTS, BOTTOM_RIGHT,
-                False,
+                META.HEADS_PER_QUERY, META.HEADS_PER_KEY, META.HEADS_PER_VALUE, META.BLOCKS,
+                META.SEGMENTS, META.BOTTOM_RIGHT, False,
             )),
         ],
         [4, 4, 4, 1],
-        [CONSUMER_REGISTERS, MAPPER_REGISTERS, MAPPER_REGISTERS, 24],
+        [META.CONSUMER_REGISTERS, META.MAPPER_REGISTERS, META.MAPPER_REGISTERS, 24],
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ Source: Katharopoulos et al. 2020, sections 3.2 and 3.3; chunks as in Hua et al.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -49,47 +51,69 @@ from saccade.ops.linear_attention.hopper.smem import make_linear_rings
 from saccade.ops.linear_attention.triton.chunk import divisor_of
 
 
+class LinearForwardMeta(NamedTuple):
+    """What is known of the call, and how the kernel runs, when it is compiled."""
+
+    HEADS_PER_QUERY: Any
+    HEADS_PER_KEY: Any
+    HEADS_PER_VALUE: Any
+    GROUP: Any
+    HEAD_DIM: Any
+    VALUE_DIM: Any
+    BLOCKS: Any
+    TILES: Any
+    SEGMENTS: Any
+    BOTTOM_RIGHT: Any
+    FEATURE_MAP: Any
+    SCALE: Any
+    NORMALIZE: Any
+    STAGES: Any
+    OUTPUT_STAGES: Any
+    CONSUMER_REGISTERS: Any
+    MAPPER_REGISTERS: Any
+
+
 @gluon.jit(do_not_specialize=["eps"])
 def linear_forward(
     query_desc, key_desc, value_desc, output_desc, kept, before, after, sizes, eps,
-    HEADS_PER_QUERY: gl.constexpr, HEADS_PER_KEY: gl.constexpr, HEADS_PER_VALUE: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
-    TILES: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
-    FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
-    STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
+    META: gl.constexpr,
 ):  # fmt: skip
     """One program: all rows of two blocks of values, or of one segment of them.
 
     before, after: states (Sums) that the segment starts from and ends with, or None. So many
     (HEADS_PER_QUERY, …) output heads share one of queries, keys, values and states (GROUP).
     """
-    rings = make_linear_rings(query_desc, BLOCKS, STAGES, OUTPUT_STAGES)
+    rings = make_linear_rings(query_desc, META.BLOCKS, META.STAGES, META.OUTPUT_STAGES)
     gl.warp_specialize(
         [
             (consume, (
-                output_desc, kept, before, after, sizes, eps, rings, GROUP, HEAD_DIM,
-                VALUE_DIM, BLOCKS, TILES, SEGMENTS, BOTTOM_RIGHT, NORMALIZE, OUTPUT_STAGES, 0,
+                output_desc, kept, before, after, sizes, eps, rings, META.GROUP, META.HEAD_DIM,
+                META.VALUE_DIM, META.BLOCKS, META.TILES, META.SEGMENTS, META.BOTTOM_RIGHT,
+                META.NORMALIZE, META.OUTPUT_STAGES, 0,
             )),
             (consume, (
-                output_desc, kept, before, after, sizes, eps, rings, GROUP, HEAD_DIM,
-                VALUE_DIM, BLOCKS, TILES, SEGMENTS, BOTTOM_RIGHT, NORMALIZE, OUTPUT_STAGES, 1,
+                output_desc, kept, before, after, sizes, eps, rings, META.GROUP, META.HEAD_DIM,
+                META.VALUE_DIM, META.BLOCKS, META.TILES, META.SEGMENTS, META.BOTTOM_RIGHT,
+                META.NORMALIZE, META.OUTPUT_STAGES, 1,
             )),
             (map_features, (
-                kept, before, after, sizes, rings, GROUP, HEAD_DIM, BLOCKS, TILES, SEGMENTS,
-                BOTTOM_RIGHT, FEATURE_MAP, SCALE, NORMALIZE, True, 0,
+                kept, before, after, sizes, rings, META.GROUP, META.HEAD_DIM, META.BLOCKS,
+                META.TILES, META.SEGMENTS, META.BOTTOM_RIGHT, META.FEATURE_MAP, META.SCALE,
+                META.NORMALIZE, True, 0,
             )),
             (map_features, (
-                kept, before, after, sizes, rings, GROUP, HEAD_DIM, BLOCKS, TILES, SEGMENTS,
-                BOTTOM_RIGHT, FEATURE_MAP, SCALE, NORMALIZE, True, 1,
+                kept, before, after, sizes, rings, META.GROUP, META.HEAD_DIM, META.BLOCKS,
+                META.TILES, META.SEGMENTS, META.BOTTOM_RIGHT, META.FEATURE_MAP, META.SCALE,
+                META.NORMALIZE, True, 1,
             )),
             (produce, (
-                query_desc, key_desc, value_desc, sizes, rings, HEADS_PER_QUERY, HEADS_PER_KEY,
-                HEADS_PER_VALUE, BLOCKS, TILES, SEGMENTS, BOTTOM_RIGHT,
+                query_desc, key_desc, value_desc, sizes, rings, META.HEADS_PER_QUERY,
+                META.HEADS_PER_KEY, META.HEADS_PER_VALUE, META.BLOCKS, META.TILES, META.SEGMENTS,
+                META.BOTTOM_RIGHT,
             )),
         ],
         [4, 4, 4, 1],
-        [CONSUMER_REGISTERS, MAPPER_REGISTERS, MAPPER_REGISTERS, 24],
+        [META.CONSUMER_REGISTERS, META.MAPPER_REGISTERS, META.MAPPER_REGISTERS, 24],
     )  # fmt: skip
 
 

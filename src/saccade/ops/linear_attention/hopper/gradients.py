@@ -20,11 +20,14 @@ from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, readable
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.ops.attention.triton.call_spec import remembered
-from saccade.ops.linear_attention.hopper.backward_dkdv import linear_backward_keys
-from saccade.ops.linear_attention.hopper.backward_dq import linear_backward_queries
+from saccade.ops.linear_attention.hopper.backward_dkdv import KeyGradientMeta, linear_backward_keys
+from saccade.ops.linear_attention.hopper.backward_dq import (
+    QueryGradientMeta,
+    linear_backward_queries,
+)
 from saccade.ops.linear_attention.hopper.backward_rows import RowNumbers
 from saccade.ops.linear_attention.hopper.program import Kept, is_balanced
-from saccade.ops.linear_attention.hopper.scan_d256 import linear_wide
+from saccade.ops.linear_attention.hopper.scan_d256 import WideMeta, linear_wide
 from saccade.ops.linear_attention.hopper.split import (
     BLOCK,
     HeadSplit,
@@ -110,7 +113,7 @@ class WidePass(NamedTuple):
                 "CONSUMER_REGISTERS": schedule.consumer_registers,
                 "MAPPER_REGISTERS": schedule.mapper_registers,
             }
-            return Launch(linear_wide, constants, {"num_warps": 4})
+            return Launch(linear_wide, constants, {"num_warps": 4}, meta=WideMeta)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             lengths = passes.inputs.key_lengths
@@ -316,7 +319,9 @@ class HopperPasses(Passes):
                 **OF_QUERIES.constants(),
                 "OUTPUT_STAGES": OUTPUT_STAGES,
             }
-            return Launch(linear_backward_queries, constants, {"num_warps": 4})
+            return Launch(
+                linear_backward_queries, constants, {"num_warps": 4}, meta=QueryGradientMeta
+            )
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             kept = Kept(
@@ -352,7 +357,7 @@ class HopperPasses(Passes):
                 **self._constants(split),
                 **OF_KEYS.constants(),
             }
-            return Launch(linear_backward_keys, constants, {"num_warps": 4})
+            return Launch(linear_backward_keys, constants, {"num_warps": 4}, meta=KeyGradientMeta)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             return (

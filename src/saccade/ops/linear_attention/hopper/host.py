@@ -16,7 +16,7 @@ from saccade.gpu.hopper.descriptors import aligned
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.ops.attention.triton.call_spec import remembered
-from saccade.ops.linear_attention.hopper.forward import linear_forward
+from saccade.ops.linear_attention.hopper.forward import LinearForwardMeta, linear_forward
 from saccade.ops.linear_attention.hopper.gradients import WidePass
 from saccade.ops.linear_attention.hopper.gradients import backward as backward
 from saccade.ops.linear_attention.hopper.program import Kept
@@ -125,7 +125,7 @@ class LinearHopperForward(NamedTuple):
                 "CONSUMER_REGISTERS": schedule.consumer_registers,
                 "MAPPER_REGISTERS": schedule.mapper_registers,
             }
-            return Launch(linear_forward, constants, {"num_warps": 4})
+            return Launch(linear_forward, constants, {"num_warps": 4}, meta=LinearForwardMeta)
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             lengths = inputs.key_lengths

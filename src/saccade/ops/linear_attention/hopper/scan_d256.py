@@ -25,6 +25,8 @@ of b is half of their registers. Another partition loads rows, and maps them whe
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -72,15 +74,33 @@ MAPPER_WARPS = gl.constexpr(8)  # which load, too
 HALF = gl.constexpr(128)  # inner channels that are narrowed at once
 
 
+class WideMeta(NamedTuple):
+    """What is known of the call, and how the kernel runs, when it is compiled."""
+
+    HEADS_PER_A: Any
+    HEADS_PER_B: Any
+    HEADS_PER_C: Any
+    HEADS_PER_OWN: Any
+    GROUP: Any
+    HEAD_DIM: Any
+    VALUE_DIM: Any
+    TILES: Any
+    SEGMENTS: Any
+    PASS: Any
+    BOTTOM_RIGHT: Any
+    STARTED: Any
+    FEATURE_MAP: Any
+    SCALE: Any
+    NORMALIZE: Any
+    STAGES: Any
+    CONSUMER_REGISTERS: Any
+    MAPPER_REGISTERS: Any
+
+
 @gluon.jit(do_not_specialize=["eps"])
 def linear_wide(
     a_desc, b_desc, c_desc, own_desc, result_desc, given, kept, before, after, sizes, eps,
-    HEADS_PER_A: gl.constexpr, HEADS_PER_B: gl.constexpr, HEADS_PER_C: gl.constexpr,
-    HEADS_PER_OWN: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    VALUE_DIM: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr, PASS: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
-    SCALE: gl.constexpr, NORMALIZE: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, MAPPER_REGISTERS: gl.constexpr,
+    META: gl.constexpr,
 ):  # fmt: skip
     """One program: 128 channels of all rows of a head, or of one segment of them.
 
@@ -88,28 +108,29 @@ def linear_wide(
     after: states (Sums) that the segment starts from and ends with, or None. So many (HEADS_PER_A,
     …) output heads share one of each operand, and of states (GROUP).
     """
-    INNER: gl.constexpr = PASS == OUTPUT or PASS == GRAD_VALUE  # channels that are mapped
-    rings = make_wide_rings(a_desc, c_desc, own_desc, STAGES)
+    INNER: gl.constexpr = META.PASS == OUTPUT or META.PASS == GRAD_VALUE  # channels that are mapped
+    rings = make_wide_rings(a_desc, c_desc, own_desc, META.STAGES)
     gl.warp_specialize(
         [
             (consume, (
-                own_desc, result_desc, kept, before, after, sizes, eps, rings, GROUP, HEAD_DIM,
-                VALUE_DIM, TILES, SEGMENTS, PASS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE,
-                NORMALIZE, 0,
+                own_desc, result_desc, kept, before, after, sizes, eps, rings, META.GROUP,
+                META.HEAD_DIM, META.VALUE_DIM, META.TILES, META.SEGMENTS, META.PASS,
+                META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP, META.SCALE, META.NORMALIZE, 0,
             )),
             (consume, (
-                own_desc, result_desc, kept, before, after, sizes, eps, rings, GROUP, HEAD_DIM,
-                VALUE_DIM, TILES, SEGMENTS, PASS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE,
-                NORMALIZE, 1,
+                own_desc, result_desc, kept, before, after, sizes, eps, rings, META.GROUP,
+                META.HEAD_DIM, META.VALUE_DIM, META.TILES, META.SEGMENTS, META.PASS,
+                META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP, META.SCALE, META.NORMALIZE, 1,
             )),
             (map_inner if INNER else map_outer, (
                 (a_desc, b_desc, c_desc, own_desc), given, kept, before, after, sizes, rings,
-                GROUP, HEAD_DIM, TILES, SEGMENTS, PASS, BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE,
-                NORMALIZE, (HEADS_PER_A, HEADS_PER_B, HEADS_PER_C, HEADS_PER_OWN),
+                META.GROUP, META.HEAD_DIM, META.TILES, META.SEGMENTS, META.PASS, META.BOTTOM_RIGHT,
+                META.STARTED, META.FEATURE_MAP, META.SCALE, META.NORMALIZE, (META.HEADS_PER_A,
+                META.HEADS_PER_B, META.HEADS_PER_C, META.HEADS_PER_OWN),
             )),
         ],
         [4, MAPPER_WARPS],
-        [CONSUMER_REGISTERS, MAPPER_REGISTERS],
+        [META.CONSUMER_REGISTERS, META.MAPPER_REGISTERS],
     )  # fmt: skip
 
 

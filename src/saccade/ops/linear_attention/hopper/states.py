@@ -1,5 +1,8 @@
 """The states of segments alone, by Hopper's kernel (chunk_state.py)."""
 
+# Fields of META are read off a constexpr.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -110,24 +113,15 @@ def collect_queries(passes: Passes, split: HeadSplit, given: LinearBackwardInput
 @triton.jit
 def linear_nan_safe(
     nonfinite, a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before,
-    HEADS_PER_A: tl.constexpr, HEADS_PER_B: tl.constexpr, HEADS_PER_C: tl.constexpr,
-    HEADS_PER_THROUGH: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    INNER: tl.constexpr, INNER_WIDTH: tl.constexpr, OUTER: tl.constexpr, OUTER_TILE: tl.constexpr,
-    TILES: tl.constexpr, CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NUMBERS: tl.constexpr,
-    PARTS: tl.constexpr,
+    META: tl.constexpr,
 ):  # fmt: skip
     """As `linear_sweep`, of segments of which one of PARTS numbers is not 0. States after segments
     stay as they are: NaN in either case."""
-    segment = tl.program_id(0) // TILES
-    part = tl.arange(0, triton.next_power_of_2(PARTS))
-    flags = tl.load(nonfinite + segment * PARTS + part, mask=part < PARTS, other=0)
+    segment = tl.program_id(0) // META.TILES
+    part = tl.arange(0, triton.next_power_of_2(META.PARTS))
+    flags = tl.load(nonfinite + segment * META.PARTS + part, mask=part < META.PARTS, other=0)
     if tl.max(flags, 0) > 0:
         linear_sweep(
             a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, None,
-            HEADS_PER_A, HEADS_PER_B, HEADS_PER_C, HEADS_PER_THROUGH, GROUP, STATE_HEADS, SEGMENTS,
-            INNER, INNER_WIDTH, OUTER, OUTER_TILE, TILES, CHUNK, PASS, CAUSAL, BOTTOM_RIGHT,
-            STARTED, NORMALIZE, PRECISION, BEFORE, False, NUMBERS,
+            META,
         )  # fmt: skip

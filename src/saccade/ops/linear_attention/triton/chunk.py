@@ -4,6 +4,7 @@ A state is (matrix [values, keys], vector [keys]), channels of each, as chunk_sc
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportAttributeAccessIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -19,32 +20,50 @@ from saccade.gpu.tensor_view import nonfinite_rows, row_pointers, tile_pointers,
 @triton.jit
 def add_others(
     b, c, factors, minus_delta, batch, head, first, seen, fade, inner, outer, state,
-    HEADS_PER_B: tl.constexpr, HEADS_PER_C: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
-    PASS: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, FADED: tl.constexpr,
-    NAN_SAFE: tl.constexpr,
+    META: tl.constexpr, FADED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """The state with a chunk of the other side added to it, and the chunk: its rows as they are
     [channels, rows], its features [rows, channels] and what they are to be multiplied by, β, and
     which of its rows are nonfinite."""
     matrix, vector = state
-    OF_QUERIES: tl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
-    FACTORED: tl.constexpr = OF_QUERIES and NORMALIZE != "none"
+    OF_QUERIES: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_QUERY
+    FACTORED: tl.constexpr = OF_QUERIES and META.NORMALIZE != "none"
     extra = seen.to(tl.float32)
-    if PASS == GRAD_KEY:
+    if META.PASS == GRAD_KEY:
         extra = load_number(minus_delta, batch, head, first + tl.arange(0, seen.shape[0]), seen)
-    if PASS == GRAD_QUERY or PASS == GRAD_KEY:  # noqa: SIM109 (a constexpr is in no tuple)
+    if META.PASS == GRAD_QUERY or META.PASS == GRAD_KEY:  # a constexpr is in no tuple
         wide = load_features(
-            c, factors, batch, head, first, seen, outer, HEADS_PER_C, OUTER, False, FACTORED
+            c,
+            factors,
+            batch,
+            head,
+            first,
+            seen,
+            outer,
+            META.HEADS_PER_C,
+            META.OUTER,
+            False,
+            FACTORED,
         )
         plain = load_features(
-            b, factors, batch, head, first, seen, inner, HEADS_PER_B, INNER, True, False
+            b, factors, batch, head, first, seen, inner, META.HEADS_PER_B, META.INNER, True, False
         )
     else:
         wide = load_features(
-            b, factors, batch, head, first, seen, inner, HEADS_PER_B, INNER, False, FACTORED
+            b,
+            factors,
+            batch,
+            head,
+            first,
+            seen,
+            inner,
+            META.HEADS_PER_B,
+            META.INNER,
+            False,
+            FACTORED,
         )
         plain = load_features(
-            c, factors, batch, head, first, seen, outer, HEADS_PER_C, OUTER, True, False
+            c, factors, batch, head, first, seen, outer, META.HEADS_PER_C, META.OUTER, True, False
         )
     nonfinite = seen
     if NAN_SAFE:
@@ -55,13 +74,13 @@ def add_others(
     summed_decay = wide
     if FADED:
         summed_decay = wide.to(tl.float32) * fade[:, None]
-    if PASS == GRAD_KEY:
+    if META.PASS == GRAD_KEY:
         vector += tl.sum(summed_decay.to(tl.float32) * extra[:, None], 0)
-    elif PASS == GRAD_QUERY or (PASS == OUTPUT and factors is None):
+    elif META.PASS == GRAD_QUERY or (META.PASS == OUTPUT and factors is None):
         vector += tl.sum(summed_decay.to(tl.float32), 0)
     features, unit = in_units(wide, plain.dtype, FACTORED)
     summed_decay, faded_unit = in_units(summed_decay, plain.dtype, FACTORED)
-    matrix += tl.dot(plain, summed_decay, input_precision=PRECISION) * faded_unit
+    matrix += tl.dot(plain, summed_decay, input_precision=META.PRECISION) * faded_unit
     if NAN_SAFE:
         poison = tl.where(tl.max(nonfinite.to(tl.int32), 0) > 0, float("nan"), 0.0)
         matrix, vector = matrix + poison, vector + poison

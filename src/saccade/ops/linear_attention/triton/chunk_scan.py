@@ -27,10 +27,13 @@ decay as in RetNet (Sun et al. 2023), equations 5 to 7.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportAttributeAccessIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -59,16 +62,38 @@ from saccade.ops.linear_attention.triton.positions import (
 )
 
 
+class SweepMeta(NamedTuple):
+    """What is known of a sweep when it is compiled: heads that share an operand, channels, pass."""
+
+    HEADS_PER_A: Any
+    HEADS_PER_B: Any
+    HEADS_PER_C: Any
+    HEADS_PER_THROUGH: Any
+    GROUP: Any
+    STATE_HEADS: Any
+    SEGMENTS: Any
+    INNER: Any
+    INNER_WIDTH: Any
+    OUTER: Any
+    OUTER_TILE: Any
+    TILES: Any
+    CHUNK: Any
+    PASS: Any
+    CAUSAL: Any
+    BOTTOM_RIGHT: Any
+    STARTED: Any
+    NORMALIZE: Any
+    PRECISION: Any
+    BEFORE: Any
+    AFTER: Any
+    NUMBERS: Any
+    PARTS: Any = None
+
+
 @triton.jit
 def linear_sweep(
     a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, after,
-    HEADS_PER_A: tl.constexpr, HEADS_PER_B: tl.constexpr, HEADS_PER_C: tl.constexpr,
-    HEADS_PER_THROUGH: tl.constexpr, GROUP: tl.constexpr, STATE_HEADS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    INNER: tl.constexpr, INNER_WIDTH: tl.constexpr, OUTER: tl.constexpr, OUTER_TILE: tl.constexpr,
-    TILES: tl.constexpr, CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NUMBERS: tl.constexpr,
+    META: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of channels of all rows of a head, or of one segment of them.
 
@@ -78,119 +103,116 @@ def linear_sweep(
     of (Operand). before, after: states (Sums) that the segment starts from and ends with. Without
     CAUSAL every row reads the state before, in which all rows of the other side are.
     """
-    BACKWARDS: tl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
-    AUGMENTED: tl.constexpr = PASS != OUTPUT and PASS != GRAD_VALUE
-    HEADS: tl.constexpr = STATE_HEADS if BACKWARDS else STATE_HEADS * GROUP
+    BACKWARDS: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_QUERY
+    AUGMENTED: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_VALUE
+    HEADS: tl.constexpr = META.STATE_HEADS if BACKWARDS else META.STATE_HEADS * META.GROUP
     program = tl.program_id(0)
-    tile, segment = program % TILES, (program // TILES) % SEGMENTS
-    head = (program // (TILES * SEGMENTS)) % HEADS
-    batch = program // (TILES * SEGMENTS * HEADS)
-    state_head = head if BACKWARDS else head // GROUP
-    bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
-    pad_rows(result, 0.0, OUTER, OUTER_TILE)
-    if NUMBERS and PASS == OUTPUT:
+    tile, segment = program % META.TILES, (program // META.TILES) % META.SEGMENTS
+    head = (program // (META.TILES * META.SEGMENTS)) % HEADS
+    batch = program // (META.TILES * META.SEGMENTS * HEADS)
+    state_head = head if BACKWARDS else head // META.GROUP
+    bounds = bounds_of(sequence, batch, META.BOTTOM_RIGHT)
+    pad_rows(result, 0.0, META.OUTER, META.OUTER_TILE)
+    if META.NUMBERS and META.PASS == OUTPUT:
         pad_rows(numbers, 0.0, 1, 1)
-    inner, outer = tl.arange(0, INNER_WIDTH), tile * OUTER_TILE + tl.arange(0, OUTER_TILE)
+    inner, outer = (
+        tl.arange(0, META.INNER_WIDTH),
+        tile * META.OUTER_TILE + tl.arange(0, META.OUTER_TILE),
+    )
     at = (batch, head, state_head, tile)
 
-    number = (wide(state_of(sequence, batch)) * STATE_HEADS + state_head) * SEGMENTS + segment
-    keys, values, KEYS, VALUES = inner, outer, INNER, OUTER
+    number = (
+        wide(state_of(sequence, batch)) * META.STATE_HEADS + state_head
+    ) * META.SEGMENTS + segment
+    keys, values, KEYS, VALUES = inner, outer, META.INNER, META.OUTER
     if AUGMENTED:
-        keys, values, KEYS, VALUES = outer, inner, OUTER, INNER
-    state = start_sums(before, number, keys, values, KEYS, VALUES, BEFORE)
-    chunks = tl.cdiv(bounds[5], CHUNK)
-    of_segment = tl.cdiv(chunks, SEGMENTS)
+        keys, values, KEYS, VALUES = outer, inner, META.OUTER, META.INNER
+    state = start_sums(before, number, keys, values, KEYS, VALUES, META.BEFORE)
+    chunks = tl.cdiv(bounds[5], META.CHUNK)
+    of_segment = tl.cdiv(chunks, META.SEGMENTS)
     num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
     for index in range(0, num_chunks):
         chunk = segment * of_segment + (num_chunks - 1 - index if BACKWARDS else index)
         state = visit(
-            a, b, c, factors, minus_delta, result, numbers, through, eps, sequence,
-            (at, bounds, bounds[4] + chunk * CHUNK, inner, outer), state,
-            HEADS_PER_A, HEADS_PER_B, HEADS_PER_C, HEADS_PER_THROUGH, GROUP, INNER, OUTER, CHUNK,
-            PASS, CAUSAL, STARTED, NORMALIZE, PRECISION, NUMBERS, False,
+            a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, (at, bounds,
+            bounds[4] + chunk * META.CHUNK, inner, outer), state, META, False,
         )  # fmt: skip
-    if CAUSAL and any_nonfinite(state[0]):
+    if META.CAUSAL and any_nonfinite(state[0]):
         # NaN or inf: within its chunk it may have reached rows that do not see it. NaN-safe again.
-        state = start_sums(before, number, keys, values, KEYS, VALUES, BEFORE)
+        state = start_sums(before, number, keys, values, KEYS, VALUES, META.BEFORE)
         for index in tl.range(0, num_chunks, num_stages=1):
             chunk = segment * of_segment + (num_chunks - 1 - index if BACKWARDS else index)
             state = visit(
                 a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, (at, bounds,
-                bounds[4] + chunk * CHUNK, inner, outer), state, HEADS_PER_A, HEADS_PER_B,
-                HEADS_PER_C, HEADS_PER_THROUGH, GROUP, INNER, OUTER, CHUNK, PASS, CAUSAL, STARTED,
-                NORMALIZE, PRECISION, NUMBERS, True,
+                bounds[4] + chunk * META.CHUNK, inner, outer), state, META, True,
             )  # fmt: skip
-    if AFTER:
-        mine = (head % GROUP == 0) | BACKWARDS
+    if META.AFTER:
+        mine = (head % META.GROUP == 0) | BACKWARDS
         keep_sums(after, number, keys, values, state[0], state[1], mine, KEYS, VALUES)
 
 
 @triton.jit
 def visit(
     a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, place, state,
-    HEADS_PER_A: tl.constexpr, HEADS_PER_B: tl.constexpr, HEADS_PER_C: tl.constexpr,
-    HEADS_PER_THROUGH: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
-    CHUNK: tl.constexpr, PASS: tl.constexpr, CAUSAL: tl.constexpr, STARTED: tl.constexpr,
-    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, NUMBERS: tl.constexpr, NAN_SAFE: tl.constexpr,
+    META: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """Store the results of one chunk; the state with the chunk added to it.
 
     place: (which heads and tile, the sequence's bounds, the first place of the chunk, channels).
     """
-    BACKWARDS: tl.constexpr = PASS != OUTPUT and PASS != GRAD_QUERY
-    AUGMENTED: tl.constexpr = PASS != OUTPUT and PASS != GRAD_VALUE
+    BACKWARDS: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_QUERY
+    AUGMENTED: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_VALUE
     FADED: tl.constexpr = sequence.summed_decay is not None
-    COUNTED: tl.constexpr = PASS == OUTPUT and factors is not None
+    COUNTED: tl.constexpr = META.PASS == OUTPUT and factors is not None
     at, bounds, start, inner, outer = place
     batch, head, state_head, tile = at
     matrix, vector = state
-    places = start + tl.arange(0, CHUNK)
-    common = head * GROUP if BACKWARDS else head  # the first output head that is concerned
+    places = start + tl.arange(0, META.CHUNK)
+    common = head * META.GROUP if BACKWARDS else head  # the first output head that is concerned
     if BACKWARDS:
         first, others_first = start, start - bounds[0]
         _, exist, seen = keys_at(bounds, places)
-        _, _, others_seen = queries_at(bounds, places, STARTED, CAUSAL)
+        _, _, others_seen = queries_at(bounds, places, META.STARTED, META.CAUSAL)
     else:
         first, others_first = start - bounds[0], start
-        _, exist, seen = queries_at(bounds, places, STARTED, CAUSAL)
+        _, exist, seen = queries_at(bounds, places, META.STARTED, META.CAUSAL)
         _, _, others_seen = keys_at(bounds, places)
     own = 0.0, 1.0
     if AUGMENTED:  # asked for early, as nothing hides how long it takes
         own = load_own(
-            through, factors, batch, common, first, seen, outer, HEADS_PER_THROUGH, OUTER,
-            PASS == GRAD_QUERY and NORMALIZE != "none",
+            through, factors, batch, common, first, seen, outer, META.HEADS_PER_THROUGH, META.OUTER,
+            META.PASS == GRAD_QUERY and META.NORMALIZE != "none",
         )  # fmt: skip
     fade = others_seen.to(tl.float32)
     if FADED:
-        until, whole = decays_of(sequence, batch, state_head, start, CHUNK)
+        until, whole = decays_of(sequence, batch, state_head, start, META.CHUNK)
         fade = tl.exp(until if BACKWARDS else whole - until)
     # Later rows read the state before the chunk, which is narrowed before the chunk is added.
     narrowed, factor = narrow(matrix, b.rows.ptr.dtype.element_ty, 0 if AUGMENTED else 1)
-    if CAUSAL:
+    if META.CAUSAL:
         if FADED:
             state = matrix * tl.exp(whole), vector * tl.exp(whole)
         state, others = add_others(
             b, c, factors, minus_delta, batch, common, others_first, others_seen, fade, inner,
-            outer, state, HEADS_PER_B, HEADS_PER_C, INNER, OUTER, PASS, NORMALIZE, PRECISION, FADED,
-            NAN_SAFE,
+            outer, state, META, FADED, NAN_SAFE,
         )  # fmt: skip
     a_wide = load_features(
-        a, factors, batch, common, first, seen, inner, HEADS_PER_A, INNER, False, False
+        a, factors, batch, common, first, seen, inner, META.HEADS_PER_A, META.INNER, False, False
     )
-    total = tl.zeros([CHUNK], tl.float32)
-    if PASS == OUTPUT:
+    total = tl.zeros([META.CHUNK], tl.float32)
+    if META.PASS == OUTPUT:
         total = total_of(factors, a_wide, vector, batch, common, first, seen)
     a_tile = a_wide.to(a.rows.ptr.dtype.element_ty)
     extra = seen.to(tl.float32)
     if AUGMENTED:
-        found = tl.dot(a_tile, narrowed, input_precision=PRECISION) * factor
-        if PASS == GRAD_QUERY:
-            extra = load_number(minus_delta, batch, common, first + tl.arange(0, CHUNK), seen)
+        found = tl.dot(a_tile, narrowed, input_precision=META.PRECISION) * factor
+        if META.PASS == GRAD_QUERY:
+            extra = load_number(minus_delta, batch, common, first + tl.arange(0, META.CHUNK), seen)
         found += extra[:, None] * vector[None, :]
     else:
-        found = times_sums(a_tile, narrowed, factor, PRECISION)
+        found = times_sums(a_tile, narrowed, factor, META.PRECISION)
     if FADED:
-        if CAUSAL:
+        if META.CAUSAL:
             left = tl.exp(whole - until if BACKWARDS else until)
             found = found * left[:, None]
             if not COUNTED:
@@ -199,23 +221,22 @@ def visit(
             end = faded_until(sequence, batch, state_head, bounds[2])
             left = tl.exp((end - faded_until(sequence, batch, state_head, places)).to(tl.float32))
             found = found * left[:, None]
-    if CAUSAL:
+    if META.CAUSAL:
         meet = places[None, :] <= places[:, None]
         if BACKWARDS:
             meet = places[None, :] >= places[:, None]
-        for member in tl.static_range(GROUP if BACKWARDS else 1):
+        for member in tl.static_range(META.GROUP if BACKWARDS else 1):
             if member > 0:
                 state, others = add_others(
                     b, c, factors, minus_delta, batch, common + member, others_first, others_seen,
-                    fade, inner, outer, state, HEADS_PER_B, HEADS_PER_C, INNER, OUTER, PASS,
-                    NORMALIZE, PRECISION, FADED, NAN_SAFE,
+                    fade, inner, outer, state, META, FADED, NAN_SAFE,
                 )  # fmt: skip
             plain, features, unit, other_extra, nonfinite = others
             if AUGMENTED:
-                scores = tl.dot(a_tile, plain, input_precision=PRECISION)
+                scores = tl.dot(a_tile, plain, input_precision=META.PRECISION)
                 scores += extra[:, None] * other_extra[None, :]
             else:
-                scores = tl.dot(a_tile, tl.trans(features), input_precision=PRECISION) * unit
+                scores = tl.dot(a_tile, tl.trans(features), input_precision=META.PRECISION) * unit
             if FADED:
                 gap = until[:, None] - until[None, :]
                 gap = -gap if BACKWARDS else gap
@@ -223,15 +244,15 @@ def visit(
             if NAN_SAFE:
                 scores = tl.where(nonfinite[None, :], float("nan"), scores)
             scores = tl.where(meet, scores, 0.0)
-            if PASS == OUTPUT and not COUNTED:
+            if META.PASS == OUTPUT and not COUNTED:
                 total += tl.sum(scores, 1)
             scores, factor = narrow(scores, plain.dtype, 1)
             if AUGMENTED:
-                found += tl.dot(scores, features, input_precision=PRECISION) * (factor * unit)
+                found += tl.dot(scores, features, input_precision=META.PRECISION) * (factor * unit)
             else:
-                found += tl.dot(scores, tl.trans(plain), input_precision=PRECISION) * factor
+                found += tl.dot(scores, tl.trans(plain), input_precision=META.PRECISION) * factor
     store_result(
         result, numbers, through, own, eps, (batch, head, tile), first, exist, seen, outer, found,
-        total, OUTER, PASS, NORMALIZE, NUMBERS,
+        total, META.OUTER, META.PASS, META.NORMALIZE, META.NUMBERS,
     )  # fmt: skip
     return state

@@ -8,9 +8,12 @@ ones before it left.
 """
 
 # Triton's own annotations make its functions look as if they never returned.
+# pyright: reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -29,73 +32,109 @@ from saccade.ops.linear_attention.triton.positions import (
 PARTS = tl.constexpr(16)  # of a sum of rows, each of them the sum of some
 
 
+class CollectMeta(NamedTuple):
+    """What is known of the sums over one side when their kernel is compiled."""
+
+    HEADS_PER_ROWS: Any
+    HEADS_PER_OTHERS: Any
+    GROUP: Any
+    STATE_HEADS: Any
+    SEGMENTS: Any
+    INNER: Any
+    INNER_WIDTH: Any
+    OUTER: Any
+    OUTER_TILE: Any
+    TILES: Any
+    CHUNK: Any
+    QUERIES: Any
+    CAUSAL: Any
+    BOTTOM_RIGHT: Any
+    STARTED: Any
+    NORMALIZE: Any
+    PRECISION: Any
+
+
 @triton.jit
 def linear_collect(
-    rows, others, factors, weights, sequence, after,  # Views of 1 / divisor and −δ
-    HEADS_PER_ROWS: tl.constexpr, HEADS_PER_OTHERS: tl.constexpr, GROUP: tl.constexpr,
-    STATE_HEADS: tl.constexpr, SEGMENTS: tl.constexpr,
-    INNER: tl.constexpr, INNER_WIDTH: tl.constexpr, OUTER: tl.constexpr, OUTER_TILE: tl.constexpr,
-    TILES: tl.constexpr, CHUNK: tl.constexpr, QUERIES: tl.constexpr, CAUSAL: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    rows, others, factors, weights, sequence, after, META: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of channels of one state, over one segment."""
     program = tl.program_id(0)
-    tile, segment = program % TILES, (program // TILES) % SEGMENTS
-    head = (program // (TILES * SEGMENTS)) % STATE_HEADS
-    batch = program // (TILES * SEGMENTS * STATE_HEADS)
-    bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
-    inner, outer = tl.arange(0, INNER_WIDTH), tile * OUTER_TILE + tl.arange(0, OUTER_TILE)
-    matrix, _ = start_sums(after, 0, inner, outer, INNER, OUTER, False)
-    vector = tl.zeros([PARTS, INNER_WIDTH], tl.float32)
-    chunks = tl.cdiv(bounds[5], CHUNK)
-    of_segment = tl.cdiv(chunks, SEGMENTS)
+    tile, segment = program % META.TILES, (program // META.TILES) % META.SEGMENTS
+    head = (program // (META.TILES * META.SEGMENTS)) % META.STATE_HEADS
+    batch = program // (META.TILES * META.SEGMENTS * META.STATE_HEADS)
+    bounds = bounds_of(sequence, batch, META.BOTTOM_RIGHT)
+    inner, outer = (
+        tl.arange(0, META.INNER_WIDTH),
+        tile * META.OUTER_TILE + tl.arange(0, META.OUTER_TILE),
+    )
+    matrix, _ = start_sums(after, 0, inner, outer, META.INNER, META.OUTER, False)
+    vector = tl.zeros([PARTS, META.INNER_WIDTH], tl.float32)
+    chunks = tl.cdiv(bounds[5], META.CHUNK)
+    of_segment = tl.cdiv(chunks, META.SEGMENTS)
     num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
     for index in range(0, num_chunks):
-        chunk = segment * of_segment + (num_chunks - 1 - index if QUERIES else index)
+        chunk = segment * of_segment + (num_chunks - 1 - index if META.QUERIES else index)
         matrix, vector = collect_chunk(
             rows, others, factors, weights, sequence, (batch, head), bounds, bounds[4] + chunk *
-            CHUNK, inner, outer, matrix, vector, HEADS_PER_ROWS, HEADS_PER_OTHERS, GROUP, INNER,
-            OUTER, CHUNK, QUERIES, CAUSAL, STARTED, NORMALIZE, PRECISION,
+            META.CHUNK, inner, outer, matrix, vector, META,
         )  # fmt: skip
-    number = (wide(batch) * STATE_HEADS + head) * SEGMENTS + segment
+    number = (wide(batch) * META.STATE_HEADS + head) * META.SEGMENTS + segment
     # Every tile writes the vector: to one place, and the same.
-    keep_sums(after, number, inner, outer, matrix, tl.sum(vector, 0), True, INNER, OUTER)
+    keep_sums(after, number, inner, outer, matrix, tl.sum(vector, 0), True, META.INNER, META.OUTER)
 
 
 @triton.jit
 def collect_chunk(
     rows, others, factors, weights, sequence, at, bounds, start, inner, outer, matrix, vector,
-    HEADS_PER_ROWS: tl.constexpr, HEADS_PER_OTHERS: tl.constexpr, GROUP: tl.constexpr,
-    INNER: tl.constexpr, OUTER: tl.constexpr, CHUNK: tl.constexpr, QUERIES: tl.constexpr,
-    CAUSAL: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    META: tl.constexpr,
 ):  # fmt: skip
     """Add one chunk to the sums, after what was there has faded."""
-    FACTORED: tl.constexpr = QUERIES and NORMALIZE != "none"
+    FACTORED: tl.constexpr = META.QUERIES and META.NORMALIZE != "none"
     batch, head = at
-    places = start + tl.arange(0, CHUNK)
-    if QUERIES:
-        here, _, seen = queries_at(bounds, places, STARTED, CAUSAL)
+    places = start + tl.arange(0, META.CHUNK)
+    if META.QUERIES:
+        here, _, seen = queries_at(bounds, places, META.STARTED, META.CAUSAL)
     else:
         here, _, seen = keys_at(bounds, places)
-    first = start - bounds[0] if QUERIES else start
+    first = start - bounds[0] if META.QUERIES else start
     fade = seen.to(tl.float32)
-    if sequence.summed_decay is not None and (CAUSAL or not QUERIES):
-        until, whole = decays_of(sequence, batch, head, start, CHUNK)
-        fade = tl.exp(until if QUERIES else whole - until)
+    if sequence.summed_decay is not None and (META.CAUSAL or not META.QUERIES):
+        until, whole = decays_of(sequence, batch, head, start, META.CHUNK)
+        fade = tl.exp(until if META.QUERIES else whole - until)
         matrix, vector = matrix * tl.exp(whole), vector * tl.exp(whole)
-    for member in tl.static_range(GROUP if QUERIES else 1):
-        common = head * GROUP + member
+    for member in tl.static_range(META.GROUP if META.QUERIES else 1):
+        common = head * META.GROUP + member
         wide = load_features(
-            rows, factors, batch, common, first, seen, inner, HEADS_PER_ROWS, INNER, False, FACTORED
+            rows,
+            factors,
+            batch,
+            common,
+            first,
+            seen,
+            inner,
+            META.HEADS_PER_ROWS,
+            META.INNER,
+            False,
+            FACTORED,
         )
         tile_of_others = load_features(
-            others, factors, batch, common, first, seen, outer, HEADS_PER_OTHERS, OUTER, True, False
+            others,
+            factors,
+            batch,
+            common,
+            first,
+            seen,
+            outer,
+            META.HEADS_PER_OTHERS,
+            META.OUTER,
+            True,
+            False,
         )
         summed_decay = wide.to(tl.float32) * fade[:, None]
         narrowed, unit = in_units(summed_decay, tile_of_others.dtype, FACTORED)
-        matrix += tl.dot(tile_of_others, narrowed, input_precision=PRECISION) * unit
-        if QUERIES:
+        matrix += tl.dot(tile_of_others, narrowed, input_precision=META.PRECISION) * unit
+        if META.QUERIES:
             summed_decay = summed_decay * load_number(weights, batch, common, here, seen)[:, None]
         vector += in_parts(summed_decay)
     return matrix, vector

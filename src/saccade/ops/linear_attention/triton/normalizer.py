@@ -8,11 +8,12 @@ are tiles.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportAttributeAccessIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -60,6 +61,7 @@ def count(
         mapped = query.new_empty(query.shape), key.new_empty(key.shape)
     launch = passes.launch(
         linear_count,
+        CountMeta,
         ("count", segments, before is None, after is None, *(rows.stride() for rows in mapped)),
         counting(spec.config),
         HEADS_PER_QUERY=passes.share(spec.query_heads),
@@ -83,56 +85,98 @@ def count(
     return mapped
 
 
+class CountMeta(NamedTuple):
+    """What is known of the sums of scores when their kernel is compiled."""
+
+    HEADS_PER_QUERY: Any
+    HEADS_PER_KEY: Any
+    GROUP: Any
+    STATE_HEADS: Any
+    SEGMENTS: Any
+    INNER: Any
+    INNER_WIDTH: Any
+    CHUNK: Any
+    OF_SEGMENTS: Any
+    CAUSAL: Any
+    BOTTOM_RIGHT: Any
+    STARTED: Any
+    PRECISION: Any
+    MAPS: Any
+
+
 @triton.jit
 def linear_count(
-    query, key, totals, mapped_query, mapped_key, sequence,
-    before, after,  # addresses of sums of keys
-    HEADS_PER_QUERY: tl.constexpr, HEADS_PER_KEY: tl.constexpr, GROUP: tl.constexpr,
-    STATE_HEADS: tl.constexpr, SEGMENTS: tl.constexpr, INNER: tl.constexpr,
-    INNER_WIDTH: tl.constexpr, CHUNK: tl.constexpr, OF_SEGMENTS: tl.constexpr, CAUSAL: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr, STARTED: tl.constexpr, PRECISION: tl.constexpr,
-    MAPS: tl.constexpr,
+    query, key, totals, mapped_query, mapped_key, sequence, before, after, META: tl.constexpr,
 ):  # fmt: skip
     """One program: all rows of a head, or of one segment of them, cut for chunks of OF_SEGMENTS."""
     program = tl.program_id(0)
-    segment, head = program % SEGMENTS, (program // SEGMENTS) % (STATE_HEADS * GROUP)
-    batch = program // (SEGMENTS * STATE_HEADS * GROUP)
-    bounds = bounds_of(sequence, batch, BOTTOM_RIGHT)
+    segment, head = (
+        program % META.SEGMENTS,
+        (program // META.SEGMENTS) % (META.STATE_HEADS * META.GROUP),
+    )
+    batch = program // (META.SEGMENTS * META.STATE_HEADS * META.GROUP)
+    bounds = bounds_of(sequence, batch, META.BOTTOM_RIGHT)
     pad_rows(totals, 0.0, 1, 1)
-    inner = tl.arange(0, INNER_WIDTH)
-    number = (wide(batch) * STATE_HEADS + head // GROUP) * SEGMENTS + segment
-    vector = tl.zeros([INNER_WIDTH], tl.float32)
+    inner = tl.arange(0, META.INNER_WIDTH)
+    number = (wide(batch) * META.STATE_HEADS + head // META.GROUP) * META.SEGMENTS + segment
+    vector = tl.zeros([META.INNER_WIDTH], tl.float32)
     if before is not None:
-        vector += tl.load(before + number * INNER + inner, mask=inner < INNER, other=0.0)
-    chunks = tl.cdiv(bounds[5], CHUNK)
-    of_segment = tl.cdiv(tl.cdiv(bounds[5], OF_SEGMENTS), SEGMENTS) * (OF_SEGMENTS // CHUNK)
+        vector += tl.load(before + number * META.INNER + inner, mask=inner < META.INNER, other=0.0)
+    chunks = tl.cdiv(bounds[5], META.CHUNK)
+    of_segment = tl.cdiv(tl.cdiv(bounds[5], META.OF_SEGMENTS), META.SEGMENTS) * (
+        META.OF_SEGMENTS // META.CHUNK
+    )
     num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
     for index in range(0, num_chunks):
-        start = bounds[4] + (segment * of_segment + index) * CHUNK
-        places = start + tl.arange(0, CHUNK)
-        rows, exist, seen = queries_at(bounds, places, STARTED, CAUSAL)
+        start = bounds[4] + (segment * of_segment + index) * META.CHUNK
+        places = start + tl.arange(0, META.CHUNK)
+        rows, exist, seen = queries_at(bounds, places, META.STARTED, META.CAUSAL)
         _, keys_exist, keys_seen = keys_at(bounds, places)
         asked = load_features(
-            query, None, batch, head, start - bounds[0], seen, inner, HEADS_PER_QUERY, INNER,
-            False, False,
+            query, None, batch, head, start - bounds[0], seen, inner, META.HEADS_PER_QUERY,
+            META.INNER, False, False,
         )  # fmt: skip
         total = tl.sum(asked.to(tl.float32) * vector[None, :], 1)
         features = load_features(
-            key, None, batch, head, start, keys_seen, inner, HEADS_PER_KEY, INNER, False, False
+            key,
+            None,
+            batch,
+            head,
+            start,
+            keys_seen,
+            inner,
+            META.HEADS_PER_KEY,
+            META.INNER,
+            False,
+            False,
         )
         element: tl.constexpr = key.rows.ptr.dtype.element_ty
-        if MAPS:
-            mine, first = where_also(exist, head % HEADS_PER_QUERY == 0), start - bounds[0]
+        if META.MAPS:
+            mine, first = where_also(exist, head % META.HEADS_PER_QUERY == 0), start - bounds[0]
             store_rows(
-                mapped_query, batch, head // HEADS_PER_QUERY, first, mine, inner, asked, INNER
+                mapped_query,
+                batch,
+                head // META.HEADS_PER_QUERY,
+                first,
+                mine,
+                inner,
+                asked,
+                META.INNER,
             )
-            mine = where_also(keys_exist, head % HEADS_PER_KEY == 0)
+            mine = where_also(keys_exist, head % META.HEADS_PER_KEY == 0)
             store_rows(
-                mapped_key, batch, head // HEADS_PER_KEY, start, mine, inner, features, INNER
+                mapped_key,
+                batch,
+                head // META.HEADS_PER_KEY,
+                start,
+                mine,
+                inner,
+                features,
+                META.INNER,
             )
         summed_decay = features.to(tl.float32)
         if sequence.summed_decay is not None:
-            until, whole = decays_of(sequence, batch, head // GROUP, start, CHUNK)
+            until, whole = decays_of(sequence, batch, head // META.GROUP, start, META.CHUNK)
             total *= tl.exp(until)
             vector, summed_decay = (
                 vector * tl.exp(whole),
@@ -140,7 +184,7 @@ def linear_count(
             )
         vector += tl.sum(summed_decay, 0)
         scores = tl.dot(
-            asked.to(element), tl.trans(features.to(element)), input_precision=PRECISION
+            asked.to(element), tl.trans(features.to(element)), input_precision=META.PRECISION
         )
         if sequence.summed_decay is not None:
             scores *= tl.exp(tl.minimum(until[:, None] - until[None, :], 0.0))
@@ -148,8 +192,8 @@ def linear_count(
         at = row_pointers(totals, batch, head, rows, 0)
         tl.store(at, tl.where(seen, total, 0.0), mask=exist)
     if after is not None:
-        mine = where_also(inner < INNER, head % GROUP == 0)
-        tl.store(after + number * INNER + inner, vector, mask=mine)
+        mine = where_also(inner < META.INNER, head % META.GROUP == 0)
+        tl.store(after + number * META.INNER + inner, vector, mask=mine)
 
 
 @triton.jit

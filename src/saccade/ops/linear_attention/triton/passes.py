@@ -12,8 +12,8 @@ from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch, Pointer, next_width
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.triton.call_spec import plain
-from saccade.ops.linear_attention.triton.chunk_scan import linear_sweep
-from saccade.ops.linear_attention.triton.chunk_state import linear_collect
+from saccade.ops.linear_attention.triton.chunk_scan import SweepMeta, linear_sweep
+from saccade.ops.linear_attention.triton.chunk_state import CollectMeta, linear_collect
 from saccade.ops.linear_attention.triton.configs import BACKWARDS, LinearConfig, collecting, sharing
 from saccade.ops.linear_attention.triton.positions import Sums
 from saccade.ops.linear_attention.triton.rows import (
@@ -42,6 +42,7 @@ class Passes(Rows):
         shares = of_keys if given is None else of_queries
         launch = self.launch(
             linear_collect,
+            CollectMeta,
             ("collect", segments, given and given.grad_output.stride()),
             collecting(spec.config, 1 if given is None else spec.group),
             HEADS_PER_ROWS=self.share(shares[0]),
@@ -183,6 +184,7 @@ class Passes(Rows):
         strides = tuple(rows.stride() for rows in more)
         launch = self.launch(
             linear_sweep if recompute is None else recompute.kernel,
+            SweepMeta,
             (which, segments, before is None, after is None, numbered, recompute is None, strides),
             sharing(spec.config, which, spec.group),
             **parts,
@@ -196,7 +198,7 @@ class Passes(Rows):
             PASS=which,
             NORMALIZE=spec.variant.normalize,
             BEFORE=before is not None,
-            AFTER=after is not None,
+            AFTER=after is not None and recompute is None,
             NUMBERS=numbered,
         )
 
@@ -214,7 +216,15 @@ class Passes(Rows):
 
     # ---- launches -----------------------------------------------------------------------------
 
-    def launch(self, kernel: Any, key: Any, config: LinearConfig, /, **more: Any) -> Launch:
+    def launch(
+        self,
+        kernel: Any,
+        meta: type[tuple[Any, ...]],
+        key: Any,
+        config: LinearConfig,
+        /,
+        **more: Any,
+    ) -> Launch:
         """A kernel, prepared once, with what all of them are told."""
         spec = self.spec
 
@@ -229,7 +239,7 @@ class Passes(Rows):
                 "PRECISION": spec.precision,
             }
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-            return Launch(kernel, {**constants, **more}, options)
+            return Launch(kernel, {**constants, **more}, options, meta)
 
         return remembered(spec.launches, key, make)
 

@@ -21,7 +21,7 @@ from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.rules import Rules
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import PagedProblem
-from saccade.ops.paged_attention.hopper.prefill import attention_pages_forward
+from saccade.ops.paged_attention.hopper.prefill import PrefillMeta, attention_pages_forward
 from saccade.ops.paged_attention.triton import host as triton_host
 from saccade.ops.paged_attention.triton.call_spec import PagedCallSpec
 from saccade.ops.paged_attention.triton.host import PassLaunches
@@ -67,6 +67,7 @@ class HopperChunkLaunch:
                 "PRODUCER_REGISTERS": chosen.producer_registers,
             },
             {"num_warps": 4, "num_stages": chosen.stages},
+            meta=PrefillMeta,
         )
         longest = inputs.page_table.shape[1] * inputs.page_size
         heads = configs.heads_at_once(

@@ -13,6 +13,8 @@ from, and nothing else: consumers, work tiles and schedules are those of
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -24,23 +26,30 @@ from saccade.ops.attention.hopper.smem import make_page_rings
 NO_PAGE = gl.constexpr(-1)  # outside of any pool, where TMA finds zeros
 
 
+class PrefillMeta(NamedTuple):
+    """How the kernel runs, known when it is compiled."""
+
+    KV_TILE: Any
+    CONSUMERS: Any
+    STAGES: Any
+    QUERY_STAGES: Any
+    CONSUMER_REGISTERS: Any
+    PRODUCER_REGISTERS: Any
+
+
 @gluon.jit(do_not_specialize=["rules"])
 def attention_pages_forward(
-    query_desc, key_desc, value_desc, output_desc,
-    query, key, value, output, logsumexp,  # Views
-    rules, sinks, schedule,
-    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    HEAD_WIDTH: gl.constexpr, VALUE_WIDTH: gl.constexpr, KV_TILE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, FEWEST: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    query_desc, key_desc, value_desc, output_desc, query, key, value, output, logsumexp, rules,
+    sinks, schedule, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, HEAD_WIDTH: gl.constexpr, VALUE_WIDTH: gl.constexpr,
+    META: gl.constexpr, PAGE_SIZE: gl.constexpr, FEWEST: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 128 rows of one head, one after the other, of all sequences that have
     more than FEWEST query rows."""
-    gl.static_assert(CONSUMERS == 2)
+    gl.static_assert(META.CONSUMERS == 2)
     rings = make_page_rings(
-        query_desc, output_desc, [1, 1, KV_TILE, HEAD_WIDTH], [1, 1, KV_TILE, VALUE_WIDTH],
-        CONSUMERS, STAGES, QUERY_STAGES,
+        query_desc, output_desc, [1, 1, META.KV_TILE, HEAD_WIDTH], [1, 1, META.KV_TILE,
+        VALUE_WIDTH], META.CONSUMERS, META.STAGES, META.QUERY_STAGES,
     )  # fmt: skip
     # A tuple that holds functions cannot be given a name.
     gl.warp_specialize(
@@ -62,7 +71,7 @@ def attention_pages_forward(
             )),
         ],
         [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [META.CONSUMER_REGISTERS, META.PRODUCER_REGISTERS, META.PRODUCER_REGISTERS],
     )  # fmt: skip
 
 

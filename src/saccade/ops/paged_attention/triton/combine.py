@@ -4,9 +4,12 @@ Source: Flash-Decoding (Dao et al. 2023); Milakov and Gimelshein 2018 for rescal
 """
 
 # Triton's own annotations make its functions look as if they never returned.
+# pyright: reportAttributeAccessIssue=false
 # pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,15 +21,25 @@ from saccade.ops.paged_attention.triton.decode import rows_of_tile
 from saccade.ops.paged_attention.triton.split_kv import BEGUN, NOTE_SIZE, PROGRAMS
 
 
+class CombineMeta(NamedTuple):
+    """How the kernel runs, known when it is compiled; `merge_partials` says what each is."""
+
+    ROWS: Any
+    ROW_PARTS: Any
+    PARTIALS: Any
+    AT_ONCE: Any
+    LONG: Any
+    LEAST: Any
+    SPLITS: Any
+    WORK_TILES: Any
+    CHAINED: Any
+
+
 @triton.jit
 def merge_partials(
-    query, key, output, logsumexp,  # Views
-    schedule, partials,
-    GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
-    ROWS: tl.constexpr, ROW_PARTS: tl.constexpr, PARTIALS: tl.constexpr,
-    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
-    WORK_TILES: tl.constexpr, CHAINED: tl.constexpr,
+    query, key, output, logsumexp, schedule, partials, GROUP: tl.constexpr,
+    HEADS_IN_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of an work tile that was cut, one after the other.
 
@@ -36,15 +49,25 @@ def merge_partials(
     all that can be known before.
     """
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
-    number = tl.program_id(0) // ROW_PARTS
-    first_row = (tl.program_id(0) - number * ROW_PARTS) * ROWS
-    if WORK_TILES > 0:
-        group, index = number // WORK_TILES, number % WORK_TILES
+    number = tl.program_id(0) // META.ROW_PARTS
+    first_row = (tl.program_id(0) - number * META.ROW_PARTS) * META.ROWS
+    if META.WORK_TILES > 0:
+        group, index = number // META.WORK_TILES, number % META.WORK_TILES
         parts, begun = schedule.cut(
-            schedule, query, key, group, index, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, SPLITS
+            schedule,
+            query,
+            key,
+            group,
+            index,
+            TOKENS,
+            KV_TILE,
+            META.AT_ONCE,
+            META.LONG,
+            META.LEAST,
+            META.SPLITS,
         )
     else:
-        if CHAINED:
+        if META.CHAINED:
             gdc_wait()
         note, begun = partials.notes + number * NOTE_SIZE, number - 1
         parts, group, index = tl.load(note), tl.load(note + 1), tl.load(note + 2)
@@ -54,9 +77,9 @@ def merge_partials(
     first_place, next_place = begun + decoded(schedule.data[BEGUN]), begun + 1
     work_tile = schedule.work_tile(schedule, query, key, group, index, TOKENS, KV_TILE)
     channels = tl.arange(0, VALUE_WIDTH)[None, :]
-    if CHAINED and WORK_TILES > 0:
+    if META.CHAINED and META.WORK_TILES > 0:
         gdc_wait()
-    for row in range(first_row, tl.where(parts > 0, first_row + ROWS, first_row)):
+    for row in range(first_row, tl.where(parts > 0, first_row + META.ROWS, first_row)):
         batch, _, query_heads, query_rows, query_len, _ = rows_of_tile(
             query, key, work_tile[0], work_tile[1], work_tile[2], row + tl.arange(0, 1),
             GROUP, HEADS_IN_TILE, TOKENS,
@@ -64,8 +87,8 @@ def merge_partials(
         row_max = tl.full([1], float("-inf"), tl.float32)
         row_sum = tl.zeros([1], tl.float32)
         weighted_sum = tl.zeros([VALUE_WIDTH], tl.float32)
-        for first in range(0, parts, PARTIALS):
-            part = first + tl.arange(0, PARTIALS)
+        for first in range(0, parts, META.PARTIALS):
+            part = first + tl.arange(0, META.PARTIALS)
             place = tl.where(part == 0, first_place, next_place + part - 1)
             entry, exists = wide(place) * QUERY_TILE + row, part < parts
             maxima = tl.load(

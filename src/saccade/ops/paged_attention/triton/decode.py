@@ -6,6 +6,7 @@ for a group of heads. Source: FlashAttention-2 (Dao 2023), algorithm 1; Flash-De
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportAttributeAccessIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -124,17 +125,29 @@ class Partials(NamedTuple):
     notes: Any  # int32 [programs, NOTE_SIZE]
 
 
+class DecodeMeta(NamedTuple):
+    """How the kernel runs, known when it is compiled; `attention_pages` says what each is."""
+
+    PRECISION: Any
+    QUERY_TILE: Any
+    KV_TILE: Any
+    AT_ONCE: Any
+    LONG: Any
+    LEAST: Any
+    SPLITS: Any
+    WORK_TILES: Any
+    PAIRED: Any
+    CHAINED: Any
+    AHEAD: Any
+    PARTIAL_STAGES: Any
+
+
 @triton.jit(do_not_specialize=["rules"])
 def attention_pages(
-    query, key, value, key_scales, value_scales, output, logsumexp,  # Views, or None
-    rules, sinks, schedule, partials,
-    GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    query, key, value, key_scales, value_scales, output, logsumexp, rules, sinks, schedule,
+    partials, GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
-    WORK_TILES: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
-    AHEAD: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the work, split by split (ops/paged_attention/triton/split_kv.py).
 
@@ -144,79 +157,80 @@ def attention_pages(
     merging kernel is to start early too, and waits for this one. AHEAD: pages are looked up a tile
     ahead, for loops that wait for products and not for memory.
     """
-    if CHAINED:
+    if META.CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
+    TOKENS: tl.constexpr = META.QUERY_TILE // HEADS_IN_TILE
     program = tl.program_id(0)
     group, index, offset, budget, share, goes_on = schedule.begin(
-        schedule, query, key, program, TOKENS, KV_TILE, AT_ONCE, LONG, LEAST, SPLITS, WORK_TILES > 0
+        schedule, query, key, program, TOKENS, META.KV_TILE, META.AT_ONCE, META.LONG, META.LEAST,
+        META.SPLITS, META.WORK_TILES > 0
     )  # fmt: skip
     pad_results(output, logsumexp, VALUE_DIM, VALUE_WIDTH)
-    units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+    units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, META.KV_TILE)
     # Of offsets that descend there may be more rows than are counted right; else these are so.
     index, offset = tl.minimum(index, tl.maximum(work_tiles - 1, 0)), tl.minimum(offset, units)
-    if WORK_TILES == 0:
+    if META.WORK_TILES == 0:
         note_of_program(
             schedule, partials.notes, program, group, index, offset, budget, share, goes_on, units
         )
     while budget > 0:
         end = tl.minimum(offset + budget, units).to(tl.int32)
         batch, unit_head, tile, tile_range = schedule.work_tile(
-            schedule, query, key, group, index, TOKENS, KV_TILE
+            schedule, query, key, group, index, TOKENS, META.KV_TILE
         )
         at = rows_of_tile(
-            query, key, batch, unit_head, tile, tl.arange(0, QUERY_TILE),
+            query, key, batch, unit_head, tile, tl.arange(0, META.QUERY_TILE),
             GROUP, HEADS_IN_TILE, TOKENS,
         )  # fmt: skip
         query_tile = load_rows(
             query, batch, at[2][:, None], at[3], at[4], HEAD_DIM, HEAD_WIDTH, False
         )
-        row_max, row_sum = start_softmax(sinks, at[2], QUERY_TILE)
+        row_max, row_sum = start_softmax(sinks, at[2], META.QUERY_TILE)
         if sinks is not None:  # which belong to the first split
             row_max = tl.where(offset == 0, row_max, float("-inf"))
             row_sum = tl.where(offset == 0, row_sum, 0.0)
-        if PAIRED:
+        if META.PAIRED:
             query_tile = paired_query(query_tile)
-            sums = start_paired_sums(value_scales, QUERY_TILE, VALUE_WIDTH)
+            sums = start_paired_sums(value_scales, META.QUERY_TILE, VALUE_WIDTH)
         else:
-            sums = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
+            sums = tl.zeros([META.QUERY_TILE, VALUE_WIDTH], tl.float32)
         state = (row_max, row_sum, sums)
         full_first, full_end, partial_first, partial_end = part_of_range(tile_range, offset, end)
         page = None
-        if AHEAD:
-            kv_start = next_in_range(None, tile_range, full_first, True) * KV_TILE
-            page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE, False)
+        if META.AHEAD:
+            kv_start = next_in_range(None, tile_range, full_first, True) * META.KV_TILE
+            page = find_page(key, batch, kv_start, at[5], META.KV_TILE, PAGE_SIZE, False)
         for number in range(full_first, full_end):  # full tiles: no mask arithmetic
-            kv_start = next_in_range(None, tile_range, number, True) * KV_TILE
-            if AHEAD:
-                next_start = next_in_range(None, tile_range, number + 1, True) * KV_TILE
-                next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE, False)
+            kv_start = next_in_range(None, tile_range, number, True) * META.KV_TILE
+            if META.AHEAD:
+                next_start = next_in_range(None, tile_range, number + 1, True) * META.KV_TILE
+                next_page = find_page(key, batch, next_start, at[5], META.KV_TILE, PAGE_SIZE, False)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
-                HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
-                False, PAIRED,
+                HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, META.KV_TILE,
+                META.PRECISION, False, META.PAIRED,
             )  # fmt: skip
-            if AHEAD:
+            if META.AHEAD:
                 page = next_page
-        if AHEAD:
-            kv_start = next_in_range(None, tile_range, partial_first, False) * KV_TILE
-            page = find_page(key, batch, kv_start, at[5], KV_TILE, PAGE_SIZE, False)
+        if META.AHEAD:
+            kv_start = next_in_range(None, tile_range, partial_first, False) * META.KV_TILE
+            page = find_page(key, batch, kv_start, at[5], META.KV_TILE, PAGE_SIZE, False)
         # Partial tiles: pair by pair. Without a mask there is one at most, which needs no pipeline.
-        for number in tl.range(partial_first, partial_end, num_stages=PARTIAL_STAGES):
-            kv_start = next_in_range(None, tile_range, number, False) * KV_TILE
-            if AHEAD:
-                next_start = next_in_range(None, tile_range, number + 1, False) * KV_TILE
-                next_page = find_page(key, batch, next_start, at[5], KV_TILE, PAGE_SIZE, False)
+        for number in tl.range(partial_first, partial_end, num_stages=META.PARTIAL_STAGES):
+            kv_start = next_in_range(None, tile_range, number, False) * META.KV_TILE
+            if META.AHEAD:
+                next_start = next_in_range(None, tile_range, number + 1, False) * META.KV_TILE
+                next_page = find_page(key, batch, next_start, at[5], META.KV_TILE, PAGE_SIZE, False)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
-                HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, KV_TILE, PRECISION,
-                True, PAIRED,
+                HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, META.KV_TILE,
+                META.PRECISION, True, META.PAIRED,
             )  # fmt: skip
-            if AHEAD:
+            if META.AHEAD:
                 page = next_page
         row_max, row_sum, sums = state
-        weighted_sum = finish_paired_sums(sums) if PAIRED else sums
+        weighted_sum = finish_paired_sums(sums) if META.PAIRED else sums
         if (offset == 0) & (end == units):
             divisor, natural_lse = finish_softmax(row_max, row_sum)
             attended = weighted_sum / divisor[:, None]
@@ -233,7 +247,7 @@ def attention_pages(
             group, index = group + 1, index * 0
             budget = tl.where(group < decoded(schedule.data[GROUPS]), budget, 0)
             group = tl.minimum(group, decoded(schedule.data[GROUPS]) - 1)
-            units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
+            units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, META.KV_TILE)
             ended = (work_tiles == 0) & (budget > 0)
 
 

@@ -28,8 +28,8 @@ from saccade.ops.paged_attention.triton.call_spec import (
     made_regular,
     signature,
 )
-from saccade.ops.paged_attention.triton.combine import merge_partials
-from saccade.ops.paged_attention.triton.decode import Partials, attention_pages
+from saccade.ops.paged_attention.triton.combine import CombineMeta, merge_partials
+from saccade.ops.paged_attention.triton.decode import DecodeMeta, Partials, attention_pages
 from saccade.ops.paged_attention.triton.passes import Pass
 from saccade.ops.paged_attention.triton.plan import plan_pages
 from saccade.ops.paged_attention.triton.split_kv import NOTE_SIZE, PLAN_ROW
@@ -52,14 +52,19 @@ class PassLaunches:
         last |= {"AHEAD": of.chunks, "PARTIAL_STAGES": of.partial_stages}
         early = {"launch_pdl": True} if of.chains else {}
         self.attention = Launch(
-            attention_pages, {**shared, **splits, **last}, options | (early if of.planned else {})
+            attention_pages,
+            {**shared, **splits, **last},
+            options | (early if of.planned else {}),
+            meta=DecodeMeta,
         )
         names = ("GROUP", "VALUE_DIM", "VALUE_WIDTH")
         merge = {name: spec.constants[name] for name in names} | tiles
         merge |= {"HEADS_IN_TILE": of.heads_in_tile, "ROWS": of.merged_rows}
         merge |= {"ROW_PARTS": of.merge_parts, "PARTIALS": of.merged_at_once} | splits
         merge |= {"WORK_TILES": of.few_work_tiles, "CHAINED": of.chains}
-        self.merge = Launch(merge_partials, merge, {"num_warps": 4, "num_stages": 1, **early})
+        self.merge = Launch(
+            merge_partials, merge, {"num_warps": 4, "num_stages": 1, **early}, meta=CombineMeta
+        )
         merged = of.few_work_tiles * of.groups or of.programs  # work tiles, or notes of programs
         self.merging = merged * of.merge_parts if of.may_cut else 0  # programs
         self.plan = Launch(plan_pages, of.plan_constants, {"num_warps": 1, "num_stages": 1})
