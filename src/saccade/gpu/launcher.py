@@ -114,8 +114,9 @@ def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[s
     """Constants as a kernel takes them whose argument META holds those that `meta` names."""
     fields: tuple[str, ...] = meta._fields  # type: ignore[attr-defined]
     rest = {name: value for name, value in constants.items() if name not in fields}
-    # Each a constexpr: Triton reads off a tuple what lies in it.
-    known = {name: tl.constexpr(constants[name]) for name in fields if name in constants}
+    known = {name: constants[name] for name in fields if name in constants}
+    if not INTERPRETED:  # Triton reads off a tuple what lies in it; its interpreter is plain Python
+        known = {name: tl.constexpr(value) for name, value in known.items()}
     return {**rest, "META": meta(**known)}
 
 

@@ -116,14 +116,15 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """The kernel of the backward pass: gradients of query, key and value."""
     dims = query.shape[-1], value.shape[-1]
-    chosen = _implementation(query.device, query.dtype, is_causal, *dims)
+    forward_by, backward_by = _implementations(query.device, query.dtype, is_causal, *dims)
     mask = _mask(is_causal)
     return tuple(
         torch.ops.saccade.attention_backward(
             grad_out, None, out, logsumexp, [], query, key, value, None, None, None, None, [],
             ints=[], floats=[], mask=mask.key if mask is not None else "", score="",
             scale=1 / math.sqrt(dims[0]) if scale is None else scale, dropout_p=0.0, config=[],
-            deterministic=torch.are_deterministic_algorithms_enabled(), implementation=chosen,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            forward_by=forward_by, backward_by=backward_by,
         )
     )  # fmt: skip
 
@@ -133,13 +134,15 @@ def _mask(is_causal: bool) -> masks.Mask | None:
 
 
 @functools.cache
-def _implementation(
+def _implementations(
     device: torch.device, dtype: torch.dtype, is_causal: bool, head_dim: int, value_dim: int
-) -> str:
-    """The implementation whose backward pass is taken: the one that served the forward pass."""
+) -> tuple[str, str]:
+    """The implementations of the two passes."""
     query, value = (
         torch.empty(1, 1, 1, n, dtype=dtype, device=device) for n in (head_dim, value_dim)
     )
-    chosen = saccade.explain(saccade.attention, query, query, value, mask=_mask(is_causal)).chosen
-    assert chosen is not None  # or the forward pass had been refused
-    return chosen
+    found = saccade.explain(saccade.attention, query, query, value, mask=_mask(is_causal))
+    assert found.backward is not None  # attention has one
+    forward_by, backward_by = found.forward.chosen, found.backward.chosen
+    assert forward_by is not None and backward_by is not None  # the reference serves any call
+    return forward_by, backward_by

@@ -31,11 +31,11 @@ SEEN = {
     ("3.8", "hopper_backward", "bf16 d64 causal"): 2,
     ("3.8", "hopper_backward", "bf16 d128 none"): 2,
     ("3.8", "hopper_backward", "bf16 d128 causal"): 2,
-    ("3.8", "hopper_backward, in turns", "bf16 d128 causal"): 2,
+    ("3.8", "hopper_backward, in key order", "bf16 d128 causal"): 2,
     ("3.8", "hopper_linear_backward_keys", "bf16 d128 causal"): 30,
     ("3.9", "hopper_backward", "bf16 d64 none"): 6,
     ("3.9", "hopper_backward", "bf16 d64 causal"): 2,
-    ("3.9", "hopper_backward, in turns", "bf16 d128 causal"): 6,
+    ("3.9", "hopper_backward, in key order", "bf16 d128 causal"): 6,
     ("3.9", "hopper_linear_backward_keys", "bf16 d128 causal"): 26,
     ("3.9", "hopper_linear_wide_output", "bf16 d256 causal"): 17,
     ("3.9", "hopper_linear_wide_grad_query", "bf16 d256 causal"): 16,
@@ -110,7 +110,7 @@ def test_the_backward_pass_keeps_products_under_way():
     calls = [Call(dim, mask=mask) for dim in (64, 128) for mask in ("none", "causal")]
     usages = compiled("hopper_shared", "hopper_backward", *calls)
     usages += compiled("hopper_ordered", "hopper_backward, ordered", calls[-1])
-    usages += compiled("hopper_in_order", "hopper_backward, in turns", calls[-1])
+    usages += compiled("hopper_in_order", "hopper_backward, in key order", calls[-1])
     for _, usage in usages:
         assert usage.looped == 0
         assert usage.products >= 96  # those of two consumers, and of a first tile

@@ -61,7 +61,8 @@ def in_triton(function: Any, folder: Path) -> Any:
     )  # fmt: skip
     text = text.replace("@gluon", "@triton").replace("gl.", "tl.")
     file = folder / f"{function.fn.__name__}_in_triton.py"
-    file.write_text(f"import triton\nimport triton.language as tl\n\n\n{text}")
+    imports = "import triton, triton.language as tl\nfrom saccade.gpu.tile_ranges import TileRange"
+    file.write_text(f"{imports}\n\n\n{text}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
