@@ -39,7 +39,7 @@ BANNED_FILE_NAMES = {"utils", "common", "helpers"}
 # Triton serve what Hopper's do not, or have to repeat.
 BACKENDS = {"cpu", "triton", "hopper"}
 CALLS = {"api", "autograd", "custom_op", "step"}
-TOP = {"kv_cache", "integrations", "serving", "bench", "demo", "cli", "kernel_check"}
+TOP = {"kv_cache", "integrations", "serving", "bench", "demo", "kernel_check"}
 FORBIDDEN_IMPORTS = {
     "modifiers": TOP | CALLS | BACKENDS | {"reference", "runtime", "gpu"},
     "runtime": TOP | CALLS | BACKENDS | {"reference"},
@@ -50,14 +50,13 @@ FORBIDDEN_IMPORTS = {
     "hopper": TOP | CALLS | {"reference", "cpu"},
 }
 # What looks at kernels from outside reaches for their insides, so nothing may come to rest on it.
-ONLY_IMPORTED_BY = {"kernel_check": {"cli", "kernel_check"}}
+ONLY_IMPORTED_BY = {"kernel_check": {"kernel_check"}}
 # What is built on the library sees only its public names, and its own package.
 PUBLIC_NAME_USERS = {
     "integrations": {"integrations"},
     "serving": {"serving", "integrations"},
     "bench": {"bench"},
     "demo": {"demo", "serving"},
-    "cli": {"bench", "demo", "kernel_check", "serving"},
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -141,7 +140,7 @@ def import_direction(source: Source) -> Iterator[Finding]:
         if room_of(module) in forbidden:
             yield line, f"{room} must not import saccade.{module}"
         elif source.layer and source.layer not in ONLY_IMPORTED_BY.get(top, {source.layer}):
-            yield line, f"{source.layer} must not import saccade.{module}, which the cli alone does"
+            yield line, f"{source.layer} must not import saccade.{module}, which the command line alone does"
 
 
 def room_of(module: str) -> str:

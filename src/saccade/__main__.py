@@ -1,5 +1,5 @@
 """`python -m saccade` is `saccade`."""
 
-from saccade.cli import main
+from saccade_cli import main
 
 main()

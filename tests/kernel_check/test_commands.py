@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from saccade.cli import app
+from saccade_cli import app
 from saccade.kernel_check import markdown
 
 needs_triton = pytest.mark.skipif(
@@ -23,7 +23,7 @@ def run(*arguments):
 
 def test_help_teaches_and_imports_nothing_heavy():
     program = (
-        "import sys; from saccade.cli import app; from typer.testing import CliRunner;"
+        "import sys; from saccade_cli import app; from typer.testing import CliRunner;"
         "print(CliRunner().invoke(app, ['kernels', '--help']).output);"
         "print(CliRunner().invoke(app, ['tune', '--help']).output);"
         "heavy = {'triton', 'saccade.ops.attention.triton.host'};"

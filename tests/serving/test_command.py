@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from saccade.cli import app
+from saccade_cli import app
 from saccade.demo.files import export
 from saccade.demo.model import ByteModel
 from saccade.demo.settings import ModelShape

@@ -203,7 +203,6 @@ def test_good_import_direction(tmp_path, path, statement):
         ("demo/run.py", "from ..bench import cases"),
         ("bench/cases.py", "from saccade import dispatch"),
         ("integrations/sdpa/call.py", "import saccade.runtime.spec"),
-        ("cli.py", "from .portable import configs"),
     ],
 )
 def test_private_name(tmp_path, path, statement):
@@ -218,8 +217,6 @@ def test_private_name(tmp_path, path, statement):
         ("demo/run.py", "from saccade import attention, masks, merge_states, __version__"),
         ("demo/run.py", "from .. import masks"),
         ("bench/cases.py", "from .timing import measure\nfrom saccade.bench import report"),
-        ("cli.py", "from .demo import run\nfrom saccade.bench import cases"),
-        ("cli.py", "from .kernel_check.kernels_command import kernels"),
         ("runtime/backends.py", "from .problem import Problem"),
     ],
 )

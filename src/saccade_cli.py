@@ -1,0 +1,103 @@
+"""The command line: `saccade demo`, `bench`, `generate`, `kernels` and `tune`.
+
+It lies beside the package, whose import takes PyTorch's: `saccade --help` answers without either. A
+command is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+class Command(NamedTuple):
+    """Where a command lies, and what it is for."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "demo": Command(
+        "saccade.demo.command",
+        "See attention at work: train a small model, check it, let it write, measure.",
+    ),
+    "bench": Command(
+        "saccade.bench.command",
+        "Measure attention on this machine: saccade beside PyTorch and whatever else is installed.",
+    ),
+    "generate": Command(
+        "saccade.serving.command",
+        "Continue texts with a Hugging Face model, many at once.",
+    ),
+    "kernels": Command(
+        "saccade.kernel_check.kernels_command",
+        "Compile the GPU kernels, with or without a GPU, and show what they take.",
+    ),
+    "tune": Command(
+        "saccade.kernel_check.tune_command",
+        "Find the fastest tile sizes for this machine's GPU.",
+    ),
+}
+
+
+class Commands(TyperGroup):
+    """The commands: named in the help without being imported."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names, in the order of a first visit."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """What the help shows of a command."""
+        known = COMMANDS.get(cmd_name)
+        return None if known is None else TyperCommand(cmd_name, help=known.help)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is to run, imported."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and imported(str(name)), rest
+
+
+def imported(name: str) -> Any:
+    """A command with all of its options."""
+    one = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    one.command(name)(getattr(import_module(COMMANDS[name].module), name))
+    return typer.main.get_command(one)
+
+
+app = typer.Typer(
+    name="saccade",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+
+
+def _show_versions(wanted: bool) -> None:
+    """Print what a report of a fault should name, and end."""
+    if not wanted:
+        return
+    results: Any = import_module("saccade.bench.results")
+    for name, version in results.versions().items():
+        typer.echo(f"{name} {version}")
+    raise typer.Exit
+
+
+VERSION = typer.Option(
+    "--version", callback=_show_versions, is_eager=True, help="Show versions and end."
+)
+
+
+@app.callback()
+def saccade(version: Annotated[bool, VERSION] = False) -> None:
+    """Exact attention for PyTorch: see it train and write, and measure it on this machine."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
