@@ -140,7 +140,10 @@ def import_direction(source: Source) -> Iterator[Finding]:
         if room_of(module) in forbidden:
             yield line, f"{room} must not import saccade.{module}"
         elif source.layer and source.layer not in ONLY_IMPORTED_BY.get(top, {source.layer}):
-            yield line, f"{source.layer} must not import saccade.{module}, which the command line alone does"
+            yield (
+                line,
+                f"{source.layer} must not import saccade.{module}, as the cli alone does",
+            )
 
 
 def room_of(module: str) -> str:

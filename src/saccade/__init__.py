@@ -12,7 +12,6 @@ from saccade.explain import explain as explain
 from saccade.integrations.sdpa import (  # last: it is built on the names above
     scaled_dot_product_attention as scaled_dot_product_attention,
 )
-from saccade.kv_cache.layered_cache import LayeredCache as LayeredCache
 from saccade.kv_cache.move import move_pages as move_pages
 from saccade.kv_cache.paged_cache import PagedCache as PagedCache
 from saccade.kv_cache.pool import OutOfPagesError as OutOfPagesError
@@ -44,7 +43,6 @@ __version__ = "0.2.0"
 __all__ = [
     "Engine",
     "KernelConfig",
-    "LayeredCache",
     "LinearState",
     "ModifierModule",
     "OutOfPagesError",

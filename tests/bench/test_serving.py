@@ -7,10 +7,10 @@ from typer.testing import CliRunner
 from saccade.bench import serving
 from saccade.bench.results import read
 from saccade.bench.timing import Plan
-from saccade_cli import app
 from saccade.demo.files import export
 from saccade.demo.model import ByteModel
 from saccade.demo.settings import ModelShape
+from saccade_cli import app
 
 
 @pytest.fixture(scope="module")

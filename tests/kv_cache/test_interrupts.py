@@ -25,7 +25,7 @@ class Served:
     def __init__(self, layered: bool, interrupt: interrupts.Interrupt):
         options: dict[str, Any] = {"kv_heads": 1, "head_dim": 1, "host_pages": 12}
         self.cache: Any = (
-            saccade.LayeredCache(16, 3, windows=WINDOWS, **options)
+            saccade.PagedCache(16, 3, windows=WINDOWS, **options)
             if layered
             else saccade.PagedCache(16, 3, num_layers=1, **options)
         )
@@ -100,7 +100,7 @@ class Served:
 
     @property
     def known(self) -> Any:
-        return self.cache._sequences if self.layered else self.cache._books.sequences
+        return self.cache._sequences
 
     def swap(self, sequence: int) -> None:
         for method, away in ((self.cache.swap_out, True), (self.cache.swap_in, False)):
@@ -116,8 +116,8 @@ class Served:
             assert self.cache.length(sequence) == len(tokens)
             tables = self.cache.tables([sequence])
             for layer in range(len(WINDOWS) if self.layered else 1):
-                kind = self.cache.places[layer].kind if self.layered else 0
-                table = (tables[kind] if self.layered else tables)[0]
+                group = self.cache.addresses[layer].group
+                table = (tables[group] if self.layered else tables)[0]
                 rows = self.cache.pages(layer).key_pages[table[0].long(), 0, :, 0].flatten()
                 window = WINDOWS[layer] if self.layered else None
                 seen = tokens if window is None else tokens[-window - 1 :]
@@ -174,8 +174,8 @@ def run(layered: bool, line: int, *files: str) -> bool:
             [
                 "kv_cache/growth.py",
                 "kv_cache/pool.py",
-                "kv_cache/pool.py",
                 "kv_cache/paged_cache.py",
+                "kv_cache/window_cache.py",
             ],
         ),
         (True, 29, ["kv_cache"]),

@@ -273,11 +273,11 @@ def test_check_sees_what_is_broken():
     cache = cache_of()
     sequence = cache.allocate(PROMPT)
     cache.append({sequence: PROMPT})
-    cache._books.pool.holders[0] += 1
+    cache.groups[0]._state.pool.holders[0] += 1
     with pytest.raises(AssertionError, match="page 0 on the device counts 2 holders and has 1"):
         cache.check()
-    cache._books.pool.holders[0] -= 1
-    cache._books.sequences[sequence].length += 4
+    cache.groups[0]._state.pool.holders[0] -= 1
+    cache.groups[0]._state.sequences[sequence].length += 4
     with pytest.raises(AssertionError, match="3 pages for 15 tokens"):
         cache.check()
 
@@ -293,7 +293,7 @@ def test_check_sees_what_is_broken():
     ],
 )
 def test_what_is_no_token_is_refused_before_anything_changes(token, error, got):
-    for cache in (cache_of(), saccade.LayeredCache(12, 4, windows=[None], kv_heads=1, head_dim=1)):
+    for cache in (cache_of(), saccade.PagedCache(12, 4, windows=[None], kv_heads=1, head_dim=1)):
         sequence = cache.allocate([1, 2, 3, 4, 5])
         cache.append({sequence: [1, 2, 3, 4, 5]})
         with pytest.raises(error, match="tokens: " + got):

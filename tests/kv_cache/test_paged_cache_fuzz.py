@@ -58,15 +58,15 @@ class Machine(RuleBasedStateMachine):
             return None
 
     def snapshot(self) -> Any:
-        books = self.cache._books
-        pool = books.pool
+        state = self.cache.groups[0]._state
+        pool = state.pool
         return copy.deepcopy(
             (
-                books.sequences,
+                state.sequences,
                 pool.holders,
                 pool.free.pages(),
                 [*pool.idle],
-                books.host_pool.holders,
+                state.host_pool.holders,
             )
         )
 
@@ -189,7 +189,10 @@ class Machine(RuleBasedStateMachine):
         self.compacted = self.stamp
         self.cache.compact()
         used = self.cache.statistics()
-        assert self.cache._books.pool.free.pages() == list(range(PAGES))[used.used + used.idle :]
+        assert (
+            self.cache.groups[0]._state.pool.free.pages()
+            == list(range(PAGES))[used.used + used.idle :]
+        )
 
     # ---- what must hold ------------------------------------------------------------------
 
@@ -214,7 +217,7 @@ class Machine(RuleBasedStateMachine):
             page, slot = table[row].long()[at // PAGE_SIZE], at % PAGE_SIZE
             first = 0
             if self.window is not None:  # what was behind the window may be gone
-                held = self.cache._books.sequences[sequence]
+                held = self.cache.groups[0]._state.sequences[sequence]
                 first = sum(number is None for number in held.pages) * PAGE_SIZE
                 # the next token sees as far back as this
                 assert first <= max(len(tokens) - self.window, 0)
@@ -226,7 +229,7 @@ class Machine(RuleBasedStateMachine):
     def known_pages_hold_what_they_are_known_for(self) -> None:
         if hasattr(self, "cache"):
             pages = self.cache.pages(0).key_pages
-            for page, entry in self.cache._books.index.entry_of.items():
+            for page, entry in self.cache.groups[0]._state.index.entry_of.items():
                 assert pages[page, 0, :, 0].tolist() == list(entry.tokens)
 
     def teardown(self) -> None:
@@ -289,11 +292,11 @@ def test_a_fault_at_every_point_changes_nothing(monkeypatch: pytest.MonkeyPatch,
             return call
 
         if what == "pages":
-            cache._books.pool.take = refuse(cache._books.pool.take)  # type: ignore[method-assign]
-            host = cache._books.host_pool
+            cache.groups[0]._state.pool.take = refuse(cache.groups[0]._state.pool.take)  # type: ignore[method-assign]
+            host = cache.groups[0]._state.host_pool
             host.take = refuse(host.take)  # type: ignore[method-assign]
         else:
-            memory = cache._books.memory
+            memory = cache.groups[0]._state.memory
             for name in ("copy", "moves", "to_host", "to_device"):
                 monkeypatch.setattr(memory, name, refuse(getattr(memory, name)))
         refused = False

@@ -8,11 +8,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from saccade_cli import app
 from saccade.demo.files import export
 from saccade.demo.model import ByteModel
 from saccade.demo.settings import ModelShape
 from saccade.serving import session
+from saccade_cli import app
 
 SHAPE = ModelShape(32, 4, 2, 48, windows=(8, None), context=96)
 

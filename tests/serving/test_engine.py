@@ -48,14 +48,14 @@ def test_layers_that_all_slide_let_go_of_pages():
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss"])
 def test_sliding_layers_let_go_of_pages_beside_others_that_keep_them(name):
     engine = served.engine(name, num_pages=24, max_sequences=1, max_batch_tokens=4)
-    assert engine.cache.kinds == (None, 7)
+    assert engine.cache.windows == (None, 7)
     # A sequence's window, the rows of two steps, and a page; nobody else runs.
     assert engine.cache.num_pages == (24, -(-(7 + 2 * 4 + 4) // 4))
     prompt = served.prompts()[3] * 2
     generated = engine.generate([prompt], **GREEDY)[0]
     assert generated.tokens == served.uncached(name, tuple(prompt), NEW)
-    assert engine.cache.caches[0].statistics().released == 0
-    assert engine.cache.caches[1].statistics().released > 10
+    assert engine.cache.groups[0].statistics().released == 0
+    assert engine.cache.groups[1].statistics().released > 10
     served.assert_nothing_is_held(engine)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade import LayeredCache, OutOfPagesError
+from saccade import OutOfPagesError, PagedCache
 from saccade.serving.request import Limits, Request, State
 from saccade.serving.sampling import Sampling
 from saccade.serving.scheduler import Scheduler
@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {"kv_heads": 1, "head_dim": 1}
 
 
 def make(num_pages=16, page_size=4, host_pages=0, windows=(None,), **options):
-    cache = LayeredCache(num_pages, page_size, host_pages=host_pages, windows=windows, **SIZES)
+    cache = PagedCache(num_pages, page_size, host_pages=host_pages, windows=windows, **SIZES)
     options = {
         "max_batch_tokens": 8, "max_sequences": 4, "preemption": "recompute", **options
     }  # fmt: skip

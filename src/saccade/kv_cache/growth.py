@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from saccade.kv_cache.sequences import Books, Change, Held
+from saccade.kv_cache.sequences import CacheState, Change, Held
 from saccade.runtime.arguments import check_whole_number
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -75,7 +75,9 @@ def checked(tokens: Mapping[int, Tokens]) -> dict[int, Tokens]:
     return given
 
 
-def wanted(books: Books, tokens: Mapping[int, Tokens], spare: int | None = None) -> list[Wanted]:
+def wanted(
+    state: CacheState, tokens: Mapping[int, Tokens], spare: int | None = None
+) -> list[Wanted]:
     """What each sequence needs to grow by its new tokens.
 
     spare: None, or what nobody sees any more gets no pages, and slots of -1: behind the window of
@@ -84,13 +86,13 @@ def wanted(books: Books, tokens: Mapping[int, Tokens], spare: int | None = None)
     found: list[Wanted] = []
     holders: dict[int, int] = {}
     for sequence, given in tokens.items():
-        held = books.find(sequence)
+        held = state.find(sequence)
         count = given if isinstance(given, int) else len(given)
-        copies = _copies(books, held, count, holders)
+        copies = _copies(state, held, count, holders)
         length, have = held.length + count, len(held.pages)
-        first_kept = have if spare is None else _unseen(books, length - spare)
+        first_kept = have if spare is None else _unseen(state, length - spare)
         skipped = max(first_kept - have, 0)
-        pages = max(-(-length // books.page_size) - have - skipped, 0)
+        pages = max(-(-length // state.page_size) - have - skipped, 0)
         found.append(Wanted(sequence, held, given, count, copies, skipped, pages))
     return found
 
@@ -101,55 +103,55 @@ def pages_needed(growing: Sequence[Wanted]) -> int:
 
 
 def grown(
-    books: Books, growing: Sequence[Wanted], spare: int | None = None
+    state: CacheState, growing: Sequence[Wanted], spare: int | None = None
 ) -> tuple[Change, list[int]]:
     """Sequences with their new tokens, and the slots of these; pages are taken and copied.
 
     Raises:
         OutOfPagesError: if there are too few pages; then nothing has changed.
     """
-    books.pool.require(pages_needed(growing))
-    books.torn = True
-    change, slots = Change(books), list[int]()
+    state.pool.require(pages_needed(growing))
+    state.torn = True
+    change, slots = Change(state), list[int]()
     sources, targets = [], []
     for each in growing:
         last = each.held.pages[-1] if each.held.pages else None
-        fresh = books.pool.take(each.copies + each.pages, last)
+        fresh = state.pool.take(each.copies + each.pages, last)
         if each.copies:
             assert last is not None  # a shared page is one that is kept
             sources.append(last)
             targets.append(fresh[0])
             change.dropped.append(last)
-        elif each.num_tokens and each.held.length % books.page_size and last is not None:
+        elif each.num_tokens and each.held.length % state.page_size and last is not None:
             change.overwritten.append(last)  # after a trim it may be known by other tokens
         change.written.append(each.held)
-        longer = _longer(books, each, fresh)
-        released = _release(books, longer, each.held, spare)
+        longer = _longer(state, each, fresh)
+        released = _release(state, longer, each.held, spare)
         change.dropped += released
         change.counts["released"] += len(released)
         change.sequences[each.sequence] = longer
-        slots += _slots(books, longer, each.num_tokens)
-    books.memory.copy(sources, targets)
+        slots += _slots(state, longer, each.num_tokens)
+    state.memory.copy(sources, targets)
     change.counts["copied"] += len(sources)
     return change, slots
 
 
-def _copies(books: Books, held: Held, count: int, holders: dict[int, int]) -> bool:
+def _copies(state: CacheState, held: Held, count: int, holders: dict[int, int]) -> bool:
     """Whether a sequence must copy its last page; `holders` counts those that still share it."""
     last = held.pages[-1] if held.pages else None
-    if last is None or count == 0 or held.length % books.page_size == 0:
+    if last is None or count == 0 or held.length % state.page_size == 0:
         return False
-    others = holders.setdefault(last, books.pool.holders[last]) - 1
+    others = holders.setdefault(last, state.pool.holders[last]) - 1
     holders[last] -= others > 0
     return others > 0
 
 
-def _unseen(books: Books, position: int) -> int:
+def _unseen(state: CacheState, position: int) -> int:
     """How many of the first pages no token from `position` on sees through the window."""
-    return 0 if books.window is None else max(position - books.window, 0) // books.page_size
+    return 0 if state.window is None else max(position - state.window, 0) // state.page_size
 
 
-def _longer(books: Books, each: Wanted, fresh: list[int]) -> Held:
+def _longer(state: CacheState, each: Wanted, fresh: list[int]) -> Held:
     """A sequence with its new pages and tokens."""
     held = each.held
     kept = held.pages[:-1] if each.copies else held.pages
@@ -163,10 +165,10 @@ def _longer(books: Books, each: Wanted, fresh: list[int]) -> Held:
     )  # fmt: skip
 
 
-def _release(books: Books, longer: Held, before: Held, spare: int | None) -> list[int]:
+def _release(state: CacheState, longer: Held, before: Held, spare: int | None) -> list[int]:
     """Take from a sequence the pages that nobody sees any more, and say which."""
     position = before.length if spare is None else max(before.length, longer.length - spare)
-    end = _unseen(books, position)
+    end = _unseen(state, position)
     start = stop = min(end, len(before.pages))  # behind those there are none but skipped ones
     while start and longer.pages[start - 1] is not None:
         start -= 1
@@ -176,10 +178,10 @@ def _release(books: Books, longer: Held, before: Held, spare: int | None) -> lis
     return released
 
 
-def _slots(books: Books, longer: Held, count: int) -> list[int]:
+def _slots(state: CacheState, longer: Held, count: int) -> list[int]:
     """Where the last tokens of a sequence go."""
     slots = []
     for row in range(longer.length - count, longer.length):
-        page = longer.pages[row // books.page_size]
-        slots.append(-1 if page is None else page * books.page_size + row % books.page_size)
+        page = longer.pages[row // state.page_size]
+        slots.append(-1 if page is None else page * state.page_size + row % state.page_size)
     return slots

@@ -56,7 +56,7 @@ class Held:
 
 
 @dataclass
-class Books:
+class CacheState:
     """The state of a cache.
 
     Attributes:
@@ -149,17 +149,17 @@ class Books:
 
 @dataclass
 class Change:
-    """What a call will enter in the books, worked out before anything is.
+    """What a call will enter in the state, worked out before anything is.
 
     Attributes:
-        sequences: as they will be; those in the books stay as they are.
+        sequences: as they will be; those in the state stay as they are.
         written: sequences, as they are, all of whose tokens are written.
         overwritten: pages that will hold other tokens than they are known by.
         dropped, dropped_on_host: pages that the sequences will hold no longer.
-        counts: what the books will count.
+        counts: what the state will count.
     """
 
-    books: Books
+    state: CacheState
     sequences: dict[int, Held] = field(default_factory=dict)
     written: list[Held] = field(default_factory=list)
     overwritten: list[int] = field(default_factory=list)
@@ -171,69 +171,69 @@ class Change:
 def enter(*changes: Change) -> None:
     """Enter changes, all of them or none. Nothing here fails; an interrupt is mended."""
     for change in changes:
-        change.books.torn = True
+        change.state.torn = True
         for held in change.written:
-            change.books.publish(held)
+            change.state.publish(held)
         for page in change.overwritten:
-            change.books.index.forget(page)
-    at_once(partial(change.books.sequences.update, change.sequences) for change in changes)
+            change.state.index.forget(page)
+    at_once(partial(change.state.sequences.update, change.sequences) for change in changes)
     for change in changes:
-        books = change.books
+        state = change.state
         for held in change.sequences.values():
-            held.cut(books.page_size)
-        books.drop(change.dropped)
-        books.host_pool.drop(change.dropped_on_host)
+            held.cut(state.page_size)
+        state.drop(change.dropped)
+        state.host_pool.drop(change.dropped_on_host)
         for name, count in change.counts.items():
-            books.counts[name] += count
-        books.torn = False
+            state.counts[name] += count
+        state.torn = False
 
 
-def begun(books: Books, number: int, tokens: list[int], salt: bytes) -> Change:
+def begun(state: CacheState, number: int, tokens: list[int], salt: bytes) -> Change:
     """A new sequence with the pages that hold the beginning of its tokens, if any."""
     root = PrefixIndex.root(salt)
-    found = books.index.match(tokens, root) if books.prefix_caching else []
-    length = len(found) * books.page_size
+    found = state.index.match(tokens, root) if state.prefix_caching else []
+    length = len(found) * state.page_size
     digests = [digest for _, digest in found]
     pages: list[int | None] = [page for page, _ in found]
     held = Held(root, pages, tokens[:length], length, length, digests, cached=length)
-    books.torn = True
-    books.pool.hold(held.kept)
+    state.torn = True
+    state.pool.hold(held.kept)
     counts = Counter(asked=len(tokens), matched=length)
-    return Change(books, {number: held}, counts=counts)
+    return Change(state, {number: held}, counts=counts)
 
 
-def forked(books: Books, number: int, sequence: int) -> Change:
+def forked(state: CacheState, number: int, sequence: int) -> Change:
     """A new sequence with the tokens and pages of another one."""
-    held = books.find(sequence)
-    books.torn = True
-    books.pool.hold(held.kept)
+    held = state.find(sequence)
+    state.torn = True
+    state.pool.hold(held.kept)
     twin = replace(
         held, pages=[*held.pages], tokens=[*held.tokens], digests=[*held.digests],
         cached=held.length, copies=0,
     )  # fmt: skip
-    return Change(books, {number: twin})
+    return Change(state, {number: twin})
 
 
-def trimmed(books: Books, sequence: int, length: int) -> Change:
+def trimmed(state: CacheState, sequence: int, length: int) -> Change:
     """A sequence without its last tokens; see `PagedCache.trim`."""
-    held = books.find(sequence)
-    check_trim(books, held, length)
-    keep = -(-length // books.page_size)
+    held = state.find(sequence)
+    check_trim(state, held, length)
+    keep = -(-length // state.page_size)
     shorter = replace(
         held, pages=held.pages[:keep], length=length, written=min(held.written, length),
         cached=min(held.cached, length),
     )  # fmt: skip
     dropped = [page for page in held.pages[keep:] if page is not None]
-    return Change(books, {sequence: shorter}, dropped=dropped)
+    return Change(state, {sequence: shorter}, dropped=dropped)
 
 
-def check_trim(books: Books, held: Held, length: int) -> None:
+def check_trim(state: CacheState, held: Held, length: int) -> None:
     """Raise ValueError if a sequence cannot be trimmed to so many tokens."""
     if not 0 <= length <= held.length:
         raise ValueError(f"length: got {length}, takes 0 to {held.length}")
     released = next((n for n, page in enumerate(held.pages) if page is not None), len(held.pages))
-    if books.window is not None and released and length - books.window < released * books.page_size:
-        least = released * books.page_size + books.window
+    if state.window is not None and released and length - state.window < released * state.page_size:
+        least = released * state.page_size + state.window
         raise ValueError(
             f"length: got {length}, takes at least {least}: earlier pages are released"
         )
@@ -243,41 +243,41 @@ def check_trim(books: Books, held: Held, length: int) -> None:
 # A sequence's pages to the host and back, and all pages to lower numbers.
 
 
-def swapped_out(books: Books, sequence: int) -> Change:
+def swapped_out(state: CacheState, sequence: int) -> Change:
     """A sequence on the host, to which its pages are copied; see `PagedCache.swap_out`.
 
     Raises:
         OutOfPagesError: if the host has too few pages; then nothing has changed.
     """
-    held = books.find(sequence)
+    held = state.find(sequence)
     kept = held.kept
-    books.host_pool.require(len(kept))
-    books.torn = True
-    taken = books.host_pool.take(len(kept), None)
-    books.memory.to_host(kept, taken)
+    state.host_pool.require(len(kept))
+    state.torn = True
+    taken = state.host_pool.take(len(kept), None)
+    state.memory.to_host(kept, taken)
     away = replace(held, pages=[None] * len(held.pages), host_pages=_in_place_of(held.pages, taken))
     counts = Counter(swapped_out=len(kept))
-    return Change(books, {sequence: away}, dropped=kept, counts=counts)
+    return Change(state, {sequence: away}, dropped=kept, counts=counts)
 
 
-def swapped_in(books: Books, sequence: int) -> Change:
+def swapped_in(state: CacheState, sequence: int) -> Change:
     """The same the other way: back from the host.
 
     Raises:
         ValueError: if it is not swapped out.
         OutOfPagesError: if there are too few pages; then nothing has changed.
     """
-    held = books.find(sequence, on_device=False)
+    held = state.find(sequence, on_device=False)
     if held.host_pages is None:
         raise ValueError(f"sequence: got {sequence}, takes one that is swapped out")
     kept = held.kept_on_host
-    books.pool.require(len(kept))
-    books.torn = True
-    taken = books.pool.take(len(kept), None)
-    books.memory.to_device(kept, taken)
+    state.pool.require(len(kept))
+    state.torn = True
+    taken = state.pool.take(len(kept), None)
+    state.memory.to_device(kept, taken)
     back = replace(held, pages=_in_place_of(held.host_pages, taken), host_pages=None)
     counts = Counter(swapped_in=len(kept))
-    return Change(books, {sequence: back}, dropped_on_host=kept, counts=counts)
+    return Change(state, {sequence: back}, dropped_on_host=kept, counts=counts)
 
 
 def _in_place_of(pages: list[int | None], others: list[int]) -> list[int | None]:
@@ -286,10 +286,10 @@ def _in_place_of(pages: list[int | None], others: list[int]) -> list[int | None]
     return [None if page is None else next(following) for page in pages]
 
 
-def compact(books: Books) -> int:
+def compact(state: CacheState) -> int:
     """Move all pages to the lowest numbers; see `PagedCache.compact`."""
-    pool, index = books.pool, books.index
-    order = [page for held in books.sequences.values() for page in held.kept]
+    pool, index = state.pool, state.index
+    order = [page for held in state.sequences.values() for page in held.kept]
     order += pool.idle
     number = {page: new for new, page in enumerate(dict.fromkeys(order))}
     moves = [(old, new) for old, new in number.items() if old != new]
@@ -297,19 +297,19 @@ def compact(books: Books) -> int:
         sequence: replace(
             held, pages=[None if page is None else number[page] for page in held.pages]
         )
-        for sequence, held in books.sequences.items()
+        for sequence, held in state.sequences.items()
     }
     idle = OrderedDict((number[page], None) for page in pool.idle)
     entries = {number[page]: entry for page, entry in index.entry_of.items()}
-    books.torn = True
+    state.torn = True
     at_once(  # pages, and all that says where they are
         [
-            *books.memory.moves([old for old, _ in moves], [new for _, new in moves]),
-            partial(books.sequences.update, moved),
+            *state.memory.moves([old for old, _ in moves], [new for _, new in moves]),
+            partial(state.sequences.update, moved),
             partial(setattr, pool, "idle", idle),
             partial(setattr, index, "entry_of", entries),
         ]
     )
-    books.mend()
-    books.counts["moved"] += len(moves)
+    state.mend()
+    state.counts["moved"] += len(moves)
     return len(moves)

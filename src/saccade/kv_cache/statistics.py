@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from saccade.kv_cache.pool import PagePool
-from saccade.kv_cache.sequences import Books, Held
+from saccade.kv_cache.sequences import CacheState, Held
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class SequenceStatistics:
     swapped_out: bool
 
 
-def of_cache(books: Books) -> CacheStatistics:
+def of_cache(state: CacheState) -> CacheStatistics:
     """What the cache holds now, and what it has done so far."""
-    pool, host = books.pool, books.host_pool
-    lengths = [held.length for held in books.sequences.values()]
+    pool, host = state.pool, state.host_pool
+    lengths = [held.length for held in state.sequences.values()]
     return CacheStatistics(
         used=pool.num_pages - pool.available,
         idle=len(pool.idle),
@@ -64,7 +64,7 @@ def of_cache(books: Books) -> CacheStatistics:
         sequences=len(lengths),
         tokens=sum(lengths),
         evicted=pool.evictions,
-        **books.counts,
+        **state.counts,
     )
 
 
@@ -89,32 +89,32 @@ def of_sequence(held: Held) -> SequenceStatistics:
 # What must hold of a cache between any two calls.
 
 
-def broken(books: Books) -> list[str]:
+def broken(state: CacheState) -> list[str]:
     """What does not hold, in words; empty if all does."""
-    on_device = Counter(page for held in books.sequences.values() for page in held.kept)
+    on_device = Counter(page for held in state.sequences.values() for page in held.kept)
     on_host = Counter(
         page
-        for held in books.sequences.values()
+        for held in state.sequences.values()
         for page in held.host_pages or ()
         if page is not None
     )
-    found = _of_pool(books.pool, on_device) + _of_pool(books.host_pool, on_host)
+    found = _of_pool(state.pool, on_device) + _of_pool(state.host_pool, on_host)
     found += [
         f"sequence {number}: {complaint}"
-        for number, held in books.sequences.items()
-        for complaint in _of_sequence(books, held)
+        for number, held in state.sequences.items()
+        for complaint in _of_sequence(state, held)
     ]
-    for page, entry in books.index.entry_of.items():
-        if books.index.page_of.get(entry.digest) != page:
+    for page, entry in state.index.entry_of.items():
+        if state.index.page_of.get(entry.digest) != page:
             found.append(f"page {page} is known by a hash that leads elsewhere")
-        if not books.pool.holders[page] and page not in books.pool.idle:
+        if not state.pool.holders[page] and page not in state.pool.idle:
             found.append(f"page {page} is known, and free")
-        if books.index.digest(entry.before, entry.tokens) != entry.digest:
+        if state.index.digest(entry.before, entry.tokens) != entry.digest:
             found.append(f"page {page} is known by a hash of other tokens")
-    if len(books.index.page_of) != len(books.index.entry_of):
+    if len(state.index.page_of) != len(state.index.entry_of):
         found.append("the prefix index knows a hash without a page")
-    for page in books.pool.idle:
-        if page not in books.index:
+    for page in state.pool.idle:
+        if page not in state.index:
             found.append(f"page {page} is idle, and known by nothing")
     return found
 
@@ -136,15 +136,15 @@ def _of_pool(pool: PagePool, holders: Counter[int]) -> list[str]:
     return found
 
 
-def _of_sequence(books: Books, held: Held) -> list[str]:
-    size, found = books.page_size, []
+def _of_sequence(state: CacheState, held: Held) -> list[str]:
+    size, found = state.page_size, []
     if len(held.pages) != -(-held.length // size):
         found.append(f"{len(held.pages)} pages for {held.length} tokens")
     if not 0 <= held.written <= held.length or len(held.tokens) > held.length:
         found.append("more tokens written or named than there are")
     if len(held.digests) > held.written // size:
         found.append("a page was published before it was written")
-    if None in held.pages and books.window is None and held.host_pages is None:
+    if None in held.pages and state.window is None and held.host_pages is None:
         found.append("a page was released, and there is no window")
     if held.host_pages is not None and len(held.host_pages) != len(held.pages):
         found.append("other pages on the host than were swapped out")

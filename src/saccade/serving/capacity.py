@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from saccade import LayeredCache
+from saccade import PagedCache
 from saccade.serving.model import LayerShape, PackedModel
 from saccade.serving.sampling import check_number
 from saccade.serving.scheduler import most_pages
@@ -34,7 +34,7 @@ class Capacity(NamedTuple):
 
 def make_capacity(
     capacity: Capacity, model: PackedModel, *, sequences: int, longest: int, rows: int, swaps: bool
-) -> LayeredCache:
+) -> PagedCache:
     """A cache with as many pages for each kind of layer as it should have.
 
     Args:
@@ -56,7 +56,7 @@ def make_capacity(
     if capacity.host_pages is not None:
         host_pages = capacity.host_pages
     shape = model.shape
-    return LayeredCache(
+    return PagedCache(
         num_pages, capacity.page_size, windows=windows, kv_heads=shape.kv_heads,
         head_dim=shape.head_dim, value_dim=shape.value_dim, dtype=dtype, device=model.device,
         host_pages=host_pages,

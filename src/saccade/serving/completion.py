@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from saccade.serving.request import Request, State
 
 if TYPE_CHECKING:
-    from saccade import LayeredCache
+    from saccade import PagedCache
 
 CacheStatistics = Any  # saccade.PagedCache.statistics()'s; the class itself has no public name
 
@@ -56,7 +56,7 @@ class EngineStatistics:
         prompt_tokens, cached_tokens, new_tokens: of the requests that were started.
         preemptions: how often a request gave up its place.
         busy: the time spent in steps. tokens_per_second: new tokens over that time.
-        pages: of all kinds of layers. cache: `saccade.LayeredCache.statistics()`.
+        pages: of all kinds of layers. cache: `saccade.PagedCache.statistics()`.
     """
 
     waiting: int
@@ -111,7 +111,7 @@ def of_request(request: Request) -> RequestStatistics:
 
 
 def of_engine(
-    counts: Counts, *, waiting: int, running: int, preemptions: int, pages: int, cache: LayeredCache
+    counts: Counts, *, waiting: int, running: int, preemptions: int, pages: int, cache: PagedCache
 ) -> EngineStatistics:
     """What an engine holds now, and what it has done so far."""
     return EngineStatistics(

@@ -33,7 +33,7 @@ class Step:
     """
 
     def __init__(
-        self, cache: saccade.LayeredCache, plan: Plan, layers: Mapping[int, int],
+        self, cache: saccade.PagedCache, plan: Plan, layers: Mapping[int, int],
         options: Mapping[str, Any],
     ):  # fmt: skip
         self._cache, self._layers, self._options = cache, layers, options
@@ -69,7 +69,7 @@ class Step:
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write a layer's new keys and values, and attend over all of each sequence."""
         layer = self._layers[layer_index]
-        pages, kind = self._cache.pages(layer), self._cache.places[layer].kind
+        pages, kind = self._cache.pages(layer), self._cache.addresses[layer].group
         scales: dict[str, Any] = {
             "key_scales": pages.key_scales,
             "value_scales": pages.value_scales,

@@ -1,6 +1,6 @@
 """Scheduler: who takes part in the next step, and who gives up pages when there are too few.
 
-Plain Python over a `LayeredCache`; it knows no model. Older requests go first and are never
+Plain Python over a `PagedCache`; it knows no model. Older requests go first and are never
 displaced by younger ones, so every request is served: the oldest can always have all pages.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from saccade import LayeredCache, OutOfPagesError
+from saccade import OutOfPagesError, PagedCache
 from saccade.serving.request import Request, State
 
 Preemption = Literal["swap", "recompute"]
@@ -55,7 +55,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: LayeredCache,
+        cache: PagedCache,
         *,
         max_batch_tokens: int,
         max_sequences: int,
@@ -82,7 +82,7 @@ class Scheduler:
     def pages_for(self, tokens: int) -> list[int]:
         """The most pages that a sequence holds while it grows to so many tokens, by kind."""
         size, rows = self._cache.page_size, self._max_batch_tokens
-        return [most_pages(tokens, window, size, rows) for window in self._cache.kinds]
+        return [most_pages(tokens, window, size, rows) for window in self._cache.windows]
 
     def add(self, request: Request) -> None:
         """One more request that waits, with those that follow it."""
@@ -219,7 +219,7 @@ class Scheduler:
                     raise
                 return False
             return True
-        if self.running and not self._spares([1] * len(self._cache.kinds)):
+        if self.running and not self._spares([1] * len(self._cache.windows)):
             return False
         sequence = self._cache.allocate(request.tokens)
         found = self._cache.length(sequence)

@@ -91,7 +91,7 @@ def _packed(
     length = prompts.shape[1]
     rows = max(length - 1, 1)  # so that a chunk of one token comes, and every prompt is cut
     shape, windows = model.shape, model.windows
-    cache = saccade.LayeredCache(
+    cache = saccade.PagedCache(
         PROMPTS * (-(-length // page_size) + 1), page_size, windows=windows,
         kv_heads=shape.kv_heads, head_dim=shape.head_dim, value_dim=shape.value_dim,
         dtype=shape.dtype, device=model.device, prefix_caching=False,

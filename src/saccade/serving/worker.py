@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from saccade import LayeredCache
+from saccade import PagedCache
 from saccade.serving import completion
 from saccade.serving.completion import Counts, EngineStatistics
 from saccade.serving.model import PackedModel, Step
@@ -49,7 +49,7 @@ class Worker:
     """
 
     def __init__(
-        self, model: PackedModel, cache: LayeredCache, scheduler: Scheduler,
+        self, model: PackedModel, cache: PagedCache, scheduler: Scheduler,
         options: Mapping[str, Any],
     ):  # fmt: skip
         self._model, self._cache, self._scheduler = model, cache, scheduler

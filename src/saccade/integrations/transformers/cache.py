@@ -1,6 +1,6 @@
 """Cache: keys and values of transformers' generate in pages.
 
-One `saccade.LayeredCache` serves all layers, with one table for those of one window. The first
+One `saccade.PagedCache` serves all layers, with one table for those of one window. The first
 layer of a step makes room for the new tokens, each layer writes its own, and attention reads pages
 where they lie. What is behind a sliding layer's window is let go of; a chunk longer than the window
 would need more pages than are left in the end, so it is attended to where it is.
@@ -147,7 +147,7 @@ class PagedGenerationCache(Cache):
         super().__init__(layers=[*self.paged_layers])
         self.num_pages, self.page_size, self._dtype = num_pages, page_size, dtype
         self.windows = [None] * num_layers if windows is None else list(windows)
-        self.pages: saccade.LayeredCache | None = None
+        self.pages: saccade.PagedCache | None = None
         self.sequences: list[int] = []
         self._steps: list[Step] | None = None  # by kind of layer
         self._before: list[Step | None] = []  # the same for what was there before a long chunk
@@ -209,7 +209,7 @@ class PagedGenerationCache(Cache):
         """
         batch, count = key.shape[0], key.shape[2]
         if self.pages is None:
-            self.pages = saccade.LayeredCache(
+            self.pages = saccade.PagedCache(
                 self.num_pages, self.page_size, windows=self.windows,
                 kv_heads=key.shape[1], head_dim=key.shape[3], value_dim=value.shape[3],
                 dtype=self._dtype or key.dtype, device=key.device, prefix_caching=False,
@@ -224,7 +224,7 @@ class PagedGenerationCache(Cache):
         held = self.pages.length(self.sequences[0])
         if length == held:
             self._begin_step(self.pages, length, count)
-        step = self._steps[self.pages.places[layer].kind] if self._steps else None
+        step = self._steps[self.pages.addresses[layer].group] if self._steps else None
         if step is None or (step.first, step.count) != (length, count):
             raise ValueError(
                 f"key_states: got {count} tokens for a layer of {length}, takes what other layers "
@@ -232,8 +232,8 @@ class PagedGenerationCache(Cache):
             )
         return step
 
-    def _begin_step(self, pages: saccade.LayeredCache, length: int, count: int) -> None:
-        outgrown = [window is not None and count > window + 1 for window in pages.kinds]
+    def _begin_step(self, pages: saccade.PagedCache, length: int, count: int) -> None:
+        outgrown = [window is not None and count > window + 1 for window in pages.windows]
         before = pages.tables(self.sequences) if any(outgrown) and length else None
         spare = [MOST_DRAFTS if each else None for each in outgrown]
         slots = pages.append(dict.fromkeys(self.sequences, count), spare=spare)
@@ -249,7 +249,7 @@ class PagedGenerationCache(Cache):
 
     def step_before(self, layer: int) -> Step | None:
         """What a layer held before a chunk longer than its window, as a step; else None."""
-        return self._before[self.pages.places[layer].kind] if self.pages is not None else None
+        return self._before[self.pages.addresses[layer].group] if self.pages is not None else None
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> Any:
         """Write a layer's new tokens; its pages."""

@@ -1,4 +1,4 @@
-"""LayeredCache: kinds of layers with pages of their own, one set of sequences, all or nothing."""
+"""PagedCache: kinds of layers with pages of their own, one set of sequences, all or nothing."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ PAGES = {None: 14, 4: 9, 1: 8}
 HOST = {None: 8, 4: 6, 1: 6}
 
 
-def make(**changes: Any) -> saccade.LayeredCache:
+def make(**changes: Any) -> saccade.PagedCache:
     options: dict[str, Any] = {"kv_heads": 1, "head_dim": 1, "host_pages": HOST, **changes}
     with poisoned():
-        return saccade.LayeredCache(PAGES, PAGE_SIZE, windows=WINDOWS, **options)
+        return saccade.PagedCache(PAGES, PAGE_SIZE, windows=WINDOWS, **options)
 
 
-def books_of(cache: saccade.LayeredCache) -> list[Any]:
-    return [each._books for each in cache.caches]
+def states_of(cache: saccade.PagedCache) -> list[Any]:
+    return [each._state for each in cache.groups]
 
 
-def snapshot(cache: saccade.LayeredCache) -> Any:
+def snapshot(cache: saccade.PagedCache) -> Any:
     kept = [
         (b.sequences, b.pool.holders, b.pool.free.pages(), [*b.pool.idle], b.host_pool.holders)
-        for b in books_of(cache)
+        for b in states_of(cache)
     ]
     return copy.deepcopy((kept, cache._sequences))
 
 
-def write(cache: saccade.LayeredCache, slots: Any, tokens: list[int]) -> None:
+def write(cache: saccade.PagedCache, slots: Any, tokens: list[int]) -> None:
     for layer in range(len(WINDOWS)):
         rows = torch.tensor(tokens, dtype=torch.float32).view(-1, 1, 1) + layer / 8
         cache.write(layer, rows, -rows, slots)
@@ -47,9 +47,9 @@ def write(cache: saccade.LayeredCache, slots: Any, tokens: list[int]) -> None:
 
 def test_layers_of_a_kind_share_a_cache() -> None:
     cache = make()
-    assert cache.kinds == (None, 4, 1)
-    assert [tuple(place) for place in cache.places] == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1)]
-    assert [len(each._books.memory.layers) for each in cache.caches] == [2, 2, 1]
+    assert cache.windows == (None, 4, 1)
+    assert [tuple(place) for place in cache.addresses] == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1)]
+    assert [len(each._state.memory.layers) for each in cache.groups] == [2, 2, 1]
     assert cache.available() == [14, 9, 8]
 
 
@@ -65,12 +65,40 @@ def test_layers_of_a_kind_share_a_cache() -> None:
 def test_arguments(arguments: dict[str, Any], complaint: str) -> None:
     pages = arguments.pop("num_pages", 4)
     with pytest.raises(ValueError, match=complaint):
-        saccade.LayeredCache(pages, kv_heads=1, head_dim=2, **arguments)
+        saccade.PagedCache(pages, kv_heads=1, head_dim=2, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "complaint"),
+    [
+        ({}, TypeError, "num_layers: got None, takes a whole number, or windows"),
+        ({"num_layers": 2, "windows": [None, 3]}, TypeError, "windows: got it beside"),
+        ({"window": 2, "windows": [None, 3]}, TypeError, "windows: got it beside"),
+        ({"num_layers": 0}, ValueError, "num_layers: got 0"),
+        ({"num_layers": 1, "window": -1}, ValueError, "window: got -1"),
+    ],
+)
+def test_layers_are_counted_or_listed(
+    arguments: dict[str, Any], error: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(error, match=complaint):
+        saccade.PagedCache(4, kv_heads=1, head_dim=2, **arguments)
+
+
+def test_lists_come_where_windows_are_listed_only() -> None:
+    one = saccade.PagedCache(4, num_layers=2, window=3, kv_heads=1, head_dim=2)
+    listed = saccade.PagedCache(4, windows=[3, 3], kv_heads=1, head_dim=2)
+    assert one.windows == listed.windows == (3,)
+    assert one.append({one.allocate(): 2}).tolist() == [0, 1]
+    [slots] = listed.append({listed.allocate(): 2})
+    assert slots.tolist() == [0, 1]
+    assert one.available() == 3 and listed.available() == [3]
+    assert torch.equal(one.tables([0])[0], listed.tables([0])[0][0])
 
 
 def test_sliding_layers_give_pages_back_and_attend_as_if_they_had_not() -> None:
     windows, length = [None, 5], 40
-    cache = saccade.LayeredCache(
+    cache = saccade.PagedCache(
         {None: 10, 5: 4}, 4, windows=windows, kv_heads=2, head_dim=8, prefix_caching=False
     )
     sequence, generator = cache.allocate(), torch.Generator().manual_seed(0)
@@ -102,9 +130,9 @@ def test_a_beginning_counts_where_every_kind_has_it() -> None:
     write(cache, cache.append({first: prompt}), prompt)
     cache.commit(first)
     assert cache.length(cache.allocate(prompt)) == 9
-    for books in books_of(cache)[1:2]:  # evict what one sliding kind knew from page 1 on
-        for page in books.sequences[0].kept[1:]:
-            books.index.forget(page)
+    for state in states_of(cache)[1:2]:  # evict what one sliding kind knew from page 1 on
+        for page in state.sequences[0].kept[1:]:
+            state.index.forget(page)
     assert cache.length(cache.allocate(prompt)) == 3
     cache.check()
 
@@ -128,7 +156,7 @@ def test_a_long_step_skips_pages_that_nobody_will_see_and_loses_none() -> None:
     sequence = cache.allocate()
     cache.append({sequence: 5})
     twin = cache.fork(sequence)
-    slots = cache.append({sequence: 14}, spare=[None] + [2] * (len(cache.kinds) - 1))
+    slots = cache.append({sequence: 14}, spare=[None] + [2] * (len(cache.windows) - 1))
     cache.check()
     assert -1 in slots[-1].tolist() and -1 not in slots[0].tolist()
     cache.free(twin)
@@ -141,10 +169,10 @@ def test_invariants_are_seen_to_break() -> None:
     cache = make()
     sequence = cache.allocate()
     cache.append({sequence: 4})
-    cache.caches[1].trim(0, 3)
-    with pytest.raises(AssertionError, match="sequence 0 is not the same in all kinds"):
+    cache.groups[1].trim(0, 3)
+    with pytest.raises(AssertionError, match="sequence 0 is not the same in all groups"):
         cache.check()
-    cache.caches[1].free(0)
+    cache.groups[1].free(0)
     with pytest.raises(AssertionError, match="layers of window 4 have other sequences"):
         cache.check()
 
@@ -247,7 +275,7 @@ class Machine(RuleBasedStateMachine):
             return
         tables = self.cache.tables(self.awake)
         for layer, window in enumerate(WINDOWS):
-            table, lens = tables[self.cache.places[layer].kind]
+            table, lens = tables[self.cache.addresses[layer].group]
             pages = self.cache.pages(layer)
             for row, sequence in enumerate(self.awake):
                 tokens = self.model[sequence]
@@ -298,10 +326,10 @@ def test_a_fault_at_every_point_changes_no_kind(what: str) -> None:
 
             return call
 
-        for books, each in zip(books_of(cache), cache.caches, strict=True):
+        for state, each in zip(states_of(cache), cache.groups, strict=True):
             targets = {
-                "pages": [(books.pool, "take"), (books.host_pool, "take")],
-                "memory": [(books.memory, name) for name in ("copy", "to_host", "to_device")],
+                "pages": [(state.pool, "take"), (state.host_pool, "take")],
+                "memory": [(state.memory, name) for name in ("copy", "to_host", "to_device")],
                 "sequences": [(each, "allocate"), (each, "fork")],
             }[what]
             for owner, name in targets:
