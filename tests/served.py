@@ -35,14 +35,14 @@ def prompts() -> list[list[int]]:
 @functools.cache
 def uncached(name: str, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
     """Every token from a pass over all that stands before it, by transformers alone."""
-    judged, tokens = model(name), list(prompt)
-    before = judged.config._attn_implementation
-    judged.set_attn_implementation(tiny_models.OWN.get(name, "sdpa"))
+    compared, tokens = model(name), list(prompt)
+    before = compared.config._attn_implementation
+    compared.set_attn_implementation(tiny_models.OWN.get(name, "sdpa"))
     with torch.inference_mode():
         for _ in range(new_tokens):
-            logits = judged(torch.tensor([tokens]), use_cache=False).logits
+            logits = compared(torch.tensor([tokens]), use_cache=False).logits
             tokens.append(int(logits[0, -1].argmax()))
-    judged.set_attn_implementation(before)
+    compared.set_attn_implementation(before)
     return tokens[len(prompt) :]
 
 

@@ -71,7 +71,7 @@ class Family:
     sizes: dict[str, Any]
     inputs: Callable[[], Inputs]
     config: str = ""
-    judge: str = ""
+    compare: str = ""
 
     @property
     def model_class(self) -> Any:
@@ -157,7 +157,7 @@ DECODERS = [
     decoder("Qwen3 MoE", "Qwen3MoeForCausalLM", {**GROUPED, **EXPERTS}),
     decoder("Gemma", "GemmaForCausalLM", GROUPED),
     decoder("Gemma 2", "Gemma2ForCausalLM", {**ALTERNATING, "query_pre_attn_scalar": 8},
-            judge="eager"),
+            compare="eager"),
     decoder("Gemma 3", "Gemma3ForCausalLM", ALTERNATING, config="Gemma3TextConfig"),
     decoder("gpt-oss", "GptOssForCausalLM", {
         **ALTERNATING, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},

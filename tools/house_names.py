@@ -65,4 +65,24 @@ BANNED_KERNEL_NAMES = {
     "p": "weights",
     "s": "scores",
 }
+# Words of our own that the field has terms for: no part of a name in the source.
+BANNED_WORDS = {
+    "careful": "nan_safe",
+    "doors": "custom_op",
+    "fade": "decay",
+    "fades": "decay",
+    "judge": "classify",
+    "judged": "classified",
+    "recall": "lookup",
+    "recalled": "checked",
+    "skim": "coarse_classify",
+    "spoilt": "nonfinite",
+    "stretch": "contiguous range",
+    "stretches": "contiguous ranges",
+    "ticket": "work_tile",
+    "tickets": "work_tiles",
+    "walk": "tile_range",
+    "walks": "tile_ranges",
+}
+
 STRIDE_NAME = re.compile(r"stride_[qkvo][a-z]")  # stride_qz ...: one argument a dimension

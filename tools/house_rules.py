@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from house_names import BANNED_KERNEL_NAMES, BANNED_NAMES, STRIDE_NAME
+from house_names import BANNED_KERNEL_NAMES, BANNED_NAMES, BANNED_WORDS, STRIDE_NAME
 
 FOLDERS = ("src", "tests", "tools", "docs")
 
@@ -131,6 +131,24 @@ def banned_name(source: Source) -> Iterator[Finding]:
     yield from found
 
 
+def banned_word(source: Source) -> Iterator[Finding]:
+    """What has a term in the field is called by it."""
+    if not source.layer:
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, Function | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        else:
+            continue
+        for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name):
+            if word.lower() in BANNED_WORDS:
+                yield node.lineno, f"`{name}`: the field says `{BANNED_WORDS[word.lower()]}`"
+
+
 def import_direction(source: Source) -> Iterator[Finding]:
     """Imports point down: calls, the runtime, a backend, what kernels share."""
     room = room_of(".".join(source.path.with_suffix("").parts[2:])) if source.layer else ""
@@ -170,6 +188,7 @@ RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
     function_length,
     kernel_arguments,
     banned_name,
+    banned_word,
     import_direction,
     public_names_only,
 )

@@ -12,7 +12,7 @@ from saccade.bench.results import Result, append, case_fields
 from saccade.bench.session import show_targets
 from saccade.bench.targets import CPU_TARGETS, GPU_TARGETS, TARGETS
 from saccade.bench.terminal import targets_table
-from saccade.bench.verdicts import judge, still_missing
+from saccade.bench.verdicts import compare_with_targets, still_missing
 from saccade.bench.yardsticks import (
     FASTEST,
     GOOD_RATE,
@@ -84,7 +84,7 @@ def complete(targets=TARGETS):
 
 
 def answers(found):
-    return [verdict.answer for verdict in judge(list(found))]
+    return [verdict.answer for verdict in compare_with_targets(list(found))]
 
 
 def shown(verdicts):
@@ -121,7 +121,7 @@ def test_a_missed_target_names_the_case():
     place = ("saccade/cpu", "cpu-full-fp32-d64-1k", "forward")
     sdpa = found["sdpa", place[1], place[2]].median_ms
     found[place] = dataclasses.replace(found[place], median_ms=sdpa * 1.06)
-    verdict = judge(list(found.values()))[0]
+    verdict = compare_with_targets(list(found.values()))[0]
     assert verdict.answer == "no"
     assert verdict.misses == [(pytest.approx(1.06), place[1], place[2])]
     text = shown([verdict])
@@ -142,11 +142,11 @@ def test_a_mean_may_hide_a_slow_case_and_not_a_missing_one():
     found = complete([target])
     slow = ("sdpa/cudnn", "gpu-full-bf16-d256-1k", "forward")
     found[slow] = dataclasses.replace(found[slow], median_ms=found[slow].median_ms / 10)
-    (verdict,) = [one for one in judge(list(found.values())) if one.target == target]
+    (verdict,) = [one for one in compare_with_targets(list(found.values())) if one.target == target]
     assert verdict.answer == "yes"
     assert verdict.measured[0][0] == pytest.approx(0.2 * 10 ** (1 / len(target.expected())))
     del found[slow]
-    (verdict,) = [one for one in judge(list(found.values())) if one.target == target]
+    (verdict,) = [one for one in compare_with_targets(list(found.values())) if one.target == target]
     assert verdict.answer == "not measured"
 
 
@@ -188,10 +188,10 @@ def test_what_is_missing_is_said():
     found = complete(GPU_TARGETS)
     del found["sdpa/flash", "gpu-full-bf16-d128-1k", "forward"]
     del found["saccade/triton", "gpu-packed-causal-bf16-d128-64x128", "backward"]
-    text = shown(judge(list(found.values())))
+    text = shown(compare_with_targets(list(found.values())))
     assert "missing without sdpa/flash: forward of gpu-full-bf16-d128-1k" in text
     assert "gpu-packed-causal-bf16-d128-64x128: not measured: backward of gpu-packed" in text
-    nothing = shown(judge([result(FULL_1K, "flex", 1.0)]))
+    nothing = shown(compare_with_targets([result(FULL_1K, "flex", 1.0)]))
     assert "missing not measured: forward of" in nothing
     assert "gpu-causal-bf16-d128-{1k,2k,4k,8k,16k}" in nothing
 
@@ -199,7 +199,7 @@ def test_what_is_missing_is_said():
 def test_ratios_across_runs_do_not_count():
     found = complete(CPU_TARGETS).values()
     apart = [dataclasses.replace(item, run=item.run + item.who) for item in found]
-    verdict = judge(apart)[0]
+    verdict = compare_with_targets(apart)[0]
     assert verdict.answer == "not measured"
     assert "never took turns" in verdict.missing[0][2]
 
@@ -252,6 +252,8 @@ def test_a_tile_s_time_is_judged():
 def test_memory_that_was_not_measured_is_missing():
     found = complete(CPU_TARGETS)
     bare = [dataclasses.replace(item, peak_mb=None) for item in found.values()]
-    (verdict,) = [found for found in judge(bare) if isinstance(found.target.yardstick, Memory)]
+    (verdict,) = [
+        found for found in compare_with_targets(bare) if isinstance(found.target.yardstick, Memory)
+    ]
     assert verdict.missing[0][2] == "memory not measured"
     assert "200 MB" in shown([verdict])

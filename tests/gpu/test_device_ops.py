@@ -20,14 +20,14 @@ ULP = torch.finfo(torch.float32).eps
 
 @triton.jit
 def apply_one(function: tl.constexpr, given, result, WIDTH: tl.constexpr):
-    places = tl.arange(0, WIDTH)
-    tl.store(result + places, function(tl.load(given + places)))
+    positions = tl.arange(0, WIDTH)
+    tl.store(result + positions, function(tl.load(given + positions)))
 
 
 @triton.jit
 def apply_two(function: tl.constexpr, first, second, result, WIDTH: tl.constexpr):
-    places = tl.arange(0, WIDTH)
-    tl.store(result + places, function(tl.load(first + places), tl.load(second + places)))
+    positions = tl.arange(0, WIDTH)
+    tl.store(result + positions, function(tl.load(first + positions), tl.load(second + positions)))
 
 
 def on_device(function: Any, *given: Tensor) -> Tensor:

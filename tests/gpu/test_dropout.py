@@ -22,24 +22,24 @@ def draw(
 ):  # fmt: skip
     rows = query_start + tl.arange(0, QUERY_TILE)
     keep = kept(given, batch, head, rows, kv_start, KV_TILE)
-    places = tl.arange(0, QUERY_TILE)[:, None] * KV_TILE + tl.arange(0, KV_TILE)[None, :]
-    tl.store(result + places, keep)
+    positions = tl.arange(0, QUERY_TILE)[:, None] * KV_TILE + tl.arange(0, KV_TILE)[None, :]
+    tl.store(result + positions, keep)
 
 
 def drawn(
-    seed: int, place: tuple[int, int, int, int], tile: tuple[int, int], dropout_p: float
+    seed: int, position: tuple[int, int, int, int], tile: tuple[int, int], dropout_p: float
 ) -> torch.Tensor:
     result = torch.zeros(tile, dtype=torch.bool)
     given = Dropout(torch.tensor(seed), dropout.threshold(dropout_p), 1 / (1 - dropout_p))
     kernel: Any = draw
-    kernel[(1,)](given, *place, result, *tile)
+    kernel[(1,)](given, *position, result, *tile)
     return result
 
 
 def wanted(
-    seed: int, place: tuple[int, int, int, int], tile: tuple[int, int], dropout_p: float
+    seed: int, position: tuple[int, int, int, int], tile: tuple[int, int], dropout_p: float
 ) -> torch.Tensor:
-    batch, head, query_start, kv_start = place
+    batch, head, query_start, kv_start = position
     rows = torch.arange(query_start, query_start + tile[0])[:, None]
     keys = torch.arange(kv_start, kv_start + tile[1])[None, :]
     numbers = torch.tensor(seed), torch.tensor(batch), torch.tensor(head)
@@ -51,9 +51,9 @@ def wanted(
 @pytest.mark.parametrize("seed", [0, -1, 2**40 + 3, -(2**63)])
 def test_kept_equals_the_pure_function(seed: int, tile: tuple[int, int], dropout_p: float) -> None:
     starts = [(0, 0, 0, 0), (2, 1, 4 * tile[0] + 5, 4 * tile[1]), (70000, 40, 10**6, 2**20 + 64)]
-    for place in starts:
-        found = drawn(seed, place, tile, dropout_p)
-        assert torch.equal(found, wanted(seed, place, tile, dropout_p)), place
+    for position in starts:
+        found = drawn(seed, position, tile, dropout_p)
+        assert torch.equal(found, wanted(seed, position, tile, dropout_p)), position
 
 
 def test_a_tile_drops_what_its_parts_drop() -> None:
@@ -66,6 +66,9 @@ def test_a_tile_drops_what_its_parts_drop() -> None:
 @pytest.mark.parametrize("changed", range(5), ids=["seed", "batch", "head", "query", "key"])
 def test_every_part_of_the_counter_counts(changed: int) -> None:
     numbers = [5, 1, 2, 32, 64]
-    other = [n + (16 if place == 4 else 1) * (place == changed) for place, n in enumerate(numbers)]
+    other = [
+        n + (16 if position == 4 else 1) * (position == changed)
+        for position, n in enumerate(numbers)
+    ]
     first, second = (drawn(n[0], (n[1], n[2], n[3], n[4]), (16, 16), 0.5) for n in (numbers, other))
     assert not torch.equal(first, second)

@@ -18,7 +18,7 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 
 from saccade.gpu import fast_launch, launcher
-from saccade.gpu.fast_launch import Places
+from saccade.gpu.fast_launch import Addresses
 from saccade.gpu.hopper.descriptors import Box, descriptor
 from saccade.gpu.launcher import Launch, opened
 
@@ -90,8 +90,8 @@ def moved_tensors(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 
 def starter(compiled: Any, arguments: Any, tensors: list[Tensor]) -> Any:
-    places = Places(tensors)
-    return places.function(*fast_launch.call_of(compiled, arguments(places, tensors)))
+    positions = Addresses(tensors)
+    return positions.function(*fast_launch.call_of(compiled, arguments(positions, tensors)))
 
 
 def by_triton(compiled: Any, arguments: Any, tensors: list[Tensor]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from saccade.gpu import launcher, planning
-from saccade.gpu.fast_launch import PROGRAMS, STREAM, Places
+from saccade.gpu.fast_launch import PROGRAMS, STREAM, Addresses
 from saccade.gpu.launcher import Launch
 from saccade.ops.attention.triton import call_spec, gradients
 from saccade.ops.attention.triton import host as attention_host
@@ -17,7 +17,7 @@ from saccade.testing import make_case
 
 
 class Row(NamedTuple):
-    place: Any
+    position: Any
     stride: int
 
 
@@ -32,10 +32,10 @@ def three() -> list[Tensor]:
 
 def starter(tensors: list[Tensor], arguments: Any = made) -> tuple[Any, list[Any], bool]:
     """What starts such calls, what it started, and whether it may do so again."""
-    places, started = Places(tensors), []
-    given = arguments(places, tensors)
-    start = places.function(lambda *call: started.append(call), (PROGRAMS, STREAM, *given))
-    return start, started, places.complete
+    positions, started = Addresses(tensors), []
+    given = arguments(positions, tensors)
+    start = positions.function(lambda *call: started.append(call), (PROGRAMS, STREAM, *given))
+    return start, started, positions.complete
 
 
 def test_new_addresses_take_the_places_of_old_ones():
@@ -105,7 +105,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def call_of(compiled: Any, arguments: tuple[Any, ...]) -> Any:
         return (lambda *given: handed.append(given)), arguments
 
-    real, again = Launch.__call__, Launch.again
+    real, again = Launch.__call__, Launch.relaunch
     for module in (launcher, call_spec, planning):
         monkeypatch.setattr(module, "current_device", lambda tensor: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)

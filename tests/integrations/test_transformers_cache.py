@@ -219,18 +219,18 @@ def test_sliding_layers_hold_what_can_be_seen(seed, monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss"])
 def test_models_whose_layers_slide_in_part_give_pages_back(name, monkeypatch):
     monkeypatch.setattr(sliding, "MOST_DRAFTS", 4)
-    judged = model(name)
-    judged.set_attn_implementation("saccade")
+    compared = model(name)
+    compared.set_attn_implementation("saccade")
     prompt, more = tokens(2, 40), tokens(2, 25, seed=1)
-    cache = PagedGenerationCache.for_model(judged, max_tokens=160, batch_size=2, page_size=4)
+    cache = PagedGenerationCache.for_model(compared, max_tokens=160, batch_size=2, page_size=4)
     options: Any = {
         "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 30,
     }  # fmt: skip
 
     def turn(text: Tensor) -> Tensor:
         options["attention_mask"] = torch.ones_like(text)
-        made = judged.generate(text, past_key_values=cache, **options)
-        assert torch.equal(made, judged.generate(text, use_cache=False, **options))
+        made = compared.generate(text, past_key_values=cache, **options)
+        assert torch.equal(made, compared.generate(text, use_cache=False, **options))
         return made
 
     turn(torch.cat([turn(prompt), more], 1))  # the second one is longer than the window

@@ -53,7 +53,7 @@ def counted(calls: list[str]) -> Any:
 
 def own(family: Family) -> str:
     """What transformers itself attends with; its sdpa knows neither softcap nor sinks."""
-    return family.judge or ("sdpa" if family.model_class._supports_sdpa else "eager")
+    return family.compare or ("sdpa" if family.model_class._supports_sdpa else "eager")
 
 
 def named(error: Exception) -> bool:

@@ -32,7 +32,7 @@ def test_rows_of_zeros_stay_zeros(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("trash", [torch.nan, torch.inf, -torch.inf])
-def test_a_spoilt_row_is_nan(dtype, trash):
+def test_a_nonfinite_row_is_nan(dtype, trash):
     rows = torch.ones(3, 8)
     rows[1, 4] = trash
     numbers, scales = quantised(rows, dtype)

@@ -64,7 +64,7 @@ aligned = st.sampled_from(["top_left", "bottom_right"])
 
 @settings(often, max_examples=400)
 @given(programs, aligned, st.sampled_from(TILES))
-def test_random_masks_are_never_judged_wrongly(program, align, tiles):
+def test_random_masks_are_never_classified_wrongly(program, align, tiles):
     mask = made_or_refused(program, align)
     if mask is not None:
         check_sound(classified(mask, tiles), visible(mask), tiles)
@@ -82,7 +82,7 @@ def test_random_masks_are_the_same_in_kernels(program, align):
 @in_interpreter
 @settings(often, max_examples=50)
 @given(programs, aligned, st.booleans())
-def test_random_masks_are_never_judged_wrongly_by_kernels(program, align, over_keys):
+def test_random_masks_are_never_classified_wrongly_by_kernels(program, align, over_keys):
     mask = made_or_refused(program, align)
     if mask is not None:
         seen = mask_of_kernel(mask, SHAPE)
@@ -144,7 +144,7 @@ SUBTLE: dict[str, Any] = {
 
 @in_interpreter
 @pytest.mark.parametrize("name", SUBTLE)
-def test_subtle_masks_are_never_judged_wrongly(name):
+def test_subtle_masks_are_never_classified_wrongly(name):
     mask = as_mask(SUBTLE[name])
     seen = visible(mask)
     for tiles in ((1, 1), (2, 3), (5, 5), (13, 18)):
@@ -154,7 +154,7 @@ def test_subtle_masks_are_never_judged_wrongly(name):
     check_sound(classified_by_kernel(mask, SHAPE, (2, 8), False), seen, (2, 8))
 
 
-def test_a_table_without_entries_is_judged():
+def test_a_table_without_entries_is_classified():
     empty = torch.zeros(0, dtype=torch.long)
     mask = as_mask(lambda b, h, q, k: masks.take(empty, k) > q)
     shape = (2, 2, 3, 0)

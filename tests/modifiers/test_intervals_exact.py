@@ -129,7 +129,7 @@ def test_no_mask_is_certain():
     assert verdicts(masks.NOTHING_HIDDEN, Grid())[1].all()
 
 
-def test_a_mask_that_varies_by_batch_only_is_judged_once_for_all_rows():
+def test_a_mask_that_varies_by_batch_only_is_classified_once_for_all_rows():
     mask, at = masks.key_lengths(torch.tensor([3, 9])), coordinates(Grid().shape)
     tiles = at._replace(query_row=rows(0, 12, 4, 2), kv_row=rows(0, 12, 4, 3))
     assert intervals.classify(mask.key, mask.captured, tiles).possible.shape == (2, 1, 1, 3)
@@ -140,7 +140,7 @@ def test_a_mask_that_varies_by_batch_only_is_judged_once_for_all_rows():
     st.tuples(*[st.integers(1, 14)] * 2, *[st.integers(1, 6)] * 2), st.integers(0, 99),
     st.integers(0, 5), st.integers(0, 5),
 )  # fmt: skip
-def test_combined_masks_are_never_judged_wrongly(sizes, seed, left, right):
+def test_combined_masks_are_never_classified_wrongly(sizes, seed, left, right):
     grid = Grid(*sizes)
     generator = torch.Generator().manual_seed(seed)
     lengths = (grid.query_len, grid.kv_len)
@@ -164,7 +164,7 @@ SIZES = [((40, 50), (16, 16)), ((33, 55), (32, 16)), ((40, 36), (16, 32)), ((1, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_kernels_judge_built_in_masks_as_plans_do(name):
+def test_kernels_classify_built_in_masks_as_plans_do(name):
     for lengths, tiles in SIZES:
         grid = Grid(*lengths, *tiles)
         sizes: dict[str, Any] = {"batch": 2, "kv_heads": 1, "group": 2, "head_dim": 16}

@@ -167,7 +167,7 @@ class TestHidden:
     @pytest.mark.parametrize("trash", [torch.nan, torch.inf, -torch.inf])
     @pytest.mark.parametrize("score", ["none", "softcap"])
     @pytest.mark.parametrize("nonfinite", ["key", "value"])
-    def test_rows_before_a_spoilt_key_stay_clean(
+    def test_rows_before_a_nonfinite_key_stay_clean(
         self, implementation: Implementation, nonfinite: str, score: str, trash: float
     ) -> None:
         for dtype in implementation.dtypes:
@@ -189,7 +189,7 @@ class TestHidden:
             # later keys are seen only by nonfinite rows, earlier ones by clean rows as well
             assert bool(results["grad_query"][:, :, :place].isfinite().all()), dtype
 
-    def test_spoilt_queries_do_not_reach_what_they_do_not_see(
+    def test_nonfinite_queries_do_not_reach_what_they_do_not_see(
         self, implementation: Implementation
     ) -> None:
         case = implementation.case(mask="causal")

@@ -227,7 +227,7 @@ class TestHidden:
     @pytest.mark.parametrize("trash", [torch.nan, torch.inf])
     @pytest.mark.parametrize("nonfinite", ["key", "value"])
     @pytest.mark.parametrize("decay", ["none", "rows"])
-    def test_rows_before_a_spoilt_key_stay_clean(
+    def test_rows_before_a_nonfinite_key_stay_clean(
         self, implementation: Implementation, decay: str, nonfinite: str, trash: float
     ) -> None:
         for config, dtype in itertools.product(
@@ -245,7 +245,7 @@ class TestHidden:
             assert bool(results["grad_query"][:, :, :place].isfinite().all())
             assert not bool(results["kv"].isfinite().all())
 
-    def test_spoilt_queries_do_not_reach_what_they_do_not_see(
+    def test_nonfinite_queries_do_not_reach_what_they_do_not_see(
         self, implementation: Implementation
     ) -> None:
         for config in implementation.configs_of(0):

@@ -199,7 +199,7 @@ class TestHidden:
     @pytest.mark.parametrize("score", ["none", "softcap"])
     @pytest.mark.parametrize("trash", [torch.nan, torch.inf])
     @pytest.mark.parametrize("nonfinite", ["key_pages", "value_pages"])
-    def test_rows_before_a_spoilt_key_stay_clean(
+    def test_rows_before_a_nonfinite_key_stay_clean(
         self, implementation: Implementation, nonfinite: str, trash: float, score: str
     ) -> None:
         arguments: dict[str, Any] = {"mask": "causal", "score": score, "lengths": ((24, 24),)}

@@ -254,3 +254,13 @@ def test_main_warns_of_a_long_file_and_is_content(tmp_path, capsys):
     assert violations(tmp_path, "src/saccade/long.py", "#\n" * 501) == [(1, "file-length")]
     assert house_rules.main([str(tmp_path)]) == 0
     assert "src/saccade/long.py:1: file-length: 501 lines" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ["def find_walk(): pass", "class Ticket: pass", "JUDGED = 1", "def f(is_spoilt): pass"]
+)
+def test_banned_word(tmp_path, text):
+    assert violations(tmp_path, "src/saccade/gpu/rows.py", text) == [(1, "banned-word")]
+    good = "def find_tile_range(): os.walk('.')"  # what others named
+    assert violations(tmp_path, "src/saccade/gpu/rows.py", good) == []
+    assert violations(tmp_path, "tests/gpu/test_rows.py", text) == []

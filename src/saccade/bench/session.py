@@ -199,7 +199,7 @@ def reason_against(peer: Peer, where: torch.device) -> str | None:
 def show_targets(path: Path) -> None:
     """Print how the targets stand in a file of results, or in all of a folder; what they lack."""
     found = [result for file in results.files_of(path) for result in results.read(file)]
-    answers = verdicts.judge(found)
+    answers = verdicts.compare_with_targets(found)
     console().print(terminal.targets_table(answers))
     for line in verdicts.still_missing(answers):
         console().print(f"[bold]missing[/bold] {line}")

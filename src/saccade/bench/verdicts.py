@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
         return "not measured" if self.missing else "yes"
 
 
-def judge(results: Sequence[Result]) -> list[Verdict]:
+def compare_with_targets(results: Sequence[Result]) -> list[Verdict]:
     """How the targets stand of the machines that the results' cases are meant for.
 
     Results of no such machine leave all targets open.

@@ -98,4 +98,4 @@ def demo(
     measured = parts.measure(console, settings, begin + settings.total_seconds)
     about = {"text": corpus.source, "seed": seed, "quick": quick, **about}
     parts.save(console, output, model, about, bits, findings, measured)
-    parts.judge(console, bits)
+    parts.assess(console, bits)

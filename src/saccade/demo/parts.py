@@ -192,7 +192,7 @@ def save(
     )  # fmt: skip
 
 
-def judge(console: Console, bits: dict[str, float]) -> None:
+def assess(console: Console, bits: dict[str, float]) -> None:
     """End with status 1 if the model is not the best of all."""
     if any(bits[MODEL] >= value for who, value in bits.items() if who != MODEL):
         give_up(

@@ -44,7 +44,7 @@ class ReadFunctions(NamedTuple):
     """
 
     derivative: Any
-    place: Any
+    position: Any
     along_queries: bool
     along_keys: bool
     as_bias: bool

@@ -38,7 +38,7 @@ class Symbol(NamedTuple):
 PROGRAMS, STREAM = Symbol("programs"), Symbol("stream")
 
 
-class Places:
+class Addresses:
     """Gives each tensor of a call a symbol for its address."""
 
     def __init__(self, tensors: Sequence[Tensor]):

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton import knobs
 
 from saccade.gpu import compiler_workarounds, triton_internals
-from saccade.gpu.fast_launch import ALIGNMENT, Described, Places, Start, call_of
+from saccade.gpu.fast_launch import ALIGNMENT, Addresses, Described, Start, call_of
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1)."""
@@ -69,7 +69,7 @@ class Launch:
         arguments: makes the arguments from addresses, or from whole tensors. Between calls of one
             Launch nothing but addresses may differ, so it is asked the first time only.
         """
-        if programs == 0 or self.again(programs, device, tensors):
+        if programs == 0 or self.relaunch(programs, device, tensors):
             return
         if INTERPRETED or device is None:
             self._through_the_front_door(programs, arguments)
@@ -83,7 +83,7 @@ class Launch:
             started = start(programs, torch._C._cuda_getCurrentRawStream(device), *tensors)
             assert started, "tensors do not fit what was prepared for them"
 
-    def again(self, programs: int, device: int | None, tensors: Sequence[Tensor]) -> bool:
+    def relaunch(self, programs: int, device: int | None, tensors: Sequence[Tensor]) -> bool:
         """Start it as before; False, and nothing is started, where that does not fit."""
         if self.start is None or device is None or torch._C._cuda_getDevice() != device:
             return False
@@ -97,11 +97,11 @@ class Launch:
         """Compile and load, once; what starts this call and those like it."""
         if self.compiled is None:
             self.compiled = self.compile(arguments(itself))
-        places = Places(tensors)
-        given = arguments(places)
+        addresses = Addresses(tensors)
+        given = arguments(addresses)
         constants = [self.passed[name] for name in self.kernel.arg_names[len(given) :]]
-        start = places.function(*call_of(self.compiled, (*given, *constants)))
-        self.start = start if places.complete else None
+        start = addresses.function(*call_of(self.compiled, (*given, *constants)))
+        self.start = start if addresses.complete else None
         return start
 
     def compile(self, arguments: tuple[Any, ...]) -> Any:

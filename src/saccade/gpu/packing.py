@@ -61,8 +61,10 @@ def packed_program(program, data, TILE: tl.constexpr):
         size = tl.cdiv(size, WAYS)
         begun = slot * 0  # parts beside the first that begin at this slot or before it
         for way in tl.static_range(1, WAYS):
-            place = tl.minimum(low + way * size, sequences)  # whose slots would begin past the end
-            begun += (first_slot(data, place, TILE) <= slot).to(tl.int32)
+            position = tl.minimum(
+                low + way * size, sequences
+            )  # whose slots would begin past the end
+            begun += (first_slot(data, position, TILE) <= slot).to(tl.int32)
         low += begun * size
     low = tl.minimum(low, sequences - 1)
     return low, program // slots, tl.maximum(slot - first_slot(data, low, TILE), 0), slot
@@ -84,8 +86,8 @@ def packed_program_by_heads(program, data, TILE: tl.constexpr):
     low, size = slot * 0, slot * 0 + sequences
     while size > 1:
         size = tl.cdiv(size, LANES)
-        places = tl.minimum(low + tl.arange(0, LANES) * size, sequences)
-        begun = (first_slot(data, places, TILE) <= slot).to(tl.int32)
+        positions = tl.minimum(low + tl.arange(0, LANES) * size, sequences)
+        begun = (first_slot(data, positions, TILE) <= slot).to(tl.int32)
         low += tl.maximum(tl.sum(begun, 0) - 1, 0) * size  # the first part has always begun
     low = tl.minimum(low, sequences - 1)
     return low, program % heads, tl.maximum(slot - first_slot(data, low, TILE), 0), slot
@@ -123,8 +125,8 @@ def fill_padding(view, number, rows, channels, DIM: tl.constexpr):
     filling = ((rows + channels) * 0 + number).to(view.ptr.dtype.element_ty)
     for first in range(begin, tokens, step):
         for head in range(0, decoded(view.data[2])):
-            place = view.ptr + (wide(head) * view.strides[1] + wide(first) * view.step)
+            position = view.ptr + (wide(head) * view.strides[1] + wide(first) * view.step)
             for channel in tl.static_range(0, DIM, channels.shape[1]):
                 exist = (first + rows < tokens) & (channel + channels < DIM)
-                pointers = place + (wide(rows) * view.step + (channel + channels))
+                pointers = position + (wide(rows) * view.step + (channel + channels))
                 tl.store(pointers, filling, mask=exist)

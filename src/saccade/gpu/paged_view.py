@@ -83,9 +83,9 @@ def slots_of(page, start, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def slot_pointers(view, head, place, channels):
+def slot_pointers(view, head, position, channels):
     """Addresses of slots × channels."""
-    page, first, slots = place
+    page, first, slots = position
     base = view.ptr + (
         wide(page) * view.strides[0] + wide(head) * view.strides[1] + wide(first) * view.step
     )
@@ -134,10 +134,10 @@ def in_pages(view, pages, batch, head, start, channels, ROWS: tl.constexpr, SPAR
     for number in tl.static_range(1, len(pages)):
         # The compiler knows in which page a thread's row lies: nothing is left of this choice.
         page = tl.where(tl.arange(0, TILE)[:, None] < number * PAGE_SIZE, page, pages[number])
-    place = slots_of(page, start, TILE, PAGE_SIZE)
+    position = slots_of(page, start, TILE, PAGE_SIZE)
     if PAGE_SIZE == TILE:  # what is taken from the first slot would be taken from each address
-        place = (page, 0, tl.arange(0, TILE)[:, None])
-    return slot_pointers(view, head, place, channels)
+        position = (page, 0, tl.arange(0, TILE)[:, None])
+    return slot_pointers(view, head, position, channels)
 
 
 @triton.jit
@@ -153,14 +153,14 @@ def chunk_program(program, data, TILE: tl.constexpr):
 
 @triton.jit
 def load_slots(
-    view, head, place, exists, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
+    view, head, position, exists, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
 ):
     """Rows of DIM channels, widened to WIDTH by zeros. Unless WHOLE, those that do not exist are 0.
 
     exists: a column of truths. What behind a sequence's end lies in a page is never read.
     """
     channels = tl.arange(0, WIDTH)[None, :]
-    pointers = slot_pointers(view, head, place, channels)
+    pointers = slot_pointers(view, head, position, channels)
     if WHOLE:
         if DIM == WIDTH:
             return tl.load(pointers)
@@ -171,9 +171,9 @@ def load_slots(
 
 
 @triton.jit
-def load_scales(view, head, place, exists, ROWS: tl.constexpr):
+def load_scales(view, head, position, exists, ROWS: tl.constexpr):
     """The float32 factor of each row, 0 for those that do not exist."""
-    scales = tl.load(slot_pointers(view, head, place, 0), mask=exists, other=0.0)
+    scales = tl.load(slot_pointers(view, head, position, 0), mask=exists, other=0.0)
     return tl.reshape(scales, (ROWS,)).to(tl.float32)
 
 

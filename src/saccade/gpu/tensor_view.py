@@ -1,7 +1,7 @@
 """Tensor view: the only place where a kernel turns (batch, head, row) into addresses.
 
 A View is a tensor as a kernel sees it: its memory, and functions that know where a sequence and
-its rows live (`place`) and which tile of which sequence a program works on (`find`).
+its rows live (`position`) and which tile of which sequence a program works on (`find`).
 Channels have stride 1.
 """
 
@@ -44,7 +44,7 @@ class View(NamedTuple):
     ptr: Any
     strides: tuple[int, int]  # batch, head
     step: Any  # tl.constexpr, from row to row: addresses within a tile then cost next to nothing
-    place: Any  # dense or packed: where a sequence lives
+    position: Any  # dense or packed: where a sequence lives
     find: Any  # dense_program, packed_program, …: what a program works on
     data: tuple[Any, ...]  # what the functions need
     ahead: Any = nothing_ahead  # or pages_ahead (paged_view.py): what is read a tile ahead
@@ -107,7 +107,7 @@ def dense_origin(batch, data):
 @triton.jit
 def num_rows(view, batch):
     """How many rows a batch entry (or sequence) has."""
-    _, length = view.place(batch, view.strides, view.step, view.data)
+    _, length = view.position(batch, view.strides, view.step, view.data)
     return length
 
 
@@ -115,7 +115,7 @@ def num_rows(view, batch):
 def row_pointers(view, batch, head, rows, channels):
     """Addresses of rows × channels: [rows, channels] from a column of rows and a row of channels,
     or the other way round."""
-    first, _ = view.place(batch, view.strides, view.step, view.data)
+    first, _ = view.position(batch, view.strides, view.step, view.data)
     start = view.ptr + (first + wide(head) * view.strides[1])
     return start + (wide(rows) * view.step + channels)
 
@@ -151,7 +151,7 @@ def tile_pointers(
     and an addition more for each where they are used.
     """
     FIRST: tl.constexpr = ROWS if SPARING and is_hopper() else 0
-    first, _ = view.place(batch, view.strides, view.step, view.data)
+    first, _ = view.position(batch, view.strides, view.step, view.data)
     base = view.ptr + (first + wide(head) * view.strides[1] + wide(start - FIRST) * view.step)
     rows = tl.expand_dims(tl.arange(FIRST, FIRST + ROWS), 0 if TRANSPOSED else 1)
     return base + (wide(rows) * view.step + channels)

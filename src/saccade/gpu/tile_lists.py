@@ -42,8 +42,8 @@ def classify_pairs(
 ):  # fmt: skip
     """One program: classes on CHUNK tiles of the other side, AT_ONCE together."""
     program = tl.program_id(0)
-    place = program // num_chunks
-    batch, head, tile, slot = here.find(place, here.data, TILE)
+    position = program // num_chunks
+    batch, head, tile, slot = here.find(position, here.data, TILE)
     lengths = (num_rows(here, batch), num_rows(other, batch))
     first = (program % num_chunks) * CHUNK
     row = wide((batch * decoded(here.data[1]) + head) * tl.cdiv(lengths[0], TILE) + slot)
@@ -59,19 +59,19 @@ def classify_pairs(
 @triton.jit
 def list_tiles(tile_classes, lists, counts, num_tiles, AT_ONCE: tl.constexpr):
     """One program: the list of one row of classes."""
-    place = wide(tl.program_id(0))
-    listed = (place.to(tl.int32) * 0, place.to(tl.int32) * 0)
+    position = wide(tl.program_id(0))
+    listed = (position.to(tl.int32) * 0, position.to(tl.int32) * 0)
     for base in range(0, num_tiles, AT_ONCE):
         tiles = base + tl.arange(0, AT_ONCE)
         tile_class = tl.load(
-            tile_classes + (place * num_tiles + tiles), mask=tiles < num_tiles, other=0
+            tile_classes + (position * num_tiles + tiles), mask=tiles < num_tiles, other=0
         )
-        row = lists + place * num_tiles
+        row = lists + position * num_tiles
         listed = add_to_list(
             row, num_tiles, listed, tiles, tile_class != HIDDEN, tile_class == FULL
         )
-    tl.store(counts + 2 * place, listed[0])
-    tl.store(counts + 2 * place + 1, listed[1])
+    tl.store(counts + 2 * position, listed[0])
+    tl.store(counts + 2 * position + 1, listed[1])
 
 
 @triton.jit(do_not_specialize=["mask"])
@@ -82,17 +82,17 @@ def list_blocks(
     """The same with the classes made on the way, where few entries decide on a whole tile."""
     batch, head, tile, slot = here.find(tl.program_id(0), here.data, TILE)
     lengths = (num_rows(here, batch), num_rows(other, batch))
-    place = wide((batch * decoded(here.data[1]) + head) * tl.cdiv(lengths[0], TILE) + slot)
+    position = wide((batch * decoded(here.data[1]) + head) * tl.cdiv(lengths[0], TILE) + slot)
     listed = (slot * 0, slot * 0)
     for base in range(0, num_tiles, AT_ONCE):
         tiles = base + tl.arange(0, AT_ONCE)
         possible, certain = classify_tiles(
             mask, batch, head, tile * TILE, lengths, tiles, TILE, OTHER, OVER_KEYS
         )
-        row = lists + place * num_tiles
+        row = lists + position * num_tiles
         listed = add_to_list(row, num_tiles, listed, tiles, possible, certain)
-    tl.store(counts + 2 * place, listed[0])
-    tl.store(counts + 2 * place + 1, listed[1])
+    tl.store(counts + 2 * position, listed[0])
+    tl.store(counts + 2 * position + 1, listed[1])
 
 
 @triton.jit

@@ -76,8 +76,8 @@ def along_two(
     """The same along two dimensions."""
     index_a = tl.minimum(low_a[:, None] + tl.arange(0, TILE_A)[None, :], high_a[:, None])
     index_b = tl.minimum(low_b[:, None] + tl.arange(0, TILE_B)[None, :], high_b[:, None])
-    places = along(table, index_a, DIM_A)[:, :, None] + along(table, index_b, DIM_B)[:, None, :]
-    lows, highs = bounds(tl.load(table[0] + (offset + places)))
+    positions = along(table, index_a, DIM_A)[:, :, None] + along(table, index_b, DIM_B)[:, None, :]
+    lows, highs = bounds(tl.load(table[0] + (offset + positions)))
     return in_order(tl.min(tl.min(lows, 2), 1), tl.max(tl.max(highs, 2), 1))
 
 
@@ -88,13 +88,13 @@ def along_two_blocks(
     DIM_B: tl.constexpr, low_b, high_b, TILE_B: tl.constexpr,
 ):  # fmt: skip
     """The same where whole blocks of rows share an index: there are few, so they come in turn."""
-    places = along(table, low_a, DIM_A) + along(table, low_b, DIM_B)
-    lows, highs = bounds(tl.load(table[0] + (offset + places)))
+    positions = along(table, low_a, DIM_A) + along(table, low_b, DIM_B)
+    lows, highs = bounds(tl.load(table[0] + (offset + positions)))
     for a in range(0, tl.max(high_a - low_a, 0) + 1):
         for b in range(0, tl.max(high_b - low_b, 0) + 1):
-            place_a = along(table, tl.minimum(low_a + a, high_a), DIM_A)
-            place_b = along(table, tl.minimum(low_b + b, high_b), DIM_B)
-            low, high = bounds(tl.load(table[0] + (offset + (place_a + place_b))))
+            position_a = along(table, tl.minimum(low_a + a, high_a), DIM_A)
+            position_b = along(table, tl.minimum(low_b + b, high_b), DIM_B)
+            low, high = bounds(tl.load(table[0] + (offset + (position_a + position_b))))
             lows, highs = tl.minimum(lows, low), tl.maximum(highs, high)
     return in_order(lows, highs)
 
@@ -294,8 +294,8 @@ def planned(
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Read from a plan: tile ranges [batch or 1, heads or 1, slots, TILE_RANGE_SIZE]."""
-    place = batch * mask.plan[1] + head * mask.plan[2] + slot * TILE_RANGE_SIZE
-    entry = mask.plan[0] + wide(place)
+    position = batch * mask.plan[1] + head * mask.plan[2] + slot * TILE_RANGE_SIZE
+    entry = mask.plan[0] + wide(position)
     return load_tile_range(entry)
 
 
@@ -315,10 +315,10 @@ def listed(
 ):  # fmt: skip
     """Read from lists [batch or 1, heads or 1, slots, tiles]: full tiles from the front of a row,
     partial tiles from its end on. `num_left` is where the last place of a row is."""
-    place = wide(batch * mask.plan[2] + head * mask.plan[3] + slot * 2)
-    num_full, num_partial = tl.load(mask.plan[1] + place), tl.load(mask.plan[1] + place + 1)
+    position = wide(batch * mask.plan[2] + head * mask.plan[3] + slot * 2)
+    num_full, num_partial = tl.load(mask.plan[1] + position), tl.load(mask.plan[1] + position + 1)
     num_tiles = tl.cdiv(lengths[1], OTHER)
-    return TileRange(place // 2 * num_tiles, num_tiles - 1, 0, num_partial, 0, num_full)
+    return TileRange(position // 2 * num_tiles, num_tiles - 1, 0, num_partial, 0, num_full)
 
 
 @triton.jit
@@ -335,11 +335,11 @@ def next_in_range(mask, tile_range, index, FULL: tl.constexpr):
 def next_in_list(mask, tile_range, index, FULL: tl.constexpr):
     """The same, where tiles are listed; 0 where the list has no such number."""
     if FULL:
-        count, place = tile_range.num_full, index
+        count, position = tile_range.num_full, index
     else:
-        count, place = tile_range.num_partial, tile_range.num_left - index
+        count, position = tile_range.num_partial, tile_range.num_left - index
     listed = (index >= 0) & (index < count)
-    return tl.load(mask.plan[0] + (tile_range.first + place), mask=listed, other=0)
+    return tl.load(mask.plan[0] + (tile_range.first + position), mask=listed, other=0)
 
 
 @triton.jit

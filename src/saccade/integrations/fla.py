@@ -60,12 +60,12 @@ def fused_recurrent_linear_attn(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:
     """The same as `chunk_linear_attn`, with other defaults; `reverse` walks from the end."""
-    walk = _Walk(reverse, cu_seqlens, q.shape[1], q.device)
+    packing = _Packing(reverse, cu_seqlens, q.shape[1], q.device)
     output, state = _call(
-        [walk.rows(rows) for rows in (q, k, v)], scale, walk.states(initial_state),
-        output_final_state, normalize, walk.offsets, None,
+        [packing.rows(rows) for rows in (q, k, v)], scale, packing.states(initial_state),
+        output_final_state, normalize, packing.offsets, None,
     )  # fmt: skip
-    return walk.rows(output), walk.states(state)
+    return packing.rows(output), packing.states(state)
 
 
 def chunk_simple_gla(
@@ -134,19 +134,19 @@ def fused_recurrent_simple_gla(
     """The same as `chunk_simple_gla`; `reverse` walks from the end."""
     _check_flag("output_final_state", output_final_state)
     _check_flag("state_v_first", state_v_first)
-    walk = _Walk(reverse, cu_seqlens, q.shape[1], q.device)
+    packing = _Packing(reverse, cu_seqlens, q.shape[1], q.device)
     decay = _decay(g, g_gamma, k, v)
     if g is not None:
-        decay = walk.rows(g).squeeze(0) if walk.packed else walk.rows(g).transpose(1, 2)
+        decay = packing.rows(g).squeeze(0) if packing.packed else packing.rows(g).transpose(1, 2)
     state: Any
     if state_v_first and isinstance(initial_state, Tensor):
         initial_state = initial_state.mT
     output, state = _call(
-        [walk.rows(rows) for rows in (q, k, v)], scale, walk.states(initial_state),
-        output_final_state, False, walk.offsets, decay,
+        [packing.rows(rows) for rows in (q, k, v)], scale, packing.states(initial_state),
+        output_final_state, False, packing.offsets, decay,
     )  # fmt: skip
-    state = walk.states(state)
-    return walk.rows(output), state.mT if state_v_first and state is not None else state
+    state = packing.states(state)
+    return packing.rows(output), state.mT if state_v_first and state is not None else state
 
 
 def parallel_simple_gla(
@@ -232,7 +232,7 @@ def _sums(state: State, normalize: bool) -> saccade.LinearState | None:
     return saccade.LinearState(state, state.new_zeros(state.shape[:3]))
 
 
-class _Walk:
+class _Packing:
     """The order of tokens: as they lie, or all but the rows behind the last offset turned round."""
 
     def __init__(self, reverse: bool, offsets: Tensor | None, length: int, device: torch.device):

@@ -58,14 +58,14 @@ def check(model: PackedModel, page_size: int, options: Mapping[str, Any]) -> Non
         again = model.whole_logits(prompts, AlonePass())
         packed, first = _packed(model, prompts, page_size, options)
     plain, again, packed = (each.flatten(0, 1).double() for each in (plain, again, packed))
-    judged = plain.isfinite().all(1) & again.isfinite().all(1)
-    judged[:first] = False  # the first chunk of all has nobody before it
-    if not judged.any():
+    compared = plain.isfinite().all(1) & again.isfinite().all(1)
+    compared[:first] = False  # the first chunk of all has nobody before it
+    if not compared.any():
         return
     unit = (plain - plain.mean(1, keepdim=True)).norm(dim=1)
     rounding = ROUNDINGS * torch.finfo(model.shape.dtype).eps
-    allowed = MARGIN * _typical(again - plain, unit, judged) + rounding
-    differs = _typical(packed - plain, unit, judged)
+    allowed = MARGIN * _typical(again - plain, unit, compared) + rounding
+    differs = _typical(packed - plain, unit, compared)
     if not differs <= allowed:
         raise ValueError(
             f"model: got {model.name}, whose logits differ by {differs:.2g} of their size between "
@@ -114,7 +114,7 @@ def _packed(
     return torch.stack([torch.cat(each) for each in found]), rows
 
 
-def _typical(difference: Tensor, unit: Tensor, judged: Tensor) -> float:
+def _typical(difference: Tensor, unit: Tensor, compared: Tensor) -> float:
     """How far most rows are off, in parts of their logits' size."""
     relative = difference.norm(dim=1) / unit
-    return float(relative[judged].nan_to_num(torch.inf).quantile(QUANTILE))
+    return float(relative[compared].nan_to_num(torch.inf).quantile(QUANTILE))

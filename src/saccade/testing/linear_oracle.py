@@ -141,10 +141,10 @@ def _as_product(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kv_len = rows.key.shape[2]
     last = rows.seen.new_full((channels,), kv_len)
     seen = torch.cat([rows.seen, last])
-    faded = torch.nn.functional.pad(rows.log_decay.cumsum(-1), (1, 0))
+    decayed = torch.nn.functional.pad(rows.log_decay.cumsum(-1), (1, 0))
     comes = torch.arange(1, kv_len + 1, device=seen.device)
     comes = torch.cat([comes.new_zeros(channels), comes])  # the initial state is there at once
-    gap = faded[..., seen].unsqueeze(-1) - faded[..., comes].unsqueeze(-2)
+    gap = decayed[..., seen].unsqueeze(-1) - decayed[..., comes].unsqueeze(-2)
     visible = comes <= seen.unsqueeze(-1)
     return query, key, value, gap.masked_fill(~visible, -torch.inf).exp()
 

@@ -150,10 +150,10 @@ class TestFeatureMaps:
             output, state = call(*parts, decay=decay[:, :, rows], initial_state=state, **options)
             outputs.append(output)
         factors = [as_functions(feature_map)[0](rows) for rows in (query, key)]
-        fade = decay.cumsum(-1)
-        gap = (fade.unsqueeze(-1) - fade.unsqueeze(-2)).exp().tril()
+        decay_factor = decay.cumsum(-1)
+        gap = (decay_factor.unsqueeze(-1) - decay_factor.unsqueeze(-2)).exp().tril()
         scores = factors[0] @ factors[1].mT * gap
-        old = factors[0] * (fade + leaves[5].unsqueeze(-1)).exp().unsqueeze(-1)
+        old = factors[0] * (decay_factor + leaves[5].unsqueeze(-1)).exp().unsqueeze(-1)
         total = scores.sum(-1, keepdim=True) + old @ leaves[4].unsqueeze(-1)
         wanted = (scores @ value + old @ leaves[3]) / total
         grad = torch.randn_like(wanted)

@@ -79,13 +79,13 @@ class TestTransforms:
         self, implementation: str, decay: str, unchecked_shapes: None
     ) -> None:
         def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            fades = {
+            decays = {
                 "none": None,
                 "heads": -(value[0, :, 0, 0] ** 2),
                 "rows": -(value[..., 0] ** 2),
             }
             return saccade.linear_attention(
-                query * 2, key, value, decay=fades[decay], implementation=implementation
+                query * 2, key, value, decay=decays[decay], implementation=implementation
             )
 
         counter = CompileCounterWithBackend("aot_eager")

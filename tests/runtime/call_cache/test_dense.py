@@ -43,7 +43,7 @@ def test_an_alike_call_is_not_checked_again_and_has_its_own_answer(checks: list[
     assert len(checks) == 2
 
 
-def test_a_recalled_call_still_gives_gradients() -> None:
+def test_a_remembered_call_still_gives_gradients() -> None:
     mask = masks.causal()
     saccade.attention(*tensors(), mask=mask)  # kept without gradients
     leaves = [tensor.requires_grad_() for tensor in tensors(seed=1)]
@@ -156,7 +156,7 @@ def test_what_is_out_of_the_ordinary_is_checked_every_time(name: str, checks: li
     assert not call_cache._calls
 
 
-def test_autocast_is_neither_kept_nor_recalled(checks: list[Any]) -> None:
+def test_autocast_is_neither_kept_nor_remembered(checks: list[Any]) -> None:
     given = tensors()
     assert saccade.attention(*given).dtype == torch.float32
     for count in (2, 3):

@@ -16,7 +16,7 @@ from saccade.bench.report import collect, markup, sections
 from saccade.bench.report.collect import Point, Source
 from saccade.bench.report.markup import Cell, Table
 from saccade.bench.results import Result
-from saccade.bench.verdicts import Verdict, judge
+from saccade.bench.verdicts import Verdict, compare_with_targets
 
 PAGE = Path(__file__).parents[4] / "docs" / "kernels.md"  # of a checkout; a wheel has none
 REGION = re.compile(r"<!-- kernels: begin -->(.*)<!-- kernels: end -->", re.DOTALL)
@@ -111,7 +111,7 @@ def _verdicts(sources: Sequence[Source]) -> dict[str, list[Verdict]]:
     for source in sources:
         for result in source.results:
             by_device[result.device].append(result)
-    return {device: judge(results) for device, results in by_device.items()}
+    return {device: compare_with_targets(results) for device, results in by_device.items()}
 
 
 def _summary(sources: Sequence[Source]) -> str:

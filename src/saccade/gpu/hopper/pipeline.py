@@ -114,9 +114,9 @@ class Ring:
         boxes = reinterpreted(self.memory, desc.dtype, BOXES, desc.layout)
         mbarrier.expect(ready, COLUMNS * len(pages) * desc.block_type.nbytes)
         for column in gl.static_range(COLUMNS):
-            for place in gl.static_range(len(pages)):
-                box = boxes.index((stage * COLUMNS + column) * len(pages) + place)
-                start_load(desc, [pages[place], head, slot, column * CHANNELS], ready, box)
+            for position in gl.static_range(len(pages)):
+                box = boxes.index((stage * COLUMNS + column) * len(pages) + position)
+                start_load(desc, [pages[position], head, slot, column * CHANNELS], ready, box)
 
     @gluon.jit
     def expect(self, iteration, desc):

@@ -170,13 +170,13 @@ def num_partial(tile_range):
 
 
 @gluon.jit
-def write_work_tile(place, query_len, kv_len, tile_range):
+def write_work_tile(position, query_len, kv_len, tile_range):
     """A work tile as numbers, to hand through shared memory. place: batch, head, first row."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     index = gl.arange(0, WORK_TILE_SIZE, LAYOUT)
-    numbers = gl.where(index == 0, place[0], 0)
-    numbers = gl.where(index == 1, place[1], numbers)
-    numbers = gl.where(index == 2, place[2], numbers)
+    numbers = gl.where(index == 0, position[0], 0)
+    numbers = gl.where(index == 1, position[1], numbers)
+    numbers = gl.where(index == 2, position[2], numbers)
     numbers = gl.where(index == 3, query_len, numbers)
     numbers = gl.where(index == 4, kv_len, numbers)
     first = wide(tile_range.first)
@@ -195,15 +195,15 @@ def read_work_tile(numbers):
         first, entry(numbers, 7), entry(numbers, 8), entry(numbers, 9), entry(numbers, 10),
         entry(numbers, 11),
     )  # fmt: skip
-    place = entry(numbers, 0), entry(numbers, 1), entry(numbers, 2)
-    return place, entry(numbers, 3), entry(numbers, 4), tile_range
+    position = entry(numbers, 0), entry(numbers, 1), entry(numbers, 2)
+    return position, entry(numbers, 3), entry(numbers, 4), tile_range
 
 
 @gluon.jit
-def entry(numbers, PLACE: gl.constexpr):
+def entry(numbers, POSITION: gl.constexpr):
     """One number of a work tile that every thread holds whole."""
     index = gl.arange(0, WORK_TILE_SIZE, numbers.type.layout)
-    return gl.sum(gl.where(index == PLACE, numbers, 0), 0)
+    return gl.sum(gl.where(index == POSITION, numbers, 0), 0)
 
 
 # ---- the tile range of a mask, by one warp: Gluon wants its layout to be named -------------------

@@ -193,7 +193,7 @@ def test_query_tiles_that_need_the_mask_are_not_joined():
     assert all(tile.runs == (Run(0, 24, True),) for tile in unit.tiles)
 
 
-def test_long_clean_stretches_run_without_the_mask():
+def test_long_full_ranges_run_without_the_mask():
     sizes = sizes_of(query_len=256, kv_len=8192, query_tile=256, kv_tile=128)
     (runs,) = runs_of(sizes, masks.causal())
     assert runs == (Run(0, 7936, False), Run(7936, 8192, True))
@@ -203,7 +203,7 @@ def test_long_clean_stretches_run_without_the_mask():
     assert sum(run.stop - run.start for run in runs if run.masked) <= 256 + 4 * 128
 
 
-def test_short_clean_stretches_run_with_their_neighbours():
+def test_short_full_ranges_run_with_their_neighbours():
     sizes = sizes_of(query_len=8, kv_len=96)
     (runs,) = runs_of(sizes, masks.causal())
     assert runs == (Run(0, 96, True),)

@@ -10,14 +10,14 @@ from saccade.masks import Mask
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Captured
 from saccade.ops.attention.cpu import dense_tile
-from saccade.ops.attention.cpu.dense_tile import Place
+from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.runtime import dropout
 from saccade.runtime.spec import Variant
 from saccade.scores import Score
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KV_LEN, DIM, VALUE_DIM = 3, 4, 2, 11, 13, 8, 5
 SCALE, SEED = 0.4, torch.tensor(77)
-WHOLE = Place((0, BATCH), (0, HEADS), (0, QUERY_LEN), (0, KV_LEN), KV_LEN - QUERY_LEN)
+WHOLE = PairBlock((0, BATCH), (0, HEADS), (0, QUERY_LEN), (0, KV_LEN), KV_LEN - QUERY_LEN)
 PLACES = {
     "whole": WHOLE,
     "later rows": WHOLE._replace(query_rows=(4, 11), kv_rows=(5, 12)),
@@ -41,12 +41,15 @@ def tensors() -> list[torch.Tensor]:
     ]
 
 
-def cut(whole: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
+def cut(whole: list[torch.Tensor], pair_block: PairBlock) -> list[torch.Tensor]:
     """The rows of a rectangle."""
     group = HEADS // KV_HEADS
-    batch, kv_heads = slice(*place.batch), slice(place.heads[0] // group, place.heads[1] // group)
-    queries = whole[0][batch, slice(*place.heads), slice(*place.query_rows)]
-    return [queries, *(rows[batch, kv_heads, slice(*place.kv_rows)] for rows in whole[1:])]
+    batch, kv_heads = (
+        slice(*pair_block.batch),
+        slice(pair_block.heads[0] // group, pair_block.heads[1] // group),
+    )
+    queries = whole[0][batch, slice(*pair_block.heads), slice(*pair_block.query_rows)]
+    return [queries, *(rows[batch, kv_heads, slice(*pair_block.kv_rows)] for rows in whole[1:])]
 
 
 def variant_of(mask: Mask | None, score: Score | None, dropout_p: float = 0.0) -> Variant:
@@ -55,12 +58,12 @@ def variant_of(mask: Mask | None, score: Score | None, dropout_p: float = 0.0) -
     return Variant(mask.key, score.key, mask.captured, score.captured, SCALE, dropout_p)
 
 
-def plain(inputs: list[torch.Tensor], variant: Variant, place: Place, masked: bool) -> Any:
+def plain(inputs: list[torch.Tensor], variant: Variant, pair_block: PairBlock, masked: bool) -> Any:
     """The rectangle in float64: autograd does the rest."""
     query, key, value = inputs
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    at = place.coordinates()
+    at = pair_block.coordinates()
     changed = evaluate.change(variant.score, variant.score_captured, SCALE * query @ key.mT, at)
     if masked:
         seen = evaluate.visible(variant.mask, variant.mask_captured, at)
@@ -98,17 +101,19 @@ def seed_of(variant: Variant) -> torch.Tensor | None:
 
 
 def forward(
-    rows: list[torch.Tensor], variant: Variant, place: Place, masked: bool, nan_safe: bool
+    rows: list[torch.Tensor], variant: Variant, pair_block: PairBlock, masked: bool, nan_safe: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Query, key and value by the tile; dropout with the one seed where the variant has any."""
     query, key, value = rows
-    return dense_tile.forward(query, key, value, variant, seed_of(variant), place, masked, nan_safe)
+    return dense_tile.forward(
+        query, key, value, variant, seed_of(variant), pair_block, masked, nan_safe
+    )
 
 
 def backward(
     rows: list[torch.Tensor],
     variant: Variant,
-    place: Place,
+    pair_block: PairBlock,
     masked: bool,
     nan_safe: bool,
     wanted: tuple[int, ...] = (),
@@ -116,16 +121,16 @@ def backward(
     """The same for grad_output, query, key, value, lse and row_dot."""
     grad_output, query, key, value, lse, row_dot = rows
     return dense_tile.backward(
-        grad_output, query, key, value, lse, row_dot, variant, seed_of(variant), place, masked,
+        grad_output, query, key, value, lse, row_dot, variant, seed_of(variant), pair_block, masked,
         nan_safe, wanted,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("nan_safe", [False, True], ids=["", "nan_safe"])
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("place", PLACES)
-def test_forward(place, name, nan_safe):
-    at, variant = PLACES[place], VARIANTS[name]
+@pytest.mark.parametrize("pair_block", PLACES)
+def test_forward(pair_block, name, nan_safe):
+    at, variant = PLACES[pair_block], VARIANTS[name]
     inputs, masked = cut(tensors(), at), bool(variant.mask)
     found = forward(inputs, variant, at, masked, nan_safe)
     wanted = plain(inputs, variant, at, masked)
@@ -135,9 +140,9 @@ def test_forward(place, name, nan_safe):
 
 @pytest.mark.parametrize("nan_safe", [False, True], ids=["", "nan_safe"])
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("place", PLACES)
-def test_backward(place, name, nan_safe):
-    at, variant = PLACES[place], VARIANTS[name]
+@pytest.mark.parametrize("pair_block", PLACES)
+def test_backward(pair_block, name, nan_safe):
+    at, variant = PLACES[pair_block], VARIANTS[name]
     masked = bool(variant.mask)
     inputs = [rows.clone().requires_grad_() for rows in cut(tensors(), at)]
     # The bias is differentiable, so give the formula one that records its gradient.
@@ -190,7 +195,7 @@ def test_sums_are_wide(dtype):
 
 
 @pytest.mark.parametrize("trash", [torch.nan, torch.inf, -torch.inf])
-def test_careful_keeps_trash_where_nothing_sees_it(trash):
+def test_nan_safe_keeps_trash_where_nothing_sees_it(trash):
     variant = variant_of(masks.key_lengths(torch.tensor([9, 5, 0])), scores.softcap(2.0))
     full, nonfinite = tensors(), tensors()
     for batch, length in enumerate((9, 5, 0)):
@@ -208,7 +213,7 @@ def test_careful_keeps_trash_where_nothing_sees_it(trash):
         torch.testing.assert_close(contribution, other, rtol=1e-11, atol=1e-12)
 
 
-def test_careful_shows_trash_that_is_seen():
+def test_nan_safe_shows_trash_that_is_seen():
     inputs = tensors()
     inputs[1][0, 0, 3, 2] = torch.nan
     variant = variant_of(masks.causal("top_left"), None)

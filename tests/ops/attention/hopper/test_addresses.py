@@ -140,12 +140,12 @@ def test_gradients_at_addresses_that_come_again(implementation: str) -> None:
             )  # fmt: skip
             total = output.float().square().sum() + (lse.sum() if iteration != 1 else 0)
             found = torch.autograd.grad(total, leaves)
-            again = [leaf.detach().double().requires_grad_() for leaf in leaves]
+            repeat = [leaf.detach().double().requires_grad_() for leaf in leaves]
             output, lse = saccade.attention(
-                *again, mask=masks.causal(), implementation="reference", return_lse=True
+                *repeat, mask=masks.causal(), implementation="reference", return_lse=True
             )
             total = output.square().sum() + (lse.sum() if iteration != 1 else 0)
-            for mine, exact in zip(found, torch.autograd.grad(total, again), strict=True):
+            for mine, exact in zip(found, torch.autograd.grad(total, repeat), strict=True):
                 torch.testing.assert_close(mine.double(), exact, atol=6e-2, rtol=6e-2)
             known = grads.setdefault((seed, iteration != 1), found)
             assert all(map(torch.equal, known, found))

@@ -60,12 +60,14 @@ def compiled(which, kernel, *calls):
 
 def without_seen(triton, result):
     """A compiled kernel as if it did not spill, where SEEN has its spills; there may be no more."""
-    place = triton.rpartition(".")[0], result.kernel, result.job.call.name
-    if place not in SEEN:
+    position = triton.rpartition(".")[0], result.kernel, result.job.call.name
+    if position not in SEEN:
         return result
     looped = result.usage.looped
-    assert looped <= SEEN[place], f"{place}: {looped} spills in loops, {SEEN[place]} were seen"
-    assert looped, f"{place}: no spills in loops any more; remove it from SEEN"
+    assert looped <= SEEN[position], (
+        f"{position}: {looped} spills in loops, {SEEN[position]} were seen"
+    )
+    assert looped, f"{position}: no spills in loops any more; remove it from SEEN"
     return result._replace(usage=result.usage._replace(spills=0, looped=0))
 
 

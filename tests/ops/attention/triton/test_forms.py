@@ -95,16 +95,16 @@ def test_a_visible_nan_reaches_only_what_sees_it(
     mask: str, nonfinite: str, deterministic: bool
 ) -> None:
     case = small(mask=mask, lengths=((32, 32),), seed=2)
-    exact, place = oracle(case), 17
+    exact, position = oracle(case), 17
     allowed, seen = tolerances(case, exact), visible_pairs(case)
     if nonfinite in ("key", "value"):
-        case.tensors[nonfinite][:, :, place] = torch.nan
-        rows = seen[..., place]
+        case.tensors[nonfinite][:, :, position] = torch.nan
+        rows = seen[..., position]
     else:
         rows = torch.zeros_like(seen[..., 0])
-        rows[:, :, place] = seen[:, :, place].any(-1)
+        rows[:, :, position] = seen[:, :, position].any(-1)
         tensor = case.grads["output"] if nonfinite == "grad" else case.tensors["query"]
-        tensor[:, :, place] = torch.nan
+        tensor[:, :, position] = torch.nan
     keys = (seen & rows[..., None]).any(2).any(1, keepdim=True)
     found = run(case, deterministic)
     reached = {

@@ -74,8 +74,8 @@ def results(spec: str, *tensors: Tensor, deterministic: bool = True) -> list[Ten
 
 
 def assert_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for place, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
-        assert torch.equal(mine, theirs), f"result {place} differs"
+    for position, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(mine, theirs), f"result {position} differs"
 
 
 def assert_near(found: list[Tensor], wanted: list[Tensor], tolerance: float = 2e-2) -> None:
@@ -220,12 +220,12 @@ class TestSize:
                 assert_alike(grads[1 + n][:, head, :cut], of_halves[n][:, head])
                 assert_alike(grads[1 + n][:, head, cut:], of_halves[2 + n][:, head])
 
-    @pytest.mark.parametrize("place", ["batch", "head"])
-    def test_strides_beyond_2_31(self, place: str) -> None:
+    @pytest.mark.parametrize("position", ["batch", "head"])
+    def test_strides_beyond_2_31(self, position: str) -> None:
         step = 2**31 + 8
         memory = torch.zeros(step + 40000, dtype=BF16, device="cuda")
-        sizes = (2, 2, 100, 64) if place == "batch" else (1, 2, 100, 64)
-        strides = (step, 6400, 64, 1) if place == "batch" else (0, step, 64, 1)
+        sizes = (2, 2, 100, 64) if position == "batch" else (1, 2, 100, 64)
+        strides = (step, 6400, 64, 1) if position == "batch" else (0, step, 64, 1)
         far = []
         for n in range(3):
             far.append(memory[n * 12800 :].as_strided(sizes, strides))
@@ -250,8 +250,8 @@ class TestAddresses:
         tensors = problem(spec, seed=3, dtype=dtype)
         wanted = results(spec, *tensors)
         assert_bits(results(spec, *map(moved, tensors)), wanted)
-        for place in range(len(tensors)):  # one at a time, then aligned ones again
-            mixed = [moved(t) if n == place else t for n, t in enumerate(tensors)]
+        for position in range(len(tensors)):  # one at a time, then aligned ones again
+            mixed = [moved(t) if n == position else t for n, t in enumerate(tensors)]
             assert_bits(results(spec, *mixed), wanted)
             assert_bits(results(spec, *tensors), wanted)
 

@@ -38,7 +38,7 @@ def test_one_loop_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loops == [True]
 
 
-def test_short_walks_share_a_loop_where_it_was_timed() -> None:
+def test_short_ranges_share_a_loop_where_it_was_timed() -> None:
     short = KernelProblem("sm_90", "forward", 128, False, masked=True, short=True)
     assert configs.in_one_loop(short)
     others = [

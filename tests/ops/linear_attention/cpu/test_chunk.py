@@ -31,8 +31,8 @@ def test_each_row_is_visited_once_after_the_keys_that_it_sees(causal: bool, alig
         num_keys, rows = 0, []
         for queries, keys in steps:
             if queries is not None:
-                for place, row in enumerate(range(queries.start, queries.stop)):
-                    beside = 0 if keys is None else place + 1
+                for position, row in enumerate(range(queries.start, queries.stop)):
+                    beside = 0 if keys is None else position + 1
                     wanted = min(max(row + 1 + shift, 0), kv_len) if causal else kv_len
                     assert num_keys + beside == wanted
                     rows.append(row)

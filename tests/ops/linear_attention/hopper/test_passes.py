@@ -175,7 +175,7 @@ def test_every_form(hopper: None, form: dict[str, Any], dims: tuple[int, int]) -
 @pytest.mark.parametrize(
     ("dims", "form"),
     [
-        *(((256, 256), FORMS[place]) for place in (0, 1, 2, 4, 7, 8, 10, 11, 13)),
+        *(((256, 256), FORMS[position]) for position in (0, 1, 2, 4, 7, 8, 10, 11, 13)),
         *((dims, FORMS[6]) for dims in ((136, 200), (192, 64))),
     ],
     ids=str,
@@ -192,17 +192,19 @@ def test_wide_heads(hopper: None, form: dict[str, Any], dims: tuple[int, int]) -
 @pytest.mark.parametrize("nonfinite", ["query", "key", "value"])
 @pytest.mark.parametrize("heads", [1, 64], ids=["segments", "whole"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_rows_before_a_spoilt_row_stay_clean(
+def test_rows_before_a_nonfinite_row_stay_clean(
     hopper: None, dim: int, heads: int, nonfinite: str
 ) -> None:
     tensors = [torch.randn(1, heads, 1500, dim, device="cuda").to(BF16) for _ in range(3)]
     clean = saccade.linear_attention(*tensors, implementation="hopper")
-    place, which = 1100, ("query", "key", "value").index(nonfinite)
-    tensors[which][:, :, place] = torch.nan
+    position, which = 1100, ("query", "key", "value").index(nonfinite)
+    tensors[which][:, :, position] = torch.nan
     output = saccade.linear_attention(*tensors, implementation="hopper")
-    torch.testing.assert_close(output[:, :, :place], clean[:, :, :place], atol=0.02, rtol=0.02)
-    assert bool(output[:, :, place].isnan().all())
-    assert bool(output[:, :, place + 1 :].isfinite().all()) == (nonfinite == "query")
+    torch.testing.assert_close(
+        output[:, :, :position], clean[:, :, :position], atol=0.02, rtol=0.02
+    )
+    assert bool(output[:, :, position].isnan().all())
+    assert bool(output[:, :, position + 1 :].isfinite().all()) == (nonfinite == "query")
 
 
 @pytest.mark.gpu
@@ -237,7 +239,7 @@ REACHED = {  # by NaN in one row: which gradients of queries, keys and values
 @pytest.mark.parametrize("nonfinite", list(REACHED))
 @pytest.mark.parametrize("heads", [1, 64], ids=["segments", "whole"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_gradients_that_know_nothing_of_a_spoilt_row_stay_clean(
+def test_gradients_that_know_nothing_of_a_nonfinite_row_stay_clean(
     hopper: None, dim: int, heads: int, nonfinite: str
 ) -> None:
     tensors = [torch.randn(1, heads, ROWS, dim, device="cuda").to(BF16) for _ in range(4)]

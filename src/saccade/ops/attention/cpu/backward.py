@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.ops.attention.cpu import dense_tile, flash_tile, segments, tile_masks
-from saccade.ops.attention.cpu.dense_tile import Place
+from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.ops.attention.cpu.segments import Dense
 from saccade.ops.attention.cpu.tile_masks import PartialTile
 from saccade.runtime.spec import accumulate_dtype
@@ -135,10 +135,10 @@ def _visit(
         _add(sums, dense, whole, _flash(dense, rows, whole, None, causal))
         return causal
     any_masked = False
-    for place, runs in segments.row_tiles(dense):
+    for pair_block, runs in segments.row_tiles(dense):
         for run in runs:
             any_masked |= run.masked
-            at = place._replace(kv_rows=(run.start, run.stop))
+            at = pair_block._replace(kv_rows=(run.start, run.stop))
             _run(dense, rows, at, run.masked, nan_safe, sums, tables)
     return any_masked
 
@@ -146,7 +146,7 @@ def _visit(
 def _run(
     dense: Dense,
     rows: _Rows,
-    place: Place,
+    pair_block: PairBlock,
     masked: bool,
     nan_safe: bool,
     sums: list[GradientSum],
@@ -154,7 +154,7 @@ def _run(
 ) -> None:
     """Add one rectangle's contributions, by the flash kernel where it fits."""
     if rows.plain:
-        for batch in segments.row_pieces(place):
+        for batch in segments.row_pieces(pair_block):
             for piece in batch:
                 for part in segments.key_pieces(piece):
                     contributions = _plain(dense, rows, part, masked, nan_safe, tables)
@@ -163,18 +163,18 @@ def _run(
                         taken.add_to(tables[taken.place])
         return
     found = tile_masks.partial_at(
-        dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype
+        dense.variant, pair_block, masked, dense.sizes.kv_tile, dense.query.dtype
     )
     if found is None:
         return
-    place, partial = found
-    _add(sums, dense, place, _flash(dense, rows, place, partial, causal=False))
+    pair_block, partial = found
+    _add(sums, dense, pair_block, _flash(dense, rows, pair_block, partial, causal=False))
 
 
 def _flash(
-    dense: Dense, rows: _Rows, place: Place, partial: PartialTile | None, causal: bool
+    dense: Dense, rows: _Rows, pair_block: PairBlock, partial: PartialTile | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys = segments.slices_of(dense, place)
+    queries, keys = segments.slices_of(dense, pair_block)
     return flash_tile.backward(
         rows.grad_output[queries],
         dense.query[queries],
@@ -189,9 +189,14 @@ def _flash(
 
 
 def _plain(
-    dense: Dense, rows: _Rows, place: Place, masked: bool, nan_safe: bool, wanted: Collection[int]
+    dense: Dense,
+    rows: _Rows,
+    pair_block: PairBlock,
+    masked: bool,
+    nan_safe: bool,
+    wanted: Collection[int],
 ) -> dense_tile.Contributions:
-    queries, keys = segments.slices_of(dense, place)
+    queries, keys = segments.slices_of(dense, pair_block)
     assert rows.row_dot is not None
     return dense_tile.backward(
         rows.grad_output[queries],
@@ -202,7 +207,7 @@ def _plain(
         rows.row_dot[queries],
         dense.variant,
         dense.seed,
-        place,
+        pair_block,
         masked,
         nan_safe,
         wanted,
@@ -210,9 +215,9 @@ def _plain(
 
 
 def _add(
-    sums: list[GradientSum], dense: Dense, place: Place, contributions: Sequence[Tensor]
+    sums: list[GradientSum], dense: Dense, pair_block: PairBlock, contributions: Sequence[Tensor]
 ) -> None:
     """Add contributions of query, key and value to their sums."""
-    queries, keys = segments.slices_of(dense, place)
+    queries, keys = segments.slices_of(dense, pair_block)
     for total, at, contribution in zip(sums, (queries, keys, keys), contributions, strict=True):
         total.add(at, contribution)

@@ -56,7 +56,7 @@ class Unit(NamedTuple):
     tiles: tuple[QueryTile, ...]
 
     @property
-    def stretches(self) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    def ranges(self) -> list[tuple[int, int, list[tuple[int, int]]]]:
         """Which keys each tile of query rows visits, under a mask or not."""
         return [
             (tile.start, tile.stop, [(run.start, run.stop) for run in tile.runs])
@@ -132,7 +132,7 @@ def _together(units: list[Unit], most: int) -> Iterator[Unit]:
     waiting = units[0]
     for unit in units[1:]:
         entries = waiting.batch[0], unit.batch[1]
-        alike = unit.heads == waiting.heads and unit.stretches == waiting.stretches
+        alike = unit.heads == waiting.heads and unit.ranges == waiting.ranges
         if alike and unit.batch[0] == waiting.batch[1] and entries[1] - entries[0] <= most:
             tiles = zip(waiting.tiles, unit.tiles, strict=True)
             waiting = Unit(entries, unit.heads, tuple(one.under_both(two) for one, two in tiles))
@@ -190,7 +190,7 @@ def _classify_strips(sizes: Sizes, mask: str, captured: Captured) -> Iterator[_S
 def _runs(possible: list[bool], certain: list[bool], tile: int, kv_len: int) -> list[Run]:
     """Join adjacent tiles into runs: long full stretches apart, the rest under the mask."""
     runs: list[Run] = []
-    for spec, first, last in _stretches(possible, certain):
+    for spec, first, last in _full_ranges(possible, certain):
         start, stop = first * tile, min(last * tile, kv_len)
         if spec == HIDDEN:
             continue
@@ -209,7 +209,7 @@ def _runs(possible: list[bool], certain: list[bool], tile: int, kv_len: int) -> 
 HIDDEN, PARTIAL, FULL = range(3)
 
 
-def _stretches(possible: list[bool], certain: list[bool]) -> Iterator[tuple[int, int, int]]:
+def _full_ranges(possible: list[bool], certain: list[bool]) -> Iterator[tuple[int, int, int]]:
     """(kind, first tile, tile after the last) of each stretch of tiles of one kind."""
     first, spec = 0, None
     for index, (some, every) in enumerate(zip(possible, certain, strict=True)):

@@ -25,7 +25,7 @@ from saccade.runtime.spec import Variant, accumulate_dtype
 MOST_DRAWN = 2**25  # pairs, of one byte each, whose draws are remembered
 
 
-class Place(NamedTuple):
+class PairBlock(NamedTuple):
     """Where a rectangle lies: ranges of batch entries, query heads, query rows and key rows."""
 
     batch: tuple[int, int]
@@ -61,7 +61,7 @@ def _score(
     key: Tensor,
     variant: Variant,
     seed: Tensor | None,
-    place: Place,
+    pair_block: PairBlock,
     masked: bool,
     nonfinite: Tensor | None,
     wanted: Collection[int] | None = None,
@@ -70,7 +70,7 @@ def _score(
     batch, heads, rows, _ = query.shape
     raw = (_packed(query, key) @ key.transpose(-1, -2)).mul_(variant.scale)
     raw = raw.view(batch, heads, rows, key.shape[2])
-    at = place.coordinates()
+    at = pair_block.coordinates()
     slopes = None
     if wanted is None or not variant.score:
         changed = evaluate.change(variant.score, variant.score_captured, raw, at)
@@ -86,18 +86,20 @@ def _score(
         changed, fresh = hide(changed, seen), True
     kept = None
     if seed is not None:  # bytes become numbers ten times as fast as bools
-        kept = _kept(int(seed), place, variant.dropout_p).view(torch.uint8).to(raw.dtype)
+        kept = _kept(int(seed), pair_block, variant.dropout_p).view(torch.uint8).to(raw.dtype)
     return _Scored(raw, changed, seen, kept, slopes, fresh)
 
 
-def _kept(seed: int, place: Place, dropout_p: float) -> Tensor:
+def _kept(seed: int, pair_block: PairBlock, dropout_p: float) -> Tensor:
     """The pairs that are kept; the backward pass finds what the forward pass drew."""
 
     def draw() -> Tensor:
-        at = place.coordinates()
-        return dropout.kept_range(seed, at.batch, at.head, at.query_row, place.kv_rows, dropout_p)
+        at = pair_block.coordinates()
+        return dropout.kept_range(
+            seed, at.batch, at.head, at.query_row, pair_block.kv_rows, dropout_p
+        )
 
-    return _drawn.get((seed, place, dropout_p), (), draw)
+    return _drawn.get((seed, pair_block, dropout_p), (), draw)
 
 
 _drawn: Remembered[Tensor] = Remembered(MOST_DRAWN, Tensor.numel)
@@ -116,7 +118,7 @@ def forward(
     value: Float[Tensor, "batch kv_heads keys value_dim"],
     variant: Variant,
     seed: Tensor | None,
-    place: Place,
+    pair_block: PairBlock,
     masked: bool,
     nan_safe: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -124,7 +126,7 @@ def forward(
     wide = accumulate_dtype(query.dtype)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     query, key, value, nonfinite = _set_nonfinite_apart(query, key, value, nan_safe)
-    scored = _score(query, key, variant, seed, place, masked, nonfinite)
+    scored = _score(query, key, variant, seed, pair_block, masked, nonfinite)
     row_max = scored.changed.amax(-1, keepdim=True)
     row_max.masked_fill_(row_max == -torch.inf, 0)
     weights = scored.less(row_max).exp_()
@@ -158,7 +160,7 @@ def backward(
     row_dot: Float[Tensor, "batch query_heads rows"],
     variant: Variant,
     seed: Tensor | None,
-    place: Place,
+    pair_block: PairBlock,
     masked: bool,
     nan_safe: bool,
     wanted: Collection[int] = (),
@@ -177,7 +179,7 @@ def backward(
     query, key, value, nonfinite = _set_nonfinite_apart(
         query, key.to(wide), value.to(wide), nan_safe
     )
-    scored = _score(query, key, variant, seed, place, masked, nonfinite, wanted)
+    scored = _score(query, key, variant, seed, pair_block, masked, nonfinite, wanted)
     weights = scored.less(lse.unsqueeze(-1)).exp_()
     if nan_safe and scored.visible is not None:  # a NaN row must not reach what it does not see
         weights = weights.masked_fill(~scored.visible, 0)
@@ -194,7 +196,7 @@ def backward(
     if nan_safe and scored.visible is not None:
         grad_scores = grad_scores.masked_fill(~scored.visible, 0)
     grad_scores, taken = change_backward(
-        variant.score, variant.score_captured, scored.raw, place.coordinates(), grad_scores,
+        variant.score, variant.score_captured, scored.raw, pair_block.coordinates(), grad_scores,
         scored.visible, wanted, scored.slopes,
     )  # fmt: skip
     grad_scores = _packed(grad_scores.mul_(variant.scale), key)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from saccade.ops.attention.cpu import dense_tile, flash_tile, segments, tile_masks
 from saccade.ops.attention.cpu.block_mask import Run
-from saccade.ops.attention.cpu.dense_tile import Place
+from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.ops.attention.cpu.segments import Dense
 from saccade.runtime.spec import accumulate_dtype
 
@@ -41,54 +41,56 @@ def _visit(dense: Dense, nan_safe: bool) -> tuple[Tensor, Tensor, bool]:
         return *whole, causal
     tiles = list(segments.row_tiles(dense))
     if len(tiles) == 1 and len(tiles[0][1]) == 1:
-        place, runs = tiles[0]
-        return *_row_tile(dense, place, runs, nan_safe), runs[0].masked
+        pair_block, runs = tiles[0]
+        return *_row_tile(dense, pair_block, runs, nan_safe), runs[0].masked
     output, lse = memory(dense)
-    for place, runs in tiles:
-        at = segments.slices_of(dense, place).queries
-        output[at], lse[at] = _row_tile(dense, place, runs, nan_safe)
+    for pair_block, runs in tiles:
+        at = segments.slices_of(dense, pair_block).queries
+        output[at], lse[at] = _row_tile(dense, pair_block, runs, nan_safe)
     return output, lse, any(run.masked for _, runs in tiles for run in runs)
 
 
 def _row_tile(
-    dense: Dense, place: Place, runs: tuple[Run, ...], nan_safe: bool
+    dense: Dense, pair_block: PairBlock, runs: tuple[Run, ...], nan_safe: bool
 ) -> tuple[Tensor, Tensor]:
     """One tile of query rows against all that it sees."""
     partials = []
     for run in runs:
         partial = rectangle(
-            dense, place._replace(kv_rows=(run.start, run.stop)), run.masked, nan_safe
+            dense, pair_block._replace(kv_rows=(run.start, run.stop)), run.masked, nan_safe
         )
         if partial is not None:
             partials.append(partial)
-    return merged(dense, place, partials)
+    return merged(dense, pair_block, partials)
 
 
 def rectangle(
-    dense: Dense, place: Place, masked: bool, nan_safe: bool
+    dense: Dense, pair_block: PairBlock, masked: bool, nan_safe: bool
 ) -> tuple[Tensor, Tensor] | None:
     """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
     if not dense.fits_flash or nan_safe:
-        return _plain(dense, place, masked, nan_safe)
+        return _plain(dense, pair_block, masked, nan_safe)
     found = tile_masks.partial_at(
-        dense.variant, place, masked, dense.sizes.kv_tile, dense.query.dtype
+        dense.variant, pair_block, masked, dense.sizes.kv_tile, dense.query.dtype
     )
     if found is None:
         return None
-    place, partial = found
-    query, key, value = _rows(dense, place)
+    pair_block, partial = found
+    query, key, value = _rows(dense, pair_block)
     return flash_tile.forward(query, key, value, dense.variant.scale, partial, causal=False)
 
 
-def _rows(dense: Dense, place: Place) -> tuple[Tensor, Tensor, Tensor]:
-    at = segments.slices_of(dense, place)
+def _rows(dense: Dense, pair_block: PairBlock) -> tuple[Tensor, Tensor, Tensor]:
+    at = segments.slices_of(dense, pair_block)
     return dense.query[at.queries], dense.key[at.keys], dense.value[at.keys]
 
 
-def _plain(dense: Dense, place: Place, masked: bool, nan_safe: bool) -> tuple[Tensor, Tensor]:
+def _plain(
+    dense: Dense, pair_block: PairBlock, masked: bool, nan_safe: bool
+) -> tuple[Tensor, Tensor]:
     """One rectangle in plain tiles."""
 
-    def piece(rows: Place) -> tuple[Tensor, Tensor]:
+    def piece(rows: PairBlock) -> tuple[Tensor, Tensor]:
         partials = [
             dense_tile.forward(
                 *_rows(dense, part), dense.variant, dense.seed, part, masked, nan_safe
@@ -98,7 +100,7 @@ def _plain(dense: Dense, place: Place, masked: bool, nan_safe: bool) -> tuple[Te
         return merged(dense, rows, partials)
 
     batches = []
-    for batch in segments.row_pieces(place):
+    for batch in segments.row_pieces(pair_block):
         outputs, lses = zip(*(piece(rows) for rows in batch), strict=True)
         batches.append((torch.cat(outputs, dim=2), torch.cat(lses, dim=2)))
     outputs, lses = zip(*batches, strict=True)
@@ -106,11 +108,11 @@ def _plain(dense: Dense, place: Place, masked: bool, nan_safe: bool) -> tuple[Te
 
 
 def merged(
-    dense: Dense, place: Place, partials: list[tuple[Tensor, Tensor]]
+    dense: Dense, pair_block: PairBlock, partials: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """The sum of partial results over disjoint keys; zeros and -inf where there are none."""
     if not partials:
-        rows = dense.query[segments.slices_of(dense, place).queries]
+        rows = dense.query[segments.slices_of(dense, pair_block).queries]
         wide = accumulate_dtype(rows.dtype)
         output = rows.new_zeros(*rows.shape[:3], dense.value.shape[-1], dtype=wide)
         return output, rows.new_full(rows.shape[:3], -torch.inf, dtype=wide)

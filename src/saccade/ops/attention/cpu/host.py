@@ -132,8 +132,8 @@ def _shared_sums(
         sinks = _total(sinks, [part.sinks for part in parts if part.sinks is not None])
     captured = variant.score_captured.tensors
     tables = {
-        place: _total(captured[place], [part.tables[place] for part in parts])
-        for place in wanted_tables
+        pair_block: _total(captured[pair_block], [part.tables[pair_block] for part in parts])
+        for pair_block in wanted_tables
     }
     return sinks, tables
 

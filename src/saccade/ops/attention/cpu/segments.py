@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.modifiers.names import is_causal
 from saccade.ops.attention.cpu import block_mask
 from saccade.ops.attention.cpu.block_mask import Run, Sizes
-from saccade.ops.attention.cpu.dense_tile import Place
+from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.runtime.arguments import OFFSETS
 from saccade.runtime.spec import Inputs, KernelConfig, Variant
 
@@ -90,19 +90,19 @@ class Slices(NamedTuple):
     keys: tuple[slice, slice, slice]
 
 
-def slices_of(dense: Dense, place: Place) -> Slices:
+def slices_of(dense: Dense, pair_block: PairBlock) -> Slices:
     """Where a rectangle's rows lie in the tensors of its problem."""
     group = dense.query.shape[1] // dense.key.shape[1]
     first = dense.sizes.first_batch
-    batch = slice(place.batch[0] - first, place.batch[1] - first)
-    kv_heads = slice(place.heads[0] // group, -(-place.heads[1] // group))
+    batch = slice(pair_block.batch[0] - first, pair_block.batch[1] - first)
+    kv_heads = slice(pair_block.heads[0] // group, -(-pair_block.heads[1] // group))
     return Slices(
-        (batch, slice(*place.heads), slice(*place.query_rows)),
-        (batch, kv_heads, slice(*(row - dense.first_kv for row in place.kv_rows))),
+        (batch, slice(*pair_block.heads), slice(*pair_block.query_rows)),
+        (batch, kv_heads, slice(*(row - dense.first_kv for row in pair_block.kv_rows))),
     )
 
 
-def row_tiles(dense: Dense) -> Iterator[tuple[Place, tuple[Run, ...]]]:
+def row_tiles(dense: Dense) -> Iterator[tuple[PairBlock, tuple[Run, ...]]]:
     """Each tile of query rows (a place over all keys) with the runs of keys that it sees."""
     first, everything = dense.sizes.first_batch, whole(dense)
     for unit in block_mask.units(dense.sizes, dense.variant):
@@ -112,10 +112,10 @@ def row_tiles(dense: Dense) -> Iterator[tuple[Place, tuple[Run, ...]]]:
             yield alike._replace(query_rows=(query_tile.start, query_tile.stop)), query_tile.runs
 
 
-def whole(dense: Dense) -> Place:
+def whole(dense: Dense) -> PairBlock:
     """The one rectangle that holds every pair."""
     sizes = dense.sizes
-    return Place(
+    return PairBlock(
         batch=(sizes.first_batch, sizes.first_batch + sizes.batch),
         heads=(0, sizes.heads),
         query_rows=(0, sizes.query_len),
@@ -124,23 +124,26 @@ def whole(dense: Dense) -> Place:
     )
 
 
-def row_pieces(place: Place) -> list[list[Place]]:
+def row_pieces(pair_block: PairBlock) -> list[list[PairBlock]]:
     """Cut a rectangle for plain tiles by batch entries, and those by query rows."""
-    heads = place.heads[1] - place.heads[0]
-    keys = min(TILE_KEYS, max(1, place.kv_rows[1] - place.kv_rows[0]))
-    num_rows = min(TILE_ROWS, max(1, place.query_rows[1] - place.query_rows[0]))
+    heads = pair_block.heads[1] - pair_block.heads[0]
+    keys = min(TILE_KEYS, max(1, pair_block.kv_rows[1] - pair_block.kv_rows[0]))
+    num_rows = min(TILE_ROWS, max(1, pair_block.query_rows[1] - pair_block.query_rows[0]))
     batch_step = max(1, TILE_SCORES // (heads * num_rows * keys))
     row_step = min(TILE_ROWS, max(16, TILE_SCORES // (heads * batch_step * keys)))
     return [
-        [place._replace(batch=batch, query_rows=rows) for rows in _cut(place.query_rows, row_step)]
-        for batch in _cut(place.batch, batch_step)
+        [
+            pair_block._replace(batch=batch, query_rows=rows)
+            for rows in _cut(pair_block.query_rows, row_step)
+        ]
+        for batch in _cut(pair_block.batch, batch_step)
     ]
 
 
-def key_pieces(place: Place) -> Iterator[Place]:
+def key_pieces(pair_block: PairBlock) -> Iterator[PairBlock]:
     """Cut a rectangle for plain tiles by key rows."""
-    for keys in _cut(place.kv_rows, TILE_KEYS):
-        yield place._replace(kv_rows=keys)
+    for keys in _cut(pair_block.kv_rows, TILE_KEYS):
+        yield pair_block._replace(kv_rows=keys)
 
 
 def _cut(whole: tuple[int, int], step: int) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Captured
-from saccade.ops.attention.cpu.dense_tile import Place
+from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.ops.attention.cpu.remembered import Remembered
 from saccade.runtime.spec import Variant
 
@@ -41,8 +41,8 @@ def partial(visible: Bool[Tensor, "#batch #heads #rows #keys"], dtype: torch.dty
 
 
 def partial_at(
-    variant: Variant, place: Place, masked: bool, kv_tile: int, dtype: torch.dtype
-) -> tuple[Place, PartialTile | None] | None:
+    variant: Variant, pair_block: PairBlock, masked: bool, kv_tile: int, dtype: torch.dtype
+) -> tuple[PairBlock, PartialTile | None] | None:
     """The edge of a mask in a rectangle, whose hidden key tiles at both ends are trimmed off.
 
     `masked`: some pairs may be hidden; otherwise there is no partial tile to look for.
@@ -52,41 +52,46 @@ def partial_at(
         is.
     """
     if not masked:
-        return place, None
+        return pair_block, None
     captured = variant.mask_captured
-    sides = (stop - start for start, stop in (place.batch, place.query_rows, place.kv_rows))
+    sides = (
+        stop - start
+        for start, stop in (pair_block.batch, pair_block.query_rows, pair_block.kv_rows)
+    )
     if math.prod(sides) > REMEMBERED_PAIRS:
-        return _partial_at(variant.mask, captured, place, kv_tile, dtype)
+        return _partial_at(variant.mask, captured, pair_block, kv_tile, dtype)
     numbers = (tuple(captured.ints), tuple(map(float.hex, captured.floats)))
     return _remembered.get(
-        (variant.mask, *numbers, place, kv_tile, dtype),
+        (variant.mask, *numbers, pair_block, kv_tile, dtype),
         captured.tensors,
-        lambda: _partial_at(variant.mask, captured, place, kv_tile, dtype),
+        lambda: _partial_at(variant.mask, captured, pair_block, kv_tile, dtype),
     )
 
 
-def _pairs_of(found: tuple[Place, PartialTile | None] | None) -> int:
+def _pairs_of(found: tuple[PairBlock, PartialTile | None] | None) -> int:
     return 2**10 if found is None or found[1] is None else found[1].bias.numel()
 
 
-_remembered: Remembered[tuple[Place, PartialTile | None] | None] = Remembered(MOST_PAIRS, _pairs_of)
+_remembered: Remembered[tuple[PairBlock, PartialTile | None] | None] = Remembered(
+    MOST_PAIRS, _pairs_of
+)
 
 
 def _partial_at(
-    mask: str, captured: Captured, place: Place, kv_tile: int, dtype: torch.dtype
-) -> tuple[Place, PartialTile | None] | None:
-    seen = visible(mask, captured, place.coordinates())
+    mask: str, captured: Captured, pair_block: PairBlock, kv_tile: int, dtype: torch.dtype
+) -> tuple[PairBlock, PartialTile | None] | None:
+    seen = visible(mask, captured, pair_block.coordinates())
     if bool(seen.all()):
-        return place, None
+        return pair_block, None
     if seen.shape[3] > 1:
         columns = seen.flatten(0, 2).any(0).nonzero()
         if columns.numel() == 0:
             return None
         first = int(columns[0]) // kv_tile * kv_tile
         last = min(-(-(int(columns[-1]) + 1) // kv_tile) * kv_tile, seen.shape[3])
-        start = place.kv_rows[0]
-        place = place._replace(kv_rows=(start + first, start + last))
+        start = pair_block.kv_rows[0]
+        pair_block = pair_block._replace(kv_rows=(start + first, start + last))
         seen = seen[..., first:last]
     elif not bool(seen.any()):
         return None
-    return place, None if bool(seen.all()) else partial(seen, dtype)
+    return pair_block, None if bool(seen.all()) else partial(seen, dtype)

@@ -141,9 +141,9 @@ def produce(
                     KV_TILE, QUERY_TILE, False,
                 )  # fmt: skip
                 rings.work_tiles.acquire(work_iteration)
-                place = (batch, query_head, kv_start)
+                position = (batch, query_head, kv_start)
                 rings.work_tiles.put(
-                    work_iteration, write_work_tile(place, query_len, kv_len, tile_range)
+                    work_iteration, write_work_tile(position, query_len, kv_len, tile_range)
                 )
                 first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
                 for index in range(0, num_visits(tile_range)):
@@ -197,7 +197,7 @@ def consume(
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
     tile_iteration, work_iteration, iteration = 0, 0, 0
     added = -1
-    place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+    position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
     while kv_len > 0:
         rings.keys.wait(tile_iteration)
         rings.values.wait(tile_iteration)
@@ -206,9 +206,9 @@ def consume(
         for group_head in range(0, HEADS_PER_KV_HEAD):
             if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
                 if group_head > 0:
-                    place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+                    position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
             work_iteration += 1
-            batch, query_head, kv_start = place
+            batch, query_head, kv_start = position
             first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
             at = (batch, query_head, kv_start + WHICH * ROWS, query_len, kv_len, first_slot)
             of_key, of_value, added = sum_over_queries(
@@ -228,7 +228,7 @@ def consume(
         rings.values.release(tile_iteration)
         rings.keys.release(tile_iteration)
         tile_iteration += 1
-        batch, query_head, kv_start = place
+        batch, query_head, kv_start = position
         kv_head = query_head // HEADS_PER_KV_HEAD
         at = (batch, kv_head, kv_start + WHICH * ROWS, kv_len)
         if NAN_SAFE:
@@ -237,7 +237,7 @@ def consume(
         memory = rings.outputs[WHICH]
         finish(of_value, grad_value_desc, grad_value, schedule, at, memory, VALUE_DIM)
         finish(of_key * rules.scale, grad_key_desc, grad_key, schedule, at, memory, HEAD_DIM)
-        place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+        position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
         if scratch.semaphores is not None:
             added = advance_semaphore(rings, scratch, kv_start, added)
     wait_for_stores()

@@ -88,23 +88,23 @@ def consume(
     mine = rings.keys if WHICH == 0 else rings.values
     OTHERS: gl.constexpr = parts_of(mine.memory.shape[4], OTHER_DIM)
     tile_iteration, work_iteration, iteration = 0, 0, 0
-    place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+    position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
     while kv_len > 0:
         mine.wait(tile_iteration)
         sums = no_sums(PARTS)
         for group_head in range(0, HEADS_PER_KV_HEAD):
             if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
                 if group_head > 0:
-                    place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+                    position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
             work_iteration += 1
-            batch, query_head, kv_start = place
+            batch, query_head, kv_start = position
             at = (batch, query_head, kv_start, query_len, kv_len, 0)
             sums = sum_over_queries(
                 rings, rules, scratch, at, tile_range, iteration, sums, OTHERS, WHICH
             )
             iteration += num_visits(tile_range)
         factor = 1.0 if WHICH == 0 else rules.scale
-        batch, query_head, kv_start = place
+        batch, query_head, kv_start = position
         at = (batch, query_head // HEADS_PER_KV_HEAD, kv_start, kv_len)
         # It leaves through the memory of what was multiplied.
         finish_wide(
@@ -113,7 +113,7 @@ def consume(
         )  # fmt: skip
         mine.release(tile_iteration)
         tile_iteration += 1
-        place, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+        position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
 
 
 @gluon.jit

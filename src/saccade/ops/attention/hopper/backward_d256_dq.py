@@ -74,9 +74,9 @@ def produce(
     """Load what consumers will need, as soon as there is room for it."""
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
     tile_iteration, kv_iteration = 0, 0
-    place, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
+    position, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
     while query_len > 0:
-        batch, query_head, query_start = place
+        batch, query_head, query_start = position
         query_batch, query_row = schedule.origin(batch, query.data)
         kv_batch, kv_row = schedule.origin(batch, key.data)
         kv_head = query_head // HEADS_PER_KV_HEAD
@@ -101,7 +101,7 @@ def produce(
                 )  # now is the time to schedule the next tile
             kv_iteration += 1
         tile_iteration += 1
-        place, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
+        position, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
 
 
 @gluon.jit
@@ -114,9 +114,9 @@ def consume(
     OTHERS: gl.constexpr = parts_of(rings.values.memory.shape[4], VALUE_DIM)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, mma_layout(rings.keys.memory.shape[3]))
     tile_iteration, kv_iteration = 0, 0
-    place, query_len, kv_len, tile_range = next_work_tile(rings, tile_iteration)
+    position, query_len, kv_len, tile_range = next_work_tile(rings, tile_iteration)
     while query_len > 0:
-        batch, query_head, query_start = place
+        batch, query_head, query_start = position
         first_row = query_start + WHICH * ROWS
         rows = first_row + gl.arange(0, ROWS, OF_ROWS)
         # +inf makes all weights of a row 0.
@@ -148,7 +148,7 @@ def consume(
         )  # fmt: skip
         queries.release(tile_iteration)
         tile_iteration += 1
-        place, query_len, kv_len, tile_range = next_work_tile(rings, tile_iteration)
+        position, query_len, kv_len, tile_range = next_work_tile(rings, tile_iteration)
 
 
 @gluon.jit

@@ -28,8 +28,8 @@ def finish(
     store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
     if first_row + ROWS <= query_len:
         output_batch, output_row = schedule.origin(batch, output.data)
-        place = (output_batch, query_head, output_row + first_row)
-        store_in_parts(output_desc, place, attended, memory)
+        position = (output_batch, query_head, output_row + first_row)
+        store_in_parts(output_desc, position, attended, memory)
     else:  # rows past the end are another sequence's, or nobody's
         row, channel = places_of(attended, first_row, 0)
         pointers = row_pointers(output, batch, query_head, row, channel)
@@ -37,24 +37,24 @@ def finish(
 
 
 @gluon.jit
-def store_in_parts(output_desc, place, attended, memory):
+def store_in_parts(output_desc, position, attended, memory):
     """Write a tile by TMA through shared memory that may hold half of its channels only."""
     WIDTH: gl.constexpr = memory.shape[-1]
     if attended.shape[1] == WIDTH:
-        store_part(output_desc, place, 0, attended, memory)
+        store_part(output_desc, position, 0, attended, memory)
     else:
         gl.static_assert(attended.shape[1] == 2 * WIDTH)
         halves = gl.split(gl.permute(gl.reshape(attended, [ROWS, 2, WIDTH]), (0, 2, 1)))
-        store_part(output_desc, place, 0, halves[0], memory)
-        store_part(output_desc, place, WIDTH, halves[1], memory)
+        store_part(output_desc, position, 0, halves[0], memory)
+        store_part(output_desc, position, WIDTH, halves[1], memory)
 
 
 @gluon.jit
-def store_part(output_desc, place, channel, part, memory):
+def store_part(output_desc, position, channel, part, memory):
     """Start to write some channels of 64 rows, once the shared memory is free."""
     wait_for_stores()
     as_matrix(memory).store(part)
-    store(output_desc, [place[0], place[1], place[2], channel], memory)
+    store(output_desc, [position[0], position[1], position[2], channel], memory)
 
 
 @gluon.jit

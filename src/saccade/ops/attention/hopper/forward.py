@@ -177,8 +177,10 @@ def schedule_work(
                 rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
                 QUERY_TILE, KV_TILE, True,
             )  # fmt: skip
-            place = (batch, query_head, query_start)
-            rings.work_tiles.put(iteration, write_work_tile(place, query_len, kv_len, tile_range))
+            position = (batch, query_head, query_start)
+            rings.work_tiles.put(
+                iteration, write_work_tile(position, query_len, kv_len, tile_range)
+            )
             iteration += 1
             rings.work_tiles.acquire(iteration)
         number = next_number(schedule, number)
@@ -199,9 +201,9 @@ def produce(
     """Load what consumers will need, as soon as there is room for it."""
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
     tile_iteration, kv_iteration = 0, 0
-    place, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
+    position, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
     while query_len > 0:
-        batch, query_head, query_start = place
+        batch, query_head, query_start = position
         query_batch, query_row = schedule.origin(batch, query.data)
         kv_batch, kv_row = schedule.origin(batch, key.data)
         kv_head = query_head // HEADS_PER_KV_HEAD
@@ -222,7 +224,7 @@ def produce(
                 )  # now is the time to schedule the next tile
             kv_iteration += 1
         tile_iteration += 1
-        place, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
+        position, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
 
 
 @gluon.jit
@@ -251,10 +253,10 @@ def consume(
     """Compute 64 rows of each tile of query rows that is scheduled. PAGE_SIZE: 0 without pages;
     OVERLAP_SOFTMAX, EXACT_MAX, SKIP_MASKED_TILE: as in configs.Schedule."""
     tile_iteration, kv_iteration = 0, 0
-    place, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
+    position, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
     while query_len > 0:
         rings.work_tiles.release(tile_iteration)
-        batch, query_head, query_start = place
+        batch, query_head, query_start = position
         first_row = query_start + consumer_rows(WHICH, tile_iteration, SKIP_MASKED_TILE) * ROWS
         at = (batch, query_head, first_row, query_len, kv_len)
         state = attend(
@@ -283,7 +285,7 @@ def consume(
             )  # fmt: skip
             wait_for_each_other()
         tile_iteration += 1
-        place, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
+        position, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
     wait_for_stores()
 
 

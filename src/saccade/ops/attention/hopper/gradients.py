@@ -125,7 +125,7 @@ class Backward:
         self.factor = LOG2_E.value if scored else 1.0 / variant.scale
         self.begin, self.main, self.end = self._launches(inputs)
         call = inputs, variant
-        self.again_keys = spec.launch(
+        self.repeat_keys = spec.launch(
             nonfinite.attention_backward_nan_safe_keys, "backward_keys", call, None
         )
         of_queries: Any = nonfinite.attention_backward_nan_safe_queries
@@ -224,7 +224,9 @@ class Backward:
         assert memory.lse_log2 is not None and memory.row_dot is not None
         results = ForwardResults(*given, memory.lse_log2, memory.row_dot)
         rest = triton_gradients.Call(inputs, variant, launches, results)
-        tables = {place: rest.table(place, rest.known(), config) for place in wanted_tables}
+        tables = {
+            position: rest.table(position, rest.known(), config) for position in wanted_tables
+        }
         return found._replace(sinks=rest.sinks(), tables=tables)
 
 
@@ -262,8 +264,8 @@ class Call(NamedTuple):
                 self.inputs, self.variant, self.given.grad_output, memory, known, counters
             )
         if memory.flag is not None:
-            programs = spec.geometry.keys.programs(prepared.again_keys.constants["KV_TILE"])
-            prepared.again_keys(programs, spec.device, known, self._again_keys_arguments)
+            programs = spec.geometry.keys.programs(prepared.repeat_keys.constants["KV_TILE"])
+            prepared.repeat_keys(programs, spec.device, known, self._again_keys_arguments)
         self._start_queries(known)
 
     def _start_queries(self, known: tuple[Tensor, ...]) -> None:

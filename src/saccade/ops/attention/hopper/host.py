@@ -85,7 +85,7 @@ class HopperForward:
         if not self.alone:
             plan = self.planner(inputs, variant)
             tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)
-        if not self.launch.again(self.programs, self.spec.device, tensors):
+        if not self.launch.relaunch(self.programs, self.spec.device, tensors):
             self._start(aligned(inputs), variant, output, lse, plan, numbers)
         return output, lse
 

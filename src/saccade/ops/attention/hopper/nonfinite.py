@@ -31,7 +31,7 @@ from saccade.ops.attention.hopper.softmax import (
     places_of,
     settle,
 )
-from saccade.ops.attention.triton.backward_dkdv import AGAIN, differentiate_keys
+from saccade.ops.attention.triton.backward_dkdv import REPEAT, differentiate_keys
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
 
 CHANNELS = gl.constexpr(64)  # that are multiplied at once
@@ -166,7 +166,7 @@ def attention_backward_nan_safe_keys(
     """As `attention_backward_keys` without gradients of queries."""
     if tl.load(flag) != 0:
         differentiate_keys(
-            forward, grad_key, grad_value, None, rules, None, tl.program_id(0), AGAIN,
+            forward, grad_key, grad_value, None, rules, None, tl.program_id(0), REPEAT,
             HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
             QUERY_TILE, KV_TILE, PRECISION, True, False,
         )  # fmt: skip

@@ -34,9 +34,8 @@ class BackwardScratch(NamedTuple):
     """Where the kernels of one backward pass leave things for each other."""
 
     slot: Any  # dense_slot or packed_slot
-    dq_accumulate: (
-        Any  # of the gradients of queries: float32 in memory, by slot; None: there are none
-    )
+    # of the gradients of queries: float32 in memory, by slot; None: there are none
+    dq_accumulate: Any
     # int32 in memory: whether hidden rows may have made nonfinite something; None: they cannot
     flag: Any
     semaphores: Any = None  # int32 in memory, by part: whose turn it is; None: in any order
@@ -92,8 +91,8 @@ def attention_backward_begin(
     batch, head, tile, _ = output.find(from_the_end(), output.data, QUERY_TILE)
     slot = scratch.slot(batch, head, output.data, QUERY_TILE) + tile
     query_len = num_rows(output, batch)
-    places = tl.arange(0, QUERY_TILE)
-    rows = tile * QUERY_TILE + places
+    positions = tl.arange(0, QUERY_TILE)
+    rows = tile * QUERY_TILE + positions
     lse, dot, saw_nothing = statistics_of(
         output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
         VALUE_DIM, VALUE_WIDTH,
@@ -103,8 +102,8 @@ def attention_backward_begin(
         store_numbers(lse_log2, batch, head, rows, query_len, base_2)
         store_numbers(row_dot, batch, head, rows, query_len, dot)
     start = starts + slot * (2 * QUERY_TILE)
-    tl.store(start + places, tl.where(saw_nothing, float("-inf"), -lse * factor))
-    tl.store(start + QUERY_TILE + places, -dot)
+    tl.store(start + positions, tl.where(saw_nothing, float("-inf"), -lse * factor))
+    tl.store(start + QUERY_TILE + positions, -dot)
     if scratch.dq_accumulate is not None and scratch.semaphores is None:
         partial_dq = scratch.dq_accumulate + slot.to(tl.int64) * (QUERY_TILE * HEAD_WIDTH)
         numbers = tl.arange(0, QUERY_TILE * HEAD_WIDTH)
@@ -132,12 +131,14 @@ def attention_backward_end(
     pad_rows(grad_query, 0.0, HEAD_DIM, HEAD_WIDTH)
     for part in tl.static_range(PARTS):
         numbers = tl.arange(0, PART_ROWS * WIDTH)
-        place = (slot.to(tl.int64) * PARTS + part) * (PART_ROWS * WIDTH)
+        position = (slot.to(tl.int64) * PARTS + part) * (PART_ROWS * WIDTH)
         if scratch.semaphores is None:
-            partial_dq = tl.load(scratch.dq_accumulate + (place + numbers))
+            partial_dq = tl.load(scratch.dq_accumulate + (position + numbers))
         else:  # who comes first writes; where nobody came, nobody wrote
             written = tl.load(scratch.semaphores + slot * PARTS + part) & 1 == 0
-            partial_dq = tl.load(scratch.dq_accumulate + (place + numbers), mask=written, other=0.0)
+            partial_dq = tl.load(
+                scratch.dq_accumulate + (position + numbers), mask=written, other=0.0
+            )
         # As registers lay: eight channels, warp, row, two of them, row + 8, channel.
         partial_dq = tl.reshape(partial_dq, [WIDTH // 8, 4, 8, 4, 2, 2])
         partial_dq = tl.reshape(tl.permute(partial_dq, [1, 4, 2, 0, 3, 5]), [PART_ROWS, WIDTH])

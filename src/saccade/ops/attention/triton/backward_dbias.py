@@ -57,8 +57,8 @@ def attention_backward_bias(
         total = tl.where(rows == 0, tl.sum(total, 0)[None, :], 0.0)
     if sizes[3] == 1:
         total = tl.where(columns == 0, tl.sum(total, 1)[:, None], 0.0)
-    place = wide(of_batch * sizes[1] + of_head) * sizes[2]
-    offsets = (place + rows) * sizes[3] + columns
+    position = wide(of_batch * sizes[1] + of_head) * sizes[2]
+    offsets = (position + rows) * sizes[3] + columns
     tl.store(grad_table + offsets, total, mask=(rows < sizes[2]) & (columns < sizes[3]))
 
 
@@ -123,7 +123,7 @@ def add_pairs(
 
 @triton.jit(do_not_specialize=["rules", "grad_table"])
 def attention_backward_reads(
-    forward, grad_table, rules, PLACE: tl.constexpr,
+    forward, grad_table, rules, POSITION: tl.constexpr,
     ALONG_QUERIES: tl.constexpr, ALONG_KEYS: tl.constexpr,
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
@@ -131,7 +131,7 @@ def attention_backward_reads(
 ):  # fmt: skip
     """One program: a tile of query rows of one head, over all tiles of keys.
 
-    grad_table: (address, sizes, strides) of float32. PLACE: where the entry of each pair lies
+    grad_table: (address, sizes, strides) of float32. POSITION: where the entry of each pair lies
     there. ALONG_QUERIES, ALONG_KEYS: whether pairs of other rows, or keys, read other entries.
     """
     batch, head, tile, _ = forward.query.find(tl.program_id(0), forward.query.data, QUERY_TILE)
@@ -154,20 +154,20 @@ def attention_backward_reads(
             here = kv_rows < lengths[1]
             add_entries(
                 grad_table, rules, batch, head, query_rows, kv_rows, lengths, total, exist & here,
-                PLACE, ALONG_QUERIES, True,
+                POSITION, ALONG_QUERIES, True,
             )  # fmt: skip
     if not ALONG_KEYS:
         kv_rows = tl.arange(0, 1)[None, :]
         add_entries(
             grad_table, rules, batch, head, query_rows, kv_rows, lengths, total, exist,
-            PLACE, ALONG_QUERIES, False,
+            POSITION, ALONG_QUERIES, False,
         )  # fmt: skip
 
 
 @triton.jit
 def add_entries(
     grad_table, rules, batch, head, query_rows, kv_rows, lengths, total, exist,
-    PLACE: tl.constexpr, ALONG_QUERIES: tl.constexpr, ALONG_KEYS: tl.constexpr,
+    POSITION: tl.constexpr, ALONG_QUERIES: tl.constexpr, ALONG_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add what pairs give to the entries that they read; rows and keys that read one add up."""
     if not ALONG_KEYS:
@@ -176,9 +176,9 @@ def add_entries(
         total = tl.sum(tl.where(exist, total, 0.0), 0)[None, :]
         exist = (kv_rows < lengths[1]) | (kv_rows == 0)
         query_rows = tl.arange(0, 1)[:, None]
-    place = PLACE(
+    position = POSITION(
         0.0, batch, head, query_rows, kv_rows, lengths[1] - lengths[0], rules.score.data,
         grad_table,
     )  # fmt: skip
-    place = place + (query_rows + kv_rows) * 0
-    tl.atomic_add(grad_table[0] + place, total, mask=exist)
+    position = position + (query_rows + kv_rows) * 0
+    tl.atomic_add(grad_table[0] + position, total, mask=exist)

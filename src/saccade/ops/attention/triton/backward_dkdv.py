@@ -35,7 +35,7 @@ from saccade.ops.attention.triton.backward_common import (
     weigh,
 )
 
-AS_IT_IS, AGAIN, AGAIN_WITH_QUERIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+AS_IT_IS, REPEAT, REPEAT_WITH_QUERIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 VERDICTS_AT_ONCE = tl.constexpr(16)
 
 
@@ -67,12 +67,12 @@ def attention_backward_keys(
         several = first + tl.arange(0, VERDICTS_AT_ONCE)
         found = tl.load(verdicts + several, mask=several < num_verdicts, other=AS_IT_IS)
         if tl.max(found, 0) != AS_IT_IS:
-            for place in range(first, tl.minimum(first + VERDICTS_AT_ONCE, num_verdicts)):
-                verdict = tl.load(verdicts + place)
+            for position in range(first, tl.minimum(first + VERDICTS_AT_ONCE, num_verdicts)):
+                verdict = tl.load(verdicts + position)
                 if verdict != AS_IT_IS:
                     differentiate_keys(
                         forward, grad_key, grad_value, grad_query, rules, verdicts,
-                        place, verdict,
+                        position, verdict,
                         HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
                         QUERY_TILE, KV_TILE, PRECISION, True, False,
                     )  # fmt: skip
@@ -98,7 +98,7 @@ def differentiate_keys(
     query_len, kv_len = num_rows(forward.query, batch), num_rows(forward.key, batch)
     present, added_len = kv_start < kv_len, query_len
     if NAN_SAFE:
-        added_len = tl.where(verdict == AGAIN_WITH_QUERIES, query_len, 0)
+        added_len = tl.where(verdict == REPEAT_WITH_QUERIES, query_len, 0)
     kv_rows = kv_start + tl.arange(0, KV_TILE)
     if not NAN_SAFE:
         pad_rows(grad_key, 0.0, HEAD_DIM, HEAD_WIDTH)
@@ -121,10 +121,10 @@ def differentiate_keys(
         CHAINED,
     )  # fmt: skip
     if rules.mask.visible is not None and not NAN_SAFE:
-        again = tl.where(
-            any_nonfinite(grads[0], True) | any_nonfinite(grads[1], True), AGAIN, AS_IT_IS
+        repeat = tl.where(
+            any_nonfinite(grads[0], True) | any_nonfinite(grads[1], True), REPEAT, AS_IT_IS
         )
-        tl.store(verdicts + program, tl.where(nonfinite, AGAIN_WITH_QUERIES, again))
+        tl.store(verdicts + program, tl.where(nonfinite, REPEAT_WITH_QUERIES, repeat))
     of_key = grads[0] * rules.scale
     store_tile(grad_key, batch, kv_head, kv_start, kv_len, of_key, HEAD_DIM)
     store_tile(grad_value, batch, kv_head, kv_start, kv_len, grads[1], VALUE_DIM)

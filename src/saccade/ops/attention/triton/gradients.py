@@ -100,7 +100,7 @@ def backward(
 def refuse_unordered(variant: Variant, wanted_tables: Sequence[int]) -> None:
     """Refuse gradients whose sums have no fixed order, where the same bits are asked for."""
     reads = score_functions(variant.score).reads
-    if any(place in reads and not reads[place].as_bias for place in wanted_tables):
+    if any(position in reads and not reads[position].as_bias for position in wanted_tables):
         raise NotImplementedError(
             "deterministic: the gradient of a tensor that a score reads otherwise than "
             "saccade.scores.bias does is summed in no fixed order; takes deterministic=False, "
@@ -182,7 +182,7 @@ class Call(NamedTuple):
         else:
             self._queries(launches.queries, known, of_query)
             self._keys(known, of_key, of_value, None)
-        tables = {place: self.table(place, known, config) for place in wanted}
+        tables = {position: self.table(position, known, config) for position in wanted}
         return Gradients(of_query, of_key, of_value, self.sinks(), tables)
 
     def known(self) -> tuple[Tensor, ...]:
@@ -265,21 +265,21 @@ class Call(NamedTuple):
         rows = (-(of_head - lse).exp() * row_dot).masked_fill(lse == -torch.inf, 0)
         return rows.sum(1 if packed else (0, 2)).to(sinks.dtype)
 
-    def table(self, place: int, known: Sequence[Tensor], config: KernelConfig) -> Tensor:
+    def table(self, position: int, known: Sequence[Tensor], config: KernelConfig) -> Tensor:
         """The gradient of a tensor that the score captured. Needs the row statistics."""
-        table = self.variant.score_captured.tensors[place]
-        functions = score_functions(self.variant.score).reads.get(place)
+        table = self.variant.score_captured.tensors[position]
+        functions = score_functions(self.variant.score).reads.get(position)
         if functions is None:  # nothing that a score gives depends on it
             return torch.zeros_like(table)
         if not functions.as_bias:
-            return self._entries(place, functions, known, config)
+            return self._entries(position, functions, known, config)
         spec, queries = self.launches.spec, self.launches.spec.geometry.queries
         total = torch.empty(table.shape, dtype=torch.float32, device=table.device)
-        launch = self.launches.tables.get(place)
+        launch = self.launches.tables.get(position)
         if launch is None:
             call = self.inputs, self.variant
             launch = spec.launch(attention_backward_bias, "backward_bias", call, config.backward)
-            self.launches.tables[place] = launch
+            self.launches.tables[position] = launch
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             return (
@@ -287,7 +287,7 @@ class Call(NamedTuple):
                 pointer(total),
                 tuple(table.shape),
                 (queries.batch, queries.heads),
-                rules(self.inputs, self.variant, pointer, by=place),
+                rules(self.inputs, self.variant, pointer, by=position),
             )
 
         batches, heads, rows, keys = table.shape
@@ -297,28 +297,28 @@ class Call(NamedTuple):
         return total.to(table.dtype)
 
     def _entries(
-        self, place: int, functions: ReadFunctions, known: Sequence[Tensor], config: KernelConfig
+        self, position: int, functions: ReadFunctions, known: Sequence[Tensor], config: KernelConfig
     ) -> Tensor:
         """The same of a tensor that is read otherwise than a bias is."""
-        spec, table = self.launches.spec, self.variant.score_captured.tensors[place]
+        spec, table = self.launches.spec, self.variant.score_captured.tensors[position]
         total = torch.zeros(table.shape, dtype=torch.float32, device=table.device)
         if total.numel() == 0:
             return total.to(table.dtype)
-        launch = self.launches.tables.get(place)
+        launch = self.launches.tables.get(position)
         if launch is None:
             call = self.inputs, self.variant
             launch = spec.launch(
                 attention_backward_reads, "backward_bias", call, config.backward,
-                PLACE=functions.place, ALONG_QUERIES=functions.along_queries,
+                POSITION=functions.position, ALONG_QUERIES=functions.along_queries,
                 ALONG_KEYS=functions.along_keys,
             )  # fmt: skip
-            self.launches.tables[place] = launch
+            self.launches.tables[position] = launch
 
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             return (
                 self._forward(pointer),
                 (pointer(total), tuple(total.shape), total.stride()),
-                rules(self.inputs, self.variant, pointer, by=place),
+                rules(self.inputs, self.variant, pointer, by=position),
             )
 
         programs = spec.geometry.queries.programs(launch.constants["QUERY_TILE"])

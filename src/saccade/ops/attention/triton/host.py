@@ -53,7 +53,7 @@ class TritonForward:
         if not self.alone:
             plan = self.planner(inputs, variant)
             tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors)
-        if not self.launch.again(self.programs, self.spec.device, tensors):
+        if not self.launch.relaunch(self.programs, self.spec.device, tensors):
             self._start(inputs, variant, output, lse, plan, tensors)
         return output, lse
 

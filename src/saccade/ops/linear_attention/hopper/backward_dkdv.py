@@ -41,7 +41,7 @@ from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (
     keys_seen,
     map_queries,
-    place_of,
+    position_of,
     produce,
     within,
 )
@@ -166,14 +166,14 @@ def consume(
     if BLOCKS == 2:
         rings.say_written(0 * chunks)
     for iteration in range(0, chunks):
-        place = place_of(first, chunks, iteration, True)
+        position = position_of(first, chunks, iteration, True)
         rings.wait_for_mapped(iteration)
         sums, one, two = fold_chunk(sums, rings, iteration, LESS_ONE, WHICH)
         if BLOCKS == 2:
             rings.say_read(iteration)
-        at = row_of_output(sizes, batch, head, place, 0)
-        one = finished(one, rings, iteration, place, keys, ONE, 0, FEATURE_MAP, BLOCKS, WHICH)
-        two = finished(two, rings, iteration, place, keys, TWO, 1, FEATURE_MAP, BLOCKS, WHICH)
+        at = row_of_output(sizes, batch, head, position, 0)
+        one = finished(one, rings, iteration, position, keys, ONE, 0, FEATURE_MAP, BLOCKS, WHICH)
+        two = finished(two, rings, iteration, position, keys, TWO, 1, FEATURE_MAP, BLOCKS, WHICH)
         rings.tiles.release_loaded(iteration)
         wait_for_stores()
         store_tile(grad_key_desc, grad_value_desc, rings, at, one, ONE, 0, BLOCKS, WHICH)
@@ -306,7 +306,7 @@ def start_tile(
 
 @gluon.jit
 def finished(
-    tile, rings, iteration, place, keys, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
+    tile, rings, iteration, position, keys, OF_VALUES: gl.constexpr, TILE: gl.constexpr,
     FEATURE_MAP: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """A tile of gradients as it is stored: those of keys through the feature map; 0 if hidden.
@@ -328,7 +328,7 @@ def finished(
         OWNER: gl.constexpr = TILE if BLOCKS == 2 else WHICH
         line = rings.numbers_of(iteration, OWNER, LINE).load(gl.SliceLayout(0, LAYOUT))
         found = found + number[:, None] * line[None, :]
-    seen = within(keys, place, gl.SliceLayout(1, LAYOUT))
+    seen = within(keys, position, gl.SliceLayout(1, LAYOUT))
     return only(found.to(gl.bfloat16), seen)
 
 

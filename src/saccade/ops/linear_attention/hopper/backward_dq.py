@@ -173,8 +173,8 @@ def consume(
     narrow_sums(sums, rings, WHICH, 0 * chunks)
     unit = batch * from_odd(sizes.heads) + head
     for iteration in range(0, chunks):
-        place = first + iteration * ROWS
-        row = place - shift
+        position = first + iteration * ROWS
+        row = position - shift
         products = start_products(sums, rings, iteration, WHICH)
         sums, found, minus_delta = fold_chunk(
             products, rings, iteration, is_balanced(FEATURE_MAP, NORMALIZE), NORMALIZE, WHICH
@@ -192,7 +192,7 @@ def consume(
             else:
                 found = found * SCALE
             rings.tiles.release_loaded(iteration)
-        done = only(found.to(result_desc.dtype), within(queries, place, ROWS_OF))
+        done = only(found.to(result_desc.dtype), within(queries, position, ROWS_OF))
         coordinates = row_of_output(sizes, batch, head, row, channel)
         store_output(result_desc, rings, coordinates, done, iteration, WHICH)
         if NORMALIZE != "none" and (WHICH == 0 or BLOCKS == 1):  # under the next products
@@ -284,8 +284,10 @@ def centred(
     for block in gl.static_range(len(sums)):
         mean = gl.sum(sums[block], 1)
         if len(sums) == 2:
-            place, inside = sums_at(number, exists, block, BLOCK - OWN, HEAD_DIM, VALUE_DIM, True)
-            mean += gl.sum(gl.load(before.matrix + place, mask=inside, other=0.0), 1)
+            position, inside = sums_at(
+                number, exists, block, BLOCK - OWN, HEAD_DIM, VALUE_DIM, True
+            )
+            mean += gl.sum(gl.load(before.matrix + position, mask=inside, other=0.0), 1)
         mean = (mean / HEAD_DIM)[:, None]
         part = sums[block] - gl.where((channels < HEAD_DIM)[None, :], mean, 0.0)
         rest = rest + (part,)  # noqa: RUF005

@@ -68,7 +68,7 @@ class RowNumbers(NamedTuple):
 
 
 @gluon.jit
-def place_of(first, chunks, iteration, BACKWARDS: gl.constexpr):
+def position_of(first, chunks, iteration, BACKWARDS: gl.constexpr):
     """The first place of the chunk that is visited in a turn."""
     if BACKWARDS:
         iteration = chunks - 1 - iteration
@@ -93,10 +93,10 @@ def queries_seeing(sizes, shift, num_keys, exists, STARTED: gl.constexpr):
 
 
 @gluon.jit
-def within(bounds, place, ROWS_OF: gl.constexpr):
+def within(bounds, position, ROWS_OF: gl.constexpr):
     """Which of 64 places lie in such bounds, rows as in a layout."""
-    places = place + gl.arange(0, ROWS, ROWS_OF)
-    return (places >= bounds[0]) & (places < bounds[1])
+    positions = position + gl.arange(0, ROWS, ROWS_OF)
+    return (positions >= bounds[0]) & (positions < bounds[1])
 
 
 # ---- loading ------------------------------------------------------------------------------------
@@ -114,13 +114,13 @@ def produce(
     other = head_of(sizes, 1, BLOCKS, 1, SEGMENTS)
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, BACKWARDS)
     for iteration in range(0, chunks):
-        place = place_of(first, chunks, iteration, BACKWARDS)
-        row = place - shift
+        position = position_of(first, chunks, iteration, BACKWARDS)
+        row = position - shift
         rings.tiles.acquire(iteration)
         rings.tiles.expect(iteration, query_desc)
         if key_desc is not None:
             load_pair(
-                rings.tiles, iteration, KEYS, key_desc, one, other, place, HEADS_PER_KEY, BLOCKS
+                rings.tiles, iteration, KEYS, key_desc, one, other, position, HEADS_PER_KEY, BLOCKS
             )
         load_pair(
             rings.tiles, iteration, QUERIES, query_desc, one, other, row, HEADS_PER_QUERY, BLOCKS
@@ -136,7 +136,7 @@ def produce(
                 value_desc,
                 one,
                 other,
-                place,
+                position,
                 HEADS_PER_VALUE,
                 BLOCKS,
             )
@@ -187,18 +187,18 @@ def map_keys(
     if BALANCED:
         taken = what_to_take(rings, keys, first, 0 * chunks, KEYS, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
     for iteration in range(0, chunks):
-        place = first + iteration * ROWS
+        position = first + iteration * ROWS
         rings.tiles.wait(iteration)
-        clear_hidden(rings, iteration, place, keys, VALUES, WHICH, LAYOUT)
+        clear_hidden(rings, iteration, position, keys, VALUES, WHICH, LAYOUT)
         if NORMALIZE != "none":
-            seeing = within(queries, place, ROWS_OF)
+            seeing = within(queries, position, ROWS_OF)
             factor, slope = quotient_of(scores, eps, NORMALIZE)
             if WHICH == 0 or BLOCKS == 1:
-                rows = unit + place + gl.arange(0, ROWS, ROWS_OF)
+                rows = unit + position + gl.arange(0, ROWS, ROWS_OF)
                 gl.store(given.factors + rows, factor, mask=seeing)
             rings.numbers_of(iteration, WHICH, FACTOR).store(factor * SCALE)
             # Asked for early, as nothing hides how long it takes.
-            scores = numbers_at(kept.normaliser, unit, queries, place + ROWS, ROWS_OF)
+            scores = numbers_at(kept.normaliser, unit, queries, position + ROWS, ROWS_OF)
             grads = widened(rings.tile_of(iteration, GRADS, WHICH).load(LAYOUT))
             outputs = widened(rings.tile_of(iteration, OUTPUTS, WHICH).load(LAYOUT))
             minus_delta = gl.where(seeing, -slope * gl.sum(grads * outputs, 1), 0.0)
@@ -209,7 +209,7 @@ def map_keys(
             features = less(tile.load(LAYOUT), taken)
         else:
             features = mapped(tile.load(LAYOUT), FEATURE_MAP)
-        features = only(features, within(keys, place, ROWS_OF))
+        features = only(features, within(keys, position, ROWS_OF))
         tile.store(features)
         rings.say_mapped(iteration)
         sums = sum_in_threads(widened(features), LAYOUT)
@@ -242,21 +242,21 @@ def map_queries(
         total = gl.load(before.vector + at, mask=inside, other=0.0)
     parts = no_rows(LAYOUT)
     unit = unit_of(sizes, batch, head, shift)
-    place = place_of(first, chunks, 0, True)
+    position = position_of(first, chunks, 0, True)
     if LESS_ONE:
         number = state_number(sizes, batch, head, 1, SEGMENTS)
         line = start_line(before, number, exists, HEAD_DIM, VALUE_DIM, BLOCKS, WHICH)
         taken = what_to_take(
-            rings, queries, place, 0 * chunks, QUERIES, HEAD_DIM, BLOCKS, WHICH, LAYOUT
+            rings, queries, position, 0 * chunks, QUERIES, HEAD_DIM, BLOCKS, WHICH, LAYOUT
         )
-    factor = factors_at(given, unit, queries, place, SCALE, EACH_ONCE)
-    minus_delta = numbers_at(given.minus_delta, unit, queries, place, EACH_ONCE)
+    factor = factors_at(given, unit, queries, position, SCALE, EACH_ONCE)
+    minus_delta = numbers_at(given.minus_delta, unit, queries, position, EACH_ONCE)
     for iteration in range(0, chunks):
-        place = place_of(first, chunks, iteration, True)
+        position = position_of(first, chunks, iteration, True)
         rings.tiles.wait(iteration)
-        clear_hidden(rings, iteration, place, queries, GRADS, WHICH, LAYOUT)
+        clear_hidden(rings, iteration, position, queries, GRADS, WHICH, LAYOUT)
         if LESS_ONE:
-            clear_hidden(rings, iteration, place, queries, QUERIES, WHICH, LAYOUT)
+            clear_hidden(rings, iteration, position, queries, QUERIES, WHICH, LAYOUT)
         rings.numbers_of(iteration, WHICH, FACTOR).store(factor)
         if LESS_ONE:
             rings.numbers_of(iteration, WHICH, ONES).store(factor * taken)
@@ -264,8 +264,8 @@ def map_queries(
         if KEYS_TOO:
             rings.numbers_of(iteration, WHICH, SUM).store(total)
         # Asked for early, as nothing hides how long it takes.
-        factor = factors_at(given, unit, queries, place - ROWS, SCALE, EACH_ONCE)
-        minus_delta = numbers_at(given.minus_delta, unit, queries, place - ROWS, EACH_ONCE)
+        factor = factors_at(given, unit, queries, position - ROWS, SCALE, EACH_ONCE)
+        minus_delta = numbers_at(given.minus_delta, unit, queries, position - ROWS, EACH_ONCE)
         if LESS_ONE:
             line = add_to_line(line, rings, iteration, WHICH)
         if KEYS_TOO:
@@ -275,7 +275,7 @@ def map_queries(
             added = put_less_one(rings, iteration, taken, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
         else:
             added = put_features(
-                rings, iteration, within(queries, place, ROWS_OF), HEAD_DIM, BLOCKS, FEATURE_MAP,
+                rings, iteration, within(queries, position, ROWS_OF), HEAD_DIM, BLOCKS, FEATURE_MAP,
                 WHICH, LAYOUT,
             )  # fmt: skip
         rings.say_mapped(iteration)
@@ -328,14 +328,14 @@ def put_less_one(
 
 @gluon.jit
 def what_to_take(
-    rings, bounds, place, iteration, WHAT: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS:
+    rings, bounds, position, iteration, WHAT: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS:
     gl.constexpr, WHICH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """What is to be taken from features: 1, or 0 where most are nearer to 0 than to 1 in the first
     chunk. Both mappers of a head look at all of it, before either changes it."""
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH
     rings.tiles.wait(iteration)
-    seen = within(bounds, place, gl.SliceLayout(1, LAYOUT))
+    seen = within(bounds, position, gl.SliceLayout(1, LAYOUT))
     total = 0.0
     for block in gl.static_range(BLOCKS):
         rows = widened(only(rings.tile_of(iteration, WHAT, LEFT + block).load(LAYOUT), seen))
@@ -367,28 +367,30 @@ def unit_of(sizes, batch, head, shift):
 
 
 @gluon.jit
-def numbers_at(numbers, unit, queries, place, ROWS_OF: gl.constexpr):
+def numbers_at(numbers, unit, queries, position, ROWS_OF: gl.constexpr):
     """Numbers of the queries at 64 places, 0 where these see nothing."""
-    rows = unit + place + gl.arange(0, ROWS, ROWS_OF)
-    return gl.load(numbers + rows, mask=within(queries, place, ROWS_OF), other=0.0)
+    rows = unit + position + gl.arange(0, ROWS, ROWS_OF)
+    return gl.load(numbers + rows, mask=within(queries, position, ROWS_OF), other=0.0)
 
 
 @gluon.jit
-def factors_at(given, unit, queries, place, SCALE: gl.constexpr, ROWS_OF: gl.constexpr):
+def factors_at(given, unit, queries, position, SCALE: gl.constexpr, ROWS_OF: gl.constexpr):
     """scale / divisor of the queries at 64 places."""
     factor = gl.full([ROWS], SCALE, gl.float32, ROWS_OF)
     if given.factors is not None:
-        factor = factor * numbers_at(given.factors, unit, queries, place, ROWS_OF)
+        factor = factor * numbers_at(given.factors, unit, queries, position, ROWS_OF)
     return factor
 
 
 @gluon.jit
-def clear_hidden(rings, iteration, place, bounds, WHAT: gl.constexpr, WHICH, LAYOUT: gl.constexpr):
+def clear_hidden(
+    rings, iteration, position, bounds, WHAT: gl.constexpr, WHICH, LAYOUT: gl.constexpr
+):
     """Put zeros in hidden rows that stand beside features of 0, as a product does not hide what is
     not finite (0 · NaN is NaN)."""
-    if (place < bounds[0]) | (place + ROWS > bounds[1]):
+    if (position < bounds[0]) | (position + ROWS > bounds[1]):
         rows = rings.tile_of(iteration, WHAT, WHICH)
-        rows.store(only(rows.load(LAYOUT), within(bounds, place, gl.SliceLayout(1, LAYOUT))))
+        rows.store(only(rows.load(LAYOUT), within(bounds, position, gl.SliceLayout(1, LAYOUT))))
 
 
 @gluon.jit

@@ -136,10 +136,10 @@ def start_line(
     if before is not None:
         sums = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, mma_layout(BLOCK)))
         for block in gl.static_range(BLOCKS):
-            place, inside = sums_at(
+            position, inside = sums_at(
                 number, exists, VALUE_BLOCK, block * BLOCK, HEAD_DIM, VALUE_DIM, True
             )  # fmt: skip
-            sums += gl.sum(gl.load(before.matrix + place, mask=inside, other=0.0), 1)
+            sums += gl.sum(gl.load(before.matrix + position, mask=inside, other=0.0), 1)
         part = gl.convert_layout(sums / (HEAD_DIM * THIN), gl.SliceLayout(1, THIN_SUMS))
         line = line + part[:, None]
     return line

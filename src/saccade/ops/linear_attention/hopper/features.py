@@ -98,14 +98,14 @@ def map_features(
     if before is not None:
         key_sum = gl.load(before.vector + at, mask=inside, other=0.0)
     for iteration in range(0, chunks):
-        place = first + iteration * ROWS
-        rows = place + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        position = first + iteration * ROWS
+        rows = position + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         there = (rows >= 0) & (rows < num_keys)
         # All waits and branches come first: behind them ptxas mixes queries and keys.
         if QUERIES:
             rings.queries.wait(iteration)
         rings.keys.wait(iteration)
-        if (place < 0) | (place + ROWS > num_keys):
+        if (position < 0) | (position + ROWS > num_keys):
             clear_hidden(rings, iteration, there, WHICH, LAYOUT)
         if QUERIES:
             map_queries(

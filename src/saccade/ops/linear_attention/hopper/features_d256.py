@@ -25,7 +25,7 @@ from saccade.ops.linear_attention.hopper.backward_rows import (
     keys_seen,
     mapped_wide,
     numbers_at,
-    place_of,
+    position_of,
     queries_seeing,
     unit_of,
     within,
@@ -77,29 +77,29 @@ def map_inner(
             key_sum = gl.load(before.vector + at, mask=inside, other=0.0)
     else:
         unit = unit_of(sizes, batch, head, shift)
-        place = place_of(first, chunks, 0, True)
-        factor = factors_at(given, unit, queries, place, SCALE, EACH_ONCE)
+        position = position_of(first, chunks, 0, True)
+        factor = factors_at(given, unit, queries, position, SCALE, EACH_ONCE)
     for iteration in range(0, chunks):
-        place = place_of(first, chunks, iteration, BACKWARDS)
+        position = position_of(first, chunks, iteration, BACKWARDS)
         load_chunk(
             descs,
             rings,
             iteration,
             batch,
             head,
-            place,
+            position,
             shift,
             channel,
             BACKWARDS,
             HEADS_PER_OPERAND,
         )
         if PASS == OUTPUT:
-            clear_hidden(rings.c, iteration, place, keys)
+            clear_hidden(rings.c, iteration, position, keys)
         else:
-            clear_hidden(rings.c, iteration, place, queries)
+            clear_hidden(rings.c, iteration, position, queries)
             rings.numbers_of(iteration, FACTOR).store(factor)
             # Asked for early, as nothing hides how long it takes.
-            factor = factors_at(given, unit, queries, place - ROWS, SCALE, EACH_ONCE)
+            factor = factors_at(given, unit, queries, position - ROWS, SCALE, EACH_ONCE)
         rings.b.wait(iteration)
         b, a = rings.b.at(iteration), rings.a.at(iteration)
         rows, part = b.slice(0, PIECE, dim=0).load(LAYOUT), 0.0
@@ -113,13 +113,13 @@ def map_inner(
                 ahead = a.slice(0, PIECE, dim=0).load(LAYOUT)
             if PASS == OUTPUT:
                 features = mapped(rows, FEATURE_MAP)
-                there = piece_within(keys, place, piece, LAYOUT)
+                there = piece_within(keys, position, piece, LAYOUT)
             else:
                 features = mapped_wide(widened(rows), FEATURE_MAP)
                 factors = rings.numbers_of(iteration, FACTOR).slice(piece * PIECE, PIECE, dim=0)
                 factors = factors.load(gl.SliceLayout(1, LAYOUT))
                 features = (features * factors[:, None]).to(tile.dtype)
-                there = piece_within(queries, place, piece, LAYOUT)
+                there = piece_within(queries, position, piece, LAYOUT)
             if HEAD_DIM != WIDTH:  # what TMA found there is 0, and e⁰ is not
                 features = gl.where((channels < HEAD_DIM)[None, :], features, 0.0)
             features = only(features, there)
@@ -136,7 +136,7 @@ def map_inner(
             features = mapped(rows, FEATURE_MAP)
             if PASS == OUTPUT:
                 if before is None:  # those that see nothing find 0, whatever they are
-                    features = only(features, piece_within(queries, place, piece, LAYOUT))
+                    features = only(features, piece_within(queries, position, piece, LAYOUT))
                 if SCALE != 1.0:
                     features = (widened(features) * SCALE).to(tile.dtype)
             tile.store(features)
@@ -184,17 +184,26 @@ def map_outer(
     if before is not None:
         total = gl.load(before.vector + at, mask=inside, other=0.0)
     unit = unit_of(sizes, batch, head, shift)
-    place = place_of(first, chunks, 0, BACKWARDS)
-    factor = factors_at(given, unit, queries, place, SCALE, EACH_ONCE)
-    minus_delta = numbers_at(given.minus_delta, unit, queries, place, EACH_ONCE)
+    position = position_of(first, chunks, 0, BACKWARDS)
+    factor = factors_at(given, unit, queries, position, SCALE, EACH_ONCE)
+    minus_delta = numbers_at(given.minus_delta, unit, queries, position, EACH_ONCE)
     load_chunk(
-        descs, rings, 0 * chunks, batch, head, place, shift, channel, BACKWARDS, HEADS_PER_OPERAND
+        descs,
+        rings,
+        0 * chunks,
+        batch,
+        head,
+        position,
+        shift,
+        channel,
+        BACKWARDS,
+        HEADS_PER_OPERAND,
     )
     for iteration in range(0, chunks):
-        place = place_of(first, chunks, iteration, BACKWARDS)
-        later = place + ROWS
+        position = position_of(first, chunks, iteration, BACKWARDS)
+        later = position + ROWS
         if BACKWARDS:
-            later = place - ROWS
+            later = position - ROWS
         rings.wait(iteration)
         rings.numbers_of(iteration, FACTOR).store(factor)
         rings.numbers_of(iteration, MINUS_DELTA).store(minus_delta)
@@ -204,15 +213,15 @@ def map_outer(
         minus_delta = numbers_at(given.minus_delta, unit, queries, later, EACH_ONCE)
         tile = rings.c.at(iteration)
         if PASS == GRAD_QUERY:
-            clear_hidden(rings.b, iteration, place, keys)
+            clear_hidden(rings.b, iteration, position, keys)
             features = mapped(tile.load(LAYOUT), FEATURE_MAP)
-            features = only(features, within(keys, place, gl.SliceLayout(1, LAYOUT)))
+            features = only(features, within(keys, position, gl.SliceLayout(1, LAYOUT)))
         else:
-            clear_hidden(rings.b, iteration, place, queries)
+            clear_hidden(rings.b, iteration, position, queries)
             features = mapped_wide(widened(tile.load(LAYOUT)), FEATURE_MAP)
             factors = rings.numbers_of(iteration, FACTOR).load(gl.SliceLayout(1, LAYOUT))
             features = (features * factors[:, None]).to(tile.dtype)
-            features = only(features, within(queries, place, gl.SliceLayout(1, LAYOUT)))
+            features = only(features, within(queries, position, gl.SliceLayout(1, LAYOUT)))
         tile.store(features)
         rings.say_mapped(iteration)
         if iteration + 1 < chunks:
@@ -226,7 +235,7 @@ def map_outer(
             iteration,
             batch,
             head,
-            place,
+            position,
             shift,
             channel,
             BACKWARDS,
@@ -242,22 +251,22 @@ def map_outer(
 
 
 @gluon.jit
-def piece_within(bounds, place, piece, LAYOUT: gl.constexpr):
+def piece_within(bounds, position, piece, LAYOUT: gl.constexpr):
     """Which rows of a piece of a chunk lie in such bounds."""
-    places = place + (piece * PIECE + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT)))
-    return (places >= bounds[0]) & (places < bounds[1])
+    positions = position + (piece * PIECE + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT)))
+    return (positions >= bounds[0]) & (positions < bounds[1])
 
 
 @gluon.jit
-def clear_hidden(ring, iteration, place, bounds):
+def clear_hidden(ring, iteration, position, bounds):
     """Put zeros in hidden rows that stand beside features of 0, as a product does not hide what is
     not finite (0 · NaN is NaN)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps() // 4, 4], [1, 0])
-    if (place < bounds[0]) | (place + ROWS > bounds[1]):
+    if (position < bounds[0]) | (position + ROWS > bounds[1]):
         ring.wait(iteration)
         for piece in gl.static_range(PIECES):
             rows = ring.at(iteration).slice(piece * PIECE, PIECE, dim=0)
-            rows.store(only(rows.load(LAYOUT), piece_within(bounds, place, piece, LAYOUT)))
+            rows.store(only(rows.load(LAYOUT), piece_within(bounds, position, piece, LAYOUT)))
 
 
 # ---- loading ------------------------------------------------------------------------------------
@@ -265,13 +274,13 @@ def clear_hidden(ring, iteration, place, bounds):
 
 @gluon.jit
 def load_chunk(
-    descs, rings, iteration, batch, head, place, shift, channel, BACKWARDS: gl.constexpr,
+    descs, rings, iteration, batch, head, position, shift, channel, BACKWARDS: gl.constexpr,
     HEADS_PER_OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Load the rows of a chunk, as soon as there is room."""
-    row, other = place - shift, place  # of a, and of b and c
+    row, other = position - shift, position  # of a, and of b and c
     if BACKWARDS:
-        row, other = place, place - shift
+        row, other = position, position - shift
     a_desc, b_desc, c_desc, _ = descs
     rings.a.acquire(iteration)
     rings.b.expect(iteration, b_desc)
@@ -284,16 +293,16 @@ def load_chunk(
 
 @gluon.jit
 def load_own(
-    descs, rings, iteration, batch, head, place, shift, channel, BACKWARDS: gl.constexpr,
+    descs, rings, iteration, batch, head, position, shift, channel, BACKWARDS: gl.constexpr,
     HEADS_PER_OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Load the rows that gradients are of, if there are any, when those of the chunk before are
     read. Who asks waits so long."""
     own_desc = descs[3]
     if own_desc is not None:
-        row = place
+        row = position
         if not BACKWARDS:
-            row = place - shift
+            row = position - shift
         rings.own.acquire(iteration)
         rings.own.expect(iteration, own_desc)
         for which in gl.static_range(2):

@@ -132,16 +132,24 @@ def produce(
     channel = channel_of(0, BLOCKS, TILES, SEGMENTS)
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
     for iteration in range(0, chunks):
-        place = first + iteration * ROWS
+        position = first + iteration * ROWS
         rings.keys.acquire(iteration)  # consumers release all three together
         if query_desc is not None:
-            row = place - shift
+            row = position - shift
             load_blocks(
                 rings.queries, iteration, query_desc, one, other, row, 0, HEADS_PER_QUERY, BLOCKS
             )
-        load_blocks(rings.keys, iteration, key_desc, one, other, place, 0, HEADS_PER_KEY, BLOCKS)
+        load_blocks(rings.keys, iteration, key_desc, one, other, position, 0, HEADS_PER_KEY, BLOCKS)
         load_blocks(
-            rings.values, iteration, value_desc, one, other, place, channel, HEADS_PER_VALUE, BLOCKS
+            rings.values,
+            iteration,
+            value_desc,
+            one,
+            other,
+            position,
+            channel,
+            HEADS_PER_VALUE,
+            BLOCKS,
         )
 
 
@@ -188,8 +196,8 @@ def consume(
             divisor = divisor_of(total, eps, NORMALIZE)
             found = found * gl.where(divisor == 0, 0.0, 1.0 / divisor)[:, None]
         query = first + iteration * ROWS - shift  # the row of the first of them
-        place = row_of_output(sizes, batch, head, query, channel)
-        store_output(output_desc, rings, place, found.to(output_desc.dtype), iteration, WHICH)
+        position = row_of_output(sizes, batch, head, query, channel)
+        store_output(output_desc, rings, position, found.to(output_desc.dtype), iteration, WHICH)
         if NORMALIZE != "none" and (WHICH == 0 or BLOCKS == 1):  # under the next products
             store_totals(kept.normaliser, sizes, unit, query, mine, total)
     if kept.nonfinite is not None:
@@ -213,13 +221,13 @@ def row_of_output(sizes, batch, head, query, channel):
 
 
 @gluon.jit
-def store_output(output_desc, rings, place, done, iteration, WHICH: gl.constexpr):
+def store_output(output_desc, rings, position, done, iteration, WHICH: gl.constexpr):
     """Start to write 64 rows."""
     STAGES: gl.constexpr = rings.outputs.shape[0] // 2
     wait_for_stores(STAGES - 1)
     memory = rings.outputs.index(2 * (iteration % STAGES) + WHICH)
     memory.store(done)
-    coordinates = [place[0], place[1], place[2], place[3]]
+    coordinates = [position[0], position[1], position[2], position[3]]
     store(output_desc, coordinates, memory.reshape(output_desc.block_type.shape))
 
 

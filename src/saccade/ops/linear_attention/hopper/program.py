@@ -119,8 +119,8 @@ def chunks_of(
         first = 0 - (gl.maximum(-shift, 0) + ROWS - 1) // ROWS * ROWS
     else:
         first = shift - (gl.maximum(shift, 0) + ROWS - 1) // ROWS * ROWS
-    places = gl.maximum(query_len + shift, kv_len) - first
-    chunks = (places + ROWS - 1) // ROWS
+    positions = gl.maximum(query_len + shift, kv_len) - first
+    chunks = (positions + ROWS - 1) // ROWS
     of_segment = (chunks + SEGMENTS - 1) // SEGMENTS
     done = gl.program_id(0) % SEGMENTS * of_segment
     return first + done * ROWS, gl.maximum(gl.minimum(chunks - done, of_segment), 1), shift
@@ -176,10 +176,10 @@ def start_sums(
         if before is None:
             part = gl.zeros([BLOCK, BLOCK], gl.float32, mma_layout(BLOCK))
         else:
-            place, inside = sums_at(
+            position, inside = sums_at(
                 number, exists, block, channel, HEAD_DIM, VALUE_DIM, TRANSPOSED
             )  # fmt: skip
-            part = gl.load(before.matrix + place, mask=inside, other=0.0)
+            part = gl.load(before.matrix + position, mask=inside, other=0.0)
         sums = sums + (part,)  # noqa: RUF005
     return sums
 
@@ -191,8 +191,8 @@ def keep_sums(
 ):  # fmt: skip
     """Write sums, if they are this partition's to write."""
     for block in gl.static_range(len(sums)):
-        place, inside = sums_at(number, mine, block, channel, HEAD_DIM, VALUE_DIM, TRANSPOSED)
-        gl.store(after.matrix + place, sums[block], mask=inside)
+        position, inside = sums_at(number, mine, block, channel, HEAD_DIM, VALUE_DIM, TRANSPOSED)
+        gl.store(after.matrix + position, sums[block], mask=inside)
 
 
 @gluon.jit

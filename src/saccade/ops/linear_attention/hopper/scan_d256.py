@@ -44,7 +44,7 @@ from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_dq import derivative
 from saccade.ops.linear_attention.hopper.backward_rows import (
     keys_seen,
-    place_of,
+    position_of,
     queries_seeing,
     within,
 )
@@ -165,10 +165,10 @@ def consume(
     unit = batch * from_odd(sizes.heads) + head
     mine = there & (tile_of_values(TILES, SEGMENTS) == 0)
     for iteration in range(0, chunks):
-        place = place_of(first, chunks, iteration, BACKWARDS)
-        row = place
+        position = position_of(first, chunks, iteration, BACKWARDS)
+        row = position
         if not BACKWARDS:
-            row = place - shift
+            row = position - shift
         sums, found, number_of_row = fold_chunk(sums, rings, iteration, PASS, NORMALIZE, WHICH)
         rings.a.release(iteration)  # and with it b and c
         if PASS == OUTPUT:
@@ -184,7 +184,9 @@ def consume(
                 rows = rings.own.tile_of(iteration, WHICH).load(LAYOUT).to(gl.float32)
                 found = found * derivative(rows, FEATURE_MAP)
                 rings.own.release_loaded(iteration)
-            done = only(found.to(result_desc.dtype), within(seen, place, gl.SliceLayout(1, LAYOUT)))
+            done = only(
+                found.to(result_desc.dtype), within(seen, position, gl.SliceLayout(1, LAYOUT))
+            )
         at = row_of_output(sizes, batch, head, row, channel)
         store_output(result_desc, rings, at, done, iteration, WHICH)
         if PASS == OUTPUT and NORMALIZE != "none" and WHICH == 0:  # under the next products
@@ -193,8 +195,8 @@ def consume(
     if after is not None:
         mine = there & (head % GROUP == 0)
         for half in gl.static_range(2):
-            place, inside = half_at(number, channel, half, HEAD_DIM, VALUE_DIM, PASS)
-            gl.store(after.matrix + place, sums[half], mask=inside & mine)
+            position, inside = half_at(number, channel, half, HEAD_DIM, VALUE_DIM, PASS)
+            gl.store(after.matrix + position, sums[half], mask=inside & mine)
     wait_for_stores()
 
 
@@ -316,6 +318,6 @@ def start_half(
     """Half of the sums to add to: of nothing, or those that lie in memory."""
     sums = gl.zeros([BLOCK, HALF], gl.float32, mma_layout(HALF))
     if before is not None:
-        place, inside = half_at(number, channel, half, HEAD_DIM, VALUE_DIM, PASS)
-        sums = gl.load(before.matrix + place, mask=inside, other=0.0)
+        position, inside = half_at(number, channel, half, HEAD_DIM, VALUE_DIM, PASS)
+        sums = gl.load(before.matrix + position, mask=inside, other=0.0)
     return sums

@@ -42,7 +42,7 @@ class HeadSplit(NamedTuple):
     def cut(self, spec: LinearCallSpec) -> HeadSplit:
         """The same in segments."""
         wanted = spec.multiprocessors // max(self.programs(spec, spec.heads), 1)
-        return self._replace(segments=max(min(wanted, spec.places // SHORTEST_SEGMENT), 1))
+        return self._replace(segments=max(min(wanted, spec.positions // SHORTEST_SEGMENT), 1))
 
     def programs(self, spec: LinearCallSpec, heads: int) -> int:
         """How many programs so many heads take."""

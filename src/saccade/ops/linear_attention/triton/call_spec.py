@@ -83,8 +83,8 @@ class LinearCallSpec(NamedTuple):
         return self.heads // max(self.state_heads, 1)
 
     @property
-    def places(self) -> int:
-        """Places of the longest sequence, or more."""
+    def positions(self) -> int:
+        """Positions of the longest sequence, or more."""
         shift = self.kv_len - self.query_len if self.bottom_right else 0
         return max(self.kv_len, self.query_len + shift) - min(shift, 0)
 
@@ -99,7 +99,7 @@ class LinearCallSpec(NamedTuple):
             return 1
         resident = max(RESIDENT_WARPS // self.config.num_warps, 1)
         wanted = resident * self.multiprocessors // programs
-        return max(min(wanted, self.places // SHORTEST_SEGMENT), 1)
+        return max(min(wanted, self.positions // SHORTEST_SEGMENT), 1)
 
     def row_programs(self, tile: int) -> int:
         """Programs that each take so many query rows of one output head."""

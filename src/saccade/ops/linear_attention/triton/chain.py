@@ -35,8 +35,8 @@ def chained(
     whole = whole_decays(passes.summed_decay, passes.inputs, passes.spec, segments)
     decays = None if whole is None else whole.contiguous()
     matrices, vectors = (
-        _chained(passes, part, None if before is None else before[place], decays, backwards)
-        for place, part in enumerate(parts)
+        _chained(passes, part, None if before is None else before[position], decays, backwards)
+        for position, part in enumerate(parts)
     )
     return parts, (matrices, vectors)
 
@@ -84,9 +84,9 @@ def linear_chain(
         running += tl.load(before + (wide(state) * SIZE + at), mask=exists, other=0.0)
     for index in range(0, SEGMENTS):
         segment = SEGMENTS - 1 - index if BACKWARDS else index
-        place = parts + ((wide(state) * SEGMENTS + segment) * SIZE + at)
-        part = tl.load(place, mask=exists, other=0.0)
-        tl.store(place, running, mask=exists)
+        position = parts + ((wide(state) * SEGMENTS + segment) * SIZE + at)
+        part = tl.load(position, mask=exists, other=0.0)
+        tl.store(position, running, mask=exists)
         if decays is not None:
             running *= tl.load(decays + (wide(state) * SEGMENTS + segment))
         running += part

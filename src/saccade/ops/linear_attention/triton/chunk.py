@@ -19,8 +19,8 @@ from saccade.gpu.tensor_view import nonfinite_rows, row_pointers, tile_pointers,
 
 @triton.jit
 def add_others(
-    b, c, factors, minus_delta, batch, head, first, seen, fade, inner, outer, state,
-    META: tl.constexpr, FADED: tl.constexpr, NAN_SAFE: tl.constexpr,
+    b, c, factors, minus_delta, batch, head, first, seen, decay_factor, inner, outer, state,
+    META: tl.constexpr, DECAYED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """The state with a chunk of the other side added to it, and the chunk: its rows as they are
     [channels, rows], its features [rows, channels] and what they are to be multiplied by, β, and
@@ -72,15 +72,15 @@ def add_others(
         plain = tl.where(nonfinite[None, :], tl.zeros_like(plain), plain)
         wide, extra = without(nonfinite, wide), tl.where(nonfinite, 0.0, extra)
     summed_decay = wide
-    if FADED:
-        summed_decay = wide.to(tl.float32) * fade[:, None]
+    if DECAYED:
+        summed_decay = wide.to(tl.float32) * decay_factor[:, None]
     if META.PASS == GRAD_KEY:
         vector += tl.sum(summed_decay.to(tl.float32) * extra[:, None], 0)
     elif META.PASS == GRAD_QUERY or (META.PASS == OUTPUT and factors is None):
         vector += tl.sum(summed_decay.to(tl.float32), 0)
     features, unit = in_units(wide, plain.dtype, FACTORED)
-    summed_decay, faded_unit = in_units(summed_decay, plain.dtype, FACTORED)
-    matrix += tl.dot(plain, summed_decay, input_precision=META.PRECISION) * faded_unit
+    summed_decay, decayed_unit = in_units(summed_decay, plain.dtype, FACTORED)
+    matrix += tl.dot(plain, summed_decay, input_precision=META.PRECISION) * decayed_unit
     if NAN_SAFE:
         poison = tl.where(tl.max(nonfinite.to(tl.int32), 0) > 0, float("nan"), 0.0)
         matrix, vector = matrix + poison, vector + poison

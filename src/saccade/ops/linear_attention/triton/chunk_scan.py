@@ -53,12 +53,12 @@ from saccade.ops.linear_attention.triton.chunk import (
 from saccade.ops.linear_attention.triton.positions import (
     bounds_of,
     decays_of,
-    faded_until,
     keep_sums,
     keys_at,
     queries_at,
     start_sums,
     state_of,
+    summed_decay_until,
 )
 
 
@@ -153,7 +153,7 @@ def linear_sweep(
 
 @triton.jit
 def visit(
-    a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, place, state,
+    a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, position, state,
     META: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """Store the results of one chunk; the state with the chunk added to it.
@@ -162,39 +162,39 @@ def visit(
     """
     BACKWARDS: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_QUERY
     AUGMENTED: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_VALUE
-    FADED: tl.constexpr = sequence.summed_decay is not None
+    DECAYED: tl.constexpr = sequence.summed_decay is not None
     COUNTED: tl.constexpr = META.PASS == OUTPUT and factors is not None
-    at, bounds, start, inner, outer = place
+    at, bounds, start, inner, outer = position
     batch, head, state_head, tile = at
     matrix, vector = state
-    places = start + tl.arange(0, META.CHUNK)
+    positions = start + tl.arange(0, META.CHUNK)
     common = head * META.GROUP if BACKWARDS else head  # the first output head that is concerned
     if BACKWARDS:
         first, others_first = start, start - bounds[0]
-        _, exist, seen = keys_at(bounds, places)
-        _, _, others_seen = queries_at(bounds, places, META.STARTED, META.CAUSAL)
+        _, exist, seen = keys_at(bounds, positions)
+        _, _, others_seen = queries_at(bounds, positions, META.STARTED, META.CAUSAL)
     else:
         first, others_first = start - bounds[0], start
-        _, exist, seen = queries_at(bounds, places, META.STARTED, META.CAUSAL)
-        _, _, others_seen = keys_at(bounds, places)
+        _, exist, seen = queries_at(bounds, positions, META.STARTED, META.CAUSAL)
+        _, _, others_seen = keys_at(bounds, positions)
     own = 0.0, 1.0
     if AUGMENTED:  # asked for early, as nothing hides how long it takes
         own = load_own(
             through, factors, batch, common, first, seen, outer, META.HEADS_PER_THROUGH, META.OUTER,
             META.PASS == GRAD_QUERY and META.NORMALIZE != "none",
         )  # fmt: skip
-    fade = others_seen.to(tl.float32)
-    if FADED:
+    decay_factor = others_seen.to(tl.float32)
+    if DECAYED:
         until, whole = decays_of(sequence, batch, state_head, start, META.CHUNK)
-        fade = tl.exp(until if BACKWARDS else whole - until)
+        decay_factor = tl.exp(until if BACKWARDS else whole - until)
     # Later rows read the state before the chunk, which is narrowed before the chunk is added.
     narrowed, factor = narrow(matrix, b.rows.ptr.dtype.element_ty, 0 if AUGMENTED else 1)
     if META.CAUSAL:
-        if FADED:
+        if DECAYED:
             state = matrix * tl.exp(whole), vector * tl.exp(whole)
         state, others = add_others(
-            b, c, factors, minus_delta, batch, common, others_first, others_seen, fade, inner,
-            outer, state, META, FADED, NAN_SAFE,
+            b, c, factors, minus_delta, batch, common, others_first, others_seen, decay_factor,
+            inner, outer, state, META, DECAYED, NAN_SAFE,
         )  # fmt: skip
     a_wide = load_features(
         a, factors, batch, common, first, seen, inner, META.HEADS_PER_A, META.INNER, False, False
@@ -211,25 +211,27 @@ def visit(
         found += extra[:, None] * vector[None, :]
     else:
         found = times_sums(a_tile, narrowed, factor, META.PRECISION)
-    if FADED:
+    if DECAYED:
         if META.CAUSAL:
             left = tl.exp(whole - until if BACKWARDS else until)
             found = found * left[:, None]
             if not COUNTED:
                 total = total * left
         elif BACKWARDS:  # as far as a key has faded when rows see it: at the end
-            end = faded_until(sequence, batch, state_head, bounds[2])
-            left = tl.exp((end - faded_until(sequence, batch, state_head, places)).to(tl.float32))
+            end = summed_decay_until(sequence, batch, state_head, bounds[2])
+            left = tl.exp(
+                (end - summed_decay_until(sequence, batch, state_head, positions)).to(tl.float32)
+            )
             found = found * left[:, None]
     if META.CAUSAL:
-        meet = places[None, :] <= places[:, None]
+        meet = positions[None, :] <= positions[:, None]
         if BACKWARDS:
-            meet = places[None, :] >= places[:, None]
+            meet = positions[None, :] >= positions[:, None]
         for member in tl.static_range(META.GROUP if BACKWARDS else 1):
             if member > 0:
                 state, others = add_others(
                     b, c, factors, minus_delta, batch, common + member, others_first, others_seen,
-                    fade, inner, outer, state, META, FADED, NAN_SAFE,
+                    decay_factor, inner, outer, state, META, DECAYED, NAN_SAFE,
                 )  # fmt: skip
             plain, features, unit, other_extra, nonfinite = others
             if AUGMENTED:
@@ -237,7 +239,7 @@ def visit(
                 scores += extra[:, None] * other_extra[None, :]
             else:
                 scores = tl.dot(a_tile, tl.trans(features), input_precision=META.PRECISION) * unit
-            if FADED:
+            if DECAYED:
                 gap = until[:, None] - until[None, :]
                 gap = -gap if BACKWARDS else gap
                 scores *= tl.exp(tl.minimum(gap, 0.0))

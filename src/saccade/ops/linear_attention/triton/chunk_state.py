@@ -92,16 +92,16 @@ def collect_chunk(
     """Add one chunk to the sums, after what was there has faded."""
     FACTORED: tl.constexpr = META.QUERIES and META.NORMALIZE != "none"
     batch, head = at
-    places = start + tl.arange(0, META.CHUNK)
+    positions = start + tl.arange(0, META.CHUNK)
     if META.QUERIES:
-        here, _, seen = queries_at(bounds, places, META.STARTED, META.CAUSAL)
+        here, _, seen = queries_at(bounds, positions, META.STARTED, META.CAUSAL)
     else:
-        here, _, seen = keys_at(bounds, places)
+        here, _, seen = keys_at(bounds, positions)
     first = start - bounds[0] if META.QUERIES else start
-    fade = seen.to(tl.float32)
+    decay_factor = seen.to(tl.float32)
     if sequence.summed_decay is not None and (META.CAUSAL or not META.QUERIES):
         until, whole = decays_of(sequence, batch, head, start, META.CHUNK)
-        fade = tl.exp(until if META.QUERIES else whole - until)
+        decay_factor = tl.exp(until if META.QUERIES else whole - until)
         matrix, vector = matrix * tl.exp(whole), vector * tl.exp(whole)
     for member in tl.static_range(META.GROUP if META.QUERIES else 1):
         common = head * META.GROUP + member
@@ -131,7 +131,7 @@ def collect_chunk(
             True,
             False,
         )
-        summed_decay = wide.to(tl.float32) * fade[:, None]
+        summed_decay = wide.to(tl.float32) * decay_factor[:, None]
         narrowed, unit = in_units(summed_decay, tile_of_others.dtype, FACTORED)
         matrix += tl.dot(tile_of_others, narrowed, input_precision=META.PRECISION) * unit
         if META.QUERIES:

@@ -20,7 +20,7 @@ from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec
 from saccade.runtime.linear_spec import LinearInputs, LinearVariant
 
 
-def faded_of(inputs: LinearInputs) -> Tensor | None:
+def summed_decay_of(inputs: LinearInputs) -> Tensor | None:
     """Σ decay over all keys before each key row, and over all: float64, with one entry more.
 
     [batch, state_heads, kv_len + 1], without batch where it is the same; [state_heads, tokens + 1]
@@ -51,7 +51,7 @@ def whole_decays(
         at_edges = summed_decay[:, ends_of(inputs.cu_seqlens_k, summed_decay.shape[-1] - 1)]
         return (at_edges[:, 1:] - at_edges[:, :-1]).exp().float().transpose(0, 1).unsqueeze(-1)
     shift = spec.kv_len - spec.query_len if spec.bottom_right else 0
-    chunks = -(-spec.places // spec.config.chunk)
+    chunks = -(-spec.positions // spec.config.chunk)
     length = -(-chunks // segments) * spec.config.chunk
     edges = torch.arange(segments + 1, device=summed_decay.device) * length + min(shift, 0)
     at_edges = summed_decay[..., edges.clamp(0, spec.kv_len)]
@@ -77,10 +77,10 @@ def decay_gradient(
     given = _by_state_head(of_keys.double(), heads)
     if of_queries is not None:
         queries = _by_state_head(of_queries.double(), heads)
-        places, seeing = _places(inputs, variant)
+        positions, seeing = _positions(inputs, variant)
         at_keys = torch.zeros_like(given)
         if given.shape[-1] and queries.shape[-1]:
-            at_keys.index_add_(-1, places, queries.masked_fill(~seeing, 0))
+            at_keys.index_add_(-1, positions, queries.masked_fill(~seeing, 0))
         given = at_keys - given
     if inputs.cu_seqlens_k is not None:
         return _packed(inputs, given, flow, variant.causal)
@@ -132,15 +132,15 @@ def _packed(inputs: LinearInputs, given: Tensor, flow: Tensor | None, from_end: 
     return summed.transpose(0, 1).to(inputs.decay.dtype)
 
 
-def _places(inputs: LinearInputs, variant: LinearVariant) -> tuple[Tensor, Tensor]:
+def _positions(inputs: LinearInputs, variant: LinearVariant) -> tuple[Tensor, Tensor]:
     """For each query row the last key row that it sees, and whether there is one."""
     query, key = inputs.query, inputs.key
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         query_len, kv_len = query.shape[2], key.shape[2]
         row = torch.arange(query_len, device=query.device)
         shift = kv_len - query_len if variant.align == "bottom_right" else 0
-        place = row + shift if variant.causal else row * 0 + kv_len - 1
-        return place.clamp(0, max(kv_len - 1, 0)), place >= 0
+        position = row + shift if variant.causal else row * 0 + kv_len - 1
+        return position.clamp(0, max(kv_len - 1, 0)), position >= 0
     ends_q = ends_of(inputs.cu_seqlens_q, query.shape[0])
     ends_k = ends_of(inputs.cu_seqlens_k, key.shape[0])
     sequence = sequence_of(query.shape[0], ends_q)
@@ -148,7 +148,7 @@ def _places(inputs: LinearInputs, variant: LinearVariant) -> tuple[Tensor, Tenso
     query_len = (ends_q[1:] - ends_q[:-1])[sequence]
     kv_len = (ends_k[1:] - ends_k[:-1])[sequence]
     shift = kv_len - query_len if variant.align == "bottom_right" else 0 * row
-    place = row + shift if variant.causal else kv_len - 1
-    seeing = (place >= 0) & (kv_len > 0) & (row < query_len)
-    place = torch.minimum(place, kv_len - 1).clamp(min=0) + ends_k[sequence]
-    return place.clamp(max=max(key.shape[0] - 1, 0)), seeing
+    position = row + shift if variant.causal else kv_len - 1
+    seeing = (position >= 0) & (kv_len > 0) & (row < query_len)
+    position = torch.minimum(position, kv_len - 1).clamp(min=0) + ends_k[sequence]
+    return position.clamp(max=max(key.shape[0] - 1, 0)), seeing

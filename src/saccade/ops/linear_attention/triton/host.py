@@ -19,7 +19,7 @@ from saccade.gpu.launcher import Launch, Pointer, next_width
 from saccade.ops.attention.triton.call_spec import remembered, with_unit_channels
 from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec, signature
 from saccade.ops.linear_attention.triton.chain import chained
-from saccade.ops.linear_attention.triton.decay import decay_gradient, faded_of, whole_decays
+from saccade.ops.linear_attention.triton.decay import decay_gradient, summed_decay_of, whole_decays
 from saccade.ops.linear_attention.triton.normalizer import count, counts_first, linear_row_dot
 from saccade.ops.linear_attention.triton.passes import Passes
 from saccade.ops.linear_attention.triton.recurrent_step import start_step
@@ -157,7 +157,7 @@ def passes_of(
     inputs = with_unit_channels(inputs)
     key = signature(inputs, variant, config), forward
     spec = remembered(_kinds, key, lambda: LinearCallSpec.of(inputs, variant, config, forward))
-    return Passes(spec, inputs, faded_of(inputs))
+    return Passes(spec, inputs, summed_decay_of(inputs))
 
 
 def initial_of(passes: Passes) -> State | None:

@@ -129,9 +129,9 @@ def linear_count(
     num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
     for index in range(0, num_chunks):
         start = bounds[4] + (segment * of_segment + index) * META.CHUNK
-        places = start + tl.arange(0, META.CHUNK)
-        rows, exist, seen = queries_at(bounds, places, META.STARTED, META.CAUSAL)
-        _, keys_exist, keys_seen = keys_at(bounds, places)
+        positions = start + tl.arange(0, META.CHUNK)
+        rows, exist, seen = queries_at(bounds, positions, META.STARTED, META.CAUSAL)
+        _, keys_exist, keys_seen = keys_at(bounds, positions)
         asked = load_features(
             query, None, batch, head, start - bounds[0], seen, inner, META.HEADS_PER_QUERY,
             META.INNER, False, False,
@@ -188,7 +188,7 @@ def linear_count(
         )
         if sequence.summed_decay is not None:
             scores *= tl.exp(tl.minimum(until[:, None] - until[None, :], 0.0))
-        total += tl.sum(tl.where(places[None, :] <= places[:, None], scores, 0.0), 1)
+        total += tl.sum(tl.where(positions[None, :] <= positions[:, None], scores, 0.0), 1)
         at = row_pointers(totals, batch, head, rows, 0)
         tl.store(at, tl.where(seen, total, 0.0), mask=exist)
     if after is not None:

@@ -56,28 +56,32 @@ def bounds_of(sequence, batch, BOTTOM_RIGHT: tl.constexpr):
 
 
 @triton.jit
-def queries_at(bounds, places, STARTED: tl.constexpr, CAUSAL: tl.constexpr):
+def queries_at(bounds, positions, STARTED: tl.constexpr, CAUSAL: tl.constexpr):
     """Query rows at places, which of them exist, and which of those have something to see."""
-    rows = places - bounds[0]
+    rows = positions - bounds[0]
     exist = (rows >= 0) & (rows < bounds[1])
     see = exist
     if not STARTED:  # nothing before the first key, unless a state came before it
         see = where_also(see, bounds[3] > 0)
         if CAUSAL:
-            see = see & (places >= 0)
+            see = see & (positions >= 0)
     return rows, exist, see
 
 
 @triton.jit
-def keys_at(bounds, places):
+def keys_at(bounds, positions):
     """Key rows at places, which of them exist, and which of those are there to be seen."""
-    return places, (places >= 0) & (places < bounds[2]), (places >= 0) & (places < bounds[3])
+    return (
+        positions,
+        (positions >= 0) & (positions < bounds[2]),
+        (positions >= 0) & (positions < bounds[3]),
+    )
 
 
 @triton.jit
-def faded_until(sequence, batch, head, places):
+def summed_decay_until(sequence, batch, head, positions):
     """The sum of decay over all keys up to these places, them included, in float64."""
-    inside = tl.minimum(tl.maximum(places + 1, 0), num_rows(sequence.keys, batch))
+    inside = tl.minimum(tl.maximum(positions + 1, 0), num_rows(sequence.keys, batch))
     if sequence.offsets is not None:
         inside = inside + offset(sequence.keys.data, batch)
     base = sequence.summed_decay[0] + (
@@ -105,8 +109,8 @@ def sums_at(sums, number, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr
 
     `keys` and `values` are channels, of KEYS and VALUES in all; in memory those of keys come first.
     """
-    place = keys[None, :] * VALUES + values[:, None]
-    matrix = sums.matrix + (wide(number) * (KEYS * VALUES) + place)
+    position = keys[None, :] * VALUES + values[:, None]
+    matrix = sums.matrix + (wide(number) * (KEYS * VALUES) + position)
     exists = (keys < KEYS)[None, :] & (values < VALUES)[:, None]
     return matrix, exists, sums.vector + (wide(number) * KEYS + keys), keys < KEYS
 
@@ -142,8 +146,8 @@ def keep_sums(
 @triton.jit
 def decays_of(sequence, batch, head, start, CHUNK: tl.constexpr):
     """Within a chunk: the logarithm of how far the state has faded at each place, and over all."""
-    places = start + tl.arange(0, CHUNK)
-    before = faded_until(sequence, batch, head, start - 1)
-    until = (faded_until(sequence, batch, head, places) - before).to(tl.float32)
-    whole = (faded_until(sequence, batch, head, start + CHUNK - 1) - before).to(tl.float32)
+    positions = start + tl.arange(0, CHUNK)
+    before = summed_decay_until(sequence, batch, head, start - 1)
+    until = (summed_decay_until(sequence, batch, head, positions) - before).to(tl.float32)
+    whole = (summed_decay_until(sequence, batch, head, start + CHUNK - 1) - before).to(tl.float32)
     return until, whole

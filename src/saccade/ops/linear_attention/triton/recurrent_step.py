@@ -17,7 +17,7 @@ from saccade.gpu.tensor_view import row_pointers, wide
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.triton.chunk import divisor_of
 from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.positions import faded_until, state_of
+from saccade.ops.linear_attention.triton.positions import state_of, summed_decay_until
 from saccade.ops.linear_attention.triton.rows import State
 
 NUMBERS = 8192  # of a state, in registers at a time; by its time on an H200
@@ -78,9 +78,11 @@ def linear_step(
         sums = first_sum
         for row in range(0, ROWS):
             if sequence.summed_decay is not None:
-                until = faded_until(sequence, batch, head, row)
-                fade = tl.exp((until - faded_until(sequence, batch, head, row - 1)).to(tl.float32))
-                state, sums = state * fade, sums * fade
+                until = summed_decay_until(sequence, batch, head, row)
+                decay_factor = tl.exp(
+                    (until - summed_decay_until(sequence, batch, head, row - 1)).to(tl.float32)
+                )
+                state, sums = state * decay_factor, sums * decay_factor
             common = head * GROUP
             features = row_of(key, batch, common // HEADS_PER_KEY, row, keys, HEAD_DIM)
             added = row_of(value, batch, common // HEADS_PER_VALUE, row, values, VALUE_DIM)

@@ -64,13 +64,15 @@ class Rows(NamedTuple):
             head_step = self.summed_decay.shape[-1]
             batch_step = spec.state_heads * head_step if self.summed_decay.dim() == 3 else 0
             summed_decay = (pointer(self.summed_decay), batch_step, head_step)
-        in_faded = spec.packed and self.summed_decay is not None
+        in_decayed = spec.packed and self.summed_decay is not None
         return Sequence(
             spec.side(pointer, None, inputs.cu_seqlens_q, keys=False),
             spec.side(pointer, None, inputs.cu_seqlens_k, keys=True),
             None if inputs.key_lengths is None else pointer(inputs.key_lengths),
             summed_decay,
-            pointer(inputs.cu_seqlens_k) if in_faded and inputs.cu_seqlens_k is not None else None,
+            pointer(inputs.cu_seqlens_k)
+            if in_decayed and inputs.cu_seqlens_k is not None
+            else None,
             None if self.slots is None else pointer(self.slots),
             None if self.slots is None else encoded(self.num_states),
         )

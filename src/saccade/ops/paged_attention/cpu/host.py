@@ -18,7 +18,7 @@ from torch import Tensor
 from saccade.ops.attention.cpu import block_mask, segments
 from saccade.ops.attention.cpu import forward as attention_forward
 from saccade.ops.attention.cpu.block_mask import Run, Sizes
-from saccade.ops.attention.cpu.dense_tile import Place
+from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.ops.attention.cpu.segments import Dense, check_ends, clear_padding
 from saccade.ops.paged_attention.cpu import decode as paged_decode
 from saccade.ops.paged_attention.cpu.pages import Pages, Scratch
@@ -154,14 +154,14 @@ def _visit(dense: Dense, pages: Pages, nan_safe: bool) -> tuple[Tensor, Tensor, 
     if len(tiles) == 1:
         return *_row_tile(dense, pages, *tiles[0], nan_safe), masked
     output, lse = attention_forward.memory(dense)
-    for place, runs in tiles:
-        at = segments.slices_of(dense, place).queries
-        output[at], lse[at] = _row_tile(dense, pages, place, runs, nan_safe)
+    for pair_block, runs in tiles:
+        at = segments.slices_of(dense, pair_block).queries
+        output[at], lse[at] = _row_tile(dense, pages, pair_block, runs, nan_safe)
     return output, lse, masked
 
 
 def _row_tile(
-    dense: Dense, pages: Pages, place: Place, runs: tuple[Run, ...], nan_safe: bool
+    dense: Dense, pages: Pages, pair_block: PairBlock, runs: tuple[Run, ...], nan_safe: bool
 ) -> tuple[Tensor, Tensor]:
     """One tile of query rows against all that it sees."""
     partials = []
@@ -169,8 +169,8 @@ def _row_tile(
         for piece in pages.pieces(run.start, run.stop):
             key, value = pages.rows(piece)
             there = dense._replace(key=key, value=value, first_kv=piece.start)
-            rectangle = place._replace(kv_rows=(piece.start, piece.stop))
+            rectangle = pair_block._replace(kv_rows=(piece.start, piece.stop))
             partial = attention_forward.rectangle(there, rectangle, run.masked, nan_safe)
             if partial is not None:
                 partials.append(partial)
-    return attention_forward.merged(dense, place, partials)
+    return attention_forward.merged(dense, pair_block, partials)

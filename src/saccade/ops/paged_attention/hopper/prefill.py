@@ -83,9 +83,9 @@ def produce_pages(
     """As `forward.produce`. Pages of a tile are looked up before there is room for it."""
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
     tile_iteration, kv_iteration = 0, 0
-    place, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
+    position, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
     while query_len > 0:
-        batch, query_head, query_start = place
+        batch, query_head, query_start = position
         query_batch, query_row = schedule.origin(batch, query.data)
         kv_head = query_head // HEADS_PER_KV_HEAD
         visits = num_visits(tile_range)
@@ -106,7 +106,7 @@ def produce_pages(
                 )  # now is the time to schedule the next tile
             kv_iteration += 1
         tile_iteration += 1
-        place, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
+        position, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
 
 
 @gluon.jit

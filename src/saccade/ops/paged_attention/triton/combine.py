@@ -74,7 +74,7 @@ def merge_partials(
         parts = tl.minimum(
             parts, decoded(schedule.data[PROGRAMS]) + 1 - number
         )  # for what is there
-    first_place, next_place = begun + decoded(schedule.data[BEGUN]), begun + 1
+    first_position, next_position = begun + decoded(schedule.data[BEGUN]), begun + 1
     work_tile = schedule.work_tile(schedule, query, key, group, index, TOKENS, KV_TILE)
     channels = tl.arange(0, VALUE_WIDTH)[None, :]
     if META.CHAINED and META.WORK_TILES > 0:
@@ -89,8 +89,8 @@ def merge_partials(
         weighted_sum = tl.zeros([VALUE_WIDTH], tl.float32)
         for first in range(0, parts, META.PARTIALS):
             part = first + tl.arange(0, META.PARTIALS)
-            place = tl.where(part == 0, first_place, next_place + part - 1)
-            entry, exists = wide(place) * QUERY_TILE + row, part < parts
+            position = tl.where(part == 0, first_position, next_position + part - 1)
+            entry, exists = wide(position) * QUERY_TILE + row, part < parts
             maxima = tl.load(
                 partials.sums + decoded(partials.softmax) + entry * 2,
                 mask=exists,

@@ -237,8 +237,8 @@ def attention_pages(
             store_rows(output, batch, at[2][:, None], at[3], at[4], attended, VALUE_DIM)
             store_numbers(logsumexp, batch, at[2], at[3], at[4], natural_lse)
         else:
-            place = program + tl.where(offset == 0, decoded(schedule.data[BEGUN]), 0)
-            keep_partial(partials, place, at[3] < at[4], (row_max, row_sum, weighted_sum))
+            position = program + tl.where(offset == 0, decoded(schedule.data[BEGUN]), 0)
+            keep_partial(partials, position, at[3] < at[4], (row_max, row_sum, weighted_sum))
         budget -= end - offset
         offset = offset * 0
         index += 1
@@ -290,18 +290,18 @@ def fold_pages(
     PACKED: tl.constexpr = 1 + (PAIRED > 0)  # channels that one number of a page holds
     if page is None:
         page = find_page(key, batch, kv_start, kv_len, ROWS, PAGE_SIZE, not PARTIAL)
-    place = slots_of(page, kv_start, ROWS, PAGE_SIZE)
+    position = slots_of(page, kv_start, ROWS, PAGE_SIZE)
     kv_rows = kv_start + tl.arange(0, ROWS)
     exists = (kv_rows < kv_len)[:, None]
     stored_keys = load_slots(
-        key, kv_head, place, exists, HEAD_DIM // PACKED, HEAD_WIDTH // PACKED, not PARTIAL
+        key, kv_head, position, exists, HEAD_DIM // PACKED, HEAD_WIDTH // PACKED, not PARTIAL
     )
     stored_values = load_slots(
-        value, kv_head, place, exists, VALUE_DIM // PACKED, VALUE_WIDTH // PACKED, not PARTIAL
+        value, kv_head, position, exists, VALUE_DIM // PACKED, VALUE_WIDTH // PACKED, not PARTIAL
     )
     value_factors = None
     if value_scales is not None:
-        value_factors = load_scales(value_scales, kv_head, place, exists, ROWS)
+        value_factors = load_scales(value_scales, kv_head, position, exists, ROWS)
     if PAIRED:
         values = as_halves(stored_values, PAIRED == BY_PTX)
     else:
@@ -327,7 +327,7 @@ def fold_pages(
         key_tile = as_numbers(stored_keys, query_tile.dtype)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
     if key_scales is not None:
-        scores = scores * load_scales(key_scales, kv_head, place, exists, ROWS)[None, :]
+        scores = scores * load_scales(key_scales, kv_head, position, exists, ROWS)[None, :]
     shift = kv_len - query_len
     if rules.score is not None:
         scores = rules.score.change(
@@ -370,10 +370,10 @@ def value_numbers(stored, factors, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def keep_partial(partials, place, exist, state):
+def keep_partial(partials, position, exist, state):
     """Write a partial result."""
     row_max, row_sum, weighted_sum = state
-    rows = wide(place) * row_max.shape[0] + tl.arange(0, row_max.shape[0])
+    rows = wide(position) * row_max.shape[0] + tl.arange(0, row_max.shape[0])
     channels = tl.arange(0, weighted_sum.shape[1])[None, :]
     tl.store(partials.sums + decoded(partials.softmax) + rows * 2, row_max, mask=exist)
     tl.store(partials.sums + decoded(partials.softmax) + rows * 2 + 1, row_sum, mask=exist)

@@ -145,7 +145,7 @@ class _PassCall(NamedTuple):
 
     def _shares(self, pointer: Pointer) -> tuple[Any, ...]:
         of = self.launches.of
-        partials = pointer(self.numbers), encoded(of.softmax_place), pointer(self.notes)
+        partials = pointer(self.numbers), encoded(of.softmax_position), pointer(self.notes)
         return of.schedule(pointer, self.plan), Partials(*partials)
 
 

@@ -87,19 +87,19 @@ class Pass(NamedTuple):
         return of_group if of_group * self.groups <= self.programs else 0
 
     @property
-    def places(self) -> int:
-        """Places for partial results."""
+    def positions(self) -> int:
+        """How many partial results there is memory for."""
         return self.programs if self.splits else 2 * self.programs
 
     @property
-    def softmax_place(self) -> int:
+    def softmax_position(self) -> int:
         """Where the numbers of the softmax begin, behind all sums."""
-        return self.places * self.config.query_tile * self.value_width
+        return self.positions * self.config.query_tile * self.value_width
 
     @property
     def partial_numbers(self) -> int:
         """Numbers of all partial results."""
-        return self.softmax_place + self.places * self.config.query_tile * 2
+        return self.softmax_position + self.positions * self.config.query_tile * 2
 
     @property
     def merged_rows(self) -> int:

@@ -111,8 +111,8 @@ def work_tile_of_plan(
 ):
     """What the plan says of its row."""
     row = schedule.data[PLAN] + decoded(schedule.data[GROUPS]) + wide(group) * PLAN_ROW
-    place = row + TILE_RANGE_SIZE
-    batch, head, tile = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+    position = row + TILE_RANGE_SIZE
+    batch, head, tile = tl.load(position), tl.load(position + 1), tl.load(position + 2)
     tile_range = load_tile_range(row)
     return batch, head + index, tile, tile_range
 
