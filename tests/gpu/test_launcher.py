@@ -114,7 +114,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(launcher, "call_of", call_of)
     monkeypatch.setattr(Launch, "compile", lambda self, arguments: "compiled")
     monkeypatch.setattr(Launch, "__call__", call)
-    monkeypatch.setattr(Launch, "again", lambda *given: False)  # asked by `call`, which looks on
+    monkeypatch.setattr(Launch, "relaunch", lambda *given: False)  # asked by `call`, which looks on
     for module, memory in (
         (attention_host, "_forwards"),
         (gradients, "_launches"),
