@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import saccade.integrations.transformers as integration
-from saccade.bench.case import Case
+from saccade.bench.case import BenchCase
 from saccade.bench.results import Result, append, record
 from saccade.bench.timing import Timing, orders
 from saccade.bench.visibility import CAUSAL
@@ -155,7 +155,7 @@ def compare(work: Work, mode: str, rounds: int, on_round: Callable[[], None]) ->
     own, beside = seen["saccade"][0], seen[work.peer][0]
     distance = None if work.dropout else float((own - beside).norm() / beside.norm())
     name, rows = f"cpu-step-{work.name}", work.length
-    case = Case(
+    case = BenchCase(
         name, work.batch, HEADS, KV_HEADS, rows, rows, HEAD_DIM, HEAD_DIM, "float32", CAUSAL
     )
     names = {"saccade": "saccade/cpu"}

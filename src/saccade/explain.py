@@ -15,7 +15,7 @@ from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.modifier import written
 from saccade.ops.linear_attention import validation as linear_attention
-from saccade.ops.linear_attention.api import Options
+from saccade.ops.linear_attention.api import LinearOptions
 from saccade.runtime.arguments import OFFSETS, unknown_options, values_readable
 from saccade.runtime.backends import Choice, explained
 from saccade.runtime.linear_spec import LinearProblem
@@ -200,7 +200,7 @@ def _validated_paged(given: dict[str, Any]) -> tuple[Any, Any, Problem, KernelCo
 def _validated_linear(given: dict[str, Any]) -> tuple[Any, Any, LinearProblem, KernelConfig | None]:
     """A call of `linear_attention` or `linear_attention_varlen`, validated."""
     options = given.pop("options", {})
-    if unknown := set(options) - set(Options.__annotations__):
+    if unknown := set(options) - set(LinearOptions.__annotations__):
         raise TypeError(f"linear_attention_varlen: got the unknown arguments {sorted(unknown)}")
     prepared = linear_attention.prepare(**given, **options)
     return prepared.inputs, prepared.variant, prepared.problem, prepared.config

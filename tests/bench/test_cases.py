@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saccade.bench.case import Case, PagedCase
+from saccade.bench.case import BenchCase, PagedBenchCase
 from saccade.bench.cases import CASES, DEFAULT_CASES
 from saccade.bench.selection import (
     choose_cases,
@@ -39,17 +39,17 @@ def test_tensors_have_the_case_s_shapes_and_are_the_same_every_time():
 
 def test_a_mask_for_unequal_lengths_is_refused():
     with pytest.raises(ValueError, match="equal lengths"):
-        Case("bad", 1, 1, 1, 1, 8, 8, 8, "float32", CAUSAL)
+        BenchCase("bad", 1, 1, 1, 1, 8, 8, 8, "float32", CAUSAL)
 
 
 def test_documents_must_add_up_and_packed_ones_are_there():
     cut = Visibility("full", documents=(4, 3))
     with pytest.raises(ValueError, match="do not add up to 8 rows"):
-        Case("bad", 1, 1, 1, 8, 8, 8, 8, "float32", cut)
+        BenchCase("bad", 1, 1, 1, 8, 8, 8, 8, "float32", cut)
     with pytest.raises(ValueError, match="a batch of 1"):
-        Case("bad", 2, 1, 1, 7, 7, 8, 8, "float32", cut, packed=True)
+        BenchCase("bad", 2, 1, 1, 7, 7, 8, 8, "float32", cut, packed=True)
     with pytest.raises(ValueError, match="has documents"):
-        Case("bad", 1, 1, 1, 7, 7, 8, 8, "float32", packed=True)
+        BenchCase("bad", 1, 1, 1, 7, 7, 8, 8, "float32", packed=True)
 
 
 def test_packed_cases_have_the_work_of_what_they_are_compared_with():
@@ -127,7 +127,7 @@ def test_options_may_repeat_and_hold_commas():
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("tiny-pages")])
 def test_pairs_over_pages_are_those_that_are_seen(name):
     case = CASES[name]
-    assert isinstance(case, PagedCase)
+    assert isinstance(case, PagedBenchCase)
     seen = case.sees(torch.arange(case.query_len), torch.arange(case.kv_len))
     assert case.pairs == case.query_heads * int(seen.sum())
     tensors = case.make(CPU)
@@ -146,4 +146,4 @@ def test_bytes_over_pages_are_those_of_their_dtype():
 
 def test_lengths_that_are_not_the_sequences_are_refused():
     with pytest.raises(ValueError, match="not those of its sequences"):
-        PagedCase("bad", 1, 1, 1, 2, 8, 8, 8, "float32", lens=(4, 5))
+        PagedBenchCase("bad", 1, 1, 1, 2, 8, 8, 8, "float32", lens=(4, 5))

@@ -10,11 +10,11 @@ from saccade.bench.cases import CASES, HOST_CASES
 from saccade.bench.command import bench
 from saccade.bench.peers import all_peers, ours
 from saccade.bench.results import read
-from saccade.bench.timing import Plan, Runnable
+from saccade.bench.timing import Runnable, TimingPlan
 
 CPU = torch.device("cpu")
 PEERS = {peer.who: peer for peer in all_peers()}
-SHORT = Plan(rounds=3, sample_seconds=0.0)
+SHORT = TimingPlan(rounds=3, sample_seconds=0.0)
 
 app = typer.Typer()
 app.command()(bench)

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import saccade
-from saccade.bench.case import INT8_SCALE, Case
+from saccade.bench.case import INT8_SCALE, BenchCase
 from saccade.bench.cases import CASES
 from saccade.bench.check import GRADIENT_LIMITS, OUTPUT_LIMITS, check, exact
 from saccade.bench.measure import fit
@@ -140,7 +140,7 @@ def test_flex_s_mask_function_is_the_case_s_mask(case):
 
 def test_sdpa_refuses_a_mask_that_would_fill_the_memory():
     visibility = Visibility("prefix", 5)
-    case = Case("huge", 1, 1, 1, 2**16, 2**16, 8, 8, "float32", visibility)
+    case = BenchCase("huge", 1, 1, 1, 2**16, 2**16, 8, 8, "float32", visibility)
     assert "its mask alone would take 4.3 GB" in str(PEERS["sdpa"].prepare(case, CPU))
 
 

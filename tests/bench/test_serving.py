@@ -6,17 +6,17 @@ from typer.testing import CliRunner
 
 from saccade.bench import serving
 from saccade.bench.results import read
-from saccade.bench.timing import Plan
+from saccade.bench.timing import TimingPlan
 from saccade.demo.files import export
 from saccade.demo.model import ByteModel
-from saccade.demo.settings import ModelShape
+from saccade.demo.settings import DemoModelShape
 from saccade_cli import app
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.manual_seed(0)
-    model = ByteModel(ModelShape(32, 4, 2, 48, windows=(8, None), context=96))
+    model = ByteModel(DemoModelShape(32, 4, 2, 48, windows=(8, None), context=96))
     with torch.no_grad():
         model.embedding.weight *= 40  # or all logits are much alike
     return export(model, tmp_path_factory.mktemp("exported"))
@@ -39,7 +39,7 @@ def test_other_tokens_are_refused():
 def test_command_writes_results(folder, tmp_path, monkeypatch):
     def little(folder, say):
         return real(
-            folder, requests=3, new_tokens=4, plan=Plan(rounds=2, sample_seconds=0), say=say
+            folder, requests=3, new_tokens=4, plan=TimingPlan(rounds=2, sample_seconds=0), say=say
         )
 
     real = serving.measure_serving

@@ -16,11 +16,11 @@ from saccade.bench.verdicts import compare_with_targets, still_missing
 from saccade.bench.yardsticks import (
     FASTEST,
     GOOD_RATE,
+    AgainstPeer,
     Bytes,
     Copying,
     History,
     Memory,
-    Peer,
     Published,
     Reading,
     Sum,
@@ -53,7 +53,7 @@ def time_of(case):
 
 def peers_of(yardstick):
     """Whose times it compares with."""
-    if isinstance(yardstick, Peer):
+    if isinstance(yardstick, AgainstPeer):
         return [yardstick.who]
     kinds = {Published: ["copy"], Reading: ["read"], Copying: ["copy"]}
     return kinds.get(type(yardstick), [])
@@ -210,7 +210,7 @@ def test_the_last_run_in_which_both_took_part_counts():
     history = History([ours[0], theirs[0], ours[1], theirs[1]])
 
     def ratio(who):
-        return Peer(who).value(history, "saccade/triton", FULL_1K, "forward")
+        return AgainstPeer(who).value(history, "saccade/triton", FULL_1K, "forward")
 
     assert ratio("flex") == 2.0
     assert ratio("sdpa") == 3.0
@@ -221,7 +221,7 @@ def test_the_last_run_in_which_both_took_part_counts():
 def test_the_fastest_of_ours_is_judged_and_never_the_reference():
     times = {"saccade/a": 3.0, "saccade/b": 2.0, "saccade/reference": 1.0, "sdpa": 4.0}
     history = History([result(FULL_1K, who, ms) for who, ms in times.items()])
-    assert Peer("sdpa").value(history, "saccade", FULL_1K, "forward") == 0.5
+    assert AgainstPeer("sdpa").value(history, "saccade", FULL_1K, "forward") == 0.5
 
 
 def test_a_mix_is_judged_by_the_sum_of_its_parts():

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from saccade.bench.timing import Plan, Runnable, Timing, WallClock, orders, rotate
+from saccade.bench.timing import Runnable, Timing, TimingPlan, WallClock, orders, rotate
 
 
 class CountingClock(WallClock):
@@ -42,7 +42,7 @@ def test_timing_sums_up_samples():
 
 def test_short_calls_are_repeated_until_a_sample_is_long_enough():
     clock = CountingClock({"short": 0.001, "long": 0.1})
-    plan = Plan(rounds=4, sample_seconds=0.025, warm_seconds=0.0)
+    plan = TimingPlan(rounds=4, sample_seconds=0.025, warm_seconds=0.0)
     timings = rotate(named("short", "long"), clock, plan)
     assert {name: timing.rounds for name, timing in timings.items()} == {"short": 4, "long": 4}
     assert timings["short"].median_ms == pytest.approx(1.0)
@@ -53,20 +53,20 @@ def test_short_calls_are_repeated_until_a_sample_is_long_enough():
 
 def test_a_rotation_beyond_its_limit_ends_after_three_rounds():
     clock = CountingClock({"a": 1.0, "b": 2.0})
-    timings = rotate(named("a", "b"), clock, Plan(warm_seconds=0.0, limit_seconds=0.0))
+    timings = rotate(named("a", "b"), clock, TimingPlan(warm_seconds=0.0, limit_seconds=0.0))
     assert timings["a"].rounds == timings["b"].rounds == 3
 
 
 def test_one_turn_without_a_warm_up():
     clock = CountingClock({"a": 1.0})
-    rotate(named("a"), clock, Plan(rounds=1, sample_seconds=0.0))
+    rotate(named("a"), clock, TimingPlan(rounds=1, sample_seconds=0.0))
     assert clock.turns == [("a", 1)]
 
 
 def test_every_turn_is_heard_of():
     heard = []
     clock = CountingClock({"a": 1.0, "b": 2.0})
-    rotate(named("a", "b"), clock, Plan(rounds=2, warm_seconds=0.0), heard.append)
+    rotate(named("a", "b"), clock, TimingPlan(rounds=2, warm_seconds=0.0), heard.append)
     assert sorted(heard) == ["a", "a", "b", "b"]
 
 

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from saccade.bench import terminal, timing, training
 from saccade.bench.command import bench
 from saccade.bench.results import read
-from saccade.bench.timing import Plan
+from saccade.bench.timing import TimingPlan
 from saccade.bench.training import SHAPES, Models, ModelShape, Workload
 
 CPU = torch.device("cpu")
-ONCE = Plan(rounds=3, sample_seconds=0.0, limit_seconds=0.0)
+ONCE = TimingPlan(rounds=3, sample_seconds=0.0, limit_seconds=0.0)
 TINY = ModelShape(32, 48, 2, 4, 2, 61, "float32", 64, (32, 64, 128))
 
 app = typer.Typer()

@@ -8,14 +8,14 @@ from typer.testing import CliRunner
 
 from saccade.demo import command
 from saccade.demo.files import load_model
-from saccade.demo.settings import QUICK, ModelShape
+from saccade.demo.settings import QUICK, DemoModelShape
 
 app = typer.Typer()
 app.command()(command.demo)
 
 TINY = replace(
     QUICK, batch=4, learning_rate=1e-2, held_out_bytes=1_000, lengths=(128,), window_lengths=(128,),
-    rounds=1, new_bytes=20, shape=ModelShape(32, 4, 2, 48, windows=(8, None), context=64),
+    rounds=1, new_bytes=20, shape=DemoModelShape(32, 4, 2, 48, windows=(8, None), context=64),
 )  # fmt: skip
 
 

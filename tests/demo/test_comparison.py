@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saccade.demo import comparison
-from saccade.demo.comparison import Call, make_inputs, measure_peak
+from saccade.demo.comparison import TimedCall, make_inputs, measure_peak
 from saccade.demo.exactness import CONTENDERS
 from saccade.demo.settings import QUICK
 
@@ -15,7 +15,7 @@ SHORT = replace(QUICK, lengths=(64, 128), window_lengths=(64,), rounds=1)
 
 @pytest.mark.parametrize("window", [None, 16])
 def test_contenders_compute_the_same(window):
-    query, key, value, _ = make_inputs(Call("", 100, 2, 16, window))
+    query, key, value, _ = make_inputs(TimedCall("", 100, 2, 16, window))
     outputs = [run(query, key, value, window) for run in CONTENDERS.values()]
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], rtol=1e-4, atol=1e-5)
@@ -23,8 +23,8 @@ def test_contenders_compute_the_same(window):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not tell a process's peak")
 def test_peak_memory_counts_the_scores_of_plain_attention_only():
-    plain = measure_peak(Call("plain PyTorch", 1024, 2, 64, None))
-    fused = measure_peak(Call("saccade", 1024, 2, 64, None))
+    plain = measure_peak(TimedCall("plain PyTorch", 1024, 2, 64, None))
+    fused = measure_peak(TimedCall("saccade", 1024, 2, 64, None))
     assert plain is not None and fused is not None
     scores = 2 * 4 * 1024**2
     assert fused < 2 * scores < plain < 12 * scores

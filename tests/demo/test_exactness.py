@@ -2,12 +2,12 @@ import torch
 
 from saccade.demo.exactness import compare, ratios_to_plain
 from saccade.demo.model import LOOKING_BACK, ByteModel
-from saccade.demo.settings import ModelShape
+from saccade.demo.settings import DemoModelShape
 
 
 def findings():
     torch.manual_seed(0)
-    model = ByteModel(ModelShape(32, 4, 2, 48, windows=(8, None), context=64)).eval()
+    model = ByteModel(DemoModelShape(32, 4, 2, 48, windows=(8, None), context=64)).eval()
     return list(compare(model.attention_calls(torch.arange(60)[None]), seed=0))
 
 

@@ -5,11 +5,11 @@ import torch
 
 from saccade.demo.files import byte_characters, export
 from saccade.demo.model import ByteModel
-from saccade.demo.settings import ModelShape
+from saccade.demo.settings import DemoModelShape
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = ModelShape(32, 4, 2, 48, windows=(8, None, None), context=64)
+SMALL = DemoModelShape(32, 4, 2, 48, windows=(8, None, None), context=64)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,6 @@ def test_tokens_are_bytes(exported):
 
 
 def test_windows_of_two_widths_are_refused(tmp_path):
-    model = ByteModel(ModelShape(32, 4, 2, 48, windows=(8, 4), context=64))
+    model = ByteModel(DemoModelShape(32, 4, 2, 48, windows=(8, 4), context=64))
     with pytest.raises(ValueError, match=r"windows: got \(8, 4\)"):
         export(model, tmp_path)

@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from saccade.demo.model import ByteModel, Sampling, cache_error, generate, opening
-from saccade.demo.settings import ModelShape
+from saccade.demo.model import ByteModel, TextSampling, cache_error, generate, opening
+from saccade.demo.settings import DemoModelShape
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    shape = ModelShape(32, 4, 2, 48, windows=(8, None), context=64)
+    shape = DemoModelShape(32, 4, 2, 48, windows=(8, None), context=64)
     return ByteModel(shape).eval()
 
 
@@ -19,7 +19,7 @@ def test_logits_with_a_cache_are_those_without(model):
 
 @torch.no_grad()
 def test_greedy_generation_is_what_whole_passes_would_choose(model):
-    written = generate(model, b"def ", 12, Sampling(top_k=1))
+    written = generate(model, b"def ", 12, TextSampling(top_k=1))
     text = list(b"def ")
     for _ in range(12):
         text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
@@ -27,13 +27,13 @@ def test_greedy_generation_is_what_whole_passes_would_choose(model):
 
 
 def test_a_seed_gives_the_same_text_again(model):
-    first, again, other = (generate(model, b"x", 30, Sampling(seed=s)) for s in (1, 1, 2))
+    first, again, other = (generate(model, b"x", 30, TextSampling(seed=s)) for s in (1, 1, 2))
     assert first == again != other
 
 
 def test_long_prompts_and_long_texts_stay_within_the_context(model):
-    assert len(generate(model, b"x" * 500, 30, Sampling())) == 30
-    assert len(generate(model, b"", 500, Sampling())) == 63
+    assert len(generate(model, b"x" * 500, 30, TextSampling())) == 30
+    assert len(generate(model, b"", 500, TextSampling())) == 63
 
 
 def test_opening_begins_with_a_line_and_ends_with_a_word():

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from saccade.demo.model import ByteModel, Layer, rotate
-from saccade.demo.settings import ModelShape
+from saccade.demo.settings import DemoModelShape
 
-SMALL = ModelShape(
+SMALL = DemoModelShape(
     width=32, query_heads=4, kv_heads=2, hidden=48, windows=(8, None), context=64
 )  # fmt: skip
 
@@ -24,7 +24,7 @@ def test_logits_are_one_for_each_byte_value(model):
 
 
 def test_default_model_has_about_a_million_parameters():
-    assert 0.8e6 < ByteModel(ModelShape()).num_parameters < 1.3e6
+    assert 0.8e6 < ByteModel(DemoModelShape()).num_parameters < 1.3e6
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def test_later_bytes_change_no_earlier_logits(model):
 @torch.no_grad()
 def test_window_layers_see_no_further_back_than_their_window():
     torch.manual_seed(0)
-    one_layer = ByteModel(ModelShape(32, 4, 2, 48, windows=(8,), context=64)).eval()
+    one_layer = ByteModel(DemoModelShape(32, 4, 2, 48, windows=(8,), context=64)).eval()
     first = one_layer.layers[0]
     assert isinstance(first, Layer)
     first.attention.project.bias.zero_()  # or it looks three bytes back at most
@@ -55,7 +55,7 @@ def test_window_layers_see_no_further_back_than_their_window():
 @torch.no_grad()
 def test_heads_of_the_first_layer_begin_by_looking_back():
     torch.manual_seed(0)
-    model = ByteModel(ModelShape())
+    model = ByteModel(DemoModelShape())
     call = model.attention_calls(random_bytes(1, 40))[0]
     key = call.key.repeat_interleave(3, dim=1)
     scores = call.query @ key.transpose(-1, -2) / 32**0.5

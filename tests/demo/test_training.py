@@ -1,18 +1,18 @@
 import torch
 
 from saccade.demo.model import ByteModel
-from saccade.demo.settings import ModelShape
+from saccade.demo.settings import DemoModelShape
 from saccade.demo.text import spread_windows
-from saccade.demo.training import Schedule, held_out_bits, rate, train
+from saccade.demo.training import TrainingSchedule, held_out_bits, rate, train
 
-SHAPE = ModelShape(32, 4, 2, 48, windows=(8, None), context=32)
+SHAPE = DemoModelShape(32, 4, 2, 48, windows=(8, None), context=32)
 CONTENT = torch.tensor(list(b"the cat sat on the mat. " * 100), dtype=torch.uint8)
 
 
 def trained(steps, seed=0):
     torch.manual_seed(seed)
     model = ByteModel(SHAPE)
-    history = list(train(model, CONTENT, Schedule(0, steps, 4, 1e-2, seed)))
+    history = list(train(model, CONTENT, TrainingSchedule(0, steps, 4, 1e-2, seed)))
     return model, history
 
 
@@ -31,7 +31,7 @@ def test_a_number_of_steps_gives_the_same_model_again():
 
 def test_seconds_bound_the_training():
     torch.manual_seed(0)
-    history = list(train(ByteModel(SHAPE), CONTENT, Schedule(0.3, None, 4, 1e-2, 0)))
+    history = list(train(ByteModel(SHAPE), CONTENT, TrainingSchedule(0.3, None, 4, 1e-2, 0)))
     assert history[-1].progress == 1
     assert all(step.progress < 1 for step in history[:-1])
     assert history[-1].seconds < 5

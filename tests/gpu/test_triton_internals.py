@@ -10,20 +10,20 @@ import torch
 pytest.importorskip("triton")
 from saccade.gpu import compiler_workarounds, launcher, triton_internals
 from saccade.gpu.launcher import Launch
-from saccade.gpu.triton_internals import PARTS, Part
+from saccade.gpu.triton_internals import PARTS, Internal
 from saccade.runtime import backends
 
 NAMES = [part.name for part in PARTS]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=NAMES)
-def test_the_installed_version_is_known(part: Part) -> None:
+def test_the_installed_version_is_known(part: Internal) -> None:
     assert part.look() in part.seen
     assert triton_internals.unknown() is None and triton_internals.remark() is None
 
 
 @pytest.mark.parametrize("part", PARTS, ids=NAMES)
-def test_another_form_is_noticed(part: Part) -> None:
+def test_another_form_is_noticed(part: Internal) -> None:
     other = part._replace(look=lambda: (*part.look(), "more"))
     assert part.name in str(triton_internals.unknown_of((*PARTS, other)))
 
@@ -34,7 +34,7 @@ def test_what_is_gone_is_noticed() -> None:
 
         return NoSuchThing
 
-    assert "lacks" in str(triton_internals.unknown_of((Part("NoSuchThing", gone, {}),)))
+    assert "lacks" in str(triton_internals.unknown_of((Internal("NoSuchThing", gone, {}),)))
 
 
 class Kernel:

@@ -244,7 +244,9 @@ def test_weights_are_not_to_be_had():
 
 
 def test_paged_cache_drops_nothing():
-    step = deferred.Step(1, 1, torch.tensor([1]), torch.zeros(1, 1).int(), torch.tensor([2]).int())
+    step = deferred.PagedStep(
+        1, 1, torch.tensor([1]), torch.zeros(1, 1).int(), torch.tensor([2]).int()
+    )
     held = deferred.PagedRows(torch.zeros(1, 1, 4, 4), None, step, torch.float32)
     with pytest.raises(ValueError, match=r"dropout: got 0\.5, takes 0"):
         attention.attention_forward(Layer(), torch.zeros(1, 1, 1, 4), held, held, None, dropout=0.5)

@@ -3,7 +3,7 @@
 import pytest
 
 from saccade.kernel_check import catalogue, pool, report
-from saccade.kernel_check.calls import KERNELS, PASSES, Call
+from saccade.kernel_check.calls import KERNELS, PASSES, KernelCall
 from saccade.kernel_check.paged_calls import PagedCall
 from saccade.kernel_check.pool import Compiled, Job, Usage
 from saccade.ops.attention.triton import configs
@@ -20,7 +20,7 @@ def test_every_kernel_and_every_row_of_the_tables_is_compiled(architecture):
         report.problem_of(architecture, kernel.split(",")[0], job.call)
         for job in jobs
         for kernel in job.kernels
-        if kernel in configs.PASSES and isinstance(job.call, Call)
+        if kernel in configs.PASSES and isinstance(job.call, KernelCall)
     }
     half = {(p.which, p.width, p.masked) for p in problems if not p.wide and not p.dropout}
     for which in configs.PASSES[:4]:
@@ -62,7 +62,9 @@ def test_one_width_can_be_asked_for():
 
 
 def test_every_worker_has_one_architecture_and_something_to_do():
-    jobs = [Job(name, Call(64), "forward", ("forward",)) for name in ("sm_80",) * 5 + ("sm_90",)]
+    jobs = [
+        Job(name, KernelCall(64), "forward", ("forward",)) for name in ("sm_80",) * 5 + ("sm_90",)
+    ]
     for processes in (1, 2, 3, 8):
         shares = pool._shares(jobs, processes)
         assert sorted(number for share in shares for number in share) == list(range(6))
@@ -74,7 +76,7 @@ def test_every_worker_has_one_architecture_and_something_to_do():
 
 def test_equal_binaries_count_once():
     def result(architecture, key):
-        job = Job(architecture, Call(64), "ordered", ("row_statistics",))
+        job = Job(architecture, KernelCall(64), "ordered", ("row_statistics",))
         return Compiled(job, "row_statistics", (64, 0, 4, 1), 0.1, Usage(1, 0, 0), "", key)
 
     given = [result("sm_80", "a"), result("sm_80", "a"), result("sm_90", "b"), result("sm_80", "")]

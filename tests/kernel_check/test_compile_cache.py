@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from saccade.kernel_check import compile_cache, pool
-from saccade.kernel_check.calls import Call
+from saccade.kernel_check.calls import KernelCall
 from saccade.kernel_check.pool import Compiled, Job, Usage
 
-JOB = Job("sm_90", Call(64), "forward", ("forward",))
+JOB = Job("sm_90", KernelCall(64), "forward", ("forward",))
 KNOWN = {f"{number:024x}": [number, 0, 1024, 0, 0, 0, 0, 0, 0] for number in range(64)}
 
 

@@ -6,12 +6,12 @@ import json
 from rich.console import Console
 
 from saccade.kernel_check import machine_code, markdown, report
-from saccade.kernel_check.calls import Call
+from saccade.kernel_check.calls import KernelCall
 from saccade.kernel_check.paged_calls import PagedCall
 from saccade.kernel_check.pool import Compiled, Job, Usage
 from saccade.ops.attention.triton import configs
 
-FORWARD = Job("sm_80", Call(128), "forward", ("forward",))
+FORWARD = Job("sm_80", KernelCall(128), "forward", ("forward",))
 
 
 def compiled(*usage, job=FORWARD, kernel="forward", error=""):
@@ -38,13 +38,13 @@ def test_faults_name_what_was_taken_and_what_there_is():
 
 
 def test_spills_are_excused_where_the_table_says_so_but_nothing_else_is():
-    timed = Job("sm_90", Call(128), "ordered", ("backward_keys",))
+    timed = Job("sm_90", KernelCall(128), "ordered", ("backward_keys",))
     spilling = compiled(255, 17, 1024, job=timed, kernel="backward_keys")
     assert report.offenders([spilling]) == []
     assert "allowed: chosen by its time" in report.excused([spilling])[0]
     assert report.offenders([compiled(255, 17, 240_000, job=timed, kernel="backward_keys")])
     assert report.offenders([compiled(255, 17, 0, job=timed, kernel="find_tile_ranges")])
-    turing = Job("sm_75", Call(256, "fp16"), "ordered", ("backward_keys, NaN-safe",))
+    turing = Job("sm_75", KernelCall(256, "fp16"), "ordered", ("backward_keys, NaN-safe",))
     assert report.excused([compiled(255, 9, 0, job=turing, kernel="backward_keys, NaN-safe")])
     chunk = Job("sm_90", PagedCall(256, mask="causal", query_len=20), "paged", ("pages",))
     assert "a few numbers" in report.excused([compiled(255, 13, 0, job=chunk, kernel="pages")])[0]
@@ -107,7 +107,7 @@ def test_spills_are_found_inside_of_loops():
 
 
 def test_a_loop_over_edges_may_spill_where_pairs_read_a_tensor():
-    blocks = Job("sm_80", Call(128, mask="blocks"), "forward", ("forward",))
+    blocks = Job("sm_80", KernelCall(128, mask="blocks"), "forward", ("forward",))
     spilling = compiled(255, 17, 1024, job=blocks)
     assert report.offenders([spilling]) == []
     assert "its loop over edges" in report.excused([spilling])[0]
@@ -139,7 +139,7 @@ def test_markdown_refuses_a_file_without_marks(tmp_path):
 
 
 def test_kernels_with_roles_must_multiply_and_must_cover_their_exponents():
-    job = Job("sm_90", Call(128), "hopper", ("hopper_forward",))
+    job = Job("sm_90", KernelCall(128), "hopper", ("hopper_forward",))
     good = compiled(168, 0, 200_000, 0, 0, 64, 66, job=job, kernel="hopper_forward")
     assert good.usage is not None
     assert report.fault(good._replace(usage=good.usage._replace(looped=0))) == ""

@@ -7,12 +7,17 @@ import pytest
 from rich.console import Console
 
 from saccade.kernel_check import clock, tuner, tuning
-from saccade.kernel_check.calls import Call
+from saccade.kernel_check.calls import KernelCall
 from saccade.kernel_check.pool import Compiled, Job, Usage
-from saccade.kernel_check.tuning import Measured, candidates, least_registers, least_shared_memory
+from saccade.kernel_check.tuning import (
+    MeasuredConfig,
+    candidates,
+    least_registers,
+    least_shared_memory,
+)
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
-from saccade.ops.attention.triton.tuned_configs import Table
+from saccade.ops.attention.triton.tuned_configs import ConfigTable
 from saccade.runtime.spec import KernelConfig
 
 HOPPER = KernelProblem("sm_90", "forward", 128, wide=False)
@@ -44,22 +49,26 @@ def test_estimates_follow_what_a_kernel_keeps():
 
 
 def test_the_winner_is_the_fastest_if_it_is_worth_it():
-    measured = [Measured(DEFAULT, 1.0), Measured(OTHER, 0.9), Measured(THIRD, 2.0)]
+    measured = [
+        MeasuredConfig(DEFAULT, 1.0),
+        MeasuredConfig(OTHER, 0.9),
+        MeasuredConfig(THIRD, 2.0),
+    ]
     assert tuning.winner(measured, DEFAULT) == measured[1]
-    measured[1] = Measured(OTHER, 0.99)
+    measured[1] = MeasuredConfig(OTHER, 0.99)
     assert tuning.winner(measured, DEFAULT) == measured[0]
-    measured[0] = Measured(DEFAULT, None, "too large")
+    measured[0] = MeasuredConfig(DEFAULT, None, "too large")
     assert tuning.winner(measured, DEFAULT) == measured[1]
     assert tuning.winner([measured[0]], DEFAULT) is None
 
 
 def test_a_candidate_is_judged_by_the_worst_of_its_compilations():
     def result(usage, error=""):
-        job = Job("sm_90", Call(128), "ordered", ("backward_keys",))
+        job = Job("sm_90", KernelCall(128), "ordered", ("backward_keys",))
         return Compiled(job, "backward_keys", (64, 64, 4, 2), 1.0, usage, error, "")
 
     plain, nan_safe = result(Usage(200, 0, 1000)), result(Usage(255, 7, 500))
-    assert tuning.classified(HOPPER, OTHER, [plain, nan_safe]) == Measured(
+    assert tuning.classified(HOPPER, OTHER, [plain, nan_safe]) == MeasuredConfig(
         OTHER, None, "", 255, 7, 1000
     )
     assert "shared memory" in tuning.classified(HOPPER, OTHER, [result(Usage(9, 0, 10**6))]).reason
@@ -68,9 +77,13 @@ def test_a_candidate_is_judged_by_the_worst_of_its_compilations():
 
 
 def test_the_table_is_sorted_and_marks_default_and_winner():
-    task = tuning.task("sm_90", "forward", Call(100))
+    task = tuning.task("sm_90", "forward", KernelCall(100))
     assert task.problem == HOPPER
-    measured = [Measured(DEFAULT, 1.0, "", 250), Measured(OTHER, 0.5), Measured(THIRD, None, "no")]
+    measured = [
+        MeasuredConfig(DEFAULT, 1.0, "", 250),
+        MeasuredConfig(OTHER, 0.5),
+        MeasuredConfig(THIRD, None, "no"),
+    ]
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(tuning.results_table(task, measured))
     text = console.export_text()
@@ -90,7 +103,7 @@ def test_the_line_to_commit_changes_one_column():
 
 
 def test_times_and_failures_find_their_candidates():
-    entry = Measured(OTHER)
+    entry = MeasuredConfig(OTHER)
     assert tuner.with_time(entry, {str(OTHER.numbers()): 2.0}, {}).milliseconds == 2.0
     assert tuner.with_time(entry, {}, {str(OTHER.numbers()): "out"}).reason == "out"
     assert tuner.with_time(entry._replace(reason="large"), {}, {}).reason == "large"
@@ -110,7 +123,7 @@ def test_options_that_describe_no_call_are_refused(changes, message):
         "head_dims": [64], "lengths": [128], "dtype": "bf16", "mask_names": ["none"], "batch": 1,
         "heads": 8, "kv_heads": None,
     }  # fmt: skip
-    assert tuner.calls_of(**options) == [Call(64, batch=1, heads=8, kv_heads=8, length=128)]
+    assert tuner.calls_of(**options) == [KernelCall(64, batch=1, heads=8, kv_heads=8, length=128)]
     with pytest.raises(ValueError, match=message):
         tuner.calls_of(**{**options, **changes})
 
@@ -119,14 +132,14 @@ def test_winners_are_saved(tmp_path, monkeypatch):
     file = tmp_path / "configs.json"
     monkeypatch.setenv("SACCADE_CONFIGS", str(file))
     console = Console(width=200, record=True, file=io.StringIO())
-    tuner.save_winners(Table("sm_90", "H200", "3.6.0", {HOPPER: OTHER}), console)
+    tuner.save_winners(ConfigTable("sm_90", "H200", "3.6.0", {HOPPER: OTHER}), console)
     assert tuned_configs.load() == {HOPPER: OTHER}
     assert str(file) in console.export_text()
     assert json.loads(file.read_text())["tables"][0]["device"] == "H200"
     tuned_configs.load.cache_clear()
     monkeypatch.setenv("SACCADE_CONFIGS", "")
     with pytest.raises(ValueError, match="--save"):
-        tuner.save_winners(Table("sm_90", "H200", "3.6.0", {}), console)
+        tuner.save_winners(ConfigTable("sm_90", "H200", "3.6.0", {}), console)
 
 
 class MadeUpEvent:
@@ -152,7 +165,7 @@ def test_only_the_kernel_itself_is_timed(monkeypatch, which):
         pytest.skip("kernels run on the CPU under the interpreter only")
     monkeypatch.setattr(torch.cuda, "Event", MadeUpEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    call = Call(16, "fp32", "causal", batch=1, heads=1, kv_heads=1, length=16)
+    call = KernelCall(16, "fp32", "causal", batch=1, heads=1, kv_heads=1, length=16)
     task = tuning.task("sm_75", which, call)
     watch = clock.KernelClock(which)
     running = clock.runnables(task, [KernelConfig(16, 16, 1, 1)], torch.device("cpu"))
@@ -175,7 +188,7 @@ def test_a_pass_is_started_in_the_form_that_it_names(monkeypatch, which):
 
     started = []
     monkeypatch.setattr(Launch, "__call__", lambda one, *_: started.append(kernel_name(one, which)))
-    call = Call(16, "fp32", "causal", length=16)
+    call = KernelCall(16, "fp32", "causal", length=16)
     inputs, variant = calls.make(call, torch.device("cpu"))
     calls.start(inputs, variant, which, KernelConfig(), calls.results_of(inputs))
     expected = {kernel for kernel in calls.PASSES[which] if kernel != "row_statistics"}

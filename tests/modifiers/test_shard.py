@@ -6,7 +6,7 @@ import torch
 import saccade
 from saccade import masks, scores
 from saccade.masks import Mask, as_mask
-from saccade.modifiers.shard import Part, restricted
+from saccade.modifiers.shard import ShardRange, restricted
 from saccade.scores import Score, as_score
 
 BATCH, HEADS, QUERY_LEN, KV_LEN = 4, 6, 5, 7
@@ -37,10 +37,10 @@ SCORES = {
     "numbers": lambda score, b, h, i, j: score * (h + 1) + b,
 }
 PARTS = [
-    (Part(0, 4, BATCH), Part(2, 2, HEADS)),
-    (Part(1, 2, BATCH), Part(0, 6, HEADS)),
-    (Part(3, 1, BATCH), Part(3, 3, HEADS)),
-    (Part(4, 0, BATCH), Part(0, 6, HEADS)),
+    (ShardRange(0, 4, BATCH), ShardRange(2, 2, HEADS)),
+    (ShardRange(1, 2, BATCH), ShardRange(0, 6, HEADS)),
+    (ShardRange(3, 1, BATCH), ShardRange(3, 3, HEADS)),
+    (ShardRange(4, 0, BATCH), ShardRange(0, 6, HEADS)),
 ]
 
 
@@ -67,12 +67,14 @@ def test_a_part_gives_a_part_of_the_result(mask, score):
 def test_what_is_read_at_the_batch_entry_stays_what_it_is():
     """Lengths are still lengths, which implementations know by their key."""
     whole = masks.key_lengths(LENGTHS)
-    key, captured = restricted(whole.key, whole.captured, Part(1, 2, BATCH), Part(0, 6, HEADS))
+    key, captured = restricted(
+        whole.key, whole.captured, ShardRange(1, 2, BATCH), ShardRange(0, 6, HEADS)
+    )
     assert key == whole.key
     assert captured.tensors[0].tolist() == [3, 0]
 
 
 def test_nothing_changes_without_batch_or_head():
     whole = masks.causal() & masks.window(3)
-    found = restricted(whole.key, whole.captured, Part(1, 2, BATCH), Part(2, 2, HEADS))
+    found = restricted(whole.key, whole.captured, ShardRange(1, 2, BATCH), ShardRange(2, 2, HEADS))
     assert found == (whole.key, whole.captured)

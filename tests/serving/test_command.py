@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from saccade.demo.files import export
 from saccade.demo.model import ByteModel
-from saccade.demo.settings import ModelShape
+from saccade.demo.settings import DemoModelShape
 from saccade.serving import session
 from saccade_cli import app
 
-SHAPE = ModelShape(32, 4, 2, 48, windows=(8, None), context=96)
+SHAPE = DemoModelShape(32, 4, 2, 48, windows=(8, None), context=96)
 
 
 @pytest.fixture(scope="module")

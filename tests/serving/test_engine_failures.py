@@ -8,7 +8,7 @@ from torch import nn
 import saccade
 from saccade.serving import worker
 from saccade.serving.detokenizer import TextStream
-from saccade.serving.model import Step
+from saccade.serving.model import BatchStep
 
 NEW = 6
 GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}
@@ -124,7 +124,8 @@ def test_a_request_whose_logits_are_nan_fails_alone(monkeypatch):
 
 
 def nonfinite_keys(step, turn):
-    """`Step.attend` whose keys are NaN in the rows of that pass, as a broken kernel's would be."""
+    """`BatchStep.attend` whose keys are NaN in the rows of that pass, as a broken kernel's would
+    be."""
     real, passes = step.attend, []
 
     def attend(self, layer, query, key, value, **options):
@@ -142,7 +143,7 @@ def test_pages_of_a_pass_that_gave_nan_are_found_by_nobody(name, turn, monkeypat
     engine = served.engine(name, num_pages=64)
     prompt = served.prompts()[3]  # 33 tokens: three chunks, so that pass 3 is the first new token's
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "attend", nonfinite_keys(Step, turn))
+        patch.setattr(BatchStep, "attend", nonfinite_keys(BatchStep, turn))
         samples = engine.submit_samples(prompt, 2, **GREEDY)
         for each in samples:
             with pytest.raises(FloatingPointError, match="logits: the model gave NaN"):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade import OutOfPagesError, PagedCache
-from saccade.serving.request import Limits, Request, State
+from saccade.serving.request import Limits, Request, RequestState
 from saccade.serving.sampling import Sampling
 from saccade.serving.scheduler import Scheduler
 
@@ -77,7 +77,9 @@ def test_equal_beginnings_are_found_once_they_are_written():
     assert later.computed_from_cache == 4
 
 
-@pytest.mark.parametrize(("host_pages", "state"), [(8, State.SWAPPED), (0, State.WAITING)])
+@pytest.mark.parametrize(
+    ("host_pages", "state"), [(8, RequestState.SWAPPED), (0, RequestState.WAITING)]
+)
 def test_the_youngest_gives_way(host_pages, state):
     scheduler, cache = make(num_pages=5, host_pages=host_pages, preemption="swap")
     old, young = request(0, 7, 9), request(1, 7, 9)
@@ -86,8 +88,8 @@ def test_the_youngest_gives_way(host_pages, state):
     scheduler.add(young)
     while young.preemptions == 0:
         carry_out(scheduler, scheduler.plan())
-    assert (old.state, young.state, scheduler.running) == (State.RUNNING, state, [old])
-    assert (young.recomputed > 0) == (state is State.WAITING)
+    assert (old.state, young.state, scheduler.running) == (RequestState.RUNNING, state, [old])
+    assert (young.recomputed > 0) == (state is RequestState.WAITING)
     cache.check()
     while not scheduler.idle:
         carry_out(scheduler, scheduler.plan())
@@ -176,7 +178,7 @@ def test_everyone_is_served_whatever_happens(
                 scheduler.add(made)
         for number, when in cancellations.items():
             made = late[number][1]
-            if when == turn and made.state is not State.DONE:
+            if when == turn and made.state is not RequestState.DONE:
                 scheduler.remove(made)
                 made.finish("cancelled")
                 cancelled_requests.add(made)

@@ -1,4 +1,4 @@
-"""Case: a named problem of the bench, and its tensors: softmax, linear attention, and pages."""
+"""Cases: a named problem of the bench, and its tensors: softmax, linear attention, and pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """A named problem; `make` draws its tensors, always the same ones.
 
     Where it is `packed`, peers that can take its documents as packed sequences; the others get
@@ -146,7 +146,7 @@ CHUNK = 64  # rows of a chunk where operations are counted, as `saccade.explain`
 
 
 @dataclass(frozen=True)
-class LinearCase(Case):
+class LinearBenchCase(BenchCase):
     """A named problem of causal linear attention, normalised, with elu + 1 as its feature map."""
 
     attention = "linear"
@@ -171,7 +171,7 @@ class LinearCase(Case):
 
 
 @dataclass(frozen=True)
-class StepCase(LinearCase):
+class StepCase(LinearBenchCase):
     """One more token for each of many sequences: states take its key in, and are read.
 
     States are float32, and made of all keys but the last. Each call changes them once more.
@@ -199,7 +199,7 @@ INT8_SCALE = 1 / 16
 
 
 @dataclass(frozen=True)
-class PagedCase(Case):
+class PagedBenchCase(BenchCase):
     """A named problem over pages; its tensors hold all sequences, one after the other.
 
     Attributes:

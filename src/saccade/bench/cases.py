@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from saccade.bench.case import (
     SHORT_DTYPES,
     SHORT_PAGES,
-    Case,
-    LinearCase,
-    PagedCase,
+    BenchCase,
+    LinearBenchCase,
+    PagedBenchCase,
     StepCase,
     short,
 )
@@ -31,12 +31,12 @@ def _case(
     batch: int = 1,
     label: str = "",
     memory_matters: bool = False,
-) -> Case:
+) -> BenchCase:
     """A case named by what it is; `label` stands for the mask where the mask is not the point."""
     kind = label or f"{visibility.kind}{visibility.size or ''}"
     length = short(lengths[1])
     name = f"{machine}-{kind}-{SHORT_DTYPES[dtype]}-d{dim}-{length}"
-    return Case(name, batch, *heads, *lengths, dim, dim, dtype, visibility, memory_matters)
+    return BenchCase(name, batch, *heads, *lengths, dim, dim, dtype, visibility, memory_matters)
 
 
 def _documents(
@@ -48,18 +48,18 @@ def _documents(
     *,
     packed: bool = True,
     causal: bool = False,
-) -> Case:
+) -> BenchCase:
     """A sequence cut into documents, given as packed sequences or as one sequence with a mask."""
     label = ("packed" if packed else "documents") + ("-causal" if causal else "")
     name = f"{machine}-{label}-{SHORT_DTYPES[dtype]}-d{dim}-{lengths_text(documents)}"
     visibility = Visibility("causal" if causal else "full", documents=documents)
     tokens = sum(documents)
-    return Case(
+    return BenchCase(
         name, 1, heads, heads, tokens, tokens, dim, dim, dtype, visibility, packed=packed
     )  # fmt: skip
 
 
-def _cpu_cases() -> Iterator[Case]:
+def _cpu_cases() -> Iterator[BenchCase]:
     """Small enough for two cores, long enough that each regime of length shows."""
     for dtype in ("float32", "bfloat16"):
         for dim, heads in ((64, 8), (128, 4)):
@@ -75,7 +75,7 @@ def _cpu_cases() -> Iterator[Case]:
     yield _case("cpu", FULL, "float32", (1, 1), lengths, 64, label="memory", memory_matters=True)
 
 
-def _gpu_cases() -> Iterator[Case]:
+def _gpu_cases() -> Iterator[BenchCase]:
     """About 16,384 tokens of 2,048 channels in all, so that every length fills the card alike."""
     dtype = "bfloat16"
     for dim in (64, 128, 256):
@@ -102,7 +102,7 @@ def _gpu_cases() -> Iterator[Case]:
     yield _case("gpu", FULL, dtype, (32, 8), (1, 16384), 128, batch=16, label="decode")
 
 
-def _tiny_cases() -> Iterator[Case]:
+def _tiny_cases() -> Iterator[BenchCase]:
     """For the tests of the bench itself; their times mean nothing."""
     masked = (Visibility("window", 5), Visibility("prefix", 7), Visibility("blocks", 8))
     for visibility in (FULL, CAUSAL, *masked):
@@ -123,17 +123,19 @@ def _linear_step(
     return StepCase(name, batch, heads, heads, 1, 65, dim, dim, dtype, FULL)
 
 
-def _linear(dtype: str, heads: int, length: int, dim: int, *, label: str = "linear") -> LinearCase:
+def _linear(
+    dtype: str, heads: int, length: int, dim: int, *, label: str = "linear"
+) -> LinearBenchCase:
     name = f"cpu-{label}-{SHORT_DTYPES[dtype]}-d{dim}-{short(length)}"
-    return LinearCase(name, 1, heads, heads, length, length, dim, dim, dtype, CAUSAL)
+    return LinearBenchCase(name, 1, heads, heads, length, length, dim, dim, dtype, CAUSAL)
 
 
-def _linear_on_gpu(batch: int, length: int, heads: int, dim: int) -> LinearCase:
+def _linear_on_gpu(batch: int, length: int, heads: int, dim: int) -> LinearBenchCase:
     name = f"gpu-linear-bf16-d{dim}-{batch}x{short(length)}"
-    return LinearCase(name, batch, heads, heads, length, length, dim, dim, "bfloat16", CAUSAL)
+    return LinearBenchCase(name, batch, heads, heads, length, length, dim, dim, "bfloat16", CAUSAL)
 
 
-def _linear_cases() -> Iterator[LinearCase]:
+def _linear_cases() -> Iterator[LinearBenchCase]:
     """For two cores: the sizes of the targets, and one problem at many lengths. For a GPU: four.
     For both: steps."""
     for dtype in ("float32", "bfloat16"):
@@ -149,7 +151,7 @@ def _linear_cases() -> Iterator[LinearCase]:
     yield _linear_step("cpu", 1, 8, 64)
     yield _linear_step("gpu", 64, 16, 128)
     yield _linear_step("tiny", 2, 2, 16, "float32")
-    yield LinearCase(
+    yield LinearBenchCase(
         "tiny-linear-fp32-d16-48", 1, 2, 2, 48, 48, 16, 16, "float32", CAUSAL
     )  # fmt: skip
 
@@ -163,20 +165,20 @@ def _pages(
     page_dtype: str = "",
     dim: int = 128,
     new: int = 1,
-) -> PagedCase:
+) -> PagedBenchCase:
     """A case named by its heads and lengths, and by how many tokens are new if it is not one."""
     stored = page_dtype or dtype
     lengths = lengths_text(lens) if len(set(lens)) > 1 else f"{len(lens)}x{short(lens[0])}"
     kind = f"pages-h{heads[0]}x{heads[1]}" + (f"-new{short(new)}" if new > 1 else "")
     name = f"{machine}-{kind}-{SHORT_PAGES[stored]}-d{dim}-{lengths}"
     visibility = CAUSAL if new > 1 else FULL
-    return PagedCase(
+    return PagedBenchCase(
         name, 1, *heads, new * len(lens), sum(lens), dim, dim, dtype, visibility,
         lens=lens, new=new, page_dtype=stored,
     )  # fmt: skip
 
 
-def _paged_cases() -> Iterator[PagedCase]:
+def _paged_cases() -> Iterator[PagedBenchCase]:
     """For a GPU: decoding at the sizes of the targets, ragged and in eight bits, and chunks."""
     many = ((1, 8192), (1, 131072), (16, 8192), (64, 4096), (128, 8192), (256, 2048))
     few = ((1, 8192), (16, 8192), (128, 8192))
@@ -201,7 +203,7 @@ HOST_CASES = {
 }
 """So little work that a GPU is done before the host is: for `saccade bench --host`."""
 
-CASES: dict[str, Case] = {
+CASES: dict[str, BenchCase] = {
     case.name: case
     for cases in (_cpu_cases, _linear_cases, _gpu_cases, _paged_cases, _tiny_cases)
     for case in cases()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.bench.case import Case, Tensors
+from saccade.bench.case import BenchCase, Tensors
 from saccade.bench.peers import Call, from_layout
 from saccade.bench.peers.peer import in_layout
 
@@ -54,10 +54,10 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class Truth:
+class GroundTruth:
     """The exact result of a case, as far as it is checked."""
 
-    case: Case
+    case: BenchCase
     rows: Tensor
     heads: list[Exact]
     grad_output: Tensor  # the case's, zero outside of what is checked
@@ -84,7 +84,7 @@ class Error(NamedTuple):
     limited: float
 
 
-def exact(case: Case, tensors: Tensors) -> Truth:
+def exact(case: BenchCase, tensors: Tensors) -> GroundTruth:
     """Compute the rows that are checked in float64."""
     device = tensors.query.device
     rows = torch.tensor(_spread(case.query_len, MOST_ROWS), device=device)
@@ -94,10 +94,10 @@ def exact(case: Case, tensors: Tensors) -> Truth:
     for item in heads:
         place = (item.batch, item.head, rows)
         grad_output[place] = tensors.grad_output[place]
-    return Truth(case, rows, heads, grad_output)
+    return GroundTruth(case, rows, heads, grad_output)
 
 
-def _exact_head(case: Case, tensors: Tensors, batch: int, head: int, rows: Tensor) -> Exact:
+def _exact_head(case: BenchCase, tensors: Tensors, batch: int, head: int, rows: Tensor) -> Exact:
     kv_head = head // (case.query_heads // case.kv_heads)
     query = tensors.query[batch, head, rows].double()
     key, value = (tensor[batch, kv_head].double() for tensor in (tensors.key, tensors.value))
@@ -141,7 +141,7 @@ def _linear_head(
     return output, of_q, of_k, of_v, through_delta
 
 
-def check(call: Call, truth: Truth, tensors: Tensors, *, gradients: bool) -> Checked:
+def check(call: Call, truth: GroundTruth, tensors: Tensors, *, gradients: bool) -> Checked:
     """Compare a peer's result with what is exact."""
     inputs = tensors._replace(grad_output=truth.grad_output)
     leaves, grad_output = in_layout(call, inputs, gradients=gradients)
@@ -170,7 +170,7 @@ def _fault(errors: list[Error], dtype: str) -> str | None:
     return None
 
 
-def _errors(truth: Truth, results: list[Tensor], limit: float) -> Iterator[Error]:
+def _errors(truth: GroundTruth, results: list[Tensor], limit: float) -> Iterator[Error]:
     """Every error that is limited: of the output's rows, and of gradients by head."""
     group = truth.case.query_heads // truth.case.kv_heads
     for item in truth.heads:

@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from saccade.bench.case import Case, Tensors
+from saccade.bench.case import BenchCase, Tensors
 from saccade.bench.measure import fit
 from saccade.bench.peers import Call, Peer
 from saccade.bench.peers.peer import in_layout
 from saccade.bench.results import Absence, Result, first_line, record
-from saccade.bench.timing import Plan, Runnable, rotate
+from saccade.bench.timing import Runnable, TimingPlan, rotate
 
 PASSES = ("host", "host with gradients", "host forward+backward")
 """A call that records nothing, one that does, and one with its backward pass."""
 
 # So few that a GPU's queue takes them all: a full queue makes the host wait.
 CALLS = 200
-PLAN = Plan(rounds=20, sample_seconds=0.0, limit_seconds=120.0)
+PLAN = TimingPlan(rounds=20, sample_seconds=0.0, limit_seconds=120.0)
 
 
 class HostClock:
@@ -55,7 +55,11 @@ class HostClock:
 
 
 def measure_host(
-    case: Case, peers: Sequence[Peer], device: torch.device, plan: Plan = PLAN, calls: int = CALLS
+    case: BenchCase,
+    peers: Sequence[Peer],
+    device: torch.device,
+    plan: TimingPlan = PLAN,
+    calls: int = CALLS,
 ) -> tuple[list[Result], list[Absence]]:
     """The host's time of each kind of call, for all peers in turn, and who has none."""
     tensors = case.make(device)

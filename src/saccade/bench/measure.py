@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 
 from saccade.bench import processes
-from saccade.bench.case import Case, Tensors
+from saccade.bench.case import BenchCase, Tensors
 from saccade.bench.check import check, exact
 from saccade.bench.peers import Call, Peer
 from saccade.bench.peers.peer import runnable
 from saccade.bench.results import Absence, Result, first_line, record
 from saccade.bench.selection import passes_of
-from saccade.bench.timing import Clock, GpuClock, Plan, Timing, WallClock, rotate
+from saccade.bench.timing import Clock, GpuClock, Timing, TimingPlan, WallClock, rotate
 
-ONE_TURN = Plan(rounds=1, sample_seconds=0.0, warm_seconds=0.0)
+ONE_TURN = TimingPlan(rounds=1, sample_seconds=0.0, warm_seconds=0.0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Settings:
     """
 
     device: torch.device
-    plan: Plan = field(default_factory=Plan)
+    plan: TimingPlan = field(default_factory=TimingPlan)
     memory: bool | None = None
     graph: bool = False
     cold: bool = False
@@ -45,11 +45,11 @@ class Settings:
             return GpuClock(self.device, graph=self.graph, cold=self.cold)
         return WallClock()
 
-    def plan_for(self, case: Case) -> Plan:
+    def plan_for(self, case: BenchCase) -> TimingPlan:
         """How long to time a case: where memory is the point, one turn each says enough."""
         return ONE_TURN if case.memory_matters else self.plan
 
-    def wants_memory(self, case: Case) -> bool:
+    def wants_memory(self, case: BenchCase) -> bool:
         """Whether memory is measured for a case."""
         cheap = self.device.type == "cuda"
         return (cheap or case.memory_matters) if self.memory is None else self.memory
@@ -78,7 +78,7 @@ class Progress:
 
 
 def measure(
-    cases: Sequence[Case],
+    cases: Sequence[BenchCase],
     peers: Sequence[Peer],
     passes: Sequence[str],
     settings: Settings,
@@ -124,7 +124,7 @@ def measure(
         yield results, absences
 
 
-def expected_seconds(case: Case, which_pass: str, settings: Settings) -> float:
+def expected_seconds(case: BenchCase, which_pass: str, settings: Settings) -> float:
     """A guess of how long one peer will be timed in one pass; it only shapes the progress bar."""
     rate = 3e14 if settings.device.type == "cuda" else 6e10
     plan = settings.plan_for(case)
@@ -132,7 +132,12 @@ def expected_seconds(case: Case, which_pass: str, settings: Settings) -> float:
 
 
 def fit(
-    case: Case, peers: Sequence[Peer], tensors: Tensors, device: torch.device, *, gradients: bool
+    case: BenchCase,
+    peers: Sequence[Peer],
+    tensors: Tensors,
+    device: torch.device,
+    *,
+    gradients: bool,
 ) -> Fitted:
     """Ask every peer for a call, and check what it gives."""
     calls: dict[str, Call] = {}
@@ -166,7 +171,7 @@ def _time(
     which_pass: str,
     tensors: Tensors,
     clock: Clock,
-    plan: Plan,
+    plan: TimingPlan,
     on_turn: Callable[[], None],
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Let all peers take turns in one pass; those that fail in it, with reasons."""
@@ -181,7 +186,7 @@ def _time(
 
 
 def _peaks(
-    case: Case,
+    case: BenchCase,
     names: Sequence[str],
     calls: dict[str, Call],
     which_pass: str,

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from saccade.bench.case import Case
+from saccade.bench.case import BenchCase
 from saccade.bench.cases import CASES
 from saccade.bench.peers import Peer, all_peers
 from saccade.bench.peers.peer import in_layout, runnable
@@ -87,14 +87,14 @@ def peak_on_gpu(candidate: Runnable) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def peak_on_cpu(case: Case, who: str, which_pass: str) -> float | str:
+def peak_on_cpu(case: BenchCase, who: str, which_pass: str) -> float | str:
     """Megabytes that a call in a fresh process holds at most beyond its inputs, or why unknown."""
     arguments = ("memory", case.name, who, which_pass)
     found = fresh(MODULE, arguments, ALLOCATOR, MEMORY_LIMIT_SECONDS)
     return f"memory: {found}" if isinstance(found, str) else found["peak_mb"]
 
 
-def growth(case: Case, peer: Peer, which_pass: str) -> float:
+def growth(case: BenchCase, peer: Peer, which_pass: str) -> float:
     """In this process: by how many megabytes the largest memory grows over one call."""
     # Code, thread stacks and a compiler's leavings are no part of what a call needs. A peer that
     # compiles must see the case's own shapes, the others must not: they may keep buffers of them.
@@ -107,7 +107,7 @@ def growth(case: Case, peer: Peer, which_pass: str) -> float:
     return (_resident_bytes("VmHWM") - before) / 1e6
 
 
-def _ready(case: Case, peer: Peer, which_pass: str) -> Runnable:
+def _ready(case: BenchCase, peer: Peer, which_pass: str) -> Runnable:
     device = torch.device("cpu")
     call = peer.prepare(case, device)
     if isinstance(call, str):
@@ -120,7 +120,7 @@ def _run(candidate: Runnable) -> None:
         candidate.run()
 
 
-def _shortened(case: Case) -> Case:
+def _shortened(case: BenchCase) -> BenchCase:
     """The same kind of problem, too short to need memory."""
     documents = case.visibility.documents[:1]
     length = documents[0] if documents else WARM_LENGTH
@@ -168,7 +168,7 @@ SUFFIXES = ("", ", cached")
 
 
 def measure_first_calls(
-    case: Case, peers: Sequence[Peer], device: torch.device
+    case: BenchCase, peers: Sequence[Peer], device: torch.device
 ) -> tuple[list[Result], list[Absence]]:
     """First calls with an empty compiler's cache and with a filled one, and who has none."""
     timings: dict[str, dict[str, Timing]] = {}
@@ -196,7 +196,7 @@ def measure_first_calls(
     return results, absences
 
 
-def first_calls(case: Case, peer: Peer, device: torch.device) -> dict[str, float]:
+def first_calls(case: BenchCase, peer: Peer, device: torch.device) -> dict[str, float]:
     """In this process, which should be a fresh one: seconds of the first call of each pass.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import saccade
-from saccade.bench.case import Case
+from saccade.bench.case import BenchCase
 from saccade.bench.timing import Timing
 
 PACKAGES = (
@@ -194,13 +194,13 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def case_fields(case: Case) -> dict[str, Any]:
+def case_fields(case: BenchCase) -> dict[str, Any]:
     """The numbers of a case, as result files hold them."""
     return {name: getattr(case, name) for name in CASE_FIELDS}
 
 
 def record(
-    case: Case,
+    case: BenchCase,
     which_pass: str,
     timings: Mapping[str, Timing],
     device: torch.device,

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from saccade.bench.case import SHORT_DTYPES, Case
+from saccade.bench.case import SHORT_DTYPES, BenchCase
 from saccade.bench.cases import CASES, DEFAULT_CASES
 from saccade.bench.peers import Peer
 from saccade.bench.results import PASSES
@@ -22,12 +22,14 @@ def machine(device_type: str) -> str:
     return "cpu" if device_type == "cpu" else "gpu"
 
 
-def listed_cases(device_type: str) -> list[Case]:
+def listed_cases(device_type: str) -> list[BenchCase]:
     """The cases that are meant for a device."""
     return [case for case in CASES.values() if case.name.startswith(f"{machine(device_type)}-")]
 
 
-def choose_cases(patterns: Sequence[str], dtypes: Sequence[str], device_type: str) -> list[Case]:
+def choose_cases(
+    patterns: Sequence[str], dtypes: Sequence[str], device_type: str
+) -> list[BenchCase]:
     """The cases that names and globs stand for, in the order of the list.
 
     A glob such as ``*-d64-*`` takes cases meant for this device only; ``gpu-*`` and a full name
@@ -86,7 +88,7 @@ def choose_passes(asked: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(passes))
 
 
-def passes_of(case: Case, passes: Sequence[str]) -> tuple[str, ...]:
+def passes_of(case: BenchCase, passes: Sequence[str]) -> tuple[str, ...]:
     """Which of the passes a case has; a single query row, say, has a forward pass only."""
     if case.decodes:
         return ("decode",) if "forward" in passes else ()

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 import saccade
-from saccade.bench.case import Case
+from saccade.bench.case import BenchCase
 from saccade.bench.results import Result, record
-from saccade.bench.timing import Plan, Runnable, WallClock, rotate
+from saccade.bench.timing import Runnable, TimingPlan, WallClock, rotate
 
 ENGINE, ONE_BY_ONE = "saccade/engine", "transformers/generate"
 REQUESTS, NEW_TOKENS = 64, 128
 PROMPT_TOKENS = (16, 65)  # from, and to but one
 PIECE = 200  # characters, which are more tokens than a prompt has
-PLAN = Plan(rounds=3, sample_seconds=0.0, limit_seconds=600.0)
+PLAN = TimingPlan(rounds=3, sample_seconds=0.0, limit_seconds=600.0)
 
 
 class Work(NamedTuple):
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 
 def measure_serving(
-    folder: Path, requests: int = REQUESTS, new_tokens: int = NEW_TOKENS, plan: Plan = PLAN,
+    folder: Path, requests: int = REQUESTS, new_tokens: int = NEW_TOKENS, plan: TimingPlan = PLAN,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:  # fmt: skip
     """Times of all requests together.
@@ -133,7 +133,7 @@ def check(found: list[list[int]], wanted: list[list[int]]) -> None:
             )
 
 
-def case_of(model: Any, work: Work) -> Case:
+def case_of(model: Any, work: Work) -> BenchCase:
     """The work in the numbers of result files; lengths are those of the longest request."""
     config = model.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -143,4 +143,4 @@ def case_of(model: Any, work: Work) -> Case:
     total = sum(map(len, work.prompts))
     name = f"cpu-serving-{len(work.prompts)}x{work.new_tokens}-prompts-{total}"
     length = longest + work.new_tokens
-    return Case(name, len(work.prompts), heads, kv_heads, length, length, dim, dim, dtype)
+    return BenchCase(name, len(work.prompts), heads, kv_heads, length, length, dim, dim, dtype)

@@ -23,13 +23,13 @@ from saccade.bench import (
     verdicts,
 )
 from saccade.bench import report as reporting
-from saccade.bench.case import Case
+from saccade.bench.case import BenchCase
 from saccade.bench.cases import CASES, HOST_CASES
 from saccade.bench.peers import Peer, all_peers, ours
 from saccade.bench.terminal import console
-from saccade.bench.timing import Plan
+from saccade.bench.timing import TimingPlan
 
-QUICK = Plan(rounds=3, sample_seconds=0.005, warm_seconds=0.0, limit_seconds=20.0)
+QUICK = TimingPlan(rounds=3, sample_seconds=0.005, warm_seconds=0.0, limit_seconds=20.0)
 
 # The load average of the last minute above which a CPU is not ours alone.
 BUSY = 0.5
@@ -166,7 +166,7 @@ def settings(
             raise ValueError(f"{name}: got {where.type}, takes a GPU")
     # A card that was idle runs too fast at first: its clock falls once it is warm.
     warm_seconds = 1.0 if where.type == "cuda" else 0.2
-    plan = QUICK if quick else Plan(rounds, warm_seconds=warm_seconds, limit_seconds=limit)
+    plan = QUICK if quick else TimingPlan(rounds, warm_seconds=warm_seconds, limit_seconds=limit)
     return measure.Settings(where, plan, memory, graph, cold)
 
 
@@ -246,9 +246,9 @@ def _run_calls(
     asked: Asked,
     where: torch.device,
     outputs: Outputs,
-    default: Case,
+    default: BenchCase,
     beside: tuple[str, ...],
-    measured: Callable[[Case, Sequence[Peer], torch.device], Found],
+    measured: Callable[[BenchCase, Sequence[Peer], torch.device], Found],
     unit: str,
 ) -> None:
     """Measure single calls case by case: of the peers that are named, or of ours and `beside`."""
@@ -314,7 +314,7 @@ def run(asked: Asked, options: measure.Settings, outputs: Outputs) -> None:
 
 
 def _expected_seconds(
-    case: Case, passes: tuple[str, ...], num_peers: int, options: measure.Settings
+    case: BenchCase, passes: tuple[str, ...], num_peers: int, options: measure.Settings
 ) -> float:
     names = selection.passes_of(case, passes)
     return num_peers * sum(measure.expected_seconds(case, name, options) for name in names)

@@ -14,10 +14,10 @@ from saccade.bench.cases import CASES
 from saccade.bench.selection import passes_of
 from saccade.bench.yardsticks import (
     FASTEST,
+    AgainstPeer,
     Bytes,
     Copying,
     Memory,
-    Peer,
     Published,
     Reading,
     Sum,
@@ -133,43 +133,46 @@ LONG_LINEAR = tuple(f"cpu-linear-length-*-{length}" for length in ("16k", "64k",
 
 CPU_TARGETS = (
     Target("Dense attention in float32 takes at most 1.05 of SDPA's time.",
-           ("cpu-full-fp32-*", "cpu-causal-fp32-*"), Peer("sdpa"), 1.05, TRAINED),
+           ("cpu-full-fp32-*", "cpu-causal-fp32-*"), AgainstPeer("sdpa"), 1.05, TRAINED),
     Target("Dense attention in bfloat16 takes at most 1.05 of SDPA's time.",
-           ("cpu-full-bf16-*", "cpu-causal-bf16-*"), Peer("sdpa"), 1.05, TRAINED),
+           ("cpu-full-bf16-*", "cpu-causal-bf16-*"), AgainstPeer("sdpa"), 1.05, TRAINED),
     Target("A window of 256 in 4k takes at most 0.25 of SDPA's time with that mask.",
-           ("cpu-window256-*",), Peer("sdpa"), 0.25, TRAINED),
+           ("cpu-window256-*",), AgainstPeer("sdpa"), 0.25, TRAINED),
     Target("Eight packed sequences of 512 take at most 0.25 of SDPA's time with the block mask.",
-           ("cpu-packed-*",), Peer("sdpa"), 0.25, TRAINED),
+           ("cpu-packed-*",), AgainstPeer("sdpa"), 0.25, TRAINED),
     Target("Decoding with 32/8 heads and 16k keys takes at most 0.50 of SDPA's time.",
-           DECODE, Peer("sdpa"), 0.5, TRAINED),
+           DECODE, AgainstPeer("sdpa"), 0.5, TRAINED),
     *(
         Target(f"Decoding from neighbouring pages of {size} takes at most 1.1 of the time "
-               "without pages.", DECODE, Peer("saccade/cpu"), 1.1, FORWARD, f"saccade/paged-{size}")
+               "without pages.", DECODE, AgainstPeer("saccade/cpu"), 1.1,
+               FORWARD, f"saccade/paged-{size}")
         for size in (16, 64, 256)
     ),
     Target("Decoding from neighbouring pages of 16 takes at most 0.50 of SDPA's time without "
-           "pages.", DECODE, Peer("sdpa"), 0.5, FORWARD, "saccade/paged-16"),
+           "pages.", DECODE, AgainstPeer("sdpa"), 0.5, FORWARD, "saccade/paged-16"),
     Target("Decoding from scattered pages of 16 takes at most 0.50 of gathering them for SDPA.",
-           DECODE, Peer("sdpa/gathered-16"), 0.5, FORWARD, "saccade/scattered-16"),
+           DECODE, AgainstPeer("sdpa/gathered-16"), 0.5, FORWARD, "saccade/scattered-16"),
     Target("One head of 32k rows takes less than 200 MB beyond the inputs.",
            ("cpu-memory-*",), Memory(), 200.0, ("forward+backward",)),
     Target("Linear attention reaches at least 0.35 of torch.bmm's rate, forward.",
-           MATRIX, Peer("bmm"), 1 / 0.35, FORWARD),
+           MATRIX, AgainstPeer("bmm"), 1 / 0.35, FORWARD),
     Target("Linear attention reaches at least 0.30 of torch.bmm's rate, forward and backward.",
-           MATRIX, Peer("bmm"), 1 / 0.30, ("forward+backward",)),
+           MATRIX, AgainstPeer("bmm"), 1 / 0.30, ("forward+backward",)),
     Target("Linear attention takes at most 1.2 times as long for a token at up to 256k as at 4k.",
            LONG_LINEAR, Tokens("cpu-linear-length-fp32-d64-4k"), 1.2, TRAINED),
 )  # fmt: skip
 
 GPU_TARGETS = (
     Target("Triton kernels take at most 1/1.25 of the time of SDPA's flash, dense, forward.",
-           NARROW_FROM_1K, Peer("sdpa/flash"), 1 / 1.25, FORWARD, TRITON),
+           NARROW_FROM_1K, AgainstPeer("sdpa/flash"), 1 / 1.25, FORWARD, TRITON),
     Target("Triton kernels take at most 1/1.15 of the time of SDPA's flash, dense, backward.",
-           NARROW_FROM_1K, Peer("sdpa/flash"), 1 / 1.15, BACKWARD, TRITON),
+           NARROW_FROM_1K, AgainstPeer("sdpa/flash"), 1 / 1.15, BACKWARD, TRITON),
     Target("Triton kernels are never slower than FlexAttention on dense cases.",
-           NARROW_FROM_1K, Peer("flex"), 1.0, BOTH, TRITON),
+           NARROW_FROM_1K, AgainstPeer("flex"), 1.0,
+           BOTH, TRITON),
     Target("Triton kernels take at most FlexAttention's time under a window, documents, a prefix "
-           "and blocks.", (WINDOW, DOCUMENTS, PREFIX, BLOCKS), Peer("flex"), 1.0, BOTH, TRITON),
+           "and blocks.", (WINDOW, DOCUMENTS, PREFIX, BLOCKS), AgainstPeer("flex"), 1.0,
+           BOTH, TRITON),
     Target("Triton kernels take at most 1.2 times as long for a visible tile under a window, "
            "documents and blocks as without a mask.",
            (WINDOW, DOCUMENTS, BLOCKS), Tiles("gpu-full-bf16-d128-16k"), 1.2, BOTH, TRITON),
@@ -178,7 +181,7 @@ GPU_TARGETS = (
     Target("One packed sequence of 8k with 64 of 128 takes at most 1.15 of its parts' sum.",
            tuple(MIXED_PARTS.others), MIXED_PARTS, 1.15, BOTH, TRITON),
     Target("Triton kernels take at most 1/4 of flash_attention_triton's time on causal cases.",
-           NARROW_FROM_1K[2:], Peer("flash_attention_triton"), 1 / 4, BOTH, TRITON),
+           NARROW_FROM_1K[2:], AgainstPeer("flash_attention_triton"), 1 / 4, BOTH, TRITON),
     *_linear(),
     Target("A step of 64 × 16 float32 states reaches at least 0.80 of a copy's bandwidth.",
            ("gpu-linear-step-*",), Copying(), 1 / 0.80, FORWARD, TRITON),
@@ -191,16 +194,17 @@ GPU_TARGETS = (
     Target("One sequence of 8k in pages takes at most 0.015 ms.",
            _pages("32x8", "1x8k"), Time(), 0.015, FORWARD, SCATTERED),
     Target("Pages of 16 take at most 1.03 of the time with pages of 256.",
-           LARGE_PAGES, Peer("saccade/scattered-256"), 1.03, FORWARD, "saccade/scattered-16"),
+           LARGE_PAGES, AgainstPeer("saccade/scattered-256"), 1.03, FORWARD,
+           "saccade/scattered-16"),
     Target("A byte of one sequence of 128k with 63 of 1k takes at most 1.1 times as long as in "
            "64 of 4k.", _pages("32x8", "131072+63x1024"), Bytes(MANY_EQUAL), 1.1, FORWARD,
            SCATTERED),
     Target("Pages in fp8 take at most 1/1.7 of the time in bfloat16.",
            tuple(IN_FP8.others), IN_FP8, 1 / 1.7, FORWARD, SCATTERED),
     Target("Triton kernels take at most 1.08 of their dense time for chunks of a prompt over "
-           "pages.", CHUNKS, Peer(TRITON), 1.08, FORWARD, "triton/scattered-64"),
+           "pages.", CHUNKS, AgainstPeer(TRITON), 1.08, FORWARD, "triton/scattered-64"),
     Target("Hopper kernels take at most 1.08 of their dense time for chunks of a prompt over "
-           "pages.", CHUNKS, Peer(HOPPER), 1.08, FORWARD, "hopper/scattered-64"),
+           "pages.", CHUNKS, AgainstPeer(HOPPER), 1.08, FORWARD, "hopper/scattered-64"),
     *(
         target
         for what, mean, cases, passes in (
@@ -210,14 +214,14 @@ GPU_TARGETS = (
         )
         for target in (
             Target(f"Hopper kernels reach at least 0.98 of cuDNN's rate in every case, {what}.",
-                   cases, Peer("sdpa/cudnn"), 1 / 0.98, passes, HOPPER),
+                   cases, AgainstPeer("sdpa/cudnn"), 1 / 0.98, passes, HOPPER),
             Target(f"Hopper kernels reach in the mean at least {mean} of cuDNN's rate, {what}.",
-                   cases, Peer("sdpa/cudnn"), 1 / mean, passes, HOPPER, mean=True),
+                   cases, AgainstPeer("sdpa/cudnn"), 1 / mean, passes, HOPPER, mean=True),
         )
     ),
     Target("Hopper kernels reach at least 1.3 of FlexAttention's rate under a window of 1k in 16k, "
            "on a packed mix and with grouped heads.",
-           MASKED, Peer("flex"), 1 / 1.3, FORWARD, HOPPER),
+           MASKED, AgainstPeer("flex"), 1 / 1.3, FORWARD, HOPPER),
 )  # fmt: skip
 
 TARGETS = (*CPU_TARGETS, *GPU_TARGETS)

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from saccade.bench import measure
-from saccade.bench.case import Case
+from saccade.bench.case import BenchCase
 from saccade.bench.peers import Peer
 from saccade.bench.results import Absence, Result, latest
 from saccade.bench.verdicts import Verdict, number_text
@@ -147,7 +147,7 @@ def footnotes(absences: Iterable[Absence]) -> list[str]:
     return lines
 
 
-def cases_table(cases: Sequence[Case]) -> Table:
+def cases_table(cases: Sequence[BenchCase]) -> Table:
     """The named cases with their numbers."""
     table = Table(caption_justify="left", caption="heads and dim: query / key and value")
     for name in ("name", "batch", "heads", "length", "dim", "dtype", "mask", "GFLOP forward"):

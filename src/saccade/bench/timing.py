@@ -31,7 +31,7 @@ FEWEST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class TimingPlan:
     """How long to measure.
 
     Attributes:
@@ -108,7 +108,7 @@ def orders(names: list[str], seed: int = 0) -> Iterator[list[str]]:
 def rotate(
     candidates: Mapping[str, Runnable],
     clock: Clock,
-    plan: Plan,
+    plan: TimingPlan,
     on_turn: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
     """Time candidates against each other; `on_turn` hears of each turn that is over."""
@@ -126,7 +126,7 @@ def rotate(
     return {name: Timing.of(taken) for name, taken in samples.items()}
 
 
-def _warm_up(candidates: Mapping[str, Runnable], clock: Clock, plan: Plan) -> dict[str, int]:
+def _warm_up(candidates: Mapping[str, Runnable], clock: Clock, plan: TimingPlan) -> dict[str, int]:
     """Load the device with all candidates in turn; find how many calls make up a sample."""
     if plan.sample_seconds == 0:
         return dict.fromkeys(candidates, 1)

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.bench.case import SHORT_DTYPES, Case, short
+from saccade.bench.case import SHORT_DTYPES, BenchCase, short
 from saccade.bench.peers import ours
 from saccade.bench.results import Absence, Result, first_line, record
-from saccade.bench.timing import GpuClock, Plan, Runnable, Timing, WallClock, rotate
+from saccade.bench.timing import GpuClock, Runnable, Timing, TimingPlan, WallClock, rotate
 from saccade.bench.visibility import CAUSAL
 
 OPTIMIZER = "AdamW, fused, learning rate 1e-4"
@@ -79,13 +79,13 @@ class Workload(NamedTuple):
         """Tokens of a step."""
         return self.batch * self.length
 
-    def case(self) -> Case:
+    def case(self) -> BenchCase:
         """The attention of one layer, under the workload's name."""
         shape, length = self.shape, self.length
         dim = shape.hidden // shape.heads
         name = f"{self.machine}-training-{SHORT_DTYPES[shape.dtype]}-d{dim}-{short(length)}"
         heads, lengths, dims = (shape.heads, shape.kv_heads), (length, length), (dim, dim)
-        return Case(name, self.batch, *heads, *lengths, *dims, shape.dtype, CAUSAL)
+        return BenchCase(name, self.batch, *heads, *lengths, *dims, shape.dtype, CAUSAL)
 
     def flops(self, parameters: int) -> int:
         """Operations of a step: 6 for each token and each weight of a product, and attention's.
@@ -243,7 +243,7 @@ def chosen(option: str, asked: Sequence[str], known: Sequence[str]) -> list[str]
 
 def measure_training(
     works: Sequence[Workload], attentions: Sequence[str], modes: Sequence[str],
-    device: torch.device, plan: Plan, say: Callable[[str], None] = lambda line: None,
+    device: torch.device, plan: TimingPlan, say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[tuple[list[Result], list[Absence]]]:  # fmt: skip
     """For each length and mode, the results of all variants, and who has none and why."""
     for work in works:
@@ -260,7 +260,7 @@ def measure_training(
 
 
 def _measure(
-    work: Workload, attentions: Sequence[str], mode: str, device: torch.device, plan: Plan,
+    work: Workload, attentions: Sequence[str], mode: str, device: torch.device, plan: TimingPlan,
     say: Callable[[str], None],
 ) -> tuple[list[Result], list[Absence]]:  # fmt: skip
     models, case = Models(work, attentions, device), work.case()

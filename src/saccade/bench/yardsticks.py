@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from saccade.bench.case import Case
+from saccade.bench.case import BenchCase
 from saccade.bench.cases import CASES
 from saccade.bench.peers.rates import COPY_BYTES
 from saccade.bench.results import Result, runs_of
@@ -90,7 +90,7 @@ class Yardstick(Protocol):
 
 
 @dataclass(frozen=True)
-class Peer:
+class AgainstPeer:
     """Another one's time in the same run."""
 
     unit: ClassVar[str] = ""
@@ -123,7 +123,7 @@ class _Unit:
     unit: ClassVar[str] = ""
     other: str
 
-    def amount(self, case: Case) -> int:
+    def amount(self, case: BenchCase) -> int:
         """How much of it a case has."""
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class _Unit:
 class Tiles(_Unit):
     """Of tiles with something visible in them."""
 
-    def amount(self, case: Case) -> int:
+    def amount(self, case: BenchCase) -> int:
         """Tiles of (query rows, key rows)."""
         return case.tiles(TILE)
 
@@ -146,7 +146,7 @@ class Tiles(_Unit):
 class Tokens(_Unit):
     """Of tokens."""
 
-    def amount(self, case: Case) -> int:
+    def amount(self, case: BenchCase) -> int:
         """Query rows."""
         return case.query_len
 
@@ -154,7 +154,7 @@ class Tokens(_Unit):
 class Bytes(_Unit):
     """Of bytes."""
 
-    def amount(self, case: Case) -> int:
+    def amount(self, case: BenchCase) -> int:
         """What a forward pass moves at least."""
         return case.bytes
 

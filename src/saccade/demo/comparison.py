@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saccade.demo.exactness import CONTENDERS
-from saccade.demo.settings import Settings
+from saccade.demo.settings import DemoSettings
 
 MEASURABLE = sys.platform != "win32"  # Windows has no getrusage
 WARM_UP_LENGTH = 64
@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 120
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """One attention call: who computes it, on what; `window` None is causal."""
 
     who: str
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     window: int | None
 
 
-def measure_peak(call: Call) -> int | None:
+def measure_peak(call: TimedCall) -> int | None:
     """Bytes beyond the inputs that a forward and a backward pass take at their peak.
 
     None where the system does not tell, or the process ran out of memory.
@@ -66,7 +66,7 @@ def measure_peak(call: Call) -> int | None:
         receiver.close()
 
 
-def _measure(sender: Any, call: Call, num_threads: int) -> None:
+def _measure(sender: Any, call: TimedCall, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     # A first call loads libraries and starts threads; that memory is nobody's in particular.
     small = call._replace(length=WARM_UP_LENGTH)
@@ -77,14 +77,14 @@ def _measure(sender: Any, call: Call, num_threads: int) -> None:
     sender.send(peak_bytes() - before)
 
 
-def _forward_and_backward(call: Call, inputs: Inputs) -> None:
+def _forward_and_backward(call: TimedCall, inputs: Inputs) -> None:
     query, key, value, grad_output = inputs
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     output = CONTENDERS[call.who](query, key, value, call.window)
     torch.autograd.grad(output, leaves, grad_output)
 
 
-def make_inputs(call: Call) -> Inputs:
+def make_inputs(call: TimedCall) -> Inputs:
     """Query, key, value and the gradient of the output: random, alike on every run."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, call.heads, call.length, call.head_dim)
@@ -142,13 +142,15 @@ class Measured(NamedTuple):
     left_out: str = ""
 
 
-def compare(settings: Settings, deadline: float) -> Iterator[list[Measured]]:
+def compare(settings: DemoSettings, deadline: float) -> Iterator[list[Measured]]:
     """Measure all contenders, one length after the other, causal and with a window.
 
     Whoever would not be done by the deadline (of `time.perf_counter`) at a length is left out of
     it; of the shortest one nobody is.
     """
-    measure_peak(Call("saccade", 64, HEADS, HEAD_DIM, None))  # starts the process that is copied
+    measure_peak(
+        TimedCall("saccade", 64, HEADS, HEAD_DIM, None)
+    )  # starts the process that is copied
     shorter: dict[int | None, list[Measured]] = {None: [], WINDOW: []}
     for length in settings.lengths:
         for window in (None, WINDOW) if length in settings.window_lengths else (None,):
@@ -187,7 +189,9 @@ def _at_length(
 ) -> Iterator[Measured]:
     pattern = "causal" if window is None else f"window {window}"
     calls = {
-        who: Call(who, length, HEADS, HEAD_DIM, window) for who in CONTENDERS if who not in left_out
+        who: TimedCall(who, length, HEADS, HEAD_DIM, window)
+        for who in CONTENDERS
+        if who not in left_out
     }
     times = _times(calls, rounds)
     for who in CONTENDERS:
@@ -198,7 +202,7 @@ def _at_length(
             yield Measured(pattern, length, who, forward, backward, measure_peak(calls[who]))
 
 
-def _times(calls: dict[str, Call], rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+def _times(calls: dict[str, TimedCall], rounds: int) -> dict[str, tuple[list[float], list[float]]]:
     """Seconds of forward and backward passes; rounds are interleaved, so that all of them see
     the same moods of the machine."""
     times: dict[str, tuple[list[float], list[float]]] = {who: ([], []) for who in calls}
@@ -214,7 +218,7 @@ def _times(calls: dict[str, Call], rounds: int) -> dict[str, tuple[list[float], 
     return times
 
 
-def _time_once(call: Call, inputs: Inputs) -> tuple[float, float]:
+def _time_once(call: TimedCall, inputs: Inputs) -> tuple[float, float]:
     query, key, value = (tensor.detach().requires_grad_() for tensor in inputs[:3])
     begin = time.perf_counter()
     output = CONTENDERS[call.who](query, key, value, call.window)

@@ -66,7 +66,7 @@ SOFTCAP = 30.0
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Error(NamedTuple):
+class LargestError(NamedTuple):
     """The distance from the reference, at its worst and as a root mean square."""
 
     worst: float
@@ -79,8 +79,8 @@ class Finding(NamedTuple):
     layer: str
     dtype: str
     who: str
-    output: Error
-    gradient: Error
+    output: LargestError
+    gradient: LargestError
 
 
 def compare(calls: list[AttentionCall], seed: int) -> Iterator[Finding]:
@@ -138,11 +138,11 @@ def results(
     return output.detach(), *gradients
 
 
-def error(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> Error:
+def error(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> LargestError:
     """How far results are from the exact ones, over all their numbers."""
     pairs = zip(got, exact, strict=True)
     off = torch.cat([(one.double() - other).flatten() for one, other in pairs])
-    return Error(float(off.abs().max()), float(off.square().mean().sqrt()))
+    return LargestError(float(off.abs().max()), float(off.square().mean().sqrt()))
 
 
 def ratios_to_plain(findings: list[Finding], dtype: str) -> dict[str, float]:

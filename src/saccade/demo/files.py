@@ -21,7 +21,7 @@ import saccade
 from saccade.demo.comparison import HEAD_DIM, HEADS, Measured
 from saccade.demo.exactness import Finding
 from saccade.demo.model import NORM_EPSILON, ROTARY_BASE, VOCABULARY, ByteModel, Layer
-from saccade.demo.settings import ModelShape
+from saccade.demo.settings import DemoModelShape
 
 
 def save_model(model: ByteModel, folder: Path) -> Path:
@@ -35,7 +35,7 @@ def save_model(model: ByteModel, folder: Path) -> Path:
 def load_model(folder: Path) -> ByteModel:
     """The model that `save_model` wrote."""
     sizes = json.loads((folder / "model.json").read_text(encoding="utf-8"))
-    model = ByteModel(ModelShape(**{**sizes, "windows": tuple(sizes["windows"])}))
+    model = ByteModel(DemoModelShape(**{**sizes, "windows": tuple(sizes["windows"])}))
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     return model.eval()
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 import saccade
-from saccade.demo.settings import ModelShape
+from saccade.demo.settings import DemoModelShape
 
 VOCABULARY = 256
 ROTARY_BASE = 10_000.0
@@ -75,7 +75,7 @@ class AttentionCall:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, over a window or over everything before."""
 
-    def __init__(self, shape: ModelShape, window: int | None) -> None:
+    def __init__(self, shape: DemoModelShape, window: int | None) -> None:
         super().__init__()
         dim = shape.head_dim
         self.heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
@@ -126,7 +126,7 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """SwiGLU: one half of the hidden channels opens or closes the other (Shazeer 2020)."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DemoModelShape) -> None:
         super().__init__()
         self.widen = nn.Linear(shape.width, 2 * shape.hidden, bias=False)
         self.narrow = nn.Linear(shape.hidden, shape.width, bias=False)
@@ -140,7 +140,7 @@ class GatedMLP(nn.Module):
 class Layer(nn.Module):
     """Attention and an MLP, each added to the residual stream."""
 
-    def __init__(self, shape: ModelShape, window: int | None) -> None:
+    def __init__(self, shape: DemoModelShape, window: int | None) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.width, NORM_EPSILON)
         self.attention = Attention(shape, window)
@@ -156,7 +156,7 @@ class Layer(nn.Module):
 class ByteModel(nn.Module):
     """Predicts the next byte of a text from those before it."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DemoModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(VOCABULARY, shape.width)
@@ -231,7 +231,7 @@ def rotate(rows: Rows, first_position: int) -> Rows:
 SEARCHED_BYTES = 10_000
 
 
-class Sampling(NamedTuple):
+class TextSampling(NamedTuple):
     """How a byte is drawn: only the `top_k` likeliest, sharpened by a temperature below 1."""
 
     temperature: float = 0.7
@@ -240,7 +240,7 @@ class Sampling(NamedTuple):
 
 
 @torch.no_grad()
-def generate(model: ByteModel, prompt: bytes, new_bytes: int, sampling: Sampling) -> bytes:
+def generate(model: ByteModel, prompt: bytes, new_bytes: int, sampling: TextSampling) -> bytes:
     """The bytes that the model writes after the prompt.
 
     The text stays within the length that the model was trained on: of a long prompt only the end
@@ -261,7 +261,7 @@ def generate(model: ByteModel, prompt: bytes, new_bytes: int, sampling: Sampling
         logits = model(torch.tensor([[written[-1]]]), cache)
 
 
-def draw(logits: Float[Tensor, " byte"], sampling: Sampling, generator: torch.Generator) -> int:
+def draw(logits: Float[Tensor, " byte"], sampling: TextSampling, generator: torch.Generator) -> int:
     """One byte from the likeliest ones."""
     likeliest = logits.topk(min(sampling.top_k, len(logits)))
     weights = (likeliest.values / sampling.temperature).softmax(-1)

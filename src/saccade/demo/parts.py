@@ -14,10 +14,16 @@ from saccade.demo import comparison, files, report
 from saccade.demo.comparison import Measured
 from saccade.demo.exactness import SOFTCAP, Finding, compare, ratios_to_plain
 from saccade.demo.files import export
-from saccade.demo.model import ByteModel, Sampling, cache_error, generate, opening
-from saccade.demo.settings import Settings
+from saccade.demo.model import ByteModel, TextSampling, cache_error, generate, opening
+from saccade.demo.settings import DemoSettings
 from saccade.demo.text import Corpus, TextError, bigram_bits, gather, spread_windows, unigram_bits
-from saccade.demo.training import Schedule, Step, choose_training_threads, held_out_bits, train
+from saccade.demo.training import (
+    TrainingSchedule,
+    TrainingStep,
+    choose_training_threads,
+    held_out_bits,
+    train,
+)
 
 MODEL = "this model"
 CHECKED_BYTES = 256  # the cache is checked on so many bytes
@@ -30,7 +36,7 @@ def give_up(console: Console, message: str, status: int) -> NoReturn:
     raise typer.Exit(status)
 
 
-def gather_text(console: Console, path: Path | None, settings: Settings) -> Corpus:
+def gather_text(console: Console, path: Path | None, settings: DemoSettings) -> Corpus:
     """Read the text and say what it is."""
     try:
         corpus = gather(path, settings.shape.context)
@@ -54,7 +60,7 @@ def make_folder(console: Console, output: Path) -> None:
 
 
 def train_model(
-    console: Console, corpus: Corpus, settings: Settings, seed: int, steps: int | None
+    console: Console, corpus: Corpus, settings: DemoSettings, seed: int, steps: int | None
 ) -> tuple[ByteModel, dict[str, object]]:
     """Train a new model; also say how long that took."""
     torch.manual_seed(seed)
@@ -69,10 +75,10 @@ def train_model(
         f"{layers}; {shape.query_heads} query heads share {shape.kv_heads} key heads; "
         f"{torch.get_num_threads()} thread(s)."
     )
-    schedule = Schedule(
+    schedule = TrainingSchedule(
         settings.training_seconds, steps, settings.batch, settings.learning_rate, seed
     )
-    history: list[Step] = []
+    history: list[TrainingStep] = []
     with report.training_progress(console) as progress:
         bar = progress.add_task("", total=1.0, step=0, bits=8.0, speed=0.0, left=0.0)
         for step in train(model, corpus.training, schedule):
@@ -89,7 +95,7 @@ def train_model(
 
 
 def predict(
-    console: Console, corpus: Corpus, model: ByteModel, settings: Settings
+    console: Console, corpus: Corpus, model: ByteModel, settings: DemoSettings
 ) -> dict[str, float]:
     """Judge the model on held-out text, beside counting."""
     report.heading(console, "2. What it learned")
@@ -129,12 +135,12 @@ def check(console: Console, corpus: Corpus, model: ByteModel, seed: int) -> list
 
 def write(
     console: Console, corpus: Corpus, model: ByteModel, prompt: str | None,
-    settings: Settings, seed: int,
+    settings: DemoSettings, seed: int,
 ) -> None:  # fmt: skip
     """Let the model write on from a prompt."""
     report.heading(console, "4. What it writes")
     begin = prompt.encode() if prompt else opening(corpus.held_out, PROMPT_BYTES)
-    sampling = Sampling(seed=seed)
+    sampling = TextSampling(seed=seed)
     written = generate(model, begin, settings.new_bytes, sampling)
     explanation = (
         f"dimmed: the prompt · temperature {sampling.temperature}, top {sampling.top_k} bytes"
@@ -142,7 +148,7 @@ def write(
     console.print(report.generated_panel(begin, written, explanation))
 
 
-def measure(console: Console, settings: Settings, deadline: float) -> list[Measured]:
+def measure(console: Console, settings: DemoSettings, deadline: float) -> list[Measured]:
     """Measure time and memory of attention on this machine, until the deadline at most."""
     report.heading(console, "5. Time and memory on this machine")
     measured: list[Measured] = []
@@ -187,7 +193,7 @@ def save(
     console.print(
         "It is a Qwen2 of its size. With transformers (pip install 'saccade[transformers]') it "
         f'writes many texts at once: saccade generate {exported} "def " "class " '
-        f"--temperature {Sampling().temperature}",
+        f"--temperature {TextSampling().temperature}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from saccade.demo.comparison import Measured
 from saccade.demo.exactness import Finding
-from saccade.demo.training import Step
+from saccade.demo.training import TrainingStep
 
 MIB = 2**20
 
@@ -37,7 +37,7 @@ def training_progress(console: Console) -> Progress:
     )
 
 
-def shown(step: Step) -> dict:
+def shown(step: TrainingStep) -> dict:
     """What the bar shows of a step."""
     left = step.seconds * (1 / step.progress - 1)
     return {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class DemoModelShape:
     """The sizes of the byte model.
 
     Attributes:
@@ -32,7 +32,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What one run of the demo does, within its budget of wall-clock time.
 
     Attributes:
@@ -56,10 +56,10 @@ class Settings:
     batch: int = 2
     learning_rate: float = 3e-3
     new_bytes: int = 200
-    shape: ModelShape = field(default_factory=ModelShape)
+    shape: DemoModelShape = field(default_factory=DemoModelShape)
 
 
-QUICK = Settings(
+QUICK = DemoSettings(
     total_seconds=34,
     training_seconds=13,
     held_out_bytes=40_000,
@@ -67,7 +67,7 @@ QUICK = Settings(
     window_lengths=(1024, 2048),
     rounds=3,
 )
-FULL = Settings(
+FULL = DemoSettings(
     batch=4,
     total_seconds=228,
     training_seconds=90,

@@ -24,7 +24,7 @@ BETAS = (0.9, 0.95)
 SMOOTHING = 20
 
 
-class Schedule(NamedTuple):
+class TrainingSchedule(NamedTuple):
     """How long and how fast to learn; `steps` overrides `seconds`."""
 
     seconds: float
@@ -34,7 +34,7 @@ class Schedule(NamedTuple):
     seed: int
 
 
-class Step(NamedTuple):
+class TrainingStep(NamedTuple):
     """One training step, seen from outside.
 
     Attributes:
@@ -52,7 +52,9 @@ class Step(NamedTuple):
     seconds: float
 
 
-def train(model: ByteModel, content: UInt8[Tensor, " bytes"], schedule: Schedule) -> Iterator[Step]:
+def train(
+    model: ByteModel, content: UInt8[Tensor, " bytes"], schedule: TrainingSchedule
+) -> Iterator[TrainingStep]:
     """Train the model in place, giving a report after each step."""
     optimizer = torch.optim.AdamW(
         parameter_groups(model), lr=schedule.learning_rate, betas=BETAS, fused=True
@@ -71,7 +73,7 @@ def train(model: ByteModel, content: UInt8[Tensor, " bytes"], schedule: Schedule
         seconds = time.perf_counter() - begin
         progress = number / schedule.steps if schedule.steps else seconds / schedule.seconds
         speed = number * schedule.batch * model.shape.context / seconds
-        yield Step(number, min(progress, 1.0), recent, speed, seconds)
+        yield TrainingStep(number, min(progress, 1.0), recent, speed, seconds)
     model.eval()
 
 

@@ -28,14 +28,14 @@ Start = Callable[..., bool]
 """Starts a kernel, given (programs, stream, *tensors); False if these tensors do not fit."""
 
 
-class Symbol(NamedTuple):
+class AddressSymbol(NamedTuple):
     """Stands in for what is known when a kernel starts: Python, in which {} is the value's name."""
 
     text: str
     value: Any = None
 
 
-PROGRAMS, STREAM = Symbol("programs"), Symbol("stream")
+PROGRAMS, STREAM = AddressSymbol("programs"), AddressSymbol("stream")
 
 
 class Addresses:
@@ -48,7 +48,7 @@ class Addresses:
     def __call__(self, tensor: Tensor) -> Any:
         """The symbol of a tensor; of one that has no place, the address in this call."""
         if id(tensor) in self.numbers:
-            return Symbol(f"a{self.numbers.index(id(tensor))}")
+            return AddressSymbol(f"a{self.numbers.index(id(tensor))}")
         self.complete = False
         return tensor.data_ptr()
 
@@ -76,7 +76,7 @@ class Addresses:
 
 def written(value: Any, values: dict[str, Any]) -> str:
     """A value as Python; what can only be named is put among `values`."""
-    if isinstance(value, Symbol):
+    if isinstance(value, AddressSymbol):
         return value.text.format(written(value.value, values))
     if isinstance(value, tuple) and _holds_symbol(value):
         return f"({''.join(written(part, values) + ',' for part in value)})"
@@ -87,7 +87,7 @@ def written(value: Any, values: dict[str, Any]) -> str:
 
 
 def _holds_symbol(value: tuple[Any, ...]) -> bool:
-    return isinstance(value, Symbol) or any(
+    return isinstance(value, AddressSymbol) or any(
         _holds_symbol(part) for part in value if isinstance(part, tuple)
     )
 
@@ -212,7 +212,7 @@ def _encoders(compiled: Any) -> Any:
         def encode(described: Described) -> tuple[Any, ...]:
             make = described.maker()
             maps = Maps(lambda address: expand(make(address), of, *unread)[0])
-            found = Symbol(f"{{}}[{described.base.text}]", maps)
+            found = AddressSymbol(f"{{}}[{described.base.text}]", maps)
             return (found, *described.shape, *described.strides)
 
         return encode
@@ -222,7 +222,7 @@ def _encoders(compiled: Any) -> Any:
 
 def _made_anew(described: Described) -> tuple[Any, ...]:
     """A descriptor that Triton encodes, in every call."""
-    return (Symbol(f"{{}}({described.base.text})", described.maker()),)
+    return (AddressSymbol(f"{{}}({described.base.text})", described.maker()),)
 
 
 def _expanded(

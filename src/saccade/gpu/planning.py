@@ -21,7 +21,7 @@ ROW_WARPS = 8  # 16 rows a thread: with 64, kernels by Triton 3.7 to 3.9 spill t
 CLASSIFIED_PER_PROGRAM = 32  # tiles of single pairs that a program classifies
 
 
-class Plan(NamedTuple):
+class TileLists(NamedTuple):
     """Tile ranges, or lists and counts of tiles, and how far apart batch entries and heads are
     there."""
 
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
         return (*map(pointer, self.tensors), *self.steps) if self.tensors else ()
 
 
-NO_PLAN = Plan()
+NO_PLAN = TileLists()
 
 
 class Planner:
@@ -80,7 +80,7 @@ class Planner:
         self.list = Launch(tile_lists.list_tiles, at_once, alone)
         self.list_blocks = Launch(tile_lists.list_blocks, {**constants, **at_once}, alone)
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> Plan:
+    def __call__(self, inputs: Inputs, variant: Variant) -> TileLists:
         """What the mask lets the programs visit; nothing where they find it themselves."""
         if not self.needed:
             return NO_PLAN
@@ -88,7 +88,7 @@ class Planner:
             return self._lists(inputs, variant)
         return self._tile_ranges(inputs, variant)
 
-    def _tile_ranges(self, inputs: Inputs, variant: Variant) -> Plan:
+    def _tile_ranges(self, inputs: Inputs, variant: Variant) -> TileLists:
         device, steps = inputs.query.device, self._steps(TILE_RANGE_SIZE.value)
         tile_ranges = torch.empty(
             self.rows, TILE_RANGE_SIZE.value, dtype=torch.int32, device=device
@@ -99,9 +99,9 @@ class Planner:
             (*tensors_of(inputs, variant), tile_ranges),
             lambda p: (*self._sides(p, inputs), mask_argument(variant, p), p(tile_ranges), *steps),
         )
-        return Plan((tile_ranges,), steps)
+        return TileLists((tile_ranges,), steps)
 
-    def _lists(self, inputs: Inputs, variant: Variant) -> Plan:
+    def _lists(self, inputs: Inputs, variant: Variant) -> TileLists:
         device, num_tiles = inputs.query.device, self.num_tiles
         lists = torch.empty(self.rows, num_tiles, dtype=torch.int32, device=device)
         counts = torch.empty(self.rows, 2, dtype=torch.int32, device=device)
@@ -123,7 +123,7 @@ class Planner:
                 (tile_classes, lists, counts),
                 lambda p: (p(tile_classes), p(lists), p(counts), num_tiles),
             )
-        return Plan((lists, counts), self._steps(2))
+        return TileLists((lists, counts), self._steps(2))
 
     def _tile_classes(self, inputs: Inputs, variant: Variant) -> Tensor:
         device, num_tiles = inputs.query.device, self.num_tiles

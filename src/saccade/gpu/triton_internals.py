@@ -23,7 +23,7 @@ import triton
 Form = tuple[str, ...]  # names of parameters or fields
 
 
-class Part(NamedTuple):
+class Internal(NamedTuple):
     """Something inside Triton: what it is, what form it has here, in which versions it had one."""
 
     name: str
@@ -64,19 +64,19 @@ HOOKS = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit
 FIELDS = ("base", "shape", "strides", "block_shape", "layout", "padding")
 
 PARTS = (
-    Part(
+    Internal(
         "CudaLauncher.__call__", _launcher,
         {(*OUTER, "args"): "3.6", (*OUTER, *HOOKS, "args"): "3.7 to 3.9"},
     ),
-    Part(
+    Internal(
         "make_tensordesc_arg", _descriptor_arguments,
         {("arg", "metadata"): "3.6, 3.7", ("arg", "metadata", "_"): "3.8, 3.9"},
     ),
-    Part(
+    Internal(
         "wrap_handle_tensordesc", _wrapper,
         {("launcher", "signature", "tensordesc_meta"): "3.6 to 3.9"},
     ),
-    Part(
+    Internal(
         "TensorDescriptor", _descriptor,
         {FIELDS: "3.6", (*FIELDS, "round_f32_to_tf32"): "3.7 to 3.9"},
     ),
@@ -89,7 +89,7 @@ def unknown() -> str | None:
     return unknown_of(PARTS)
 
 
-def unknown_of(parts: tuple[Part, ...]) -> str | None:
+def unknown_of(parts: tuple[Internal, ...]) -> str | None:
     """The same of some parts."""
     for part in parts:
         try:

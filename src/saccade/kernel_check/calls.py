@@ -52,7 +52,7 @@ KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 SHORT = 1024  # rows, for which Hopper's forward pass has schedules of its own
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """A call of attention. Plain numbers and words, so that it can be handed to a process."""
 
     head_dim: int
@@ -84,7 +84,7 @@ class Call(NamedTuple):
         return mask is not None and is_short(mask.key, mask.captured, length, length)
 
 
-def make(call: Call, device: torch.device) -> tuple[Inputs, Variant]:
+def make(call: KernelCall, device: torch.device) -> tuple[Inputs, Variant]:
     """The tensors of a call, and what it asks for; packed rows are two sequences a batch entry."""
     query, key, value = (
         torch.randn(shape, device=device).to(DTYPES[call.dtype]).requires_grad_()
@@ -109,13 +109,13 @@ def make(call: Call, device: torch.device) -> tuple[Inputs, Variant]:
     return with_seed(inputs, variant), variant
 
 
-def _shape(call: Call, heads: int, dim: int) -> tuple[int, ...]:
+def _shape(call: KernelCall, heads: int, dim: int) -> tuple[int, ...]:
     if call.packed:
         return call.batch * call.length, heads, dim
     return call.batch, heads, call.length, dim
 
 
-def make_mask(call: Call, device: torch.device) -> Mask | None:
+def make_mask(call: KernelCall, device: torch.device) -> Mask | None:
     """The mask of a call."""
     makers: dict[str, Callable[[], Mask | None]] = {
         "none": lambda: None,
@@ -128,23 +128,23 @@ def make_mask(call: Call, device: torch.device) -> Mask | None:
     return makers[call.mask]()
 
 
-def _document_ids(call: Call, device: torch.device) -> Tensor:
+def _document_ids(call: KernelCall, device: torch.device) -> Tensor:
     row = torch.arange(call.length, device=device) * 4 // call.length  # four documents
     return row.expand(call.batch * (2 if call.packed else 1), -1).contiguous()
 
 
-def _blocks(call: Call, device: torch.device) -> Tensor:
+def _blocks(call: KernelCall, device: torch.device) -> Tensor:
     sides = -(-call.length // MASK_BLOCK)
     rows = torch.arange(sides, device=device)
     return ((rows[:, None] - rows) % VISIBLE_BLOCKS == 0).expand(call.heads, -1, -1).contiguous()
 
 
-def _table(call: Call, device: torch.device) -> Tensor:
+def _table(call: KernelCall, device: torch.device) -> Tensor:
     rows = torch.arange(call.length, device=device)
     return rows[:, None] >= rows  # causal, written out
 
 
-def make_score(call: Call, device: torch.device) -> Score | None:
+def make_score(call: KernelCall, device: torch.device) -> Score | None:
     """The change of the scores of a call."""
     makers: dict[str, Callable[[], Score | None]] = {
         "none": lambda: None,
@@ -154,7 +154,7 @@ def make_score(call: Call, device: torch.device) -> Score | None:
     return makers[call.score]()
 
 
-def _bias(call: Call, device: torch.device) -> Tensor:
+def _bias(call: KernelCall, device: torch.device) -> Tensor:
     shape = (1, call.heads, call.length, call.length)
     return torch.zeros(shape, device=device, requires_grad=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from saccade.kernel_check.calls import KERNELS, MASKS, PASSES, SHORT, Call
+from saccade.kernel_check.calls import KERNELS, MASKS, PASSES, SHORT, KernelCall
 from saccade.kernel_check.linear_calls import SWEEPS, LinearCall
 from saccade.kernel_check.paged_calls import LONG_CHUNK, PagedCall
 from saccade.kernel_check.pool import Job
@@ -18,10 +18,10 @@ ORDERED = ("forward", "backward_keys", "backward_queries")
 ALL = (*ORDERED, "backward_shared")
 
 
-class Entry(NamedTuple):
+class CatalogueEntry(NamedTuple):
     """A call, and the kernels of it that are compiled."""
 
-    call: Call | PagedCall | LinearCall
+    call: KernelCall | PagedCall | LinearCall
     kernels: tuple[str, ...]
 
 
@@ -31,39 +31,45 @@ AROUND = PASSES["hopper_shared"][1:]
 HOPPER_FORMS = (*PASSES["hopper_ordered"], *PASSES["hopper_in_order"])
 HOPPER_APART = PASSES["hopper_apart"]  # above 128 channels
 HOPPER = (
-    *(Entry(Call(dim, mask=mask), OF_HOPPER) for dim in (64, 128, 256) for mask in MASKS[:2]),
-    *(Entry(Call(64, mask=mask, length=2 * SHORT), OF_HOPPER) for mask in MASKS[:2]),
-    Entry(Call(128, mask="causal", length=2 * SHORT), OF_HOPPER),
-    Entry(Call(96), OF_HOPPER),
-    Entry(Call(192, mask="causal"), OF_HOPPER),
-    Entry(Call(192, mask="causal", value_dim=128), OF_HOPPER),
-    Entry(Call(128, "fp16", "window"), OF_HOPPER),
-    Entry(Call(128, mask="documents"), OF_HOPPER),
-    Entry(Call(128, mask="blocks"), OF_HOPPER),
-    Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER),
-    Entry(Call(128, mask="causal", packed=True), OF_HOPPER),
     *(
-        Entry(Call(dim, mask=mask), (*OF_HOPPER_GRADIENTS, *HOPPER_FORMS))
+        CatalogueEntry(KernelCall(dim, mask=mask), OF_HOPPER)
+        for dim in (64, 128, 256)
+        for mask in MASKS[:2]
+    ),
+    *(CatalogueEntry(KernelCall(64, mask=mask, length=2 * SHORT), OF_HOPPER) for mask in MASKS[:2]),
+    CatalogueEntry(KernelCall(128, mask="causal", length=2 * SHORT), OF_HOPPER),
+    CatalogueEntry(KernelCall(96), OF_HOPPER),
+    CatalogueEntry(KernelCall(192, mask="causal"), OF_HOPPER),
+    CatalogueEntry(KernelCall(192, mask="causal", value_dim=128), OF_HOPPER),
+    CatalogueEntry(KernelCall(128, "fp16", "window"), OF_HOPPER),
+    CatalogueEntry(KernelCall(128, mask="documents"), OF_HOPPER),
+    CatalogueEntry(KernelCall(128, mask="blocks"), OF_HOPPER),
+    CatalogueEntry(KernelCall(128, mask="causal", score="softcap"), OF_HOPPER),
+    CatalogueEntry(KernelCall(128, mask="causal", packed=True), OF_HOPPER),
+    *(
+        CatalogueEntry(KernelCall(dim, mask=mask), (*OF_HOPPER_GRADIENTS, *HOPPER_FORMS))
         for dim in (64, 128)
         for mask in MASKS[:2]
     ),
-    Entry(Call(128, "fp16", "window"), (*OF_HOPPER_GRADIENTS, *PASSES["hopper_in_order"])),
-    Entry(Call(128, mask="documents"), OF_HOPPER_GRADIENTS),
-    Entry(Call(128, mask="blocks"), OF_HOPPER_GRADIENTS),
-    Entry(Call(128, mask="causal", score="softcap"), OF_HOPPER_GRADIENTS),
-    Entry(Call(128, mask="causal", packed=True), (*OF_HOPPER_GRADIENTS, *AROUND)),
-    *(Entry(Call(256, mask=mask), HOPPER_APART) for mask in MASKS[:2]),
-    Entry(Call(256, mask="causal", score="softcap"), HOPPER_APART),
-    Entry(Call(256, mask="causal", packed=True), HOPPER_APART),
-    Entry(Call(192, mask="causal", value_dim=128), HOPPER_APART),
+    CatalogueEntry(
+        KernelCall(128, "fp16", "window"), (*OF_HOPPER_GRADIENTS, *PASSES["hopper_in_order"])
+    ),
+    CatalogueEntry(KernelCall(128, mask="documents"), OF_HOPPER_GRADIENTS),
+    CatalogueEntry(KernelCall(128, mask="blocks"), OF_HOPPER_GRADIENTS),
+    CatalogueEntry(KernelCall(128, mask="causal", score="softcap"), OF_HOPPER_GRADIENTS),
+    CatalogueEntry(KernelCall(128, mask="causal", packed=True), (*OF_HOPPER_GRADIENTS, *AROUND)),
+    *(CatalogueEntry(KernelCall(256, mask=mask), HOPPER_APART) for mask in MASKS[:2]),
+    CatalogueEntry(KernelCall(256, mask="causal", score="softcap"), HOPPER_APART),
+    CatalogueEntry(KernelCall(256, mask="causal", packed=True), HOPPER_APART),
+    CatalogueEntry(KernelCall(192, mask="causal", value_dim=128), HOPPER_APART),
     *(
-        Entry(
+        CatalogueEntry(
             PagedCall(dim, "bf16", "causal", size, query_len=LONG_CHUNK), ("hopper_pages_forward",)
         )
         for dim, size in ((64, 64), (128, 64), (128, 16), (128, 256), (256, 64))
     ),
-    Entry(LinearCall(64), ("hopper_linear_forward", "hopper_linear_backward_keys")),
-    Entry(
+    CatalogueEntry(LinearCall(64), ("hopper_linear_forward", "hopper_linear_backward_keys")),
+    CatalogueEntry(
         LinearCall(128),
         (
             "hopper_linear_forward",
@@ -73,11 +79,11 @@ HOPPER = (
             "hopper_linear_grad_key_nan_safe",
         ),
     ),
-    Entry(
+    CatalogueEntry(
         LinearCall(128, length=8192, batch=1, heads=2),
         ("hopper_linear_forward", "hopper_linear_collect", "hopper_linear_collect_queries"),
     ),
-    Entry(
+    CatalogueEntry(
         LinearCall(256),
         (
             "hopper_linear_wide_output",
@@ -89,74 +95,78 @@ HOPPER = (
 )
 
 
-def entries(architecture: str) -> list[Entry]:
+def entries(architecture: str) -> list[CatalogueEntry]:
     """The calls for an architecture. Turing has no products of bf16."""
     half = "fp16" if architecture == "sm_75" else "bf16"
     return [
         *(HOPPER if architecture == "sm_90" else ()),
-        Entry(Call(64, half), ALL),
-        Entry(Call(64, half, "causal"), (*ALL, *NAN_SAFE)),
-        Entry(Call(128, half), (*ALL, "row_statistics")),
-        Entry(Call(128, half, "causal"), (*ALL, *NAN_SAFE)),
-        Entry(Call(128, half, "documents"), (*ALL, *NAN_SAFE, "find_tile_ranges")),
-        Entry(Call(128, half, "blocks"), (*ORDERED, "list_blocks")),
-        Entry(Call(128, half, "dense"), ("forward", "classify_pairs", "list_tiles")),
-        Entry(Call(128, half, packed=True), (*ORDERED, "row_statistics")),
-        Entry(Call(128, half, "causal", packed=True), ORDERED),
-        Entry(Call(128, half, "documents", packed=True), ("forward", "find_tile_ranges")),
-        Entry(Call(128, half, score="softcap"), ORDERED),
-        Entry(Call(128, half, score="bias"), ("backward_bias",)),
-        Entry(Call(128, half, dropout_p=0.1), ALL),
-        Entry(Call(256, half), ALL),
-        Entry(Call(256, half, "causal"), (*ALL, *NAN_SAFE)),
-        Entry(Call(64, "fp32"), ("forward", "backward_keys", "backward_queries")),
-        Entry(Call(128, "fp32", "causal"), (*ORDERED, NAN_SAFE[0])),
+        CatalogueEntry(KernelCall(64, half), ALL),
+        CatalogueEntry(KernelCall(64, half, "causal"), (*ALL, *NAN_SAFE)),
+        CatalogueEntry(KernelCall(128, half), (*ALL, "row_statistics")),
+        CatalogueEntry(KernelCall(128, half, "causal"), (*ALL, *NAN_SAFE)),
+        CatalogueEntry(KernelCall(128, half, "documents"), (*ALL, *NAN_SAFE, "find_tile_ranges")),
+        CatalogueEntry(KernelCall(128, half, "blocks"), (*ORDERED, "list_blocks")),
+        CatalogueEntry(KernelCall(128, half, "dense"), ("forward", "classify_pairs", "list_tiles")),
+        CatalogueEntry(KernelCall(128, half, packed=True), (*ORDERED, "row_statistics")),
+        CatalogueEntry(KernelCall(128, half, "causal", packed=True), ORDERED),
+        CatalogueEntry(
+            KernelCall(128, half, "documents", packed=True), ("forward", "find_tile_ranges")
+        ),
+        CatalogueEntry(KernelCall(128, half, score="softcap"), ORDERED),
+        CatalogueEntry(KernelCall(128, half, score="bias"), ("backward_bias",)),
+        CatalogueEntry(KernelCall(128, half, dropout_p=0.1), ALL),
+        CatalogueEntry(KernelCall(256, half), ALL),
+        CatalogueEntry(KernelCall(256, half, "causal"), (*ALL, *NAN_SAFE)),
+        CatalogueEntry(KernelCall(64, "fp32"), ("forward", "backward_keys", "backward_queries")),
+        CatalogueEntry(KernelCall(128, "fp32", "causal"), (*ORDERED, NAN_SAFE[0])),
         *paged_entries(half),
         *linear_entries(half),
     ]
 
 
-def paged_entries(half: str) -> list[Entry]:
+def paged_entries(half: str) -> list[CatalogueEntry]:
     """The calls over pages. Short chunks are cut into shares, long ones take the dense kernel."""
     chunk, few = LONG_CHUNK, 20
     return [
-        Entry(PagedCall(64, half), ("pages", "merge_partials")),
-        Entry(PagedCall(128, half), ("pages", "merge_partials")),
-        Entry(PagedCall(128, half, "causal", 16), ("pages", "plan_pages")),
-        Entry(PagedCall(128, half, pages="fp8"), ("pages",)),
-        Entry(PagedCall(256, half), ("pages", "merge_partials")),
-        Entry(PagedCall(64, half, "causal", query_len=few), ("pages",)),
-        Entry(PagedCall(128, half, "causal", query_len=few), ("pages", "merge_partials")),
-        Entry(PagedCall(128, half, "causal", 16, query_len=few), ("pages",)),
-        Entry(PagedCall(128, half, "causal", pages="int8", query_len=chunk), ("pages",)),
-        Entry(PagedCall(128, half, "tree", query_len=chunk), ("pages", "plan_pages")),
-        Entry(PagedCall(256, half, "causal", query_len=few), ("pages",)),
+        CatalogueEntry(PagedCall(64, half), ("pages", "merge_partials")),
+        CatalogueEntry(PagedCall(128, half), ("pages", "merge_partials")),
+        CatalogueEntry(PagedCall(128, half, "causal", 16), ("pages", "plan_pages")),
+        CatalogueEntry(PagedCall(128, half, pages="fp8"), ("pages",)),
+        CatalogueEntry(PagedCall(256, half), ("pages", "merge_partials")),
+        CatalogueEntry(PagedCall(64, half, "causal", query_len=few), ("pages",)),
+        CatalogueEntry(PagedCall(128, half, "causal", query_len=few), ("pages", "merge_partials")),
+        CatalogueEntry(PagedCall(128, half, "causal", 16, query_len=few), ("pages",)),
+        CatalogueEntry(PagedCall(128, half, "causal", pages="int8", query_len=chunk), ("pages",)),
+        CatalogueEntry(PagedCall(128, half, "tree", query_len=chunk), ("pages", "plan_pages")),
+        CatalogueEntry(PagedCall(256, half, "causal", query_len=few), ("pages",)),
         *(
-            Entry(PagedCall(dim, half, "causal", size, query_len=chunk), ("pages_forward",))
+            CatalogueEntry(
+                PagedCall(dim, half, "causal", size, query_len=chunk), ("pages_forward",)
+            )
             for dim, size in ((64, 64), (128, 64), (128, 16), (256, 64))
         ),
-        Entry(PagedCall(64, "fp32", "causal"), ("pages",)),
-        Entry(PagedCall(128, "fp32", "causal", query_len=few), ("pages",)),
-        Entry(PagedCall(128, half), ("write_pages",)),
-        Entry(PagedCall(128, half, pages="fp8"), ("write_pages",)),
+        CatalogueEntry(PagedCall(64, "fp32", "causal"), ("pages",)),
+        CatalogueEntry(PagedCall(128, "fp32", "causal", query_len=few), ("pages",)),
+        CatalogueEntry(PagedCall(128, half), ("write_pages",)),
+        CatalogueEntry(PagedCall(128, half, pages="fp8"), ("write_pages",)),
     ]
 
 
-def linear_entries(half: str) -> list[Entry]:
+def linear_entries(half: str) -> list[CatalogueEntry]:
     """The calls of linear attention."""
     some = ("linear_output", "linear_grad_key")  # they take the most registers
     return [
-        Entry(LinearCall(64, half), some),
-        Entry(LinearCall(128, half), (*SWEEPS, "linear_row_dot", "linear_step")),
+        CatalogueEntry(LinearCall(64, half), some),
+        CatalogueEntry(LinearCall(128, half), (*SWEEPS, "linear_row_dot", "linear_step")),
         # So few heads that segments run side by side.
-        Entry(
+        CatalogueEntry(
             LinearCall(128, half, length=8192, batch=1, heads=2),
             ("linear_collect", "linear_chain"),
         ),
-        Entry(LinearCall(128, half, decay=True), some),
-        Entry(LinearCall(128, half, group=4), ("linear_grad_key",)),
-        Entry(LinearCall(256, half), (*some, "linear_grad_query", "linear_count")),
-        Entry(LinearCall(64, "fp32"), some[:1]),
+        CatalogueEntry(LinearCall(128, half, decay=True), some),
+        CatalogueEntry(LinearCall(128, half, group=4), ("linear_grad_key",)),
+        CatalogueEntry(LinearCall(256, half), (*some, "linear_grad_query", "linear_count")),
+        CatalogueEntry(LinearCall(64, "fp32"), some[:1]),
     ]
 
 

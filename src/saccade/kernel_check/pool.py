@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.kernel_check.calls import Call
+from saccade.kernel_check.calls import KernelCall
 from saccade.kernel_check.linear_calls import LinearCall
 from saccade.kernel_check.paged_calls import PagedCall
 from saccade.runtime.spec import KernelConfig
@@ -23,7 +23,7 @@ class Job(NamedTuple):
     """Kernels to compile: some of those that a pass of a call starts."""
 
     architecture: str
-    call: Call | PagedCall | LinearCall
+    call: KernelCall | PagedCall | LinearCall
     which: str  # one of calls.PASSES
     kernels: tuple[str, ...]
     config: KernelConfig | None = None  # None: the default of each kernel

@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from saccade.kernel_check.calls import Call
+from saccade.kernel_check.calls import KernelCall
 from saccade.kernel_check.linear_calls import LinearCall
 from saccade.kernel_check.paged_calls import PagedCall
 from saccade.kernel_check.pool import Compiled, Usage
@@ -107,7 +107,7 @@ def excuse(compiled: Compiled) -> str:
     return configs.may_spill(problem_of(architecture, which, call))
 
 
-def problem_of(architecture: str, which: str, call: Call) -> KernelProblem:
+def problem_of(architecture: str, which: str, call: KernelCall) -> KernelProblem:
     """The entry of the tables that a kernel of a call looks up."""
     problem = KernelProblem(
         architecture, which, call.head_dim, call.dtype == "fp32", call.mask != "none",

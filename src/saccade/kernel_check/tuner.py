@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from saccade.bench.timing import Plan, rotate
+from saccade.bench.timing import TimingPlan, rotate
 from saccade.kernel_check import clock, session, tuning
-from saccade.kernel_check.calls import MASKS, PASSES, Call
+from saccade.kernel_check.calls import MASKS, PASSES, KernelCall
 from saccade.kernel_check.dtypes import DTYPES
 from saccade.kernel_check.pool import Job
-from saccade.kernel_check.tuning import Measured, Task, candidates
+from saccade.kernel_check.tuning import MeasuredConfig, Task, candidates
 from saccade.ops.attention.triton import configs, tuned_configs
-from saccade.ops.attention.triton.tuned_configs import Table
+from saccade.ops.attention.triton.tuned_configs import ConfigTable
 from saccade.runtime.spec import KernelConfig
 
 ROUNDS = 9
@@ -23,7 +23,7 @@ FINALISTS = 8  # who take turns again after the first look
 
 
 def tune(
-    tasks: Sequence[tuple[str, Call]], limit: float, processes: int | None, save: bool
+    tasks: Sequence[tuple[str, KernelCall]], limit: float, processes: int | None, save: bool
 ) -> None:
     """Find the fastest config of each kernel on each call.
 
@@ -51,14 +51,14 @@ def tune(
             line = tuning.line_to_commit(task.problem, best.config)
             console.print(f"configs.py, {architecture}: {line}\n", highlight=False, markup=False)
     if save:
-        save_winners(Table(architecture, name, version, winners), console)
+        save_winners(ConfigTable(architecture, name, version, winners), console)
     else:
         console.print(session.own_table(), highlight=False, markup=False, soft_wrap=True)
 
 
 def measure(
     task: Task, device: torch.device, limit: float, processes: int, console: Console
-) -> list[Measured]:
+) -> list[MeasuredConfig]:
     """Compile every candidate, look at each once, and let the fastest take turns."""
     measured = compiled(task, processes, console)
     fitting = [entry.config for entry in measured if not entry.reason]
@@ -76,14 +76,16 @@ def measure(
         chosen = sorted(first, key=first.__getitem__)[:FINALISTS]
         default = str(configs.default(task.problem).numbers())
         chosen += [default] if default in first and default not in chosen else []
-        plan = Plan(rounds=ROUNDS, limit_seconds=limit)
+        plan = TimingPlan(rounds=ROUNDS, limit_seconds=limit)
         final = rotate({key: running[key] for key in chosen}, watch, plan) if chosen else {}
     times = {key: seconds * 1e3 for key, seconds in first.items()}
     times |= {key: timing.median_ms for key, timing in final.items()}
     return [with_time(entry, times, failed) for entry in measured]
 
 
-def with_time(entry: Measured, times: dict[str, float], failed: dict[str, str]) -> Measured:
+def with_time(
+    entry: MeasuredConfig, times: dict[str, float], failed: dict[str, str]
+) -> MeasuredConfig:
     """A candidate with its time, or with the reason why it has none."""
     key = str(entry.config.numbers())
     milliseconds = times.get(key)
@@ -92,7 +94,7 @@ def with_time(entry: Measured, times: dict[str, float], failed: dict[str, str]) 
     return entry._replace(reason=entry.reason or failed.get(key, "was not timed"))
 
 
-def compiled(task: Task, processes: int, console: Console) -> list[Measured]:
+def compiled(task: Task, processes: int, console: Console) -> list[MeasuredConfig]:
     """Compile all candidates, which also fills Triton's cache for the timing."""
     which, problem = tuning.PASS_OF[task.problem.which], task.problem
     names = tuple(name for name in PASSES[which] if name.split(",")[0] == problem.which)
@@ -108,7 +110,7 @@ def compiled(task: Task, processes: int, console: Console) -> list[Measured]:
     ]
 
 
-def save_winners(found: Table, console: Console) -> None:
+def save_winners(found: ConfigTable, console: Console) -> None:
     """Write the user's own table, and say where it is."""
     file = tuned_configs.path()
     if file is None:
@@ -130,7 +132,7 @@ def calls_of(
     batch: int,
     heads: int,
     kv_heads: int | None,
-) -> list[Call]:
+) -> list[KernelCall]:
     """The calls that a user's options describe.
 
     Raises:
@@ -148,7 +150,7 @@ def calls_of(
     if heads % kv_heads:
         raise ValueError(f"--kv-heads: got {kv_heads}, takes a divisor of {heads} heads")
     return [
-        Call(dim, dtype, mask, batch=batch, heads=heads, kv_heads=kv_heads, length=length)
+        KernelCall(dim, dtype, mask, batch=batch, heads=heads, kv_heads=kv_heads, length=length)
         for dim in head_dims
         for mask in mask_names
         for length in lengths

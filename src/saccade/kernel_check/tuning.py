@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from saccade.kernel_check.calls import Call
+from saccade.kernel_check.calls import KernelCall
 from saccade.kernel_check.pool import Compiled
 from saccade.kernel_check.report import config_text, fault, kilobytes, problem_of
 from saccade.ops.attention.triton import configs
@@ -29,7 +29,7 @@ class Task(NamedTuple):
     """One entry of the tables that is to be found, and the call that it is timed on."""
 
     problem: KernelProblem
-    call: Call
+    call: KernelCall
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class Task(NamedTuple):
         )
 
 
-class Measured(NamedTuple):
+class MeasuredConfig(NamedTuple):
     """What is known of one candidate."""
 
     config: KernelConfig
@@ -52,7 +52,7 @@ class Measured(NamedTuple):
     shared: int = 0
 
 
-def task(architecture: str, which: str, call: Call) -> Task:
+def task(architecture: str, which: str, call: KernelCall) -> Task:
     """The entry of the tables that a kernel of a call looks up.
 
     Raises:
@@ -72,23 +72,23 @@ def whole_config(which: str, config: KernelConfig) -> KernelConfig:
 
 def classified(
     problem: KernelProblem, config: KernelConfig, compiled: Sequence[Compiled]
-) -> Measured:
+) -> MeasuredConfig:
     """A candidate as its compilation (NaN-safe, and without) leaves it, before it is timed."""
     if not compiled:
-        return Measured(config, reason="was not compiled")
+        return MeasuredConfig(config, reason="was not compiled")
     used = [result.usage for result in compiled if result.usage is not None]
     failed = [fault(result) for result in compiled if result.usage is None]
     if failed:
-        return Measured(config, reason=failed[0])
+        return MeasuredConfig(config, reason=failed[0])
     registers, spills, shared = (
         max(numbers) for numbers in zip(*(usage[:3] for usage in used), strict=True)
     )
     limit = configs.SHARED_MEMORY[problem.architecture]
     reason = f"{kilobytes(shared)} of shared memory" if shared > limit else ""
-    return Measured(config, None, reason, registers, spills, shared)
+    return MeasuredConfig(config, None, reason, registers, spills, shared)
 
 
-def winner(measured: Sequence[Measured], default: KernelConfig) -> Measured | None:
+def winner(measured: Sequence[MeasuredConfig], default: KernelConfig) -> MeasuredConfig | None:
     """The fastest, unless it gains too little on the default to be more than noise.
 
     None where nothing could be timed.
@@ -104,7 +104,7 @@ def winner(measured: Sequence[Measured], default: KernelConfig) -> Measured | No
     return fastest
 
 
-def results_table(found: Task, measured: Sequence[Measured], shown: int = 20) -> Table:
+def results_table(found: Task, measured: Sequence[MeasuredConfig], shown: int = 20) -> Table:
     """Candidates by time; the default and the winner are marked."""
     default = configs.default(found.problem)
     best = winner(measured, default)

@@ -21,7 +21,7 @@ from saccade.gpu import launcher
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.launcher import Launch
 from saccade.kernel_check import calls, compiler, linear_calls, machine_code, paged_calls
-from saccade.kernel_check.calls import Call
+from saccade.kernel_check.calls import KernelCall
 from saccade.kernel_check.compile_cache import key_of
 from saccade.kernel_check.linear_calls import LINEAR_PASSES, LinearCall
 from saccade.kernel_check.paged_calls import PAGED_PASSES, PagedCall
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
     key: str = ""  # of all that the compiler was given, see compile_cache.py
 
 
-class Recorder:
+class LaunchRecorder:
     """Stands in for starting kernels: compiles those that are wanted, and tells of them."""
 
     def __init__(
@@ -123,7 +123,7 @@ def _backward_config(started: Launch) -> tuple[int, int, int, int]:
     return 0, hopper_configs.WIDE_KV_TILE if apart else hopper_configs.BACKWARD_KV_TILE, 9, stages
 
 
-def run_job(recorder: Recorder, number: int, job: list[Any]) -> None:
+def run_job(recorder: LaunchRecorder, number: int, job: list[Any]) -> None:
     """Compile the wanted kernels that a pass of a call starts."""
     call, which, kernels, numbers = job
     recorder.job, recorder.which, recorder.wanted = number, which, frozenset(kernels)
@@ -136,7 +136,7 @@ def run_job(recorder: Recorder, number: int, job: list[Any]) -> None:
         linear_inputs, linear_variant = linear_calls.make(LinearCall(*call), torch.device("cpu"))
         linear_calls.start(linear_inputs, linear_variant, which, config)
         return
-    inputs, variant = calls.make(Call(*call), torch.device("cpu"))
+    inputs, variant = calls.make(KernelCall(*call), torch.device("cpu"))
     with torch.no_grad():
         calls.start(inputs, variant, which, config, calls.results_of(inputs))
 
@@ -149,7 +149,7 @@ def main() -> None:
     def tell(answer: Answer) -> None:
         print(json.dumps(answer), flush=True)
 
-    recorder = Recorder(tell, architecture, request["known"])
+    recorder = LaunchRecorder(tell, architecture, request["known"])
     compiler.pretend(architecture)
     # The library's own code makes the arguments; only its last step, and the question which GPU
     # the tensors lie on, are answered differently.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Entry(NamedTuple):
+class PrefixEntry(NamedTuple):
     """What a page is known by."""
 
     digest: bytes
@@ -27,7 +27,7 @@ class PrefixIndex:
     def __init__(self, page_size: int):
         self.page_size = page_size
         self.page_of: dict[bytes, int] = {}
-        self.entry_of: dict[int, Entry] = {}
+        self.entry_of: dict[int, PrefixEntry] = {}
 
     @staticmethod
     def root(salt: bytes) -> bytes:
@@ -51,7 +51,7 @@ class PrefixIndex:
             wanted = tuple(tokens[start : start + self.page_size])
             digest = self.digest(before, wanted)
             page = self.page_of.get(digest)
-            if page is None or self.entry_of[page] != Entry(digest, before, wanted):
+            if page is None or self.entry_of[page] != PrefixEntry(digest, before, wanted):
                 break
             found.append((page, digest))
             before = digest
@@ -61,7 +61,7 @@ class PrefixIndex:
         """Make a full page known, unless another one with the same beginning is; its digest."""
         digest = self.digest(before, tokens)
         if digest not in self.page_of and page not in self.entry_of:
-            self.entry_of[page] = Entry(digest, before, tuple(tokens))
+            self.entry_of[page] = PrefixEntry(digest, before, tuple(tokens))
             self.page_of[digest] = page
         return digest
 

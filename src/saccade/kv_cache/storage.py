@@ -21,7 +21,7 @@ class LayerPages(NamedTuple):
     value_scales: Tensor | None
 
 
-class Sizes(NamedTuple):
+class PageSizes(NamedTuple):
     """The sizes of a cache's tensors."""
 
     page_size: int
@@ -38,7 +38,7 @@ class PageMemory:
     Heads lie outermost, so that neighbouring pages of a head are one stretch of memory.
     """
 
-    def __init__(self, sizes: Sizes, num_pages: int, host_pages: int, device: torch.device):
+    def __init__(self, sizes: PageSizes, num_pages: int, host_pages: int, device: torch.device):
         self.layers = [_layer(sizes, num_pages, device, False) for _ in range(sizes.num_layers)]
         on_host = torch.device("cpu")
         pinned = device.type == "cuda"
@@ -65,7 +65,7 @@ class PageMemory:
             move_pages(self.host_pools, _numbers(source), _numbers(target), into=self.pools)
 
 
-def _layer(sizes: Sizes, num_pages: int, device: torch.device, pinned: bool) -> LayerPages:
+def _layer(sizes: PageSizes, num_pages: int, device: torch.device, pinned: bool) -> LayerPages:
     shape = (sizes.kv_heads, num_pages, sizes.page_size)
 
     def empty(*dims: int, dtype: torch.dtype) -> Tensor:

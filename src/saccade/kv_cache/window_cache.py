@@ -16,7 +16,7 @@ from saccade.kv_cache.pool import PagePool, locked
 from saccade.kv_cache.prefix import PrefixIndex
 from saccade.kv_cache.sequences import CacheState
 from saccade.kv_cache.statistics import CacheStatistics, SequenceStatistics
-from saccade.kv_cache.storage import LayerPages, PageMemory, Sizes
+from saccade.kv_cache.storage import LayerPages, PageMemory, PageSizes
 from saccade.kv_cache.write import write_kv_cache
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
@@ -58,7 +58,7 @@ class WindowCache:
             raise ValueError(f"page_size: got {page_size}, takes 1 to {LARGEST_PAGE}")
         if dtype not in DTYPES + QUANTISED:
             raise TypeError(f"dtype: got {dtype}, takes a floating-point dtype or int8")
-        sizes = Sizes(page_size, num_layers, kv_heads, head_dim, value_dim, dtype)
+        sizes = PageSizes(page_size, num_layers, kv_heads, head_dim, value_dim, dtype)
         index = PrefixIndex(page_size)
         self.page_size, self.device = page_size, torch.device(device)
         self._state = CacheState(

@@ -18,10 +18,10 @@ from saccade.modifiers.evaluate import evaluate, inside, keep
 from saccade.modifiers.expression import (
     READS,
     REAL,
-    Builder,
     Captured,
     Coordinates,
     Expression,
+    ExpressionBuilder,
     needed,
     parse,
 )
@@ -70,7 +70,7 @@ def derivatives(key: str) -> Derivatives:
     return Derivatives(parse(key))
 
 
-class _Calculus(Builder):
+class _Calculus(ExpressionBuilder):
     """A builder that leaves out factors of one and what a product and a quotient undo."""
 
     def times(self, left: int, right: int) -> int:

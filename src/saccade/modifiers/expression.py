@@ -115,7 +115,7 @@ class Captured(NamedTuple):
         return {"t": self.tensors, "i": self.ints, "f": self.floats}[slot[0]][slot[1]]
 
 
-class Builder:
+class ExpressionBuilder:
     """Collects steps; equal ones are one, and comparisons have one form.
 
     x > y becomes y < x, x != y becomes ~(x == y), and what is certain falls away.
@@ -208,7 +208,7 @@ class Builder:
 @functools.lru_cache(maxsize=1024)  # functions that compute the same are traced again and again
 def _only(given: tuple[Step, ...], result: int) -> tuple[Expression, tuple[tuple[str, int], ...]]:
     """The steps that one of them needs, in the order of a tile range to it, as
-    `Builder.expression`."""
+    `ExpressionBuilder.expression`."""
     order: list[int] = []
     waiting, seen = [(result, False)], set()
     while waiting:
@@ -328,7 +328,7 @@ class Combination(NamedTuple):
 @constant
 def combined(combiner: str, first: str, second: str = "") -> Combination:
     """Two masks joined by & or |, one turned round by ~, or two scores one after another (>>)."""
-    builder, one, other = Builder(), parse(first), parse(second)
+    builder, one, other = ExpressionBuilder(), parse(first), parse(second)
     result = builder.include(one)
     if combiner == "~":
         result = builder.add("~", result)

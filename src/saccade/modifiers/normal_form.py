@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from saccade.modifiers.expression import WHOLE, Builder
+from saccade.modifiers.expression import WHOLE, ExpressionBuilder
 
 MOST_TERMS = 64  # of a sum that is looked at
 
@@ -41,7 +41,7 @@ class Lengths(NamedTuple):
     before: int
 
 
-class RowBuilder(Builder):
+class RowBuilder(ExpressionBuilder):
     """A builder that knows what numbers are, and writes comparisons of rows in one way.
 
     Attributes:

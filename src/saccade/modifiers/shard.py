@@ -12,9 +12,9 @@ from typing import NamedTuple
 from saccade.modifiers.constant import constant
 from saccade.modifiers.expression import (
     READS,
-    Builder,
     Captured,
     Combination,
+    ExpressionBuilder,
     counts_of,
     mentions,
     parse,
@@ -22,7 +22,7 @@ from saccade.modifiers.expression import (
 from saccade.modifiers.fit import expanded, needs
 
 
-class Part(NamedTuple):
+class ShardRange(NamedTuple):
     """Which of all batch entries, or of all heads, a part has."""
 
     start: int
@@ -35,7 +35,9 @@ class Part(NamedTuple):
         return self.size == self.of
 
 
-def restricted(key: str, captured: Captured, batch: Part, head: Part) -> tuple[str, Captured]:
+def restricted(
+    key: str, captured: Captured, batch: ShardRange, head: ShardRange
+) -> tuple[str, Captured]:
     """The key and captured values by which a part computes what the whole does."""
     captured = expanded(key, captured)
     for variable, part in (("batch", batch), ("head", head)):
@@ -66,7 +68,7 @@ def _is_axis(axis: str, variable: str) -> bool:
 
 
 def _cuttable(
-    key: str, captured: Captured, variable: str, part: Part
+    key: str, captured: Captured, variable: str, part: ShardRange
 ) -> set[tuple[int, int]] | None:
     """The tensors and dimensions that are read at the variable; None where it is used otherwise."""
     expression = parse(key)
@@ -92,7 +94,7 @@ def _cuttable(
 @constant
 def _moved(key: str, variable: str) -> Combination:
     """The expression with the number of the part's first entry added to a variable."""
-    expression, builder = parse(key), Builder()
+    expression, builder = parse(key), ExpressionBuilder()
     start = builder.add("number", detail=f"i{counts_of(expression)[1]}")
     moved = builder.add("+", builder.add(variable), start)
     added: list[int] = []

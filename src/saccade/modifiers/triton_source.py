@@ -177,7 +177,7 @@ class Dependence(NamedTuple):
     dim: int
 
 
-class Verdict(NamedTuple):
+class TileVerdict(NamedTuple):
     """The text of a function that classifies tiles, and what its classes need.
 
     Attributes:
@@ -208,7 +208,7 @@ class _Needs(NamedTuple):
 
 def judging_function(
     name: str, expression: Expression, slots: list[tuple[str, int]], most_spans: int = 2
-) -> Verdict:
+) -> TileVerdict:
     """A device function that classifies whole tiles.
 
     most_spans: tables that are read along more row axes than that are not understood.
@@ -217,7 +217,7 @@ def judging_function(
     verdict, needs = writer.verdict()
     lines = _live([*writer.lines, f"return {verdict.possible}, {verdict.certain}"])
     text = _text(name, f"{CLASSIFIED}, {TILES}", lines)
-    return Verdict(text, *needs)
+    return TileVerdict(text, *needs)
 
 
 def _live(lines: list[str]) -> list[str]:

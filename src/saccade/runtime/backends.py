@@ -22,7 +22,7 @@ from saccade.runtime.spec import Problem
 AnyProblem = Problem | LinearProblem
 
 
-class Backend(NamedTuple):
+class BackendEntry(NamedTuple):
     """One pass of an operation by one backend, and what it says of problems.
 
     Attributes:
@@ -272,9 +272,11 @@ ATTENTION, PAGED, LINEAR = "attention", "paged_attention", "linear_attention"
 BOTH = ("forward", "backward")
 
 BACKENDS = (
-    Backend(ATTENTION, BOTH, "cpu", _cpu_unsupported),
-    Backend(ATTENTION, ("forward",), "hopper", _hopper_unsupported, _hopper_yields, _launch_remark),
-    Backend(
+    BackendEntry(ATTENTION, BOTH, "cpu", _cpu_unsupported),
+    BackendEntry(
+        ATTENTION, ("forward",), "hopper", _hopper_unsupported, _hopper_yields, _launch_remark
+    ),
+    BackendEntry(
         ATTENTION,
         ("backward",),
         "hopper",
@@ -282,18 +284,20 @@ BACKENDS = (
         _hopper_backward_yields,
         _launch_remark,
     ),
-    Backend(ATTENTION, BOTH, "triton", _triton_unsupported, remark=_launch_remark),
-    Backend(ATTENTION, BOTH, "reference", _reference_unsupported),
-    Backend(PAGED, ("forward",), "cpu", _cpu_unsupported),
-    Backend(PAGED, ("forward",), "hopper", _hopper_unsupported, remark=_paged_remark),
-    Backend(PAGED, ("forward",), "triton", _triton_unsupported, remark=_launch_remark),
-    Backend(PAGED, ("forward",), "reference", _reference_unsupported),
-    Backend(LINEAR, (*BOTH, "step"), "cpu", _cpu_unsupported),
-    Backend(
+    BackendEntry(ATTENTION, BOTH, "triton", _triton_unsupported, remark=_launch_remark),
+    BackendEntry(ATTENTION, BOTH, "reference", _reference_unsupported),
+    BackendEntry(PAGED, ("forward",), "cpu", _cpu_unsupported),
+    BackendEntry(PAGED, ("forward",), "hopper", _hopper_unsupported, remark=_paged_remark),
+    BackendEntry(PAGED, ("forward",), "triton", _triton_unsupported, remark=_launch_remark),
+    BackendEntry(PAGED, ("forward",), "reference", _reference_unsupported),
+    BackendEntry(LINEAR, (*BOTH, "step"), "cpu", _cpu_unsupported),
+    BackendEntry(
         LINEAR, BOTH, "hopper", _linear_hopper_unsupported, _linear_hopper_yields, _launch_remark
     ),
-    Backend(LINEAR, (*BOTH, "step"), "triton", _linear_triton_unsupported, remark=_launch_remark),
-    Backend(LINEAR, BOTH, "reference", _reference_unsupported),
+    BackendEntry(
+        LINEAR, (*BOTH, "step"), "triton", _linear_triton_unsupported, remark=_launch_remark
+    ),
+    BackendEntry(LINEAR, BOTH, "reference", _reference_unsupported),
 )
 """In order of preference."""
 
@@ -316,7 +320,7 @@ class Choice(NamedTuple):
     remark: str | None
 
 
-def candidates(operation: str, of: str = "forward") -> Iterator[Backend]:
+def candidates(operation: str, of: str = "forward") -> Iterator[BackendEntry]:
     """The backends of a pass, in order of preference."""
     for backend in BACKENDS:
         if backend.operation == operation and of in backend.passes:

@@ -141,7 +141,7 @@ class Operation:
         if tracing or self.gradient is None:
             return self.op(*self._joined(inputs, checked.tables), *plain)
         apply = _apply_at_once if alone else OperationFunction.apply
-        return apply(Call(self, checked, plain, alone), *tensors)
+        return apply(OperatorCall(self, checked, plain, alone), *tensors)
 
     def straight(self, inputs: Any, checked: CheckedCall, variant: Any) -> tuple[Tensor, ...]:
         """The backend itself, by the forward pass that was prepared for such calls."""
@@ -279,7 +279,7 @@ class Operation:
         return list(stacked), list(out_dims)
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """A call on its way into an operator."""
 
     operation: Operation
@@ -292,7 +292,7 @@ class OperationFunction(torch.autograd.Function):
     """An operator with flat arguments: (the call, *inputs, *tables)."""
 
     @staticmethod
-    def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(call: OperatorCall, *tensors: Any) -> tuple[Tensor, ...]:
         operation, checked, plain, alone = call
         inputs, tables = tensors[: operation.num_inputs], tensors[operation.num_inputs :]
         if alone or unobserved(tensors):

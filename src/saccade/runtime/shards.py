@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saccade.masks import Mask, as_mask
-from saccade.modifiers.shard import Part, restricted
+from saccade.modifiers.shard import ShardRange, restricted
 from saccade.runtime.arguments import check_flag
 from saccade.scores import Score, as_score
 
@@ -83,7 +83,7 @@ class Split:
         """Whether ranks have different batch entries."""
         return BATCH in self.kinds
 
-    def part(self, kind: str, size: int) -> Part:
+    def part(self, kind: str, size: int) -> ShardRange:
         """What this rank has of so many batch entries or heads, as DTensor cuts them."""
         start, here = 0, size
         for dim, (ranks, cut) in enumerate(zip(self.sizes, self.kinds, strict=True)):
@@ -91,7 +91,7 @@ class Split:
                 chunk = -(-here // ranks)
                 first = min(chunk * self.mesh.get_local_rank(dim), here)
                 start, here = start + first, min(chunk, here - first)
-        return Part(start, here, size)
+        return ShardRange(start, here, size)
 
     def local(self, name: str, tensor: Any, where: Where, *, whole_heads: bool = False) -> Any:
         """This rank's part of a tensor, wherever its other parts are; None of None.

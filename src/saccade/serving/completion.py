@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from saccade.serving.request import Request, State
+from saccade.serving.request import Request, RequestState
 
 if TYPE_CHECKING:
     from saccade import PagedCache
@@ -216,7 +216,7 @@ class Completion:
     @property
     def done(self) -> bool:
         """Whether nothing more comes."""
-        return self._request.state is State.DONE
+        return self._request.state is RequestState.DONE
 
     @property
     def statistics(self) -> RequestStatistics:

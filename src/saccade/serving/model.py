@@ -1,8 +1,9 @@
 """Model: a Hugging Face causal model, called with packed rows of many sequences.
 
-A model whose attention goes through transformers' interface hands its rows to `Step.attend`, layer
-by layer (`saccade.integrations.transformers`). Everything that layers share, that is slots, tables
-and offsets, is made once a step. A `Probe` in the place of a step asks layers what they keep.
+A model whose attention goes through transformers' interface hands its rows to `BatchStep.attend`,
+layer by layer (`saccade.integrations.transformers`). Everything that layers share, that is slots,
+tables and offsets, is made once a step. A `Probe` in the place of a step asks layers what they
+keep.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import saccade
-from saccade.serving.scheduler import Plan
+from saccade.serving.scheduler import StepPlan
 
 # One sequence in the batch, as models are called: its rows are those of all sequences.
 Rows = Float[Tensor, "1 heads rows dim"]
 
 
-class Step:
+class BatchStep:
     """One forward pass over the rows of several sequences, packed into one.
 
     Args:
@@ -33,7 +34,7 @@ class Step:
     """
 
     def __init__(
-        self, cache: saccade.PagedCache, plan: Plan, layers: Mapping[int, int],
+        self, cache: saccade.PagedCache, plan: StepPlan, layers: Mapping[int, int],
         options: Mapping[str, Any],
     ):  # fmt: skip
         self._cache, self._layers, self._options = cache, layers, options
@@ -98,7 +99,7 @@ class LayerShape:
 
 
 class Probe:
-    """Stands in the place of a `Step` once, to learn what layers a model has.
+    """Stands in the place of a `BatchStep` once, to learn what layers a model has.
 
     Asking the layers themselves needs no knowledge of how an architecture names its sizes.
     """
@@ -208,7 +209,7 @@ class PackedModel:
         return self._model(input_ids=prompts, use_cache=False, saccade_step=step).logits
 
     @torch.inference_mode()
-    def logits(self, step: Step) -> Float[Tensor, "drawn vocabulary"]:
+    def logits(self, step: BatchStep) -> Float[Tensor, "drawn vocabulary"]:
         """Logits of the rows that a token is drawn from."""
         return self._call(step, step.input_ids, step.position_ids, step.last_rows)
 
@@ -228,7 +229,7 @@ class PackedModel:
         return probe.layers
 
     def _call(
-        self, step: Step | Probe, input_ids: Tensor, position_ids: Tensor, rows: Tensor
+        self, step: BatchStep | Probe, input_ids: Tensor, position_ids: Tensor, rows: Tensor
     ) -> Tensor:
         output = self._model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, saccade_step=step,

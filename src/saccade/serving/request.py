@@ -16,7 +16,7 @@ from saccade.serving.detokenizer import TextStream, Tokenizer
 from saccade.serving.sampling import Dice, Draw, Sampling, check_number
 
 
-class State(enum.Enum):
+class RequestState(enum.Enum):
     """Where a request stands."""
 
     WAITING = "waiting"  # for its turn, with no pages
@@ -67,7 +67,7 @@ class Request:
     limits: Limits
     stream: TextStream | None = None
     generated: list[int] = field(default_factory=list)
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     sequence: int | None = None
     computed: int = 0
     followers: list[Request] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Request:
     def restart(self) -> None:
         """Wait for a turn, with no pages; what follows from its tokens is worked out anew."""
         self.recomputed += self.computed
-        self.sequence, self.computed, self.state = None, 0, State.WAITING
+        self.sequence, self.computed, self.state = None, 0, RequestState.WAITING
         if self.stream is not None:
             self.stream.replay(
                 [token for token in self.generated if token not in self.limits.stop_tokens]
@@ -150,7 +150,7 @@ class Request:
             self.stream.finish()
         self.times.finished = time.perf_counter()
         self.reason, self.error = reason, error
-        self.state = State.DONE  # the last: whoever sees it sees all the rest
+        self.state = RequestState.DONE  # the last: whoever sees it sees all the rest
 
 
 Prompt = str | Sequence[int] | Tensor

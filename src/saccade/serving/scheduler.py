@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from saccade import OutOfPagesError, PagedCache
-from saccade.serving.request import Request, State
+from saccade.serving.request import Request, RequestState
 
 Preemption = Literal["swap", "recompute"]
 by_age = operator.attrgetter("number")
@@ -34,7 +34,7 @@ class Share(NamedTuple):
         return self.stop == self.request.num_tokens
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """One step: the shares in the order of their rows, and the slots of these in each kind of
     layer."""
 
@@ -90,7 +90,7 @@ class Scheduler:
         self._living.update({each.number: each for each in everyone})
         bisect.insort(self.waiting, request, key=by_age)
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> StepPlan | None:
         """The next step, with room made for its tokens; None if there is nothing to do.
 
         Requests of which one token is left to compute come first. Then come prompts, the oldest
@@ -116,7 +116,7 @@ class Scheduler:
                 continue
             for request, _, stop in shares:
                 request.most_pages = max(request.most_pages, sum(self.pages_for(stop)))
-            return Plan(shares, slots)
+            return StepPlan(shares, slots)
 
     def commit(self, shares: Sequence[Share]) -> None:
         """These shares are computed: their keys and values are written, and others may find
@@ -142,7 +142,7 @@ class Scheduler:
         self._living = {
             number: request
             for number, request in self._living.items()
-            if request.state is not State.DONE
+            if request.state is not RequestState.DONE
         }
         living = sorted(self._living.values(), key=by_age)
         led = {follower.number for request in living for follower in request.followers}
@@ -204,12 +204,12 @@ class Scheduler:
         return shares
 
     def _run(self, request: Request) -> None:
-        request.state = State.RUNNING
+        request.state = RequestState.RUNNING
         bisect.insort(self.running, request, key=by_age)
 
     def _brought_in(self, request: Request) -> bool:
         """Give a request its sequence on the device, if all of its tokens have room there."""
-        if request.state is State.SWAPPED:
+        if request.state is RequestState.SWAPPED:
             if self.running and not self._spares(self.pages_for(request.num_tokens)):
                 return False
             try:
@@ -251,14 +251,14 @@ class Scheduler:
     def _displace_youngest(self) -> None:
         """Take the pages of the youngest request that runs; it waits for its next turn."""
         request = self.running[-1]
-        sequence, state = _sequence(request), State.WAITING
+        sequence, state = _sequence(request), RequestState.WAITING
         if self._preemption == "swap":
             try:
                 self._cache.swap_out(sequence)
-                state = State.SWAPPED
+                state = RequestState.SWAPPED
             except OutOfPagesError:
                 pass  # the host is full, so it is computed again
-        if state is State.WAITING:
+        if state is RequestState.WAITING:
             self._cache.free(sequence)
             request.recomputed += request.computed
             request.sequence, request.computed = None, 0

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import saccade
-from saccade.serving.model import PackedModel, Rows, Step
+from saccade.serving.model import BatchStep, PackedModel, Rows
 from saccade.serving.request import Limits, Request
 from saccade.serving.sampling import Sampling
 from saccade.serving.scheduler import Scheduler
@@ -103,7 +103,7 @@ def _packed(
         scheduler.add(Request(number, prompt, Sampling(), Limits(1)))
     found: list[list[Tensor]] = [[] for _ in range(PROMPTS)]
     while (plan := scheduler.plan()) is not None:
-        step = Step(cache, plan, model.numbers, options)
+        step = BatchStep(cache, plan, model.numbers, options)
         step.last_rows = torch.arange(step.input_ids.shape[1], device=model.device)
         shares = model.logits(step).split([share.stop - share.start for share in plan.shares])
         scheduler.commit(plan.shares)

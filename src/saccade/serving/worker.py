@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 from saccade import PagedCache
 from saccade.serving import completion
 from saccade.serving.completion import Counts, EngineStatistics
-from saccade.serving.model import PackedModel, Step
-from saccade.serving.request import Request, State
+from saccade.serving.model import BatchStep, PackedModel
+from saccade.serving.request import Request, RequestState
 from saccade.serving.sampling import Draw, Sampling, choose
-from saccade.serving.scheduler import Plan, Scheduler, Share
+from saccade.serving.scheduler import Scheduler, Share, StepPlan
 
 R = TypeVar("R")
 
@@ -72,7 +72,7 @@ class Worker:
         """End a request that is not wanted any more."""
 
         def cancelled() -> None:
-            if request.state is not State.DONE:
+            if request.state is not RequestState.DONE:
                 self._take_in()
                 self._end(request, "cancelled")
 
@@ -143,9 +143,9 @@ class Worker:
         self._counts.busy += time.perf_counter() - begin
         return True
 
-    def _compute(self, plan: Plan) -> list[Drawn]:
+    def _compute(self, plan: StepPlan) -> list[Drawn]:
         """The forward pass, and tokens from the last row of each share."""
-        step = Step(self._cache, plan, self._model.numbers, self._options)
+        step = BatchStep(self._cache, plan, self._model.numbers, self._options)
         logits = self._model.logits(step)
         rows, draws, everyone = [], list[Draw](), list[list[Request]]()
         for row, share in enumerate(plan.shares):

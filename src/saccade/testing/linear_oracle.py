@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from saccade.ops.linear_attention import reference
-from saccade.ops.linear_attention.reference import Rows
+from saccade.ops.linear_attention.reference import ReferenceRows
 from saccade.runtime.linear_spec import LinearVariant
 from saccade.runtime.spec import accumulate_dtype
 from saccade.testing.linear_cases import LinearCase
@@ -128,7 +128,7 @@ def _spread_dense(
     return _narrowed(case, inputs, variant, found)
 
 
-def _as_product(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _as_product(rows: ReferenceRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys, [value, 1] and fades of all pairs, with the states as rows of them."""
     batch, heads, _, channels = rows.query.shape
     one_each = torch.eye(channels, dtype=torch.float64, device=rows.query.device)

@@ -9,15 +9,15 @@ pytest.importorskip("triton")
 
 from saccade import masks
 from saccade.gpu.hopper import tile_scheduler
-from saccade.kernel_check.calls import Call, make
+from saccade.kernel_check.calls import KernelCall, make
 from saccade.modifiers.names import PREFIX
 from saccade.ops.attention.hopper import configs
-from saccade.ops.attention.hopper.configs import BackwardProblem, KernelProblem
+from saccade.ops.attention.hopper.configs import BackwardProblem, HopperProblem
 
 MEMORY = 228 << 10  # bytes of a multiprocessor, of which each program takes one KB more
 WIDTHS = (64, 128, 256)
 PROBLEMS = [
-    KernelProblem(head_width, value_width, masked)
+    HopperProblem(head_width, value_width, masked)
     for head_width, value_width in itertools.product(WIDTHS, WIDTHS)
     for masked in (False, True)
 ]
@@ -52,7 +52,7 @@ def test_a_schedule_can_be_given_to_measure_it(monkeypatch):
 
 def test_few_keys_have_schedules_of_their_own():
     def schedule(width, kv_len, **changes):
-        return configs.choose(KernelProblem(width, width, **changes, kv_len=kv_len))
+        return configs.choose(HopperProblem(width, width, **changes, kv_len=kv_len))
 
     causal = {"masked": True, "causal": True}
     narrow = schedule(64, configs.SHORT, **causal)
@@ -141,7 +141,7 @@ def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministi
     ],
 )
 def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_key_order):
-    inputs, variant = make(Call(64, length=4096), torch.device("cpu"))
+    inputs, variant = make(KernelCall(64, length=4096), torch.device("cpu"))
     if mask is not None:
         variant = variant._replace(mask=mask.key, mask_captured=mask.captured)
     problem = configs.backward_problem(inputs, variant, True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import saccade
 from saccade import LinearState, masks
-from saccade.bench.case import Case, PagedCase, StepCase
+from saccade.bench.case import BenchCase, PagedBenchCase, StepCase
 from saccade.bench.peers.peer import Call, Peer, to_layout
 from saccade.bench.visibility import block_layout
 
@@ -28,7 +28,7 @@ def peers() -> list[Peer]:
 
 
 def _peer(name: str) -> Peer:
-    def prepare(case: Case, device: torch.device) -> Call | str:
+    def prepare(case: BenchCase, device: torch.device) -> Call | str:
         return _prepare(name, case, device)
 
     about = f'saccade.attention(..., implementation="{name}")'
@@ -36,10 +36,10 @@ def _peer(name: str) -> Peer:
     return Peer(f"saccade/{name}", about, prepare, by_default, attention=KINDS)
 
 
-def _prepare(name: str, case: Case, device: torch.device) -> Call | str:
+def _prepare(name: str, case: BenchCase, device: torch.device) -> Call | str:
     if case.attention == "linear":
         return _linear(name, case, device)
-    if isinstance(case, PagedCase) and len(case.lens) > 1:
+    if isinstance(case, PagedBenchCase) and len(case.lens) > 1:
         return "this call has no pages: it takes one sequence"
     if name == "reference" and (reason := case.scores_beyond(LARGEST_REFERENCE_SCORES)):
         return reason
@@ -68,12 +68,12 @@ def _prepare(name: str, case: Case, device: torch.device) -> Call | str:
     return Call(run_packed, "packed")
 
 
-def chosen(case: Case, device: torch.device) -> str:
+def chosen(case: BenchCase, device: torch.device) -> str:
     """The peer that serves a case when no implementation is named."""
     return f"saccade/{explained(case, device).chosen}"
 
 
-def explained(case: Case, device: torch.device) -> Any:
+def explained(case: BenchCase, device: torch.device) -> Any:
     """What `saccade.explain` says of a case."""
     (query, key, value), mask = case.empty(device), mask_of(case, device)
     if not case.packed:
@@ -84,7 +84,7 @@ def explained(case: Case, device: torch.device) -> Any:
     return saccade.explain(saccade.attention_varlen, *packed, max_seqlen_q=longest, mask=mask)
 
 
-def mask_of(case: Case, device: torch.device) -> masks.Mask | None:
+def mask_of(case: BenchCase, device: torch.device) -> masks.Mask | None:
     """A case's mask in saccade's terms; packed documents need none."""
     visibility = case.visibility
     size = visibility.size
@@ -103,7 +103,7 @@ def mask_of(case: Case, device: torch.device) -> masks.Mask | None:
     return functools.reduce(operator.and_, parts) if parts else None
 
 
-def _linear(name: str, case: Case, device: torch.device) -> Call | str:
+def _linear(name: str, case: BenchCase, device: torch.device) -> Call | str:
     """One of saccade's implementations."""
     row = torch.empty(1, 1, 1, 8, dtype=case.torch_dtype, device=device)
     reasons = saccade.explain(saccade.linear_attention, row, row, row).reasons

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.bench.case import Case
+from saccade.bench.case import BenchCase
 from saccade.bench.peers.peer import Call, Peer
 
-Maker = Callable[[Any, Case, torch.device], Call | str]
+Maker = Callable[[Any, BenchCase, torch.device], Call | str]
 
 
 def peers() -> list[Peer]:
@@ -37,7 +37,7 @@ def peers() -> list[Peer]:
 
 
 def _peer(who: str, module_name: str, about: str, make: Maker) -> Peer:
-    def prepare(case: Case, device: torch.device) -> Call | str:
+    def prepare(case: BenchCase, device: torch.device) -> Call | str:
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
@@ -55,7 +55,7 @@ def _peer(who: str, module_name: str, about: str, make: Maker) -> Peer:
     return Peer(who, f"{about}, by the package {package}", prepare, by_default=installed)
 
 
-def flash_attn(module: Any, case: Case, device: torch.device) -> Call | str:
+def flash_attn(module: Any, case: BenchCase, device: torch.device) -> Call | str:
     """FlashAttention-2 and -3, whose functions take the same arguments."""
     kind, documents = case.visibility.kind, case.visibility.documents
     if kind not in ("full", "causal", "window") or (documents and not case.packed):
@@ -82,7 +82,7 @@ def flash_attn(module: Any, case: Case, device: torch.device) -> Call | str:
     return Call(run, "rows first")
 
 
-def _xformers(module: Any, case: Case, device: torch.device) -> Call | str:
+def _xformers(module: Any, case: BenchCase, device: torch.device) -> Call | str:
     if case.query_heads != case.kv_heads:
         return "its 4-D call takes equal numbers of query and kv heads"
     if case.visibility.needs_table:
@@ -95,7 +95,7 @@ def _xformers(module: Any, case: Case, device: torch.device) -> Call | str:
     return Call(run, "rows first")
 
 
-def _triton(module: Any, case: Case, device: torch.device) -> Call | str:
+def _triton(module: Any, case: BenchCase, device: torch.device) -> Call | str:
     if case.visibility.kind != "causal" or case.visibility.needs_table:
         return f"its mask is always causal, not {case.mask}"
     if case.query_heads != case.kv_heads:
@@ -114,7 +114,7 @@ WARM_MS, TIMED_MS = 3, 15  # of each config; Triton's own are 25 and 100
 MOST_COMPILERS = 16
 
 
-def prepare_fla(case: Case, device: torch.device) -> Call | str:
+def prepare_fla(case: BenchCase, device: torch.device) -> Call | str:
     """chunk_linear_attn with its normaliser; features are taken outside, as it has none."""
     try:
         module = importlib.import_module("fla.ops.linear_attn")

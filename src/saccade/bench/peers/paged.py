@@ -15,13 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import saccade
 from saccade import masks
-from saccade.bench.case import INT8_SCALE, Case, PagedCase
+from saccade.bench.case import INT8_SCALE, BenchCase, PagedBenchCase
 from saccade.bench.peers.peer import Call, Peer
 
 PAGE_SIZES = (16, 64, 256)
 
 
-class Pages(NamedTuple):
+class PagesOfCase(NamedTuple):
     """Sequences in pages, by the names of `saccade.attention_paged`'s arguments."""
 
     key_pages: Tensor
@@ -32,7 +32,7 @@ class Pages(NamedTuple):
     value_scales: Tensor | None = None
 
 
-Attend = Callable[[Tensor, Pages], Tensor]  # query [batch, query_heads, new tokens, head_dim]
+Attend = Callable[[Tensor, PagesOfCase], Tensor]  # query [batch, query_heads, new tokens, head_dim]
 
 
 def peers() -> list[Peer]:
@@ -52,7 +52,7 @@ def peers() -> list[Peer]:
 
 
 def _peer(who: str, about: str, size: int, scattered: bool, attend: Attend) -> Peer:
-    def prepare(case: Case, device: torch.device) -> Call | str:
+    def prepare(case: BenchCase, device: torch.device) -> Call | str:
         lens, new = _sequences(case)
         if not lens or any(length % size for length in lens):
             return f"it takes new tokens of sequences of whole pages of {size}"
@@ -61,7 +61,7 @@ def _peer(who: str, about: str, size: int, scattered: bool, attend: Attend) -> P
                 return reason
         if attend is _gathered and (len(lens) > 1 or not case.decodes):
             return "it decodes one sequence"
-        kept: list[tuple[Tensor, Pages]] = []
+        kept: list[tuple[Tensor, PagesOfCase]] = []
 
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if not kept or kept[0][0] is not key:
@@ -74,14 +74,14 @@ def _peer(who: str, about: str, size: int, scattered: bool, attend: Attend) -> P
     return Peer(who, about, prepare, by_default=False, attention=("softmax", "paged"))
 
 
-def _sequences(case: Case) -> tuple[tuple[int, ...], int]:
+def _sequences(case: BenchCase) -> tuple[tuple[int, ...], int]:
     """The lengths of a case's sequences, none if it has no such; and how many tokens are new."""
-    if isinstance(case, PagedCase):
+    if isinstance(case, PagedBenchCase):
         return case.lens, case.new
     return ((case.kv_len,) if case.decodes and case.batch == 1 else ()), 1
 
 
-def _stored(case: Case, key: Tensor, value: Tensor, size: int, scattered: bool) -> Pages:
+def _stored(case: BenchCase, key: Tensor, value: Tensor, size: int, scattered: bool) -> PagesOfCase:
     """Keys and values, packed [tokens, kv_heads, dim], in pages."""
     lens, _ = _sequences(case)
     counts = [length // size for length in lens]
@@ -92,7 +92,7 @@ def _stored(case: Case, key: Tensor, value: Tensor, size: int, scattered: bool) 
     for row, pages in zip(table, order.split(counts), strict=True):
         row[: len(pages)] = pages
     table, order = table.to(key.device), order.to(key.device)
-    dtype = getattr(torch, case.page_dtype) if isinstance(case, PagedCase) else key.dtype
+    dtype = getattr(torch, case.page_dtype) if isinstance(case, PagedBenchCase) else key.dtype
     scale = INT8_SCALE if dtype == torch.int8 else 1.0
     pools = []
     for rows in (key, value):
@@ -102,7 +102,7 @@ def _stored(case: Case, key: Tensor, value: Tensor, size: int, scattered: bool) 
         pools.append(pool.transpose(0, 1))
     key_pages, value_pages = pools
     kv_lens = torch.tensor(lens, dtype=torch.int32, device=key.device)
-    stored = Pages(key_pages, value_pages, table, kv_lens)
+    stored = PagesOfCase(key_pages, value_pages, table, kv_lens)
     if dtype.itemsize > 1:
         return stored
     heads_first_shape = (key_pages.shape[1], key_pages.shape[0], size)
@@ -110,7 +110,7 @@ def _stored(case: Case, key: Tensor, value: Tensor, size: int, scattered: bool) 
     return stored._replace(key_scales=scales, value_scales=scales)
 
 
-def _ours(query: Tensor, pages: Pages, implementation: str | None = None) -> Tensor:
+def _ours(query: Tensor, pages: PagesOfCase, implementation: str | None = None) -> Tensor:
     mask = masks.causal() if query.shape[2] > 1 else None
     options = {"mask": mask, "implementation": implementation}
     with torch.no_grad():
@@ -119,17 +119,19 @@ def _ours(query: Tensor, pages: Pages, implementation: str | None = None) -> Ten
     return output
 
 
-def _triton(query: Tensor, pages: Pages) -> Tensor:
+def _triton(query: Tensor, pages: PagesOfCase) -> Tensor:
     return _ours(query, pages, "triton")
 
 
-def _hopper(query: Tensor, pages: Pages) -> Tensor:
+def _hopper(query: Tensor, pages: PagesOfCase) -> Tensor:
     return _ours(query, pages, "hopper")
 
 
-def _not_by(implementation: str, case: Case, device: torch.device) -> str | None:
+def _not_by(implementation: str, case: BenchCase, device: torch.device) -> str | None:
     """Why an implementation cannot serve such queries and pages, or None."""
-    stored = getattr(torch, case.page_dtype) if isinstance(case, PagedCase) else case.torch_dtype
+    stored = (
+        getattr(torch, case.page_dtype) if isinstance(case, PagedBenchCase) else case.torch_dtype
+    )
     scales = torch.ones(1, 1, 1, device=device) if stored.itemsize == 1 else None
     query = torch.zeros(1, 1, 1, case.head_dim, dtype=case.torch_dtype, device=device)
     page, one = query.to(stored), torch.ones(1, dtype=torch.int32, device=device)
@@ -140,7 +142,7 @@ def _not_by(implementation: str, case: Case, device: torch.device) -> str | None
     return found.reasons[implementation]
 
 
-def _gathered(query: Tensor, pages: Pages) -> Tensor:
+def _gathered(query: Tensor, pages: PagesOfCase) -> Tensor:
     key, value = (
         pool.index_select(0, pages.page_table[0]).transpose(0, 1).flatten(1, 2).unsqueeze(0)
         for pool in (pages.key_pages, pages.value_pages)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.bench.case import Case, Tensors
+from saccade.bench.case import BenchCase, Tensors
 from saccade.bench.timing import Runnable
 
 Layout = Literal["heads first", "rows first", "packed"]
@@ -48,7 +48,7 @@ class Peer:
 
     who: str
     about: str
-    prepare: Callable[[Case, torch.device], Call | str]
+    prepare: Callable[[BenchCase, torch.device], Call | str]
     by_default: bool = True
     compiles: bool = False
     attention: tuple[str, ...] = ("softmax",)

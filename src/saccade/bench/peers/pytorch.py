@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from saccade.bench.case import Case
+from saccade.bench.case import BenchCase
 from saccade.bench.peers.peer import Call, Peer
 from saccade.bench.visibility import block_layout
 
@@ -38,7 +38,7 @@ def peers() -> list[Peer]:
     ]
 
 
-def _plain(case: Case, device: torch.device) -> Call | str:
+def _plain(case: BenchCase, device: torch.device) -> Call | str:
     if reason := case.scores_beyond(LARGEST_WRITTEN):
         return reason
     hidden = None
@@ -73,7 +73,7 @@ def _sdpa(who: str, backend: SDPBackend | None) -> Peer:
     def around() -> AbstractContextManager[object]:
         return nullcontext() if backend is None else sdpa_kernel(backend)
 
-    def prepare(case: Case, device: torch.device) -> Call | str:
+    def prepare(case: BenchCase, device: torch.device) -> Call | str:
         if backend == SDPBackend.MATH and (reason := case.scores_beyond(LARGEST_WRITTEN)):
             return reason
         table_bytes = case.query_len * case.kv_len
@@ -88,7 +88,7 @@ def _sdpa(who: str, backend: SDPBackend | None) -> Peer:
     return Peer(who, f"scaled_dot_product_attention, {name}", prepare, by_default)
 
 
-def _function(case: Case, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _function(case: BenchCase, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     needs_table = case.visibility.needs_table
     causal = case.visibility.kind == "causal" and not needs_table
     mask = None
@@ -104,7 +104,7 @@ def _function(case: Case, device: torch.device) -> Callable[[Tensor, Tensor, Ten
     return run
 
 
-def _reason_against(call: Call, case: Case, device: torch.device) -> str | None:
+def _reason_against(call: Call, case: BenchCase, device: torch.device) -> str | None:
     """Whether a backend takes the case: the reason against it, as PyTorch words it, or None."""
     with warnings.catch_warnings(record=True) as caught, call.around(), torch.no_grad():
         warnings.simplefilter("always")
@@ -136,7 +136,7 @@ torch.compile(flex_attention, dynamic=False)(query, query, query).sum().item()
 """
 
 
-def _flex(case: Case, device: torch.device) -> Call | str:
+def _flex(case: BenchCase, device: torch.device) -> Call | str:
     reason = why_not(device.type)
     if reason is not None:
         return reason
@@ -161,7 +161,7 @@ def _flex(case: Case, device: torch.device) -> Call | str:
     return Call(run)
 
 
-def mask_function(case: Case, device: torch.device) -> MaskFunction | None:
+def mask_function(case: BenchCase, device: torch.device) -> MaskFunction | None:
     """The case's mask as FlexAttention takes it; None where everything is visible."""
     kind = _kind_function(case, device)
     if len(case.visibility.documents) < 2:
@@ -178,7 +178,7 @@ def mask_function(case: Case, device: torch.device) -> MaskFunction | None:
     return and_masks(same_document, kind)
 
 
-def _kind_function(case: Case, device: torch.device) -> MaskFunction | None:
+def _kind_function(case: BenchCase, device: torch.device) -> MaskFunction | None:
     kind, size = case.visibility.kind, case.visibility.size
 
     def causal(batch: Tensor, head: Tensor, query_row: Tensor, kv_row: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.bench.case import Case, StepCase
+from saccade.bench.case import BenchCase, StepCase
 from saccade.bench.peers.peer import Call, Peer
 
 COPY_BYTES = 2**30
@@ -39,7 +39,7 @@ def peers() -> list[Peer]:
     ]
 
 
-def _read(case: Case, device: torch.device) -> Call | str:
+def _read(case: BenchCase, device: torch.device) -> Call | str:
     if _computes(case):
         return COMPUTES
 
@@ -54,7 +54,7 @@ def _read(case: Case, device: torch.device) -> Call | str:
     return Call(run)
 
 
-def _copy(case: Case, device: torch.device) -> Call | str:
+def _copy(case: BenchCase, device: torch.device) -> Call | str:
     if _computes(case):
         return COMPUTES
 
@@ -70,7 +70,7 @@ def _copy(case: Case, device: torch.device) -> Call | str:
     return Call(run)
 
 
-def _computes(case: Case) -> bool:
+def _computes(case: BenchCase) -> bool:
     """Whether a case is a whole call of linear attention, and no step."""
     return case.attention == "linear" and not case.decodes
 
@@ -91,7 +91,7 @@ class _Products(torch.autograd.Function):
         return (None, *(nothing.expand(shape) for shape in ctx.shapes))
 
 
-def _bmm(case: Case, device: torch.device) -> Call | str:
+def _bmm(case: BenchCase, device: torch.device) -> Call | str:
     """Rows of head_dim times a matrix for each head, into memory that is there."""
     if isinstance(case, StepCase):
         return "a step is bound by memory: see copy"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import saccade
 from saccade import masks
-from saccade.integrations.flash_attn.options import Options, flag, whole, without_gradient
+from saccade.integrations.flash_attn.options import FlashOptions, flag, whole, without_gradient
 
 LARGEST_PAGE = 1024
 
@@ -69,7 +69,7 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
         TypeError, ValueError: naming the argument.
         NotImplementedError: in backward, as there are no gradients.
     """
-    options = Options.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = FlashOptions.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
     more, interleaved = flag("return_softmax_lse", return_softmax_lse), rotary_interleaved
     new = _New(k, v, _angles(rotary_cos, rotary_sin), flag("rotary_interleaved", interleaved))
     whole("num_splits", num_splits)
@@ -96,7 +96,7 @@ def _attended(
     q: Tensor,
     caches: tuple[Tensor, Tensor],
     new: _New,
-    options: Options,
+    options: FlashOptions,
     cache_seqlens: Any,
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import saccade
 from saccade.integrations.flash_attn.options import (
-    Options,
+    FlashOptions,
     answer,
     attend,
     flag,
@@ -56,7 +56,7 @@ def flash_attn_func(
         TypeError, ValueError, NotImplementedError: naming the argument.
     """
     dropout_p, weights = no_weights(return_attn_probs, dropout_p)
-    options = Options.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = FlashOptions.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
     return answer(*attend(q, k, v, options, dropout_p, deterministic), weights)
 
 
@@ -162,7 +162,7 @@ def flash_attn_varlen_func(
         TypeError, ValueError, NotImplementedError: naming the argument.
     """
     dropout_p, weights = no_weights(return_attn_probs, dropout_p)
-    options = Options.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = FlashOptions.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
     longest = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
     deterministic = flag("deterministic", deterministic)
     if block_table is None:

@@ -89,7 +89,7 @@ def _said(value: Any) -> str:
 FAR = 2**30
 
 
-class Options(NamedTuple):
+class FlashOptions(NamedTuple):
     """FlashAttention's options that all of its calls share; see `flash_attn_func`."""
 
     softmax_scale: float | None = None
@@ -101,7 +101,7 @@ class Options(NamedTuple):
     @classmethod
     def of(
         cls, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any
-    ) -> Options:
+    ) -> FlashOptions:
         """Options as a caller gave them, as Python's numbers."""
         return cls(
             None if softmax_scale is None else real("softmax_scale", softmax_scale),
@@ -175,7 +175,7 @@ def answer(output: Tensor, lse: Tensor, return_attn_probs: bool) -> Any:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, dropout_p: float, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, dropout_p: float, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention of tensors [batch, length, heads, dim]; the output is laid out like them."""
     output, lse = saccade.attention(

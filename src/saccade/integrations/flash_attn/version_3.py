@@ -16,7 +16,7 @@ from torch import Tensor
 import saccade
 from saccade.integrations.flash_attn import cache, functions
 from saccade.integrations.flash_attn.functions import unpacked
-from saccade.integrations.flash_attn.options import Options, flag, whole, without_gradient
+from saccade.integrations.flash_attn.options import FlashOptions, flag, whole, without_gradient
 
 Scale = Tensor | None
 
@@ -179,7 +179,7 @@ def flash_attn_with_kvcache(  # breaks function-length: half of it is its argume
             "page_table, cache_seqlens: take tensors with cu_seqlens_q: queries are packed over "
             "pages alone"
         )
-    options = Options.of(softmax_scale, causal, window_size, softcap, None)
+    options = FlashOptions.of(softmax_scale, causal, window_size, softcap, None)
     with torch.no_grad():
         found = saccade.attention_paged(
             q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), page_table, cache_seqlens,

@@ -14,7 +14,7 @@ TOP_LEFT, BOTTOM_RIGHT = masks.causal(align="top_left"), masks.causal(align="bot
 DISABLED = torch._C._disabled_torch_function_impl
 
 
-class Call(NamedTuple):
+class SdpaCall(NamedTuple):
     """A call in saccade's terms."""
 
     query: Tensor
@@ -33,7 +33,7 @@ def translated(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> Call:
+) -> SdpaCall:
     """The call with four dimensions, a mask and a score."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
@@ -67,7 +67,7 @@ def translated(
         _four_dimensions(rows.expand(*batch, *rows.shape[-3:]), batch)
         for rows in (query, key, value)
     )
-    return Call(query, key, value, options, leading)
+    return SdpaCall(query, key, value, options, leading)
 
 
 def is_causal_bias(tensor: object) -> bool:

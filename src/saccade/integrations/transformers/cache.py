@@ -24,7 +24,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 import saccade
-from saccade.integrations.transformers.deferred import Step, paged_rows
+from saccade.integrations.transformers.deferred import PagedStep, paged_rows
 
 MOST_DRAFTS = 128  # tokens behind a long chunk that sliding layers can take back
 
@@ -149,8 +149,8 @@ class PagedGenerationCache(Cache):
         self.windows = [None] * num_layers if windows is None else list(windows)
         self.pages: saccade.PagedCache | None = None
         self.sequences: list[int] = []
-        self._steps: list[Step] | None = None  # by kind of layer
-        self._before: list[Step | None] = []  # the same for what was there before a long chunk
+        self._steps: list[PagedStep] | None = None  # by kind of layer
+        self._before: list[PagedStep | None] = []  # the same for what was there before a long chunk
 
     @classmethod
     def for_model(
@@ -200,7 +200,7 @@ class PagedGenerationCache(Cache):
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def step_of(self, layer: int, length: int, key: Tensor, value: Tensor) -> Step:
+    def step_of(self, layer: int, length: int, key: Tensor, value: Tensor) -> PagedStep:
         """The step that a layer of this length is at; the first layer of a step begins it.
 
         Raises:
@@ -239,19 +239,21 @@ class PagedGenerationCache(Cache):
         slots = pages.append(dict.fromkeys(self.sequences, count), spare=spare)
         tables = pages.tables(self.sequences)
         self._steps = [
-            Step(length, count, *each)
+            PagedStep(length, count, *each)
             for each in zip(slots, *zip(*tables, strict=True), strict=True)
         ]
         self._before = [
-            Step(0, length, slots[kind], *before[kind]) if before is not None and each else None
+            PagedStep(0, length, slots[kind], *before[kind])
+            if before is not None and each
+            else None
             for kind, each in enumerate(outgrown)
         ]
 
-    def step_before(self, layer: int) -> Step | None:
+    def step_before(self, layer: int) -> PagedStep | None:
         """What a layer held before a chunk longer than its window, as a step; else None."""
         return self._before[self.pages.addresses[layer].group] if self.pages is not None else None
 
-    def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> Any:
+    def write(self, layer: int, key: Tensor, value: Tensor, step: PagedStep) -> Any:
         """Write a layer's new tokens; its pages."""
         assert self.pages is not None  # the step made them
         key, value = (each.detach().transpose(1, 2).flatten(0, 1) for each in (key, value))

@@ -84,7 +84,7 @@ def changes_any(func: Any, given: dict[str, Any], kind: type) -> bool:
 
 
 @dataclass
-class Step:
+class PagedStep:
     """New tokens of every sequence, which every layer writes at the same slots."""
 
     first: int  # position of the first new token
@@ -105,10 +105,12 @@ class PagedRows(Deferred):
 
     pages: Tensor
     scales: Tensor | None
-    step: Step
+    step: PagedStep
 
     @staticmethod
-    def __new__(cls, pages: Tensor, scales: Tensor | None, step: Step, dtype: Any) -> PagedRows:
+    def __new__(
+        cls, pages: Tensor, scales: Tensor | None, step: PagedStep, dtype: Any
+    ) -> PagedRows:
         """Rows that are gathered when somebody computes with them."""
         shape = (step.table.shape[0], pages.shape[1], step.first + step.count, pages.shape[3])
         made = Deferred.empty_shell(cls, shape, dtype, pages.device)
@@ -133,7 +135,7 @@ class PagedRows(Deferred):
         return rows[:, :, : self.shape[2]].to(self.dtype)
 
 
-def paged_rows(pages: Any, step: Step, dtype: Any) -> tuple[PagedRows, PagedRows]:
+def paged_rows(pages: Any, step: PagedStep, dtype: Any) -> tuple[PagedRows, PagedRows]:
     """A layer's keys and values, of the dtype that was written."""
     return (
         PagedRows(pages.key_pages, pages.key_scales, step, dtype),

@@ -23,7 +23,7 @@ from saccade.runtime.validation import without_autocast
 FeatureMap = Callable[[Tensor], Tensor] | str  # a function or a name
 
 
-class Options(TypedDict, total=False):
+class LinearOptions(TypedDict, total=False):
     """The options that all calls share, for type checkers."""
 
     causal: bool
@@ -46,7 +46,7 @@ def linear_attention(
     *,
     key_lengths: Tensor | None = ...,
     return_state: Literal[False] = ...,
-    **options: Unpack[Options],
+    **options: Unpack[LinearOptions],
 ) -> Tensor: ...
 @overload
 def linear_attention(
@@ -56,7 +56,7 @@ def linear_attention(
     *,
     key_lengths: Tensor | None = ...,
     return_state: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[LinearOptions],
 ) -> tuple[Tensor, LinearState]: ...
 def linear_attention(  # breaks function-length: most of it is the docstring
     query: Tensor,
@@ -146,7 +146,7 @@ def linear_attention_varlen(
     cu_seqlens_k: Tensor | None = ...,
     *,
     return_state: Literal[False] = ...,
-    **options: Unpack[Options],
+    **options: Unpack[LinearOptions],
 ) -> Tensor: ...
 @overload
 def linear_attention_varlen(
@@ -157,7 +157,7 @@ def linear_attention_varlen(
     cu_seqlens_k: Tensor | None = ...,
     *,
     return_state: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[LinearOptions],
 ) -> tuple[Tensor, LinearState]: ...
 def linear_attention_varlen(
     query: Tensor,
@@ -189,7 +189,7 @@ def linear_attention_varlen(
     """
     if cu_seqlens_q is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
-    unknown = set(options) - set(Options.__annotations__)
+    unknown = set(options) - set(LinearOptions.__annotations__)
     if unknown:
         raise TypeError(f"linear_attention_varlen: got the unknown arguments {sorted(unknown)}")
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k

@@ -25,7 +25,7 @@ from saccade.runtime.linear_spec import LinearInputs, LinearResults, LinearVaria
 from saccade.runtime.spec import accumulate_dtype
 
 
-class Rows(NamedTuple):
+class ReferenceRows(NamedTuple):
     """A dense call after its feature map, with as many heads everywhere as the output has.
 
     Hidden keys have features and values of 0 and fade nothing.
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     key_sum: Float[Tensor, "batch heads features"]
 
 
-class Sums(NamedTuple):
+class StateSums(NamedTuple):
     """What each form computes: sums for each row, before the normaliser, and the last state."""
 
     weighted: Float[Tensor, "batch heads rows value_dim"]
@@ -62,7 +62,7 @@ class Pairs(NamedTuple):
     total: Float[Tensor, "batch heads rows"]  # the sum of all scores of a row
 
 
-def pairs_of(rows: Rows) -> Pairs:
+def pairs_of(rows: ReferenceRows) -> Pairs:
     """The scores, and their sums."""
     query, query_nonfinite = _without_nonfinite_rows(rows.query)
     key, key_nonfinite = _without_nonfinite_rows(rows.key)
@@ -89,7 +89,7 @@ def _sum_after(log_decay: Tensor) -> Tensor:
     return torch.nn.functional.pad(log_decay, (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
 
 
-def last_state(rows: Rows) -> tuple[Tensor, Tensor]:
+def last_state(rows: ReferenceRows) -> tuple[Tensor, Tensor]:
     """The two sums after the last key."""
     key = rows.key * _sum_after(rows.log_decay).exp().unsqueeze(-1)
     whole = rows.log_decay.sum(-1, keepdim=True).exp()
@@ -97,14 +97,14 @@ def last_state(rows: Rows) -> tuple[Tensor, Tensor]:
     return kv, key.sum(-2) + whole * rows.key_sum
 
 
-def quadratic(rows: Rows) -> Sums:
+def quadratic(rows: ReferenceRows) -> StateSums:
     """By pairs: all scores in memory."""
     pairs = pairs_of(rows)
     weighted = pairs.scores @ pairs.value + pairs.old @ rows.kv
-    return Sums(weighted, pairs.total, *last_state(rows))
+    return StateSums(weighted, pairs.total, *last_state(rows))
 
 
-def recurrent(rows: Rows) -> Sums:
+def recurrent(rows: ReferenceRows) -> StateSums:
     """Row by row: one state, which each key changes and each query reads."""
     kv, key_sum = rows.kv, rows.key_sum
     weighted = rows.query.new_zeros(*rows.query.shape[:3], rows.value.shape[-1])
@@ -119,14 +119,14 @@ def recurrent(rows: Rows) -> Sums:
         weighted = torch.where(reads, rows.query @ kv, weighted)
         read = (rows.query @ key_sum.unsqueeze(-1)).squeeze(-1)
         total = torch.where(reads.squeeze(-1), read, total)
-    return Sums(weighted, total, kv, key_sum)
+    return StateSums(weighted, total, kv, key_sum)
 
 
-def chunked(rows: Rows, chunk: int) -> Sums:
+def chunked(rows: ReferenceRows, chunk: int) -> StateSums:
     """In chunks of keys: by pairs within a chunk, by the state for all that came before it."""
     kv, key_sum = rows.kv, rows.key_sum
     kv_len = rows.key.shape[2]
-    parts: list[Sums] = []
+    parts: list[StateSums] = []
     places: list[Tensor] = []
     for start in range(0, max(kv_len, 1), chunk):
         stop = min(start + chunk, kv_len)
@@ -148,7 +148,7 @@ def chunked(rows: Rows, chunk: int) -> Sums:
     order = torch.cat(places).argsort()
     weighted = torch.cat([part.weighted for part in parts], 2)[:, :, order]
     total = torch.cat([part.total for part in parts], 2)[:, :, order]
-    return Sums(weighted, total, kv, key_sum)
+    return StateSums(weighted, total, kv, key_sum)
 
 
 # ---- a call ------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def _dense(inputs: LinearInputs, variant: LinearVariant, sums: torch.dtype) -> L
     return LinearResults(output.to(inputs.query.dtype), total, kv, key_sum)
 
 
-def lay_out(inputs: LinearInputs, variant: LinearVariant, sums: torch.dtype) -> Rows:
+def lay_out(inputs: LinearInputs, variant: LinearVariant, sums: torch.dtype) -> ReferenceRows:
     """The call after its feature map, with hidden keys selected away and heads repeated."""
     query, key, value = (rows.to(sums) for rows in inputs[:3])
     batch, kv_len, heads = key.shape[0], key.shape[2], inputs.heads
@@ -244,7 +244,7 @@ def lay_out(inputs: LinearInputs, variant: LinearVariant, sums: torch.dtype) -> 
     kv, key_sum = inputs.initial_kv, inputs.initial_key_sum
     kv = key.new_zeros(*states, value.shape[-1]) if kv is None else kv.to(sums)
     key_sum = key.new_zeros(states) if key_sum is None else key_sum.to(sums)
-    return Rows(
+    return ReferenceRows(
         _repeated(features(variant.feature_map, query) * variant.scale, heads),
         _repeated(key.masked_fill(hidden.unsqueeze(-1), 0), heads),
         _repeated(value.masked_fill(hidden.unsqueeze(-1), 0), heads),

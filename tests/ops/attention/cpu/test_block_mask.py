@@ -14,7 +14,7 @@ from saccade.modifiers import evaluate, intervals
 from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.ops import index_range
 from saccade.ops.attention.cpu import block_mask
-from saccade.ops.attention.cpu.block_mask import QueryTile, Run, Sizes
+from saccade.ops.attention.cpu.block_mask import QueryTile, Run, TileSizes
 from saccade.runtime.spec import Variant
 
 
@@ -23,15 +23,15 @@ def variant_of(mask: Mask | None) -> Variant:
     return Variant(mask.key if mask is not None else "", "", captured, Captured(), 1.0, 0.0)
 
 
-def sizes_of(**changes: int) -> Sizes:
+def sizes_of(**changes: int) -> TileSizes:
     defaults = {
         "batch": 2, "heads": 3, "query_len": 50, "kv_len": 70, "first_batch": 0, "query_tile": 8,
         "kv_tile": 8,
     }  # fmt: skip
-    return Sizes(**{**defaults, **changes})
+    return TileSizes(**{**defaults, **changes})
 
 
-def visible(sizes: Sizes, mask: Mask) -> torch.Tensor:
+def visible(sizes: TileSizes, mask: Mask) -> torch.Tensor:
     first = sizes.first_batch
     at = Coordinates(
         index_range(first, first + sizes.batch, 0),
@@ -44,7 +44,7 @@ def visible(sizes: Sizes, mask: Mask) -> torch.Tensor:
     return evaluate.visible(mask.key, mask.captured, at).expand(full)
 
 
-def check(sizes: Sizes, mask: Mask, *, exact: bool = True) -> tuple[block_mask.Unit, ...]:
+def check(sizes: TileSizes, mask: Mask, *, exact: bool = True) -> tuple[block_mask.Unit, ...]:
     """Compare a plan with the mask, pair by pair.
 
     exact: the mask is one whose tiles are known exactly, so that no hidden tile is visited.
@@ -72,7 +72,7 @@ def check(sizes: Sizes, mask: Mask, *, exact: bool = True) -> tuple[block_mask.U
     return units
 
 
-def check_runs(tile: QueryTile, sizes: Sizes) -> None:
+def check_runs(tile: QueryTile, sizes: TileSizes) -> None:
     """Runs ascend, do not overlap, hold something, and end inside the keys."""
     ends = [0]
     for run in tile.runs:
@@ -80,7 +80,7 @@ def check_runs(tile: QueryTile, sizes: Sizes) -> None:
         ends.append(run.stop)
 
 
-def check_no_hidden_tile(seen: torch.Tensor, visited: torch.Tensor, sizes: Sizes) -> None:
+def check_no_hidden_tile(seen: torch.Tensor, visited: torch.Tensor, sizes: TileSizes) -> None:
     for rows_seen, rows_visited in zip(
         seen.split(sizes.query_tile, 2), visited.split(sizes.query_tile, 2), strict=True
     ):
@@ -95,7 +95,7 @@ def sorted_ids(batch: int, length: int, documents: int) -> torch.Tensor:
     return (torch.arange(length) * documents // max(length, 1)).expand(batch, -1)
 
 
-def built_in(sizes: Sizes) -> dict[str, Mask]:
+def built_in(sizes: TileSizes) -> dict[str, Mask]:
     batch = sizes.first_batch + sizes.batch
     generator = torch.Generator().manual_seed(0)
     grid = batch, sizes.heads, -(-sizes.query_len // sizes.query_tile), 5
@@ -165,7 +165,7 @@ def test_real_tile_sizes():
 # ---- runs -------------------------------------------------------------------------------------
 
 
-def runs_of(sizes: Sizes, mask: Mask) -> list[tuple[Run, ...]]:
+def runs_of(sizes: TileSizes, mask: Mask) -> list[tuple[Run, ...]]:
     (unit,) = block_mask.units(sizes, variant_of(mask))
     return [tile.runs for tile in unit.tiles]
 
@@ -282,7 +282,7 @@ def test_memory_of_a_plan_is_bounded_by_strips(monkeypatch):
 
     monkeypatch.setattr(intervals, "classify", measure)
     length = 2**17
-    sizes = Sizes(1, 1, length, length, 0, block_mask.QUERY_TILE, block_mask.KV_TILE)
+    sizes = TileSizes(1, 1, length, length, 0, block_mask.QUERY_TILE, block_mask.KV_TILE)
     started = time.perf_counter()
     (unit,) = block_mask.units(sizes, variant_of(masks.window(4096)))
     assert time.perf_counter() - started < 10

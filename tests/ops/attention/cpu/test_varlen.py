@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saccade.ops.attention.cpu.segments import Part, parts_of
+from saccade.ops.attention.cpu.segments import Segment, parts_of
 from saccade.runtime.spec import Inputs
 
 
@@ -17,7 +17,7 @@ def packed(lengths: list[tuple[int, int]]) -> Inputs:
 def test_a_dense_call_is_one_part():
     rows = torch.randn(3, 4, 5, 2)
     (part,) = parts_of(Inputs(rows, rows, rows))
-    assert part == Part(0, 3, None, None)
+    assert part == Segment(0, 3, None, None)
     lse = torch.randn(3, 4, 5)
     assert part.queries(rows) is part.keys(rows) is rows
     assert part.lse(lse) is lse

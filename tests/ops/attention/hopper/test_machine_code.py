@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from saccade.kernel_check import compile_cache, pool, report
-from saccade.kernel_check.calls import Call
+from saccade.kernel_check.calls import KernelCall
 from saccade.kernel_check.linear_calls import LinearCall
 from saccade.kernel_check.paged_calls import PagedCall
 from saccade.kernel_check.pool import Compiled, Job, Usage
@@ -72,7 +72,7 @@ def without_seen(triton, result):
 
 
 def test_no_more_spills_than_were_seen():
-    call = Call(64)
+    call = KernelCall(64)
     job = Job("sm_90", call, "hopper_shared", ("hopper_backward",))
     seen = SEEN["3.8", "hopper_backward", call.name]
 
@@ -92,7 +92,11 @@ def test_no_more_spills_than_were_seen():
 
 
 def test_all_widths_multiply_and_cover_their_exponents():
-    calls = [Call(128, mask="causal", length=4096), Call(64, length=4096), Call(256)]
+    calls = [
+        KernelCall(128, mask="causal", length=4096),
+        KernelCall(64, length=4096),
+        KernelCall(256),
+    ]
     for head_dim, usage in compiled("hopper", "hopper_forward", *calls):
         assert usage.looped == 0
         assert usage.products >= 64
@@ -100,7 +104,7 @@ def test_all_widths_multiply_and_cover_their_exponents():
 
 
 def test_two_programs_share_a_multiprocessor():
-    calls = [Call(64), Call(64, mask="causal")]
+    calls = [KernelCall(64), KernelCall(64, mask="causal")]
     for _, usage in compiled("hopper", "hopper_forward", *calls):
         assert usage.looped <= report.FEW  # of 16 weights that a thread keeps for the next step
         assert usage.products == 32
@@ -109,7 +113,7 @@ def test_two_programs_share_a_multiprocessor():
 
 
 def test_the_backward_pass_keeps_products_under_way():
-    calls = [Call(dim, mask=mask) for dim in (64, 128) for mask in ("none", "causal")]
+    calls = [KernelCall(dim, mask=mask) for dim in (64, 128) for mask in ("none", "causal")]
     usages = compiled("hopper_shared", "hopper_backward", *calls)
     usages += compiled("hopper_ordered", "hopper_backward, ordered", calls[-1])
     usages += compiled("hopper_in_order", "hopper_backward, in key order", calls[-1])
@@ -122,7 +126,11 @@ def test_the_backward_pass_keeps_products_under_way():
 
 
 def test_gradients_of_wide_heads_keep_products_under_way():
-    calls = [Call(256), Call(256, mask="causal"), Call(192, mask="causal", value_dim=128)]
+    calls = [
+        KernelCall(256),
+        KernelCall(256, mask="causal"),
+        KernelCall(192, mask="causal", value_dim=128),
+    ]
     for _, usage in compiled("hopper_apart", "hopper_backward_keys", *calls):
         assert usage.looped == 0
         assert usage.products >= 64

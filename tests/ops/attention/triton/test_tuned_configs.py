@@ -6,12 +6,12 @@ import pytest
 
 from saccade.ops.attention.triton import tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
-from saccade.ops.attention.triton.tuned_configs import Table
+from saccade.ops.attention.triton.tuned_configs import ConfigTable
 from saccade.runtime.spec import KernelConfig
 
 FORWARD = KernelProblem("sm_90", "forward", 128, wide=False, masked=True)
 KEYS = KernelProblem("sm_90", "backward_keys", 64, wide=True, dropout=True)
-FOUND = Table("sm_90", "NVIDIA H200", "3.6.0", {FORWARD: KernelConfig(64, 64, 4, 3)})
+FOUND = ConfigTable("sm_90", "NVIDIA H200", "3.6.0", {FORWARD: KernelConfig(64, 64, 4, 3)})
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +38,12 @@ def test_what_was_saved_is_loaded_at_once(file):
 def test_saving_keeps_other_entries_and_other_architectures(file):
     ampere = FORWARD._replace(architecture="sm_80")
     tuned_configs.save(file, FOUND)
-    tuned_configs.save(file, Table("sm_80", "A100", "3.6.0", {ampere: KernelConfig(32, 32, 4, 1)}))
-    tuned_configs.save(file, Table("sm_90", "H100", "3.9.0", {KEYS: KernelConfig(16, 32, 8, 1)}))
+    tuned_configs.save(
+        file, ConfigTable("sm_80", "A100", "3.6.0", {ampere: KernelConfig(32, 32, 4, 1)})
+    )
+    tuned_configs.save(
+        file, ConfigTable("sm_90", "H100", "3.9.0", {KEYS: KernelConfig(16, 32, 8, 1)})
+    )
     assert tuned_configs.load() == {
         FORWARD: KernelConfig(64, 64, 4, 3),
         KEYS: KernelConfig(16, 32, 8, 1),

@@ -11,7 +11,7 @@ import torch
 
 import saccade
 from saccade.ops.linear_attention.cpu import host as linear_host
-from saccade.ops.linear_attention.cpu.forward import Step, steps_of
+from saccade.ops.linear_attention.cpu.forward import RowStep, steps_of
 from saccade.runtime.linear_spec import LinearInputs, LinearVariant
 from saccade.testing import make_linear_case
 
@@ -44,9 +44,9 @@ def test_each_row_is_visited_once_after_the_keys_that_it_sees(causal: bool, alig
 
 def test_steps_side_by_side() -> None:
     assert steps_of(3, 5, variant(True, "bottom_right"), 2) == [
-        Step(None, slice(0, 2)),
-        Step(slice(0, 2), slice(2, 4)),
-        Step(slice(2, 3), slice(4, 5)),
+        RowStep(None, slice(0, 2)),
+        RowStep(slice(0, 2), slice(2, 4)),
+        RowStep(slice(2, 3), slice(4, 5)),
     ]
 
 

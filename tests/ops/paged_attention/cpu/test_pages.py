@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saccade.ops.paged_attention.cpu.pages import COPIED_ROWS, Pages, Piece, Scratch
+from saccade.ops.paged_attention.cpu.pages import COPIED_ROWS, PageReader, Piece, Scratch
 from saccade.testing import make_paged_case
 from saccade.testing.paged import MEMORIES
 
@@ -12,7 +12,7 @@ def pages_of(dtype=torch.float32, fixed=False, **description):
     case = make_paged_case(**{"lengths": ((1, 3000),), "page_size": 16, **description})
     inputs, _ = case.prepared()
     kv_len = case.description.lengths[0][1]
-    return Pages.of(inputs, 0, kv_len, dtype, fixed, Scratch())
+    return PageReader.of(inputs, 0, kv_len, dtype, fixed, Scratch())
 
 
 def test_adjacent_pages_whose_rows_follow_are_one_view():

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def problem(**changes: Any) -> Any:
-    from saccade.ops.attention.hopper.configs import PagedProblem
+    from saccade.ops.attention.hopper.configs import HopperPagedProblem
 
-    return PagedProblem(128, 128, 64, 512, 512, 132, False)._replace(**changes)
+    return HopperPagedProblem(128, 128, 64, 512, 512, 132, False)._replace(**changes)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.ops.attention.cpu import dense_tile, flash_tile, segments, tile_masks
 from saccade.ops.attention.cpu.dense_tile import PairBlock
-from saccade.ops.attention.cpu.segments import Dense
+from saccade.ops.attention.cpu.segments import DenseProblem
 from saccade.ops.attention.cpu.tile_masks import PartialTile
 from saccade.runtime.spec import accumulate_dtype
 
@@ -81,7 +81,7 @@ class _Rows(NamedTuple):
     plain: bool  # the flash kernel knows nothing of a gradient of the lse
 
     @staticmethod
-    def of(dense: Dense, results: Results, nan_safe: bool) -> _Rows:
+    def of(dense: DenseProblem, results: Results, nan_safe: bool) -> _Rows:
         output, lse, grad_output, grad_lse = results
         sees_nothing = lse == -torch.inf
         if bool(sees_nothing.any()):
@@ -96,7 +96,7 @@ class _Rows(NamedTuple):
         return _Rows(output, lse, grad_output, row_dot, plain)
 
 
-def differentiate(dense: Dense, results: Results, wanted: Sequence[int]) -> DenseGradients:
+def differentiate(dense: DenseProblem, results: Results, wanted: Sequence[int]) -> DenseGradients:
     """Gradients of a dense problem, with those of the wanted captured tensors of the score."""
     rows = _Rows.of(dense, results, nan_safe=False)
     grad_sinks = None
@@ -116,7 +116,9 @@ def differentiate(dense: Dense, results: Results, wanted: Sequence[int]) -> Dens
     return DenseGradients(grad_query, grad_key, grad_value, grad_sinks, tables)
 
 
-def _empty_sums(dense: Dense, wanted: Sequence[int]) -> tuple[list[GradientSum], dict[int, Tensor]]:
+def _empty_sums(
+    dense: DenseProblem, wanted: Sequence[int]
+) -> tuple[list[GradientSum], dict[int, Tensor]]:
     tensors = dense.variant.score_captured.tensors
     tables = {
         index: torch.zeros_like(tensors[index], dtype=accumulate_dtype(tensors[index].dtype))
@@ -126,7 +128,11 @@ def _empty_sums(dense: Dense, wanted: Sequence[int]) -> tuple[list[GradientSum],
 
 
 def _visit(
-    dense: Dense, rows: _Rows, sums: list[GradientSum], tables: dict[int, Tensor], nan_safe: bool
+    dense: DenseProblem,
+    rows: _Rows,
+    sums: list[GradientSum],
+    tables: dict[int, Tensor],
+    nan_safe: bool,
 ) -> bool:
     """Add the contributions of every rectangle; say whether any of them needed the mask."""
     form = None if rows.plain else dense.flash_at_once
@@ -144,7 +150,7 @@ def _visit(
 
 
 def _run(
-    dense: Dense,
+    dense: DenseProblem,
     rows: _Rows,
     pair_block: PairBlock,
     masked: bool,
@@ -172,7 +178,11 @@ def _run(
 
 
 def _flash(
-    dense: Dense, rows: _Rows, pair_block: PairBlock, partial: PartialTile | None, causal: bool
+    dense: DenseProblem,
+    rows: _Rows,
+    pair_block: PairBlock,
+    partial: PartialTile | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys = segments.slices_of(dense, pair_block)
     return flash_tile.backward(
@@ -189,7 +199,7 @@ def _flash(
 
 
 def _plain(
-    dense: Dense,
+    dense: DenseProblem,
     rows: _Rows,
     pair_block: PairBlock,
     masked: bool,
@@ -215,7 +225,10 @@ def _plain(
 
 
 def _add(
-    sums: list[GradientSum], dense: Dense, pair_block: PairBlock, contributions: Sequence[Tensor]
+    sums: list[GradientSum],
+    dense: DenseProblem,
+    pair_block: PairBlock,
+    contributions: Sequence[Tensor],
 ) -> None:
     """Add contributions of query, key and value to their sums."""
     queries, keys = segments.slices_of(dense, pair_block)

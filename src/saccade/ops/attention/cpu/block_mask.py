@@ -64,7 +64,7 @@ class Unit(NamedTuple):
         ]
 
 
-class Sizes(NamedTuple):
+class TileSizes(NamedTuple):
     """The sizes of one dense problem, and the index of its first batch entry."""
 
     batch: int
@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
         return self.query_len <= self.query_tile and self.kv_len <= SHORT_TILES * self.kv_tile
 
 
-def units(sizes: Sizes, variant: Variant) -> tuple[Unit, ...]:
+def units(sizes: TileSizes, variant: Variant) -> tuple[Unit, ...]:
     """Plans for all of a dense problem, one for each part of it that the mask treats alike."""
     captured = variant.mask_captured
     return _remembered.get(
@@ -99,7 +99,7 @@ def units(sizes: Sizes, variant: Variant) -> tuple[Unit, ...]:
 _remembered: Remembered[tuple[Unit, ...]] = Remembered(most=256)
 
 
-def _units(sizes: Sizes, mask: str, captured: Captured) -> tuple[Unit, ...]:
+def _units(sizes: TileSizes, mask: str, captured: Captured) -> tuple[Unit, ...]:
     everything = (0, sizes.batch), (0, sizes.heads)
     if not mask:
         run = Run(0, sizes.kv_len, masked=False)
@@ -146,7 +146,7 @@ class _Strip(NamedTuple):
     """Verdicts for a strip of query tiles: nested lists [batch][head][query tile][kv tile]."""
 
     first_row: int
-    sizes: Sizes
+    sizes: TileSizes
     shape: tuple[int, int]
     possible: list[list[list[list[bool]]]]
     certain: list[list[list[list[bool]]]]
@@ -160,7 +160,7 @@ class _Strip(NamedTuple):
             yield QueryTile(start, stop, tuple(runs))
 
 
-def _classify_strips(sizes: Sizes, mask: str, captured: Captured) -> Iterator[_Strip]:
+def _classify_strips(sizes: TileSizes, mask: str, captured: Captured) -> Iterator[_Strip]:
     """Ask the mask about all tiles, a strip of query tiles at a time."""
     rows = sizes.query_tile * STRIP
     num_kv_tiles = -(-sizes.kv_len // sizes.kv_tile)

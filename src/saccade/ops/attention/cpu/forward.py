@@ -8,11 +8,11 @@ from torch import Tensor
 from saccade.ops.attention.cpu import dense_tile, flash_tile, segments, tile_masks
 from saccade.ops.attention.cpu.block_mask import Run
 from saccade.ops.attention.cpu.dense_tile import PairBlock
-from saccade.ops.attention.cpu.segments import Dense
+from saccade.ops.attention.cpu.segments import DenseProblem
 from saccade.runtime.spec import accumulate_dtype
 
 
-def attend(dense: Dense) -> tuple[Tensor, Tensor]:
+def attend(dense: DenseProblem) -> tuple[Tensor, Tensor]:
     """Output [batch, heads, rows, value_dim] and lse of a dense problem."""
     if dense.sees_nothing:
         output, lse = memory(dense)
@@ -24,7 +24,7 @@ def attend(dense: Dense) -> tuple[Tensor, Tensor]:
     return add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
 
 
-def memory(dense: Dense) -> tuple[Tensor, Tensor]:
+def memory(dense: DenseProblem) -> tuple[Tensor, Tensor]:
     """Memory for the output and lse of a dense problem."""
     batch, heads, rows = dense.query.shape[:3]
     wide = accumulate_dtype(dense.query.dtype)
@@ -32,7 +32,7 @@ def memory(dense: Dense) -> tuple[Tensor, Tensor]:
     return output.transpose(1, 2), dense.query.new_empty(batch, heads, rows, dtype=wide)
 
 
-def _visit(dense: Dense, nan_safe: bool) -> tuple[Tensor, Tensor, bool]:
+def _visit(dense: DenseProblem, nan_safe: bool) -> tuple[Tensor, Tensor, bool]:
     """Compute every row tile; also say whether any of them needed the mask."""
     form = None if nan_safe else dense.flash_at_once
     if form is not None:
@@ -51,7 +51,7 @@ def _visit(dense: Dense, nan_safe: bool) -> tuple[Tensor, Tensor, bool]:
 
 
 def _row_tile(
-    dense: Dense, pair_block: PairBlock, runs: tuple[Run, ...], nan_safe: bool
+    dense: DenseProblem, pair_block: PairBlock, runs: tuple[Run, ...], nan_safe: bool
 ) -> tuple[Tensor, Tensor]:
     """One tile of query rows against all that it sees."""
     partials = []
@@ -65,7 +65,7 @@ def _row_tile(
 
 
 def rectangle(
-    dense: Dense, pair_block: PairBlock, masked: bool, nan_safe: bool
+    dense: DenseProblem, pair_block: PairBlock, masked: bool, nan_safe: bool
 ) -> tuple[Tensor, Tensor] | None:
     """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
     if not dense.fits_flash or nan_safe:
@@ -80,13 +80,13 @@ def rectangle(
     return flash_tile.forward(query, key, value, dense.variant.scale, partial, causal=False)
 
 
-def _rows(dense: Dense, pair_block: PairBlock) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(dense: DenseProblem, pair_block: PairBlock) -> tuple[Tensor, Tensor, Tensor]:
     at = segments.slices_of(dense, pair_block)
     return dense.query[at.queries], dense.key[at.keys], dense.value[at.keys]
 
 
 def _plain(
-    dense: Dense, pair_block: PairBlock, masked: bool, nan_safe: bool
+    dense: DenseProblem, pair_block: PairBlock, masked: bool, nan_safe: bool
 ) -> tuple[Tensor, Tensor]:
     """One rectangle in plain tiles."""
 
@@ -108,7 +108,7 @@ def _plain(
 
 
 def merged(
-    dense: Dense, pair_block: PairBlock, partials: list[tuple[Tensor, Tensor]]
+    dense: DenseProblem, pair_block: PairBlock, partials: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """The sum of partial results over disjoint keys; zeros and -inf where there are none."""
     if not partials:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saccade.ops.attention.cpu import backward as attention_backward
 from saccade.ops.attention.cpu import forward as attention_forward
-from saccade.ops.attention.cpu.segments import Dense, Part, clear_padding, parts_of
+from saccade.ops.attention.cpu.segments import DenseProblem, Segment, clear_padding, parts_of
 from saccade.runtime.spec import (
     Gradients,
     Inputs,
@@ -36,13 +36,13 @@ def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Ten
     """Output and lse; see `saccade.attention`."""
     wide, parts = _widen_half(inputs), parts_of(inputs)
     if inputs.cu_seqlens_q is None:
-        output, lse = attention_forward.attend(Dense.of(parts[0], wide, variant, config))
+        output, lse = attention_forward.attend(DenseProblem.of(parts[0], wide, variant, config))
         return _laid_out(output, inputs.query, heads_inside(inputs.query)), lse.contiguous()
     output, lse = empty_results(inputs)
     clear_padding(inputs.cu_seqlens_q, output)
     clear_padding(inputs.cu_seqlens_q, lse, dim=1, number=-torch.inf)
     for part in parts:
-        of_part = attention_forward.attend(Dense.of(part, wide, variant, config))
+        of_part = attention_forward.attend(DenseProblem.of(part, wide, variant, config))
         part.queries(output).copy_(of_part[0])
         part.lse(lse).copy_(of_part[1])
     return output, lse
@@ -73,8 +73,8 @@ def backward(
     """
     wide = _widen_half(inputs)
 
-    def differentiate(part: Part) -> attention_backward.DenseGradients:
-        dense = Dense.of(part, wide, variant, config)
+    def differentiate(part: Segment) -> attention_backward.DenseGradients:
+        dense = DenseProblem.of(part, wide, variant, config)
         results = attention_backward.Results(
             part.queries(output).to(dense.query.dtype),
             part.lse(lse),

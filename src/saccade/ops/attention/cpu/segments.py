@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.modifiers.names import is_causal
 from saccade.ops.attention.cpu import block_mask
-from saccade.ops.attention.cpu.block_mask import Run, Sizes
+from saccade.ops.attention.cpu.block_mask import Run, TileSizes
 from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.runtime.arguments import OFFSETS
 from saccade.runtime.spec import Inputs, KernelConfig, Variant
@@ -24,7 +24,7 @@ FLASH_KEYS = 512
 TILE_KEYS = 512
 
 
-class Dense(NamedTuple):
+class DenseProblem(NamedTuple):
     """One dense problem: a whole batch, or neighbouring sequences of a packed call.
 
     Where keys come in pieces, `key` and `value` hold the rows from `first_kv` on.
@@ -36,15 +36,15 @@ class Dense(NamedTuple):
     sinks: Tensor | None
     seed: Tensor | None
     variant: Variant
-    sizes: Sizes
+    sizes: TileSizes
     first_kv: int = 0
 
     @staticmethod
-    def of(part: Part, inputs: Inputs, variant: Variant, config: KernelConfig) -> Dense:
+    def of(part: Segment, inputs: Inputs, variant: Variant, config: KernelConfig) -> DenseProblem:
         """The part of a call as a dense problem."""
         query, key = part.queries(inputs.query), part.keys(inputs.key)
         value = part.keys(inputs.value)
-        sizes = Sizes(
+        sizes = TileSizes(
             batch=query.shape[0],
             heads=query.shape[1],
             query_len=query.shape[2],
@@ -53,7 +53,7 @@ class Dense(NamedTuple):
             query_tile=config.query_tile or block_mask.QUERY_TILE,
             kv_tile=config.kv_tile or block_mask.KV_TILE,
         )
-        return Dense(query, key, value, inputs.sinks, inputs.seed, variant, sizes)
+        return DenseProblem(query, key, value, inputs.sinks, inputs.seed, variant, sizes)
 
     @property
     def sees_nothing(self) -> bool:
@@ -90,7 +90,7 @@ class Slices(NamedTuple):
     keys: tuple[slice, slice, slice]
 
 
-def slices_of(dense: Dense, pair_block: PairBlock) -> Slices:
+def slices_of(dense: DenseProblem, pair_block: PairBlock) -> Slices:
     """Where a rectangle's rows lie in the tensors of its problem."""
     group = dense.query.shape[1] // dense.key.shape[1]
     first = dense.sizes.first_batch
@@ -102,7 +102,7 @@ def slices_of(dense: Dense, pair_block: PairBlock) -> Slices:
     )
 
 
-def row_tiles(dense: Dense) -> Iterator[tuple[PairBlock, tuple[Run, ...]]]:
+def row_tiles(dense: DenseProblem) -> Iterator[tuple[PairBlock, tuple[Run, ...]]]:
     """Each tile of query rows (a place over all keys) with the runs of keys that it sees."""
     first, everything = dense.sizes.first_batch, whole(dense)
     for unit in block_mask.units(dense.sizes, dense.variant):
@@ -112,7 +112,7 @@ def row_tiles(dense: Dense) -> Iterator[tuple[PairBlock, tuple[Run, ...]]]:
             yield alike._replace(query_rows=(query_tile.start, query_tile.stop)), query_tile.runs
 
 
-def whole(dense: Dense) -> PairBlock:
+def whole(dense: DenseProblem) -> PairBlock:
     """The one rectangle that holds every pair."""
     sizes = dense.sizes
     return PairBlock(
@@ -180,7 +180,7 @@ class Sequences(Protocol):
         ...
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """Adjacent sequences of one query length and one key length, as views [batch, heads, …]."""
 
     first_batch: int
@@ -228,10 +228,10 @@ def clear_padding(
                 tensor.narrow(dim, end, tensor.shape[dim] - end).fill_(number)
 
 
-def parts_of(inputs: Sequences) -> list[Part]:
+def parts_of(inputs: Sequences) -> list[Segment]:
     """The dense problems that make up a call, in order."""
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
-        return [Part(0, inputs.query.shape[0], None, None)]
+        return [Segment(0, inputs.query.shape[0], None, None)]
     query_ends, kv_ends = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
     lengths = [
         (query_ends[b + 1] - query_ends[b], kv_ends[b + 1] - kv_ends[b])
@@ -245,6 +245,6 @@ def parts_of(inputs: Sequences) -> list[Part]:
         if b < len(lengths) and lengths[b] == lengths[first]:
             continue
         query_tokens = slice(query_ends[first], query_ends[b])
-        parts.append(Part(first, b - first, query_tokens, slice(kv_ends[first], kv_ends[b])))
+        parts.append(Segment(first, b - first, query_tokens, slice(kv_ends[first], kv_ends[b])))
         first = b
     return parts

@@ -22,7 +22,7 @@ ADDED_BYTES = 1 << 10  # for barriers and work tiles
 LONG, SHORT = 12288, 1024  # of keys
 
 
-class KernelProblem(NamedTuple):
+class HopperProblem(NamedTuple):
     """What a schedule depends on."""
 
     head_width: int  # as the kernel widens them
@@ -79,7 +79,7 @@ OVERRIDE: KernelSchedule | None = None
 """Taken instead of what `choose` would take, to measure what it should."""
 
 
-def choose(problem: KernelProblem) -> KernelSchedule:
+def choose(problem: HopperProblem) -> KernelSchedule:
     """The schedule of a problem.
 
     Where a causal mask leaves few tiles, each is looked through for its largest score first, as
@@ -126,7 +126,7 @@ def heads_at_once(
     return -(-heads // max(groups, 1))
 
 
-class PagedProblem(NamedTuple):
+class HopperPagedProblem(NamedTuple):
     """What decides whether a pass over pages is one for the Hopper kernel."""
 
     head_width: int
@@ -142,12 +142,12 @@ SMALLEST_PAGE = 16  # slots; fewer would take too many boxes for a tile
 BUSY = 3 / 4  # of all multiprocessors
 
 
-def choose_paged(problem: PagedProblem) -> KernelSchedule:
+def choose_paged(problem: HopperPagedProblem) -> KernelSchedule:
     """The schedule of a pass over pages: that of a masked problem, whose consumers are two."""
-    return choose(KernelProblem(problem.head_width, problem.value_width, True))
+    return choose(HopperProblem(problem.head_width, problem.value_width, True))
 
 
-def pages_unsupported(problem: PagedProblem) -> str | None:
+def pages_unsupported(problem: HopperPagedProblem) -> str | None:
     """Why a pass over pages goes to the Triton kernels, or None."""
     kv_tile, size = choose_paged(problem).kv_tile, problem.page_size
     if size < SMALLEST_PAGE or (size % kv_tile and kv_tile % size):
@@ -287,10 +287,10 @@ def heads_in_key_order(slots: int, multiprocessors: int) -> int:
 # What of a call decides which kernels serve it, and how they are scheduled.
 
 
-def kernel_problem(inputs: Inputs, variant: Variant) -> KernelProblem:
+def kernel_problem(inputs: Inputs, variant: Variant) -> HopperProblem:
     """What the schedule of a call depends on."""
     head_width, value_width = (width_of(rows.shape[-1]) for rows in (inputs.query, inputs.value))
-    return KernelProblem(
+    return HopperProblem(
         head_width, value_width, variant.mask != "", variant.score != "",
         is_causal(variant.mask), inputs.key.shape[-2], inputs.cu_seqlens_q is not None,
     )  # fmt: skip

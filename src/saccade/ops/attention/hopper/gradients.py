@@ -216,14 +216,14 @@ class Backward:
             grad_output = grad_output.clone(memory_format=torch.contiguous_format)
         inputs, memory = aligned(inputs), self.memory()
         given = BackwardInputs(output, lse, grad_output, grad_lse)
-        Call(self, inputs, variant, given, memory).run()
+        HopperBackwardCall(self, inputs, variant, given, memory).run()
         found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
         if not self.rest:
             return found
         launches = triton_gradients.prepare(inputs, variant, config, deterministic)
         assert memory.lse_log2 is not None and memory.row_dot is not None
         results = ForwardResults(*given, memory.lse_log2, memory.row_dot)
-        rest = triton_gradients.Call(inputs, variant, launches, results)
+        rest = triton_gradients.TritonBackwardCall(inputs, variant, launches, results)
         tables = {
             position: rest.table(position, rest.known(), config) for position in wanted_tables
         }
@@ -233,7 +233,7 @@ class Backward:
 _backwards: dict[Any, Backward] = {}
 
 
-class Call(NamedTuple):
+class HopperBackwardCall(NamedTuple):
     """One backward pass under way."""
 
     prepared: Backward

@@ -16,7 +16,7 @@ from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
 from saccade.gpu.launcher import Launch, Pointer
-from saccade.gpu.planning import NO_PLAN, Plan, Planner
+from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import kernel_problem
 from saccade.ops.attention.hopper.forward import ForwardMeta, attention_forward
@@ -90,7 +90,7 @@ class HopperForward:
         return output, lse
 
     def _start(
-        self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: Plan,
+        self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: TileLists,
         numbers: Tensor,
     ) -> None:  # fmt: skip
         def arguments(pointer: Pointer) -> tuple[Any, ...]:

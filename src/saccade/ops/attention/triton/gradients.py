@@ -18,7 +18,7 @@ from torch import Tensor
 from saccade.gpu.compose import ReadFunctions, score_functions
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of, there_are, view
 from saccade.gpu.launcher import Launch, Pointer
-from saccade.gpu.planning import Plan, Planner
+from saccade.gpu.planning import Planner, TileLists
 from saccade.ops.attention.triton.backward_common import SavedForward, attention_row_statistics
 from saccade.ops.attention.triton.backward_dbias import (
     attention_backward_bias,
@@ -94,7 +94,7 @@ def backward(
         None if grad_lse is None else grad_lse.stride(),
     )  # fmt: skip
     launches = remembered(_launches, key, lambda: prepare(inputs, variant, config, deterministic))
-    return Call(inputs, variant, launches, results).run(wanted_tables, config)
+    return TritonBackwardCall(inputs, variant, launches, results).run(wanted_tables, config)
 
 
 def refuse_unordered(variant: Variant, wanted_tables: Sequence[int]) -> None:
@@ -161,7 +161,7 @@ def ordered_is_faster(spec: CallSpec) -> bool:
     return 2 * queries >= spec.multiprocessors or keys < spec.multiprocessors
 
 
-class Call(NamedTuple):
+class TritonBackwardCall(NamedTuple):
     """One backward pass under way."""
 
     inputs: Inputs
@@ -341,5 +341,5 @@ class Call(NamedTuple):
             self._numbers(pointer, self.results.row_dot),
         )
 
-    def _rules(self, pointer: Pointer, plan: Plan) -> Any:
+    def _rules(self, pointer: Pointer, plan: TileLists) -> Any:
         return rules(self.inputs, self.variant, pointer, plan.argument(pointer))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
 from saccade.gpu.launcher import Pointer
-from saccade.gpu.planning import NO_PLAN, Plan, Planner
+from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.call_spec import (
     CallSpec,
@@ -58,7 +58,7 @@ class TritonForward:
         return output, lse
 
     def _start(
-        self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: Plan,
+        self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: TileLists,
         tensors: Sequence[Tensor],
     ) -> None:  # fmt: skip
         def arguments(pointer: Pointer) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ VERSION = 1
 FLAGS = ("wide", "masked", "dropout", "listed", "short")
 
 
-class Table(NamedTuple):
+class ConfigTable(NamedTuple):
     """What was found on one device."""
 
     architecture: str
@@ -62,7 +62,7 @@ def load() -> Mapping[KernelProblem, KernelConfig]:
     }
 
 
-def read(file: Path) -> dict[str, Table]:
+def read(file: Path) -> dict[str, ConfigTable]:
     """The tables of a file by architecture; none if there is no file.
 
     Raises:
@@ -83,7 +83,7 @@ def read(file: Path) -> dict[str, Table]:
     return {table.architecture: table for table in tables}
 
 
-def save(file: Path, found: Table) -> Path | None:
+def save(file: Path, found: ConfigTable) -> Path | None:
     """Add what was found to a file; entries for other problems stay.
 
     A file that cannot be read is put aside under the name that this returns.
@@ -108,7 +108,7 @@ def save(file: Path, found: Table) -> Path | None:
     return aside
 
 
-def _plain(table: Table) -> dict[str, Any]:
+def _plain(table: ConfigTable) -> dict[str, Any]:
     entries = [
         {
             "which": problem.which, "width": problem.width,
@@ -126,14 +126,14 @@ def _tables(document: Any) -> list[Any]:
     return _list("tables", document["tables"])
 
 
-def _table(plain: Any) -> Table:
-    _fields("a table", plain, Table._fields)
+def _table(plain: Any) -> ConfigTable:
+    _fields("a table", plain, ConfigTable._fields)
     architecture = plain["architecture"]
     if architecture not in configs.ARCHITECTURES:
         known = ", ".join(configs.ARCHITECTURES)
         raise ValueError(f"architecture: got {architecture!r}, takes one of {known}")
     entries = dict(_entry(architecture, entry) for entry in _list("entries", plain["entries"]))
-    return Table(architecture, str(plain["device"]), str(plain["triton"]), entries)
+    return ConfigTable(architecture, str(plain["device"]), str(plain["triton"]), entries)
 
 
 def _entry(architecture: str, plain: Any) -> tuple[KernelProblem, KernelConfig]:

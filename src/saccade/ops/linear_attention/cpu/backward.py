@@ -29,16 +29,16 @@ import torch
 from torch import Tensor
 
 from saccade.ops.linear_attention.cpu.chunk import (
+    ChunkState,
     DecayFactors,
-    Dense,
+    DenseRows,
     Keys,
-    State,
     lower_,
     nonfinite_rows,
     shared,
     through_map,
 )
-from saccade.ops.linear_attention.cpu.forward import Step, divide_by, divided
+from saccade.ops.linear_attention.cpu.forward import RowStep, divide_by, divided
 
 
 class Arriving(NamedTuple):
@@ -67,25 +67,27 @@ class _RowGradients(NamedTuple):
     total: Tensor | None  # [batch · state_heads, group · rows, 1]
 
 
-def differentiate(dense: Dense, steps: list[Step], come: Arriving, leave: Leaving) -> State:
+def differentiate(
+    dense: DenseRows, steps: list[RowStep], come: Arriving, leave: Leaving
+) -> ChunkState:
     """Write all gradients of rows; give those of the initial state."""
     totals, states = _forwards(dense, steps, come, leave)
-    later = State.start(dense, (come.grad_kv, come.grad_key_sum))
+    later = ChunkState.start(dense, (come.grad_kv, come.grad_key_sum))
     _backwards(dense, steps, come, leave, later, (totals, states))
     return later
 
 
 def _forwards(
-    dense: Dense, steps: list[Step], come: Arriving, leave: Leaving
-) -> tuple[list[Tensor | None], list[State | None]]:
+    dense: DenseRows, steps: list[RowStep], come: Arriving, leave: Leaving
+) -> tuple[list[Tensor | None], list[ChunkState | None]]:
     """Gradients of queries.
 
     Returns:
         Of each step, −δ of its rows and, for the gradient of decay, the state before its keys.
     """
-    state = State.start(dense, dense.initial or (None, None))
+    state = ChunkState.start(dense, dense.initial or (None, None))
     totals: list[Tensor | None] = []
-    states: list[State | None] = []
+    states: list[ChunkState | None] = []
     for step in steps:
         keys = None if step.keys is None else dense.beside(step.keys)
         totals.append(None)
@@ -100,7 +102,7 @@ def _forwards(
             _write_query(dense, leave.query, step.queries, query, gradient)
         if keys is not None:
             if leave.decay is not None:
-                states[-1] = State(state.kv.clone(), state.key_sum.clone())
+                states[-1] = ChunkState(state.kv.clone(), state.key_sum.clone())
             state.add(keys)
     return totals, states
 
@@ -112,7 +114,7 @@ def _add_decay(leave: Leaving, keys: slice, contributions: Tensor) -> None:
     into += contributions.view(into.shape)
 
 
-def _arriving(dense: Dense, come: Arriving, rows: slice) -> tuple[_RowGradients, Tensor | None]:
+def _arriving(dense: DenseRows, come: Arriving, rows: slice) -> tuple[_RowGradients, Tensor | None]:
     """ĝ and −δ of query rows, 0 for rows that have nothing to see, whatever arrives.
 
     Where −δ is to be summed up yet, what its sum is to be multiplied by comes instead of it.
@@ -138,8 +140,8 @@ def _times(dots: Tensor, slope: Tensor) -> Tensor:
 
 
 def _grad_query(
-    dense: Dense,
-    state: State,
+    dense: DenseRows,
+    state: ChunkState,
     query: Tensor,
     rows: _RowGradients,
     slope: Tensor | None,
@@ -175,7 +177,7 @@ def _grad_query(
 
 
 def _grad_scores(
-    dense: Dense, products: Tensor, total: Tensor | None, decay_factors: DecayFactors | None
+    dense: DenseRows, products: Tensor, total: Tensor | None, decay_factors: DecayFactors | None
 ) -> Tensor:
     """ĝ · value − δ of all pairs within a chunk that are seen, from the products, in place."""
     if total is not None:
@@ -183,7 +185,9 @@ def _grad_scores(
     return lower_(products, decay_factors, dense.group)
 
 
-def _write_query(dense: Dense, into: Tensor, rows: slice, query: Tensor, gradient: Tensor) -> None:
+def _write_query(
+    dense: DenseRows, into: Tensor, rows: slice, query: Tensor, gradient: Tensor
+) -> None:
     """From scaled features back to what the map was given."""
     scale, name = dense.variant.scale, dense.variant.feature_map
     mapped = query if scale == 1.0 or scale == 0.0 else query / scale
@@ -192,12 +196,12 @@ def _write_query(dense: Dense, into: Tensor, rows: slice, query: Tensor, gradien
 
 
 def _backwards(
-    dense: Dense,
-    steps: list[Step],
+    dense: DenseRows,
+    steps: list[RowStep],
     come: Arriving,
     leave: Leaving,
-    later: State,
-    kept: tuple[list[Tensor | None], list[State | None]],
+    later: ChunkState,
+    kept: tuple[list[Tensor | None], list[ChunkState | None]],
 ) -> None:
     """Gradients of keys and values; `later` becomes the gradient of the initial state."""
     for step, total, state in zip(*map(reversed, (steps, *kept)), strict=True):
@@ -231,7 +235,7 @@ def _backwards(
 
 
 def _add_beside(
-    dense: Dense,
+    dense: DenseRows,
     query: Tensor,
     rows: _RowGradients,
     keys: Keys,
@@ -269,7 +273,7 @@ def _add_beside(
 
 
 def _write_keys(
-    dense: Dense, leave: Leaving, rows: slice, key: Tensor, grad_key: Tensor, grad_value: Tensor
+    dense: DenseRows, leave: Leaving, rows: slice, key: Tensor, grad_key: Tensor, grad_value: Tensor
 ) -> None:
     gradients = (through_map(dense.variant.feature_map, grad_key, key), grad_value)
     hidden = dense.hidden(rows)
@@ -291,7 +295,7 @@ def _write_keys(
 # product of the state before the chunk and of that state's gradient.
 
 
-def beyond(state: State, keys: Keys, later: State, grad_key: Tensor) -> Tensor:
+def beyond(state: ChunkState, keys: Keys, later: ChunkState, grad_key: Tensor) -> Tensor:
     """What later rows take, from keys before each one and from the state: [count, keys].
 
     Args:

@@ -17,7 +17,7 @@ from saccade.runtime.spec import accumulate_dtype
 
 
 @dataclass
-class Dense:
+class DenseRows:
     """A dense call, [batch, heads, rows, dim], as the two passes read it."""
 
     query: Tensor
@@ -165,20 +165,20 @@ class DecayFactors:
         return gap.clamp_(max=0).to(self.wide).exp_().repeat(1, self.group, 1)  # > 0: hidden
 
 
-class State:
+class ChunkState:
     """The running sums, [batch · state_heads, features, …], which chunks read and change."""
 
     def __init__(self, kv: Tensor, key_sum: Tensor):
         self.kv, self.key_sum = kv, key_sum
 
     @staticmethod
-    def start(dense: Dense, initial: tuple[Tensor | None, Tensor | None]) -> State:
+    def start(dense: DenseRows, initial: tuple[Tensor | None, Tensor | None]) -> ChunkState:
         """The given sums, copied; 0 where they are None."""
         kv, key_sum = initial
         count, channels = dense.batch * dense.state_heads, dense.query.shape[-1]
         zeros = dense.query.new_zeros
         shape = (count, channels, dense.value.shape[-1])
-        return State(
+        return ChunkState(
             zeros(shape, dtype=dense.wide)
             if kv is None
             else kv.to(dense.wide, copy=True).reshape(shape),

@@ -7,7 +7,13 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from saccade.ops.linear_attention.cpu.chunk import Dense, Keys, State, lower_, nonfinite_rows
+from saccade.ops.linear_attention.cpu.chunk import (
+    ChunkState,
+    DenseRows,
+    Keys,
+    lower_,
+    nonfinite_rows,
+)
 from saccade.runtime.linear_spec import LinearVariant
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -19,7 +25,7 @@ from saccade.runtime.linear_spec import LinearVariant
 # rows that see everything.
 
 
-class Step(NamedTuple):
+class RowStep(NamedTuple):
     """Query rows and key rows that are visited at once.
 
     With both, they are equally many, and a row sees the keys up to the one beside it. Rows alone
@@ -30,29 +36,29 @@ class Step(NamedTuple):
     keys: slice | None
 
 
-def steps_of(query_len: int, kv_len: int, variant: LinearVariant, chunk: int) -> list[Step]:
+def steps_of(query_len: int, kv_len: int, variant: LinearVariant, chunk: int) -> list[RowStep]:
     """All steps of a call, in the order of the forward pass."""
     if not variant.causal:
         return [
-            *(Step(None, keys) for keys in _cut(0, kv_len, chunk)),
-            *(Step(queries, None) for queries in _cut(0, query_len, chunk)),
+            *(RowStep(None, keys) for keys in _cut(0, kv_len, chunk)),
+            *(RowStep(queries, None) for queries in _cut(0, query_len, chunk)),
         ]
     shift = kv_len - query_len if variant.align == "bottom_right" else 0
     first = min(max(-shift, 0), query_len)  # the first row that sees a key
     last = max(min(kv_len - shift, query_len), first)  # the first row that sees no more than it
     beside = range(first, last)
     paired = [
-        Step(queries, slice(queries.start + shift, queries.stop + shift))
+        RowStep(queries, slice(queries.start + shift, queries.stop + shift))
         for queries in _cut(first, last, chunk)
     ]
     before = first + shift if beside else 0
     after = last + shift if beside else 0
     return [
-        *(Step(queries, None) for queries in _cut(0, first, chunk)),
-        *(Step(None, keys) for keys in _cut(0, before, chunk)),
+        *(RowStep(queries, None) for queries in _cut(0, first, chunk)),
+        *(RowStep(None, keys) for keys in _cut(0, before, chunk)),
         *paired,
-        *(Step(None, keys) for keys in _cut(after, kv_len, chunk)),
-        *(Step(queries, None) for queries in _cut(last, query_len, chunk)),
+        *(RowStep(None, keys) for keys in _cut(after, kv_len, chunk)),
+        *(RowStep(queries, None) for queries in _cut(last, query_len, chunk)),
     ]
 
 
@@ -61,7 +67,7 @@ def _cut(start: int, stop: int, chunk: int) -> list[slice]:
     return [slice(at, min(at + chunk, stop)) for at in range(start, stop, chunk)]
 
 
-class Sums(NamedTuple):
+class RowSums(NamedTuple):
     """What rows read: weighted sums of values and, where there is a normaliser, of ones."""
 
     weighted: Tensor  # [batch · state_heads, group · rows, value_dim]
@@ -69,7 +75,11 @@ class Sums(NamedTuple):
 
 
 def attend(
-    dense: Dense, steps: list[Step], state: State, output: Tensor, normaliser: Tensor | None
+    dense: DenseRows,
+    steps: list[RowStep],
+    state: ChunkState,
+    output: Tensor,
+    normaliser: Tensor | None,
 ) -> None:
     """Write output [batch, heads, rows, value_dim] and, if wanted, normaliser; change the state."""
     for step in steps:
@@ -85,10 +95,12 @@ def attend(
 
 
 @overload
-def visit(dense: Dense, state: State, query: Tensor, keys: Keys | None) -> Sums: ...
+def visit(dense: DenseRows, state: ChunkState, query: Tensor, keys: Keys | None) -> RowSums: ...
 @overload
-def visit(dense: Dense, state: State, query: None, keys: Keys | None) -> None: ...
-def visit(dense: Dense, state: State, query: Tensor | None, keys: Keys | None) -> Sums | None:
+def visit(dense: DenseRows, state: ChunkState, query: None, keys: Keys | None) -> None: ...
+def visit(
+    dense: DenseRows, state: ChunkState, query: Tensor | None, keys: Keys | None
+) -> RowSums | None:
     """What rows read of the state and of the keys beside them; those are added to the state."""
     if keys is not None and keys.key.shape[1] == 1:  # a row beside one key sees the state after it
         state.add(keys)
@@ -103,15 +115,17 @@ def visit(dense: Dense, state: State, query: Tensor | None, keys: Keys | None) -
     return sums
 
 
-def joined(parts: list[Sums]) -> Sums:
+def joined(parts: list[RowSums]) -> RowSums:
     """What rows of some heads after others read, as one."""
     if len(parts) == 1:
         return parts[0]
     totals = [sums.total for sums in parts if sums.total is not None]
-    return Sums(torch.cat([sums.weighted for sums in parts]), torch.cat(totals) if totals else None)
+    return RowSums(
+        torch.cat([sums.weighted for sums in parts]), torch.cat(totals) if totals else None
+    )
 
 
-def write(dense: Dense, sums: Sums, output: Tensor) -> None:
+def write(dense: DenseRows, sums: RowSums, output: Tensor) -> None:
     """Write what rows read, divided by the normaliser, to output [batch, heads, rows, dim]."""
     rows = sums.weighted
     if sums.total is not None:
@@ -120,15 +134,15 @@ def write(dense: Dense, sums: Sums, output: Tensor) -> None:
     output.copy_(dense.from_query(rows))
 
 
-def _read(dense: Dense, state: State, query: Tensor) -> Sums:
+def _read(dense: DenseRows, state: ChunkState, query: Tensor) -> RowSums:
     """From the state alone."""
     weighted = query @ state.kv
     if dense.variant.normalize == "none":
-        return Sums(weighted, None)
-    return Sums(weighted, (query @ state.key_sum.unsqueeze(-1)).squeeze(-1))
+        return RowSums(weighted, None)
+    return RowSums(weighted, (query @ state.key_sum.unsqueeze(-1)).squeeze(-1))
 
 
-def _read_pairs(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
+def _read_pairs(dense: DenseRows, state: ChunkState, query: Tensor, keys: Keys) -> RowSums:
     """From the state, and from keys beside the rows."""
     key, value, decay_factors = keys
     old = query if decay_factors is None else query * decay_factors.until_row()
@@ -137,12 +151,12 @@ def _read_pairs(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
     if not bool(weighted.sum().isfinite()):
         return _nan_safe(dense, state, query, keys)
     if dense.variant.normalize == "none":
-        return Sums(weighted, None)
+        return RowSums(weighted, None)
     total = scores.sum(-1).add_((old @ state.key_sum.unsqueeze(-1)).squeeze(-1))
-    return Sums(weighted, total)
+    return RowSums(weighted, total)
 
 
-def _nan_safe(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
+def _nan_safe(dense: DenseRows, state: ChunkState, query: Tensor, keys: Keys) -> RowSums:
     """The same where some number is not finite: it must not reach rows that do not see it.
 
     A product would carry it there: a hidden score is 0, and 0 · NaN is NaN.
@@ -155,9 +169,9 @@ def _nan_safe(dense: Dense, state: State, query: Tensor, keys: Keys) -> Sums:
     sees = (nonfinite.cumsum(-1) > 0).repeat(1, dense.group)
     weighted = (scores @ value + old @ state.kv).masked_fill(sees.unsqueeze(-1), torch.nan)
     if dense.variant.normalize == "none":
-        return Sums(weighted, None)
+        return RowSums(weighted, None)
     total = scores.sum(-1) + (old @ state.key_sum.unsqueeze(-1)).squeeze(-1)
-    return Sums(weighted, total.masked_fill(sees, torch.nan))
+    return RowSums(weighted, total.masked_fill(sees, torch.nan))
 
 
 def divide_by(variant: LinearVariant, total: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu.segments import Part, clear_padding, parts_of
+from saccade.ops.attention.cpu.segments import Segment, clear_padding, parts_of
 from saccade.ops.linear_attention.cpu import backward as linear_backward
 from saccade.ops.linear_attention.cpu import forward as linear_forward
-from saccade.ops.linear_attention.cpu.chunk import Dense, State
-from saccade.ops.linear_attention.cpu.forward import Step, steps_of
+from saccade.ops.linear_attention.cpu.chunk import ChunkState, DenseRows
+from saccade.ops.linear_attention.cpu.forward import RowStep, steps_of
 from saccade.runtime.linear_spec import (
     LinearGradients,
     LinearInputs,
@@ -46,7 +46,7 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
             None if variant.normalize == "none" else contribution.per_row(results.normaliser)
         )
         dense, output = contribution.dense(inputs, variant), contribution.queries(results.output)
-        state = State.start(dense, dense.initial or (None, None))
+        state = ChunkState.start(dense, dense.initial or (None, None))
         linear_forward.attend(dense, _steps(dense, config), state, output, normaliser)
         for into, found in ((results.kv, state.kv), (results.key_sum, state.key_sum)):
             into = contribution.states(into)
@@ -124,7 +124,7 @@ def step(
     tokens = inputs.query.shape[2]
     chunks = [slice(at, min(at + CHUNK, tokens)) for at in range(0, tokens, CHUNK)]
     rows = [(dense.queries(chunk), dense.beside(chunk)) for chunk in chunks]
-    found: list[list[linear_forward.Sums]] = [[] for _ in chunks]
+    found: list[list[linear_forward.RowSums]] = [[] for _ in chunks]
     for heads, state in _states(kv, key_sum, state_index, dense.wide):
         for (query, keys), sums in zip(rows, found, strict=True):
             sums.append(linear_forward.visit(dense, state, query[heads], keys.part(heads)))
@@ -135,7 +135,7 @@ def step(
 
 def _states(
     kv: Tensor, key_sum: Tensor, state_index: Tensor | None, wide: torch.dtype
-) -> Iterator[tuple[slice, State]]:
+) -> Iterator[tuple[slice, ChunkState]]:
     """The states of a step, and which heads they are of, counted through the batch."""
     places: list[Any] = [slice(None)]
     if state_index is not None and kv[0].numel() < LARGE_STATE:
@@ -147,7 +147,7 @@ def _states(
         given = kv[where], key_sum[where]
         own = [sums.to(wide).contiguous() for sums in given]
         heads = slice(first, first + own[0].shape[0] * own[0].shape[1])
-        yield heads, State(own[0].flatten(0, 1), own[1].flatten(0, 1))
+        yield heads, ChunkState(own[0].flatten(0, 1), own[1].flatten(0, 1))
         first = heads.stop
         for pool, found, before in zip((kv, key_sum), own, given, strict=True):
             if found is not before or isinstance(where, Tensor):
@@ -167,7 +167,7 @@ def _decay_gradient(inputs: LinearInputs, decay: Tensor) -> Tensor:
 class _Contribution(NamedTuple):
     """What is computed at once: a part of the call, some of its heads."""
 
-    part: Part
+    part: Segment
     heads: slice  # of every tensor, if all have equally many; else all of them
 
     def queries(self, tensor: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class _Contribution(NamedTuple):
         first = self.part.first_batch
         return tensor[first : first + self.part.batch, self.heads]
 
-    def dense(self, inputs: LinearInputs, variant: LinearVariant) -> Dense:
+    def dense(self, inputs: LinearInputs, variant: LinearVariant) -> DenseRows:
         """The share as a dense problem, on views."""
         key = self.keys(inputs.key)
         decay = inputs.decay
@@ -205,7 +205,7 @@ class _Contribution(NamedTuple):
         if inputs.initial_kv is not None and inputs.initial_key_sum is not None:
             initial = (self.states(inputs.initial_kv), self.states(inputs.initial_key_sum))
         query, value = self.queries(inputs.query), self.keys(inputs.value)
-        return Dense(query, key, value, decay, inputs.key_lengths, initial, variant)
+        return DenseRows(query, key, value, decay, inputs.key_lengths, initial, variant)
 
 
 def _contributions(inputs: LinearInputs) -> Iterator[_Contribution]:
@@ -220,6 +220,6 @@ def _contributions(inputs: LinearInputs) -> Iterator[_Contribution]:
             yield _Contribution(part, slice(start, start + at_once) if alike else slice(None))
 
 
-def _steps(dense: Dense, config: KernelConfig) -> list[Step]:
+def _steps(dense: DenseRows, config: KernelConfig) -> list[RowStep]:
     sizes = (dense.query.shape[2], dense.key.shape[2])
     return steps_of(*sizes, dense.variant, config.kv_tile or CHUNK)

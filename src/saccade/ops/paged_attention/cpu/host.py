@@ -17,11 +17,11 @@ from torch import Tensor
 
 from saccade.ops.attention.cpu import block_mask, segments
 from saccade.ops.attention.cpu import forward as attention_forward
-from saccade.ops.attention.cpu.block_mask import Run, Sizes
+from saccade.ops.attention.cpu.block_mask import Run, TileSizes
 from saccade.ops.attention.cpu.dense_tile import PairBlock
-from saccade.ops.attention.cpu.segments import Dense, check_ends, clear_padding
+from saccade.ops.attention.cpu.segments import DenseProblem, check_ends, clear_padding
 from saccade.ops.paged_attention.cpu import decode as paged_decode
-from saccade.ops.paged_attention.cpu.pages import Pages, Scratch
+from saccade.ops.paged_attention.cpu.pages import PageReader, Scratch
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 from saccade.runtime.validation import computed_without
 
@@ -56,7 +56,7 @@ def forward(
         if batch_invariant:
             query = query.contiguous()
         dense = _dense(query, inputs, variant, config, sequence, kv_len)
-        pages = Pages.of(inputs, sequence, kv_len, dtype, batch_invariant, scratch)
+        pages = PageReader.of(inputs, sequence, kv_len, dtype, batch_invariant, scratch)
         found = _attend(dense, pages)
         of_output.copy_(found[0].squeeze(0))
         of_lse.copy_(found[1].squeeze(0))
@@ -116,9 +116,9 @@ def _dense(
     config: KernelConfig,
     sequence: int,
     kv_len: int,
-) -> Dense:
+) -> DenseProblem:
     """One sequence as a dense problem; its keys are put in piece by piece."""
-    sizes = Sizes(
+    sizes = TileSizes(
         batch=1,
         heads=query.shape[1],
         query_len=query.shape[2],
@@ -127,12 +127,12 @@ def _dense(
         query_tile=config.query_tile or block_mask.QUERY_TILE,
         kv_tile=config.kv_tile or block_mask.KV_TILE,
     )
-    return Dense(
+    return DenseProblem(
         query, inputs.key_pages[:1], inputs.value_pages[:1], inputs.sinks, None, variant, sizes
     )
 
 
-def _attend(dense: Dense, pages: Pages) -> tuple[Tensor, Tensor]:
+def _attend(dense: DenseProblem, pages: PageReader) -> tuple[Tensor, Tensor]:
     """Output and lse of one sequence, [1, heads, rows, …]."""
     if dense.sizes.kv_len == 0:
         output, lse = attention_forward.merged(dense, segments.whole(dense), [])
@@ -147,7 +147,7 @@ def _attend(dense: Dense, pages: Pages) -> tuple[Tensor, Tensor]:
     )
 
 
-def _visit(dense: Dense, pages: Pages, nan_safe: bool) -> tuple[Tensor, Tensor, bool]:
+def _visit(dense: DenseProblem, pages: PageReader, nan_safe: bool) -> tuple[Tensor, Tensor, bool]:
     """Compute every row tile; also say whether any of them needed the mask."""
     tiles = list(segments.row_tiles(dense))
     masked = any(run.masked for _, runs in tiles for run in runs)
@@ -161,7 +161,11 @@ def _visit(dense: Dense, pages: Pages, nan_safe: bool) -> tuple[Tensor, Tensor, 
 
 
 def _row_tile(
-    dense: Dense, pages: Pages, pair_block: PairBlock, runs: tuple[Run, ...], nan_safe: bool
+    dense: DenseProblem,
+    pages: PageReader,
+    pair_block: PairBlock,
+    runs: tuple[Run, ...],
+    nan_safe: bool,
 ) -> tuple[Tensor, Tensor]:
     """One tile of query rows against all that it sees."""
     partials = []

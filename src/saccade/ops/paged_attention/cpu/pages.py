@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     view: bool
 
 
-class Pages(NamedTuple):
+class PageReader(NamedTuple):
     """Where one sequence's rows lie.
 
     Attributes:
@@ -71,7 +71,7 @@ class Pages(NamedTuple):
         dtype: torch.dtype,
         fixed: bool,
         scratch: Scratch,
-    ) -> Pages:
+    ) -> PageReader:
         """The pages of one sequence."""
         size, most = inputs.page_size, inputs.key_pages.shape[0]
         if not 0 <= kv_len <= inputs.page_table.shape[1] * size:  # as nobody could look before
@@ -87,7 +87,7 @@ class Pages(NamedTuple):
             for index in range(1, len(numbers))
             if not joined or numbers[index] != numbers[index - 1] + 1
         ]
-        return Pages(inputs, numbers, [*ends, len(numbers) * size], dtype, fixed, scratch)
+        return PageReader(inputs, numbers, [*ends, len(numbers) * size], dtype, fixed, scratch)
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Cut a stretch of rows into views as long as they come, and copies."""

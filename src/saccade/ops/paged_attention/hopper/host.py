@@ -20,7 +20,7 @@ from saccade.gpu.kernel_args import mask_argument, score_argument
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.rules import Rules
 from saccade.ops.attention.hopper import configs
-from saccade.ops.attention.hopper.configs import PagedProblem
+from saccade.ops.attention.hopper.configs import HopperPagedProblem
 from saccade.ops.paged_attention.hopper.prefill import PrefillMeta, attention_pages_forward
 from saccade.ops.paged_attention.triton import host as triton_host
 from saccade.ops.paged_attention.triton.call_spec import PagedCallSpec
@@ -115,13 +115,13 @@ class HopperPagedForward(triton_host.PagedForward):
         return super().launches(spec, of, inputs, variant)
 
 
-def problem_of(spec: PagedCallSpec, inputs: PagedInputs, variant: Variant) -> PagedProblem:
+def problem_of(spec: PagedCallSpec, inputs: PagedInputs, variant: Variant) -> HopperPagedProblem:
     """What decides on the kernel of a pass over sequences of many query rows."""
     dims = inputs.query.shape[-1], inputs.value_pages.shape[3]
     queries, masked = spec.queries, variant.mask != ""
     whole = queries.length // ROWS_OF_TILE * queries.heads
     head_width, value_width = map(width_of, dims)
-    return PagedProblem(
+    return HopperPagedProblem(
         head_width, value_width, inputs.page_size, whole * queries.sequences,
         queries.programs(ROWS_OF_TILE), spec.multiprocessors,
         masked and mask_functions(variant.mask).spans_read > 0,
