@@ -204,6 +204,7 @@ def _start_hopper_backward(
     inputs: Inputs, variant: Variant, config: KernelConfig, results: Any, which: str
 ) -> None:
     from saccade.ops.attention.hopper import configs
+    from saccade.ops.attention.hopper import gradients as hopper_gradients
     from saccade.ops.attention.hopper import host as hopper_host
 
     output, lse = results
@@ -212,6 +213,7 @@ def _start_hopper_backward(
     apart = configs.apart
     configs.ordered = lambda problem: which == "hopper_ordered" or apart(problem)
     configs.in_key_order = lambda problem: which == "hopper_in_order"
+    hopper_gradients._backwards.clear()  # of a call like this one in another form
     try:
         hopper_host.backward(
             inputs, variant, config, output, lse, torch.zeros_like(output), None, [],
