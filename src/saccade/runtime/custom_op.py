@@ -135,6 +135,8 @@ class Operation:
             return self.straight(inputs, checked, checked.variant)
         if wants:
             checked.check_backward()
+            # PyTorch's own switch is asked each time: it may be thrown between two like calls.
+            deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         plain = checked.plain.get(deterministic)
         if plain is None:
             plain = checked.plain[deterministic] = self.flatten(checked, deterministic)

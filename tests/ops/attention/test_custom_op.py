@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import saccade
 from saccade import masks, scores
 from saccade.ops.attention import custom_op as attention_custom_op
+from saccade.ops.attention.cpu import host as cpu_host
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.validation import prepare
 from saccade.testing import Case, Description, make_case
@@ -344,3 +345,24 @@ class TestTraining:
         finally:
             torch.use_deterministic_algorithms(False)
         assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+    @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+    def test_deterministic_algorithms_flag_holds_for_calls_that_were_kept_without_it(
+        self, packed: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[bool] = []
+        backward = cpu_host.backward
+
+        def noted(*arguments: Any) -> Any:
+            asked.append(arguments[-1])
+            return backward(*arguments)
+
+        monkeypatch.setattr(cpu_host, "backward", noted)
+        case = make_case(mask="causal", packed=packed)
+        for enabled in (False, True, False, True):
+            torch.use_deterministic_algorithms(enabled)
+            try:
+                case.run("cpu")
+            finally:
+                torch.use_deterministic_algorithms(False)
+        assert asked == [False, True, False, True]

@@ -52,7 +52,6 @@ def modifier_values(variant: Variant, config: KernelConfig | None) -> tuple[Any,
 def flatten(checked: CheckedCall, deterministic: bool) -> tuple[Any, ...]:
     """PLAIN_VALUES of a call."""
     chosen = checked.forward_by, checked.backward_by
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     return (*modifier_values(checked.variant, checked.config), deterministic, *chosen)
 
 
