@@ -1,7 +1,7 @@
 """What `explain` says about a call: who serves it and why, how many pairs, what it costs."""
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jaxtyping
@@ -258,6 +258,22 @@ def test_refuses_what_the_call_refuses(changes, error, said, monkeypatch):
 def test_refuses_other_functions(function):
     with pytest.raises(TypeError, match=r"^function: got \w+, takes one of saccade.attention, "):
         saccade.explain(function, *dense())
+
+
+def test_refuses_a_namesake():
+    def attention(query: Any, key: Any, value: Any, implementation: str = "cpu") -> Any:
+        return saccade.attention(query, key, value, implementation=implementation)
+
+    with pytest.raises(TypeError, match=r"^function: got attention, takes one of saccade"):
+        saccade.explain(attention, *dense())
+
+
+def test_looks_behind_wrappers():
+    @wraps(saccade.attention)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        return saccade.attention(*arguments, **options)
+
+    assert str(saccade.explain(wrapped, *dense())) == str(explain_dense())
 
 
 def test_refuses_a_call_without_its_arguments():

@@ -14,8 +14,15 @@ from saccade.modifiers import ops as modifier_ops
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.modifier import written
-from saccade.ops.linear_attention import validation as linear_attention
-from saccade.ops.linear_attention.api import LinearOptions
+from saccade.ops.attention.api import attention, attention_varlen
+from saccade.ops.linear_attention import validation as linear_validation
+from saccade.ops.linear_attention.api import (
+    LinearOptions,
+    linear_attention,
+    linear_attention_varlen,
+)
+from saccade.ops.linear_attention.step import linear_attention_step
+from saccade.ops.paged_attention.api import attention_paged
 from saccade.runtime.arguments import OFFSETS, unknown_options, values_readable
 from saccade.runtime.backends import Choice, explained
 from saccade.runtime.linear_spec import LinearProblem
@@ -155,8 +162,10 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
 
     >>> print(saccade.explain(saccade.attention, query, key, value, causal=True))
     """
-    if not callable(function) or getattr(function, "__name__", None) not in VALIDATED:
-        takes = ", ".join(f"saccade.{name}" for name in VALIDATED)
+    plain = inspect.unwrap(function)
+    validated = next((call for known, call in VALIDATED.items() if known is plain), None)
+    if validated is None:
+        takes = ", ".join(f"saccade.{each.__name__}" for each in VALIDATED)
         got = getattr(function, "__name__", type(function).__name__)
         raise TypeError(f"function: got {got}, takes one of {takes}, and then a call's arguments")
     bound = inspect.signature(function).bind(*arguments, **options)
@@ -164,11 +173,11 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
     given = dict(bound.arguments)
     if unknown := given.pop("unknown", None):
         raise unknown_options(unknown)
-    if function.__name__.endswith("varlen") and given["cu_seqlens_q"] is None:
+    if plain in (attention_varlen, linear_attention_varlen) and given["cu_seqlens_q"] is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
     implementation = given.pop("implementation")
-    inputs, variant, problem, config = VALIDATED[function.__name__](given)
-    passes = ("step", None) if function.__name__.endswith("step") else ("forward", "backward")
+    inputs, variant, problem, config = validated(given)
+    passes = ("step", None) if plain is linear_attention_step else ("forward", "backward")
     if problem.operation == "paged_attention":
         passes = ("forward", None)
     forward, backward = (of and explained(problem, implementation, of) for of in passes)
@@ -202,7 +211,7 @@ def _validated_linear(given: dict[str, Any]) -> tuple[Any, Any, LinearProblem, K
     options = given.pop("options", {})
     if unknown := set(options) - set(LinearOptions.__annotations__):
         raise TypeError(f"linear_attention_varlen: got the unknown arguments {sorted(unknown)}")
-    prepared = linear_attention.prepare(**given, **options)
+    prepared = linear_validation.prepare(**given, **options)
     return prepared.inputs, prepared.variant, prepared.problem, prepared.config
 
 
@@ -212,13 +221,13 @@ def _validated_step(given: dict[str, Any]) -> tuple[Any, Any, LinearProblem, Ker
     return _validated_linear(given)
 
 
-VALIDATED: dict[str, Callable[[dict[str, Any]], tuple[Any, Any, Any, KernelConfig | None]]] = {
-    "attention": _validated,
-    "attention_varlen": _validated,
-    "attention_paged": _validated_paged,
-    "linear_attention": _validated_linear,
-    "linear_attention_varlen": _validated_linear,
-    "linear_attention_step": _validated_step,
+VALIDATED: dict[Callable[..., Any], Callable[[dict[str, Any]], tuple[Any, Any, Any, Any]]] = {
+    attention: _validated,
+    attention_varlen: _validated,
+    attention_paged: _validated_paged,
+    linear_attention: _validated_linear,
+    linear_attention_varlen: _validated_linear,
+    linear_attention_step: _validated_step,
 }
 
 
