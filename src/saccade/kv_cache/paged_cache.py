@@ -14,9 +14,10 @@ from saccade.kv_cache import growth, sequences
 from saccade.kv_cache.growth import token_list
 from saccade.kv_cache.pool import locked
 from saccade.kv_cache.statistics import CacheStatistics, SequenceStatistics, together
-from saccade.kv_cache.storage import LayerPages
+from saccade.kv_cache.storage import LayerPages, PageSizes
 from saccade.kv_cache.window_cache import WindowCache
-from saccade.runtime.arguments import check_whole_number
+from saccade.runtime.arguments import LARGEST_PAGE, check_whole_number
+from saccade.runtime.spec import DTYPES, QUANTISED
 
 
 class LayerAddress(NamedTuple):
@@ -83,26 +84,39 @@ class PagedCache:
         windows: Sequence[int | None] | None = None,
         prefix_caching: bool = True,
     ):
+        value_dim = head_dim if value_dim is None else value_dim
+        for name, value in (
+            ("page_size", page_size), ("kv_heads", kv_heads), ("head_dim", head_dim),
+            ("value_dim", value_dim),
+        ):  # fmt: skip
+            check_whole_number(name, value, least=1)
+        if page_size > LARGEST_PAGE:
+            raise ValueError(f"page_size: got {page_size}, takes 1 to {LARGEST_PAGE}")
+        if dtype not in DTYPES + QUANTISED:
+            raise TypeError(f"dtype: got {dtype}, takes a floating-point dtype or int8")
         self._grouped = windows is not None
         of_layers = _windows_of(num_layers, window, windows)
         some = {each for each in of_layers if each is not None}
         everything: list[int | None] = [None] if None in of_layers else []
         self.windows = (*everything, *sorted(some, reverse=True))
-        self.num_pages = tuple(_of_window("num_pages", num_pages, each) for each in self.windows)
+        self.num_pages = _of_windows("num_pages", num_pages, self.windows, least=1)
+        of_host = _of_windows("host_pages", host_pages, self.windows, least=0)
+        self.page_size, self.device = page_size, torch.device(device)
         self.groups = [
             WindowCache(
-                pages, page_size, num_layers=of_layers.count(each), kv_heads=kv_heads,
-                head_dim=head_dim, value_dim=value_dim, dtype=dtype, device=device,
-                host_pages=_of_window("host_pages", host_pages, each), window=each,
-                prefix_caching=prefix_caching,
+                PageSizes(page_size, of_layers.count(each), kv_heads, head_dim, value_dim, dtype),
+                pages,
+                on_host,
+                self.device,
+                each,
+                prefix_caching,
             )
-            for each, pages in zip(self.windows, self.num_pages, strict=True)
-        ]  # fmt: skip
+            for each, pages, on_host in zip(self.windows, self.num_pages, of_host, strict=True)
+        ]
         self.addresses = [
             LayerAddress(self.windows.index(each), of_layers[:layer].count(each))
             for layer, each in enumerate(of_layers)
         ]
-        self.page_size, self.device = page_size, self.groups[0].device
         self._sequences: dict[int, tuple[int, ...]] = {}
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -123,7 +137,7 @@ class PagedCache:
         """
         tokens = token_list(tokens)
         self._torn = True
-        numbers = [cache.allocate(tokens, salt=salt) for cache in self.groups]
+        numbers = [cache.allocate(tokens, salt) for cache in self.groups]
         length = min(map(WindowCache.length, self.groups, numbers))
         for cache, number in zip(self.groups, numbers, strict=True):
             cache.trim(number, length)
@@ -258,18 +272,15 @@ class PagedCache:
         In place of a released page stands one that the sequence holds: its mask must be the
         window's.
         """
-        numbers = [self._of(sequence) for sequence in sequences]
-        found = [
-            cache.tables([each[group] for each in numbers])
-            for group, cache in enumerate(self.groups)
-        ]
-        return self._by_group(found)
+        asked = list(sequences)
+        return self._by_group([self._tables(group, asked) for group in range(len(self.groups))])
 
     def pages(self, layer: int) -> LayerPages:
         """A layer's tensors, by the names of `attention_paged`'s arguments."""
         place = self.addresses[layer]
         return self.groups[place.group].pages(place.layer)
 
+    @locked
     def write(
         self, layer: int, key: Tensor, value: Tensor, slots: Tensor | Sequence[Tensor],
         **options: Any,
@@ -281,9 +292,9 @@ class PagedCache:
 
     def attend(self, layer: int, query: Tensor, sequences: Sequence[int], **options: Any) -> Any:
         """`saccade.attention_paged` over a layer's pages, under the mask of its window, if any."""
-        place = self.addresses[layer]
-        numbers = [self._of(sequence)[place.group] for sequence in sequences]
-        return self.groups[place.group].attend(place.layer, query, numbers, **options)
+        group, of_group = self.addresses[layer]
+        table, lens = self._tables(group, sequences)
+        return self.groups[group].attend(of_group, query, table, lens, **options)
 
     @locked
     def length(self, sequence: int) -> int:
@@ -332,6 +343,10 @@ class PagedCache:
         if found:
             raise AssertionError("PagedCache: " + "; ".join(found))
 
+    @locked
+    def _tables(self, group: int, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self.groups[group].tables([self._of(sequence)[group] for sequence in sequences])
+
     def _enter(self, numbers: Sequence[int]) -> int:
         sequence = next(self._numbers)
         self._sequences[sequence] = tuple(numbers)
@@ -364,12 +379,22 @@ class PagedCache:
         return list(zip(self.groups, self._of(sequence), strict=True))
 
 
-def _of_window(name: str, given: int | Mapping[int | None, int], window: int | None) -> int:
-    if not isinstance(given, Mapping):
-        return given
-    if window not in given:
-        raise ValueError(f"{name}: got {dict(given)}, takes a number for the window {window} too")
-    return given[window]
+def _of_windows(
+    name: str,
+    given: int | Mapping[int | None, int],
+    windows: Sequence[int | None],
+    *,
+    least: int,
+) -> tuple[int, ...]:
+    """Numbers of pages, one for each window."""
+    found = []
+    for window in windows:
+        if isinstance(given, Mapping) and window not in given:
+            got = dict(given)
+            raise ValueError(f"{name}: got {got}, takes a number for the window {window} too")
+        found.append(given[window] if isinstance(given, Mapping) else given)
+        check_whole_number(name, found[-1], least=least)
+    return tuple(found)
 
 
 def _windows_of(
