@@ -1,4 +1,4 @@
-"""Clean tiles and partial tiles in one loop, in Triton's interpreter: exact, and hidden stays
+"""Full tiles and partial tiles in one loop, in Triton's interpreter: exact, and hidden stays
 hidden."""
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ def merge_partials(
     HEADS_IN_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of an work tile that was cut, one after the other.
+    """One program: ROWS rows of a work tile that was cut, one after the other.
 
-    Grid: ROW_PARTS programs an work tile, of which each group has WORK_TILES; or, if that is 0, as
+    Grid: ROW_PARTS programs a work tile, of which each group has WORK_TILES; or, if that is 0, as
     many for each program's note. PARTIALS results are added together, in their order.
     CHAINED: it starts while the attention kernel still runs, and waits for its results here, after
     all that can be known before.

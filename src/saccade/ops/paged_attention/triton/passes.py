@@ -28,7 +28,7 @@ class Pass(NamedTuple):
     group: int  # query heads of a key head
     heads_in_tile: int
     programs: int
-    splits: int  # programs of an work tile; 0: the line of all work tiles is cut
+    splits: int  # programs of a work tile; 0: the line of all work tiles is cut
     planned: bool
     varies_by: bool  # whether the plan has rows of its own for each head
     classified_at_once: int  # tiles of keys that a planning program classifies together
@@ -63,7 +63,7 @@ class Pass(NamedTuple):
 
     @property
     def most_splits(self) -> int:
-        """Parts of an work tile at most, where work tiles are cut on their own."""
+        """Parts of a work tile at most, where work tiles are cut on their own."""
         return 1 if self.chunks else paged_configs.MOST_SPLITS
 
     @property
@@ -108,7 +108,7 @@ class Pass(NamedTuple):
 
     @property
     def merge_parts(self) -> int:
-        """Programs that share the rows of an work tile."""
+        """Programs that share the rows of a work tile."""
         rows = self.tokens * self.heads_in_tile
         if self.query_len:
             rows = min(rows, self.query_len * self.heads_in_tile)
@@ -116,7 +116,7 @@ class Pass(NamedTuple):
 
     @property
     def merged_at_once(self) -> int:
-        """Partial results that are added together: as many as an work tile has if all are alike."""
+        """Partial results that are added together: as many as a work tile has if all are alike."""
         most = 64 if self.value_width <= 128 else 32
         parts = (
             self.programs // max(self.few_work_tiles * self.groups, 1) if self.few_work_tiles else 1

@@ -43,9 +43,9 @@ class SplitSchedule(NamedTuple):
     """How a call's work is shared out."""
 
     begin: Any  # equal_shares or fixed_splits: where a program starts
-    cut: Any  # split_of_programs or split_of_work_tile: how an work tile was cut
+    cut: Any  # split_of_programs or split_of_work_tile: how a work tile was cut
     count: Any  # count_lengths or count_planned: units and work tiles of groups
-    # work_tile_of_lengths or work_tile_of_plan: what an work tile works on, and its tile range
+    # work_tile_of_lengths or work_tile_of_plan: what a work tile works on, and its tile range
     work_tile: Any
     data: tuple[Any, ...]  # encoded numbers, in the order below; then the plan, if there is one
 
@@ -55,7 +55,7 @@ MOST_AT_ONCE = tl.constexpr(1024)  # groups that a program counts together
 GROUPS = tl.constexpr(0)  # how many there are
 HEADS = tl.constexpr(1)  # tiles beside each other: key heads, if one tile holds a group's heads
 PROGRAMS = tl.constexpr(2)
-SPLITS_IN_GRID = tl.constexpr(3)  # programs of an work tile, where work tiles are cut on their own
+SPLITS_IN_GRID = tl.constexpr(3)  # programs of a work tile, where work tiles are cut on their own
 BEGUN = tl.constexpr(4)  # place of program 0's work tile that was begun and not ended
 FEWEST = tl.constexpr(5)  # sequences with more query rows than that are worked on,
 MOST = tl.constexpr(6)  # and at most as many as that
@@ -68,7 +68,7 @@ def is_wanted(schedule, tokens):
     return (tokens > decoded(schedule.data[FEWEST])) & (tokens <= decoded(schedule.data[MOST]))
 
 
-# ---- groups: (schedule, query, key, groups) → units of an work tile, number of work tiles --------
+# ---- groups: (schedule, query, key, groups) → units of a work tile, number of work tiles ---------
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def count_at_once(
     schedule, query, key, first,
     TOKENS: tl.constexpr, KV_TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Units of an work tile, and work tiles, of AT_ONCE groups: [AT_ONCE], or one number where
+    """Units of a work tile, and work tiles, of AT_ONCE groups: [AT_ONCE], or one number where
     there is but one group."""
     num_groups = decoded(schedule.data[GROUPS])
     if AT_ONCE == 1:
@@ -152,7 +152,7 @@ def units_of_groups(
 
 @triton.jit
 def parts_of(units, share):
-    """In how many parts an work tile is cut that begins with a program: rounded up, and down. Each
+    """In how many parts a work tile is cut that begins with a program: rounded up, and down. Each
     part sets itself up, so the first unit is not counted."""
     whole = (units - 1) // share
     more = whole + (whole * share < units - 1).to(tl.int32)
@@ -190,7 +190,7 @@ def share_out(
 
 @triton.jit
 def own_parts(units, up, own_most):
-    """Parts of an work tile that begins with a program, and units of each beside the first one."""
+    """Parts of a work tile that begins with a program, and units of each beside the first one."""
     more, fewer = parts_of(units, own_most)
     parts = tl.where(up, more, fewer)
     return parts, tl.maximum(tl.cdiv(units - 1, parts), 1)
@@ -283,9 +283,9 @@ def fixed_splits(
 
 @triton.jit
 def part_of_range(tile_range, offset, end):
-    """Clean tiles and partial tiles between two units of an work tile: (first, end) of each.
+    """Full tiles and partial tiles between two units of a work tile: (first, end) of each.
 
-    The first unit of an work tile sets it up; after it come the full tiles, then the partial tiles.
+    The first unit of a work tile sets it up; after it come the full tiles, then the partial tiles.
     """
     first, last = tl.maximum(offset - 1, 0), tl.maximum(end - 1, 0)
     full_first, full_end = (
@@ -297,7 +297,7 @@ def part_of_range(tile_range, offset, end):
 
 @triton.jit
 def note_of_program(schedule, notes, program, group, index, offset, budget, share, goes_on, units):
-    """Tell the merging kernel that an work tile was cut, once: by the program that goes on with it
+    """Tell the merging kernel that a work tile was cut, once: by the program that goes on with it
     first. notes [programs, NOTE_SIZE]."""
     note = notes + program * NOTE_SIZE
     tl.store(note, tl.where(goes_on & (budget > 0), 1 + tl.cdiv(units - offset, share), 0))
@@ -306,9 +306,9 @@ def note_of_program(schedule, notes, program, group, index, offset, budget, shar
 
 
 # ---- splits --------------------------------------------------------------------------------------
-# Into how many parts an work tile of a schedule was cut, and which programs computed them.
+# Into how many parts a work tile of a schedule was cut, and which programs computed them.
 #
-# What `schedule.begin` answers for a program, these answer for an work tile. A program that merges
+# What `schedule.begin` answers for a program, these answer for a work tile. A program that merges
 # asks before partial results are there, and need not be told by those that compute them.
 
 # ---- work tiles: (schedule, query, key, group, index) → parts (0: it was not cut), the first p----
