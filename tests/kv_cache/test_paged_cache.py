@@ -269,6 +269,19 @@ def test_complaints_of_calls():
     cache.check()
 
 
+@pytest.mark.parametrize("layer", [2, -3])
+def test_layers_that_are_not_there(layer):
+    cache = cache_of()
+    rows = torch.ones(0, 2, 8)
+    for call in (
+        lambda: cache.pages(layer),
+        lambda: cache.write(layer, rows, rows, torch.empty(0, dtype=torch.int64)),
+        lambda: cache.attend(layer, torch.ones(1, 4, 1, 8), [cache.allocate()]),
+    ):
+        with pytest.raises(IndexError, match=f"layer: got {layer}, takes 0 to 1"):
+            call()
+
+
 def test_check_sees_what_is_broken():
     cache = cache_of()
     sequence = cache.allocate(PROMPT)

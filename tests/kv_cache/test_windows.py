@@ -74,6 +74,7 @@ def test_arguments(arguments: dict[str, Any], complaint: str) -> None:
         ({}, TypeError, "num_layers: got None, takes a whole number, or windows"),
         ({"num_layers": 2, "windows": [None, 3]}, TypeError, "windows: got it beside"),
         ({"window": 2, "windows": [None, 3]}, TypeError, "windows: got it beside"),
+        ({"windows": 3}, TypeError, "windows: got int, takes a window or None for each layer"),
         ({"num_layers": 0}, ValueError, "num_layers: got 0"),
         ({"num_layers": 1, "window": -1}, ValueError, "window: got -1"),
     ],

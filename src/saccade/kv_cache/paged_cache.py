@@ -277,8 +277,8 @@ class PagedCache:
 
     def pages(self, layer: int) -> LayerPages:
         """A layer's tensors, by the names of `attention_paged`'s arguments."""
-        place = self.addresses[layer]
-        return self.groups[place.group].pages(place.layer)
+        group, of_group = self._address(layer)
+        return self.groups[group].pages(of_group)
 
     @locked
     def write(
@@ -286,13 +286,13 @@ class PagedCache:
         **options: Any,
     ) -> None:  # fmt: skip
         """`saccade.write_kv_cache` into a layer's pages; slots as `append` gave them."""
-        group, of_group = self.addresses[layer]
+        group, of_group = self._address(layer)
         here = slots if isinstance(slots, Tensor) else slots[group]
         self.groups[group].write(of_group, key, value, here, **options)
 
     def attend(self, layer: int, query: Tensor, sequences: Sequence[int], **options: Any) -> Any:
         """`saccade.attention_paged` over a layer's pages, under the mask of its window, if any."""
-        group, of_group = self.addresses[layer]
+        group, of_group = self._address(layer)
         table, lens = self._tables(group, sequences)
         return self.groups[group].attend(of_group, query, table, lens, **options)
 
@@ -342,6 +342,12 @@ class PagedCache:
                 found.append(f"sequence {sequence} is not the same in all groups")
         if found:
             raise AssertionError("PagedCache: " + "; ".join(found))
+
+    def _address(self, layer: int) -> LayerAddress:
+        count = len(self.addresses)
+        if not -count <= layer < count:
+            raise IndexError(f"layer: got {layer}, takes 0 to {count - 1}")
+        return self.addresses[layer]
 
     @locked
     def _tables(self, group: int, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -409,6 +415,9 @@ def _windows_of(
         return [window] * num_layers
     if num_layers is not None or window is not None:
         raise TypeError("windows: got it beside num_layers or window, takes either")
+    if not isinstance(windows, Sequence):
+        got = type(windows).__name__
+        raise TypeError(f"windows: got {got}, takes a window or None for each layer")
     if not windows:
         raise ValueError("windows: got none, takes one for each layer")
     for each in windows:
