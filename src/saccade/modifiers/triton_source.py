@@ -274,8 +274,6 @@ class _TileWriter(IntervalRules):
             code = f"{name}({', '.join(values)})"
         elif name in ("abs", "real", "whole"):
             code = f"{'absolute' if name == 'abs' else f'to_{name}'}({values[0]})"
-        elif name == "widened":
-            code = f"widened({values[0]})"
         elif name == "neg":
             code = f"-{values[0]}"
         else:
