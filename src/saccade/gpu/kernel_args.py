@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from saccade.gpu.tensor_view import View, encoded
 from saccade.gpu.tile_ranges import Mask
 from saccade.modifiers.expression import Captured, slots
 from saccade.runtime import dropout
+from saccade.runtime.precision import precision
 from saccade.runtime.spec import Inputs, Variant
 
 
@@ -176,15 +176,6 @@ def rules(
     )
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: IEEE unless PyTorch was told that less will do."""
-    if dtype != torch.float32:
-        return "ieee"
-    return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[
-        torch.get_float32_matmul_precision()
-    ]
-
-
 def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
     """What tells calls like one another from another: everything but addresses."""
     query, key, value = inputs.query, inputs.key, inputs.value
@@ -197,7 +188,7 @@ def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
         query.dtype, query.device, variant.mask, variant.score, variant.scale, captured,
         None if inputs.seed is None else variant.dropout_p,
         None if sinks is None else sinks.dtype, None if offsets is None else offsets.shape,
-        torch.get_float32_matmul_precision() if query.dtype == torch.float32 else None,
+        precision(query.dtype),
     )  # fmt: skip
 
 

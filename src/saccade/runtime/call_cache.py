@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 
 from saccade.masks import AnyMask, Mask
 from saccade.runtime.arguments import values_readable
+from saccade.runtime.precision import precision
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
 from saccade.scores import AnyScore, Score
 
@@ -123,7 +124,7 @@ def key_of(
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
         query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
         mask, score, scale, implementation, config,
-        torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
+        precision(query.dtype),
     )  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def packed_key_of(
     kinds = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
     return (
         *kinds, longest, mask, score, scale, implementation, config,
-        torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
+        precision(query.dtype),
     )  # fmt: skip
 
 
@@ -175,7 +176,7 @@ def paged_key_of(
     ]
     return (
         *kinds, mask, score, scale, batch_invariant, implementation, config,
-        torch.get_float32_matmul_precision() if query.dtype is torch.float32 else None,
+        precision(query.dtype),
     )  # fmt: skip
 
 
@@ -202,7 +203,7 @@ def linear_key_of(
     kinds = tuple(map(type, options))  # 1, 1.0 and True are equal, and not the same
     return (
         "linear", *shapes, options, kinds, implementation, config,
-        torch.get_float32_matmul_precision(),
+        precision(torch.float32),
     )  # fmt: skip
 
 

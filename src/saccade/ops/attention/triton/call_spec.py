@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.gpu import packing
 from saccade.gpu.compose import mask_functions
-from saccade.gpu.kernel_args import Geometry, number_strides, precision, row_strides, view
+from saccade.gpu.kernel_args import Geometry, number_strides, row_strides, view
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
 from saccade.modifiers import intervals
 from saccade.modifiers.expression import Captured, Coordinates
@@ -21,6 +21,7 @@ from saccade.modifiers.ops import index_range
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.runtime.linear_spec import LinearInputs
+from saccade.runtime.precision import precision
 from saccade.runtime.spec import Inputs, KernelConfig, Variant
 
 # ---- reach ---------------------------------------------------------------------------------------

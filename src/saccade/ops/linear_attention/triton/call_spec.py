@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from saccade.gpu.features import MAPS, Operand
-from saccade.gpu.kernel_args import Extent, number_strides, precision, row_strides, view
+from saccade.gpu.kernel_args import Extent, number_strides, row_strides, view
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.linear_attention.triton.configs import LinearConfig, choose
 from saccade.runtime.linear_spec import LinearInputs, LinearVariant
+from saccade.runtime.precision import precision
 from saccade.runtime.spec import KernelConfig
 
 SHORTEST_SEGMENT = 512  # places: shorter ones cost more states than they save time
@@ -143,5 +144,5 @@ def signature(
     return (
         *((None if t is None else (t.shape, t.stride(), t.dtype)) for t in inputs),
         inputs.query.device, variant, config,
-        torch.get_float32_matmul_precision() if inputs.query.dtype == torch.float32 else None,
+        precision(inputs.query.dtype),
     )  # fmt: skip

@@ -21,7 +21,6 @@ from saccade.gpu.kernel_args import (
     kind_of_captured,
     mask_argument,
     number_strides,
-    precision,
     row_strides,
     view,
 )
@@ -34,6 +33,7 @@ from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import decode
 from saccade.ops.paged_attention.triton.configs import PagedConfig, PagedProblem
 from saccade.ops.paged_attention.triton.passes import Pass
+from saccade.runtime.precision import precision
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
 
 ANY_NUMBER = 2**30  # of query rows
@@ -257,5 +257,5 @@ def signature(inputs: PagedInputs, variant: Variant) -> tuple[Any, ...]:
     ]
     return (
         *shapes, query.device, variant.mask, variant.score, variant.scale, captured,
-        torch.get_float32_matmul_precision() if query.dtype == torch.float32 else None,
+        precision(query.dtype),
     )  # fmt: skip

@@ -1,0 +1,100 @@
+"""How exactly float32 is multiplied: as PyTorch was told, by either of its interfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import saccade
+from saccade.runtime import call_cache
+from saccade.runtime.precision import precision
+from saccade.testing import make_paged_case
+
+BACKENDS: Any = torch.backends  # whose interface PyTorch's stubs leave out
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+    BACKENDS.fp32_precision = "none"
+    BACKENDS.cuda.matmul.fp32_precision = BACKENDS.mkldnn.matmul.fp32_precision = "none"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def older(name: str) -> Callable[[], None]:
+    return lambda: torch.set_float32_matmul_precision(name)
+
+
+def newer(name: str) -> Callable[[], None]:
+    return lambda: setattr(BACKENDS.cuda.matmul, "fp32_precision", name)
+
+
+def everywhere(name: str) -> Callable[[], None]:
+    return lambda: setattr(BACKENDS, "fp32_precision", name)
+
+
+def allowed() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+SETTINGS: dict[str, tuple[list[Callable[[], None]], str]] = {
+    "nothing": ([], "ieee"),
+    "highest": ([older("highest")], "ieee"),
+    "high": ([older("high")], "tf32x3"),
+    "medium": ([older("medium")], "tf32"),
+    "allow_tf32": ([allowed], "tf32x3"),
+    "ieee": ([newer("ieee")], "ieee"),
+    "tf32": ([newer("tf32")], "tf32x3"),
+    "tf32 everywhere": ([everywhere("tf32")], "tf32x3"),
+    "high, then ieee": ([older("high"), newer("ieee")], "ieee"),
+    "medium, then ieee": ([older("medium"), newer("ieee")], "ieee"),
+    "tf32, then highest": ([newer("tf32"), older("highest")], "ieee"),
+}
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_both_interfaces_count(name: str) -> None:
+    steps, wanted = SETTINGS[name]
+    for step in steps:
+        step()
+    assert precision(torch.float32) == wanted
+    assert precision(torch.bfloat16) == precision(torch.float64) == "ieee"
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    rows = torch.randn(2, 2, 9, 8, generator=torch.Generator().manual_seed(0))
+    packed, offsets = rows[0].transpose(0, 1).contiguous(), torch.tensor([0, 4, 9]).int()
+    return {
+        "dense": lambda: saccade.attention(rows, rows, rows, causal=True),
+        "packed": lambda: saccade.attention_varlen(packed, packed, packed, offsets),
+        "linear": lambda: saccade.linear_attention(rows, rows, rows),
+        "paged": lambda: make_paged_case(lengths=((1, 5), (1, 3))).run("cpu")["output"],
+    }
+
+
+@pytest.mark.parametrize("name", list(calls()))
+def test_the_newer_interface_ends_no_call(name: str) -> None:
+    call = calls()[name]
+    before = call()
+    everywhere("tf32")()
+    torch.testing.assert_close(call(), before, rtol=1e-5, atol=1e-5)
+
+
+def test_a_call_is_kept_for_its_precision_alone() -> None:
+    rows = torch.randn(1, 2, 9, 8)
+    keys = []
+    for name in ("ieee", "tf32", "ieee"):
+        newer(name)()
+        plain = None, None, None, None, None
+        keys.append(
+            (
+                call_cache.key_of(rows, rows, rows, *plain),
+                call_cache.linear_key_of([rows, rows, rows], (), None, None),
+            )
+        )
+    assert keys[0] == keys[2]
+    assert all(one != other for one, other in zip(keys[0], keys[1], strict=True))
