@@ -391,3 +391,46 @@ def mentions(expression: Expression, names: Iterable[str]) -> list[bool]:
     for step in expression:
         found.append(step.op in wanted or any(found[number] for number in step.operands))
     return found
+
+
+def needs_width(expression: Expression, step: Step) -> bool:
+    """Whether 32 bits may not hold what an operation gives, of operands that they hold."""
+    if step.kind != WHOLE or step.op not in ("+", "-", "*", "<<", "neg", "abs"):
+        return False
+    operands = [expression[number] for number in step.operands]
+    if step.op in ("*", "<<"):
+        return not any(of.op == "literal" and abs(int(of.literal)) < 2**10 for of in operands)
+    return any(of.op in READS for of in operands) or _num_numbers(expression, step) > 1
+
+
+def may_overflow(expression: Expression, step: Step) -> bool:
+    """Whether 64 bits may not hold it either."""
+    if step.kind != WHOLE:
+        return False
+    if step.op == "*" and needs_width(expression, step):
+        return True
+    wide = any(is_wide(expression, number) for number in step.operands)
+    return wide or _num_numbers(expression, step) > 1
+
+
+def _num_numbers(expression: Expression, step: Step) -> int:
+    """How many captured numbers, which may be large, are part of what a step adds up."""
+    found, waiting = 0, list(step.operands)
+    while waiting:
+        of = expression[waiting.pop()]
+        found += of.op == "number" and of.kind == WHOLE
+        if of.kind == WHOLE and of.op not in READS and of.op not in ("//", "%"):
+            waiting += of.operands
+    return found
+
+
+def is_wide(expression: Expression, number: int) -> bool:
+    """Whether a whole number may have more than 32 bits, from a tensor of such or a product."""
+    waiting = [number]
+    while waiting:
+        step = expression[waiting.pop()]
+        if (step.op in READS and step.dtype == "l") or step.op in ("*", "whole", "<<"):
+            return True
+        if step.kind == WHOLE and step.op not in READS:
+            waiting += step.operands
+    return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from saccade.modifiers.expression import (
     COMPARISONS,
@@ -22,15 +22,15 @@ from saccade.modifiers.expression import (
     Expression,
     Step,
     needed,
+    needs_width,
     never_negative,
 )
-from saccade.modifiers.interval_rules import IntervalRules, Span, Truth, Value, needs_width
+from saccade.modifiers.intervals import IntervalRules, Span
 
 ARGUMENTS = "batch, head, query_row, kv_row, shift, data"
 CLASSIFIED = "batch, head, query_low, query_high, kv_low, kv_high, shift, data"
 TILES = "QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr"
 NAME = re.compile(r"\b(?:v|low|high)\d+\b")
-PERHAPS = Truth("(query_low <= query_high)", "(query_low > query_high)")
 
 # Operations of one form whatever they are applied to, and functions of the device's language.
 CALLS = {"min": "minimum", "max": "maximum", "abs": "absolute", "where": "where"}
@@ -193,19 +193,6 @@ class TileVerdict(NamedTuple):
     dependences: frozenset[Dependence]
 
 
-class _Needs(NamedTuple):
-    spans_read: int = 0
-    in_blocks: bool = True
-    dependences: frozenset[Dependence] = frozenset()
-
-    def joined(self, other: _Needs) -> _Needs:
-        return _Needs(
-            max(self.spans_read, other.spans_read),
-            self.in_blocks and other.in_blocks,
-            self.dependences | other.dependences,
-        )
-
-
 def judging_function(
     name: str, expression: Expression, slots: list[tuple[str, int]], most_spans: int = 2
 ) -> TileVerdict:
@@ -214,54 +201,63 @@ def judging_function(
     most_spans: tables that are read along more row axes than that are not understood.
     """
     writer = _TileWriter(expression, slots, most_spans)
-    verdict, needs = writer.verdict()
-    lines = _live([*writer.lines, f"return {verdict.possible}, {verdict.certain}"])
-    text = _text(name, f"{CLASSIFIED}, {TILES}", lines)
-    return TileVerdict(text, *needs)
+    possible, certain = writer.verdict()
+    lines = _live([*writer.lines, _Line("return", f"{possible}, {certain}")])
+    text = _text(name, f"{CLASSIFIED}, {TILES}", [line.text for line in lines])
+    return TileVerdict(
+        text,
+        max(line.spans_read for line in lines),
+        all(line.in_blocks for line in lines),
+        frozenset().union(*(line.dependences() for line in lines)),
+    )
 
 
-def _live(lines: list[str]) -> list[str]:
+class _Line(NamedTuple):
+    """A line of a device function, and what a read in it needs.
+
+    Attributes:
+        names: what it defines, or "return".
+        read_at: the batch entry and head by which a read's offset varies; None: it is no read.
+    """
+
+    names: str
+    code: str
+    spans_read: int = 0
+    in_blocks: bool = True
+    read_at: frozenset[Dependence] | None = None
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.names} {self.code}" if self.names == "return" else f"{self.names} = {self.code}"
+        )
+
+    def dependences(self) -> frozenset[Dependence]:
+        """What a verdict depends on, if it uses this line."""
+        if self.read_at is not None:
+            return self.read_at
+        axes = re.findall(r"\b(?:batch|head)\b", self.code)
+        return frozenset(Dependence(axis, -1, -1) for axis in axes)
+
+
+def _live(lines: list[_Line]) -> list[_Line]:
     """Lines without those that the last one does not need: of what was not understood, and reads,
     which programs that make no plan must not hold."""
-    found, wanted = [lines[-1]], set(NAME.findall(lines[-1]))
-    for line in reversed(lines[:-1]):
-        names, code = line.split(" = ", 1)
-        if not wanted.isdisjoint(NAME.findall(names)):
+    found, wanted = [], {"return"}
+    for line in reversed(lines):
+        if not wanted.isdisjoint(line.names.split(", ")):
             found.append(line)
-            wanted |= set(NAME.findall(code))
+            wanted |= set(NAME.findall(line.code))
     return found[::-1]
 
 
 class _TileWriter(IntervalRules):
-    """Writes what the rules of intervals do as lines on vectors of tiles."""
+    """Writes operations on intervals as lines on vectors of tiles."""
 
     def __init__(self, expression: Expression, slots: list[tuple[str, int]], most_spans: int):
-        self.expression, self.slots, self.most_spans = expression, slots, most_spans
-        self.lines: list[str] = []
-        self.needs: list[_Needs] = []
-
-    def verdict(self) -> tuple[Truth, _Needs]:
-        """The names of the verdict's two truths, and what it needs."""
-        found: list[Value] = []
-        for step in self.expression:
-            self.of_step = _Needs()
-            operands = [found[number] for number in step.operands]
-            value = self.value(self.expression, step, operands)
-            for number in step.operands if value is not None and value is not PERHAPS else ():
-                self.of_step = self.of_step.joined(self._used(step, number))
-            found.append(value)
-            self.needs.append(self.of_step)
-        verdict = found[-1]
-        return (verdict if isinstance(verdict, Truth) else PERHAPS), self.needs[-1]
-
-    def _used(self, step: Step, number: int) -> _Needs:
-        """What an operand needs; a batch entry or head that is an index is the read's concern."""
-        operand = self.expression[number]
-        if operand.op not in ("batch", "head"):
-            return self.needs[number]
-        if step.op in READS:
-            return _Needs()
-        return _Needs(dependences=frozenset([Dependence(operand.op, -1, -1)]))
+        super().__init__(expression, most_spans)
+        self.slots = slots
+        self.lines: list[_Line] = []
 
     def op(self, name: str, *values: str) -> str:
         if name in ("real", "widened") and values[0].lstrip("-").isdigit():
@@ -282,7 +278,7 @@ class _TileWriter(IntervalRules):
 
     def literal(self, value: bool | int | float) -> str:
         if isinstance(value, bool):
-            return PERHAPS.possible if value else PERHAPS.certain
+            return f"(query_low {'<=' if value else '>'} query_high)"
         return _literal(value)
 
     def leaf(self, step: Step) -> Span:
@@ -293,43 +289,45 @@ class _TileWriter(IntervalRules):
         name = _constant(step, self.slots) if step.op == "number" else step.op
         return Span(name, name, known=True)
 
-    def perhaps(self) -> Truth:
-        return PERHAPS
+    def size(self, step: Step, dim: int) -> str:
+        return f"data[{self.slots.index(step.slot)}][1][{dim}]"
 
-    def read(self, step: Step, indices: Sequence[Value]) -> Value:
-        place = self.slots.index(step.slot)
-        data, natural = f"data[{place}]", never_negative(self.expression)
-        offset, spans, dependences = "0", [], set()
-        for dim, (index, number) in enumerate(zip(indices, step.operands, strict=True)):
-            if not isinstance(index, Span):
-                return None
-            if not index.known:
-                if step.op == "read" and not natural[number]:
-                    return None  # it may count from the end
-                spans.append((dim, index))
-                continue
-            operand = self.expression[number].op
-            if operand in ("batch", "head"):
-                dependences.add(Dependence(operand, place, dim))
-            counted = "nearest" if step.op == "take" or natural[number] else "entry"
-            offset += f" + {counted}({index.low}, {data}, {dim})"
-        if len(spans) > self.most_spans or not all(span.rows for _, span in spans):
-            return None
-        self.of_step = _Needs(len(spans), True, frozenset(dependences))
-        if not spans:
-            entry = self._line(_of_dtype(f"read({data}, {offset}, {len(indices)})", step))
-            return Truth(entry, entry) if step.kind == TRUTH else Span(entry, entry, known=True)
+    def entry(self, step: Step, indices: Sequence[Span]) -> str:
+        data, offset, read_at = self._offset(step, indices)
+        code = _of_dtype(f"read({data}, {offset}, {len(indices)})", step)
+        return self._line(code, read_at=read_at)
+
+    def extremes(self, step: Step, indices: Sequence[Span | None]) -> tuple[str, str]:
+        data, offset, read_at = self._offset(step, indices)
+        spans = [(dim, span) for dim, span in enumerate(indices) if span and not span.known]
         in_blocks = not any(span.step for _, span in spans)
-        self.of_step = _Needs(len(spans), in_blocks or len(spans) < 2, frozenset(dependences))
         axes = ", ".join(f"{dim}, {span.low}, {span.high}, {span.rows}" for dim, span in spans)
         along = "along_one" if len(spans) == 1 else f"along_two{'_blocks' if in_blocks else ''}"
-        number = len(self.lines)
-        self.lines.append(f"low{number}, high{number} = {along}({data}, {offset}, {axes})")
-        low, high = f"low{number}", f"high{number}"
+        low, high = (f"{end}{len(self.lines)}" for end in ("low", "high"))
+        code = f"{along}({data}, {offset}, {axes})"
+        needs = len(spans), in_blocks or len(spans) < 2, read_at
+        self.lines.append(_Line(f"{low}, {high}", code, *needs))
         if step.kind == TRUTH:
-            return Truth(self._line(f"{high} != 0"), self._line(f"{low} != 0"))
-        return Span(low, high)
+            some = self._line(f"{high} != 0")
+            return self._line(f"{low} != 0"), some
+        return low, high
 
-    def _line(self, code: str) -> str:
-        self.lines.append(f"v{len(self.lines)} = {code}")
+    def _offset(
+        self, step: Step, indices: Sequence[Span | None]
+    ) -> tuple[str, str, frozenset[Dependence]]:
+        """A captured tensor, where the indices that are known lead in it, and what by."""
+        place = self.slots.index(step.slot)
+        data, offset, read_at = f"data[{place}]", "0", set()
+        for dim, (index, number) in enumerate(zip(indices, step.operands, strict=True)):
+            if index is None or not index.known:
+                continue
+            axis = self.expression[number].op
+            if axis in ("batch", "head"):
+                read_at.add(Dependence(axis, place, dim))
+            counted = "nearest" if step.op == "take" or self.natural[number] else "entry"
+            offset += f" + {counted}({index.low}, {data}, {dim})"
+        return data, offset, frozenset(read_at)
+
+    def _line(self, code: str, **needs: Any) -> str:
+        self.lines.append(_Line(f"v{len(self.lines)}", code, **needs))
         return f"v{len(self.lines) - 1}"

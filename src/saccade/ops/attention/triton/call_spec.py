@@ -16,7 +16,7 @@ from saccade.gpu.kernel_args import Geometry, number_strides, row_strides, view
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
 from saccade.modifiers import intervals
 from saccade.modifiers.expression import Captured, Coordinates
-from saccade.modifiers.interval_rules import Span
+from saccade.modifiers.intervals import Span
 from saccade.modifiers.ops import index_range
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
