@@ -13,9 +13,9 @@ from saccade.gpu.kernel_args import Extent, mask_argument, score_argument, view
 from saccade.gpu.launcher import itself
 from saccade.gpu.tensor_view import num_rows
 from saccade.gpu.tile_ranges import classify_tiles
+from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Captured, Coordinates
-from saccade.modifiers.fit import expanded
-from saccade.modifiers.ops import index_range
+from saccade.modifiers.modifier import expanded
 from saccade.runtime.spec import Variant
 
 NOTHING = Captured()

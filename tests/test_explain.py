@@ -12,8 +12,8 @@ import saccade
 from saccade import KernelConfig, masks, scores
 from saccade.explain import costs
 from saccade.modifiers import evaluate
+from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Coordinates
-from saccade.modifiers.ops import index_range
 from saccade.runtime import backends
 from saccade.testing import make_paged_case
 

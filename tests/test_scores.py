@@ -14,9 +14,9 @@ import saccade
 from saccade import scores
 from saccade.modifiers import evaluate
 from saccade.modifiers.derivative import change_backward
+from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Coordinates
-from saccade.modifiers.fit import expanded
-from saccade.modifiers.ops import index_range
+from saccade.modifiers.modifier import expanded
 from saccade.scores import Score
 
 IMPLEMENTATIONS = ["reference", "cpu"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.modifiers import ops as modifier_ops
+from saccade.modifiers import evaluate
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.modifier import written
@@ -270,10 +270,10 @@ def _visible_in_sequences(
     device = query.device
     rows = torch.arange(0, query_len, max(1, pairs // COUNTED_PAIRS), device=device)
     at = Coordinates(
-        batch=modifier_ops.index_range(*batch, 0, device),
-        head=modifier_ops.index_range(0, heads, 1, device),
+        batch=evaluate.index_range(*batch, 0, device),
+        head=evaluate.index_range(0, heads, 1, device),
         query_row=rows.view(1, 1, -1, 1),
-        kv_row=modifier_ops.index_range(0, kv_len, 3, device),
+        kv_row=evaluate.index_range(0, kv_len, 3, device),
         shift=kv_len - query_len,
     )
     seen = visible(variant.mask, variant.mask_captured, at)

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from saccade.modifiers import expression
+from saccade.modifiers.evaluate import take
 from saccade.modifiers.expression import Captured, key_of
-from saccade.modifiers.form import form_of, kind_of
+from saccade.modifiers.form import form_of, kind_of, traced_in_graph
 from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
 from saccade.modifiers.normal_form import Lengths
-from saccade.modifiers.ops import take
-from saccade.modifiers.tape import traced_in_graph
 from saccade.modifiers.trace import trace
 from saccade.runtime.arguments import bools, check_align, check_whole_number, integers
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from saccade.modifiers import expression
+from saccade.modifiers.evaluate import absolute, exp, log, maximum, minimum, take, tanh, where
 from saccade.modifiers.expression import Captured, key_of
 from saccade.modifiers.form import form_of, kind_of
 from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
-from saccade.modifiers.ops import absolute, exp, log, maximum, minimum, take, tanh, where
 from saccade.modifiers.trace import trace
 from saccade.runtime.arguments import check_align, floats
 

@@ -120,7 +120,7 @@ least = torch.tensor([3, -(2**31), 5] * 6, dtype=torch.int32)
 least_of_all = torch.tensor([3, -(2**63), 5] * 6)
 narrow = torch.tensor([3, -128, 127] * 6, dtype=torch.int8)
 unsigned = torch.tensor([3, 255, 128] * 6, dtype=torch.uint8)
-BILLION, HUGE = 10**9, 2**31 - 5
+BILLION, HUGE, LEAST = 10**9, 2**31 - 5, -(2**31)
 
 SUBTLE: dict[str, Any] = {
     "truths compared": lambda b, h, q, k: (q < 4) == (k < 4),
@@ -142,6 +142,7 @@ SUBTLE: dict[str, Any] = {
     "infinity less itself": lambda b, h, q, k: limits[q] - limits[k] <= 0,
     "products of large numbers": lambda b, h, q, k: q * BILLION < k * 2 * BILLION,
     "sums of large numbers": lambda b, h, q, k: q + HUGE + HUGE * (k // k.clamp(min=1)) > 2**31,
+    "a row less the least number": lambda b, h, q, k: (b - LEAST > 0) & (h + LEAST - 9 < q),
     "sums of large entries": lambda b, h, q, k: most[q] + most[k] > q,
     "differences of large entries": lambda b, h, q, k: least[q] - most[k] < k,
     "magnitude of the least": lambda b, h, q, k: abs(least[k]) > q,

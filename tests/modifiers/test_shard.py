@@ -6,7 +6,7 @@ import torch
 import saccade
 from saccade import masks, scores
 from saccade.masks import Mask, as_mask
-from saccade.modifiers.shard import ShardRange, restricted
+from saccade.modifiers.modifier import ShardRange, restricted
 from saccade.scores import Score, as_score
 
 BATCH, HEADS, QUERY_LEN, KV_LEN = 4, 6, 5, 7

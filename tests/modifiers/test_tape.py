@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from saccade import masks
-from saccade.modifiers.evaluate import visible
+from saccade.modifiers.evaluate import index_range, visible
 from saccade.modifiers.expression import Captured, Coordinates, key_of
-from saccade.modifiers.ops import index_range
-from saccade.modifiers.tape import traced_in_graph
+from saccade.modifiers.form import traced_in_graph
 from saccade.modifiers.trace import trace
 
 LENGTH = 6

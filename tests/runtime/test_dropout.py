@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.modifiers.ops import index_range
+from saccade.modifiers.evaluate import index_range
 from saccade.runtime import dropout
 
 IMPLEMENTATIONS = ["reference", "cpu"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade import masks
 from saccade.masks import as_mask
-from saccade.modifiers.ops import take
+from saccade.modifiers.evaluate import take
 from saccade.ops.attention import reference
 from saccade.runtime.validation import prepare
 from saccade.testing import Case, oracle, poisoned, tolerances

@@ -1,6 +1,6 @@
 """Device ops: what mask and score functions may call, as device functions.
 
-Each one means exactly what its namesake in `saccade.modifiers.ops` means on torch tensors;
+Each one means exactly what its namesake in `saccade.modifiers.evaluate` means on torch tensors;
 operators whose meaning differs between Python and C (``//`` and ``%`` of negative numbers) stand
 here too.
 """

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.modifiers.evaluate import evaluate, inside, keep
+from saccade.modifiers.evaluate import evaluate, inside, keep, slices_of
 from saccade.modifiers.expression import (
     READS,
     REAL,
@@ -25,7 +25,6 @@ from saccade.modifiers.expression import (
     needed,
     parse,
 )
-from saccade.modifiers.ops import slices_of
 
 LN_2 = math.log(2)
 

@@ -16,12 +16,10 @@ change of the key, and equal expressions have equal keys in every process.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
-
-from saccade.modifiers.constant import constant
 
 TRUTH, WHOLE, REAL = "truth", "whole", "real"
 VARIABLES = {
@@ -272,6 +270,26 @@ def _is_real(literal: str) -> bool:
 
 
 # ---- keys -----------------------------------------------------------------------------------
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant(function: Function) -> Function:
+    """Remember what a function gives; to a graph, which knows its arguments, that is a constant.
+
+    Dynamo looks for its mark at plain functions only, and warns of caches that it would trace.
+    """
+    remembered = functools.lru_cache(maxsize=4096)(function)
+
+    def call(*args: Any, **options: Any) -> Any:
+        return remembered(*args, **options)
+
+    functools.update_wrapper(call, function)
+    vars(call).pop("__wrapped__", None)  # by which Dynamo would find the way around the mark
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    call.cache_clear = remembered.cache_clear  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,6 +2,13 @@
 
 The form depends on no value, so torch.compile may take it for a constant and pass values through
 its graph; and built-in masks and scores, whose values have names, are traced once for all calls.
+
+A function that reaches tensors by itself is followed while the graph is made. A graph cannot run
+`trace`: it holds no dictionaries of tensors by identity, and no errors that are looked at. But
+torch.compile follows Python that does little. So rows are `Taped` meanwhile, which only write down
+what is done with them, and the tensors that it is done with stay the graph's own. What was written
+down is text and numbers, constants to a graph; outside of it they are played once to the symbols
+of `trace`, and give the same expression as ever.
 """
 
 from __future__ import annotations
@@ -13,10 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from saccade.modifiers.constant import constant
-from saccade.modifiers.expression import Captured, Expression, key_of
-from saccade.modifiers.trace import letter_of, name_of, trace
+from saccade.modifiers.expression import Captured, Expression, constant, key_of
+from saccade.modifiers.symbol import OPERATORS, PLAIN
+from saccade.modifiers.trace import ROWS, letter_of, name_of, trace
 
 DTYPES = {"b": torch.bool, "i": torch.int32, "l": torch.int64, "f": torch.float32}
 
@@ -139,3 +147,178 @@ def _placeholder(kind: str) -> Any:
 
 def _index(places: list[Any], value: Any) -> int:
     return next((place for place, given in enumerate(places) if given is value), -1)
+
+
+# What an operand of an entry is: an earlier entry's result, a tensor or number that the graph
+# passes on, several, or a constant with its type, as 1 and True are equal.
+ENTRY, GIVEN, SEVERAL, CONSTANT = "entry", "given", "several", "constant"
+GET, TAKE = "__getitem__", "take_from"
+
+
+class Tape:
+    """What was done with rows so far, and the tensors and numbers that it was done with."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, ...]] = []
+        self.given: list[Any] = []
+
+    def write(self, name: str, args: Sequence[Any] = (), options: Any = None) -> Taped:
+        """Note a call of a function or method by name."""
+        named = tuple([(key, self.operand(value)) for key, value in (options or {}).items()])
+        self.entries.append((name, tuple([self.operand(value) for value in args]), named))
+        return Taped(self, len(self.entries) - 1)
+
+    def operand(self, value: Any) -> tuple[Any, ...]:
+        """How a value stands on the tape."""
+        if isinstance(value, Taped):
+            return ENTRY, value._place
+        if isinstance(value, Tensor):
+            for place, known in enumerate(self.given):
+                if known is value:
+                    return GIVEN, place
+            return self.passed(value)
+        if isinstance(value, (list, tuple)):
+            return SEVERAL, tuple([self.operand(each) for each in value])
+        return CONSTANT, type(value).__name__, value
+
+    def passed(self, value: Any) -> tuple[Any, ...]:
+        """The same of a number that may change between runs of the graph."""
+        self.given.append(value)
+        return GIVEN, len(self.given) - 1
+
+
+class Taped:
+    """A number or truth of every pair, while torch.compile follows a mask function."""
+
+    device = torch.device("cpu")
+    requires_grad = False
+    __hash__ = object.__hash__
+
+    def __init__(self, tape: Tape, place: int):
+        self._tape, self._place = tape, place
+
+    def take_from(self, table: Tensor, indices: Sequence[Any]) -> Taped:
+        """What `saccade.masks.take` gives for rows."""
+        return self._tape.write(TAKE, (table, *indices))
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask or score cannot branch on a row")
+
+    def __getitem__(self, index: Any) -> Taped:
+        return self._tape.write(GET, (self, index))
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods of tensors."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **options: self._tape.write(name, (self, *args), options)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What PyTorch's functions do with rows."""
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, Taped):
+                return value._tape.write(function.__name__, args, kwargs)
+        raise TypeError(f"{function.__name__} of a list of rows is not known to masks and scores")
+
+
+def _define(method: str) -> None:
+    def operate(self: Taped, *others: Any) -> Taped:
+        return self._tape.write(method, (self, *others))
+
+    setattr(Taped, method, operate)
+
+
+for _name in (*OPERATORS, *PLAIN, "pow", "rpow", *(f"r{name}" for name in OPERATORS)):
+    _define(f"__{_name}__")
+
+
+class _Reads(TorchFunctionMode):
+    """Sees captured tensors that are read at rows, wherever a function found them."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in (GET, "getitem"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for each in index:
+                if isinstance(each, Taped):
+                    return self.tape.write(GET, args)
+        return function(*args, **(kwargs or {}))
+
+
+def traced_in_graph(
+    function: Callable[..., Any], offsets: tuple[Any, Any] = (0, 0)
+) -> tuple[str, Captured]:
+    """The key of a mask function and what it captured, while torch.compile follows the call.
+
+    Args:
+        function: of (batch, head, query_row, kv_row); it may reach tensors from anywhere.
+        offsets: what is added to query_row and kv_row, numbers or tensors.
+
+    Raises:
+        TypeError: for a function that does what cannot be known without its rows.
+    """
+    tape = Tape()
+    rows: list[Any] = [tape.write(name) for name in ROWS]
+    for row, offset in zip((2, 3), offsets, strict=True):
+        if isinstance(offset, Tensor):
+            rows[row] = rows[row] + offset.reshape(())
+        elif offset != 0:
+            place = tape.passed(offset)
+            tape.entries.append(("__add__", ((ENTRY, row), place), ()))
+            rows[row] = Taped(tape, len(tape.entries) - 1)
+    with _Reads(tape):
+        answer = function(*rows)
+    form = None
+    if isinstance(answer, Taped):
+        kinds = tuple([kind_of(value) for value in tape.given])
+        form = _form_of_tape(tuple(tape.entries), answer._place, kinds)
+    if form is None:
+        raise TypeError("mask: got a function that does what masks do not know inside of a graph")
+    return form.key, form.captured(tape.given)
+
+
+@constant
+def _form_of_tape(
+    entries: tuple[tuple[Any, ...], ...], answer: int, kinds: tuple[str, ...]
+) -> Form | None:
+    """The form of what was written down; None where masks do not know a function in it."""
+    places = placeholders(kinds)
+
+    def played(*values: Any) -> Any:
+        rows, given = values[: len(ROWS)], values[len(ROWS) :]
+        found = list(rows)
+        for name, args, options in entries[len(ROWS) :]:
+            named = {key: _value(operand, found, given) for key, operand in options}
+            found.append(_played(name, [_value(arg, found, given) for arg in args], named))
+        return found[answer]
+
+    try:
+        return form_from(*trace(played, captured=places, known=False), places)
+    except TypeError:
+        return None
+
+
+def _value(operand: tuple[Any, ...], found: Sequence[Any], given: Sequence[Any]) -> Any:
+    """What an operand stands for."""
+    kind, value = operand[0], operand[-1]
+    if kind == SEVERAL:
+        return tuple(_value(each, found, given) for each in value)
+    return found[value] if kind == ENTRY else given[value] if kind == GIVEN else value
+
+
+def _played(name: str, args: list[Any], options: dict[str, Any]) -> Any:
+    """One entry, done to symbols."""
+    if name == GET:
+        return args[0][args[1]]
+    symbol = next(arg for arg in (*args, *options.values()) if hasattr(arg, "_trace"))
+    if name == TAKE:
+        return symbol.take_from(args[0], args[1:])
+    return symbol._trace.called(name, args, options)

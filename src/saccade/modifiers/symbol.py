@@ -1,4 +1,7 @@
-"""Symbols: what rows, scores and all that follows from them are while a function is traced."""
+"""Symbols: what rows, scores and all that follows from them are while a function is traced.
+
+Operators and functions of PyTorch's note a step each; some functions are written here with a few.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from saccade.modifiers.expression import REAL, TRUTH, WHOLE
+from saccade.modifiers.expression import FUNCTIONS, REAL, TRUTH, WHOLE
 
 if TYPE_CHECKING:
     from saccade.modifiers.trace import Trace
+
 
 ADVICE = (
     "write & | ~ for and, or, not; torch.where for if; torch.minimum for min; "
@@ -172,3 +176,165 @@ def symbols_in(values: Any, kind: Any = (Symbol, Partial)) -> list[Any]:
         elif isinstance(value, kind):
             found.append(value)
     return found
+
+
+OPERATIONS = {
+    "add": "+", "sub": "-", "subtract": "-", "rsub": "r-", "mul": "*", "multiply": "*",
+    "floor_divide": "//", "remainder": "%",
+    "lt": "<", "less": "<", "le": "<=", "less_equal": "<=", "gt": ">", "greater": ">",
+    "ge": ">=", "greater_equal": ">=", "eq": "==", "ne": "!=", "not_equal": "!=",
+    "logical_and": "&", "bitwise_and": "&", "logical_or": "|", "bitwise_or": "|",
+    "logical_xor": "^", "bitwise_xor": "^", "logical_not": "~", "bitwise_not": "~",
+    "bitwise_left_shift": "<<", "bitwise_right_shift": ">>",
+    "abs": "abs", "absolute": "abs", "neg": "neg", "negative": "neg",
+    "minimum": "min", "maximum": "max", "where": "where",
+    **{name: name for name in FUNCTIONS},
+    **{f"__{name}__": op for name, op in (OPERATORS | PLAIN).items()},
+    **{f"__r{name}__": f"r{op}" for name, op in OPERATORS.items()},
+}  # fmt: skip
+OF_TRUTHS = ("logical_and", "logical_or", "logical_xor", "logical_not")
+
+
+def call(trace: Trace, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """What a function or method of PyTorch's gives.
+
+    Raises:
+        TypeError: for one that masks and scores do not know.
+    """
+    if name in COMPOSED:
+        return COMPOSED[name](trace, *args, **options)
+    op = OPERATIONS.get(name)
+    if not op or options:
+        with_options = f" with {', '.join(options)}" if op else ""
+        raise Untraceable(f"{name}{with_options} is not known to masks and scores")
+    if name in OF_TRUTHS:
+        args = [as_kind(trace, arg, TRUTH) for arg in args]
+    return trace.apply(op, *args)
+
+
+def as_kind(trace: Trace, value: Any, kind: str) -> Symbol:
+    """A value as a truth, a whole or a real number."""
+    number = trace.constant(value)
+    given = trace.steps[number].kind
+    if given == kind:
+        return trace.symbol(number)
+    if kind == TRUTH:
+        return trace.symbol(trace.add("~", trace.add("==", number, trace.literal(0))))
+    if kind == REAL:
+        return trace.symbol(trace.add("real", number))
+    if given == TRUTH:
+        return trace.symbol(trace.add("where", number, trace.literal(1), trace.literal(0)))
+    return trace.symbol(trace.add("whole", number))
+
+
+def _as_dtype(trace: Trace, value: Any, dtype: torch.dtype) -> Symbol:
+    kind = TRUTH if dtype == torch.bool else REAL if dtype.is_floating_point else WHOLE
+    return as_kind(trace, value, kind)
+
+
+def _to(trace: Trace, value: Any, *args: Any, **options: Any) -> Symbol:
+    """Devices are left alone: rows lie where the call is."""
+    for wanted in (*args, *options.values()):
+        if isinstance(wanted, (Symbol, Tensor)):
+            wanted = wanted.dtype
+        if isinstance(wanted, torch.dtype):
+            return _as_dtype(trace, value, wanted)
+    return trace.symbol(trace.constant(value))
+
+
+def _floor(trace: Trace, value: Any) -> Symbol:
+    number = trace.constant(value)
+    if trace.steps[number].kind != REAL:
+        return trace.symbol(number)
+    return trace.symbol(trace.add("//", number, trace.literal(1.0)))
+
+
+def _ceil(trace: Trace, value: Any) -> Symbol:
+    return trace.apply("neg", _floor(trace, trace.apply("neg", value)))
+
+
+def _pow(trace: Trace, value: Any, exponent: Any) -> Symbol:
+    if isinstance(exponent, (Symbol, Tensor)):
+        real = isinstance(value, float) or trace.steps[trace.constant(exponent)].kind == REAL
+        if isinstance(value, Symbol) or value != 2 or not real:
+            raise Untraceable(
+                "** a row: takes 2.0 ** x, 1 << x for whole numbers, torch.exp(x * math.log(base))"
+            )
+        return trace.apply("exp2", exponent)
+    if exponent == 0.5:
+        return trace.apply("sqrt", value)
+    if isinstance(exponent, bool) or not isinstance(exponent, int) or not 1 <= exponent <= 8:
+        raise Untraceable(f"** {exponent!r}: takes a whole number from 1 to 8, or 0.5")
+    found = trace.symbol(trace.constant(value))
+    for _ in range(exponent - 1):
+        found = trace.apply("*", found, value)
+    return found
+
+
+def _div(trace: Trace, value: Any, other: Any, rounding_mode: str | None = None) -> Symbol:
+    if rounding_mode not in (None, "floor"):
+        raise Untraceable(f"div: rounding_mode {rounding_mode!r}, takes 'floor' or none")
+    return trace.apply("//" if rounding_mode else "/", value, other)
+
+
+def _clamp(trace: Trace, value: Any, min: Any = None, max: Any = None) -> Symbol:
+    found = value if min is None else trace.apply("max", value, min)
+    return found if max is None else trace.apply("min", found, max)
+
+
+def _extreme(trace: Trace, op: str, name: str, operands: Sequence[Any]) -> Symbol:
+    """torch.min and torch.max of two; of one they would look at all rows."""
+    if len(operands) != 2:
+        raise Untraceable(f"{name} of one tensor looks at all rows, takes two operands")
+    return trace.apply(op, *operands)
+
+
+def _filled(trace: Trace, of: Any, value: Any, dtype: torch.dtype | None) -> Symbol:
+    """A number that a function makes beside a row."""
+    dtype = dtype or of.dtype
+    assert dtype is not None
+    if dtype == torch.bool:
+        return trace.symbol(trace.literal(bool(value)))
+    return trace.symbol(trace.constant(float(value) if dtype.is_floating_point else value))
+
+
+COMPOSED = {
+    "to": _to,
+    "type": _to,
+    "type_as": _to,
+    "bool": lambda trace, value: as_kind(trace, value, TRUTH),
+    "float": lambda trace, value: as_kind(trace, value, REAL),
+    "double": lambda trace, value: as_kind(trace, value, REAL),
+    "int": lambda trace, value: as_kind(trace, value, WHOLE),
+    "long": lambda trace, value: as_kind(trace, value, WHOLE),
+    "trunc": lambda trace, value: as_kind(trace, value, WHOLE),
+    "floor": _floor,
+    "ceil": _ceil,
+    "min": lambda trace, *operands: _extreme(trace, "min", "min", operands),
+    "max": lambda trace, *operands: _extreme(trace, "max", "max", operands),
+    "masked_fill": lambda trace, value, hidden, filler: trace.apply("where", hidden, filler, value),
+    "relu": lambda trace, value: _clamp(trace, value, 0),
+    "reciprocal": lambda trace, value: trace.apply("/", 1, value),
+    "rsqrt": lambda trace, value: trace.apply("/", 1, trace.apply("sqrt", value)),
+    "square": lambda trace, value: _pow(trace, value, 2),
+    "pow": _pow,
+    "__pow__": _pow,
+    "div": _div,
+    "divide": _div,
+    "true_divide": _div,
+    "clamp": _clamp,
+    "clip": _clamp,
+    "clamp_min": lambda trace, value, min: _clamp(trace, value, min),
+    "clamp_max": lambda trace, value, max: _clamp(trace, value, None, max),
+    "ones_like": lambda trace, of, dtype=None, **_: _filled(trace, of, 1, dtype),
+    "zeros_like": lambda trace, of, dtype=None, **_: _filled(trace, of, 0, dtype),
+    "full_like": lambda trace, of, fill_value, dtype=None, **_: _filled(
+        trace, of, fill_value, dtype
+    ),
+    "new_ones": lambda trace, of, *_, dtype=None, **__: _filled(trace, of, 1, dtype),
+    "new_zeros": lambda trace, of, *_, dtype=None, **__: _filled(trace, of, 0, dtype),
+    "new_full": lambda trace, of, _, fill_value, dtype=None, **__: _filled(
+        trace, of, fill_value, dtype
+    ),
+    "new_tensor": lambda trace, of, data, **_: trace.symbol(trace.constant(data)),
+}

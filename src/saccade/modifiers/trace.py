@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from saccade.modifiers import tensor_functions
+from saccade.modifiers import symbol
 from saccade.modifiers.expression import (
     FUNCTIONS,
     REAL,
@@ -28,8 +28,15 @@ from saccade.modifiers.expression import (
     num_operands,
 )
 from saccade.modifiers.normal_form import Lengths, RowBuilder
-from saccade.modifiers.symbol import OPERATORS, Partial, Symbol, Untraceable, symbols_in
-from saccade.modifiers.tensor_functions import COMPOSED, OPERATIONS
+from saccade.modifiers.symbol import (
+    COMPOSED,
+    OPERATIONS,
+    OPERATORS,
+    Partial,
+    Symbol,
+    Untraceable,
+    symbols_in,
+)
 
 ROWS = ("batch", "head", "query_row", "kv_row")
 RANDOM = (
@@ -108,6 +115,10 @@ class Trace(RowBuilder):
         whole = isinstance(value, int) or getattr(value, "kind", "") == "i"
         if whole and known and not -(2**62) < value < 2**62:
             raise Untraceable(f"the number {value} has more than 62 bits")
+        if whole and known and abs(value + 2**31) <= 2**20:  # kernels take it for one of 32 bits,
+            step = self.add("+", self.number(value // 2), self.number(value - value // 2))
+            self.values[step] = value  # which a row less than it passes
+            return step
         into = self.ints if whole else self.floats
         into.append(value)
         step = self.add("number", detail=f"{'i' if whole else 'f'}{len(into) - 1}")
@@ -237,7 +248,7 @@ class Trace(RowBuilder):
 
     def called(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """A function or method of PyTorch's, by name."""
-        return tensor_functions.call(self, name, args, options)
+        return symbol.call(self, name, args, options)
 
     def finished(self, result: int) -> tuple[Expression, Captured]:
         """The expression of a result with what it captured."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from saccade.modifiers.expression import Captured
-from saccade.modifiers.fit import Extents, misfit
+from saccade.modifiers.modifier import Extents, misfit
 from saccade.runtime.spec import DTYPES, QUANTISED, Inputs, KernelConfig, PagedInputs
 
 # ---- elsewhere -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from saccade.modifiers.names import consists_of, is_causal
+from saccade.modifiers.normal_form import consists_of, is_causal
 from saccade.runtime.linear_spec import LinearProblem
 from saccade.runtime.spec import Problem
 

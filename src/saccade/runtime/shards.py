@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saccade.masks import Mask, as_mask
-from saccade.modifiers.shard import ShardRange, restricted
+from saccade.modifiers.modifier import ShardRange, restricted
 from saccade.runtime.arguments import check_flag
 from saccade.scores import Score, as_score
 

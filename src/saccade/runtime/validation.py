@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.masks import NOTHING_HIDDEN, AnyMask, Mask, as_mask, causal
 from saccade.modifiers.expression import Captured
-from saccade.modifiers.fit import Extents, expanded
+from saccade.modifiers.modifier import Extents, expanded
 from saccade.runtime import arguments
 from saccade.runtime.arguments import check_paged
 from saccade.runtime.spec import Inputs, KernelConfig, PagedInputs, Problem, Variant

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.modifiers.evaluate import take
 from saccade.modifiers.expression import Coordinates
-from saccade.modifiers.ops import take
 from saccade.ops.attention import reference
 from saccade.ops.paged_attention import reference as paged_reference
 from saccade.runtime.spec import Inputs, Variant, accumulate_dtype

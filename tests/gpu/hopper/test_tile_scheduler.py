@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from saccade import masks
 from saccade.gpu.hopper import tile_scheduler
 from saccade.kernel_check.calls import KernelCall, make
-from saccade.modifiers.names import PREFIX
+from saccade.modifiers.normal_form import PREFIX
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import BackwardProblem, HopperProblem
 

@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
 from saccade.modifiers import evaluate
-from saccade.modifiers import ops as modifier_ops
 from saccade.modifiers.expression import Coordinates
 from saccade.runtime import dropout
 from saccade.runtime.spec import Inputs, Variant, accumulate_dtype
@@ -51,7 +50,7 @@ def lay_out(inputs: Inputs) -> tuple[Inputs, Coordinates, Tensor | None]:
 def _lay_out_dense(inputs: Inputs) -> tuple[Inputs, Coordinates, Tensor | None]:
     batch, query_heads, query_len = inputs.query.shape[:3]
     kv_len, device = inputs.key.shape[2], inputs.query.device
-    rows = modifier_ops.index_range
+    rows = evaluate.index_range
     at = Coordinates(
         batch=rows(0, batch, 0, device),
         head=rows(0, query_heads, 1, device),

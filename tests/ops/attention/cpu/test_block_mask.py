@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from saccade import masks
 from saccade.masks import Mask
 from saccade.modifiers import evaluate, intervals
+from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Captured, Coordinates
-from saccade.modifiers.ops import index_range
 from saccade.ops.attention.cpu import block_mask
 from saccade.ops.attention.cpu.block_mask import QueryTile, Run, TileSizes
 from saccade.runtime.spec import Variant

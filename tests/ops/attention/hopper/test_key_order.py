@@ -27,7 +27,7 @@ from saccade.gpu import launcher
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.kernel_args import mask_argument
 from saccade.gpu.tile_ranges import first_and_end
-from saccade.modifiers.names import PREFIX, WITHIN, contiguity_of
+from saccade.modifiers.normal_form import PREFIX, WITHIN, contiguity_of
 from saccade.ops.attention.hopper.preprocess import first_semaphore
 from saccade.runtime.spec import Variant
 

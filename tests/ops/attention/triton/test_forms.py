@@ -12,7 +12,6 @@ from torch import Tensor
 import saccade
 from saccade.masks import as_mask
 from saccade.modifiers import evaluate
-from saccade.modifiers import ops as modifier_ops
 from saccade.modifiers.expression import Coordinates
 from saccade.ops.attention.triton import gradients
 from saccade.testing import Case, assert_exact, make_case, oracle, tolerances
@@ -81,9 +80,7 @@ def visible_pairs(case: Case) -> Tensor:
     """[batch, head, query, key] of a dense case."""
     mask, d = as_mask(case.mask), case.description
     (query_len, kv_len), sizes = d.lengths[0], (d.batch, d.query_heads)
-    ranges = [
-        modifier_ops.index_range(0, n, dim) for dim, n in enumerate((*sizes, query_len, kv_len))
-    ]
+    ranges = [evaluate.index_range(0, n, dim) for dim, n in enumerate((*sizes, query_len, kv_len))]
     seen = evaluate.visible(mask.key, mask.captured, Coordinates(*ranges, shift=kv_len - query_len))
     return seen.expand(*sizes, query_len, kv_len)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from saccade.modifiers import intervals
+from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Captured, Coordinates
-from saccade.modifiers.ops import index_range
 from saccade.ops.attention.cpu.remembered import Remembered
 from saccade.runtime.spec import Variant
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from saccade.modifiers import evaluate
 from saccade.modifiers.derivative import Taken, change_backward, change_with_slopes
-from saccade.modifiers.evaluate import hide
+from saccade.modifiers.evaluate import hide, index_range
 from saccade.modifiers.expression import Coordinates
-from saccade.modifiers.ops import index_range
 from saccade.ops.attention.cpu.remembered import Remembered
 from saccade.runtime import dropout
 from saccade.runtime.spec import Variant, accumulate_dtype

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from saccade.modifiers.names import is_causal
+from saccade.modifiers.normal_form import is_causal
 from saccade.ops.attention.cpu import block_mask
 from saccade.ops.attention.cpu.block_mask import Run, TileSizes
 from saccade.ops.attention.cpu.dense_tile import PairBlock

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from saccade.gpu.hopper.descriptors import width_of
 from saccade.gpu.kernel_args import Geometry
-from saccade.modifiers.names import contiguity_of, is_causal
+from saccade.modifiers.normal_form import contiguity_of, is_causal
 from saccade.runtime.spec import Inputs, Variant
 
 ROWS = 64  # query rows of a consumer, as in forward.py

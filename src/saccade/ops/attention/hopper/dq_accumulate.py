@@ -10,7 +10,7 @@ the last ones to the first, which gives equal bits each time:
     the next add      wait until the sum is in memory; hand the turn to the tile of keys before
 
 So the tiles of keys that add to a tile of queries must follow each other without a hole. Both sides
-find them by the same classes of the mask, and `modifiers/names.py` says for which masks they do.
+find them by the same classes of the mask; `modifiers/normal_form.py` says for which masks they do.
 
 Programs that stand at the last keys that a tile of queries sees come first in the order of numbers,
 and take a number only when they can begin, so that who waits, waits for somebody who works. They

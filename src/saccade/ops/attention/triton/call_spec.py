@@ -15,9 +15,9 @@ from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import Geometry, number_strides, row_strides, view
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
 from saccade.modifiers import intervals
+from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.intervals import Span
-from saccade.modifiers.ops import index_range
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.runtime.linear_spec import LinearInputs

@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saccade.modifiers.evaluate import visible
+from saccade.modifiers.evaluate import index_range, visible
 from saccade.modifiers.expression import Coordinates
-from saccade.modifiers.ops import index_range
 from saccade.ops.attention.cpu import flash_tile, tile_masks
 from saccade.runtime.spec import PagedInputs, Variant
 
