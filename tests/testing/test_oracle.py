@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from saccade.ops.attention.cpu import backward, dense_tile, flash_tile, forward
+from saccade.ops.attention.cpu import backward, dense_tile, flash_tile, host
 from saccade.testing import Case, assert_exact, make_case, oracle, tolerances
 from saccade.testing.kinds import MASKS
 
@@ -126,15 +126,13 @@ FORWARD = {
 @pytest.mark.parametrize("description", [PLAIN, CHANGED], ids=["flash", "tile"])
 def test_a_wrong_result_is_noticed(monkeypatch, wrong, description):
     result, change = FORWARD[wrong]
-    change_results(monkeypatch, forward, "attend", lambda found: change(*found))
+    change_results(monkeypatch, host, "attend", lambda found: change(*found))
     check_notices(case_of(**description), result)
 
 
 def test_finite_numbers_in_place_of_nothing_are_noticed(monkeypatch):
     case = case_of(mask="nothing")
-    change_results(
-        monkeypatch, forward, "attend", lambda found: (found[0], found[1].clamp_min(-1e30))
-    )
+    change_results(monkeypatch, host, "attend", lambda found: (found[0], found[1].clamp_min(-1e30)))
     check_notices(case, "lse")
 
 

@@ -8,13 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import saccade
 from saccade import masks
 from saccade.masks import Mask
 from saccade.modifiers import evaluate, intervals
 from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Captured, Coordinates
 from saccade.ops.attention.cpu import block_mask
-from saccade.ops.attention.cpu.block_mask import QueryTile, Run, TileSizes
+from saccade.ops.attention.cpu.block_mask import (
+    MOST_COMPARED,
+    QueryTile,
+    Remembered,
+    Run,
+    TileSizes,
+)
 from saccade.runtime.spec import Variant
 
 
@@ -44,20 +51,23 @@ def visible(sizes: TileSizes, mask: Mask) -> torch.Tensor:
     return evaluate.visible(mask.key, mask.captured, at).expand(full)
 
 
-def check(sizes: TileSizes, mask: Mask, *, exact: bool = True) -> tuple[block_mask.Unit, ...]:
+def check(sizes: TileSizes, mask: Mask, *, exact: bool = True) -> tuple[block_mask.HeadGroup, ...]:
     """Compare a plan with the mask, pair by pair.
 
     exact: the mask is one whose tiles are known exactly, so that no hidden tile is visited.
     """
     seen = visible(sizes, mask)
-    units = block_mask.units(sizes, variant_of(mask))
+    groups = block_mask.head_groups(sizes, variant_of(mask))
     visited = torch.zeros_like(seen, dtype=torch.int)
     unmasked = torch.zeros_like(seen)
-    for unit in units:
-        part = slice(*unit.batch), slice(*unit.heads)
-        assert [tile.start for tile in unit.tiles] == [0, *(tile.stop for tile in unit.tiles[:-1])]
-        assert unit.tiles[-1].stop == sizes.query_len
-        for tile in unit.tiles:
+    for group in groups:
+        part = slice(*group.batch), slice(*group.heads)
+        assert [tile.start for tile in group.tiles] == [
+            0,
+            *(tile.stop for tile in group.tiles[:-1]),
+        ]
+        assert group.tiles[-1].stop == sizes.query_len
+        for tile in group.tiles:
             check_runs(tile, sizes)
             for run in tile.runs:
                 at = (*part, slice(tile.start, tile.stop), slice(run.start, run.stop))
@@ -69,7 +79,7 @@ def check(sizes: TileSizes, mask: Mask, *, exact: bool = True) -> tuple[block_ma
     assert not (unmasked & ~seen).any(), "a hidden pair is visited without a mask"
     if exact and not sizes.short:
         check_no_hidden_tile(seen, visited.bool(), sizes)
-    return units
+    return groups
 
 
 def check_runs(tile: QueryTile, sizes: TileSizes) -> None:
@@ -166,31 +176,31 @@ def test_real_tile_sizes():
 
 
 def runs_of(sizes: TileSizes, mask: Mask) -> list[tuple[Run, ...]]:
-    (unit,) = block_mask.units(sizes, variant_of(mask))
-    return [tile.runs for tile in unit.tiles]
+    (group,) = block_mask.head_groups(sizes, variant_of(mask))
+    return [tile.runs for tile in group.tiles]
 
 
 def test_no_mask_is_one_tile_and_one_run():
-    (unit,) = block_mask.units(sizes_of(), variant_of(None))
-    assert unit == block_mask.Unit((0, 2), (0, 3), (QueryTile(0, 50, (Run(0, 70, False),)),))
+    (group,) = block_mask.head_groups(sizes_of(), variant_of(None))
+    assert group == block_mask.HeadGroup((0, 2), (0, 3), (QueryTile(0, 50, (Run(0, 70, False),)),))
 
 
 def test_query_tiles_that_see_the_same_without_a_mask_are_joined():
     sizes = sizes_of(query_len=64, kv_len=64)
-    (unit,) = block_mask.units(sizes, variant_of(masks.key_lengths(torch.tensor([24]))))
-    assert unit.tiles == (QueryTile(0, 64, (Run(0, 24, False),)),)
+    (group,) = block_mask.head_groups(sizes, variant_of(masks.key_lengths(torch.tensor([24]))))
+    assert group.tiles == (QueryTile(0, 64, (Run(0, 24, False),)),)
     documents = masks.documents((torch.arange(64) // 32)[None])
-    (unit,) = block_mask.units(sizes, variant_of(documents))
-    assert unit.tiles == (
+    (group,) = block_mask.head_groups(sizes, variant_of(documents))
+    assert group.tiles == (
         QueryTile(0, 32, (Run(0, 32, False),)),
         QueryTile(32, 64, (Run(32, 64, False),)),
     )
 
 
 def test_query_tiles_that_need_the_mask_are_not_joined():
-    (unit,) = block_mask.units(sizes_of(), variant_of(masks.key_lengths(torch.tensor([20]))))
-    assert len(unit.tiles) == 7
-    assert all(tile.runs == (Run(0, 24, True),) for tile in unit.tiles)
+    (group,) = block_mask.head_groups(sizes_of(), variant_of(masks.key_lengths(torch.tensor([20]))))
+    assert len(group.tiles) == 7
+    assert all(tile.runs == (Run(0, 24, True),) for tile in group.tiles)
 
 
 def test_long_full_ranges_run_without_the_mask():
@@ -220,31 +230,35 @@ def test_masked_runs_are_of_bounded_length():
     check(sizes, scattered)
 
 
-# ---- units ------------------------------------------------------------------------------------
+# ---- groups ------------------------------------------------------------------------------------
 
 
 def test_masks_that_differ_by_batch_or_head_get_a_unit_each():
     sizes = sizes_of(batch=3, heads=2, query_len=16, kv_len=24)
     by_batch = masks.key_lengths(torch.tensor([8, 0, 24]))
-    units = check(sizes, by_batch)
-    assert [(unit.batch, unit.heads) for unit in units] == [((b, b + 1), (0, 2)) for b in range(3)]
-    assert [unit.tiles[0].runs for unit in units] == [
+    groups = check(sizes, by_batch)
+    assert [(group.batch, group.heads) for group in groups] == [
+        ((b, b + 1), (0, 2)) for b in range(3)
+    ]
+    assert [group.tiles[0].runs for group in groups] == [
         (Run(0, 8, False),), (), (Run(0, 24, False),),
     ]  # fmt: skip
     by_head = masks.dense(torch.tensor([True, False]).view(2, 1, 1))
-    units = check(sizes, by_head)
-    assert [(unit.batch, unit.heads) for unit in units] == [((0, 3), (h, h + 1)) for h in range(2)]
-    assert [bool(unit.tiles[0].runs) for unit in units] == [True, False]
-    units = check(sizes, by_batch & by_head)
-    assert [unit.batch for unit in units] == [(0, 1), (1, 2), (2, 3), (0, 3)]
-    assert [unit.heads for unit in units] == [(0, 1)] * 3 + [(1, 2)]
+    groups = check(sizes, by_head)
+    assert [(group.batch, group.heads) for group in groups] == [
+        ((0, 3), (h, h + 1)) for h in range(2)
+    ]
+    assert [bool(group.tiles[0].runs) for group in groups] == [True, False]
+    groups = check(sizes, by_batch & by_head)
+    assert [group.batch for group in groups] == [(0, 1), (1, 2), (2, 3), (0, 3)]
+    assert [group.heads for group in groups] == [(0, 1)] * 3 + [(1, 2)]
 
 
 def test_neighbours_that_visit_the_same_keys_are_one_unit():
     sizes = sizes_of(batch=5, heads=2, query_len=16, kv_len=24)
-    units = check(sizes, masks.key_lengths(torch.tensor([24, 20, 16, 12, 24])))
-    assert [unit.batch for unit in units] == [(0, 2), (2, 4), (4, 5)]
-    assert [unit.tiles[0].runs for unit in units] == [
+    groups = check(sizes, masks.key_lengths(torch.tensor([24, 20, 16, 12, 24])))
+    assert [group.batch for group in groups] == [(0, 2), (2, 4), (4, 5)]
+    assert [group.tiles[0].runs for group in groups] == [
         (Run(0, 24, True),), (Run(0, 16, True),), (Run(0, 24, False),),
     ]  # fmt: skip
 
@@ -252,8 +266,8 @@ def test_neighbours_that_visit_the_same_keys_are_one_unit():
 def test_as_many_go_together_as_a_mask_may_hold(monkeypatch):
     monkeypatch.setattr(block_mask, "PAIRS_TOGETHER", 2 * 16 * 24)
     sizes = sizes_of(batch=5, query_len=16, kv_len=24)
-    units = check(sizes, masks.key_lengths(torch.full((5,), 20)))
-    assert [unit.batch for unit in units] == [(0, 2), (2, 4), (4, 5)]
+    groups = check(sizes, masks.key_lengths(torch.full((5,), 20)))
+    assert [group.batch for group in groups] == [(0, 2), (2, 4), (4, 5)]
 
 
 @pytest.mark.parametrize("kv_len", [5, 16])
@@ -261,7 +275,7 @@ def test_short_sequences_go_together(kv_len, monkeypatch):
     sizes = sizes_of(batch=4, query_len=8, kv_len=kv_len)
     mask = masks.key_lengths(torch.tensor([5, 0, 3, 5])) & masks.causal()
     assert check(sizes, mask) == (
-        block_mask.Unit((0, 4), (0, 3), (QueryTile(0, 8, (Run(0, kv_len, True),)),)),
+        block_mask.HeadGroup((0, 4), (0, 3), (QueryTile(0, 8, (Run(0, kv_len, True),)),)),
     )
     monkeypatch.setattr(block_mask, "PAIRS_TOGETHER", 2 * 8 * kv_len)
     assert len(check(sizes, masks.key_lengths(torch.tensor([5, 0, 3, 4])))) > 1
@@ -284,11 +298,69 @@ def test_memory_of_a_plan_is_bounded_by_strips(monkeypatch):
     length = 2**17
     sizes = TileSizes(1, 1, length, length, 0, block_mask.QUERY_TILE, block_mask.KV_TILE)
     started = time.perf_counter()
-    (unit,) = block_mask.units(sizes, variant_of(masks.window(4096)))
+    (group,) = block_mask.head_groups(sizes, variant_of(masks.window(4096)))
     assert time.perf_counter() - started < 10
     assert max(classified_by_kernel) <= block_mask.STRIP * (length // block_mask.KV_TILE)
     assert len(classified_by_kernel) == length // (block_mask.QUERY_TILE * block_mask.STRIP)
-    assert len(unit.tiles) == length // block_mask.QUERY_TILE
-    assert sum(len(tile.runs) for tile in unit.tiles) <= 4 * len(unit.tiles)
-    keys = [sum(run.stop - run.start for run in tile.runs) for tile in unit.tiles]
+    assert len(group.tiles) == length // block_mask.QUERY_TILE
+    assert sum(len(tile.runs) for tile in group.tiles) <= 4 * len(group.tiles)
+    keys = [sum(run.stop - run.start for run in tile.runs) for tile in group.tiles]
     assert max(keys) <= 4096 + block_mask.QUERY_TILE + 2 * block_mask.KV_TILE
+
+
+# ---- what is remembered is right whatever happens to what a mask captured ---------------------
+
+
+def counting(results: Remembered[int], tensors: list[torch.Tensor], key: str = "a") -> int:
+    """What is remembered; a new result is the sum of the tensors."""
+    return results.get(key, tensors, lambda: int(sum(tensor.sum() for tensor in tensors)))
+
+
+def test_equal_contents_are_made_once():
+    made = []
+    results: Remembered[int] = Remembered(most=4)
+    for _ in range(3):
+        results.get("a", [torch.arange(3)], lambda: made.append(1) or 7)
+    assert made == [1]
+    results.get("a", [torch.arange(3).int()], lambda: made.append(1) or 7)
+    results.get("b", [torch.arange(3)], lambda: made.append(1) or 7)
+    assert len(made) == 3
+
+
+def test_a_change_without_pytorchs_knowledge_is_seen():
+    results: Remembered[int] = Remembered(most=4)
+    tensor = torch.arange(3)
+    assert counting(results, [tensor]) == 3
+    tensor.numpy()[0] = 5
+    assert counting(results, [tensor]) == 8
+    tensor.data.zero_()
+    assert counting(results, [tensor]) == 0
+
+
+def test_the_oldest_go_first():
+    results: Remembered[int] = Remembered(most=10, size=lambda result: result)
+    for key, size in (("a", 4), ("b", 4), ("c", 4), ("too large", 11)):
+        results.get(key, [], lambda size=size: size)
+    assert list(results.entries) == [("b",), ("c",)] and results.total == 8
+    results.get("b", [], lambda: 4)
+    results.get("d", [], lambda: 4)
+    assert list(results.entries) == [("b",), ("d",)] and results.total == 8
+
+
+def test_large_and_real_tensors_are_not_compared():
+    results: Remembered[int] = Remembered(most=4)
+    counting(results, [torch.zeros(MOST_COMPARED + 1, dtype=torch.int8)])
+    counting(results, [torch.zeros(3)])
+    assert not results.entries
+
+
+def test_what_inference_mode_made_serves_training():
+    query = torch.randn(3, 2, 8, 4)
+    mask = masks.key_lengths(torch.tensor([3, 8, 5])) & masks.causal()
+    with torch.inference_mode():
+        wanted = saccade.attention(query, query, query, mask=mask)
+    learns = query.clone().requires_grad_()
+    found = saccade.attention(learns, learns, learns, mask=mask)
+    torch.testing.assert_close(found, wanted.clone())
+    found.sum().backward()
+    assert learns.grad is not None and bool(learns.grad.isfinite().all())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saccade.ops.attention.cpu import flash_tile, tile_masks
+from saccade.ops.attention.cpu import flash_tile
 
 SCALE = 0.3
 
@@ -23,8 +23,8 @@ def rectangle(
     ]
 
 
-def as_partial(visible: torch.Tensor | None, query: torch.Tensor) -> tile_masks.PartialTile | None:
-    return None if visible is None else tile_masks.partial(visible, query.dtype)
+def as_partial(visible: torch.Tensor | None, query: torch.Tensor) -> flash_tile.PartialTile | None:
+    return None if visible is None else flash_tile.partial(visible, query.dtype)
 
 
 def forward(

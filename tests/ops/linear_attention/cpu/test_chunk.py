@@ -136,7 +136,7 @@ def test_threads_keep_their_own_autocast(monkeypatch: pytest.MonkeyPatch) -> Non
     """A thread that comes in later, and leaves later, must not undo what another asked for."""
     tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
     entered, left = threading.Event(), threading.Event()
-    contributions = linear_host._contributions
+    contributions = linear_host._head_slices
 
     def interleaved(inputs: LinearInputs) -> object:
         if threading.current_thread() is other:
@@ -147,7 +147,7 @@ def test_threads_keep_their_own_autocast(monkeypatch: pytest.MonkeyPatch) -> Non
             entered.wait(10)
         return contributions(inputs)
 
-    monkeypatch.setattr(linear_host, "_contributions", interleaved)
+    monkeypatch.setattr(linear_host, "_head_slices", interleaved)
     other = threading.Thread(target=saccade.linear_attention, args=tensors)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         saccade.linear_attention(*tensors)

@@ -1,5 +1,5 @@
-"""Backward: the rectangles' contributions in the gradients, recomputed from the lse and added
-up."""
+"""Backward: the rectangles' contributions in the gradients, recomputed from the lse and added up
+in the accumulation dtype."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu import dense_tile, flash_tile, segments, tile_masks
+from saccade.ops.attention.cpu import dense_tile, flash_tile, segments
 from saccade.ops.attention.cpu.dense_tile import PairBlock
+from saccade.ops.attention.cpu.flash_tile import PartialTile
 from saccade.ops.attention.cpu.segments import DenseProblem
-from saccade.ops.attention.cpu.tile_masks import PartialTile
 from saccade.runtime.spec import accumulate_dtype
-
-# ---- gradients -----------------------------------------------------------------------------------
-# Contributions of many rectangles added up in the accumulation dtype.
 
 
 class GradientSum:
     """The gradient of [batch, heads, rows, dim], to which rectangles add their contributions.
 
     Laid out [batch, rows, heads, dim] in memory, as the results of every implementation are. A
-    first share that covers everything is taken as it is: one rectangle needs no second copy.
+    first contribution that covers everything is taken as it is: one rectangle needs no second copy.
     """
 
     def __init__(self, like: Tensor):
@@ -32,7 +29,7 @@ class GradientSum:
         self.total: Tensor | None = None
 
     def add(self, at: tuple[slice, slice, slice], contribution: Tensor) -> None:
-        """Add a rectangle's share at its slices of [batch, heads, rows]."""
+        """Add a rectangle's contribution at its slices of [batch, heads, rows]."""
         if self.total is None and contribution.shape == self.shape:
             self.total = contribution
             return
@@ -168,7 +165,7 @@ def _run(
                     for taken in contributions.taken:
                         taken.add_to(tables[taken.place])
         return
-    found = tile_masks.partial_at(
+    found = flash_tile.partial_at(
         dense.variant, pair_block, masked, dense.sizes.kv_tile, dense.query.dtype
     )
     if found is None:

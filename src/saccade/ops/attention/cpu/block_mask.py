@@ -1,15 +1,82 @@
-"""Block mask: which ranges of keys each tile of query rows visits, and where it needs the mask."""
+"""Block mask: which ranges of keys each tile of query rows visits, and where it needs the mask.
+
+A model asks for the same plans and partial tiles in every layer, forwards and backwards, so they
+are `Remembered`. What a mask captured may change in place at any time, with or without PyTorch's
+knowledge, so tensors are compared by their contents: equal ones give the same result, whoever
+wrote them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from saccade.modifiers import intervals
 from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Captured, Coordinates
-from saccade.ops.attention.cpu.remembered import Remembered
 from saccade.runtime.spec import Variant
+
+Result = TypeVar("Result")
+
+# Captured numbers of one mask that are copied and compared: more would cost what they save.
+MOST_COMPARED = 2**18
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[Result]):
+    tensors: list[Tensor]  # copies
+    result: Result
+    size: int
+
+
+class Remembered(Generic[Result]):
+    """Results by key and by the contents of tensors; the oldest go first.
+
+    Args:
+        most: the sum of sizes up to which results are kept.
+        size: of one result.
+    """
+
+    def __init__(self, most: int, size: Callable[[Result], int] = lambda result: 1):
+        self.most, self.size = most, size
+        self.total = 0
+        self.entries: OrderedDict[Hashable, _Entry[Result]] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def get(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Result]) -> Result:
+        """The result that is known, or a new one of `make`, which must depend on nothing else."""
+        compared = sum(tensor.numel() for tensor in tensors) <= MOST_COMPARED
+        if not compared or any(tensor.is_floating_point() for tensor in tensors):
+            return make()  # of real numbers 0.0 and -0.0 are equal
+        key = (key, *((tensor.shape, tensor.dtype) for tensor in tensors))
+        found = self.entries.get(key)
+        if found is not None and all(map(torch.equal, found.tensors, tensors)):
+            with self.lock:
+                if key in self.entries:
+                    self.entries.move_to_end(key)
+            return found.result
+        with torch.inference_mode(False), torch.no_grad():  # it must serve everywhere
+            copies = [tensor.clone() for tensor in tensors]
+            result = make()
+        self._keep(key, _Entry(copies, result, self.size(result)))
+        return result
+
+    def _keep(self, key: Hashable, entry: _Entry[Result]) -> None:
+        if entry.size > self.most:
+            return
+        with self.lock:
+            old = self.entries.pop(key, None)
+            self.total += entry.size - (0 if old is None else old.size)
+            self.entries[key] = entry
+            while self.total > self.most:
+                self.total -= self.entries.popitem(last=False)[1].size
+
 
 QUERY_TILE = 256
 KV_TILE = 128
@@ -48,7 +115,7 @@ class QueryTile(NamedTuple):
         return self._replace(runs=tuple(runs))
 
 
-class Unit(NamedTuple):
+class HeadGroup(NamedTuple):
     """Batch entries and query heads (as ranges) that share one plan."""
 
     batch: tuple[int, int]
@@ -86,27 +153,27 @@ class TileSizes(NamedTuple):
         return self.query_len <= self.query_tile and self.kv_len <= SHORT_TILES * self.kv_tile
 
 
-def units(sizes: TileSizes, variant: Variant) -> tuple[Unit, ...]:
+def head_groups(sizes: TileSizes, variant: Variant) -> tuple[HeadGroup, ...]:
     """Plans for all of a dense problem, one for each part of it that the mask treats alike."""
     captured = variant.mask_captured
     return _remembered.get(
         (sizes, variant.mask, tuple(captured.ints), tuple(map(float.hex, captured.floats))),
         captured.tensors,
-        lambda: _units(sizes, variant.mask, captured),
+        lambda: _head_groups(sizes, variant.mask, captured),
     )
 
 
-_remembered: Remembered[tuple[Unit, ...]] = Remembered(most=256)
+_remembered: Remembered[tuple[HeadGroup, ...]] = Remembered(most=256)
 
 
-def _units(sizes: TileSizes, mask: str, captured: Captured) -> tuple[Unit, ...]:
+def _head_groups(sizes: TileSizes, mask: str, captured: Captured) -> tuple[HeadGroup, ...]:
     everything = (0, sizes.batch), (0, sizes.heads)
     if not mask:
         run = Run(0, sizes.kv_len, masked=False)
-        return (Unit(*everything, (QueryTile(0, sizes.query_len, (run,)),)),)
+        return (HeadGroup(*everything, (QueryTile(0, sizes.query_len, (run,)),)),)
     if sizes.short and sizes.pairs <= PAIRS_TOGETHER:
         run = Run(0, sizes.kv_len, masked=True)
-        return (Unit(*everything, (QueryTile(0, sizes.query_len, (run,)),)),)
+        return (HeadGroup(*everything, (QueryTile(0, sizes.query_len, (run,)),)),)
     tiles: dict[tuple[int, int], list[QueryTile]] = {}
     batches = heads = 1
     for classified in _classify_strips(sizes, mask, captured):
@@ -115,7 +182,7 @@ def _units(sizes: TileSizes, mask: str, captured: Captured) -> tuple[Unit, ...]:
             for h in range(heads):
                 tiles.setdefault((b, h), []).extend(classified.tiles(b, h))
     found = [
-        Unit(
+        HeadGroup(
             everything[0] if batches == 1 else (b, b + 1),
             everything[1] if heads == 1 else (h, h + 1),
             tuple(tiles[b, h]),
@@ -124,21 +191,23 @@ def _units(sizes: TileSizes, mask: str, captured: Captured) -> tuple[Unit, ...]:
         for b in range(batches)
     ]
     together = _together(found, PAIRS_TOGETHER * sizes.batch // max(1, sizes.pairs))
-    return tuple(unit._replace(tiles=tuple(_joined(unit.tiles))) for unit in together)
+    return tuple(group._replace(tiles=tuple(_joined(group.tiles))) for group in together)
 
 
-def _together(units: list[Unit], most: int) -> Iterator[Unit]:
+def _together(groups: list[HeadGroup], most: int) -> Iterator[HeadGroup]:
     """Join neighbouring batch entries that visit the same keys, up to so many entries."""
-    waiting = units[0]
-    for unit in units[1:]:
-        entries = waiting.batch[0], unit.batch[1]
-        alike = unit.heads == waiting.heads and unit.ranges == waiting.ranges
-        if alike and unit.batch[0] == waiting.batch[1] and entries[1] - entries[0] <= most:
-            tiles = zip(waiting.tiles, unit.tiles, strict=True)
-            waiting = Unit(entries, unit.heads, tuple(one.under_both(two) for one, two in tiles))
+    waiting = groups[0]
+    for group in groups[1:]:
+        entries = waiting.batch[0], group.batch[1]
+        alike = group.heads == waiting.heads and group.ranges == waiting.ranges
+        if alike and group.batch[0] == waiting.batch[1] and entries[1] - entries[0] <= most:
+            tiles = zip(waiting.tiles, group.tiles, strict=True)
+            waiting = HeadGroup(
+                entries, group.heads, tuple(one.under_both(two) for one, two in tiles)
+            )
         else:
             yield waiting
-            waiting = unit
+            waiting = group
     yield waiting
 
 

@@ -17,7 +17,7 @@ from saccade.modifiers import evaluate
 from saccade.modifiers.derivative import Taken, change_backward, change_with_slopes
 from saccade.modifiers.evaluate import hide, index_range
 from saccade.modifiers.expression import Coordinates
-from saccade.ops.attention.cpu.remembered import Remembered
+from saccade.ops.attention.cpu.block_mask import Remembered
 from saccade.runtime import dropout
 from saccade.runtime.spec import Variant, accumulate_dtype
 

@@ -2,8 +2,8 @@
 
 A plan gives every tile of query rows the runs of keys that it sees. Each run is one rectangle,
 computed by PyTorch's flash kernel where nothing changes the scores (`flash_tile.py`), else in plain
-tiles (`dense_tile.py`). Partial results merge by their lse; gradients add up. Nothing here has the
-size query_len x kv_len.
+tiles (`dense_tile.py`). Partial results merge by their lse; gradients add up (`backward.py`).
+Nothing here has the size query_len x kv_len.
 
 Both inner paths first compute as if all numbers were finite. NaN or inf in a hidden row would
 show in the result (0 · NaN is NaN), so a result that is not finite is computed again NaN-safe.
@@ -11,19 +11,22 @@ show in the result (0 · NaN is NaN), so a result that is not finite is computed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from saccade.ops.attention.cpu import backward as attention_backward
-from saccade.ops.attention.cpu import forward as attention_forward
+from saccade.ops.attention.cpu import dense_tile, flash_tile, segments
+from saccade.ops.attention.cpu.block_mask import Run
+from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.ops.attention.cpu.segments import DenseProblem, Segment, clear_padding, parts_of
 from saccade.runtime.spec import (
     Gradients,
     Inputs,
     KernelConfig,
     Variant,
+    accumulate_dtype,
     empty_gradients,
     empty_results,
     heads_inside,
@@ -36,13 +39,13 @@ def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Ten
     """Output and lse; see `saccade.attention`."""
     wide, parts = _widen_half(inputs), parts_of(inputs)
     if inputs.cu_seqlens_q is None:
-        output, lse = attention_forward.attend(DenseProblem.of(parts[0], wide, variant, config))
+        output, lse = attend(DenseProblem.of(parts[0], wide, variant, config))
         return _laid_out(output, inputs.query, heads_inside(inputs.query)), lse.contiguous()
     output, lse = empty_results(inputs)
     clear_padding(inputs.cu_seqlens_q, output)
     clear_padding(inputs.cu_seqlens_q, lse, dim=1, number=-torch.inf)
     for part in parts:
-        of_part = attention_forward.attend(DenseProblem.of(part, wide, variant, config))
+        of_part = attend(DenseProblem.of(part, wide, variant, config))
         part.queries(output).copy_(of_part[0])
         part.lse(lse).copy_(of_part[1])
     return output, lse
@@ -53,6 +56,133 @@ def prepared(
 ) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
     """The forward pass for calls like this one; on a CPU nothing is worth preparing."""
     return lambda inputs, variant: forward(inputs, variant, config)
+
+
+# The problem with some of its keys, and which rows they are, for each piece of a run.
+Pieces = Callable[[Run], Iterator[tuple[DenseProblem, tuple[int, int]]]]
+
+
+def attend(dense: DenseProblem, pieces: Pieces | None = None) -> tuple[Tensor, Tensor]:
+    """Output [batch, heads, rows, value_dim] and lse of a dense problem.
+
+    pieces: where keys come in pieces, gives those of a run.
+    """
+    if dense.sees_nothing:
+        output, lse = _memory(dense)
+        output, lse = output.zero_(), lse.fill_(-torch.inf)
+    else:
+        output, lse, masked = _visit(dense, pieces, nan_safe=False)
+        if masked and not bool(output.sum().isfinite()):
+            output, lse, _ = _visit(dense, pieces, nan_safe=True)
+    return add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
+
+
+def _memory(dense: DenseProblem) -> tuple[Tensor, Tensor]:
+    """Memory for the output and lse of a dense problem."""
+    batch, heads, rows = dense.query.shape[:3]
+    wide = accumulate_dtype(dense.query.dtype)
+    output = dense.query.new_empty(batch, rows, heads, dense.value.shape[-1], dtype=wide)
+    return output.transpose(1, 2), dense.query.new_empty(batch, heads, rows, dtype=wide)
+
+
+def _visit(
+    dense: DenseProblem, pieces: Pieces | None, nan_safe: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """Compute every row tile; also say whether any of them needed the mask."""
+    form = dense.flash_at_once if pieces is None and not nan_safe else None
+    if form is not None:
+        scale, causal = dense.variant.scale, form == "causal"
+        whole = flash_tile.forward(dense.query, dense.key, dense.value, scale, None, causal)
+        return *whole, causal
+
+    def row_tile(pair_block: PairBlock, runs: tuple[Run, ...]) -> tuple[Tensor, Tensor]:
+        """One tile of query rows against all that it sees."""
+        partials = []
+        for run in runs:
+            for there, kv_rows in pieces(run) if pieces else ((dense, (run.start, run.stop)),):
+                at = pair_block._replace(kv_rows=kv_rows)
+                partials.append(_rectangle(there, at, run.masked, nan_safe))
+        return _merged(dense, pair_block, [found for found in partials if found is not None])
+
+    tiles = list(segments.row_tiles(dense))
+    masked = any(run.masked for _, runs in tiles for run in runs)
+    if len(tiles) == 1:
+        return *row_tile(*tiles[0]), masked
+    output, lse = _memory(dense)
+    for pair_block, runs in tiles:
+        at = segments.slices_of(dense, pair_block).queries
+        output[at], lse[at] = row_tile(pair_block, runs)
+    return output, lse, masked
+
+
+def _rectangle(
+    dense: DenseProblem, pair_block: PairBlock, masked: bool, nan_safe: bool
+) -> tuple[Tensor, Tensor] | None:
+    """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
+    if not dense.fits_flash or nan_safe:
+        return _plain(dense, pair_block, masked, nan_safe)
+    found = flash_tile.partial_at(
+        dense.variant, pair_block, masked, dense.sizes.kv_tile, dense.query.dtype
+    )
+    if found is None:
+        return None
+    pair_block, partial = found
+    query, key, value = _rows(dense, pair_block)
+    return flash_tile.forward(query, key, value, dense.variant.scale, partial, causal=False)
+
+
+def _rows(dense: DenseProblem, pair_block: PairBlock) -> tuple[Tensor, Tensor, Tensor]:
+    at = segments.slices_of(dense, pair_block)
+    return dense.query[at.queries], dense.key[at.keys], dense.value[at.keys]
+
+
+def _plain(
+    dense: DenseProblem, pair_block: PairBlock, masked: bool, nan_safe: bool
+) -> tuple[Tensor, Tensor]:
+    """One rectangle in plain tiles."""
+
+    def piece(rows: PairBlock) -> tuple[Tensor, Tensor]:
+        partials = [
+            dense_tile.forward(
+                *_rows(dense, part), dense.variant, dense.seed, part, masked, nan_safe
+            )
+            for part in segments.key_pieces(rows)
+        ]
+        return _merged(dense, rows, partials)
+
+    batches = []
+    for batch in segments.row_pieces(pair_block):
+        outputs, lses = zip(*(piece(rows) for rows in batch), strict=True)
+        batches.append((torch.cat(outputs, dim=2), torch.cat(lses, dim=2)))
+    outputs, lses = zip(*batches, strict=True)
+    return torch.cat(outputs), torch.cat(lses)
+
+
+def _merged(
+    dense: DenseProblem, pair_block: PairBlock, partials: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """The sum of partial results over disjoint keys; zeros and -inf where there are none."""
+    if not partials:
+        rows = dense.query[segments.slices_of(dense, pair_block).queries]
+        wide = accumulate_dtype(rows.dtype)
+        output = rows.new_zeros(*rows.shape[:3], dense.value.shape[-1], dtype=wide)
+        return output, rows.new_full(rows.shape[:3], -torch.inf, dtype=wide)
+    output, lse = partials[0]
+    for next_output, next_lse in partials[1:]:
+        total = torch.logaddexp(lse, next_lse)
+        shift = total.masked_fill(total == -torch.inf, 0)
+        wide = total.dtype
+        output = output.to(wide) * (lse - shift).exp().unsqueeze(-1)
+        output += next_output.to(wide) * (next_lse - shift).exp().unsqueeze(-1)
+        lse = total
+    return output, lse
+
+
+def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Let each head's sink join the denominators."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    shift = total.masked_fill(total == -torch.inf, 0)
+    return output * (lse - shift).exp().unsqueeze(-1), total
 
 
 @computed_without

@@ -1,4 +1,7 @@
-"""Segments: the rectangles of a dense problem, in the order in which both passes visit them."""
+"""Segments: a call as dense problems, and the rectangles of each, in the order of both passes.
+
+A dense call is one dense problem; of a packed call neighbouring sequences of equal length are one.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class DenseProblem(NamedTuple):
     @property
     def sees_nothing(self) -> bool:
         """No rows, or no keys."""
-        return self.query.shape[:3].numel() == 0 or self.key.shape[2] == 0
+        return self.query.shape[:3].numel() == 0 or self.sizes.kv_len == 0
 
     @property
     def fits_flash(self) -> bool:
@@ -105,10 +108,10 @@ def slices_of(dense: DenseProblem, pair_block: PairBlock) -> Slices:
 def row_tiles(dense: DenseProblem) -> Iterator[tuple[PairBlock, tuple[Run, ...]]]:
     """Each tile of query rows (a place over all keys) with the runs of keys that it sees."""
     first, everything = dense.sizes.first_batch, whole(dense)
-    for unit in block_mask.units(dense.sizes, dense.variant):
-        batch = (unit.batch[0] + first, unit.batch[1] + first)
-        alike = everything._replace(batch=batch, heads=unit.heads)
-        for query_tile in unit.tiles:
+    for group in block_mask.head_groups(dense.sizes, dense.variant):
+        batch = (group.batch[0] + first, group.batch[1] + first)
+        alike = everything._replace(batch=batch, heads=group.heads)
+        for query_tile in group.tiles:
             yield alike._replace(query_rows=(query_tile.start, query_tile.stop)), query_tile.runs
 
 
@@ -149,10 +152,6 @@ def key_pieces(pair_block: PairBlock) -> Iterator[PairBlock]:
 def _cut(whole: tuple[int, int], step: int) -> Iterator[tuple[int, int]]:
     for start in range(whole[0], whole[1], step):
         yield start, min(start + step, whole[1])
-
-
-# ---- varlen --------------------------------------------------------------------------------------
-# A call as dense problems: a batch, or neighbouring sequences of equal length.
 
 
 @runtime_checkable

@@ -41,15 +41,13 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
     results = empty_linear_results(inputs, variant)
     clear_padding(inputs.cu_seqlens_q, results.output)
     clear_padding(inputs.cu_seqlens_q, results.normaliser, dim=1)
-    for contribution in _contributions(inputs):
-        normaliser = (
-            None if variant.normalize == "none" else contribution.per_row(results.normaliser)
-        )
-        dense, output = contribution.dense(inputs, variant), contribution.queries(results.output)
+    for piece in _head_slices(inputs):
+        normaliser = None if variant.normalize == "none" else piece.per_row(results.normaliser)
+        dense, output = piece.dense(inputs, variant), piece.queries(results.output)
         state = ChunkState.start(dense, dense.initial or (None, None))
         linear_forward.attend(dense, _steps(dense, config), state, output, normaliser)
         for into, found in ((results.kv, state.kv), (results.key_sum, state.key_sum)):
-            into = contribution.states(into)
+            into = piece.states(into)
             into.copy_(found.view(into.shape))
     return results
 
@@ -75,28 +73,28 @@ def backward(
         shape = (*inputs.key.shape[:1], inputs.state_heads)  # packed: [kv_tokens, state_heads]
         shape = shape if inputs.packed else (*shape, inputs.key.shape[2])
         decay = inputs.decay.new_zeros(shape, dtype=torch.float64)
-    for contribution in _contributions(inputs):
+    for piece in _head_slices(inputs):
         come = linear_backward.Arriving(
-            None if rounded else contribution.queries(output),
-            None if variant.normalize == "none" else contribution.per_row(normaliser),
-            contribution.queries(grad_output),
-            None if grad_kv is None else contribution.states(grad_kv),
-            None if grad_key_sum is None else contribution.states(grad_key_sum),
+            None if rounded else piece.queries(output),
+            None if variant.normalize == "none" else piece.per_row(normaliser),
+            piece.queries(grad_output),
+            None if grad_kv is None else piece.states(grad_kv),
+            None if grad_key_sum is None else piece.states(grad_key_sum),
         )
         leave = linear_backward.Leaving(
-            contribution.queries(gradients.query),
-            contribution.keys(gradients.key),
-            contribution.keys(gradients.value),
-            None if decay is None else contribution.per_key(decay),
+            piece.queries(gradients.query),
+            piece.keys(gradients.key),
+            piece.keys(gradients.value),
+            None if decay is None else piece.per_key(decay),
         )
-        dense = contribution.dense(inputs, variant)
+        dense = piece.dense(inputs, variant)
         state = linear_backward.differentiate(dense, _steps(dense, config), come, leave)
         for into, found in (
             (gradients.initial_kv, state.kv),
             (gradients.initial_key_sum, state.key_sum),
         ):
             if into is not None:
-                part = contribution.states(into)
+                part = piece.states(into)
                 part.copy_(found.view(part.shape))
     if decay is None or inputs.decay is None:
         return gradients
@@ -120,7 +118,7 @@ def step(
     if inputs.heads == 0 or inputs.num_sequences == 0 or inputs.query.shape[2] == 0:
         return output
     (part,) = parts_of(inputs)
-    dense = _Contribution(part, slice(None)).dense(inputs, variant)
+    dense = _HeadSlice(part, slice(None)).dense(inputs, variant)
     tokens = inputs.query.shape[2]
     chunks = [slice(at, min(at + CHUNK, tokens)) for at in range(0, tokens, CHUNK)]
     rows = [(dense.queries(chunk), dense.beside(chunk)) for chunk in chunks]
@@ -144,12 +142,12 @@ def _states(
         places = [slice(entry, entry + 1) for entry in state_index.tolist()]
     first = 0
     for where in places:
-        given = kv[where], key_sum[where]
-        own = [sums.to(wide).contiguous() for sums in given]
-        heads = slice(first, first + own[0].shape[0] * own[0].shape[1])
-        yield heads, ChunkState(own[0].flatten(0, 1), own[1].flatten(0, 1))
+        stored = kv[where], key_sum[where]
+        sums = [each.to(wide).contiguous() for each in stored]
+        heads = slice(first, first + sums[0].shape[0] * sums[0].shape[1])
+        yield heads, ChunkState(sums[0].flatten(0, 1), sums[1].flatten(0, 1))
         first = heads.stop
-        for pool, found, before in zip((kv, key_sum), own, given, strict=True):
+        for pool, found, before in zip((kv, key_sum), sums, stored, strict=True):
             if found is not before or isinstance(where, Tensor):
                 pool[where] = found.to(pool.dtype)
 
@@ -164,37 +162,37 @@ def _decay_gradient(inputs: LinearInputs, decay: Tensor) -> Tensor:
     return decay.sum(0) if inputs.packed else decay.sum((0, 2))
 
 
-class _Contribution(NamedTuple):
+class _HeadSlice(NamedTuple):
     """What is computed at once: a part of the call, some of its heads."""
 
     part: Segment
     heads: slice  # of every tensor, if all have equally many; else all of them
 
     def queries(self, tensor: Tensor) -> Tensor:
-        """The share's rows of queries, output, or their gradients."""
+        """The slice's rows of queries, output, or their gradients."""
         return self.part.queries(tensor)[:, self.heads]
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """The share's rows of keys, values, or their gradients."""
+        """The slice's rows of keys, values, or their gradients."""
         return self.part.keys(tensor)[:, self.heads]
 
     def per_row(self, tensor: Tensor) -> Tensor:
-        """The share's numbers of each query row, [batch, heads, rows]."""
+        """The slice's numbers of each query row, [batch, heads, rows]."""
         return self.part.lse(tensor)[:, self.heads]
 
     def per_key(self, tensor: Tensor) -> Tensor:
-        """The share's numbers of each key row, [batch, state_heads, keys]."""
+        """The slice's numbers of each key row, [batch, state_heads, keys]."""
         if self.part.kv_tokens is None:
             return tensor[:, self.heads]
         return self.part.keys(tensor.unsqueeze(-1)).squeeze(-1)[:, self.heads]
 
     def states(self, tensor: Tensor) -> Tensor:
-        """The share's states, [batch, state_heads, …]."""
+        """The slice's states, [batch, state_heads, …]."""
         first = self.part.first_batch
         return tensor[first : first + self.part.batch, self.heads]
 
     def dense(self, inputs: LinearInputs, variant: LinearVariant) -> DenseRows:
-        """The share as a dense problem, on views."""
+        """The slice as a dense problem, on views."""
         key = self.keys(inputs.key)
         decay = inputs.decay
         if decay is not None and decay.dim() == 1:
@@ -208,8 +206,8 @@ class _Contribution(NamedTuple):
         return DenseRows(query, key, value, decay, inputs.key_lengths, initial, variant)
 
 
-def _contributions(inputs: LinearInputs) -> Iterator[_Contribution]:
-    """The shares of a call, none of them without batch entries or heads."""
+def _head_slices(inputs: LinearInputs) -> Iterator[_HeadSlice]:
+    """The slices of a call, none of them without batch entries or heads."""
     heads = inputs.heads
     for part in parts_of(inputs):
         if part.batch == 0 or heads == 0:
@@ -217,7 +215,7 @@ def _contributions(inputs: LinearInputs) -> Iterator[_Contribution]:
         alike = all(rows.shape[1] == heads for rows in inputs[:3])
         at_once = max(HEADS_AT_ONCE // part.batch, 1) if alike else heads
         for start in range(0, heads, at_once):
-            yield _Contribution(part, slice(start, start + at_once) if alike else slice(None))
+            yield _HeadSlice(part, slice(start, start + at_once) if alike else slice(None))
 
 
 def _steps(dense: DenseRows, config: KernelConfig) -> list[RowStep]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.modifiers.evaluate import index_range, visible
 from saccade.modifiers.expression import Coordinates
-from saccade.ops.attention.cpu import flash_tile, tile_masks
+from saccade.ops.attention.cpu import flash_tile
 from saccade.runtime.spec import PagedInputs, Variant
 
 # Numbers of one sequence's keys and values up to which copying them costs less than calls do.
@@ -85,7 +85,7 @@ def attend(
     table = table.where(first_rows < lens.unsqueeze(1), 0)
     key = _rows(inputs.key_pages, table, group.kv_len)
     value = _rows(inputs.value_pages, table, group.kv_len)
-    partial = tile_masks.partial(seen, query.dtype)
+    partial = flash_tile.partial(seen, query.dtype)
 
     def computed() -> tuple[Tensor, Tensor]:
         output, lse = flash_tile.forward(

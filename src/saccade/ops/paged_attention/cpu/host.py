@@ -10,15 +10,15 @@ partial results merge by their lse in the order of the keys.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu import block_mask, segments
-from saccade.ops.attention.cpu import forward as attention_forward
+from saccade.ops.attention.cpu import block_mask
+from saccade.ops.attention.cpu import host as attention_host
 from saccade.ops.attention.cpu.block_mask import Run, TileSizes
-from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.ops.attention.cpu.segments import DenseProblem, check_ends, clear_padding
 from saccade.ops.paged_attention.cpu import decode as paged_decode
 from saccade.ops.paged_attention.cpu.pages import PageReader, Scratch
@@ -57,7 +57,7 @@ def forward(
             query = query.contiguous()
         dense = _dense(query, inputs, variant, config, sequence, kv_len)
         pages = PageReader.of(inputs, sequence, kv_len, dtype, batch_invariant, scratch)
-        found = _attend(dense, pages)
+        found = attention_host.attend(dense, partial(_pieces, dense, pages))
         of_output.copy_(found[0].squeeze(0))
         of_lse.copy_(found[1].squeeze(0))
     return output, lse
@@ -67,7 +67,7 @@ def prepared(
     inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
 ) -> Callable[[PagedInputs, Variant], tuple[Tensor, Tensor]]:
     """`forward` for calls like this one; nothing needs preparing."""
-    return lambda given, with_its_own: forward(given, with_its_own, config, batch_invariant)
+    return lambda inputs, variant: forward(inputs, variant, config, batch_invariant)
 
 
 def _together(
@@ -87,7 +87,7 @@ def _together(
             break
         of_output, of_lse = (each.unsqueeze(2) for each in found)
         if inputs.sinks is not None:
-            of_output, of_lse = attention_forward.add_sinks(of_output, of_lse, inputs.sinks)
+            of_output, of_lse = attention_host.add_sinks(of_output, of_lse, inputs.sinks)
         if ends is None:
             output[rows], lse[rows] = of_output.to(output.dtype), of_lse
         else:
@@ -107,6 +107,16 @@ def _product_dtype(inputs: PagedInputs) -> torch.dtype:
     ):
         return torch.float32
     return inputs.query.dtype
+
+
+def _pieces(
+    dense: DenseProblem, pages: PageReader, run: Run
+) -> Iterator[tuple[DenseProblem, tuple[int, int]]]:
+    """The problem with the keys and values of each piece of a run, and which rows they are."""
+    for piece in pages.pieces(run.start, run.stop):
+        key, value = pages.rows(piece)
+        there = dense._replace(key=key, value=value, first_kv=piece.start)
+        yield there, (piece.start, piece.stop)
 
 
 def _dense(
@@ -130,51 +140,3 @@ def _dense(
     return DenseProblem(
         query, inputs.key_pages[:1], inputs.value_pages[:1], inputs.sinks, None, variant, sizes
     )
-
-
-def _attend(dense: DenseProblem, pages: PageReader) -> tuple[Tensor, Tensor]:
-    """Output and lse of one sequence, [1, heads, rows, …]."""
-    if dense.sizes.kv_len == 0:
-        output, lse = attention_forward.merged(dense, segments.whole(dense), [])
-    else:
-        output, lse, masked = _visit(dense, pages, nan_safe=False)
-        if masked and not bool(output.sum().isfinite()):
-            output, lse, _ = _visit(dense, pages, nan_safe=True)
-    return (
-        attention_forward.add_sinks(output, lse, dense.sinks)
-        if dense.sinks is not None
-        else (output, lse)
-    )
-
-
-def _visit(dense: DenseProblem, pages: PageReader, nan_safe: bool) -> tuple[Tensor, Tensor, bool]:
-    """Compute every row tile; also say whether any of them needed the mask."""
-    tiles = list(segments.row_tiles(dense))
-    masked = any(run.masked for _, runs in tiles for run in runs)
-    if len(tiles) == 1:
-        return *_row_tile(dense, pages, *tiles[0], nan_safe), masked
-    output, lse = attention_forward.memory(dense)
-    for pair_block, runs in tiles:
-        at = segments.slices_of(dense, pair_block).queries
-        output[at], lse[at] = _row_tile(dense, pages, pair_block, runs, nan_safe)
-    return output, lse, masked
-
-
-def _row_tile(
-    dense: DenseProblem,
-    pages: PageReader,
-    pair_block: PairBlock,
-    runs: tuple[Run, ...],
-    nan_safe: bool,
-) -> tuple[Tensor, Tensor]:
-    """One tile of query rows against all that it sees."""
-    partials = []
-    for run in runs:
-        for piece in pages.pieces(run.start, run.stop):
-            key, value = pages.rows(piece)
-            there = dense._replace(key=key, value=value, first_kv=piece.start)
-            rectangle = pair_block._replace(kv_rows=(piece.start, piece.stop))
-            partial = attention_forward.rectangle(there, rectangle, run.masked, nan_safe)
-            if partial is not None:
-                partials.append(partial)
-    return attention_forward.merged(dense, pair_block, partials)
