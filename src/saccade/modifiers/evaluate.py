@@ -95,13 +95,9 @@ absolute, exp, log, tanh = torch.abs, torch.exp, torch.log, torch.tanh
 minimum, maximum, where = torch.minimum, torch.maximum, torch.where
 
 
-# ---- selection -----------------------------------------------------------------------------------
-# What hidden pairs hold is put away, never multiplied away, by bits.
-#
-# 0 · NaN is NaN, and `torch.where` and `masked_fill` take ten to forty times as long as one
-# operation on the bits of a tile does on a CPU, above all where pairs of many heads share what is
-# visible.
-
+# What hidden pairs hold is put away, never multiplied away, by bits: 0 · NaN is NaN, and
+# `torch.where` and `masked_fill` take ten to forty times as long as one operation on the bits of a
+# tile does on a CPU, above all where pairs of many heads share what is visible.
 BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,

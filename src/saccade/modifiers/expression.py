@@ -16,7 +16,8 @@ change of the key, and equal expressions have equal keys in every process.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -173,11 +174,11 @@ class ExpressionBuilder:
         self,
         expression: Expression,
         counts: tuple[int, int, int] = (0, 0, 0),
-        score: int | None = None,
+        variables: Mapping[str, int] = MappingProxyType({}),
     ) -> int:
         """Add an expression, whose slots come after so many; give its result.
 
-        score: the step that stands for the expression's score.
+        variables: the steps that stand for some of its variables.
         """
         added: list[int] = []
         for step in expression:
@@ -186,8 +187,8 @@ class ExpressionBuilder:
                 kind, position = step.slot
                 _, colon, rest = detail.partition(":")
                 detail = f"{kind}{position + counts['tif'.index(kind)]}{colon}{rest}"
-            if step.op == "score" and score is not None:
-                added.append(score)
+            if step.op in variables:
+                added.append(variables[step.op])
             else:
                 added.append(self.add(step.op, *(added[n] for n in step.operands), detail=detail))
         return added[-1]
@@ -351,7 +352,7 @@ def combined(combiner: str, first: str, second: str = "") -> Combination:
     if combiner == "~":
         result = builder.add("~", result)
     elif combiner == ">>":
-        result = builder.include(other, counts_of(one), score=result)
+        result = builder.include(other, counts_of(one), {"score": result})
     else:
         result = builder.add(combiner, result, builder.include(other, counts_of(one)))
     return builder.combination(result)

@@ -41,12 +41,12 @@ class Form(NamedTuple):
     ints: tuple[tuple[int, int], ...]
     floats: tuple[tuple[int, float], ...]
 
-    def captured(self, given: Sequence[Any]) -> Captured:
-        """What the expression captured of the given values."""
+    def captured(self, values: Sequence[Any]) -> Captured:
+        """What the expression captured of these values."""
         return Captured(
-            tuple(given[place] for place in self.tensors),
-            tuple(int(given[place]) if place >= 0 else own for place, own in self.ints),
-            tuple(given[place] if place >= 0 else own for place, own in self.floats),
+            tuple(values[place] for place in self.tensors),
+            tuple(int(values[place]) if place >= 0 else number for place, number in self.ints),
+            tuple(values[place] if place >= 0 else number for place, number in self.floats),
         )
 
 
@@ -101,8 +101,8 @@ def form_from(expression: Expression, found: Captured, places: list[Any]) -> For
     return Form(
         key_of(expression),
         tuple(_index(places, tensor) for tensor in found.tensors),
-        tuple((_index(places, n), 0 if isinstance(n, Given) else n) for n in found.ints),
-        tuple((_index(places, n), 0.0 if isinstance(n, Given) else n) for n in found.floats),
+        tuple((_index(places, n), 0 if isinstance(n, Unknown) else n) for n in found.ints),
+        tuple((_index(places, n), 0.0 if isinstance(n, Unknown) else n) for n in found.floats),
     )
 
 
@@ -128,7 +128,7 @@ def _check_reach(function: Callable[..., Any]) -> None:
         )
 
 
-class Given(NamedTuple):
+class Unknown(NamedTuple):
     """Stands for a number that is not known yet."""
 
     kind: str
@@ -141,17 +141,17 @@ def placeholders(kinds: Sequence[str]) -> list[Any]:
 
 def _placeholder(kind: str) -> Any:
     if len(kind) == 1:
-        return Given(kind)
+        return Unknown(kind)
     return torch.empty((1,) * int(kind[1:]), dtype=DTYPES[kind[0]], device="cpu")
 
 
 def _index(places: list[Any], value: Any) -> int:
-    return next((place for place, given in enumerate(places) if given is value), -1)
+    return next((place for place, known in enumerate(places) if known is value), -1)
 
 
 # What an operand of an entry is: an earlier entry's result, a tensor or number that the graph
 # passes on, several, or a constant with its type, as 1 and True are equal.
-ENTRY, GIVEN, SEVERAL, CONSTANT = "entry", "given", "several", "constant"
+ENTRY, CAPTURED, SEVERAL, CONSTANT = "entry", "captured", "several", "constant"
 GET, TAKE = "__getitem__", "take_from"
 
 
@@ -160,7 +160,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, ...]] = []
-        self.given: list[Any] = []
+        self.captured: list[Any] = []
 
     def write(self, name: str, args: Sequence[Any] = (), options: Any = None) -> Taped:
         """Note a call of a function or method by name."""
@@ -171,11 +171,11 @@ class Tape:
     def operand(self, value: Any) -> tuple[Any, ...]:
         """How a value stands on the tape."""
         if isinstance(value, Taped):
-            return ENTRY, value._place
+            return ENTRY, value._entry
         if isinstance(value, Tensor):
-            for place, known in enumerate(self.given):
+            for place, known in enumerate(self.captured):
                 if known is value:
-                    return GIVEN, place
+                    return CAPTURED, place
             return self.passed(value)
         if isinstance(value, (list, tuple)):
             return SEVERAL, tuple([self.operand(each) for each in value])
@@ -183,8 +183,8 @@ class Tape:
 
     def passed(self, value: Any) -> tuple[Any, ...]:
         """The same of a number that may change between runs of the graph."""
-        self.given.append(value)
-        return GIVEN, len(self.given) - 1
+        self.captured.append(value)
+        return CAPTURED, len(self.captured) - 1
 
 
 class Taped:
@@ -195,7 +195,7 @@ class Taped:
     __hash__ = object.__hash__
 
     def __init__(self, tape: Tape, place: int):
-        self._tape, self._place = tape, place
+        self._tape, self._entry = tape, place
 
     def take_from(self, table: Tensor, indices: Sequence[Any]) -> Taped:
         """What `saccade.masks.take` gives for rows."""
@@ -278,11 +278,11 @@ def traced_in_graph(
         answer = function(*rows)
     form = None
     if isinstance(answer, Taped):
-        kinds = tuple([kind_of(value) for value in tape.given])
-        form = _form_of_tape(tuple(tape.entries), answer._place, kinds)
+        kinds = tuple([kind_of(value) for value in tape.captured])
+        form = _form_of_tape(tuple(tape.entries), answer._entry, kinds)
     if form is None:
         raise TypeError("mask: got a function that does what masks do not know inside of a graph")
-    return form.key, form.captured(tape.given)
+    return form.key, form.captured(tape.captured)
 
 
 @constant
@@ -293,11 +293,11 @@ def _form_of_tape(
     places = placeholders(kinds)
 
     def played(*values: Any) -> Any:
-        rows, given = values[: len(ROWS)], values[len(ROWS) :]
+        rows, captured = values[: len(ROWS)], values[len(ROWS) :]
         found = list(rows)
         for name, args, options in entries[len(ROWS) :]:
-            named = {key: _value(operand, found, given) for key, operand in options}
-            found.append(_played(name, [_value(arg, found, given) for arg in args], named))
+            named = {key: _value(operand, found, captured) for key, operand in options}
+            found.append(_played(name, [_value(arg, found, captured) for arg in args], named))
         return found[answer]
 
     try:
@@ -306,12 +306,12 @@ def _form_of_tape(
         return None
 
 
-def _value(operand: tuple[Any, ...], found: Sequence[Any], given: Sequence[Any]) -> Any:
+def _value(operand: tuple[Any, ...], found: Sequence[Any], captured: Sequence[Any]) -> Any:
     """What an operand stands for."""
     kind, value = operand[0], operand[-1]
     if kind == SEVERAL:
-        return tuple(_value(each, found, given) for each in value)
-    return found[value] if kind == ENTRY else given[value] if kind == GIVEN else value
+        return tuple(_value(each, found, captured) for each in value)
+    return found[value] if kind == ENTRY else captured[value] if kind == CAPTURED else value
 
 
 def _played(name: str, args: list[Any], options: dict[str, Any]) -> Any:

@@ -172,8 +172,8 @@ class IntervalRules(ABC):
         """Indices that count from the end where they are below 0; and whether only some do."""
         zero = self.literal(0)
         below, some = self.op("<", index.high, zero), self.op("<", index.low, zero)
-        ends = [self.op("where", below, self.op("+", end, size), end) for end in index[:2]]
-        return Span(*ends, *index[2:]), self.op("&", some, self.op("~", below))
+        low, high = (self.op("where", below, self.op("+", end, size), end) for end in index[:2])
+        return index._replace(low=low, high=high), self.op("&", some, self.op("~", below))
 
     # ---- truths ----------------------------------------------------------------------------
 
@@ -189,20 +189,15 @@ class IntervalRules(ABC):
 
     def _joined(self, op: str, of: list[Truth]) -> Truth | None:
         if op == "~":
-            return Truth(self.op("~", of[0].certain), self.op("~", of[0].possible))
+            return self._not(*of)
         if op in ("&", "|"):
-            return Truth(
-                self.op(op, of[0].possible, of[1].possible),
-                self.op(op, of[0].certain, of[1].certain),
-            )
+            return self._both(op, *of)
         if op == "where":
             test, yes, no = of
-            no_test = Truth(self.op("~", test.certain), self.op("~", test.possible))
-            either = [self._joined("&", [test, yes]), self._joined("&", [no_test, no])]
-            found = self._joined("|", [truth for truth in either if truth is not None])
-            assert found is not None
-            both = self.op("&", yes.certain, no.certain)
-            return Truth(found.possible, self.op("|", found.certain, both))
+            no_test = self._not(test)
+            found = self._both("|", self._both("&", test, yes), self._both("&", no_test, no))
+            alike = self.op("&", yes.certain, no.certain)
+            return Truth(found.possible, self.op("|", found.certain, alike))
         if op in ("^", "=="):
             left, right = of
             same = self.op("&", left.certain, right.certain)
@@ -210,8 +205,14 @@ class IntervalRules(ABC):
             equal = self.op("|", same, none)
             apart = self.op("|", self._excludes(left, right), self._excludes(right, left))
             found = Truth(self.op("~", apart), equal)
-            return found if op == "==" else self._joined("~", [found])
+            return found if op == "==" else self._not(found)
         return None
+
+    def _not(self, of: Truth) -> Truth:
+        return Truth(self.op("~", of.certain), self.op("~", of.possible))
+
+    def _both(self, op: str, left: Truth, right: Truth) -> Truth:
+        return Truth(*(self.op(op, *ends) for ends in zip(left, right, strict=True)))
 
     def _excludes(self, left: Truth, right: Truth) -> Any:
         return self.op("&", left.certain, self.op("~", right.possible))
@@ -274,7 +275,6 @@ class IntervalRules(ABC):
     def _computed(self, step: Step, spans: list[Span]) -> Span | None:
         """What an operation gives, of numbers of its own kind."""
         op, a, b = step.op, spans[0], spans[-1]
-        overflows = may_overflow(self.expression, step)
         if op in ("real", *FUNCTIONS):
             found = self._each(op, a)._replace(rows="")
             if op in OF_POSITIVE and not found.known:  # below 0 they give NaN, in the middle too
@@ -283,25 +283,22 @@ class IntervalRules(ABC):
             return found
         if op == "whole":  # beyond its range, and of NaN, any number
             return self._guarded(op, self._each(op, a)._replace(rows=""), spans, WHOLE)
-        if op == "neg":
-            found = Span(self.op("neg", a.high), self.op("neg", a.low), a.known, a.rows, a.step)
-            return self._guarded(op, found, spans, step.kind) if overflows else found
-        if op == "abs":
-            found = self._absolute(a)
-            return self._guarded(op, found, spans, step.kind) if overflows else found
         if op in ("min", "max"):
             low, high = self.op(op, a.low, b.low), self.op(op, a.high, b.high)
             rows = a.rows if b.known else b.rows if a.known else ""
             return Span(low, high, a.known and b.known, rows, min(a.step, b.step))
-        if op == "/" and not b.known:
-            return None
-        found = self._arithmetic(op, a, b)
-        if found is None or (step.kind == WHOLE and not overflows):
-            return found
-        return self._guarded(op, found, spans, step.kind)
+        guarded = may_overflow(self.expression, step)
+        if op == "neg":
+            found = Span(self.op("neg", a.high), self.op("neg", a.low), a.known, a.rows, a.step)
+        elif op == "abs":
+            found = self._absolute(a)
+        else:
+            found = self._arithmetic(op, a, b)
+            guarded |= step.kind == REAL
+        return self._guarded(op, found, spans, step.kind) if found and guarded else found
 
     def _arithmetic(self, op: str, a: Span, b: Span) -> Span | None:
-        if op not in ("+", "-", "*", "/"):
+        if op not in ("+", "-", "*", "/") or (op == "/" and not b.known):
             return None
         if a.known and b.known:
             low = self.op(op, a.low, b.low)

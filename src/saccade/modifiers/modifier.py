@@ -28,9 +28,6 @@ from saccade.modifiers.expression import (
     parse,
 )
 
-# ---- written -------------------------------------------------------------------------------------
-# An expression as a person would write it.
-
 BINDING = {
     "==": 0, "<": 0, "<=": 0, "|": 1, "^": 2, "&": 3, "<<": 6, ">>": 6, "+": 7, "-": 7,
     "*": 8, "/": 8, "//": 8, "%": 8, "~": 9, "neg": 9,
@@ -335,11 +332,4 @@ def _moved(key: str, variable: str) -> Combination:
     expression, builder = parse(key), ExpressionBuilder()
     start = builder.add("number", detail=f"i{counts_of(expression)[1]}")
     moved = builder.add("+", builder.add(variable), start)
-    added: list[int] = []
-    for step in expression:
-        if step.op == variable:
-            added.append(moved)
-        else:
-            operands = (added[number] for number in step.operands)
-            added.append(builder.add(step.op, *operands, detail=step.detail))
-    return builder.combination(added[-1])
+    return builder.combination(builder.include(expression, variables={variable: moved}))

@@ -32,8 +32,12 @@ CLASSIFIED = "batch, head, query_low, query_high, kv_low, kv_high, shift, data"
 TILES = "QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr"
 NAME = re.compile(r"\b(?:v|low|high)\d+\b")
 
-# Operations of one form whatever they are applied to, and functions of the device's language.
-CALLS = {"min": "minimum", "max": "maximum", "abs": "absolute", "where": "where"}
+# Operations that are functions of the device's language (gpu/device_ops.py); others are operators.
+CALLS = {
+    "min": "minimum", "max": "maximum", "abs": "absolute", "where": "where", "whole": "to_whole",
+    "real": "to_real", "widened": "widened", "//": "floor_divide", "%": "floor_modulo",
+    **{name: name for name in FUNCTIONS},
+}  # fmt: skip
 
 
 def function(
@@ -97,10 +101,10 @@ class _PairWriter:
         op, kinds = step.op, [self.expression[number].kind for number in step.operands]
         if op in ("whole", "real", *FUNCTIONS):
             of = self._operand(step.operands[0], REAL)
-            return of if op == "real" else f"to_whole({of})" if op == "whole" else f"{op}({of})"
+            return of if op == "real" else _applied(op, of)
         if op == "where":
             chosen = (self._operand(number, step.kind) for number in step.operands[1:])
-            return f"where({self.names[step.operands[0]]}, {', '.join(chosen)})"
+            return _applied(op, self.names[step.operands[0]], *chosen)
         kind = step.kind
         if op in COMPARISONS:
             kind = REAL if REAL in kinds else TRUTH if set(kinds) == {TRUTH} else WHOLE
@@ -109,12 +113,12 @@ class _PairWriter:
         if wide and not any("widened" in operand for operand in operands):
             operands[0] = f"widened({operands[0]})"
         if op in ("//", "%"):
-            return self._divided(step, operands)
-        if op in CALLS:
-            return f"{CALLS[op]}({', '.join(operands)})"
-        if len(operands) == 1:
-            return f"{'-' if op == 'neg' else op}{operands[0]}"
-        return f"{operands[0]} {op} {operands[1]}"
+            dividend, divisor = step.operands
+            if kind == REAL:
+                return f"{CALLS[op]}_real({', '.join(operands)})"
+            if self.expression[divisor].op in ("number", "literal") and self.natural[dividend]:
+                return f"{operands[0]} {op} {operands[1]}"
+        return _applied(op, *operands)
 
     def _operand(self, number: int, kind: str, wide: bool = False) -> str:
         """An operand as a number of that kind."""
@@ -127,15 +131,6 @@ class _PairWriter:
             return f"where({name}, 1, 0)"
         return f"widened({name})" if wide and step.op in READS else name
 
-    def _divided(self, step: Step, operands: list[str]) -> str:
-        dividend, divisor = step.operands
-        if step.kind == REAL:
-            return f"floor_{'divide' if step.op == '//' else 'modulo'}_real({', '.join(operands)})"
-        plain = self.expression[divisor].op in ("number", "literal") and self.natural[dividend]
-        if plain:
-            return f"{operands[0]} {step.op} {operands[1]}"
-        return f"floor_{'divide' if step.op == '//' else 'modulo'}({', '.join(operands)})"
-
     def place(self, step: Step, table: str) -> str:
         """Where the entries of a read lie in a table, in elements."""
         found = "nearest" if step.op == "take" else "entry"
@@ -144,6 +139,15 @@ class _PairWriter:
             for dim, number in enumerate(step.operands)
         ]
         return " + ".join(places) or "0"
+
+
+def _applied(op: str, *operands: str) -> str:
+    """An operation as it is written on the device."""
+    if op in CALLS:
+        return f"{CALLS[op]}({', '.join(operands)})"
+    if len(operands) == 1:
+        return f"{'-' if op == 'neg' else op}{operands[0]}"
+    return f"{operands[0]} {op} {operands[1]}"
 
 
 def _of_dtype(code: str, step: Step) -> str:
@@ -163,9 +167,6 @@ def _constant(step: Step, slots: list[tuple[str, int]]) -> str:
 def _literal(value: bool | int | float) -> str:
     text = repr(value)
     return text if text.lstrip("-")[0].isdigit() or isinstance(value, bool) else f'float("{text}")'
-
-
-# ---- classes on tiles ------------------------------------------------------------------------
 
 
 class Dependence(NamedTuple):
@@ -262,19 +263,7 @@ class _TileWriter(IntervalRules):
     def op(self, name: str, *values: str) -> str:
         if name in ("real", "widened") and values[0].lstrip("-").isdigit():
             return _literal(float(values[0])) if name == "real" else values[0]
-        if name in ("min", "max"):
-            code = f"{name}imum({', '.join(values)})"
-        elif name in ("//", "%"):
-            code = f"floor_{'divide' if name == '//' else 'modulo'}({', '.join(values)})"
-        elif name in ("where", "widened", *FUNCTIONS):
-            code = f"{name}({', '.join(values)})"
-        elif name in ("abs", "real", "whole"):
-            code = f"{'absolute' if name == 'abs' else f'to_{name}'}({values[0]})"
-        elif name == "neg":
-            code = f"-{values[0]}"
-        else:
-            code = f"~{values[0]}" if name == "~" else f"{values[0]} {name} {values[1]}"
-        return self._line(code)
+        return self._line(_applied(name, *values))
 
     def literal(self, value: bool | int | float) -> str:
         if isinstance(value, bool):
