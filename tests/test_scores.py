@@ -216,9 +216,9 @@ def test_change_backward_agrees_with_autograd(chain):
         score.key, captured, raw.detach(), coordinates(), grad, None, places
     )
     torch.testing.assert_close(found, wanted[0])
-    assert sorted(share.place for share in taken) == places
+    assert sorted(share.slot for share in taken) == places
     for share, tensor_grad in zip(sorted(taken), wanted[1:], strict=True):
-        total = torch.zeros_like(captured.tensors[share.place])
+        total = torch.zeros_like(captured.tensors[share.slot])
         share.add_to(total)
         torch.testing.assert_close(total, tensor_grad)
 

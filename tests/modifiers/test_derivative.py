@@ -208,7 +208,7 @@ def test_every_operation_is_carried_back(name):
     torch.testing.assert_close(found, exact[0])
     totals = {place: torch.zeros_like(tensors[place]) for place in wanted}
     for share in taken:
-        share.add_to(totals[share.place])
+        share.add_to(totals[share.slot])
     torch.testing.assert_close(list(totals.values()), list(exact[1:]))
 
 

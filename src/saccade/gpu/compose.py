@@ -88,7 +88,7 @@ def score_functions(key: str) -> ScoreFunctions:
         define("derivative", found.of_score)
     for slot, (slope, read) in found.of_reads.items():
         define(f"derivative_{slot}", slope)
-        texts.append(triton_source.place_function(f"place_{slot}", expression, order, read))
+        texts.append(triton_source.offset_function(f"place_{slot}", expression, order, read))
     module = _executed("".join(texts))
     by_query, by_key = (mentions(expression, [name]) for name in ("query_row", "kv_row"))
     reads = {}

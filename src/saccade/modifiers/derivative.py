@@ -44,7 +44,7 @@ class Derivatives:
     def __init__(self, expression: Expression):
         builder = self._builder = _Calculus()
         self.result = builder.include(expression)
-        # By the score's own steps: numbers may differ where equal steps became one.
+        # By the score's steps: numbers may differ where equal steps became one.
         slopes: dict[int, int] = {self.result: builder.literal(1.0)}
         for number in range(self.result, -1, -1):
             slope = slopes.get(number)
@@ -172,12 +172,12 @@ class Taken(NamedTuple):
     """What the pairs of a tile give to the gradient of a captured tensor.
 
     Attributes:
-        place: the tensor's place among those that the score captured.
+        slot: the number of the captured tensor.
         gradient: of the entry that each pair reads.
         indices: which entry that is, for each dimension of the tensor, broadcastable to the pairs.
     """
 
-    place: int
+    slot: int
     gradient: Tensor
     indices: list[Tensor]
 
@@ -197,8 +197,8 @@ class Taken(NamedTuple):
         if not self.indices:
             total += gradient.sum()
             return
-        places = tuple(index.expand(gradient.shape) for index in self.indices)
-        total.index_put_(places, gradient.to(total.dtype), accumulate=True)
+        indices = tuple(index.expand(gradient.shape) for index in self.indices)
+        total.index_put_(indices, gradient.to(total.dtype), accumulate=True)
 
 
 def change_with_slopes(
@@ -206,7 +206,7 @@ def change_with_slopes(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """The changed scores, and what `change_backward` will need: a step is computed once for both.
 
-    wanted: the places of the captured tensors whose gradients will be asked for.
+    wanted: the slots of the captured tensors whose gradients will be asked for.
     """
     found = derivatives(key)
     results = [found.result, *_numbers(found, wanted)]
@@ -229,7 +229,7 @@ def change_backward(
 
     Args:
         visible: which pairs are; what a derivative gives elsewhere, NaN perhaps, is left out.
-        wanted: the places of the captured tensors whose gradients are asked for.
+        wanted: the slots of the captured tensors whose gradients are asked for.
         values: what `change_with_slopes` gave besides; None: it is computed here.
 
     Returns:

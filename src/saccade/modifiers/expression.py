@@ -200,8 +200,8 @@ class ExpressionBuilder:
     def combination(self, result: int) -> Combination:
         """The key of a result, and which of the values in slots it has."""
         expression, chosen = self.expression(result)
-        places = (tuple(place for kind, place in chosen if kind == letter) for letter in "tif")
-        return Combination(key_of(expression), *places)
+        indices = (tuple(index for kind, index in chosen if kind == letter) for letter in "tif")
+        return Combination(key_of(expression), *indices)
 
 
 @functools.lru_cache(maxsize=1024)  # functions that compute the same are traced again and again
@@ -218,7 +218,7 @@ def _only(given: tuple[Step, ...], result: int) -> tuple[Expression, tuple[tuple
             seen.add(number)
             waiting.append((number, True))
             waiting += [(of, False) for of in reversed(given[number].operands)]
-    places = {number: place for place, number in enumerate(order)}
+    indices = {number: index for index, number in enumerate(order)}
     slots: dict[tuple[str, int], int] = {}
     used = {"t": 0, "i": 0, "f": 0}
     steps = []
@@ -231,7 +231,7 @@ def _only(given: tuple[Step, ...], result: int) -> tuple[Expression, tuple[tuple
                 used[step.slot[0]] += 1
             _, colon, rest = detail.partition(":")
             detail = f"{step.slot[0]}{slots[step.slot]}{colon}{rest}"
-        operands = tuple(places[of] for of in step.operands)
+        operands = tuple(indices[of] for of in step.operands)
         steps.append(step._replace(operands=operands, detail=detail))
     return tuple(steps), tuple(slots)
 
@@ -338,9 +338,9 @@ class Combination(NamedTuple):
         """What the combination captured."""
         both = first.joined(second)
         return Captured(
-            tuple(both.tensors[place] for place in self.tensors),
-            tuple(both.ints[place] for place in self.ints),
-            tuple(both.floats[place] for place in self.floats),
+            tuple(both.tensors[index] for index in self.tensors),
+            tuple(both.ints[index] for index in self.ints),
+            tuple(both.floats[index] for index in self.floats),
         )
 
 

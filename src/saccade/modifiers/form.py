@@ -32,7 +32,7 @@ DTYPES = {"b": torch.bool, "i": torch.int32, "l": torch.int64, "f": torch.float3
 class Form(NamedTuple):
     """A key, and which of the values that a function is given stand in its slots.
 
-    A slot of a number holds (place, value): a place among those values, or -1 and the number that
+    A slot of a number holds (index, value): an index among those values, or -1 and the number that
     the function itself brings.
     """
 
@@ -44,9 +44,9 @@ class Form(NamedTuple):
     def captured(self, values: Sequence[Any]) -> Captured:
         """What the expression captured of these values."""
         return Captured(
-            tuple(values[place] for place in self.tensors),
-            tuple(int(values[place]) if place >= 0 else number for place, number in self.ints),
-            tuple(values[place] if place >= 0 else number for place, number in self.floats),
+            tuple(values[index] for index in self.tensors),
+            tuple(int(values[index]) if index >= 0 else number for index, number in self.ints),
+            tuple(values[index] if index >= 0 else number for index, number in self.floats),
         )
 
 
@@ -84,9 +84,9 @@ def form_of(
     """
     if not built_in:
         _check_reach(function)
-    places = placeholders(kinds)
+    unknowns = placeholders(kinds)
     form = form_from(
-        *trace(function, align, places, score=score, known=False, built_in=built_in), places
+        *trace(function, align, unknowns, score=score, known=False, built_in=built_in), unknowns
     )
     if -1 in form.tensors:
         raise TypeError(
@@ -96,13 +96,13 @@ def form_of(
     return form
 
 
-def form_from(expression: Expression, found: Captured, places: list[Any]) -> Form:
+def form_from(expression: Expression, found: Captured, unknowns: list[Any]) -> Form:
     """The form of an expression that was traced for such placeholders."""
     return Form(
         key_of(expression),
-        tuple(_index(places, tensor) for tensor in found.tensors),
-        tuple((_index(places, n), 0 if isinstance(n, Unknown) else n) for n in found.ints),
-        tuple((_index(places, n), 0.0 if isinstance(n, Unknown) else n) for n in found.floats),
+        tuple(_index(unknowns, tensor) for tensor in found.tensors),
+        tuple((_index(unknowns, n), 0 if isinstance(n, Unknown) else n) for n in found.ints),
+        tuple((_index(unknowns, n), 0.0 if isinstance(n, Unknown) else n) for n in found.floats),
     )
 
 
@@ -145,8 +145,8 @@ def _placeholder(kind: str) -> Any:
     return torch.empty((1,) * int(kind[1:]), dtype=DTYPES[kind[0]], device="cpu")
 
 
-def _index(places: list[Any], value: Any) -> int:
-    return next((place for place, known in enumerate(places) if known is value), -1)
+def _index(unknowns: list[Any], value: Any) -> int:
+    return next((index for index, known in enumerate(unknowns) if known is value), -1)
 
 
 # What an operand of an entry is: an earlier entry's result, a tensor or number that the graph
@@ -173,9 +173,9 @@ class Tape:
         if isinstance(value, Taped):
             return ENTRY, value._entry
         if isinstance(value, Tensor):
-            for place, known in enumerate(self.captured):
+            for index, known in enumerate(self.captured):
                 if known is value:
-                    return CAPTURED, place
+                    return CAPTURED, index
             return self.passed(value)
         if isinstance(value, (list, tuple)):
             return SEVERAL, tuple([self.operand(each) for each in value])
@@ -194,8 +194,8 @@ class Taped:
     requires_grad = False
     __hash__ = object.__hash__
 
-    def __init__(self, tape: Tape, place: int):
-        self._tape, self._entry = tape, place
+    def __init__(self, tape: Tape, index: int):
+        self._tape, self._entry = tape, index
 
     def take_from(self, table: Tensor, indices: Sequence[Any]) -> Taped:
         """What `saccade.masks.take` gives for rows."""
@@ -271,8 +271,8 @@ def traced_in_graph(
         if isinstance(offset, Tensor):
             rows[row] = rows[row] + offset.reshape(())
         elif offset != 0:
-            place = tape.passed(offset)
-            tape.entries.append(("__add__", ((ENTRY, row), place), ()))
+            index = tape.passed(offset)
+            tape.entries.append(("__add__", ((ENTRY, row), index), ()))
             rows[row] = Taped(tape, len(tape.entries) - 1)
     with _Reads(tape):
         answer = function(*rows)
@@ -290,7 +290,7 @@ def _form_of_tape(
     entries: tuple[tuple[Any, ...], ...], answer: int, kinds: tuple[str, ...]
 ) -> Form | None:
     """The form of what was written down; None where masks do not know a function in it."""
-    places = placeholders(kinds)
+    unknowns = placeholders(kinds)
 
     def played(*values: Any) -> Any:
         rows, captured = values[: len(ROWS)], values[len(ROWS) :]
@@ -301,7 +301,7 @@ def _form_of_tape(
         return found[answer]
 
     try:
-        return form_from(*trace(played, captured=places, known=False), places)
+        return form_from(*trace(played, captured=unknowns, known=False), unknowns)
     except TypeError:
         return None
 

@@ -79,8 +79,8 @@ def _joined(op: str, operands: Sequence[tuple[str, int]]) -> tuple[str, int]:
 
 
 def _within(operand: tuple[str, int], binding: int) -> str:
-    text, own = operand
-    return text if own >= binding else f"({text})"
+    text, inner = operand
+    return text if inner >= binding else f"({text})"
 
 
 Self = TypeVar("Self", bound="Modifier")
@@ -158,14 +158,14 @@ class Extents(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What one dimension of a captured tensor must hold.
+    """What a read demands of a captured tensor.
 
     Attributes:
-        tensor: its place among the captured tensors.
+        tensor: the number of its slot.
         label: the argument it came by, whose size is that of the axis or 1; "" for a tensor of a
-            function of one's own, which must be long enough.
+            user's function, which must be long enough.
         axes: for each dimension the axis that it is read along, "" where it is read otherwise.
-        divisors: for each dimension the place of the number of rows that share an entry, or -1.
+        divisors: for each dimension the slot of the number of rows that share an entry, or -1.
         nearest: whether an index outside of it means the nearest entry.
     """
 
@@ -210,18 +210,17 @@ def misfit(key: str, captured: Captured, extents: Extents) -> str | None:
 
 
 def _misfit(need: Need, table: Tensor, captured: Captured, extents: Extents) -> str | None:
-    wanted = [
-        _wanted(axis, divisor, captured, extents)
-        for axis, divisor in zip(need.axes, need.divisors, strict=True)
+    wanted = [getattr(extents, axis) if axis else None for axis in need.axes]
+    for dim, divisor in enumerate(need.divisors):
+        if divisor >= 0 and wanted[dim] is not None:
+            wanted[dim] = -(-wanted[dim] // captured.ints[divisor])
+    longer = [
+        not need.label or (extents.packed and axis in ("query_len", "kv_len")) for axis in need.axes
     ]
-    fits = [
-        want is None
-        or size == want
-        or (size == 1 and need.nearest)
-        or (_may_be_longer(need, axis, extents) and size > want)
-        for size, axis, want in zip(table.shape, need.axes, wanted, strict=True)
-    ]
-    if all(fits):
+    if all(
+        want is None or size == want or (size == 1 and need.nearest) or (may and size > want)
+        for size, want, may in zip(table.shape, wanted, longer, strict=True)
+    ):
         return None
     # Only now, as text of a size makes it a constant to torch.compile.
     sizes = [
@@ -232,18 +231,6 @@ def _misfit(need: Need, table: Tensor, captured: Captured, extents: Extents) -> 
     at_least = "" if need.label else " at least"
     ones = " or 1 there" if need.nearest else ""
     return f"{name}: got shape {tuple(table.shape)}, takes{at_least} [{', '.join(sizes)}]{ones}"
-
-
-def _wanted(axis: str, divisor: int, captured: Captured, extents: Extents) -> int | None:
-    """How many entries a dimension must hold; None: as many as it has."""
-    want = getattr(extents, axis) if axis else None
-    if want is None or divisor < 0:
-        return want
-    return -(-want // captured.ints[divisor])
-
-
-def _may_be_longer(need: Need, axis: str, extents: Extents) -> bool:
-    return not need.label or (extents.packed and axis in ("query_len", "kv_len"))
 
 
 def expanded(key: str, captured: Captured) -> Captured:
@@ -258,7 +245,7 @@ def expanded(key: str, captured: Captured) -> Captured:
 
 
 class ShardRange(NamedTuple):
-    """Which of all batch entries, or of all heads, a part has."""
+    """Which of all batch entries, or of all heads, a shard has."""
 
     start: int
     size: int
@@ -273,41 +260,42 @@ class ShardRange(NamedTuple):
 def restricted(
     key: str, captured: Captured, batch: ShardRange, head: ShardRange
 ) -> tuple[str, Captured]:
-    """The key and captured values by which a part computes what the whole does."""
+    """The key and captured values by which a shard computes what the whole does.
+
+    Its rows are numbered as ever, but its batch entries and heads are some of all. What a captured
+    tensor holds for the others is cut off where it is read at the batch entry or head itself; else
+    the expression reads at the number in the whole, and captures where the shard begins.
+    """
     captured = expanded(key, captured)
-    for variable, part in (("batch", batch), ("head", head)):
-        if part.whole or not any(mentions(parse(key), [variable])):
+    for variable, shard in (("batch", batch), ("head", head)):
+        if shard.whole or not any(mentions(parse(key), [variable])):
             continue
-        places = _cuttable(key, captured, variable, part)
+        cuttable = _cuttable(key, captured, variable, shard)
         tensors = list(captured.tensors)
-        if places is None:
-            for need in needs(key):  # one entry for all is no longer read at 0
-                table = tensors[need.tensor]
-                for dim, axis in enumerate(need.axes):
-                    if need.label and _is_axis(axis, variable) and table.shape[dim] == 1:
-                        table = table.expand(*table.shape[:dim], part.of, *table.shape[dim + 1 :])
-                tensors[need.tensor] = table
-            found = _moved(key, variable)
-            start = Captured((), (part.start,), ())
-            key, captured = found.key, found.captured(captured._replace(tensors=tensors), start)
+        if cuttable is not None:
+            for tensor, dim in cuttable:
+                if tensors[tensor].shape[dim] != 1:
+                    tensors[tensor] = tensors[tensor].narrow(dim, shard.start, shard.size)
+            captured = captured._replace(tensors=tuple(tensors))
             continue
-        for tensor, dim in places:
-            if tensors[tensor].shape[dim] != 1:
-                tensors[tensor] = tensors[tensor].narrow(dim, part.start, part.size)
-        captured = captured._replace(tensors=tuple(tensors))
+        for need in needs(key):  # one entry for all is no longer read at 0
+            table = tensors[need.tensor]
+            for dim, axis in enumerate(need.axes):
+                if need.label and axis == AXES[variable] and table.shape[dim] == 1:
+                    table = table.expand(*table.shape[:dim], shard.of, *table.shape[dim + 1 :])
+            tensors[need.tensor] = table
+        found = _moved(key, variable)
+        start = Captured((), (shard.start,), ())
+        key, captured = found.key, found.captured(captured._replace(tensors=tensors), start)
     return key, captured
 
 
-def _is_axis(axis: str, variable: str) -> bool:
-    return axis == {"batch": "batch", "head": "query_heads"}[variable]
-
-
 def _cuttable(
-    key: str, captured: Captured, variable: str, part: ShardRange
+    key: str, captured: Captured, variable: str, shard: ShardRange
 ) -> set[tuple[int, int]] | None:
     """The tensors and dimensions that are read at the variable; None where it is used otherwise."""
     expression = parse(key)
-    places: set[tuple[int, int]] = set()
+    cuttable: set[tuple[int, int]] = set()
     others: set[tuple[int, int]] = set()
     for step in expression:
         for dim, number in enumerate(step.operands):
@@ -317,18 +305,18 @@ def _cuttable(
                     return None
             elif at:
                 size = captured.tensors[step.slot[1]].shape[dim]
-                if size != part.of and not (size == 1 and step.label):
+                if size != shard.of and not (size == 1 and step.label):
                     return None
-                places.add((step.slot[1], dim))
+                cuttable.add((step.slot[1], dim))
             else:
                 others.add((step.slot[1], dim))
     last = expression[-1].op == variable
-    return None if last or places & others else places
+    return None if last or cuttable & others else cuttable
 
 
 @constant
 def _moved(key: str, variable: str) -> Combination:
-    """The expression with the number of the part's first entry added to a variable."""
+    """The expression with the number of the shard's first entry added to a variable."""
     expression, builder = parse(key), ExpressionBuilder()
     start = builder.add("number", detail=f"i{counts_of(expression)[1]}")
     moved = builder.add("+", builder.add(variable), start)

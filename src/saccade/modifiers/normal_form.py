@@ -1,7 +1,7 @@
 """Normal form: comparisons of rows written in one way, by which masks are recognised.
 
-A row that sees keys up to a place, or from one on, may be written ``q >= k``, ``k - q <= 0`` or
-``q - k < window``. With p for the query's place (query_row, or query_row + shift where rows are
+A row that sees keys up to one of them, or from one on, may be written ``q >= k``, ``k - q <= 0`` or
+``q - k < window``. With p for the query's position (query_row, or query_row + shift where rows are
 aligned at the bottom right), each becomes one of
 
     kv_row <= p        kv_row <= p + n        p - n <= kv_row
@@ -34,7 +34,7 @@ from saccade.modifiers.expression import (
 MOST_TERMS = 64  # of a sum that is looked at
 
 
-class Reach(NamedTuple):
+class RowBound(NamedTuple):
     """A comparison of rows: kv_row <= p + number, or p - number <= kv_row.
 
     upper: which of the two. shifted: whether p is query_row + shift.
@@ -46,7 +46,7 @@ class Reach(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Rows of a call, and how many keys stand before the first query row's own place."""
+    """Rows of a call, and how many keys stand before the first query row's position."""
 
     query_len: int
     kv_len: int
@@ -65,7 +65,7 @@ class RowBuilder(ExpressionBuilder):
         super().__init__()
         self.values: dict[int, int | float] = {}
         self.lengths = lengths
-        self._reaches: dict[int, Reach] = {}
+        self._bounds: dict[int, RowBound] = {}
 
     def number(self, value: int) -> int:
         """The step of a captured number."""
@@ -73,9 +73,9 @@ class RowBuilder(ExpressionBuilder):
 
     def add(self, op: str, *operands: int, detail: str = "") -> int:
         """As the builder's; a comparison of rows turned round by ~ is another one."""
-        if op == "~" and operands[0] in self._reaches:
-            upper, shifted, number = self._reaches[operands[0]]
-            return self._reach(Reach(not upper, shifted, -number - 1))
+        if op == "~" and operands[0] in self._bounds:
+            upper, shifted, number = self._bounds[operands[0]]
+            return self._bound(RowBound(not upper, shifted, -number - 1))
         return super().add(op, *operands, detail=detail)
 
     def compare(self, op: str, left: int, right: int) -> int:
@@ -95,19 +95,19 @@ class RowBuilder(ExpressionBuilder):
         query, key, shift = (names.pop(name, 0) for name in ("query_row", "kv_row", "shift"))
         if names or {query, key} != {1, -1} or shift not in (0, query):
             return self.add(op, left, right)
-        return self._reach(Reach(key == -1, shift != 0, number))
+        return self._bound(RowBound(key == -1, shift != 0, number))
 
     def _sum(self, *parts: tuple[int, int]) -> tuple[dict[str, int], int] | None:
         """A sum as coefficients of variables and a number; None for anything else."""
         names: dict[str, int] = {}
         number, waiting, terms = 0, list(parts), 0
         while waiting:
-            place, factor = waiting.pop()
-            step, terms = self.steps[place], terms + 1
+            term, factor = waiting.pop()
+            step, terms = self.steps[term], terms + 1
             if terms > MOST_TERMS or step.kind != WHOLE:
                 return None
-            if place in self.values:
-                number += factor * int(self.values[place])
+            if term in self.values:
+                number += factor * int(self.values[term])
             elif step.op == "literal":
                 number += factor * int(step.detail)
             elif step.op in ("query_row", "kv_row", "shift"):
@@ -136,57 +136,51 @@ class RowBuilder(ExpressionBuilder):
             most += max(factor * end for end in ends)
         return least, most
 
-    def _reach(self, reach: Reach) -> int:
+    def _bound(self, bound: RowBound) -> int:
         """The step of a comparison of rows."""
-        upper, shifted, number = reach
+        upper, shifted, number = bound
         if self.lengths is not None:
             query_len, kv_len, before = self.lengths
             shift = kv_len - query_len
             number += (shift if upper else -shift) * shifted
             shifted = before == shift
             number -= (shift if upper else -shift) * shifted
-            reach = Reach(upper, shifted, number)
-        step = self._written(reach, None if number == 0 else self.number(number))
-        self._reaches[step] = reach
+            bound = RowBound(upper, shifted, number)
+        step = self._written(bound, None if number == 0 else self.number(number))
+        self._bounds[step] = bound
         return step
 
-    def _written(self, reach: Reach, number: int | None) -> int:
-        place, key = self.add("query_row"), self.add("kv_row")
-        if reach.shifted:
-            place = self.add("+", place, self.add("shift"))
+    def _written(self, bound: RowBound, number: int | None) -> int:
+        query, key = self.add("query_row"), self.add("kv_row")
+        if bound.shifted:
+            query = self.add("+", query, self.add("shift"))
         if number is not None:
-            place = self.add("+" if reach.upper else "-", place, number)
-        return self.add("<=", key, place) if reach.upper else self.add("<=", place, key)
+            query = self.add("+" if bound.upper else "-", query, number)
+        return self.add("<=", key, query) if bound.upper else self.add("<=", query, key)
 
     def joined(self, result: int) -> int:
         """A mask with the tightest of the comparisons that it joins by &, windows first."""
         parts, waiting = [], [result]
         while waiting:
-            place = waiting.pop()
-            if self.steps[place].op == "&":
-                waiting += self.steps[place].operands[::-1]
-            elif place not in parts:
-                parts.append(place)
+            part = waiting.pop()
+            if self.steps[part].op == "&":
+                waiting += self.steps[part].operands[::-1]
+            elif part not in parts:
+                parts.append(part)
         for shifted in (True, False):
-            found = [
-                self._reaches[part]
+            bounds = {
+                part: self._bounds[part]
                 for part in parts
-                if part in self._reaches and self._reaches[part].shifted == shifted
-            ]
-            if len(found) < 2:
-                continue
-            parts = [
-                part
-                for part in parts
-                if part not in self._reaches or self._reaches[part].shifted != shifted
-            ]
-            parts = [*self._tightest(found, shifted), *parts]
-        joined = parts[0] if parts else self.literal(True)
-        for part in parts[1:]:
-            joined = self.add("&", joined, part)
-        return joined
+                if part in self._bounds and self._bounds[part].shifted == shifted
+            }
+            if len(bounds) > 1:
+                others = [part for part in parts if part not in bounds]
+                parts = [*self._tightest([*bounds.values()], shifted), *others]
+        if not parts:
+            return self.literal(True)
+        return functools.reduce(functools.partial(self.add, "&"), parts)
 
-    def _tightest(self, found: list[Reach], shifted: bool) -> list[int]:
+    def _tightest(self, found: list[RowBound], shifted: bool) -> list[int]:
         """One comparison, or the two of a window."""
         ends = {
             upper: min((r.number for r in found if r.upper == upper), default=None)
@@ -197,19 +191,19 @@ class RowBuilder(ExpressionBuilder):
         for upper, number in ends.items():
             if number is not None:
                 named = self.number(number) if both or number else None
-                steps.append(self._written(Reach(upper, shifted, number), named))
+                steps.append(self._written(RowBound(upper, shifted, number), named))
         if len(steps) == 2:
             steps = [self.add("&", *steps)]
         return steps
 
-    def without_offsets(self, table: Tensor, places: list[int]) -> tuple[Tensor, list[int]]:
+    def without_offsets(self, table: Tensor, indices: list[int]) -> tuple[Tensor, list[int]]:
         """A read at rows that start behind the table's first entries, as one of its later part."""
         if self.lengths is None:
-            return table, places
+            return table, indices
         lengths = dict(zip(("query_row", "kv_row"), self.lengths[:2], strict=True))
-        found = list(places)
-        for dim, place in enumerate(places):
-            terms = self._sum((place, 1))
+        found = list(indices)
+        for dim, index in enumerate(indices):
+            terms = self._sum((index, 1))
             if terms is None or terms[1] <= 0 or list(terms[0].values()) != [1]:
                 continue
             (name,), offset = terms[0], terms[1]
@@ -291,12 +285,12 @@ def consists_of(key: str, names: frozenset[str]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def contiguity_of(key: str) -> str | None:
-    """Which stretch of keys the rows see under a mask; None: perhaps it has holes.
+    """Which range of keys the rows see under a mask; None: perhaps it has holes.
 
     What is said holds for classes on whole tiles, too: for one tile of queries, the tiles of keys
     that may hold a visible pair are neighbours, and for one tile of keys the tiles of queries are.
     A verdict on a comparison of rows grows or shrinks with each of them; that on & is the
-    intersection of two stretches; that on | of two prefixes is the longer one.
+    intersection of two ranges; that on | of two prefixes is the longer one.
     """
     if not key:
         return PREFIX

@@ -44,9 +44,9 @@ class Untraceable(TypeError):
 
 def _line_of_user() -> str:
     """Where the traced function stands in its file."""
-    own, torch_itself = str(Path(__file__).parents[1]), str(Path(str(torch.__file__)).parent)
+    package, torch_itself = str(Path(__file__).parents[1]), str(Path(str(torch.__file__)).parent)
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((own, torch_itself)):
+        if not frame.filename.startswith((package, torch_itself)):
             return f", at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
     return ""
 

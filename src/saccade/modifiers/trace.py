@@ -187,21 +187,21 @@ class Trace(RowBuilder):
             letter = letter_of(table)
         except TypeError as error:
             raise Untraceable(str(error)) from None
-        places = [self.constant(index) for index in indices]
-        kinds = {self.steps[place].kind for place in places} - {WHOLE}
+        steps = [self.constant(index) for index in indices]
+        kinds = {self.steps[step].kind for step in steps} - {WHOLE}
         if kinds:
             kind = "real number" if REAL in kinds else TRUTH
             raise Untraceable(
                 f"a captured tensor is read at a {kind}, takes whole numbers and rows"
             )
         label = (self.labels or {}).get(id(table), "")
-        key = (id(table), op, tuple(places))
+        key = (id(table), op, tuple(steps))
         if key not in self._reads:
             self._read.append(table)
-            table, places = self.without_offsets(table, places)
+            table, steps = self.without_offsets(table, steps)
             self.tensors.append(table)
             name = f"t{len(self.tensors) - 1}:{letter}{label and ':' + label}"
-            self._reads[key] = self.add(op, *places, detail=name)
+            self._reads[key] = self.add(op, *steps, detail=name)
         return self.symbol(self._reads[key])
 
     def apply(self, op: str, *operands: Any) -> Symbol:
@@ -210,8 +210,8 @@ class Trace(RowBuilder):
             op, operands = op[1:], operands[::-1]
         if len(operands) != num_operands(op):
             raise Untraceable(f"{op} of {len(operands)} operands, takes {num_operands(op)}")
-        places = [self.constant(operand) for operand in operands]
-        kinds = [self.steps[place].kind for place in places]
+        steps = [self.constant(operand) for operand in operands]
+        kinds = [self.steps[step].kind for step in steps]
         if op in ("&", "|", "^", "~", "<<", ">>"):
             shifts = op in ("<<", ">>")
             if REAL in kinds or (shifts and TRUTH in kinds) or len(set(kinds)) > 1:
@@ -220,12 +220,12 @@ class Trace(RowBuilder):
         if op == "where" and kinds[0] != TRUTH:
             raise Untraceable("where: the condition is a number, takes a truth")
         if op in ("//", "%"):
-            return self.symbol(self._divide(op, *places))
+            return self.symbol(self._divide(op, *steps))
         if op in FUNCTIONS and kinds[0] != REAL:
-            places = [self.add("real", *places)]
+            steps = [self.add("real", *steps)]
         if op in ("<", "<=", ">", ">="):
-            return self.symbol(self.compare(op, *places))
-        return self.symbol(self.add(op, *places))
+            return self.symbol(self.compare(op, *steps))
+        return self.symbol(self.add(op, *steps))
 
     def _divide(self, op: str, dividend: int, divisor: int) -> int:
         """// and %: a divisor that is a number is greater than 0."""

@@ -57,17 +57,17 @@ def function(
     return _text(name, parameters, [*writer.lines, f"return {answer}"])
 
 
-def place_function(
+def offset_function(
     name: str, expression: Expression, slots: list[tuple[str, int]], read: int
 ) -> str:
-    """A device function: the place of the entry that a read takes, in a table of its own sizes and
+    """A device function: the offset of the entry that a read takes, in a table of its own sizes and
     steps, for every pair of a tile."""
     writer = _PairWriter(expression, slots)
     step = expression[read]
     for number in sorted(needed(expression, *step.operands)):
         writer.write(number, expression[number])
-    place = writer.place(step, "table")
-    return _text(name, f"score, {ARGUMENTS}, table", [*writer.lines, f"return {place}"])
+    offset = writer.offset(step, "table")
+    return _text(name, f"score, {ARGUMENTS}, table", [*writer.lines, f"return {offset}"])
 
 
 def _text(name: str, parameters: str, lines: Sequence[str]) -> str:
@@ -97,7 +97,7 @@ class _PairWriter:
     def _code(self, step: Step) -> str:
         if step.op in READS:
             data = f"data[{self.slots.index(step.slot)}]"
-            return _of_dtype(f"read({data}, {self.place(step, data)}, {len(step.operands)})", step)
+            return _of_dtype(f"read({data}, {self.offset(step, data)}, {len(step.operands)})", step)
         op, kinds = step.op, [self.expression[number].kind for number in step.operands]
         if op in ("whole", "real", *FUNCTIONS):
             of = self._operand(step.operands[0], REAL)
@@ -131,14 +131,14 @@ class _PairWriter:
             return f"where({name}, 1, 0)"
         return f"widened({name})" if wide and step.op in READS else name
 
-    def place(self, step: Step, table: str) -> str:
+    def offset(self, step: Step, table: str) -> str:
         """Where the entries of a read lie in a table, in elements."""
         found = "nearest" if step.op == "take" else "entry"
-        places = [
+        offsets = [
             f"{'nearest' if self.natural[number] else found}({self.names[number]}, {table}, {dim})"
             for dim, number in enumerate(step.operands)
         ]
-        return " + ".join(places) or "0"
+        return " + ".join(offsets) or "0"
 
 
 def _applied(op: str, *operands: str) -> str:
@@ -170,7 +170,7 @@ def _literal(value: bool | int | float) -> str:
 
 
 class Dependence(NamedTuple):
-    """What a verdict depends on beside rows: captured tensors by place and dimension; a dimension
+    """What a verdict depends on beside rows: captured tensors by slot and dimension; a dimension
     of -1 means that the number itself is used."""
 
     axis: str

@@ -164,11 +164,11 @@ def test_backward(pair_block, name, nan_safe):
     contributions = backward(rows, variant, at, masked, nan_safe, places)
     for found, exact in zip(contributions[:3], wanted, strict=False):
         torch.testing.assert_close(found, exact.nan_to_num(0), rtol=1e-10, atol=1e-11)
-    assert sorted(taken.place for taken in contributions.taken) == list(places)
+    assert sorted(taken.slot for taken in contributions.taken) == list(places)
     for taken in contributions.taken:
-        total = torch.zeros_like(tables[taken.place])
+        total = torch.zeros_like(tables[taken.slot])
         taken.add_to(total)
-        exact = wanted[len(inputs) + taken.place].nan_to_num(0)
+        exact = wanted[len(inputs) + taken.slot].nan_to_num(0)
         torch.testing.assert_close(total, exact, rtol=1e-10, atol=1e-11)
 
 
@@ -179,7 +179,7 @@ def test_the_bias_is_taken_where_it_is_wanted():
     rows = [output, *inputs, lse, output.sum(-1)]
     assert backward(rows, variant, at, True, False).taken == []
     contributions = backward(rows, variant, at, True, False, (0,))
-    assert [taken.place for taken in contributions.taken] == [0]
+    assert [taken.slot for taken in contributions.taken] == [0]
     assert contributions.taken[0].gradient.shape == (BATCH, HEADS, QUERY_LEN, KV_LEN)
 
 

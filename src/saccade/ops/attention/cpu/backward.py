@@ -163,7 +163,7 @@ def _run(
                     contributions = _plain(dense, rows, part, masked, nan_safe, tables)
                     _add(sums, dense, part, contributions[:3])
                     for taken in contributions.taken:
-                        taken.add_to(tables[taken.place])
+                        taken.add_to(tables[taken.slot])
         return
     found = flash_tile.partial_at(
         dense.variant, pair_block, masked, dense.sizes.kv_tile, dense.query.dtype

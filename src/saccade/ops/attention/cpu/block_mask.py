@@ -80,7 +80,7 @@ class Remembered(Generic[Result]):
 
 QUERY_TILE = 256
 KV_TILE = 128
-# A full stretch this long is worth a call of its own; a shorter one runs with the mask of its
+# A full range this long is worth a call of its own; a shorter one runs with the mask of its
 # neighbours, which costs less than merging one more partial result.
 LONG_RANGE = 1024
 # Key rows under one evaluation of the mask: bounds the memory that a masked run needs.
@@ -257,7 +257,7 @@ def _classify_strips(sizes: TileSizes, mask: str, captured: Captured) -> Iterato
 
 
 def _runs(possible: list[bool], certain: list[bool], tile: int, kv_len: int) -> list[Run]:
-    """Join adjacent tiles into runs: long full stretches apart, the rest under the mask."""
+    """Join adjacent tiles into runs: long full ranges apart, the rest under the mask."""
     runs: list[Run] = []
     for spec, first, last in _full_ranges(possible, certain):
         start, stop = first * tile, min(last * tile, kv_len)
@@ -279,7 +279,7 @@ HIDDEN, PARTIAL, FULL = range(3)
 
 
 def _full_ranges(possible: list[bool], certain: list[bool]) -> Iterator[tuple[int, int, int]]:
-    """(kind, first tile, tile after the last) of each stretch of tiles of one kind."""
+    """(class, first tile, tile after the last) of each range of tiles of one class."""
     first, spec = 0, None
     for index, (some, every) in enumerate(zip(possible, certain, strict=True)):
         this = FULL if every else PARTIAL if some else HIDDEN
@@ -292,7 +292,7 @@ def _full_ranges(possible: list[bool], certain: list[bool]) -> Iterator[tuple[in
 
 
 def _unmask_full_runs(runs: list[Run], certain: list[bool], tile: int) -> list[Run]:
-    """A short full stretch that found no masked neighbour needs no mask after all."""
+    """A short full range that found no masked neighbour needs no mask after all."""
     return [
         run._replace(masked=not all(certain[run.start // tile : -(-run.stop // tile)]))
         for run in runs

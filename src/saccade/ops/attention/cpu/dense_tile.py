@@ -169,7 +169,7 @@ def backward(
     Args:
         lse: of the whole rows, finite (0 where a row sees nothing).
         row_dot: Σ grad_output · output of the whole rows, less the gradient of the lse.
-        wanted: places of the score's captured tensors whose gradients are asked for.
+        wanted: slots of the score's captured tensors whose gradients are asked for.
 
     Source: FlashAttention-2 (Dao 2023), section 3.1.2, algorithm 2.
     """

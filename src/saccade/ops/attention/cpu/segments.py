@@ -106,7 +106,7 @@ def slices_of(dense: DenseProblem, pair_block: PairBlock) -> Slices:
 
 
 def row_tiles(dense: DenseProblem) -> Iterator[tuple[PairBlock, tuple[Run, ...]]]:
-    """Each tile of query rows (a place over all keys) with the runs of keys that it sees."""
+    """Each tile of query rows (a rectangle over all keys) with the runs of keys that it sees."""
     first, everything = dense.sizes.first_batch, whole(dense)
     for group in block_mask.head_groups(dense.sizes, dense.variant):
         batch = (group.batch[0] + first, group.batch[1] + first)

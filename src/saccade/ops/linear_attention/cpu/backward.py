@@ -108,7 +108,7 @@ def _forwards(
 
 
 def _add_decay(leave: Leaving, keys: slice, contributions: Tensor) -> None:
-    """Add shares [batch · state_heads, keys] to the gradient of decay."""
+    """Add contributions [batch · state_heads, keys] to the gradient of decay."""
     assert leave.decay is not None
     into = leave.decay[:, :, keys]
     into += contributions.view(into.shape)
@@ -147,7 +147,7 @@ def _grad_query(
     slope: Tensor | None,
     keys: Keys | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradient of scaled query features, the state's share in it, and −δ."""
+    """The gradient of scaled query features, the state's contribution in it, and −δ."""
     gradient = rows.weighted @ state.kv.mT
     products = None if keys is None else rows.weighted @ keys.value.mT
     until = None if keys is None or keys.decay_factors is None else keys.decay_factors.until_row()
@@ -244,7 +244,8 @@ def _add_beside(
     """Add, in place, what the rows of the same chunk give to keys and values.
 
     Returns:
-        The share of each pair in the result, for the gradient of decay; any number where hidden.
+        The contribution of each pair in the result, for the gradient of decay; any number where
+        hidden.
     """
     key, value, decay_factors = keys
 
@@ -287,8 +288,8 @@ def _write_keys(
 # ---- decay ---------------------------------------------------------------------------------------
 # What flows over each key from the keys before it to the rows that see it.
 #
-# The gradient of decay_t is the sum of the shares in the result of all pairs of a key before t and
-# a row that sees key t. All that rows take from there on, less what keys from there on give, would
+# The gradient of decay_t sums what all pairs of a key before t and a row that sees key t contribute
+# to the result. All that rows take from there on, less what keys from there on give, would
 # be the same number; but of a strong decay little flows over a key, and a difference of large sums
 # would leave of it no more than their rounding errors. So only what crosses is added up: pairs
 # within a chunk, what its rows take from the state, what its keys give to later rows, and the
@@ -313,7 +314,8 @@ def beyond(state: ChunkState, keys: Keys, later: ChunkState, grad_key: Tensor) -
 def within(pairs: Tensor, group: int) -> Tensor:
     """What rows take from keys of their own chunk: [count, keys].
 
-    pairs: each one's share in the result, [count, group · rows, keys]; any number where hidden.
+    pairs: each one's contribution in the result, [count, group · rows, keys]; any number where
+    hidden.
     """
     pairs = pairs.unflatten(1, (group, -1)).tril()
     return _sum_before(pairs).tril().sum((1, 2), dtype=torch.float64)
@@ -322,7 +324,7 @@ def within(pairs: Tensor, group: int) -> Tensor:
 def from_state(dots: Tensor, group: int) -> Tensor:
     """What rows of a chunk take from the state before it: [count, keys].
 
-    dots: each row's share in the result, [count, group · rows].
+    dots: each row's contribution in the result, [count, group · rows].
     """
     of_rows = dots.unflatten(1, (group, -1)).sum(1)
     return of_rows.flip(-1).cumsum(-1).flip(-1)

@@ -63,7 +63,7 @@ def steps_of(query_len: int, kv_len: int, variant: LinearVariant, chunk: int) ->
 
 
 def _cut(start: int, stop: int, chunk: int) -> list[slice]:
-    """A stretch of rows in chunks."""
+    """A range of rows in chunks."""
     return [slice(at, min(at + chunk, stop)) for at in range(start, stop, chunk)]
 
 

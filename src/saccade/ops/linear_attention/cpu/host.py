@@ -135,21 +135,21 @@ def _states(
     kv: Tensor, key_sum: Tensor, state_index: Tensor | None, wide: torch.dtype
 ) -> Iterator[tuple[slice, ChunkState]]:
     """The states of a step, and which heads they are of, counted through the batch."""
-    places: list[Any] = [slice(None)]
+    selections: list[Any] = [slice(None)]
     if state_index is not None and kv[0].numel() < LARGE_STATE:
-        places = [state_index]  # an index copies
+        selections = [state_index]  # an index copies
     elif state_index is not None:
-        places = [slice(entry, entry + 1) for entry in state_index.tolist()]
+        selections = [slice(entry, entry + 1) for entry in state_index.tolist()]
     first = 0
-    for where in places:
-        stored = kv[where], key_sum[where]
+    for selection in selections:
+        stored = kv[selection], key_sum[selection]
         sums = [each.to(wide).contiguous() for each in stored]
         heads = slice(first, first + sums[0].shape[0] * sums[0].shape[1])
         yield heads, ChunkState(sums[0].flatten(0, 1), sums[1].flatten(0, 1))
         first = heads.stop
         for pool, found, before in zip((kv, key_sum), sums, stored, strict=True):
-            if found is not before or isinstance(where, Tensor):
-                pool[where] = found.to(pool.dtype)
+            if found is not before or isinstance(selection, Tensor):
+                pool[selection] = found.to(pool.dtype)
 
 
 def _decay_gradient(inputs: LinearInputs, decay: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class PageReader(NamedTuple):
         return PageReader(inputs, numbers, [*ends, len(numbers) * size], dtype, fixed, scratch)
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Cut a stretch of rows into views as long as they come, and copies."""
+        """Cut a range of rows into views as long as they come, and copies."""
         viewable = not self.fixed and self.inputs.key_pages.dtype == self.dtype
         while start < stop:
             run_end = self.run_ends[bisect.bisect_right(self.run_ends, start)]
