@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import Extent, mask_argument, score_argument, view
 from saccade.gpu.launcher import itself
 from saccade.gpu.tensor_view import num_rows
@@ -100,9 +101,9 @@ def classify_all(
 
 
 def classified_by_kernel(
-    mask: Any, shape: tuple[int, ...], tiles: tuple[int, int], over_keys: bool
+    mask: Any, shape: tuple[int, ...], tiles: tuple[int, int], over_keys: bool, coarse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The classes of a kernel, laid out as `reduced`."""
+    """The classes of a kernel, laid out as `reduced`; coarse: by the function for whole ranges."""
     captured = expanded(mask.key, mask.captured)
     variant = Variant(mask.key, "", captured, NOTHING, 1.0, 0.0)
     sides = [Extent(shape[0], length, shape[1], False) for length in shape[2:]]
@@ -112,9 +113,12 @@ def classified_by_kernel(
     counts = -(-here.length // tile), -(-other.length // other_tile)
     verdicts = torch.full((*shape[:2], *counts), -1, dtype=torch.int8)
     views = [view(itself, None, (0, 0, 0), side, None) for side in (here, other)]
+    argument = mask_argument(variant, itself)
+    if coarse:
+        argument = argument._replace(classify=mask_functions(mask.key).coarse_classify)
     kernel: Any = classify_all
     kernel[(here.programs(tile),)](
-        *views, mask_argument(variant, itself), verdicts, (shape[1], *counts),
+        *views, argument, verdicts, (shape[1], *counts),
         tile, other_tile, over_keys, triton.next_power_of_2(counts[1]),
     )  # fmt: skip
     verdicts = verdicts if over_keys else verdicts.mT

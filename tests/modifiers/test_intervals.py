@@ -17,7 +17,9 @@ from written_functions import SHAPE as WRITTEN
 from saccade import masks
 from saccade.masks import Mask, as_mask
 from saccade.modifiers import evaluate, intervals
+from saccade.modifiers.expression import parse, slots
 from saccade.modifiers.intervals import rows
+from saccade.modifiers.triton_source import judging_function
 from saccade.testing import make_case
 
 in_interpreter = pytest.mark.skipif(
@@ -83,12 +85,14 @@ def test_random_masks_are_the_same_in_kernels(program, align):
         assert torch.equal(mask_of_kernel(mask, SHAPE), visible(mask))
 
 
-def check_alike(mask: Mask, tiles: tuple[int, int], over_keys: bool, seen: Tensor) -> None:
+def check_alike(
+    mask: Mask, tiles: tuple[int, int], over_keys: bool, seen: Tensor, coarse: bool = False
+) -> None:
     """Kernels classify as intervals on tensors do, and never wrongly. Tiles that the lengths cut
     short are never certain in kernels; reads that no row of a tile bounds say "perhaps" there."""
-    by_kernel = classified_by_kernel(mask, SHAPE, tiles, over_keys)
+    by_kernel = classified_by_kernel(mask, SHAPE, tiles, over_keys, coarse)
     check_sound(by_kernel, seen, tiles)
-    possible, certain = classified(mask, tiles, most_spans=2)
+    possible, certain = classified(mask, tiles, most_spans=1 if coarse else 2)
     queries, keys = (
         torch.arange(1, count + 1) * tile <= length
         for count, tile, length in zip(possible.shape[2:], tiles, SHAPE[2:], strict=True)
@@ -104,11 +108,11 @@ def check_alike(mask: Mask, tiles: tuple[int, int], over_keys: bool, seen: Tenso
 
 @in_interpreter
 @settings(often, max_examples=100)
-@given(programs, aligned, st.sampled_from([(4, 4), (2, 8), (8, 1)]), st.booleans())
-def test_random_masks_are_classified_alike_by_kernels(program, align, tiles, over_keys):
+@given(programs, aligned, st.sampled_from([(4, 4), (2, 8), (8, 1)]), st.booleans(), st.booleans())
+def test_random_masks_are_classified_alike_by_kernels(program, align, tiles, over_keys, coarse):
     mask = made_or_refused(program, align)
     if mask is not None:
-        check_alike(mask, tiles, over_keys, visible(mask))
+        check_alike(mask, tiles, over_keys, visible(mask), coarse)
 
 
 # ---- what was classified wrongly once, or could be -----------------------------------------------
@@ -119,6 +123,8 @@ truths = torch.arange(18) % 5 < 2
 most = torch.full((18,), 2**31 - 1, dtype=torch.int32)
 least = torch.tensor([3, -(2**31), 5] * 6, dtype=torch.int32)
 least_of_all = torch.tensor([3, -(2**63), 5] * 6)
+cube = (torch.arange(18 * 18 * 3) % 97 < 60).view(18, 18, 3)
+square = cube[..., 0].triu(-4)
 narrow = torch.tensor([3, -128, 127] * 6, dtype=torch.int8)
 unsigned = torch.tensor([3, 255, 128] * 6, dtype=torch.uint8)
 BILLION, HUGE, LEAST = 10**9, 2**31 - 5, -(2**31)
@@ -157,6 +163,8 @@ SUBTLE: dict[str, Any] = {
     "entries that count from the end": lambda b, h, q, k: truths[k - 7] & (narrow[q - 13] < 9),
     "entries of rows of the batch": lambda b, h, q, k: truths[k * 0 + b * 5 + q] | (k < 2),
     "entries from each batch's first": lambda b, h, q, k: most[q + least[b] % 4] > least[k + b - 9],
+    "entries along rows twice": lambda b, h, q, k: square[q, k] | square[q, q - 3],
+    "entries along three dimensions": lambda b, h, q, k: cube[q, k, q.clamp(max=2)] & (k > 3),
     "entries of batches": lambda b, h, q, k: (unsigned[b + 4 * h] * 2 - q) % 3 < narrow[b] // 2 + k,
     "bits of rows": lambda b, h, q, k: (k ^ 1) == q,
     "truth that nothing bounds": lambda b, h, q, k: truths[(q * k) % 18] & truths[k],
@@ -179,6 +187,10 @@ def test_subtle_masks_are_never_classified_wrongly(name):
     assert torch.equal(mask_of_kernel(mask, SHAPE), seen)
     check_alike(mask, (4, 4), True, seen)
     check_alike(mask, (2, 8), False, seen)
+    check_alike(mask, (4, 4), True, seen, coarse=True)
+    for most in (0, 1, 2):
+        text = judging_function("classify", parse(mask.key), slots(mask.key), most)
+        assert text.spans_read <= most
 
 
 def test_a_table_without_entries_is_classified():
