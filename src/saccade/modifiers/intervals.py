@@ -243,8 +243,7 @@ class IntervalRules(ABC):
         for number, value in zip(numbers, operands, strict=True):
             if isinstance(value, Truth):  # True counts as 1
                 one, zero = self.literal(1), self.literal(0)
-                ends = [self.op("where", end, one, zero) for end in (value.certain, value.possible)]
-                value = Span(*ends)
+                value = Span(*(self.op("where", end, one, zero) for end in value[::-1]))
             if value is not None and kind == REAL and self.expression[number].kind != REAL:
                 value = self._each("real", value)._replace(rows="")
             found.append(value)

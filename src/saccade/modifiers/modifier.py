@@ -212,8 +212,9 @@ def misfit(key: str, captured: Captured, extents: Extents) -> str | None:
 def _misfit(need: Need, table: Tensor, captured: Captured, extents: Extents) -> str | None:
     wanted = [getattr(extents, axis) if axis else None for axis in need.axes]
     for dim, divisor in enumerate(need.divisors):
-        if divisor >= 0 and wanted[dim] is not None:
-            wanted[dim] = -(-wanted[dim] // captured.ints[divisor])
+        want = wanted[dim]
+        if divisor >= 0 and want is not None:
+            wanted[dim] = -(-want // captured.ints[divisor])
     longer = [
         not need.label or (extents.packed and axis in ("query_len", "kv_len")) for axis in need.axes
     ]
