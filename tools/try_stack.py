@@ -28,11 +28,11 @@ ALL = "all"
 
 # A minute or two of two cores, for what a new torch or Triton has broken so far.
 SAMPLE: tuple[str, ...] = (
-    "tests/gpu/test_fast_launch.py",
-    "tests/gpu/test_dropout.py",
-    "tests/gpu/test_triton_internals.py",
-    "tests/gpu/test_device_ops.py",
     "tests/gpu/test_launcher.py",
+    "tests/gpu/test_dropout.py",
+    "tests/gpu/test_machine_code.py",
+    "tests/gpu/test_device_ops.py",
+    "tests/gpu/test_signature.py",
     "tests/ops/linear_attention/triton/test_passes.py",
     "tests/ops/attention/triton/test_one_loop.py",
     "tests/integrations/test_sdpa_stand_in.py",

@@ -12,48 +12,44 @@ import pytest
 pytest.importorskip("triton")
 import triton
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 
-from saccade.gpu import compiler_workarounds
-from saccade.gpu.launcher import Launch
-
-
-class Driver:
-    """Stands in for a driver of Triton's, which needs a GPU."""
-
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-
-    def get_current_target(self) -> Driver:
-        return self
+from saccade.gpu import compiler_workarounds, machine_code
+from saccade.gpu.signature import Arguments
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, version: str, backend: str) -> None:
-    """A Triton of some version on a GPU of some make."""
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
+CUDA, HIP = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """A Triton of some version."""
     table, known = compiler_workarounds.BY_VERSION, version.rpartition(".")[0]
     monkeypatch.setattr(
         compiler_workarounds, "INSTALLED", table.get(known, compiler_workarounds.NONE)
     )
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(backend), raising=False)
 
 
 @pytest.mark.parametrize(
-    ("version", "backend", "told"),
+    ("version", "target", "told"),
     [
-        ("3.6.0", "cuda", None),
-        ("3.7.1", "cuda", "--regAllocOptLevel=5"),
-        ("3.9.0", "cuda", "--regAllocOptLevel=5"),
-        ("3.9.0", "hip", None),  # its options have no such name
-        ("9.9.0", "cuda", None),  # nothing is known of what it tells ptxas
+        ("3.6.0", CUDA, None),
+        ("3.7.1", CUDA, "--regAllocOptLevel=5"),
+        ("3.9.0", CUDA, "--regAllocOptLevel=5"),
+        ("3.9.0", HIP, None),  # its options have no such name
+        ("9.9.0", CUDA, None),  # nothing is known of what it tells ptxas
     ],
 )
 @pytest.mark.parametrize("users", [None, "-O2 --regAllocOptLevel=3"])
 def test_registers_are_allocated_by_the_level_of_ptxas(
-    monkeypatch: pytest.MonkeyPatch, version: str, backend: str, told: str | None, users: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    target: GPUTarget,
+    told: str | None,
+    users: str | None,
 ) -> None:
-    pretend(monkeypatch, version, backend)
+    pretend(monkeypatch, version)
     monkeypatch.setattr(knobs.nvidia, "ptxas_options", users)
-    options = Launch(object(), {}, {"num_warps": 4}).options
+    options = compiler_workarounds.options(target)
     expected = None if told is None else " ".join(filter(None, (told, users)))
     assert options.get("ptx_options") == expected
 
@@ -69,40 +65,54 @@ def test_the_table_says_what_the_installed_triton_does() -> None:
 
 
 class Kernel:
-    """Stands in for a kernel: its compilation notes which hook stands, and runs it."""
+    """Stands in for a kernel without arguments."""
 
-    def __init__(self) -> None:
-        self.hooks: list[Any] = []
+    arg_names = ()
 
-    def warmup(self, *arguments: Any, **more: Any) -> None:
-        self.hooks.append(knobs.runtime.add_stages_inspection_hook)
+    def is_gluon(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The hook that stood in each compilation."""
+    found: list[Any] = []
+
+    def compile_it(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
+        found.append(knobs.runtime.add_stages_inspection_hook)
+
+    monkeypatch.setattr(triton, "compile", compile_it)
+    monkeypatch.setattr(machine_code, "ASTSource", lambda *given: None)
+    return found
+
+
+def compile_one() -> None:
+    machine_code.compiled(Kernel(), Arguments([], []), {}, CUDA)
 
 
 @pytest.mark.parametrize(
     ("version", "there"), [("3.6.0", False), ("3.8.0", False), ("3.9.0", True)]
 )
 def test_a_kernel_is_compiled_under_the_hook_and_nothing_else_is(
-    monkeypatch: pytest.MonkeyPatch, version: str, there: bool
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Any], version: str, there: bool
 ) -> None:
-    pretend(monkeypatch, version, "cuda")
-    kernel = Kernel()
-    Launch(kernel, {}, {}).compile(())
-    assert kernel.hooks == [compiler_workarounds._pipeline if there else None]
+    pretend(monkeypatch, version)
+    compile_one()
+    assert hooks == [compiler_workarounds._pipeline if there else None]
     assert knobs.runtime.add_stages_inspection_hook is None
 
 
-def test_a_users_own_hook_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "3.9.0", "cuda")
+def test_a_users_own_hook_stays(monkeypatch: pytest.MonkeyPatch, hooks: list[Any]) -> None:
+    pretend(monkeypatch, "3.9.0")
     own = object()
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", own)
-    kernel = Kernel()
-    Launch(kernel, {}, {}).compile(())
-    assert kernel.hooks == [own] and knobs.runtime.add_stages_inspection_hook is own
+    compile_one()
+    assert hooks == [own] and knobs.runtime.add_stages_inspection_hook is own
 
 
 def test_a_failure_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "3.9.0", "cuda")
-    with pytest.raises(ZeroDivisionError), compiler_workarounds.applied():
+    pretend(monkeypatch, "3.9.0")
+    with pytest.raises(ZeroDivisionError), compiler_workarounds.applied(CUDA):
         _ = 1 // 0
     assert knobs.runtime.add_stages_inspection_hook is None
 
@@ -142,18 +152,18 @@ def test_the_hook_turns_vectors_off_for_the_stage_alone(monkeypatch: pytest.Monk
 
 
 def test_two_threads_compile_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "3.9.0", "cuda")
+    pretend(monkeypatch, "3.9.0")
     inside, most = [], []
 
-    def compile_one() -> None:
+    def compile_some() -> None:
         for _ in range(50):
-            with compiler_workarounds.applied():
+            with compiler_workarounds.applied(CUDA):
                 inside.append(1)
                 time.sleep(1e-4)  # for the others to come
                 most.append(len(inside))
                 inside.pop()
 
-    threads = [threading.Thread(target=compile_one) for _ in range(4)]
+    threads = [threading.Thread(target=compile_some) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

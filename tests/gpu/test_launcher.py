@@ -1,5 +1,14 @@
-"""Prepared launches: later calls fill new addresses into the arguments of the first one."""
+"""Prepared launches: later calls write other addresses among the parameters of the first one.
 
+A variant that notes what it is started with stands in for machine code.
+"""
+
+from __future__ import annotations
+
+import gc
+import struct
+import weakref
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -7,13 +16,47 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from saccade.gpu import launcher, planning
-from saccade.gpu.fast_launch import PROGRAMS, STREAM, Addresses
+from saccade.gpu import driver, launcher, machine_code, planning
+from saccade.gpu.hopper.descriptors import Box, descriptor
 from saccade.gpu.launcher import Launch
+from saccade.gpu.signature import Arguments, Stride
 from saccade.ops.attention.triton import call_spec, gradients
 from saccade.ops.attention.triton import host as attention_host
 from saccade.runtime import call_cache
 from saccade.testing import make_case
+
+MAP_KIND = driver.TensorMapKind(3, 2, 9, (1, 1, 64, 64))
+
+
+class NotingVariant(machine_code.Variant):
+    """Machine code that notes its parameters instead of running."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.by_triton, self.name, self.device = "", "noting", 0
+        self.started: list[tuple[Any, ...]] = []
+        formats = machine_code.formats_of(arguments)
+        self.maps = [MAP_KIND] * formats.count(machine_code.MAP)
+        self._lay_out(formats, list(map(struct.calcsize, formats)))
+
+    def launch(self, programs: int, stream: int) -> None:
+        self.started.append((programs, stream, *self.format.unpack(self.memory)))
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Addresses for which a TMA descriptor was made."""
+    found: list[int] = []
+
+    def encode(kind: Any, address: int, shape: Any, strides: Any) -> bytes:
+        found.append(address)
+        return map_of(address, shape, strides)
+
+    monkeypatch.setattr(driver, "tensor_map", encode)
+    return found
+
+
+def map_of(address: int, shape: Any, strides: Any) -> bytes:
+    return struct.pack("Q4q4q", address, *shape, *strides).ljust(128, b"\0")
 
 
 class Row(NamedTuple):
@@ -21,98 +64,254 @@ class Row(NamedTuple):
     stride: int
 
 
-def made(pointer: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
+def made(tensors: list[Tensor]) -> tuple[Any, ...]:
     first, second, third = tensors
-    return Row(pointer(first), 7), None, (("a", Row(pointer(second), 9)), 1.5), pointer(third)
+    return Row(first, 7), None, (("a", Row(second, 2**40)), 1.5, Stride(-3)), third
 
 
 def three() -> list[Tensor]:
     return [torch.zeros(16) for _ in range(3)]
 
 
-def starter(tensors: list[Tensor], arguments: Any = made) -> tuple[Any, list[Any], bool]:
-    """What starts such calls, what it started, and whether it may do so again."""
-    positions, started = Addresses(tensors), []
-    given = arguments(positions, tensors)
-    start = positions.function(lambda *call: started.append(call), (PROGRAMS, STREAM, *given))
-    return start, started, positions.complete
+def start_of(
+    tensors: list[Tensor], make: Any = made
+) -> tuple[launcher.Start, list[tuple[Any, ...]]]:
+    """What starts such calls, and what it started."""
+    arguments = Arguments(make(tensors), [64])
+    variant = NotingVariant(arguments)
+    return launcher.Start(variant, arguments, tensors), variant.started
 
 
-def test_new_addresses_take_the_places_of_old_ones():
-    start, started, complete = starter(three())
-    assert complete
-    again = three()
-    assert start(5, 77, *again)
-    assert started == [(5, 77, *made(Tensor.data_ptr, again))]
+def parameters(tensors: list[Tensor]) -> tuple[Any, ...]:
+    first, second, third = map(Tensor.data_ptr, tensors)
+    return first, 7, second, 2**40, 1.5, -3, third, 0, 0
 
 
-def test_addresses_that_are_not_aligned_do_not_fit():
-    start, started, _ = starter(three())
+def test_other_addresses_take_the_places_of_those_before() -> None:
+    start, started = start_of(three())
+    for programs in (5, 6):
+        tensors = three()
+        assert start(programs, 77, tensors)
+        assert started[-1] == (programs, 77, *parameters(tensors))
+    assert start.complete
+
+
+def test_addresses_that_are_not_aligned_do_not_fit() -> None:
+    start, started = start_of(three())
     first, _, third = three()
-    assert not start(5, 77, first, torch.zeros(17)[1:], third)
+    assert not start(5, 77, [first, torch.zeros(17)[1:], third])
     assert not started
 
 
-def test_tensors_that_were_one_must_be_one_again():
+def test_a_tensor_that_was_not_aligned_may_be_again() -> None:
+    first, _, third = three()
+    start, started = start_of([first, torch.zeros(17)[1:], third])
+    for second in (torch.zeros(17)[1:], torch.zeros(16)):
+        assert start(5, 77, [first, second, third])
+        assert started[-1][2:] == parameters([first, second, third])
+
+
+def test_tensors_that_were_one_must_be_one_again() -> None:
     first, second, third = three()
-    start, started, _ = starter([first, second, first])
-    again = [second, third, second]
-    assert start(5, 77, *again)
-    assert started == [(5, 77, *made(Tensor.data_ptr, again))]
-    assert not start(5, 77, first, second, third)
+    start, started = start_of([first, second, first])
+    tensors = [second, third, second]
+    assert start(5, 77, tensors)
+    assert started == [(5, 77, *parameters(tensors))]
+    assert not start(5, 77, [first, second, third])
     assert len(started) == 1
 
 
-def test_an_address_without_a_place_serves_one_call_only():
-    tensors, other = three(), torch.zeros(16)
-    *_, complete = starter(tensors, lambda pointer, given: (*made(pointer, given), pointer(other)))
-    assert not complete
+def test_an_address_of_no_tensor_of_the_call_serves_one_call_only() -> None:
+    other = torch.zeros(16)
+    start, started = start_of(three(), lambda tensors: (*made(tensors), other))
+    assert not start.complete
+    assert start(5, 77, three())
+    assert started[0][-3] == other.data_ptr()
 
 
-def test_numbers_come_back_as_they_were():
-    numbers = (0, -1, 2**40, True, None, 0.1, float("inf"), "text", torch.float32, (1, (2.5,)))
-    start, started, _ = starter(three(), lambda pointer, given: (pointer(given[0]), numbers))
-    again = three()
-    start(1, 0, *again)
-    assert started == [(1, 0, again[0].data_ptr(), numbers)]
-    assert [type(number) for number in started[0][3]] == [type(number) for number in numbers]
+def test_tensors_are_not_kept_alive() -> None:
+    tensors = three()
+    start, _ = start_of(tensors)
+    alive = list(map(weakref.ref, tensors))
+    del tensors
+    gc.collect()
+    assert [one() for one in alive] == [None] * 3 and start.complete
+
+
+# ---- descriptors for TMA ------------------------------------------------------------------------
+
+SHAPE = (1, 2, 64, 64)
+
+
+def moved(tensors: list[Tensor]) -> tuple[Any, ...]:
+    query, key, rows = tensors
+    boxes = [Box.of(tensor, False, 64, 64) for tensor in (query, key)]
+    described = (
+        descriptor(launcher.itself, t, box) for t, box in zip((query, key), boxes, strict=True)
+    )
+    return *described, Row(rows, 7)
+
+
+def moved_tensors(shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(SHAPE).bfloat16(), *three()[:1]]
+
+
+def described(tensor: Tensor) -> tuple[Any, ...]:
+    _, _, strides, *_ = descriptor(launcher.itself, tensor, Box.of(tensor, False, 64, 64))
+    return map_of(tensor.data_ptr(), tensor.shape, strides), *tensor.shape, *strides
+
+
+def test_a_descriptor_is_made_once_for_an_address(encoded: list[int]) -> None:
+    tensors = moved_tensors()
+    start, started = start_of(tensors, moved)
+    for _ in range(3):
+        assert start(5, 77, tensors)
+    query, key, rows = tensors
+    wanted = (*described(query), *described(key), rows.data_ptr(), 7, 0, 0)
+    assert started == [(5, 77, *wanted)] * 3
+    assert encoded == [query.data_ptr(), key.data_ptr()]
+
+
+def test_another_tensor_at_the_address_of_a_freed_one_has_its_descriptor(
+    encoded: list[int],
+) -> None:
+    query, key, rows = moved_tensors()
+    memory = torch.zeros(2, *SHAPE, dtype=torch.bfloat16)
+    start, started = start_of([query, key, rows], moved)
+    first = memory[1]
+    start(5, 77, [first, key, rows])
+    del first
+    gc.collect()
+    start(5, 77, [memory[1], key, rows])
+    assert started[0] == started[1]
+    assert encoded.count(memory[1].data_ptr()) == 1
+
+
+def test_calls_unlike_one_another_do_not_share_descriptors_of_an_address(
+    encoded: list[int],
+) -> None:
+    key, rows, memory = *moved_tensors()[1:], torch.zeros(SHAPE, dtype=torch.bfloat16)
+    for shape in ((1, 2, 64, 64), (1, 1, 128, 64), (1, 4, 32, 64)):
+        query = memory.view(shape)
+        start, started = start_of([query, key, rows], moved)
+        start(5, 77, [query, key, rows])
+        assert started[-1][2:11] == described(query)
+
+
+def test_descriptors_take_bounded_memory(
+    encoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "MOST_MAPS", 3)
+    _, key, rows = moved_tensors()
+    many = list(torch.zeros(8, *SHAPE, dtype=torch.bfloat16))
+    start, started = start_of([many[0], key, rows], moved)
+    for query in (*many, *many):
+        start(5, 77, [query, key, rows])
+        assert started[-1][2:11] == described(query)
+        assert all(len(maps) <= 3 for _, _, maps in start.maps)
+
+
+# ---- starting -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One GPU is pretended, with the current device, which is 0, in a list."""
+    current = [0]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda n: 100 + n, raising=False)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
+    return current
+
+
+def test_launches_of_two_devices_are_each_started_on_their_own(
+    on_gpu: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prepared on one device, a Launch is not started while another one is current."""
+    entered: list[int] = []
+
+    class Entered:
+        def __init__(self, device: int) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+            self.before, on_gpu[0] = on_gpu[0], self.device
+
+        def __exit__(self, *error: Any) -> None:
+            on_gpu[0] = self.before
+
+    variants: dict[int, NotingVariant] = {}
+
+    def variant(kernel: Any, arguments: Arguments, options: Any, device: int) -> NotingVariant:
+        assert on_gpu[0] == device
+        return variants.setdefault(device, NotingVariant(arguments))
+
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    monkeypatch.setattr(machine_code, "variant", variant)
+    kernel = SimpleNamespace(arg_names=["a", "b", "c", "d", "SIZE"])
+    launches = [Launch(kernel, {"SIZE": 64}, {}) for _ in range(2)]
+    for _ in range(2):
+        for device in (0, 1):
+            tensors = three()
+            launches[device](3, device, tensors, lambda pointer, t=tensors: made(t))
+            assert variants[device].started[-1] == (3, 100 + device, *parameters(tensors))
+    assert entered == [1, 1]
+
+
+def test_a_kernel_that_wants_more_is_started_by_triton(
+    on_gpu: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    class Compiled:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *values, stream: started.append((grid, stream, values))
+
+    variant = SimpleNamespace(by_triton="it wants scratch memory", compiled=Compiled())
+    monkeypatch.setattr(machine_code, "variant", lambda *given: variant)
+    launch = Launch(SimpleNamespace(arg_names=["a", "b", "c", "d", "SIZE"]), {"SIZE": 64}, {})
+    for _ in range(2):
+        tensors = three()
+        launch(3, 0, tensors, lambda pointer, t=tensors: made(t))
+        grid, stream, values = started[-1]
+        assert (grid, stream) == ((3, 1, 1), 100)
+        assert values == (*made(tensors), 64)
+        assert type(values[2][2]) is int
+    assert launch.start is None
 
 
 # ---- the library's own launches -----------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
-    return tuple(map(plain, value)) if isinstance(value, tuple) else value
-
-
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels that would have been started, each checked against arguments made anew."""
     started: list[str] = []
-    handed: list[Any] = []
+    variants: dict[Any, NotingVariant] = {}
+
+    def variant(kernel: Any, arguments: Arguments, options: Any, device: int) -> NotingVariant:
+        key = (id(kernel), arguments.key)
+        return variants.setdefault(key, NotingVariant(arguments))
 
     def call(self: Launch, programs: int, device: Any, tensors: Any, arguments: Any) -> None:
-        handed.clear()
         if not again(self, programs, device, tensors):
             real(self, programs, device, tensors, arguments)
         if programs:
-            given = arguments(Tensor.data_ptr)
-            names = self.kernel.arg_names[len(given) :]
-            wanted = (*given, *(self.constants[name] for name in names))
-            assert plain(handed) == plain([wanted]), self.kernel.__name__
+            wanted = self.arguments(arguments(launcher.itself))
+            noting = variants[id(self.kernel), wanted.key]
+            values = [
+                value.data_ptr() if isinstance(value, Tensor) else value
+                for _, value in wanted.parameters
+            ]
+            bits = noting.format.pack(*values, 0, 0)
+            assert noting.started[-1] == (programs, 100, *noting.format.unpack(bits))
             started.append(self.kernel.__name__)
-
-    def call_of(compiled: Any, arguments: tuple[Any, ...]) -> Any:
-        return (lambda *given: handed.append(given)), arguments
 
     real, again = Launch.__call__, Launch.relaunch
     for module in (launcher, call_spec, planning):
         monkeypatch.setattr(module, "current_device", lambda tensor: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(launcher, "INTERPRETED", False)
-    monkeypatch.setattr(launcher, "call_of", call_of)
-    monkeypatch.setattr(Launch, "compile", lambda self, arguments: "compiled")
+    monkeypatch.setattr(machine_code, "variant", variant)
     monkeypatch.setattr(Launch, "__call__", call)
     monkeypatch.setattr(Launch, "relaunch", lambda *given: False)  # asked by `call`, which looks on
     for module, memory in (

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import triton
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 
 
 class Workarounds(NamedTuple):
@@ -45,31 +46,28 @@ PIPELINE = "saccade: scalars stay scalars"  # what Triton knows kernels by that 
 _LOCK = threading.RLock()
 
 
-def needed() -> Workarounds:
-    """What this Triton needs for the active device; nothing for its interpreter."""
-    if INSTALLED == NONE or knobs.runtime.interpret:
-        return NONE
-    device: Any = triton.runtime.driver.active
-    return INSTALLED if device.get_current_target().backend == "cuda" else NONE
+def needed(target: GPUTarget) -> Workarounds:
+    """What this Triton needs for a target."""
+    return INSTALLED if target.backend == "cuda" else NONE
 
 
-def options() -> dict[str, str]:
+def options(target: GPUTarget) -> dict[str, str]:
     """Options for every kernel: none by most versions.
 
     What a user has ptxas told (PTXAS_OPTIONS) stands behind ours, and so holds.
     """
-    if not needed().register_level:
+    if not needed(target).register_level:
         return {}
     return {"ptx_options": " ".join(filter(None, (OWN_LEVEL, knobs.nvidia.ptxas_options)))}
 
 
 @contextmanager
-def applied() -> Iterator[None]:
+def applied(target: GPUTarget) -> Iterator[None]:
     """Compile kernels without vectors meanwhile, unless a user's own hook stands there.
 
     The hook is the whole process's, so one thread compiles at a time.
     """
-    if not needed().vectors:
+    if not needed(target).vectors:
         yield
         return
     with _LOCK:

@@ -16,6 +16,7 @@ from saccade.gpu import packing, tensor_view, tile_ranges
 from saccade.gpu.compose import mask_functions, score_functions
 from saccade.gpu.launcher import Pointer
 from saccade.gpu.rules import Dropout, Rules, Score, one, unchanged
+from saccade.gpu.signature import Stride
 from saccade.gpu.tensor_view import View, encoded
 from saccade.gpu.tile_ranges import Mask
 from saccade.modifiers.expression import Captured, slots
@@ -87,7 +88,10 @@ def view(
     find: what a program works on, where sequences are packed.
     """
     address: Any = None if tensor is None else pointer(tensor)
-    steps, step = strides[:2], tl.constexpr(strides[2])
+    steps = strides[:2]
+    if strides[2] != 1:  # rows of channels, which are loaded 16 bytes at once
+        steps = Stride(steps[0]), Stride(steps[1])
+    step = tl.constexpr(strides[2])
     if offsets is None:
         data: tuple[Any, ...] = (encoded(extent.length), encoded(extent.heads))
         return View(address, steps, step, tensor_view.dense, tensor_view.dense_program, data)
@@ -116,7 +120,7 @@ def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, 
         if isinstance(value, Tensor):
             if value.numel() == 0:  # nothing meets, but programs without rows still look
                 value = value.new_zeros((1,) * value.dim())
-            data.append((pointer(value), tuple(value.shape), value.stride()))
+            data.append((pointer(value), tuple(value.shape), tuple(map(Stride, value.stride()))))
         else:
             data.append(encoded(value) if isinstance(value, int) else value)
     return tuple(data)

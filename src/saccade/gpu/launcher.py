@@ -1,15 +1,13 @@
-"""Launcher: kernels prepared once for calls like one another, then started past Triton's own front
-door.
+"""Launcher: kernels prepared once for calls like one another, then started by CUDA's driver.
 
-Triton looks at every argument of every call to find the kernel that fits, which takes longer than
-a small problem does. Here the caller's signature (shapes, strides, dtypes, captured numbers, …)
-names the kernel, and only addresses change: `fast_launch.py` writes out a function of them, which
-calls what it finds behind Triton's launcher.
+Triton's own front door looks at every argument of every call to find the kernel that fits, which
+takes longer than a small problem does. Here a start of a kernel is a block of memory that holds its
+parameters. Between calls like one another only addresses change, and are written into it; then the
+driver is told to go. A call of another length fills such a block anew, for the same machine code.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,31 +16,25 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from saccade.gpu import compiler_workarounds, triton_internals
-from saccade.gpu.fast_launch import ALIGNMENT, Addresses, Described, Start, call_of
+from saccade.gpu import driver, machine_code
+from saccade.gpu.signature import ALIGNMENT, MAP_SIZE, Arguments, Described, Stride
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1)."""
 
-FUSED = {"enable_fp_fusion": True}
-"""Multiplies and additions are fused, said of every kernel: Triton's default is to change."""
+MOST_MAPS = 512  # addresses of one tensor of calls like one another; each takes 128 bytes
 
 Pointer = Callable[[Tensor], Any]
-Arguments = Callable[[Pointer], tuple[Any, ...]]
+MakeArguments = Callable[[Pointer], tuple[Any, ...]]
 
 
 def itself(tensor: Tensor) -> Any:
-    """A tensor as Triton's front door takes it."""
+    """A tensor as a kernel argument: its address is read where the kernel is started."""
     return tensor
 
 
 class Launch:
-    """One kernel for calls like one another on one device.
-
-    Alignment is part of what Triton compiles for, so addresses that are no multiple of 16 bytes
-    take the front door; so does everything under the interpreter, and by a Triton whose inside is
-    not the known one.
-    """
+    """One kernel for calls like one another on one device."""
 
     def __init__(
         self, kernel: Any, constants: Mapping[str, Any], options: Mapping[str, int],
@@ -50,64 +42,64 @@ class Launch:
     ):  # fmt: skip
         """constants: the kernel's constexprs by name. meta: the NamedTuple that it takes those of
         its fields in, as one argument META."""
-        self.kernel, self.constants, self.own_options = kernel, dict(constants), dict(options)
+        self.kernel, self.constants, self.options = kernel, dict(constants), dict(options)
         self.passed = self.constants if meta is None else bundled(self.constants, meta)
-        self.compiled: Any = None
-        self.start: Start | None = None
-
-    @functools.cached_property
-    def options(self) -> dict[str, Any]:
-        """What Triton is told: the kernel's own options, and those that every kernel has."""
-        return {**FUSED, **compiler_workarounds.options(), **self.own_options}
+        self.start: AnyStart | None = None  # of the last call
+        self.starts: dict[Any, AnyStart] = {}  # by what else tells calls of one Launch apart
 
     def __call__(
-        self, programs: int, device: int | None, tensors: Sequence[Tensor], arguments: Arguments
+        self, programs: int, device: int | None, tensors: Sequence[Tensor], arguments: MakeArguments
     ) -> None:
         """Start so many programs on the device's current stream.
 
         tensors: all whose addresses the arguments hold, in the same order every time.
-        arguments: makes the arguments from addresses, or from whole tensors. Between calls of one
-            Launch nothing but addresses may differ, so it is asked the first time only.
+        arguments: makes the arguments. Between calls of one Launch nothing but addresses may
+            differ, so it is asked the first time only.
         """
         if programs == 0 or self.relaunch(programs, device, tensors):
             return
         if INTERPRETED or device is None:
-            self._through_the_front_door(programs, arguments)
-        elif torch._C._cuda_getDevice() != device:
+            self._interpret(programs, arguments)
+        elif driver.device_of_this_thread() != device:
             with torch.cuda.device(device):
                 self(programs, device, tensors, arguments)
-        elif triton_internals.unknown() or any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
-            self._through_the_front_door(programs, arguments)
         else:
-            start = self._prepare(tensors, arguments)
-            started = start(programs, torch._C._cuda_getCurrentRawStream(device), *tensors)
+            start = self._prepare(device, tensors, arguments)
+            started = start(programs, torch._C._cuda_getCurrentRawStream(device), tensors)
             assert started, "tensors do not fit what was prepared for them"
+            self.start = start if start.complete else None
 
     def relaunch(self, programs: int, device: int | None, tensors: Sequence[Tensor]) -> bool:
         """Start it as before; False, and nothing is started, where that does not fit."""
         if self.start is None or device is None or torch._C._cuda_getDevice() != device:
             return False
-        return self.start(programs, torch._C._cuda_getCurrentRawStream(device), *tensors)
+        return self.start(programs, torch._C._cuda_getCurrentRawStream(device), tensors)
 
-    def _through_the_front_door(self, programs: int, arguments: Arguments) -> None:
-        with compiler_workarounds.applied():
-            self.kernel[(programs,)](*opened(arguments(itself)), **self.passed, **self.options)
+    def _interpret(self, programs: int, arguments: MakeArguments) -> None:
+        values = map(plain, arguments(itself))
+        options = {**machine_code.FUSED, **self.options}
+        self.kernel[(programs,)](*values, **self.passed, **options)
 
-    def _prepare(self, tensors: Sequence[Tensor], arguments: Arguments) -> Start:
-        """Compile and load, once; what starts this call and those like it."""
-        if self.compiled is None:
-            self.compiled = self.compile(arguments(itself))
-        addresses = Addresses(tensors)
-        given = arguments(addresses)
-        constants = [self.passed[name] for name in self.kernel.arg_names[len(given) :]]
-        start = addresses.function(*call_of(self.compiled, (*given, *constants)))
-        self.start = start if addresses.complete else None
-        return start
+    def _prepare(
+        self, device: int, tensors: Sequence[Tensor], arguments: MakeArguments
+    ) -> AnyStart:
+        numbers = [id(tensor) for tensor in tensors]
+        firsts = tuple(map(numbers.index, numbers))
+        alignments = tuple(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+        found = self.starts.get((firsts, alignments))
+        if found is None:
+            given = self.arguments(arguments(itself))
+            variant = machine_code.variant(self.kernel, given, self.options, device)
+            form = TritonStart if variant.by_triton else Start
+            found = form(variant, given, tensors)
+            if found.complete:
+                self.starts[firsts, alignments] = found
+        return found
 
-    def compile(self, arguments: tuple[Any, ...]) -> Any:
-        """The kernel compiled for such arguments, for the active device; nothing is started."""
-        with compiler_workarounds.applied():
-            return self.kernel.warmup(*opened(arguments), grid=(1,), **self.passed, **self.options)
+    def arguments(self, values: tuple[Any, ...]) -> Arguments:
+        """All that the kernel takes: what `MakeArguments` gave, then its constants."""
+        names = self.kernel.arg_names[len(values) :]
+        return Arguments(values, [self.passed[name] for name in names])
 
 
 def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[str, Any]:
@@ -120,11 +112,122 @@ def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[s
     return {**rest, "META": meta(**known)}
 
 
-def opened(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments as Triton's front door takes them."""
-    return tuple(
-        argument.opened() if isinstance(argument, Described) else argument for argument in arguments
-    )
+class Start:
+    """A kernel's parameters, for calls like one another: all but addresses are known."""
+
+    def __init__(
+        self, variant: machine_code.Variant, arguments: Arguments, tensors: Sequence[Tensor]
+    ):
+        self.variant = variant
+        numbers = {id(tensor): number for number, tensor in reversed([*enumerate(tensors)])}
+        self.same = [  # tensors that are one and the same cannot be told apart, so must be again
+            (numbers[id(tensor)], number)
+            for number, tensor in enumerate(tensors)
+            if numbers[id(tensor)] != number
+        ]
+        self.complete = True  # whether all addresses are those of `tensors`
+        self.aligned: list[int] = []  # tensors whose addresses the kernel takes for aligned
+        self.pointers: list[tuple[int, int]] = []  # tensor, word of memory
+        self.maps: list[tuple[int, int, Maps]] = []  # tensor, byte of memory, descriptors
+        values: list[Any] = []
+        kinds = iter(variant.maps)
+        for _, value in arguments.parameters:
+            offset = variant.offsets[len(values)]
+            if isinstance(value, Described):
+                maps = Maps(next(kinds), value.shape, value.strides)
+                number, address = numbers.get(id(value.tensor)), value.tensor.data_ptr()
+                values += (maps[address], *value.shape, *value.strides)
+                if number is not None:
+                    self.maps.append((number, offset, maps))
+            elif isinstance(value, Tensor):
+                number, address = numbers.get(id(value)), value.data_ptr()
+                values.append(address)
+                if number is not None:
+                    self.pointers.append((number, offset // machine_code.ADDRESS_SIZE))
+            else:
+                values.append(value)
+                continue
+            if number is None:
+                self.complete = False
+            elif address % ALIGNMENT == 0 and number not in self.aligned:
+                self.aligned.append(number)
+        self.parameters = variant.format.pack(*values, *machine_code.NO_SCRATCH)
+
+    def __call__(self, programs: int, stream: int, tensors: Sequence[Tensor]) -> bool:
+        """Start so many programs for other tensors; False, and nothing, if these do not fit."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for number in self.aligned:
+            bits |= addresses[number]
+        if bits % ALIGNMENT:
+            return False
+        for first, number in self.same:
+            if addresses[first] != addresses[number]:
+                return False
+        variant = self.variant
+        memory, words = variant.memory, variant.words
+        with variant.lock:  # another thread may start it meanwhile, and the driver lets it
+            memory[:] = self.parameters
+            for number, word in self.pointers:
+                words[word] = addresses[number]
+            for number, offset, maps in self.maps:
+                memory[offset : offset + MAP_SIZE] = maps[addresses[number]]
+            variant.launch(programs, stream)
+        return True
+
+
+class TritonStart:
+    """A kernel that Triton's own launcher starts: its arguments are put together in each call."""
+
+    complete = False
+
+    def __init__(
+        self, variant: machine_code.Variant, arguments: Arguments, tensors: Sequence[Tensor]
+    ):
+        self.compiled = variant.compiled
+        self.values = *map(plain, arguments.values), *arguments.constants
+
+    def __call__(self, programs: int, stream: int, tensors: Sequence[Tensor]) -> bool:
+        """Start so many programs for the tensors that it was made with."""
+        self.compiled[(programs, 1, 1)](*self.values, stream=stream)
+        return True
+
+
+AnyStart = Start | TritonStart
+
+
+class Maps(dict[int, bytes]):
+    """The descriptors by which TMA finds a tensor of one kind, by its address.
+
+    One says where a tensor lies and how, and not which one it is; a launch, or a graph that is
+    captured, copies it. So it serves whatever tensor of this kind comes to lie there.
+    """
+
+    def __init__(
+        self, kind: driver.TensorMapKind, shape: Sequence[int], strides: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.kind, self.shape, self.strides = kind, shape, strides
+
+    def __missing__(self, address: int) -> bytes:
+        if len(self) >= MOST_MAPS:
+            self.clear()
+        found = driver.tensor_map(self.kind, address, self.shape, self.strides)
+        self[address] = found
+        return found
+
+
+def plain(value: Any) -> Any:
+    """An argument as Triton itself takes it."""
+    if isinstance(value, Described):
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        shape, strides, sides = map(list, (value.shape, value.strides, value.sides))
+        return TensorDescriptor(value.tensor, shape, strides, sides, value.layout)
+    if isinstance(value, tuple):
+        parts = map(plain, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return int(value) if type(value) is Stride else value
 
 
 def current_device(tensor: Tensor) -> int | None:

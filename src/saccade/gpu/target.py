@@ -6,14 +6,22 @@ that one of them is better on some GPU and worse on another, the way may depend 
 
 from __future__ import annotations
 
-import triton
-from triton.language.target_info import current_target
+from typing import Any
 
-HOPPER = 90  # as Triton numbers it
+import triton.language as tl
+
+HOPPER = "sm90"  # as Triton's options for a kernel name it
 
 
-@triton.constexpr_function
-def is_hopper() -> bool:
-    """Whether it is Hopper; not under the interpreter, which compiles for nothing."""
-    target = current_target()
-    return target is not None and target.backend == "cuda" and target.arch == HOPPER
+def is_hopper(_semantic: Any = None) -> Any:
+    """Whether a kernel is compiled for Hopper; not under the interpreter.
+
+    It asks the compilation that is under way, as Triton's own builtins do: Triton's function for it
+    asks the GPU that is active, and starts a C compiler to find it.
+    """
+    if _semantic is None:
+        return False
+    return tl.constexpr(getattr(_semantic.builder.options, "arch", None) == HOPPER)
+
+
+is_hopper.__triton_builtin__ = True  # type: ignore[attr-defined] # Triton hands it _semantic

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.language.core import constexpr
 from triton.runtime import jit
 
-from saccade.gpu.launcher import FUSED, Launch, opened
+from saccade.gpu.launcher import Launch
+from saccade.gpu.signature import Arguments, Signature
 from saccade.kernel_check.compile_cache import code_text
-
-DEVICE = 0  # the number that a pretended GPU goes by
 
 
 def target(architecture: str) -> GPUTarget:
@@ -28,46 +25,29 @@ def target(architecture: str) -> GPUTarget:
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
 
 
-class PretendDriver:
-    """A driver for a GPU that is not there: enough to compile for it, nothing to run with."""
-
-    def __init__(self, architecture: str) -> None:
-        self.architecture = architecture
-
-    def get_current_target(self) -> GPUTarget:
-        """What to compile for."""
-        return target(self.architecture)
-
-    def get_current_device(self) -> int:
-        """A device number, which Triton keeps compiled kernels by."""
-        return DEVICE
-
-    def get_current_stream(self, device: int) -> int:
-        """A stream on which nothing will run."""
-        return 0
-
-
-def pretend(architecture: str) -> None:
-    """From now on this process compiles for an architecture, whatever GPU there is."""
-    driver: Any = PretendDriver(architecture)  # less than Triton's own base class asks for
-    triton.runtime.driver.set_active(driver)
-
-
-def given(started: Launch, arguments: tuple[Any, ...]) -> str:
+def given(started: Launch, arguments: Arguments) -> str:
     """All that Triton would be given to compile, but for itself and the architecture.
 
-    Triton knows compiled kernels by the same: the text of a function and of all that it calls, with
-    the values of their global constants; the types of arguments, and constants; the options. Here
-    text is code alone: where it stands, comments and docstrings do not count.
+    The code of a kernel and of all that it calls, with the values of their global constants; the
+    types of arguments, what is relied on about them, and constants; the options. Code is its text
+    alone: where it stands, comments and docstrings do not count.
     """
     kernel = started.kernel
-    bind = kernel.device_caches[DEVICE][-1]
-    chosen = {name: it for name, it in started.options.items() if FUSED.get(name) is not it}
-    bound, types, options = bind(*opened(arguments), **started.passed, **chosen)
-    asked = jit.compute_cache_key({}, types, options)
-    for function in _functions(tuple(bound.values())):
-        asked = asked.replace(function.cache_key, code_of(function))
-    return f"{code_of(kernel)} {asked}"
+    types, constants, attributes = Signature.of(kernel.arg_names, arguments)
+    known = {path: _text(value) for path, value in constants.items()}
+    options = sorted(started.options.items())
+    return f"{code_of(kernel)} {types} {known} {sorted(attributes)} {options}"
+
+
+def _text(value: Any) -> str:
+    """A constant as text that is the same in every process."""
+    if isinstance(value, constexpr):
+        value = value.value
+    if isinstance(value, jit.JITCallable):
+        return code_of(value)
+    if isinstance(value, tuple):
+        return f"{type(value).__name__}({', '.join(map(_text, value))})"
+    return repr(value)
 
 
 def code_of(function: jit.JITCallable) -> str:
@@ -103,14 +83,3 @@ class _Reader(jit.DependenciesFinder):
     def _update_hash(self, func: jit.JITCallable) -> None:
         self.called.append(func)
         super()._update_hash(func)
-
-
-def _functions(given: Any) -> Iterator[jit.JITCallable]:
-    """The functions among arguments."""
-    if isinstance(given, constexpr):
-        given = given.value
-    if isinstance(given, jit.JITCallable):
-        yield given
-    elif isinstance(given, tuple | list):
-        for one in given:
-            yield from _functions(one)

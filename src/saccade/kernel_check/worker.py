@@ -20,6 +20,7 @@ import triton
 from saccade.gpu import launcher
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.launcher import Launch
+from saccade.gpu.machine_code import compiled
 from saccade.kernel_check import calls, compiler, linear_calls, machine_code, paged_calls
 from saccade.kernel_check.calls import KernelCall
 from saccade.kernel_check.compile_cache import key_of
@@ -49,6 +50,7 @@ class LaunchRecorder:
         self, tell: Callable[[Answer], None], architecture: str, known: Mapping[str, Any]
     ) -> None:
         self.tell, self.architecture, self.known = tell, architecture, known
+        self.target = compiler.target(architecture)
         self.job, self.which, self.wanted = 0, "", frozenset[str]()
 
     def __call__(
@@ -61,9 +63,11 @@ class LaunchRecorder:
         begin = time.perf_counter()
         used, error, key = None, "", ""
         try:
-            asked = arguments(launcher.itself)
+            asked = started.arguments(arguments(launcher.itself))
             key = key_of(triton.__version__, self.architecture, compiler.given(started, asked))
-            used = self.known.get(key) or machine_code.usage(started.compile(asked))
+            used = self.known.get(key) or machine_code.usage(
+                compiled(started.kernel, asked, started.options, self.target)
+            )
         except Exception as failure:  # whatever the compiler raises is what is to be told
             error = f"{type(failure).__name__}: {failure}"[:400]
         seconds = time.perf_counter() - begin
@@ -150,7 +154,6 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
     recorder = LaunchRecorder(tell, architecture, request["known"])
-    compiler.pretend(architecture)
     # The library's own code makes the arguments; only its last step, and the question which GPU
     # the tensors lie on, are answered differently.
     Launch.__call__ = lambda started, *call: recorder(started, *call)  # type: ignore[method-assign]

@@ -124,9 +124,9 @@ def _paged_remark(problem: Problem) -> str | None:
 
 
 def _launch_remark(problem: AnyProblem) -> str | None:
-    from saccade.gpu import triton_internals
+    from saccade.gpu import machine_code
 
-    return triton_internals.remark() if problem.device == "cuda" else None
+    return machine_code.remark() if problem.device == "cuda" else None
 
 
 def _hopper_yields(problem: Problem) -> str | None:

@@ -64,7 +64,7 @@ def _more_than_a_device() -> bool:
 
 # ---- what is kept -----------------------------------------------------------------------------
 
-MOST_CALLS = 4096  # calls that are kept
+MOST_CALLS = 1024  # calls that are kept
 PLAIN_VALUES = frozenset({bool, int, float, str})
 LENGTHS = frozenset({int, type(None)})  # types of lengths that are known, or are not
 
@@ -238,11 +238,11 @@ def lookup(key: tuple[Any, ...] | None) -> CheckedCall | None:
 
 
 def keep(key: tuple[Any, ...] | None, checked: CheckedCall) -> None:
-    """Keep what was found out; forget everything when there is too much of it."""
+    """Keep what was found out, in place of the oldest when there is too much of it."""
     if key is None:
         return
     if len(_calls) >= MOST_CALLS:
-        forget()
+        _calls.pop(next(iter(_calls)), None)
     _calls[key] = checked
 
 

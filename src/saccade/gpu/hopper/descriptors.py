@@ -6,6 +6,7 @@ nothing there, so rows past the end and channels past the last one need no care.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,8 +14,8 @@ import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from saccade.gpu.fast_launch import ALIGNMENT, Described
 from saccade.gpu.launcher import Pointer, next_width
+from saccade.gpu.signature import ALIGNMENT, Described
 from saccade.runtime.linear_spec import LinearInputs
 from saccade.runtime.spec import Inputs
 from saccade.runtime.validation import strides_fit_tma
@@ -44,13 +45,17 @@ class Box(NamedTuple):
             for side, stride in zip(shape[:3], strides[:3], strict=True)
         )
         sides = (1, 1, rows, channels)
-        layout: Any = NVMMASharedLayout.get_default_for(list(sides), DTYPES[tensor.dtype])
-        return Box(shape, (*strides, 1), sides, layout)
+        return Box(shape, (*strides, 1), sides, _layout_of(sides, tensor.dtype))
 
     @staticmethod
     def plain(rows: int, columns: int, at_once: int) -> Box:
         """Some whole rows of a contiguous float32 matrix, which lie the same in shared memory."""
         return Box((rows, columns), (columns, 1), (at_once, columns), NVMMASharedLayout(0, 32))
+
+
+@functools.cache
+def _layout_of(sides: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return NVMMASharedLayout.get_default_for(list(sides), DTYPES[dtype])
 
 
 def descriptor(pointer: Pointer, tensor: Tensor, box: Box) -> Any:

@@ -100,9 +100,9 @@ def test_unaligned_addresses_between_aligned_ones(implementation: str) -> None:
 def test_a_graph_keeps_its_maps_when_they_are_forgotten(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from saccade.gpu import fast_launch
+    from saccade.gpu import launcher
 
-    monkeypatch.setattr(fast_launch, "MOST_MAPS", 2)
+    monkeypatch.setattr(launcher, "MOST_MAPS", 2)
     shape = (2, 4, 300, 128)
     static = [filled(torch.empty(shape, dtype=BF16, device="cuda"), n) for n in range(3)]
 

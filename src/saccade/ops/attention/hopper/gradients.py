@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from saccade.gpu import packing, tensor_view
-from saccade.gpu.fast_launch import ALIGNMENT
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, width_of
 from saccade.gpu.kernel_args import (
@@ -34,6 +33,7 @@ from saccade.gpu.kernel_args import (
 from saccade.gpu.launcher import Launch, Pointer, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import Planner
+from saccade.gpu.signature import ALIGNMENT
 from saccade.ops.attention.hopper import configs, nonfinite, preprocess
 from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
 from saccade.ops.attention.hopper.backward_d256_dkdv import attention_backward_keys

@@ -62,7 +62,7 @@ def _cells(length: int, dim: int) -> Span:
 
 
 NOTHING: Mapping[str, Any] = {}
-MOST_KINDS = 4096  # kinds of calls that are kept prepared
+MOST_KINDS = 1024  # kinds of calls that are kept prepared
 
 
 class CallSpec(NamedTuple):
@@ -160,24 +160,32 @@ def architecture(tensor: Tensor) -> str:
     """The architecture in `configs.ARCHITECTURES` that a tensor's device counts as."""
     if tensor.device.type == "cpu":  # the interpreter has no device
         return "sm_75"
+    return _architecture(tensor.device.index)
+
+
+@functools.cache
+def _architecture(device: int) -> str:
     if torch.version.hip is not None:
         return "gfx942"
-    return configs.architecture_of(torch.cuda.get_device_capability(tensor.device))
+    return configs.architecture_of(torch.cuda.get_device_capability(device))
 
 
 def multiprocessors(tensor: Tensor) -> int:
     """How many programs a tensor's device runs side by side, about."""
-    if tensor.device.type == "cpu":
-        return 1
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return 1 if tensor.device.type == "cpu" else _multiprocessors(tensor.device.index)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def remembered(memory: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """What a memory holds under a key; made now if it holds nothing there."""
+    """What a memory holds under a key; made now if it holds nothing there, in place of the oldest."""
     found = memory.get(key)
     if found is None:
         if len(memory) >= MOST_KINDS:
-            memory.clear()
+            memory.pop(next(iter(memory)), None)
         found = memory[key] = make()
     return found
 

@@ -19,6 +19,7 @@ from saccade.gpu.compose import ReadFunctions, score_functions
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of, there_are, view
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.planning import Planner, TileLists
+from saccade.gpu.signature import Stride
 from saccade.ops.attention.triton.backward_common import SavedForward, attention_row_statistics
 from saccade.ops.attention.triton.backward_dbias import (
     attention_backward_bias,
@@ -317,7 +318,7 @@ class TritonBackwardCall(NamedTuple):
         def arguments(pointer: Pointer) -> tuple[Any, ...]:
             return (
                 self._forward(pointer),
-                (pointer(total), tuple(total.shape), total.stride()),
+                (pointer(total), tuple(total.shape), tuple(map(Stride, total.stride()))),
                 rules(self.inputs, self.variant, pointer, by=position),
             )
 

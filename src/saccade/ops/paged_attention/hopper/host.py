@@ -13,12 +13,12 @@ from torch import Tensor
 
 from saccade.gpu import packing, tensor_view
 from saccade.gpu.compose import mask_functions
-from saccade.gpu.fast_launch import ALIGNMENT
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import SMALLEST_WIDTH, Box, descriptor, width_of
 from saccade.gpu.kernel_args import mask_argument, score_argument
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.rules import Rules
+from saccade.gpu.signature import ALIGNMENT
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import HopperPagedProblem
 from saccade.ops.paged_attention.hopper.prefill import PrefillMeta, attention_pages_forward

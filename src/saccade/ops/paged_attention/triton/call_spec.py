@@ -26,6 +26,7 @@ from saccade.gpu.kernel_args import (
 )
 from saccade.gpu.launcher import Pointer, current_device, next_width
 from saccade.gpu.planning import varies_by
+from saccade.gpu.signature import Stride
 from saccade.gpu.tensor_view import View, encoded
 from saccade.gpu.tile_ranges import Mask
 from saccade.ops.attention.triton import call_spec
@@ -196,7 +197,7 @@ class PagedCallSpec(NamedTuple):
             page, head, slot = memory.stride()[:3]
             # Nothing in it may be None, or Triton (3.6) cannot tell that there is a View.
             # A page's step is known when compiling, as each row may need its product.
-            steps: Any = (tl.constexpr(page), head)
+            steps: Any = (tl.constexpr(page), Stride(head))
             step = tl.constexpr(slot)
             return View(pointer(memory), steps, step, pages.paged, pages.paged, data)
 

@@ -1,0 +1,161 @@
+"""Driver: the few calls of CUDA's driver that a launch needs, by ctypes.
+
+`libcuda.so.1` (`nvcuda.dll` on Windows) is there wherever a GPU is, so nothing is compiled for it
+and nothing else has to be installed. Names and numbers are those of cuda.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from ctypes import c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+OVERLAPPING_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+PREFER_SHARED_MEMORY = 1  # CU_FUNC_CACHE_PREFER_SHARED
+WITHOUT_ASKING = 48 * 1024  # bytes of shared memory that every kernel may have
+THREADS_PER_WARP = 32
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, of which only values that are one number are used."""
+
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", ctypes.c_char * 60))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid_x", c_uint32), ("grid_y", c_uint32), ("grid_z", c_uint32),
+        ("block_x", c_uint32), ("block_y", c_uint32), ("block_z", c_uint32),
+        ("shared_memory", c_uint32), ("stream", c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)), ("num_attributes", c_uint32),
+    )  # fmt: skip
+
+
+class TensorMapKind(NamedTuple):
+    """What a TMA descriptor says of a tensor beside its address, shape and strides."""
+
+    swizzle: int  # CUtensorMapSwizzle
+    element_size: int  # bytes
+    element_type: int  # CUtensorMapDataType
+    sides: tuple[int, ...]  # of what moves at once
+
+
+@functools.cache
+def library() -> Any:
+    """The driver's library.
+
+    Raises:
+        OSError: where there is none.
+    """
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def check(result: int, what: str) -> None:
+    """Raise a RuntimeError that says what failed, and how."""
+    if result == 0:
+        return
+    name = c_char_p()
+    library().cuGetErrorName(result, ctypes.byref(name))
+    raise RuntimeError(f"{what} failed: {(name.value or b'unknown').decode()} ({result})")
+
+
+class Function:
+    """A kernel in machine code, loaded; for all devices and contexts."""
+
+    def __init__(self, code: bytes, name: str):
+        cuda = library()
+        self.code, loaded, kernel = code, c_void_p(), c_void_p()  # the driver may load it later
+        none = (None, None, 0)
+        check(
+            cuda.cuLibraryLoadData(ctypes.byref(loaded), self.code, *none, *none),
+            f"loading the machine code of {name}",
+        )
+        check(
+            cuda.cuLibraryGetKernel(ctypes.byref(kernel), loaded, name.encode()),
+            f"finding {name} in its machine code",
+        )
+        self.name, self.handle = name, kernel
+
+    def parameter_sizes(self) -> list[int] | None:
+        """Bytes of each parameter; None: this driver cannot tell (before CUDA 12.4)."""
+        cuda, found = library(), list[int]()
+        if not hasattr(cuda, "cuKernelGetParamInfo"):
+            return None
+        offset, size = c_size_t(), c_size_t()
+        asked = ctypes.byref(offset), ctypes.byref(size)
+        while cuda.cuKernelGetParamInfo(self.handle, c_size_t(len(found)), *asked) == 0:
+            found.append(size.value)
+        return found
+
+    def allow_shared_memory(self, size: int, device: int) -> None:
+        """Let programs on a device have so much shared memory."""
+        if size <= WITHOUT_ASKING:
+            return
+        cuda, number = library(), c_int()
+        check(cuda.cuDeviceGet(ctypes.byref(number), device), f"finding device {device}")
+        what = f"giving {self.name} {size} bytes of shared memory"
+        check(cuda.cuKernelSetCacheConfig(self.handle, PREFER_SHARED_MEMORY, number), what)
+        check(cuda.cuKernelSetAttribute(DYNAMIC_SHARED_MEMORY, size, self.handle, number), what)
+
+
+def launch_config(warps: int, shared_memory: int, overlapping: bool) -> LaunchConfig:
+    """How programs of so many warps are started; their number and the stream are set later.
+
+    overlapping: they may start while the kernel before them still runs, and wait for it themselves.
+    """
+    config = LaunchConfig(0, 1, 1, THREADS_PER_WARP * warps, 1, 1, shared_memory)
+    if overlapping:
+        config.attributes = (LaunchAttribute * 1)(LaunchAttribute(OVERLAPPING_LAUNCH, 0, 1))
+        config.num_attributes = 1
+    return config
+
+
+def use_context_of(device: int) -> None:
+    """Make a device's primary context this thread's: a new thread has none yet."""
+    cuda, number, context = library(), c_int(), c_void_p()
+    check(cuda.cuDeviceGet(ctypes.byref(number), device), f"finding device {device}")
+    check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number), "retaining its context")
+    check(cuda.cuCtxSetCurrent(context), "entering its context")
+
+
+def tensor_map(
+    kind: TensorMapKind, address: int, shape: Sequence[int], strides: Sequence[int]
+) -> bytes:
+    """The TMA descriptor of a tensor; strides in elements, the last one is 1."""
+    rank = len(shape)
+    encoded = (ctypes.c_char * (2 * 64 + 64))()  # aligned to 64 bytes
+    start = -ctypes.addressof(encoded) % 64
+    sizes = (c_uint64 * rank)(*reversed(shape))
+    steps = [stride * kind.element_size for stride in reversed(strides[:-1])]
+    check(
+        library().cuTensorMapEncodeTiled(
+            c_void_p(ctypes.addressof(encoded) + start),
+            kind.element_type,
+            c_uint32(rank),
+            c_void_p(address),
+            sizes,
+            (c_uint64 * rank)(*steps, sizes[rank - 1] * (steps[-1] if steps else 1)),
+            (c_uint32 * rank)(*reversed(kind.sides)),
+            (c_uint32 * rank)(*[1] * rank),
+            0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
+            kind.swizzle,
+            2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+            0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+        ),
+        f"describing a tensor of shape {tuple(shape)} and strides {tuple(strides)} for TMA",
+    )
+    return encoded.raw[start : start + 128]
+
+
+def device_of_this_thread() -> int:
+    """The index of the device that PyTorch launches on in this thread."""
+    return torch._C._cuda_getDevice()

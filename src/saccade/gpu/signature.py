@@ -1,0 +1,193 @@
+"""Signature: what a kernel is compiled for, read off its arguments.
+
+A variant of a kernel is its code, its constants and options, the types of its arguments, and what
+it relies on about them. Lengths, counts and offsets are numbers that are given when it starts, so
+another length is no other variant. Kernels rely on two things only:
+
+- addresses that are multiples of 16 bytes, tensor by tensor;
+- of a `Stride`, whether it is 1 (a constant then, so that neighbours are loaded together) or a
+  multiple of 16.
+
+Triton's own front door takes every number's value for a reason to compile again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton._utils import canonicalize_dtype
+
+ALIGNMENT = 16  # bytes of an address, or elements of a stride
+MAP_SIZE = 128  # bytes of a TMA descriptor
+
+LARGEST_INT32 = 2**31 - 1
+FLOAT = "fp32"
+PLAIN = (int, float, str, type(None))  # constants that are known by their value
+
+
+class Stride(int):
+    """A number of elements from one row, head or batch entry to the next."""
+
+
+class Described(NamedTuple):
+    """A tensor that a kernel reads or writes by TMA (`hopper.descriptors`): a kernel argument."""
+
+    tensor: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    sides: tuple[int, ...]  # of what moves at once
+    layout: Any  # of that in shared memory
+    dtype: torch.dtype
+
+    @property
+    def type(self) -> str:
+        """Triton's name of the type, which holds the layout."""
+        return _descriptor_type(self.dtype, self.sides, self.layout)
+
+
+Parameter = tuple[str, Any]
+"""What a kernel is handed, in the order of memory: Triton's name of a type, and a number, a Tensor
+(whose address it is) or a Described."""
+
+
+class Arguments:
+    """The arguments of one start of a kernel: its key among variants, and its parameters."""
+
+    def __init__(self, values: Sequence[Any], constants: Sequence[Any]):
+        """values: what the kernel takes first, nested as it takes them; then its constants."""
+        self.values, self.constants = values, constants
+        self.parameters: list[Parameter] = []
+        self.kept: list[Any] = []  # what the key names by its identity
+        found: list[Any] = []
+        self._read(values, found.append)
+        self._identify(constants, found.append)
+        self.key = tuple(found)
+
+    def _read(self, values: Sequence[Any], note: Callable[[Any], None]) -> None:
+        # In the way of every call of a new length: plain, and without a call for each value.
+        note(type(values))
+        note(len(values))
+        add = self.parameters.append
+        for value in values:
+            kind = type(value)
+            if kind is int:
+                name = "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
+                note(name)
+                add((name, value))
+            elif kind is Stride and int(value) != 1:
+                name = "i32" if value <= LARGEST_INT32 else "i64"
+                note((name, value % ALIGNMENT == 0))
+                add((name, int(value)))
+            elif isinstance(value, Tensor):
+                name = _pointer_type(value.dtype)
+                note((name, value.data_ptr() % ALIGNMENT == 0))
+                add((name, value))
+            elif kind is Described:
+                note(value.type)
+                add((value.type, value))
+            elif kind is float:
+                note(FLOAT)
+                add((FLOAT, value))
+            elif isinstance(value, tuple):
+                self._read(value, note)
+            else:
+                self._identify((value,), note)
+
+    def _identify(self, constants: Sequence[Any], note: Callable[[Any], None]) -> None:
+        """Note what tells constants from others: a function is known by itself."""
+        for value in constants:
+            if type(value) is tl.constexpr:
+                value = value.value
+            note(type(value))  # 1, 1.0 and True are equal, and not the same
+            if isinstance(value, tuple):
+                self._identify(value, note)
+            elif isinstance(value, PLAIN):
+                note(value)
+            else:
+                note(id(value))
+                self.kept.append(value)
+
+
+class Signature(NamedTuple):
+    """What Triton's compiler is told of a kernel's arguments."""
+
+    types: dict[str, Any]  # by argument, nested as arguments are
+    constants: dict[tuple[int, ...], Any]  # by path
+    attributes: dict[tuple[int, ...], list[list[Any]]]
+
+    @staticmethod
+    def of(names: Sequence[str], arguments: Arguments) -> Signature:
+        """The signature of a kernel whose arguments have these names."""
+        values = (*arguments.values, *arguments.constants)
+        first = len(arguments.values)
+        types = [
+            _types(value) if number < first else "constexpr" for number, value in enumerate(values)
+        ]
+        constants: dict[tuple[int, ...], Any] = {}
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+        for number, value in enumerate(values):
+            if number >= first:
+                constants[(number,)] = value
+                continue
+            for path, leaf in _leaves(value, (number,)):
+                if type_of(leaf) == "constexpr":
+                    constants[path] = leaf
+                elif aligned(leaf):
+                    attributes[path] = [["tt.divisibility", ALIGNMENT]]
+        return Signature(dict(zip(names, types, strict=True)), constants, attributes)
+
+
+def type_of(value: Any) -> str | None:
+    """Triton's name of the type of an argument; "constexpr": it is compiled in; None: a tuple."""
+    kind = type(value)
+    if kind is int:
+        return "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
+    if kind is Described:
+        return value.type
+    if isinstance(value, tuple):
+        return None
+    if isinstance(value, Tensor):
+        return _pointer_type(value.dtype)
+    if kind is Stride:
+        return "constexpr" if value == 1 else type_of(int(value))
+    if kind is float:
+        return FLOAT
+    return "constexpr"  # None, a function, a constant
+
+
+def aligned(value: Any) -> bool:
+    """Whether the kernel may rely on a value's being a multiple of 16."""
+    if isinstance(value, Tensor):
+        return value.data_ptr() % ALIGNMENT == 0
+    return type(value) is Stride and value % ALIGNMENT == 0
+
+
+@functools.cache
+def _pointer_type(dtype: torch.dtype) -> str:
+    return f"*{canonicalize_dtype(dtype)}"
+
+
+@functools.cache
+def _descriptor_type(dtype: torch.dtype, sides: tuple[int, ...], layout: Any) -> str:
+    return f"tensordesc<{canonicalize_dtype(dtype)}{list(sides)},{layout!r}>"
+
+
+def _types(value: Any) -> Any:
+    kind = type_of(value)
+    if kind is not None:
+        return kind
+    parts = [_types(part) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def _leaves(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    if type_of(value) is None:
+        for number, part in enumerate(value):
+            yield from _leaves(part, (*path, number))
+    else:
+        yield path, value

@@ -1,0 +1,150 @@
+"""What a kernel is compiled for: types and what it relies on; no length, no address."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton.language as tl
+
+pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from saccade.gpu import launcher
+from saccade.gpu.hopper.descriptors import Box, descriptor
+from saccade.gpu.launcher import Launch
+from saccade.gpu.signature import Arguments, Signature, Stride
+from saccade.kernel_check import calls
+from saccade.kernel_check.calls import KernelCall
+from saccade.ops.attention.triton import call_spec
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def key_of(*values: Any, constants: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    return Arguments(values, constants).key
+
+
+ROWS = torch.zeros(64, dtype=torch.bfloat16)
+
+
+def test_lengths_and_addresses_do_not_count() -> None:
+    other = torch.zeros(128, dtype=torch.bfloat16)
+    for length in (1, 16, 17, 2**20):
+        assert key_of(Pair(ROWS, length), 3) == key_of(Pair(other, 48), 1)
+        assert key_of(Pair(ROWS, Stride(128))) == key_of(Pair(other, Stride(16 * length)))
+
+
+UNLIKE = {
+    "wide": (2**31, 5),
+    "a stride of neighbours": (Stride(1), Stride(2)),
+    "an aligned stride": (Stride(16), Stride(8)),
+    "a stride and a number": (Stride(16), 16),
+    "dtypes": (ROWS, ROWS.half()),
+    "unaligned": (ROWS, ROWS[1:]),
+    "absent": (ROWS, None),
+    "kinds of number": (1, 1.0),
+    "constants": (tl.constexpr(1), tl.constexpr(2)),
+    "kinds of constant": (tl.constexpr(1), tl.constexpr(True)),
+    "functions": (key_of, Pair),
+    "tuples": (Pair(1, 2), (1, 2)),
+    "nesting": (Pair(1, (2,)), Pair((1,), 2)),
+}
+
+
+@pytest.mark.parametrize("name", list(UNLIKE))
+def test_what_differs_in_machine_code_differs_in_the_key(name: str) -> None:
+    one, other = UNLIKE[name]
+    assert key_of(one) != key_of(other)
+    assert key_of(one) == key_of(one)
+
+
+def test_a_constant_is_no_number() -> None:
+    assert key_of(constants=(1,)) != key_of(constants=(2,))
+    assert key_of(constants=(1,)) != key_of(constants=(True,))
+    assert key_of(1) != key_of(constants=(1,))
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    assert not Arguments([Pair(ROWS, 3)], [Pair(tl.constexpr(3), None)]).kept
+
+
+def test_what_triton_is_told() -> None:
+    arguments = Arguments((Pair(ROWS, Stride(32)), Stride(1), ROWS[1:], 2**40, None, 0.5), (64,))
+    types, constants, attributes = Signature.of("abcdefg", arguments)
+    assert types == {
+        "a": Pair("*bf16", "i32"), "b": "constexpr", "c": "*bf16", "d": "i64", "e": "constexpr",
+        "f": "fp32", "g": "constexpr",
+    }  # fmt: skip
+    assert constants == {(1,): 1, (4,): None, (6,): 64}
+    assert set(attributes) == {(0, 0), (0, 1)}
+    assert [kind for kind, _ in arguments.parameters] == ["*bf16", "i32", "*bf16", "i64", "fp32"]
+
+
+def test_a_descriptor_is_named_as_triton_names_it() -> None:
+    rows = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
+    given = descriptor(launcher.itself, rows, Box.of(rows, False, 64, 64))
+    [(kind, value)] = Arguments([given], []).parameters
+    assert value is given and kind.startswith("tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout(")
+
+
+# ---- the library's own calls: in a process whose kernels are not interpreted ------------------
+
+CALLS = {
+    "forward": KernelCall(64, mask="causal", score="softcap"),
+    "hopper": KernelCall(128, mask="window", packed=True),
+    "ordered": KernelCall(64, mask="documents", score="softcap", dropout_p=0.1),
+    "hopper_shared": KernelCall(128, mask="causal"),
+}
+
+
+@pytest.mark.parametrize("which", list(CALLS))
+def test_types_are_those_that_triton_reads(which: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, __file__, which]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "attention_" in done.stdout
+
+
+def of_triton(started: Launch, arguments: Arguments) -> dict[str, Any]:
+    """The types that Triton itself reads off the arguments."""
+    kernel = started.kernel
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    values = (*map(launcher.plain, arguments.values), *arguments.constants)
+    _, types, _ = bind(*values)
+    return dict(zip(kernel.arg_names, [kind for kind, _ in types], strict=True))
+
+
+def compare(started: Launch, arguments: Any) -> None:
+    found = started.arguments(arguments(launcher.itself))
+    mine = Signature.of(started.kernel.arg_names, found).types
+    assert str(mine) == str(of_triton(started, found)), started.kernel.__name__
+    print(started.kernel.__name__)
+
+
+def main(which: str) -> None:
+    from saccade.gpu.hopper import tile_scheduler
+
+    counter = torch.zeros((), dtype=torch.int32)
+    tile_scheduler.counter_of = lambda device: counter
+    call_spec.architecture = lambda tensor: "sm_90"
+    call_spec.multiprocessors = lambda tensor: 132
+    Launch.__call__ = lambda self, *call: compare(self, call[3])  # type: ignore[method-assign]
+    inputs, variant = calls.make(CALLS[which], torch.device("cpu"))
+    with torch.no_grad():
+        calls.start(inputs, variant, which, None, calls.results_of(inputs))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
