@@ -17,7 +17,6 @@ from triton.backends.compiler import GPUTarget
 from saccade.gpu import compiler_workarounds, machine_code
 from saccade.gpu.signature import Arguments
 
-
 CUDA, HIP = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 
 

@@ -16,7 +16,7 @@ from saccade.gpu.driver import LaunchAttribute, LaunchConfig, TensorMapKind
 def test_structures_lie_as_in_cuda_h() -> None:
     assert ctypes.sizeof(LaunchAttribute) == 72 and LaunchAttribute.value.offset == 8
     assert ctypes.sizeof(LaunchConfig) == 56
-    offsets = [getattr(LaunchConfig, name).offset for name, _ in LaunchConfig._fields_]
+    offsets = [getattr(LaunchConfig, field[0]).offset for field in LaunchConfig._fields_]
     assert offsets == [0, 4, 8, 12, 16, 20, 24, 32, 40, 48]
 
 
@@ -34,20 +34,20 @@ class Library:
         self.result = result
         self.encoded: list[Any] = []
 
-    def cuTensorMapEncodeTiled(  # noqa: N802 - the driver's own name
+    def cuTensorMapEncodeTiled(
         self, to: Any, kind: int, rank: Any, address: Any, sizes: Any, steps: Any, sides: Any,
         skips: Any, *rest: int,
     ) -> int:  # fmt: skip
         assert to.value % 64 == 0
         ctypes.memset(to.value, 7, 128)
-        count = rank.value
+        count = rank
         self.encoded.append(
             (kind, address.value, *(list(part)[:count] for part in (sizes, steps, sides, skips)))
         )
         assert rest == (0, 3, 2, 0)
         return self.result
 
-    def cuGetErrorName(self, result: int, name: Any) -> int:  # noqa: N802 - the driver's own name
+    def cuGetErrorName(self, result: int, name: Any) -> int:
         ctypes.cast(name, ctypes.POINTER(ctypes.c_char_p))[0] = b"CUDA_ERROR_INVALID_VALUE"
         return 0
 

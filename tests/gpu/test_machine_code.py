@@ -34,7 +34,7 @@ CALLS = {
     "forward": ("sm_80", KernelCall(64, mask="causal", packed=True)),
     "hopper": ("sm_90", KernelCall(128, mask="causal")),
 }
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+CUOBJDUMP = Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
 PARAMETER = re.compile(r"Ordinal\s*:\s*0x(\w+)\s*Offset\s*:\s*0x\w+\s*Size\s*:\s*0x(\w+)")
 
 

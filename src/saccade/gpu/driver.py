@@ -21,6 +21,7 @@ DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PREFER_SHARED_MEMORY = 1  # CU_FUNC_CACHE_PREFER_SHARED
 WITHOUT_ASKING = 48 * 1024  # bytes of shared memory that every kernel may have
 THREADS_PER_WARP = 32
+TENSOR_MAP_SIZE, TENSOR_MAP_ALIGNMENT = 128, 64  # bytes of a CUtensorMap
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -131,29 +132,33 @@ def tensor_map(
     kind: TensorMapKind, address: int, shape: Sequence[int], strides: Sequence[int]
 ) -> bytes:
     """The TMA descriptor of a tensor; strides in elements, the last one is 1."""
-    rank = len(shape)
-    encoded = (ctypes.c_char * (2 * 64 + 64))()  # aligned to 64 bytes
-    start = -ctypes.addressof(encoded) % 64
-    sizes = (c_uint64 * rank)(*reversed(shape))
-    steps = [stride * kind.element_size for stride in reversed(strides[:-1])]
-    check(
-        library().cuTensorMapEncodeTiled(
-            c_void_p(ctypes.addressof(encoded) + start),
-            kind.element_type,
-            c_uint32(rank),
-            c_void_p(address),
-            sizes,
-            (c_uint64 * rank)(*steps, sizes[rank - 1] * (steps[-1] if steps else 1)),
-            (c_uint32 * rank)(*reversed(kind.sides)),
-            (c_uint32 * rank)(*[1] * rank),
-            0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
-            kind.swizzle,
-            2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-            0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
-        ),
-        f"describing a tensor of shape {tuple(shape)} and strides {tuple(strides)} for TMA",
+    rank, size = len(shape), kind.element_size
+    memory = ctypes.create_string_buffer(2 * TENSOR_MAP_SIZE)
+    start = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
+    result = library().cuTensorMapEncodeTiled(
+        c_void_p(ctypes.addressof(memory) + start),
+        kind.element_type,
+        rank,
+        c_void_p(address),
+        (c_uint64 * rank)(*shape[::-1]),
+        (c_uint64 * rank)(*[size * stride for stride in strides[-2::-1]]),
+        *_boxes(kind.sides),
+        0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
+        kind.swizzle,
+        2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+        0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
     )
-    return encoded.raw[start : start + 128]
+    if result:
+        what = f"of shape {tuple(shape)} and strides {tuple(strides)}"
+        check(result, f"describing a tensor {what} for TMA")
+    return memory.raw[start : start + TENSOR_MAP_SIZE]
+
+
+@functools.cache
+def _boxes(sides: tuple[int, ...]) -> tuple[Any, Any]:
+    """What moves at once, and every how many elements, as the driver takes them."""
+    rank = len(sides)
+    return (c_uint32 * rank)(*sides[::-1]), (c_uint32 * rank)(*[1] * rank)
 
 
 def device_of_this_thread() -> int:

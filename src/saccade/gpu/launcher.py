@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 
 from saccade.gpu import driver, machine_code
-from saccade.gpu.signature import ALIGNMENT, MAP_SIZE, Arguments, Described, Stride
+from saccade.gpu.signature import ALIGNMENT, Arguments, Described, Stride
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1)."""
@@ -171,7 +171,7 @@ class Start:
             for number, word in self.pointers:
                 words[word] = addresses[number]
             for number, offset, maps in self.maps:
-                memory[offset : offset + MAP_SIZE] = maps[addresses[number]]
+                memory[offset : offset + driver.TENSOR_MAP_SIZE] = maps[addresses[number]]
             variant.launch(programs, stream)
         return True
 

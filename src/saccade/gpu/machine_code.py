@@ -27,7 +27,7 @@ from saccade.gpu import compiler_workarounds, driver
 from saccade.gpu.signature import Arguments, Described, Signature
 
 FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}  # of numbers, as `struct` writes them
-MAP, ADDRESS = "128s", "Q"
+MAP, ADDRESS = f"{driver.TENSOR_MAP_SIZE}s", "Q"
 ADDRESS_SIZE = 8
 NO_SCRATCH = (0, 0)
 """Addresses that Triton adds behind a kernel's own parameters: of memory that ours do not want."""

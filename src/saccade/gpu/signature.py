@@ -21,12 +21,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton._utils import canonicalize_dtype
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.jit import JITFunction
 
 ALIGNMENT = 16  # bytes of an address, or elements of a stride
-MAP_SIZE = 128  # bytes of a TMA descriptor
 
 LARGEST_INT32 = 2**31 - 1
 FLOAT = "fp32"
+FUNCTIONS = frozenset({JITFunction, GluonJITFunction})
 PLAIN = (int, float, str, type(None))  # constants that are known by their value
 
 
@@ -69,13 +71,16 @@ class Arguments:
         self.key = tuple(found)
 
     def _read(self, values: Sequence[Any], note: Callable[[Any], None]) -> None:
-        # In the way of every call of a new length: plain, and without a call for each value.
+        # In the way of every call of a new length: what is frequent comes first.
         note(type(values))
         note(len(values))
-        add = self.parameters.append
+        add, keep = self.parameters.append, self.kept.append
         for value in values:
             kind = type(value)
-            if kind is int:
+            if kind in FUNCTIONS:
+                note(id(value))
+                keep(value)
+            elif kind is int:
                 name = "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
                 note(name)
                 add((name, value))
@@ -88,8 +93,9 @@ class Arguments:
                 note((name, value.data_ptr() % ALIGNMENT == 0))
                 add((name, value))
             elif kind is Described:
-                note(value.type)
-                add((value.type, value))
+                name = value.type
+                note(name)
+                add((name, value))
             elif kind is float:
                 note(FLOAT)
                 add((FLOAT, value))

@@ -181,7 +181,7 @@ def _multiprocessors(device: int) -> int:
 
 
 def remembered(memory: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """What a memory holds under a key; made now if it holds nothing there, in place of the oldest."""
+    """What a memory holds under a key; if it holds nothing, made now, in place of the oldest."""
     found = memory.get(key)
     if found is None:
         if len(memory) >= MOST_KINDS:
