@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import Extent, mask_argument, score_argument, view
-from saccade.gpu.launcher import itself
+from saccade.gpu.launcher import itself, plain
 from saccade.gpu.tensor_view import num_rows
 from saccade.gpu.tile_ranges import classify_tiles
 from saccade.modifiers.evaluate import index_range
@@ -61,7 +61,7 @@ def mask_of_kernel(mask: Any, shape: tuple[int, ...]) -> Tensor:
     height, width = (triton.next_power_of_2(size) for size in shape[2:])
     kernel: Any = see
     sizes, shift = shape[1:], shape[3] - shape[2]
-    argument = mask_argument(variant, itself)
+    argument = plain(mask_argument(variant, itself))
     kernel[(shape[0] * shape[1],)](argument, found, sizes, shift, height, width)
     assert bool((found >= 0).all())
     return found.bool()
@@ -75,7 +75,7 @@ def score_of_kernel(score: Any, given: Tensor) -> tuple[Tensor, Tensor]:
     height, width = (triton.next_power_of_2(size) for size in shape[2:])
     kernel: Any = bend
     sizes, shift = tuple(shape[1:]), shape[3] - shape[2]
-    argument = score_argument(variant, itself)
+    argument = plain(score_argument(variant, itself))
     kernel[(shape[0] * shape[1],)](argument, given, changed, slope, sizes, shift, height, width)
     return changed, slope
 
@@ -118,7 +118,7 @@ def classified_by_kernel(
         argument = argument._replace(classify=mask_functions(mask.key).coarse_classify)
     kernel: Any = classify_all
     kernel[(here.programs(tile),)](
-        *views, argument, verdicts, (shape[1], *counts),
+        *views, plain(argument), verdicts, (shape[1], *counts),
         tile, other_tile, over_keys, triton.next_power_of_2(counts[1]),
     )  # fmt: skip
     verdicts = verdicts if over_keys else verdicts.mT

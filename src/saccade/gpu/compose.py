@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.gpu import device_ops, tensor_view, tile_ranges
+from saccade.gpu import device_ops, tile_ranges
 from saccade.modifiers import triton_source
 from saccade.modifiers.derivative import derivatives
 from saccade.modifiers.expression import mentions, parse, slots
@@ -134,7 +134,6 @@ def _executed(text: str) -> dict[str, Any]:
         "tl": tl,
         "as_bool": as_bool,
         "as_score": as_score,
-        "decoded": tensor_view.decoded,
     }
     for source in (device_ops, tile_ranges):
         module.update({k: v for k, v in vars(source).items() if hasattr(v, "fn")})

@@ -17,7 +17,7 @@ from saccade.gpu.compose import mask_functions, score_functions
 from saccade.gpu.launcher import Pointer
 from saccade.gpu.rules import Dropout, Rules, Score, one, unchanged
 from saccade.gpu.signature import Stride
-from saccade.gpu.tensor_view import View, encoded
+from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.modifiers.expression import Captured, slots
 from saccade.runtime import dropout
@@ -93,9 +93,9 @@ def view(
         steps = Stride(steps[0]), Stride(steps[1])
     step = tl.constexpr(strides[2])
     if offsets is None:
-        data: tuple[Any, ...] = (encoded(extent.length), encoded(extent.heads))
+        data: tuple[Any, ...] = (extent.length, extent.heads)
         return View(address, steps, step, tensor_view.dense, tensor_view.dense_program, data)
-    numbers = encoded(extent.batch), encoded(extent.heads), encoded(extent.length)
+    numbers = extent.batch, extent.heads, extent.length
     data = (pointer(offsets), *numbers)
     return View(address, steps, step, packing.packed, find, data, pad=packing.fill_padding)
 
@@ -122,7 +122,7 @@ def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, 
                 value = value.new_zeros((1,) * value.dim())
             data.append((pointer(value), tuple(value.shape), tuple(map(Stride, value.stride()))))
         else:
-            data.append(encoded(value) if isinstance(value, int) else value)
+            data.append(value)
     return tuple(data)
 
 

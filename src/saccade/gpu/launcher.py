@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 
 from saccade.gpu import driver, machine_code
-from saccade.gpu.signature import ALIGNMENT, Arguments, Described, Stride
+from saccade.gpu.signature import ALIGNMENT, Arguments, Described, Stride, type_of
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1)."""
@@ -227,7 +227,18 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple):
         parts = map(plain, value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return int(value) if type(value) is Stride else value
+    if type(value) not in (int, Stride):
+        return value
+    wide = INTERPRETED and type_of(int(value)) == "i64"
+    return _of_64_bits(value) if wide else int(value)
+
+
+def _of_64_bits(number: int) -> Any:
+    """A number for the interpreter, which would take one of 31 bits for one of 32."""
+    import numpy as np
+    from triton.runtime.interpreter import TensorHandle
+
+    return tl.tensor(TensorHandle(np.array([number], dtype=np.int64), tl.int64), tl.int64)
 
 
 def current_device(tensor: Tensor) -> int | None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.gpu.tensor_view import decoded, wide
+from saccade.gpu.tensor_view import wide
 
 
 @triton.jit
 def offset(data, sequence):
     """The token that a sequence begins with, whatever stands in memory."""
-    return tl.minimum(tl.maximum(tl.load(data[0] + sequence), 0), decoded(data[3]))
+    return tl.minimum(tl.maximum(tl.load(data[0] + sequence), 0), data[3])
 
 
 @triton.jit
@@ -53,8 +53,8 @@ def packed_program(program, data, TILE: tl.constexpr):
     slot past the end of its sequence gets a tile past its end, hence no rows. So does a slot past
     the end of all of them, which the last sequence owns.
     """
-    sequences = decoded(data[1])
-    slots = decoded(data[3]) // TILE + sequences
+    sequences = data[1]
+    slots = data[3] // TILE + sequences
     slot = slots - 1 - program % slots
     low, size = slot * 0, slot * 0 + sequences  # the sequence lies in low … low + size - 1
     while size > 1:
@@ -80,8 +80,8 @@ def packed_program_by_heads(program, data, TILE: tl.constexpr):
 
     Not for Gluon, whose ranges have layouts.
     """
-    sequences, heads = decoded(data[1]), decoded(data[2])
-    slots = decoded(data[3]) // TILE + sequences
+    sequences, heads = data[1], data[2]
+    slots = data[3] // TILE + sequences
     slot = slots - 1 - program // heads
     low, size = slot * 0, slot * 0 + sequences
     while size > 1:
@@ -99,7 +99,7 @@ def ascend(data, lanes):
 
     Else slots are not each one sequence's: what waits for another one's turn would wait for ever.
     """
-    sequences, wrong = decoded(data[1]), lanes * 0
+    sequences, wrong = data[1], lanes * 0
     for first in range(0, sequences, lanes.shape[0]):
         here = tl.minimum(first + lanes, sequences - 1)
         wrong = wrong | (offset(data, here + 1) < offset(data, here)).to(tl.int32)
@@ -118,13 +118,13 @@ def fill_padding(view, number, rows, channels, DIM: tl.constexpr):
 
     rows: a column of numbers from 0 on, of so many rows at a time; channels: a row of them.
     """
-    tokens = decoded(view.data[3])
-    begin, program = offset(view.data, decoded(view.data[1])), tl.program_id(0)
+    tokens = view.data[3]
+    begin, program = offset(view.data, view.data[1]), tl.program_id(0)
     begin = tl.where(program < MOST_FILLING, begin + program * rows.shape[0], tokens)
     step = tl.minimum(tl.num_programs(0), MOST_FILLING) * rows.shape[0]
     filling = ((rows + channels) * 0 + number).to(view.ptr.dtype.element_ty)
     for first in range(begin, tokens, step):
-        for head in range(0, decoded(view.data[2])):
+        for head in range(0, view.data[2]):
             position = view.ptr + (wide(head) * view.strides[1] + wide(first) * view.step)
             for channel in tl.static_range(0, DIM, channels.shape[1]):
                 exist = (first + rows < tokens) & (channel + channels < DIM)

@@ -16,32 +16,31 @@ import triton
 import triton.language as tl
 
 from saccade.gpu.packing import offset, packed_program_by_heads
-from saccade.gpu.tensor_view import decoded, encoded, wide
+from saccade.gpu.tensor_view import wide
 
 # A View's data for pages: table, how far apart its sequences are, lengths; how many rows the pages
 # that it names for a sequence hold, and how many pages there are, both `as_limit`.
 
 
 def as_limit(number: int) -> int:
-    """A number that may change from call to call as a kernel takes it: Triton compiles anew for 1
-    and for multiples of 16, and this is neither."""
-    return encoded(2 * min(number, LARGEST_LIMIT) + 1)
+    """A number as kernels take it, which count in 32 bits."""
+    return min(number, LARGEST_LIMIT)
 
 
-LARGEST_LIMIT = 2**30 - 2**20  # twice as much has 32 bits
+LARGEST_LIMIT = 2**30
 
 
 @triton.jit
 def paged(batch, strides, STEP: tl.constexpr, data):
     """No first row's place, as rows lie apart; and how many rows there are: no more than the table
     names pages for, whatever stands there."""
-    return wide(0), tl.minimum(tl.maximum(tl.load(data[2] + batch), 0), decoded(data[3]) >> 1)
+    return wide(0), tl.minimum(tl.maximum(tl.load(data[2] + batch), 0), data[3])
 
 
 @triton.jit
 def inside(page, data):
     """A page of the pool, whatever the table says: 0 or above is one comparison, unsigned."""
-    last = (decoded(data[4]) >> 1) - 1
+    last = data[4] - 1
     return tl.minimum(page.to(tl.uint32), last.to(tl.uint32)).to(tl.int32)
 
 
@@ -53,7 +52,7 @@ def find_page(
     """The pages of ROWS adjacent rows: one for all where tiles fit into pages, as start is a
     multiple of ROWS, else a column of them. Unless WHOLE, some rows may lie past the end.
     """
-    table = view.data[0] + wide(batch) * decoded(view.data[1])
+    table = view.data[0] + wide(batch) * view.data[1]
     rows = tl.arange(0, ROWS)[:, None]
     if PAGE_SIZE % ROWS == 0:
         entries, exists = table + start // PAGE_SIZE, start < length
@@ -116,7 +115,7 @@ def pages_ahead(view, batch, start, length, ROWS: tl.constexpr):
     if PAGE_SIZE % TILE == 0 or TILE % PAGE_SIZE != 0 or TILE > FEW_PAGES * PAGE_SIZE:
         pages = (find_page(view, batch, start, length, TILE, PAGE_SIZE, False),)
     else:
-        entries = view.data[0] + wide(batch) * decoded(view.data[1]) + start // PAGE_SIZE
+        entries = view.data[0] + wide(batch) * view.data[1] + start // PAGE_SIZE
         pages = ()
         for number in tl.static_range(TILE // PAGE_SIZE):
             exists = start + number * PAGE_SIZE < length
@@ -145,7 +144,7 @@ def chunk_program(program, data, TILE: tl.constexpr):
     """`packed_program_by_heads`, where sequences of data[4] query rows or fewer have no rows."""
     batch, head, tile, slot = packed_program_by_heads(program, data, TILE)
     length = offset(data, batch + 1) - offset(data, batch)
-    return batch, head, tl.where(length > decoded(data[4]), tile, tl.cdiv(length, TILE)), slot
+    return batch, head, tl.where(length > data[4], tile, tl.cdiv(length, TILE)), slot
 
 
 # ---- as the other kernels read them -------------------------------------------------------------

@@ -26,7 +26,9 @@ from triton.runtime.jit import JITFunction
 
 ALIGNMENT = 16  # bytes of an address, or elements of a stride
 
-LARGEST_INT32 = 2**31 - 1
+LARGEST_INT32 = 2**30
+"""Larger numbers have 64 bits: kernels add a captured number and a row in as many as they have."""
+
 FLOAT = "fp32"
 FUNCTIONS = frozenset({JITFunction, GluonJITFunction})
 PLAIN = (int, float, str, type(None))  # constants that are known by their value

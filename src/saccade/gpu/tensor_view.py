@@ -58,29 +58,13 @@ def wide(number):
     return tl.cast(number, tl.int64)
 
 
-# Triton (3.6 to 3.9) makes a constant of an argument that is 1, and may lose it again inside nested
-# tuples. So whole numbers in tuples are `encoded` by the host and `decoded` by the kernel.
-ADDED = tl.constexpr(1 << 20)
-
-
-def encoded(number: int) -> int:
-    """A length or count as kernels take it inside a tuple: never 1."""
-    return number + ADDED.value
-
-
-@triton.jit
-def decoded(number):
-    """A length or count that the host has `encoded`."""
-    return number - ADDED
-
-
 # ---- dense: every sequence has the same length. data: length, heads ---------------------------
 
 
 @triton.jit
 def dense(batch, strides, STEP: tl.constexpr, data):
     """The first row's place (in elements), and how many rows there are."""
-    return wide(batch) * strides[0], decoded(data[0])
+    return wide(batch) * strides[0], data[0]
 
 
 @triton.jit
@@ -89,10 +73,10 @@ def dense_program(program, data, TILE: tl.constexpr):
 
     Under a causal mask the last tile of query rows is the longest work, so it starts early.
     """
-    tiles = tl.cdiv(decoded(data[0]), TILE)
+    tiles = tl.cdiv(data[0], TILE)
     tile = tiles - 1 - program % tiles
-    head = (program // tiles) % decoded(data[1])
-    return program // tiles // decoded(data[1]), head, tile, tile
+    head = (program // tiles) % data[1]
+    return program // tiles // data[1], head, tile, tile
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.gpu.tensor_view import decoded, num_rows, wide
+from saccade.gpu.tensor_view import num_rows, wide
 from saccade.gpu.tile_ranges import TILE_RANGE_SIZE, classify_tiles, find_tile_range
 
 HIDDEN, PARTIAL, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -46,7 +46,7 @@ def classify_pairs(
     batch, head, tile, slot = here.find(position, here.data, TILE)
     lengths = (num_rows(here, batch), num_rows(other, batch))
     first = (program % num_chunks) * CHUNK
-    row = wide((batch * decoded(here.data[1]) + head) * tl.cdiv(lengths[0], TILE) + slot)
+    row = wide((batch * here.data[1] + head) * tl.cdiv(lengths[0], TILE) + slot)
     for base in range(first, tl.minimum(first + CHUNK, num_tiles), AT_ONCE):
         tiles = base + tl.arange(0, AT_ONCE)
         possible, certain = classify_tiles(
@@ -82,7 +82,7 @@ def list_blocks(
     """The same with the classes made on the way, where few entries decide on a whole tile."""
     batch, head, tile, slot = here.find(tl.program_id(0), here.data, TILE)
     lengths = (num_rows(here, batch), num_rows(other, batch))
-    position = wide((batch * decoded(here.data[1]) + head) * tl.cdiv(lengths[0], TILE) + slot)
+    position = wide((batch * here.data[1] + head) * tl.cdiv(lengths[0], TILE) + slot)
     listed = (slot * 0, slot * 0)
     for base in range(0, num_tiles, AT_ONCE):
         tiles = base + tl.arange(0, AT_ONCE)

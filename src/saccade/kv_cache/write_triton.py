@@ -21,7 +21,7 @@ from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
 from saccade.gpu.paged_view import slot_pointers
 from saccade.gpu.quantize import as_fp8_bytes, as_int8, divided, row_scales
 from saccade.gpu.signature import Stride
-from saccade.gpu.tensor_view import View, encoded, row_pointers
+from saccade.gpu.tensor_view import View, row_pointers
 from saccade.ops.attention.triton.call_spec import remembered
 
 ROWS = 8  # that a program writes
@@ -180,7 +180,7 @@ def _rows(pointer: Pointer, rows: Tensor | None) -> View | None:
     if rows is None:
         return None
     head = Stride(rows.stride(1) if rows.dim() == 3 else 0)
-    data = encoded(rows.shape[0]), encoded(1)
+    data = rows.shape[0], 1
     step = tl.constexpr(rows.stride(0))
     return View(pointer(rows), (0, head), step, tensor_view.dense, tensor_view.dense_program, data)
 
@@ -190,7 +190,7 @@ def _pages(pointer: Pointer, memory: Tensor | None) -> View | None:
     if memory is None:
         return None
     page, head, slot = memory.stride()[:3]
-    step, data = tl.constexpr(slot), (encoded(0),)
+    step, data = tl.constexpr(slot), (0,)
     return View(
         pointer(memory), (Stride(page), Stride(head)), step, paged_view.paged, paged_view.paged,
         data,

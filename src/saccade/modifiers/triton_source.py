@@ -157,11 +157,10 @@ def _of_dtype(code: str, step: Step) -> str:
 
 
 def _constant(step: Step, slots: list[tuple[str, int]]) -> str:
-    """A number; whole ones are encoded, as those of Views are (gpu/tensor_view.py)."""
+    """A number: written out, or one that was captured."""
     if step.op == "literal":
         return _literal(step.literal)
-    data = f"data[{slots.index(step.slot)}]"
-    return f"decoded({data})" if step.kind == WHOLE else data
+    return f"data[{slots.index(step.slot)}]"
 
 
 def _literal(value: bool | int | float) -> str:

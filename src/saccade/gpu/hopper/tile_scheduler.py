@@ -29,7 +29,7 @@ WORK_TILE_SIZE = gl.constexpr(16)
 
 
 class TileOrder(NamedTuple):
-    """How many tiles there are, and in which order they are taken; numbers are made by `as_odd`."""
+    """How many tiles there are, and in which order they are taken."""
 
     origin: Any  # dense_origin or packed_origin: coordinates of a sequence's first row
     counter: Any  # int32 in memory, 0 between calls; None: every program knows its tiles ahead
@@ -39,27 +39,16 @@ class TileOrder(NamedTuple):
     nonfinite: Any = None  # the memory of the counter, if there are flags behind it
 
 
-def as_odd(number: int) -> int:
-    """A number as a TileOrder holds it. Triton compiles anew for 1 and for multiples of 16."""
-    return 2 * number + 1
-
-
-@gluon.jit
-def from_odd(number):
-    """The number that `as_odd` was given."""
-    return number >> 1
-
-
 def order_of(extent: Extent, tile: int, heads_at_once: int) -> tuple[int, int, int]:
     """Tiles in all, tiles of one head, and heads that take turns, as a TileOrder holds them."""
     heads = max(1, min(heads_at_once, extent.heads * extent.sequences))
-    return as_odd(extent.programs(tile)), as_odd(extent.slots(tile)), as_odd(heads)
+    return extent.programs(tile), extent.slots(tile), heads
 
 
 @gluon.jit
 def num_tiles(schedule):
     """How many tiles of query rows there are in all."""
-    return from_odd(schedule.total)
+    return schedule.total
 
 
 @gluon.jit
@@ -82,7 +71,7 @@ def program_of(schedule, number):
 
     Tiles of `heads_at_once` heads take turns: all last tiles of these heads, then all last but one.
     """
-    slots, at_once = from_odd(schedule.slots), from_odd(schedule.heads_at_once)
+    slots, at_once = schedule.slots, schedule.heads_at_once
     group = number // (slots * at_once)
     rest = number - group * (slots * at_once)
     heads = gl.minimum(num_tiles(schedule) // slots - group * at_once, at_once)
@@ -93,7 +82,7 @@ def program_of(schedule, number):
 def program_of_keys(schedule, number):
     """The same where programs stand at tiles of keys: all first tiles of these heads come first,
     as under a causal mask they are seen by most queries."""
-    slots = from_odd(schedule.slots)
+    slots = schedule.slots
     program = program_of(schedule, number)
     slot = program % slots
     return program - slot + slots - 1 - slot

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.gpu import launcher
-from saccade.gpu.tensor_view import decoded, encoded
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton import split_kv as schedule
 from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN, SplitSchedule
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the i
 @triton.jit
 def count_given(schedule, query, key, groups, TOKENS: tl.constexpr, KV_TILE: tl.constexpr):
     """Units and work tiles as they were written down."""
-    work_tiles = schedule.data[PLAN] + decoded(schedule.data[GROUPS])
+    work_tiles = schedule.data[PLAN] + schedule.data[GROUPS]
     return tl.load(schedule.data[PLAN] + groups), tl.load(work_tiles + groups)
 
 
@@ -61,8 +60,8 @@ def dq_accumulate(
     each group; and (group, index, parts, first program) of each work tile."""
     numbers = torch.tensor([*zip(*groups, strict=True)], dtype=torch.int32).flatten()
     found = torch.zeros(programs, 6, dtype=torch.int32)
-    zero = encoded(0)
-    data: Any = (encoded(len(groups)), zero, encoded(programs), *[zero] * 4, numbers)
+    zero = 0
+    data: Any = (len(groups), zero, programs, *[zero] * 4, numbers)
     given = SplitSchedule(
         schedule.equal_shares, split_kv.split_of_programs, count_given, None, data
     )

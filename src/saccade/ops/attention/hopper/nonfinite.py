@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from saccade.gpu.hopper.pipeline import mma_v2
 from saccade.gpu.online_softmax import softmax_step
 from saccade.gpu.paged_view import inside, slot_pointers
-from saccade.gpu.tensor_view import decoded, row_pointers, store_numbers, wide
+from saccade.gpu.tensor_view import row_pointers, store_numbers, wide
 from saccade.gpu.tile_ranges import NAN_SAFE_ROWS, TileRange, nan_safe_parts, nan_safe_start
 from saccade.ops.attention.hopper.softmax import (
     ROWS,
@@ -142,7 +142,7 @@ def kv_pointers(view, batch, head, rows, channels, length, PAGE_SIZE: gl.constex
     if PAGE_SIZE == 0:
         pointers = row_pointers(view, batch, head, rows, channels)
     else:
-        table = view.data[0] + wide(batch) * decoded(view.data[1])
+        table = view.data[0] + wide(batch) * view.data[1]
         page = gl.load(table + rows // PAGE_SIZE, mask=rows < length, other=0)
         page = inside(page, view.data)
         pointers = slot_pointers(view, head, (page, 0, rows % PAGE_SIZE), channels)

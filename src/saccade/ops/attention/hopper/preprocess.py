@@ -17,7 +17,6 @@ import triton.language as tl
 from saccade.gpu.packing import first_slot
 from saccade.gpu.tensor_view import (
     any_nonfinite,
-    decoded,
     num_rows,
     pad_rows,
     row_pointers,
@@ -44,13 +43,13 @@ class BackwardScratch(NamedTuple):
 @triton.jit
 def dense_slot(batch, head, data, TILE: tl.constexpr):
     """The slot of a head's first tile of query rows."""
-    return (batch * decoded(data[1]) + head) * tl.cdiv(decoded(data[0]), TILE)
+    return (batch * data[1] + head) * tl.cdiv(data[0], TILE)
 
 
 @triton.jit
 def packed_slot(batch, head, data, TILE: tl.constexpr):
     """The same in a packed sequence; see `packing.packed_program`."""
-    slots = decoded(data[3]) // TILE + decoded(data[1])
+    slots = data[3] // TILE + data[1]
     return head * slots + first_slot(data, batch, TILE)
 
 

@@ -35,7 +35,6 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from saccade.gpu.hopper.tile_scheduler import from_odd
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (
@@ -155,7 +154,7 @@ def consume(
     first, chunks, _ = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, True)
     number = state_number(sizes, batch, head, 1, SEGMENTS)
     channel = channel_of(WHICH, BLOCKS, 1, SEGMENTS)
-    there = batch < from_odd(sizes.batches)
+    there = batch < sizes.batches
     keys = keys_seen(keys_there(kept, sizes, batch))
     sums = start_sums(before, number, there, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
     if LESS_ONE:

@@ -42,7 +42,6 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from saccade.gpu.hopper.tile_scheduler import from_odd
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (
@@ -165,13 +164,13 @@ def consume(
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
     number = state_number(sizes, batch, head, GROUP, SEGMENTS)
     channel = channel_of(WHICH, BLOCKS, 1, SEGMENTS)
-    there = batch < from_odd(sizes.batches)
+    there = batch < sizes.batches
     queries = queries_seeing(sizes, shift, keys_there(kept, sizes, batch), there, STARTED)
     sums = start_sums(before, number, there, channel, HEAD_DIM, VALUE_DIM, BLOCKS, True)
     if is_balanced(FEATURE_MAP, NORMALIZE) and before is not None:
         sums = centred(sums, before, number, there, HEAD_DIM, VALUE_DIM, WHICH)
     narrow_sums(sums, rings, WHICH, 0 * chunks)
-    unit = batch * from_odd(sizes.heads) + head
+    unit = batch * sizes.heads + head
     for iteration in range(0, chunks):
         position = first + iteration * ROWS
         row = position - shift

@@ -18,7 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.gpu.features import LOG2_E, elu_plus_one, elu_plus_one_less, exponential, relu
-from saccade.gpu.hopper.tile_scheduler import from_odd
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.elu_correction import add_to_line, keep_line, start_line
@@ -85,7 +84,7 @@ def keys_seen(num_keys):
 def queries_seeing(sizes, shift, num_keys, exists, STARTED: gl.constexpr):
     """From which place on, and up to which one, queries exist and see something: nothing before
     the first key, unless a state came before it (STARTED)."""
-    begin, end = shift, shift + from_odd(sizes.query_len)
+    begin, end = shift, shift + sizes.query_len
     if not STARTED:
         begin = gl.maximum(begin, 0)
         end = gl.where(num_keys > 0, end, begin)
@@ -172,7 +171,7 @@ def map_keys(
     BALANCED: gl.constexpr = is_balanced(FEATURE_MAP, NORMALIZE)
     batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
-    exists = batch < from_odd(sizes.batches)
+    exists = batch < sizes.batches
     num_keys = keys_there(kept, sizes, batch)
     queries, keys = queries_seeing(sizes, shift, num_keys, exists, STARTED), keys_seen(num_keys)
     at, inside = sum_at(
@@ -233,7 +232,7 @@ def map_queries(
     LESS_ONE: gl.constexpr = KEYS_TOO and FEATURE_MAP == "elu+1"
     batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, True)
-    exists = batch < from_odd(sizes.batches)
+    exists = batch < sizes.batches
     num_keys = keys_there(kept, sizes, batch)
     queries = queries_seeing(sizes, shift, num_keys, exists, STARTED)
     at, inside = sum_at(sizes, batch, head, exists, HEAD_DIM, 1, BLOCKS, SEGMENTS, WHICH, COLUMNS)
@@ -363,7 +362,7 @@ def sum_at(
 @gluon.jit
 def unit_of(sizes, batch, head, shift):
     """Where a head's numbers begin, counted by place."""
-    return wide(batch * from_odd(sizes.heads) + head) * from_odd(sizes.query_len) - shift
+    return wide(batch * sizes.heads + head) * sizes.query_len - shift
 
 
 @gluon.jit

@@ -16,7 +16,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.gpu.hopper.pipeline import warpgroup_mma
-from saccade.gpu.hopper.tile_scheduler import from_odd
 from saccade.ops.linear_attention.hopper import backward_rows
 from saccade.ops.linear_attention.hopper.features import map_features
 from saccade.ops.linear_attention.hopper.forward import produce, settled
@@ -77,7 +76,7 @@ def add_up(
     """Sum up key features times 64 channels of values."""
     batch, head = head_of(sizes, WHICH, BLOCKS, TILES, SEGMENTS)
     _, chunks, _ = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
-    exists = batch < from_odd(sizes.batches)
+    exists = batch < sizes.batches
     number = state_number(sizes, batch, head, 1, SEGMENTS)
     channel = channel_of(WHICH, BLOCKS, TILES, SEGMENTS)
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's features
@@ -140,7 +139,7 @@ def add_up_queries(
     """Sum up query features times 64 channels of the output's gradients."""
     batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
     _, chunks, _ = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, True)
-    exists = batch < from_odd(sizes.batches)
+    exists = batch < sizes.batches
     number = state_number(sizes, batch, head, 1, SEGMENTS)
     channel = channel_of(WHICH, BLOCKS, 1, SEGMENTS)
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH  # the first block of this head's features

@@ -16,7 +16,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.gpu.features import exponential, relu
-from saccade.gpu.hopper.tile_scheduler import from_odd
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.program import (
     BLOCK,
@@ -91,7 +90,7 @@ def map_features(
     num_keys = keys_there(kept, sizes, batch)
     FIRST_CHANNEL: gl.constexpr = WHICH * BLOCK if BLOCKS == 2 else 0
     channels = FIRST_CHANNEL + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-    inside = (channels < HEAD_DIM) & (batch < from_odd(sizes.batches))
+    inside = (channels < HEAD_DIM) & (batch < sizes.batches)
     at = state_number(sizes, batch, head, GROUP, SEGMENTS) * HEAD_DIM + channels
     key_sum = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, LAYOUT))
     parts = no_rows(LAYOUT)

@@ -18,7 +18,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.gpu.hopper.tile_scheduler import from_odd
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (
     factors_at,
@@ -63,7 +62,7 @@ def map_inner(
     ADJACENT: gl.constexpr = gl.num_warps()  # rows that as many threads have
     batch, head = head_of(sizes, 0, 2, TILES, SEGMENTS)
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, BACKWARDS)
-    exists = batch < from_odd(sizes.batches)
+    exists = batch < sizes.batches
     channel = channel_of(0, 2, TILES, SEGMENTS)
     num_keys = keys_there(kept, sizes, batch)
     keys = keys_seen(num_keys)
@@ -171,7 +170,7 @@ def map_outer(
     WIDTH: gl.constexpr = rings.c.memory.shape[2]
     batch, head = head_of(sizes, 0, 2, TILES, SEGMENTS)
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, BACKWARDS)
-    exists = batch < from_odd(sizes.batches)
+    exists = batch < sizes.batches
     channel = channel_of(0, 2, TILES, SEGMENTS)
     num_keys = keys_there(kept, sizes, batch)
     keys = keys_seen(num_keys)

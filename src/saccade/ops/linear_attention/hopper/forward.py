@@ -31,7 +31,6 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from saccade.gpu.hopper.tile_scheduler import from_odd
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
@@ -184,10 +183,10 @@ def consume(
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
     number = state_number(sizes, batch, head, GROUP, SEGMENTS)
     channel = channel_of(WHICH, BLOCKS, TILES, SEGMENTS)
-    there = batch < from_odd(sizes.batches)
+    there = batch < sizes.batches
     sums = start_sums(before, number, there, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
     narrow_sums(sums, rings, WHICH, 0 * chunks)
-    unit = batch * from_odd(sizes.heads) + head
+    unit = batch * sizes.heads + head
     mine = there & (tile_of_values(TILES, SEGMENTS) == 0)
     for iteration in range(0, chunks):
         products = start_products(sums, rings, iteration, WHICH)
@@ -217,7 +216,7 @@ def row_of_output(sizes, batch, head, query, channel):
     A branch around the store makes ptxas crash, and a row before the first one is an illegal
     instruction.
     """
-    return gl.where(query >= 0, batch, from_odd(sizes.batches)), head, gl.maximum(query, 0), channel
+    return gl.where(query >= 0, batch, sizes.batches), head, gl.maximum(query, 0), channel
 
 
 @gluon.jit
@@ -234,7 +233,7 @@ def store_output(output_desc, rings, position, done, iteration, WHICH: gl.conste
 @gluon.jit
 def store_totals(normaliser, sizes, unit, query, there, total):
     """Write each row's sum of scores."""
-    query_len = from_odd(sizes.query_len)
+    query_len = sizes.query_len
     row = query + gl.arange(0, ROWS, total.type.layout)
     pointers = normaliser + (wide(unit) * query_len + row)
     gl.store(pointers, total, mask=(row >= 0) & (row < query_len) & there)

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from saccade.gpu.hopper.tile_scheduler import from_odd
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
@@ -52,7 +51,7 @@ BLOCK = gl.constexpr(64)  # channels that a product has at once
 
 
 class LinearSizes(NamedTuple):
-    """The sizes of a call, as `schedule.as_odd` makes them."""
+    """The sizes of a call."""
 
     query_len: int
     kv_len: int
@@ -77,7 +76,7 @@ def head_of(
     unit = gl.program_id(0) // (SEGMENTS * TILES)
     if BLOCKS == 1:
         unit = 2 * unit + WHICH
-    heads = from_odd(sizes.heads)
+    heads = sizes.heads
     return unit // heads, unit % heads
 
 
@@ -111,7 +110,7 @@ def chunks_of(
     multiple of 64 before: what TMA writes to must not begin before a tensor. A segment without any
     has one past the end.
     """
-    query_len, kv_len = from_odd(sizes.query_len), from_odd(sizes.kv_len)
+    query_len, kv_len = sizes.query_len, sizes.kv_len
     shift = 0 * kv_len
     if BOTTOM_RIGHT:
         shift = kv_len - query_len
@@ -129,9 +128,9 @@ def chunks_of(
 @gluon.jit
 def keys_there(kept, sizes, batch):
     """How many keys of a batch entry are there to be seen."""
-    count = from_odd(sizes.kv_len)
+    count = sizes.kv_len
     if kept.lengths is not None:
-        last = from_odd(sizes.batches) - 1
+        last = sizes.batches - 1
         found = gl.load(kept.lengths + gl.minimum(batch, last))
         count = gl.minimum(count, found.to(gl.int32))
     return count
@@ -145,7 +144,7 @@ def state_number(
     sizes, batch, head, GROUP: gl.constexpr, SEGMENTS: gl.constexpr
 ):  # fmt: skip
     """Which state in memory a head's segment starts from."""
-    of_head = batch * (from_odd(sizes.heads) // GROUP) + head // GROUP
+    of_head = batch * (sizes.heads // GROUP) + head // GROUP
     return wide(of_head) * SEGMENTS + gl.program_id(0) % SEGMENTS
 
 
@@ -210,7 +209,7 @@ def keep_nonfinite(
     found = holds_nonfinite(sums[0])
     for block in gl.static_range(1, len(sums)):
         found = found | holds_nonfinite(sums[block])
-    segment = (batch * from_odd(sizes.heads) + head) * SEGMENTS + gl.program_id(0) % SEGMENTS
+    segment = (batch * sizes.heads + head) * SEGMENTS + gl.program_id(0) % SEGMENTS
     if BLOCKS == 2:
         segment = segment * (2 * TILES) + 2 * tile_of_values(TILES, SEGMENTS) + WHICH
     gl.store(nonfinite + segment, found.to(gl.int32), mask=exists)

@@ -38,7 +38,6 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from saccade.gpu.hopper.tile_scheduler import from_odd
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_dq import derivative
@@ -152,7 +151,7 @@ def consume(
     first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, BACKWARDS)
     number = state_number(sizes, batch, head, GROUP, SEGMENTS)
     channel = channel_of(WHICH, 2, TILES, SEGMENTS)
-    there = batch < from_odd(sizes.batches)
+    there = batch < sizes.batches
     num_keys = keys_there(kept, sizes, batch)
     seen = keys_seen(num_keys)
     if PASS == GRAD_QUERY:
@@ -162,7 +161,7 @@ def consume(
         start_half(before, number, channel, 1, HEAD_DIM, VALUE_DIM, PASS),
     )
     narrow_half(sums[0], rings, WHICH, 0 * chunks)
-    unit = batch * from_odd(sizes.heads) + head
+    unit = batch * sizes.heads + head
     mine = there & (tile_of_values(TILES, SEGMENTS) == 0)
     for iteration in range(0, chunks):
         position = position_of(first, chunks, iteration, BACKWARDS)

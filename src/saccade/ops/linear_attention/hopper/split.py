@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from saccade.gpu.hopper.descriptors import Box, descriptor
-from saccade.gpu.hopper.tile_scheduler import as_odd
 from saccade.gpu.launcher import Pointer
 from saccade.ops.linear_attention.hopper.program import LinearSizes
 from saccade.ops.linear_attention.triton.call_spec import SHORTEST_SEGMENT, LinearCallSpec
@@ -88,4 +87,4 @@ def maybe(pointer: Pointer, tensor: Tensor | None) -> Any:
 
 def sizes(spec: LinearCallSpec, heads: int) -> LinearSizes:
     """The sizes of a call, for programs of so many heads."""
-    return LinearSizes(*map(as_odd, (spec.query_len, spec.kv_len, heads, spec.sequences)))
+    return LinearSizes(spec.query_len, spec.kv_len, heads, spec.sequences)

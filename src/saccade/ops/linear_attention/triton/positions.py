@@ -16,7 +16,7 @@ import triton.language as tl
 
 from saccade.gpu.features import where_also
 from saccade.gpu.packing import offset
-from saccade.gpu.tensor_view import decoded, num_rows, wide
+from saccade.gpu.tensor_view import num_rows, wide
 
 
 class Sequence(NamedTuple):
@@ -29,7 +29,7 @@ class Sequence(NamedTuple):
     summed_decay: Any
     offsets: Any  # where packed sequences start in `summed_decay`, or None
     slots: Any  # int64 [batch]: where each sequence's state lies; None: in order
-    num_states: Any  # encoded; None where slots are
+    num_states: Any  # None where slots are
 
 
 class Sums(NamedTuple):
@@ -99,7 +99,7 @@ def state_of(sequence, batch):
     slot = wide(batch)
     if sequence.slots is not None:
         slot = tl.load(sequence.slots + batch)
-        slot = tl.minimum(tl.maximum(slot, 0), decoded(sequence.num_states) - 1)
+        slot = tl.minimum(tl.maximum(slot, 0), sequence.num_states - 1)
     return slot
 
 

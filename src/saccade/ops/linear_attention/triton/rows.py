@@ -8,7 +8,6 @@ from torch import Tensor
 
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Pointer
-from saccade.gpu.tensor_view import encoded
 from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec, plain
 from saccade.ops.linear_attention.triton.positions import Sequence, Sums
 from saccade.runtime.linear_spec import LinearInputs
@@ -74,7 +73,7 @@ class Rows(NamedTuple):
             if in_decayed and inputs.cu_seqlens_k is not None
             else None,
             None if self.slots is None else pointer(self.slots),
-            None if self.slots is None else encoded(self.num_states),
+            None if self.slots is None else self.num_states,
         )
 
     def queries(self, pointer: Pointer) -> Any:

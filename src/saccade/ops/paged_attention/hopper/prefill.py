@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.gpu.hopper.tile_scheduler import num_visits, tile_from_last
-from saccade.gpu.tensor_view import decoded, wide
+from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.forward import consume, load_queries, schedule_work, work_tile_of
 from saccade.ops.attention.hopper.smem import make_page_rings
 
@@ -112,7 +112,7 @@ def produce_pages(
 @gluon.jit
 def pages_of(key, batch, kv_start, kv_len, KV_TILE: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """The pages of a tile of keys, which is part of one or consists of several: a tuple."""
-    table = key.data[0] + wide(batch) * decoded(key.data[1])
+    table = key.data[0] + wide(batch) * key.data[1]
     pages = ()
     for first in gl.static_range(0, KV_TILE, min(PAGE_SIZE, KV_TILE)):
         row = kv_start + first

@@ -27,7 +27,7 @@ from saccade.gpu.kernel_args import (
 from saccade.gpu.launcher import Pointer, current_device, next_width
 from saccade.gpu.planning import varies_by
 from saccade.gpu.signature import Stride
-from saccade.gpu.tensor_view import View, encoded
+from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.paged_attention.triton import configs as paged_configs
@@ -189,7 +189,7 @@ class PagedCallSpec(NamedTuple):
         num_pages, _, page_size, _ = inputs.key_pages.shape
         reached = table.shape[1] * page_size if num_pages else 0
         limits = pages.as_limit(reached), pages.as_limit(num_pages)
-        data = (pointer(table), encoded(table.stride(0)), pointer(inputs.kv_lens), *limits)
+        data = (pointer(table), table.stride(0), pointer(inputs.kv_lens), *limits)
 
         def of(memory: Tensor | None) -> View | None:
             if memory is None:

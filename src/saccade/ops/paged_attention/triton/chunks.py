@@ -17,7 +17,7 @@ from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import mask_argument, score_argument
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.rules import Rules
-from saccade.gpu.tensor_view import View, encoded
+from saccade.gpu.tensor_view import View
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.ops.attention.triton.forward import attention_forward
@@ -73,7 +73,7 @@ class ChunkLaunch:
         queries = self.spec.rows(pointer, inputs)
         if not self.spec.queries.packed:
             return queries
-        data = (*queries.data, encoded(self.fewest))
+        data = (*queries.data, self.fewest)
         return queries._replace(find=paged_view.chunk_program, data=data)
 
     def _pages(self, pointer: Pointer, inputs: PagedInputs) -> list[View]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from saccade.gpu.online_softmax import finish_softmax
-from saccade.gpu.tensor_view import decoded, store_numbers, store_rows, wide
+from saccade.gpu.tensor_view import store_numbers, store_rows, wide
 from saccade.ops.paged_attention.triton.decode import rows_of_tile
 from saccade.ops.paged_attention.triton.split_kv import BEGUN, NOTE_SIZE, PROGRAMS
 
@@ -71,10 +71,8 @@ def merge_partials(
             gdc_wait()
         note, begun = partials.notes + number * NOTE_SIZE, number - 1
         parts, group, index = tl.load(note), tl.load(note + 1), tl.load(note + 2)
-        parts = tl.minimum(
-            parts, decoded(schedule.data[PROGRAMS]) + 1 - number
-        )  # for what is there
-    first_position, next_position = begun + decoded(schedule.data[BEGUN]), begun + 1
+        parts = tl.minimum(parts, schedule.data[PROGRAMS] + 1 - number)  # for what is there
+    first_position, next_position = begun + schedule.data[BEGUN], begun + 1
     work_tile = schedule.work_tile(schedule, query, key, group, index, TOKENS, KV_TILE)
     channels = tl.arange(0, VALUE_WIDTH)[None, :]
     if META.CHAINED and META.WORK_TILES > 0:
@@ -92,13 +90,11 @@ def merge_partials(
             position = tl.where(part == 0, first_position, next_position + part - 1)
             entry, exists = wide(position) * QUERY_TILE + row, part < parts
             maxima = tl.load(
-                partials.sums + decoded(partials.softmax) + entry * 2,
+                partials.sums + partials.softmax + entry * 2,
                 mask=exists,
                 other=float("-inf"),
             )
-            sums = tl.load(
-                partials.sums + decoded(partials.softmax) + entry * 2 + 1, mask=exists, other=0.0
-            )
+            sums = tl.load(partials.sums + partials.softmax + entry * 2 + 1, mask=exists, other=0.0)
             weighted = tl.load(
                 partials.sums + (entry[:, None] * VALUE_WIDTH + channels),
                 mask=exists[:, None], other=0.0,

@@ -27,7 +27,6 @@ from saccade.gpu.paged_view import (
     slots_of,
 )
 from saccade.gpu.tensor_view import (
-    decoded,
     load_rows,
     nonfinite_rows,
     num_rows,
@@ -237,7 +236,7 @@ def attention_pages(
             store_rows(output, batch, at[2][:, None], at[3], at[4], attended, VALUE_DIM)
             store_numbers(logsumexp, batch, at[2], at[3], at[4], natural_lse)
         else:
-            position = program + tl.where(offset == 0, decoded(schedule.data[BEGUN]), 0)
+            position = program + tl.where(offset == 0, schedule.data[BEGUN], 0)
             keep_partial(partials, position, at[3] < at[4], (row_max, row_sum, weighted_sum))
         budget -= end - offset
         offset = offset * 0
@@ -245,8 +244,8 @@ def attention_pages(
         ended = (index >= work_tiles) & (budget > 0)
         while ended:  # groups without work tiles are passed over; none is behind the last
             group, index = group + 1, index * 0
-            budget = tl.where(group < decoded(schedule.data[GROUPS]), budget, 0)
-            group = tl.minimum(group, decoded(schedule.data[GROUPS]) - 1)
+            budget = tl.where(group < schedule.data[GROUPS], budget, 0)
+            group = tl.minimum(group, schedule.data[GROUPS] - 1)
             units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, META.KV_TILE)
             ended = (work_tiles == 0) & (budget > 0)
 
@@ -375,7 +374,7 @@ def keep_partial(partials, position, exist, state):
     row_max, row_sum, weighted_sum = state
     rows = wide(position) * row_max.shape[0] + tl.arange(0, row_max.shape[0])
     channels = tl.arange(0, weighted_sum.shape[1])[None, :]
-    tl.store(partials.sums + decoded(partials.softmax) + rows * 2, row_max, mask=exist)
-    tl.store(partials.sums + decoded(partials.softmax) + rows * 2 + 1, row_sum, mask=exist)
+    tl.store(partials.sums + partials.softmax + rows * 2, row_max, mask=exist)
+    tl.store(partials.sums + partials.softmax + rows * 2 + 1, row_sum, mask=exist)
     sums = partials.sums + (rows[:, None] * weighted_sum.shape[1] + channels)
     tl.store(sums, weighted_sum, mask=exist[:, None])

@@ -18,7 +18,6 @@ from torch import Tensor
 from saccade.gpu.kernel_args import mask_argument, score_argument
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.gpu.rules import Rules
-from saccade.gpu.tensor_view import encoded
 from saccade.ops.attention.triton.call_spec import memory_like, remembered
 from saccade.ops.paged_attention.triton import chunks as paged_chunks
 from saccade.ops.paged_attention.triton import passes as paged_pass
@@ -145,7 +144,7 @@ class _PassCall(NamedTuple):
 
     def _shares(self, pointer: Pointer) -> tuple[Any, ...]:
         of = self.launches.of
-        partials = pointer(self.numbers), encoded(of.softmax_position), pointer(self.notes)
+        partials = pointer(self.numbers), of.softmax_position, pointer(self.notes)
         return of.schedule(pointer, self.plan), Partials(*partials)
 
 

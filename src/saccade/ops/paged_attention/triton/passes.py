@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from saccade.gpu.launcher import Pointer, next_width
-from saccade.gpu.tensor_view import encoded
 from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton.configs import PagedConfig
@@ -153,4 +152,4 @@ class Pass(NamedTuple):
             heads = 1 if self.varies_by else self.heads
         begun = 0 if self.splits else self.programs
         numbers = (self.groups, heads, self.programs, self.splits, begun, *self.rows)
-        return SplitSchedule(begin, cut, count, work_tile, (*map(encoded, numbers), *data))
+        return SplitSchedule(begin, cut, count, work_tile, (*numbers, *data))

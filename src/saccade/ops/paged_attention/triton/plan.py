@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from saccade.gpu.tensor_view import decoded, num_rows, wide
+from saccade.gpu.tensor_view import num_rows, wide
 from saccade.gpu.tile_ranges import TILE_RANGE_SIZE, everything, find_tile_range
 from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN_ROW, is_wanted
 
@@ -44,7 +44,7 @@ def plan_pages(
         )
     units = tl.where(exists, 1 + tile_range.num_partial + tile_range.num_full, 0)
     tl.store(plan + group, units)
-    row = plan + decoded(schedule.data[GROUPS]) + wide(group) * PLAN_ROW
+    row = plan + schedule.data[GROUPS] + wide(group) * PLAN_ROW
     for number in tl.static_range(TILE_RANGE_SIZE):
         tl.store(row + number, tile_range[number])
     tl.store(row + TILE_RANGE_SIZE, batch)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.gpu.tensor_view import decoded, num_rows, wide
+from saccade.gpu.tensor_view import num_rows, wide
 from saccade.gpu.tile_ranges import TILE_RANGE_SIZE, everything, load_tile_range
 
 PLAN_ROW = tl.constexpr(9)  # numbers in a row of a plan: a tile range, then batch, head and tile
@@ -47,7 +47,7 @@ class SplitSchedule(NamedTuple):
     count: Any  # count_lengths or count_planned: units and work tiles of groups
     # work_tile_of_lengths or work_tile_of_plan: what a work tile works on, and its tile range
     work_tile: Any
-    data: tuple[Any, ...]  # encoded numbers, in the order below; then the plan, if there is one
+    data: tuple[Any, ...]  # numbers, in the order below; then the plan, if there is one
 
 
 MOST_AT_ONCE = tl.constexpr(1024)  # groups that a program counts together
@@ -65,7 +65,7 @@ PLAN = tl.constexpr(7)
 @triton.jit
 def is_wanted(schedule, tokens):
     """Whether a sequence of so many query rows is one of those that a launch is for."""
-    return (tokens > decoded(schedule.data[FEWEST])) & (tokens <= decoded(schedule.data[MOST]))
+    return (tokens > schedule.data[FEWEST]) & (tokens <= schedule.data[MOST])
 
 
 # ---- groups: (schedule, query, key, groups) → units of a work tile, number of work tiles ---------
@@ -77,7 +77,7 @@ def count_lengths(
 ):  # fmt: skip
     """A group is a sequence, if it is one of those that this launch is for."""
     tokens, kv_len = num_rows(query, groups), num_rows(key, groups)
-    work_tiles = tl.cdiv(tokens, TOKENS) * decoded(schedule.data[HEADS])
+    work_tiles = tl.cdiv(tokens, TOKENS) * schedule.data[HEADS]
     return tl.cdiv(kv_len, KV_TILE) + 1, tl.where(is_wanted(schedule, tokens), work_tiles, 0)
 
 
@@ -87,7 +87,7 @@ def count_planned(
 ):  # fmt: skip
     """A group is a row of a plan, whose units stand in front of its rows; 0: no such tile."""
     units = tl.load(schedule.data[PLAN] + groups)
-    return tl.maximum(units, 1), tl.where(units > 0, decoded(schedule.data[HEADS]), 0)
+    return tl.maximum(units, 1), tl.where(units > 0, schedule.data[HEADS], 0)
 
 
 # ---- work tiles: (schedule, query, key, group, index) → batch, head, tile, kv_len, tile range ----
@@ -110,7 +110,7 @@ def work_tile_of_plan(
     schedule, query, key, group, index, TOKENS: tl.constexpr, KV_TILE: tl.constexpr
 ):
     """What the plan says of its row."""
-    row = schedule.data[PLAN] + decoded(schedule.data[GROUPS]) + wide(group) * PLAN_ROW
+    row = schedule.data[PLAN] + schedule.data[GROUPS] + wide(group) * PLAN_ROW
     position = row + TILE_RANGE_SIZE
     batch, head, tile = tl.load(position), tl.load(position + 1), tl.load(position + 2)
     tile_range = load_tile_range(row)
@@ -128,7 +128,7 @@ def count_at_once(
 ):  # fmt: skip
     """Units of a work tile, and work tiles, of AT_ONCE groups: [AT_ONCE], or one number where
     there is but one group."""
-    num_groups = decoded(schedule.data[GROUPS])
+    num_groups = schedule.data[GROUPS]
     if AT_ONCE == 1:
         units, work_tiles = schedule.count(schedule, query, key, first, TOKENS, KV_TILE)
     else:
@@ -211,7 +211,7 @@ def equal_shares(
     for memory once more, when others are done. Programs do all this before they read any key, so it
     is kept short: fewer than MOST_AT_ONCE groups are counted once, and one needs no search.
     """
-    num_groups, programs = decoded(schedule.data[GROUPS]), decoded(schedule.data[PROGRAMS])
+    num_groups, programs = schedule.data[GROUPS], schedule.data[PROGRAMS]
     none = wide(program) * 0 if LONG else program * 0
     own, up, own_most = program < 0, program < 0, program * 0 + 1
     if AT_ONCE < MOST_AT_ONCE:
@@ -268,7 +268,7 @@ def fixed_splits(
 ):  # fmt: skip
     """Each work tile for itself, cut every LEAST units, or into SPLITS parts if those are longer:
     where depends on nothing but the work tile."""
-    splits, heads = decoded(schedule.data[SPLITS_IN_GRID]), decoded(schedule.data[HEADS])
+    splits, heads = schedule.data[SPLITS_IN_GRID], schedule.data[HEADS]
     work_tile, cut = program // splits, program % splits
     group = work_tile // heads
     units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
@@ -320,7 +320,7 @@ def split_of_programs(
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """By `equal_shares` of a line of few work tiles."""
-    programs = decoded(schedule.data[PROGRAMS])
+    programs = schedule.data[PROGRAMS]
     all_units, all_work_tiles = count_at_once(schedule, query, key, 0, TOKENS, KV_TILE, AT_ONCE)
     line, share, own, up, own_most = share_out(
         all_units, all_work_tiles, programs, LEAST, LONG, True, AT_ONCE == 1
@@ -345,7 +345,7 @@ def split_of_work_tile(
     AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """By `fixed_splits`."""
-    splits, heads = decoded(schedule.data[SPLITS_IN_GRID]), decoded(schedule.data[HEADS])
+    splits, heads = schedule.data[SPLITS_IN_GRID], schedule.data[HEADS]
     units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, KV_TILE)
     parts = tl.cdiv(units, tl.maximum(tl.cdiv(units, SPLITS), LEAST))
     return tl.where((work_tiles > 0) & (parts > 1), parts, 0), (group * heads + index) * splits
