@@ -19,7 +19,7 @@ from triton.runtime.jit import create_function_from_signature
 from saccade.gpu import launcher
 from saccade.gpu.hopper.descriptors import Box, descriptor
 from saccade.gpu.launcher import Launch
-from saccade.gpu.signature import Arguments, Signature, Stride
+from saccade.gpu.signature import Arguments, Length, Signature, Stride
 from saccade.kernel_check import calls
 from saccade.kernel_check.calls import KernelCall
 from saccade.ops.attention.triton import call_spec
@@ -41,6 +41,7 @@ def test_lengths_and_addresses_do_not_count() -> None:
     other = torch.zeros(128, dtype=torch.bfloat16)
     for length in (1, 16, 17, 2**20):
         assert key_of(Pair(ROWS, length), 3) == key_of(Pair(other, 48), 1)
+        assert key_of(Length(length)) == key_of(Length(48 if length % 16 == 0 else 3))
         assert key_of(Pair(ROWS, Stride(128))) == key_of(Pair(other, Stride(16 * length)))
 
 
@@ -48,6 +49,7 @@ UNLIKE = {
     "wide": (2**30 + 1, 5),
     "a stride of neighbours": (Stride(1), Stride(2)),
     "an aligned stride": (Stride(16), Stride(8)),
+    "an aligned length": (Length(16), Length(8)),
     "a stride and a number": (Stride(16), 16),
     "dtypes": (ROWS, ROWS.half()),
     "unaligned": (ROWS, ROWS[1:]),

@@ -16,7 +16,7 @@ from saccade.gpu import packing, tensor_view, tile_ranges
 from saccade.gpu.compose import mask_functions, score_functions
 from saccade.gpu.launcher import Pointer
 from saccade.gpu.rules import Dropout, Rules, Score, one, unchanged
-from saccade.gpu.signature import Stride
+from saccade.gpu.signature import Length, Stride
 from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.modifiers.expression import Captured, slots
@@ -93,7 +93,7 @@ def view(
         steps = Stride(steps[0]), Stride(steps[1])
     step = tl.constexpr(strides[2])
     if offsets is None:
-        data: tuple[Any, ...] = (extent.length, extent.heads)
+        data: tuple[Any, ...] = (Length(extent.length), extent.heads)
         return View(address, steps, step, tensor_view.dense, tensor_view.dense_program, data)
     numbers = extent.batch, extent.heads, extent.length
     data = (pointer(offsets), *numbers)

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 
 from saccade.gpu import driver, machine_code
-from saccade.gpu.signature import ALIGNMENT, Arguments, Described, Stride, type_of
+from saccade.gpu.signature import ALIGNMENT, Arguments, Described, Length, Stride, type_of
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1)."""
@@ -227,7 +227,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple):
         parts = map(plain, value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if type(value) not in (int, Stride):
+    if type(value) not in (int, Stride, Length):
         return value
     wide = INTERPRETED and type_of(int(value)) == "i64"
     return _of_64_bits(value) if wide else int(value)

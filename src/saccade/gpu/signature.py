@@ -2,11 +2,13 @@
 
 A variant of a kernel is its code, its constants and options, the types of its arguments, and what
 it relies on about them. Lengths, counts and offsets are numbers that are given when it starts, so
-another length is no other variant. Kernels rely on two things only:
+another length is no other variant. Kernels rely on three things only:
 
 - addresses that are multiples of 16 bytes, tensor by tensor;
 - of a `Stride`, whether it is 1 (a constant then, so that neighbours are loaded together) or a
-  multiple of 16.
+  multiple of 16;
+- of a `Length`, whether it is a multiple of 16: then 16 rows exist, or none of them does. Without,
+  forward passes by Triton took up to 1.09 of their time (benchmarks/results/h200/launch.txt).
 
 Triton's own front door takes every number's value for a reason to compile again.
 """
@@ -36,6 +38,10 @@ PLAIN = (int, float, str, type(None))  # constants that are known by their value
 
 class Stride(int):
     """A number of elements from one row, head or batch entry to the next."""
+
+
+class Length(int):
+    """A number of rows of each sequence."""
 
 
 class Described(NamedTuple):
@@ -86,7 +92,7 @@ class Arguments:
                 name = "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
                 note(name)
                 add((name, value))
-            elif kind is Stride and int(value) != 1:
+            elif kind is Length or (kind is Stride and int(value) != 1):
                 name = "i32" if value <= LARGEST_INT32 else "i64"
                 note((name, value % ALIGNMENT == 0))
                 add((name, int(value)))
@@ -163,6 +169,8 @@ def type_of(value: Any) -> str | None:
         return _pointer_type(value.dtype)
     if kind is Stride:
         return "constexpr" if value == 1 else type_of(int(value))
+    if kind is Length:
+        return type_of(int(value))
     if kind is float:
         return FLOAT
     return "constexpr"  # None, a function, a constant
@@ -172,7 +180,7 @@ def aligned(value: Any) -> bool:
     """Whether the kernel may rely on a value's being a multiple of 16."""
     if isinstance(value, Tensor):
         return value.data_ptr() % ALIGNMENT == 0
-    return type(value) is Stride and value % ALIGNMENT == 0
+    return type(value) in (Stride, Length) and value % ALIGNMENT == 0
 
 
 @functools.cache
