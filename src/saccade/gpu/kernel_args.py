@@ -122,7 +122,7 @@ def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, 
                 value = value.new_zeros((1,) * value.dim())
             data.append((pointer(value), tuple(value.shape), tuple(map(Stride, value.stride()))))
         else:
-            data.append(value)
+            data.append(Length(value) if type(value) is int else value)
     return tuple(data)
 
 

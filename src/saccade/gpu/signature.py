@@ -7,8 +7,9 @@ another length is no other variant. Kernels rely on three things only:
 - addresses that are multiples of 16 bytes, tensor by tensor;
 - of a `Stride`, whether it is 1 (a constant then, so that neighbours are loaded together) or a
   multiple of 16;
-- of a `Length`, whether it is a multiple of 16: then 16 rows exist, or none of them does. Without,
-  forward passes by Triton took up to 1.09 of their time (benchmarks/results/h200/launch.txt).
+- of a `Length`, whether it is a multiple of 16: then 16 rows exist or lie in a window together, or
+  none of them does. Without, forward passes by Triton took 1.06 (a causal mask) and 1.09 (blocks)
+  of their time (benchmarks/results/h200/launch.txt).
 
 Triton's own front door takes every number's value for a reason to compile again.
 """
@@ -41,7 +42,7 @@ class Stride(int):
 
 
 class Length(int):
-    """A number of rows of each sequence."""
+    """A number of rows: of each sequence, of a window, of a block."""
 
 
 class Described(NamedTuple):
