@@ -41,7 +41,8 @@ def compiled(
 ) -> Any:
     """Triton's compiled kernel, from its cache on disk or made now."""
     form = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = form(kernel, *Signature.of(kernel.arg_names, arguments))
+    on_amd = target.backend == "hip"
+    source = form(kernel, *Signature.of(kernel.arg_names, arguments, on_amd))
     asked = {**FUSED, **compiler_workarounds.options(target), "debug": knobs.runtime.debug}
     if hasattr(knobs.compilation, "instrumentation_mode"):
         asked["instrumentation_mode"] = knobs.compilation.instrumentation_mode

@@ -2,7 +2,8 @@
 
 A variant of a kernel is its code, its constants and options, the types of its arguments, and what
 it relies on about them. Lengths, counts and offsets are numbers that are given when it starts, so
-another length is no other variant. Kernels rely on three things only:
+another one is no other variant. Kernels rely on three things only (on AMD's GPUs also on which
+tensors have less than 2 GiB):
 
 - addresses that are multiples of 16 bytes, tensor by tensor;
 - of a `Stride`, whether it is 1 (a constant then, so that neighbours are loaded together) or a
@@ -33,6 +34,7 @@ LARGEST_INT32 = 2**30
 """Larger numbers have 64 bits: kernels add a captured number and a row in as many as they have."""
 
 FLOAT = "fp32"
+ON_AMD = torch.version.hip is not None
 FUNCTIONS = frozenset({JITFunction, GluonJITFunction})
 PLAIN = (int, float, str, type(None))  # constants that are known by their value
 
@@ -99,7 +101,7 @@ class Arguments:
                 add((name, int(value)))
             elif isinstance(value, Tensor):
                 name = _pointer_type(value.dtype)
-                note((name, value.data_ptr() % ALIGNMENT == 0))
+                note((name, value.data_ptr() % ALIGNMENT == 0, ON_AMD and _is_small(value)))
                 add((name, value))
             elif kind is Described:
                 name = value.type
@@ -136,7 +138,7 @@ class Signature(NamedTuple):
     attributes: dict[tuple[int, ...], list[list[Any]]]
 
     @staticmethod
-    def of(names: Sequence[str], arguments: Arguments) -> Signature:
+    def of(names: Sequence[str], arguments: Arguments, on_amd: bool = ON_AMD) -> Signature:
         """The signature of a kernel whose arguments have these names."""
         values = (*arguments.values, *arguments.constants)
         first = len(arguments.values)
@@ -152,8 +154,12 @@ class Signature(NamedTuple):
             for path, leaf in _leaves(value, (number,)):
                 if type_of(leaf) == "constexpr":
                     constants[path] = leaf
-                elif aligned(leaf):
-                    attributes[path] = [["tt.divisibility", ALIGNMENT]]
+                    continue
+                hints: list[list[Any]] = [["tt.divisibility", ALIGNMENT]] if aligned(leaf) else []
+                if on_amd and isinstance(leaf, Tensor) and _is_small(leaf):
+                    hints.append(["tt.pointer_range", 32])
+                if hints:
+                    attributes[path] = hints
         return Signature(dict(zip(names, types, strict=True)), constants, attributes)
 
 
@@ -182,6 +188,11 @@ def aligned(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.data_ptr() % ALIGNMENT == 0
     return type(value) in (Stride, Length) and value % ALIGNMENT == 0
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether 31 bits count its memory: AMD's GPUs then read it with bounds of their own."""
+    return tensor.untyped_storage().nbytes() < 2**31
 
 
 @functools.cache

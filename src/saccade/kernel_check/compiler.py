@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -25,7 +26,7 @@ def target(architecture: str) -> GPUTarget:
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
 
 
-def given(started: Launch, arguments: Arguments) -> str:
+def given(started: Launch, arguments: Arguments, architecture: str) -> str:
     """All that Triton would be given to compile, but for itself and the architecture.
 
     The code of a kernel and of all that it calls, with the values of their global constants; the
@@ -33,10 +34,17 @@ def given(started: Launch, arguments: Arguments) -> str:
     alone: where it stands, comments and docstrings do not count.
     """
     kernel = started.kernel
-    types, constants, attributes = Signature.of(kernel.arg_names, arguments)
+    on_amd = target(architecture).backend == "hip"
+    types, constants, attributes = Signature.of(kernel.arg_names, arguments, on_amd)
     known = {path: _text(value) for path, value in constants.items()}
     options = sorted(started.options.items())
-    return f"{code_of(kernel)} {types} {known} {sorted(attributes)} {options}"
+    return f"{code_of(kernel)} {types} {known} {_hints(attributes)} {options}"
+
+
+def _hints(attributes: Mapping[tuple[int, ...], list[list[Any]]]) -> str:
+    """What is relied on; that addresses and numbers are multiples of 16 goes without saying."""
+    others = [(path, hints) for path, hints in sorted(attributes.items()) if len(hints) > 1]
+    return f"{sorted(attributes)}{others or ''}"
 
 
 def _text(value: Any) -> str:

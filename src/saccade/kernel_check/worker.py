@@ -64,7 +64,11 @@ class LaunchRecorder:
         used, error, key = None, "", ""
         try:
             asked = started.arguments(arguments(launcher.itself))
-            key = key_of(triton.__version__, self.architecture, compiler.given(started, asked))
+            key = key_of(
+                triton.__version__,
+                self.architecture,
+                compiler.given(started, asked, self.architecture),
+            )
             used = self.known.get(key) or machine_code.usage(
                 compiled(started.kernel, asked, started.options, self.target)
             )
