@@ -27,8 +27,8 @@ from saccade.ops.linear_attention.api import linear_attention_varlen as linear_a
 from saccade.ops.linear_attention.step import linear_attention_step as linear_attention_step
 from saccade.ops.paged_attention.api import attention_paged as attention_paged
 from saccade.rotary import apply_rotary as apply_rotary
-from saccade.runtime.linear_spec import LinearState as LinearState
 from saccade.runtime.spec import KernelConfig as KernelConfig
+from saccade.runtime.spec import LinearState as LinearState
 
 if _TYPE_CHECKING:
     from saccade import testing as testing

@@ -25,8 +25,7 @@ from saccade.ops.linear_attention.step import linear_attention_step
 from saccade.ops.paged_attention.api import attention_paged
 from saccade.runtime.arguments import OFFSETS, unknown_options, values_readable
 from saccade.runtime.backends import Choice, explained
-from saccade.runtime.linear_spec import LinearProblem
-from saccade.runtime.spec import Inputs, KernelConfig, PagedInputs, Problem, Variant
+from saccade.runtime.spec import Inputs, KernelConfig, LinearProblem, PagedInputs, Problem, Variant
 from saccade.runtime.validation import prepare, prepare_paged, with_causal
 
 # Pairs that `explain` is ready to count one by one; larger problems are counted by sampling rows.

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import saccade
 import saccade.integrations.transformers as integration
-from saccade.integrations.transformers import attention, deferred, masks, versions
+from saccade.integrations.transformers import attention, deferred, masks
+from saccade.integrations.transformers import registration as versions
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -8,7 +8,7 @@ import torch
 
 import saccade
 from saccade.kv_cache.pool import FreeRuns
-from saccade.kv_cache.prefix import PrefixIndex
+from saccade.kv_cache.sequences import PrefixIndex
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saccade.kv_cache.quantization import quantised
+from saccade.kv_cache.storage import quantised
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)
 

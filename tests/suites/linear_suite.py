@@ -14,7 +14,7 @@ from implementations import F64, LINEAR_IMPLEMENTATIONS, Implementation, fixture
 from torch import Tensor
 
 import saccade
-from saccade.runtime.linear_spec import FUSED_MAPS, NORMALIZERS
+from saccade.runtime.spec import FUSED_MAPS, NORMALIZERS
 from saccade.testing import (
     assert_linear_exact,
     linear_oracle,

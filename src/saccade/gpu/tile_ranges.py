@@ -125,7 +125,7 @@ class Mask(NamedTuple):
     tile_range: Any  # everything, found, planned or listed
     tile: Any  # next_in_range or next_in_list
     data: tuple[Any, ...] = ()  # what the mask captured
-    plan: tuple[Any, ...] = ()  # what was planned ahead, see gpu/tile_lists.py
+    plan: tuple[Any, ...] = ()  # what was planned ahead, see gpu/planning.py
 
 
 # ---- classes ---------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade.kernel_check.dtypes import DTYPES
-from saccade.runtime.linear_spec import LinearInputs, LinearVariant, empty_linear_results
-from saccade.runtime.spec import KernelConfig
+from saccade.runtime.spec import KernelConfig, LinearInputs, LinearVariant, empty_linear_results
 
 # The kernels, by what starts them.
 LINEAR_PASSES = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saccade.kv_cache.quantization import quantised
+from saccade.kv_cache.storage import quantised
 from saccade.rotary import rotated
 
 

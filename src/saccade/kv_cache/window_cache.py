@@ -11,8 +11,7 @@ from torch import Tensor
 
 from saccade.kv_cache import sequences, statistics
 from saccade.kv_cache.pool import PagePool
-from saccade.kv_cache.prefix import PrefixIndex
-from saccade.kv_cache.sequences import CacheState
+from saccade.kv_cache.sequences import CacheState, PrefixIndex
 from saccade.kv_cache.statistics import CacheStatistics, SequenceStatistics
 from saccade.kv_cache.storage import LayerPages, PageMemory, PageSizes
 from saccade.kv_cache.write import write_kv_cache

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.kv_cache.quantization import quantised
+from saccade.kv_cache.storage import quantised
 from saccade.rotary import check_rotary, rotated
 from saccade.runtime import backends
 from saccade.runtime.arguments import check_flag, check_pages, check_scales, values_readable

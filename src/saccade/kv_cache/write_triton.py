@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu import paged_view, tensor_view
+from saccade.gpu.device_ops import as_fp8_bytes, as_int8, divided, row_scales
 from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
 from saccade.gpu.paged_view import slot_pointers
-from saccade.gpu.quantize import as_fp8_bytes, as_int8, divided, row_scales
 from saccade.gpu.signature import Stride
 from saccade.gpu.tensor_view import View, row_pointers
 from saccade.ops.attention.triton.call_spec import remembered

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade.modifiers.normal_form import consists_of, is_causal
-from saccade.runtime.linear_spec import LinearProblem
-from saccade.runtime.spec import Problem
+from saccade.runtime.spec import LinearProblem, Problem
 
 AnyProblem = Problem | LinearProblem
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from saccade.ops.linear_attention import reference
 from saccade.ops.linear_attention.api import linear_attention, linear_attention_varlen
 from saccade.ops.linear_attention.validation import Prepared, prepare
-from saccade.runtime.linear_spec import LinearState
-from saccade.runtime.spec import accumulate_dtype
+from saccade.runtime.spec import LinearState, accumulate_dtype
 from saccade.testing.cases import laid_out, like_strided
 
 DECAYS = ("none", "heads", "rows")

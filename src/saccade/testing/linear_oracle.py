@@ -25,8 +25,7 @@ from torch import Tensor
 
 from saccade.ops.linear_attention import reference
 from saccade.ops.linear_attention.reference import ReferenceRows
-from saccade.runtime.linear_spec import LinearVariant
-from saccade.runtime.spec import accumulate_dtype
+from saccade.runtime.spec import LinearVariant, accumulate_dtype
 from saccade.testing.linear_cases import LinearCase
 from saccade.testing.oracle import AGAINST_PLAIN, CONFIDENCE, assert_within
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.kv_cache.quantization import quantised
+from saccade.kv_cache.storage import quantised
 from saccade.masks import Mask
 from saccade.ops.paged_attention import reference
 from saccade.ops.paged_attention.api import attention_paged

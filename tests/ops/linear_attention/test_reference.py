@@ -11,7 +11,7 @@ from torch import Tensor
 
 import saccade
 from saccade.ops.linear_attention import reference
-from saccade.runtime.linear_spec import FUSED_MAPS, NORMALIZERS, LinearState
+from saccade.runtime.spec import FUSED_MAPS, NORMALIZERS, LinearState
 from saccade.testing import make_linear_case
 
 LENGTHS = [(7, 7), (5, 9), (9, 5), (0, 4), (4, 0)]

@@ -16,8 +16,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from saccade.gpu.launcher import Pointer, next_width
 from saccade.gpu.signature import ALIGNMENT, Described
-from saccade.runtime.linear_spec import LinearInputs
-from saccade.runtime.spec import Inputs
+from saccade.runtime.spec import Inputs, LinearInputs
 from saccade.runtime.validation import strides_fit_tma
 
 SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once

@@ -11,6 +11,12 @@ from saccade.integrations.fast_transformers.attention import (
 )
 from saccade.integrations.fast_transformers.attention import LinearAttention as LinearAttention
 from saccade.integrations.fast_transformers.attention import (
+    RecurrentCrossLinearAttention as RecurrentCrossLinearAttention,
+)
+from saccade.integrations.fast_transformers.attention import (
+    RecurrentLinearAttention as RecurrentLinearAttention,
+)
+from saccade.integrations.fast_transformers.attention import (
     causal_dot_product as causal_dot_product,
 )
 from saccade.integrations.fast_transformers.features import (
@@ -43,12 +49,6 @@ from saccade.integrations.fast_transformers.masks import FullMask as FullMask
 from saccade.integrations.fast_transformers.masks import LengthMask as LengthMask
 from saccade.integrations.fast_transformers.masks import (
     TriangularCausalMask as TriangularCausalMask,
-)
-from saccade.integrations.fast_transformers.recurrent import (
-    RecurrentCrossLinearAttention as RecurrentCrossLinearAttention,
-)
-from saccade.integrations.fast_transformers.recurrent import (
-    RecurrentLinearAttention as RecurrentLinearAttention,
 )
 
 __all__ = [

@@ -12,18 +12,15 @@ flash-attn 2.8; any dtype and device that saccade serves. FlashAttention-3's cal
 
 from saccade.integrations.flash_attn.cache import flash_attn_with_kvcache
 from saccade.integrations.flash_attn.functions import (
+    IndexFirstAxis,
+    IndexFirstAxisResidual,
+    IndexPutFirstAxis,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-)
-from saccade.integrations.flash_attn.import_hook import install, installed, uninstall
-from saccade.integrations.flash_attn.padding import (
-    IndexFirstAxis,
-    IndexFirstAxisResidual,
-    IndexPutFirstAxis,
     index_first_axis,
     index_first_axis_residual,
     index_put_first_axis,
@@ -31,6 +28,7 @@ from saccade.integrations.flash_attn.padding import (
     unpad_input,
     unpad_input_for_concatenated_sequences,
 )
+from saccade.integrations.flash_attn.import_hook import install, installed, uninstall
 from saccade.integrations.flash_attn.rotary import (
     RotaryEmbedding,
     apply_rotary_emb,

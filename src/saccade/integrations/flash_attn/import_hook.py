@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from saccade.integrations.flash_attn import cache, functions, padding, rotary, version_3
+from saccade.integrations.flash_attn import cache, functions, rotary, version_3
+from saccade.integrations.flash_attn import functions as padding
 
 VERSION = "2.8.3"
 """Of flash-attn, whose calls these are: programs look at it."""

@@ -9,7 +9,7 @@
 Importing this package needs transformers, 5.17 or newer, and says so where there is none.
 """
 
-from saccade.integrations.transformers import versions
+from saccade.integrations.transformers import registration as versions
 
 versions.require()
 

@@ -15,8 +15,7 @@ from torch import Tensor
 import saccade
 from saccade.integrations.transformers import continuous, masks
 from saccade.integrations.transformers.deferred import PagedRows
-from saccade.integrations.transformers.mask_tensors import MaskTensor
-from saccade.integrations.transformers.masks import GraphMask, LazyMask, Visible
+from saccade.integrations.transformers.masks import GraphMask, LazyMask, MaskTensor, Visible
 
 
 class AttentionStep(Protocol):

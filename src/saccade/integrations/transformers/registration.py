@@ -1,4 +1,4 @@
-"""Registration: makes attn_implementation="saccade" known to transformers.
+"""Registration: makes attn_implementation="saccade" known to a transformers that is new enough.
 
 A model that attends by itself takes any name for its attention and goes on as before: at best
 without saccade, at worst with a mask that it does not understand, or with a KeyError of its own
@@ -9,6 +9,7 @@ pass; here the name "saccade" is checked in the same place, before a layer is ma
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 import re
 import sys
@@ -20,6 +21,34 @@ from saccade.integrations.transformers import continuous
 from saccade.integrations.transformers.attention import attention_forward, continuous_forward
 from saccade.integrations.transformers.continuous import NAME
 from saccade.integrations.transformers.masks import lazy_mask
+
+# ---- versions ------------------------------------------------------------------------------------
+# Which transformers this package can stand on.
+
+OLDEST = (5, 17)
+INSTALL = "pip install 'saccade[transformers]'"
+
+
+def require() -> None:
+    """Refuse to go on without a transformers that has the interfaces used here.
+
+    Raises:
+        ImportError: saying what was found, what is needed and how to install it.
+    """
+    needed = ".".join(map(str, OLDEST))
+    try:
+        found = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            f"saccade.integrations.transformers: found no transformers, needs {needed} or newer: "
+            f"{INSTALL}"
+        ) from None
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None or tuple(map(int, numbers.groups())) < OLDEST:
+        raise ImportError(
+            f"saccade.integrations.transformers: found transformers {found}, needs {needed} or "
+            f"newer: {INSTALL}"
+        )
 
 
 def register() -> None:

@@ -16,8 +16,7 @@ from saccade.ops.linear_attention.validation import prepare
 from saccade.runtime import backends, call_cache
 from saccade.runtime.arguments import OFFSETS
 from saccade.runtime.call_cache import CheckedCall
-from saccade.runtime.linear_spec import LinearInputs, LinearResults, LinearState
-from saccade.runtime.spec import KernelConfig
+from saccade.runtime.spec import KernelConfig, LinearInputs, LinearResults, LinearState
 from saccade.runtime.validation import without_autocast
 
 FeatureMap = Callable[[Tensor], Tensor] | str  # a function or a name

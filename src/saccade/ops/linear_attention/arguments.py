@@ -18,7 +18,7 @@ from saccade.runtime.arguments import (
     integers,
     values_readable,
 )
-from saccade.runtime.linear_spec import FUSED_MAPS, NORMALIZERS, LinearInputs, LinearState
+from saccade.runtime.spec import FUSED_MAPS, NORMALIZERS, LinearInputs, LinearState
 
 NAMED_MAPS = (*FUSED_MAPS, "softmax")
 SIGNED_MAPS = ("identity",)

@@ -14,7 +14,8 @@ from torch import Tensor
 from saccade.runtime.backends import module_of
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.custom_op import EXACT_STRIDES, Arguments, Gradient, Operation
-from saccade.runtime.linear_spec import (
+from saccade.runtime.spec import (
+    KernelConfig,
     LinearGradients,
     LinearInputs,
     LinearResults,
@@ -22,7 +23,6 @@ from saccade.runtime.linear_spec import (
     empty_linear_gradients,
     empty_linear_results,
 )
-from saccade.runtime.spec import KernelConfig
 
 TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? decay, Tensor? key_lengths, "

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.ops.linear_attention.arguments import check_features
-from saccade.runtime.linear_spec import LinearInputs, LinearState
-from saccade.runtime.spec import accumulate_dtype
+from saccade.runtime.spec import LinearInputs, LinearState, accumulate_dtype
 from saccade.runtime.validation import without_autocast
 
 

@@ -21,8 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from saccade.runtime.linear_spec import LinearInputs, LinearResults, LinearVariant
-from saccade.runtime.spec import accumulate_dtype
+from saccade.runtime.spec import LinearInputs, LinearResults, LinearVariant, accumulate_dtype
 
 
 class ReferenceRows(NamedTuple):

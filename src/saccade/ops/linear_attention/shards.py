@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from saccade.runtime.linear_spec import LinearState
 from saccade.runtime.shards import (
     DENSE,
     OF_BATCH,
@@ -18,6 +17,7 @@ from saccade.runtime.shards import (
     Where,
     any_sharded,
 )
+from saccade.runtime.spec import LinearState
 
 
 def sharded(*tensors: Any, state: LinearState | None = None) -> bool:

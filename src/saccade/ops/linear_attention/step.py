@@ -16,7 +16,7 @@ from saccade.ops.linear_attention.validation import prepare
 from saccade.runtime import backends
 from saccade.runtime.arguments import integers, values_readable
 from saccade.runtime.call_cache import CheckedCall
-from saccade.runtime.linear_spec import LinearInputs, LinearState
+from saccade.runtime.spec import LinearInputs, LinearState
 
 
 def linear_attention_step(  # breaks function-length: most of it is the docstring

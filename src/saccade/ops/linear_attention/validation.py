@@ -29,8 +29,13 @@ from saccade.runtime.arguments import (
     check_scale,
     resolve_config,
 )
-from saccade.runtime.linear_spec import LinearInputs, LinearProblem, LinearState, LinearVariant
-from saccade.runtime.spec import KernelConfig
+from saccade.runtime.spec import (
+    KernelConfig,
+    LinearInputs,
+    LinearProblem,
+    LinearState,
+    LinearVariant,
+)
 from saccade.runtime.validation import cast, strides_fit_tma
 
 

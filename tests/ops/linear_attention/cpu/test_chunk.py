@@ -12,7 +12,7 @@ import torch
 import saccade
 from saccade.ops.linear_attention.cpu import host as linear_host
 from saccade.ops.linear_attention.cpu.forward import RowStep, steps_of
-from saccade.runtime.linear_spec import LinearInputs, LinearVariant
+from saccade.runtime.spec import LinearInputs, LinearVariant
 from saccade.testing import make_linear_case
 
 ALIGNMENTS = ("bottom_right", "top_left")

@@ -12,7 +12,7 @@ from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.configs import ARCHITECTURES
 from saccade.ops.linear_attention.triton import call_spec as linear_kind
 from saccade.ops.linear_attention.triton import configs as linear_configs
-from saccade.runtime.linear_spec import LinearState
+from saccade.runtime.spec import LinearState
 from saccade.testing import assert_linear_exact, make_linear_case, poisoned
 
 interpreted = pytest.mark.skipif(

@@ -51,11 +51,10 @@ from saccade.ops.attention.hopper.dq_accumulate import (
     query_tile_of,
     read_semaphore,
 )
-from saccade.ops.attention.hopper.epilogue import as_matrix, pad_rows
 from saccade.ops.attention.hopper.forward import mma_layout, work_tile_of
 from saccade.ops.attention.hopper.nonfinite import note_nonfinite
 from saccade.ops.attention.hopper.smem import make_backward_rings
-from saccade.ops.attention.hopper.softmax import ROWS, places_of
+from saccade.ops.attention.hopper.softmax import ROWS, as_matrix, pad_rows, places_of
 
 
 class BackwardMeta(NamedTuple):

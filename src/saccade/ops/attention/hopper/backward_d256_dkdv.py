@@ -28,7 +28,6 @@ from triton.experimental.gluon import language as gl
 from saccade.gpu.hopper.pipeline import as_operand, here, warpgroup_mma_wait
 from saccade.gpu.hopper.tile_scheduler import num_visits
 from saccade.ops.attention.hopper.backward import next_work_tile, produce, weigh
-from saccade.ops.attention.hopper.epilogue import as_matrix
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.mma_split import (
     add_rows,
@@ -39,7 +38,7 @@ from saccade.ops.attention.hopper.mma_split import (
     wait_for_sums_of,
 )
 from saccade.ops.attention.hopper.smem import make_key_rings
-from saccade.ops.attention.hopper.softmax import ROWS
+from saccade.ops.attention.hopper.softmax import ROWS, as_matrix
 
 
 @gluon.jit(do_not_specialize=["rules"])

@@ -23,7 +23,6 @@ from saccade.gpu.hopper.pipeline import as_operand, here, warpgroup_mma_wait
 from saccade.gpu.hopper.tile_scheduler import is_partial, num_visits, tile_of
 from saccade.gpu.tensor_view import load_numbers
 from saccade.ops.attention.hopper.backward import next_work_tile
-from saccade.ops.attention.hopper.epilogue import as_matrix
 from saccade.ops.attention.hopper.forward import mma_layout, schedule_work, work_tile_of
 from saccade.ops.attention.hopper.mma_split import (
     add_rows,
@@ -34,7 +33,14 @@ from saccade.ops.attention.hopper.mma_split import (
     wait_for_sums_of,
 )
 from saccade.ops.attention.hopper.smem import make_query_rings
-from saccade.ops.attention.hopper.softmax import ROWS, change, exponent_factor, hide, places_of
+from saccade.ops.attention.hopper.softmax import (
+    ROWS,
+    as_matrix,
+    change,
+    exponent_factor,
+    hide,
+    places_of,
+)
 
 
 @gluon.jit(do_not_specialize=["rules"])

@@ -41,9 +41,8 @@ from saccade.gpu.hopper.pipeline import (
 from saccade.gpu.hopper.tile_scheduler import is_partial, tile_of
 from saccade.gpu.packing import ascend
 from saccade.gpu.tile_ranges import first_and_end, is_partial_tile
-from saccade.ops.attention.hopper.epilogue import as_matrix
 from saccade.ops.attention.hopper.forward import mma_layout
-from saccade.ops.attention.hopper.softmax import ROWS
+from saccade.ops.attention.hopper.softmax import ROWS, as_matrix
 
 NEVER = gl.constexpr(1 << 30)  # a tile of keys behind all others
 

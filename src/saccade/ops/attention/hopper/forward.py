@@ -43,15 +43,18 @@ from saccade.gpu.hopper.tile_scheduler import (
 )
 from saccade.gpu.tensor_view import num_rows
 from saccade.gpu.tile_ranges import TileRange
-from saccade.ops.attention.hopper.epilogue import as_matrix, finish, pad_numbers, pad_rows
 from saccade.ops.attention.hopper.nonfinite import attend_nan_safe, note_nonfinite
 from saccade.ops.attention.hopper.smem import make_rings
 from saccade.ops.attention.hopper.softmax import (
     NOTHING,
     ROWS,
+    as_matrix,
     change_and_hide,
+    finish,
     lazy_rescale,
     no_lazy_max,
+    pad_numbers,
+    pad_rows,
     raise_lazy_max,
     rescaled,
     sum_by_thread,

@@ -23,10 +23,9 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma_wait,
 )
 from saccade.gpu.tensor_view import row_pointers
-from saccade.ops.attention.hopper.epilogue import as_matrix
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.nonfinite import note_nonfinite
-from saccade.ops.attention.hopper.softmax import ROWS, places_of
+from saccade.ops.attention.hopper.softmax import ROWS, as_matrix, places_of
 
 WIDEST_PART = gl.constexpr(128)  # but for a single one
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.runtime.linear_spec import LinearVariant
-from saccade.runtime.spec import accumulate_dtype
+from saccade.runtime.spec import LinearVariant, accumulate_dtype
 
 
 @dataclass

@@ -14,7 +14,7 @@ from saccade.ops.linear_attention.cpu.chunk import (
     lower_,
     nonfinite_rows,
 )
-from saccade.runtime.linear_spec import LinearVariant
+from saccade.runtime.spec import LinearVariant
 
 # ---- steps ---------------------------------------------------------------------------------------
 # The order in which a call of linear attention visits its query rows and keys.

@@ -19,15 +19,16 @@ from saccade.ops.linear_attention.cpu import backward as linear_backward
 from saccade.ops.linear_attention.cpu import forward as linear_forward
 from saccade.ops.linear_attention.cpu.chunk import ChunkState, DenseRows
 from saccade.ops.linear_attention.cpu.forward import RowStep, steps_of
-from saccade.runtime.linear_spec import (
+from saccade.runtime.spec import (
+    KernelConfig,
     LinearGradients,
     LinearInputs,
     LinearResults,
     LinearVariant,
+    accumulate_dtype,
     empty_linear_gradients,
     empty_linear_results,
 )
-from saccade.runtime.spec import KernelConfig, accumulate_dtype
 from saccade.runtime.validation import computed_without
 
 CHUNK = 128

@@ -39,7 +39,7 @@ from saccade.ops.linear_attention.hopper.program import (
     state_number,
     tile_of_values,
 )
-from saccade.ops.linear_attention.hopper.smem_d256 import FACTOR, MINUS_DELTA
+from saccade.ops.linear_attention.hopper.smem import FACTOR, MINUS_DELTA
 from saccade.ops.linear_attention.triton.chunk import GRAD_KEY, GRAD_QUERY, OUTPUT
 
 PIECE, PIECES = gl.constexpr(16), gl.constexpr(4)  # rows that are mapped at once; of a chunk

@@ -26,6 +26,11 @@ from saccade.ops.linear_attention.hopper.backward_dq import (
     linear_backward_queries,
 )
 from saccade.ops.linear_attention.hopper.backward_rows import RowNumbers
+from saccade.ops.linear_attention.hopper.chunk_state import (
+    collect_keys,
+    collect_queries,
+    linear_nan_safe,
+)
 from saccade.ops.linear_attention.hopper.program import Kept, is_balanced
 from saccade.ops.linear_attention.hopper.scan_d256 import WideMeta, linear_wide
 from saccade.ops.linear_attention.hopper.split import (
@@ -36,11 +41,6 @@ from saccade.ops.linear_attention.hopper.split import (
     sizes,
     unlike_triton,
 )
-from saccade.ops.linear_attention.hopper.states import (
-    collect_keys,
-    collect_queries,
-    linear_nan_safe,
-)
 from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec
 from saccade.ops.linear_attention.triton.host import (
     ending_of,
@@ -50,9 +50,13 @@ from saccade.ops.linear_attention.triton.host import (
     passes_of,
 )
 from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.rows import LinearBackwardInputs, Recompute, State, sums
-from saccade.runtime.linear_spec import LinearGradients, LinearInputs, LinearVariant
-from saccade.runtime.spec import KernelConfig
+from saccade.ops.linear_attention.triton.positions import (
+    LinearBackwardInputs,
+    Recompute,
+    State,
+    sums,
+)
+from saccade.runtime.spec import KernelConfig, LinearGradients, LinearInputs, LinearVariant
 
 # ---- passes d256 ---------------------------------------------------------------------------------
 # The kernel of scan_d256.py, started for each of them.

@@ -2,7 +2,7 @@
 
 The forward pass has a kernel of its own (forward.py), and so have gradients
 (gradients.py). Where heads are few, the length is cut into segments, the states of which
-come first (states.py). Steps are those of `saccade.ops.linear_attention.triton.host`.
+come first (chunk_state.py). Steps are those of `saccade.ops.linear_attention.triton.host`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from saccade.gpu.hopper.descriptors import aligned
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch, Pointer
 from saccade.ops.attention.triton.call_spec import remembered
+from saccade.ops.linear_attention.hopper.chunk_state import collect_keys, linear_nan_safe
 from saccade.ops.linear_attention.hopper.forward import LinearForwardMeta, linear_forward
 from saccade.ops.linear_attention.hopper.gradients import WidePass
 from saccade.ops.linear_attention.hopper.gradients import backward as backward
 from saccade.ops.linear_attention.hopper.program import Kept
 from saccade.ops.linear_attention.hopper.split import BLOCK, WIDE, HeadSplit, maybe, moved, sizes
-from saccade.ops.linear_attention.hopper.states import collect_keys, linear_nan_safe
 from saccade.ops.linear_attention.triton.chain import chained
 from saccade.ops.linear_attention.triton.host import initial_of, passes_of
 from saccade.ops.linear_attention.triton.host import step as step
 from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.rows import Recompute, State, sums
-from saccade.runtime.linear_spec import (
+from saccade.ops.linear_attention.triton.positions import Recompute, State, sums
+from saccade.runtime.spec import (
+    KernelConfig,
     LinearInputs,
     LinearResults,
     LinearVariant,
     empty_linear_results,
 )
-from saccade.runtime.spec import KernelConfig
 
 
 class LinearSchedule(NamedTuple):

@@ -60,7 +60,7 @@ from saccade.ops.linear_attention.hopper.program import (
     state_number,
     tile_of_values,
 )
-from saccade.ops.linear_attention.hopper.smem_d256 import FACTOR, MINUS_DELTA, make_wide_rings
+from saccade.ops.linear_attention.hopper.smem import FACTOR, MINUS_DELTA, make_wide_rings
 from saccade.ops.linear_attention.triton.chunk import (
     GRAD_KEY,
     GRAD_QUERY,

@@ -20,7 +20,7 @@ from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.triton.decay import whole_decays
 from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.rows import State
+from saccade.ops.linear_attention.triton.positions import State
 
 NUMBERS = 256  # of a state, which one program follows through the segments
 

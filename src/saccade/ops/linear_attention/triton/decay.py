@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saccade.ops.linear_attention.feature_scaling import ends_of, padding_of, sequence_of
 from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec
-from saccade.runtime.linear_spec import LinearInputs, LinearVariant
+from saccade.runtime.spec import LinearInputs, LinearVariant
 
 
 def summed_decay_of(inputs: LinearInputs) -> Tensor | None:

@@ -22,9 +22,10 @@ from saccade.ops.linear_attention.triton.chain import chained
 from saccade.ops.linear_attention.triton.decay import decay_gradient, summed_decay_of, whole_decays
 from saccade.ops.linear_attention.triton.normalizer import count, counts_first, linear_row_dot
 from saccade.ops.linear_attention.triton.passes import Passes
+from saccade.ops.linear_attention.triton.positions import LinearBackwardInputs, State
 from saccade.ops.linear_attention.triton.recurrent_step import start_step
-from saccade.ops.linear_attention.triton.rows import LinearBackwardInputs, State
-from saccade.runtime.linear_spec import (
+from saccade.runtime.spec import (
+    KernelConfig,
     LinearGradients,
     LinearInputs,
     LinearResults,
@@ -32,7 +33,6 @@ from saccade.runtime.linear_spec import (
     empty_linear_gradients,
     empty_linear_results,
 )
-from saccade.runtime.spec import KernelConfig
 
 ROW_DOT_TILE = 64
 

@@ -35,8 +35,13 @@ from saccade.gpu.tensor_view import (
 from saccade.ops.linear_attention.triton.chunk import quotient_of
 from saccade.ops.linear_attention.triton.configs import counting
 from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.positions import bounds_of, decays_of, keys_at, queries_at
-from saccade.ops.linear_attention.triton.rows import State
+from saccade.ops.linear_attention.triton.positions import (
+    State,
+    bounds_of,
+    decays_of,
+    keys_at,
+    queries_at,
+)
 
 MANY_TILES = 4  # whose sums cost more than a pass of their own
 

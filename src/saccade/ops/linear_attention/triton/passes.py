@@ -15,12 +15,12 @@ from saccade.ops.linear_attention.triton.call_spec import plain
 from saccade.ops.linear_attention.triton.chunk_scan import SweepMeta, linear_sweep
 from saccade.ops.linear_attention.triton.chunk_state import CollectMeta, linear_collect
 from saccade.ops.linear_attention.triton.configs import BACKWARDS, LinearConfig, collecting, sharing
-from saccade.ops.linear_attention.triton.positions import Sums
-from saccade.ops.linear_attention.triton.rows import (
+from saccade.ops.linear_attention.triton.positions import (
     LinearBackwardInputs,
     Recompute,
     Rows,
     State,
+    Sums,
     sums,
 )
 

@@ -17,8 +17,7 @@ from saccade.gpu.tensor_view import row_pointers, wide
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.triton.chunk import divisor_of
 from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.positions import state_of, summed_decay_until
-from saccade.ops.linear_attention.triton.rows import State
+from saccade.ops.linear_attention.triton.positions import State, state_of, summed_decay_until
 
 NUMBERS = 8192  # of a state, in registers at a time; by its time on an H200
 
