@@ -276,7 +276,7 @@ def _refusals(mesh: Any) -> None:
     by_rows, by_heads, by_batch = (place(rows, Shard(dim)) for dim in (2, 1, 0))
     refused(ValueError, "query: got the placement S(2), takes Shard(0) (batch), Shard(1) (heads)",
             lambda: saccade.attention(by_rows, rows, rows))  # fmt: skip
-    refused(TypeError, "query: got a Tensor beside DTensors",
+    refused(TypeError, "query: got Tensor beside DTensors",
             lambda: saccade.attention(rows, by_heads, by_heads))  # fmt: skip
     refused(ValueError, "query: got 3 heads on 2 shards",
             lambda: saccade.attention(*[place(drawn(2, 3, 4, 8), HEADS)] * 3))  # fmt: skip

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from saccade.bench import processes, results, session
 from saccade.bench.cases import CASES
 from saccade.bench.command import bench
-from saccade.bench.peers import paged
+from saccade.bench.peers import paged, pytorch
 from saccade.bench.report.write import SCRIPTS
 from saccade.bench.results import read
 
@@ -96,6 +96,12 @@ def test_peers_over_pages_are_asked_by_a_case_that_they_serve():
         peer.who: session.reason_against(peer, torch.device("cpu")) for peer in paged.peers()[:2]
     }
     assert peers == {"saccade/paged-16": None, "saccade/scattered-16": None}
+
+
+def test_listing_peers_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(pytorch, "why_not", lambda device: pytest.fail("a compiler was started"))
+    output = run("--list-peers").output
+    assert "if it compiles" in output and "saccade/cpu" in output
 
 
 def test_importing_the_command_imports_nothing_heavy():

@@ -300,9 +300,9 @@ def test_check_sees_what_is_broken():
     [
         (-1, ValueError, "got -1"),
         (2**63, ValueError, "got 9223372036854775808"),
-        (True, TypeError, "got a bool"),
-        (1.0, TypeError, "got a float"),
-        ("a", TypeError, "got a str"),
+        (True, TypeError, "got bool"),
+        (1.0, TypeError, "got float"),
+        ("a", TypeError, "got str"),
     ],
 )
 def test_what_is_no_token_is_refused_before_anything_changes(token, error, got):

@@ -185,7 +185,7 @@ def test_one_prompt_may_be_given_alone():
     for wrong in ({"input_ids": [tokens]}, 5):
         with pytest.raises(TypeError, match="prompts: got a "):
             engine.generate(wrong, **GREEDY)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="prompt: got a int"):
+    with pytest.raises(TypeError, match="prompt: got int"):
         engine.generate([tokens, 5], **GREEDY)  # pyright: ignore[reportArgumentType]
 
 

@@ -176,9 +176,14 @@ def show_cases(where: torch.device) -> None:
 
 
 def show_peers(where: torch.device) -> None:
-    """Print everybody, and why they cannot take part here, judged by an easy case of each kind."""
+    """Print everybody, and why they cannot take part here, judged by an easy case of each kind.
+
+    A peer that compiles is not asked: its answer would take as long as its first call.
+    """
     with console().status("asking ..."):
-        answers = [(peer, reason_against(peer, where)) for peer in all_peers()]
+        answers = {
+            peer: None if peer.compiles else reason_against(peer, where) for peer in all_peers()
+        }
     console().print(terminal.peers_table(answers))
 
 

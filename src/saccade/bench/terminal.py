@@ -6,7 +6,7 @@ In tables of results a row is a case and pass, a column is a peer, the best is i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -163,13 +163,14 @@ def cases_table(cases: Sequence[BenchCase]) -> Table:
     return table
 
 
-def peers_table(answers: Iterable[tuple[Peer, str | None]]) -> Table:
+def peers_table(answers: Mapping[Peer, str | None]) -> Table:
     """Everybody who is known, whether they can run here, and if not, why."""
     table = Table(caption="+ takes part when --who is not given", caption_justify="left")
     for name in ("who", "", "what", "here"):
         table.add_column(name)
-    for peer, reason in answers:
+    for peer, reason in answers.items():
         answer = "[green]yes[/green]" if reason is None else f"no: {_escaped(reason)}"
+        answer = "if it compiles, which is tried when it runs" if peer.compiles else answer
         table.add_row(peer.who, "+" if peer.by_default else "", _escaped(peer.about), answer)
     return table
 

@@ -35,7 +35,7 @@ def token_list(tokens: Sequence[int] | Tensor) -> list[int]:
 
 def _token(token: object) -> int:
     if isinstance(token, bool) or not hasattr(token, "__index__"):
-        raise TypeError(f"tokens: got a {type(token).__name__}, takes whole numbers")
+        raise TypeError(f"tokens: got {type(token).__name__}, takes whole numbers")
     return operator.index(token)  # pyright: ignore[reportArgumentType]  # it has __index__
 
 

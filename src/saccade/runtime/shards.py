@@ -49,7 +49,7 @@ class Split:
 
         if not isinstance(query, DTensor):
             raise TypeError(
-                f"query: got a {type(query).__name__} beside DTensors, takes a DTensor as well"
+                f"query: got {type(query).__name__} beside DTensors, takes a DTensor as well"
             )
         self.mesh, self.placements = query.device_mesh, query.placements
         self.kinds: list[str | None] = []

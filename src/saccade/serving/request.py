@@ -192,7 +192,7 @@ def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts: got a {type(prompts).__name__}, takes {takes}")
+        raise TypeError(f"prompts: got {type(prompts).__name__}, takes {takes}")
     if isinstance(prompts, Tensor):
         return [prompts] if prompts.dim() == 1 else list(prompts)
     several = list(prompts)
@@ -208,7 +208,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) ->
             raise TypeError("prompt: got text, takes token numbers where tokenizer is None")
         prompt = tokenizer.encode(prompt)
     if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
-        raise TypeError(f"prompt: got a {type(prompt).__name__}, takes text or token numbers")
+        raise TypeError(f"prompt: got {type(prompt).__name__}, takes text or token numbers")
     tokens: list[Any] = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
     if not tokens:
         raise ValueError("prompt: got no token, takes at least one")
@@ -219,7 +219,7 @@ def read_token(name: str, token: object, vocabulary: int) -> int:
     """A token number that the model knows, as Python's own."""
     if isinstance(token, bool) or not hasattr(token, "__index__") or isinstance(token, Tensor):
         takes = "text or token numbers" if name == "prompt" else "token numbers"
-        raise TypeError(f"{name}: got a {type(token).__name__}, takes {takes}")
+        raise TypeError(f"{name}: got {type(token).__name__}, takes {takes}")
     number = operator.index(cast("SupportsIndex", token))
     if not 0 <= number < vocabulary:
         raise ValueError(f"{name}: got token {number}, takes 0 to {vocabulary - 1}")
@@ -233,7 +233,7 @@ def read_stop_tokens(
     if given is None:
         return of_model
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
-        raise TypeError(f"stop_tokens: got a {type(given).__name__}, takes a list of token numbers")
+        raise TypeError(f"stop_tokens: got {type(given).__name__}, takes a list of token numbers")
     tokens = given.tolist() if isinstance(given, Tensor) else given
     return frozenset(read_token("stop_tokens", token, vocabulary) for token in tokens)
 
