@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import Extent, mask_argument, score_argument, view
-from saccade.gpu.launcher import itself, plain
+from saccade.gpu.launcher import plain
 from saccade.gpu.tensor_view import num_rows
 from saccade.gpu.tile_ranges import classify_tiles
 from saccade.modifiers.evaluate import index_range
@@ -61,7 +61,7 @@ def mask_of_kernel(mask: Any, shape: tuple[int, ...]) -> Tensor:
     height, width = (triton.next_power_of_2(size) for size in shape[2:])
     kernel: Any = see
     sizes, shift = shape[1:], shape[3] - shape[2]
-    argument = plain(mask_argument(variant, itself))
+    argument = plain(mask_argument(variant))
     kernel[(shape[0] * shape[1],)](argument, found, sizes, shift, height, width)
     assert bool((found >= 0).all())
     return found.bool()
@@ -75,7 +75,7 @@ def score_of_kernel(score: Any, given: Tensor) -> tuple[Tensor, Tensor]:
     height, width = (triton.next_power_of_2(size) for size in shape[2:])
     kernel: Any = bend
     sizes, shift = tuple(shape[1:]), shape[3] - shape[2]
-    argument = plain(score_argument(variant, itself))
+    argument = plain(score_argument(variant))
     kernel[(shape[0] * shape[1],)](argument, given, changed, slope, sizes, shift, height, width)
     return changed, slope
 
@@ -112,8 +112,8 @@ def classified_by_kernel(
         here, tile, other, other_tile = other, other_tile, here, tile
     counts = -(-here.length // tile), -(-other.length // other_tile)
     verdicts = torch.full((*shape[:2], *counts), -1, dtype=torch.int8)
-    views = [view(itself, None, (0, 0, 0), side, None) for side in (here, other)]
-    argument = mask_argument(variant, itself)
+    views = [view(None, (0, 0, 0), side, None) for side in (here, other)]
+    argument = mask_argument(variant)
     if coarse:
         argument = argument._replace(classify=mask_functions(mask.key).coarse_classify)
     kernel: Any = classify_all

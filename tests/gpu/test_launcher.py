@@ -146,9 +146,7 @@ SHAPE = (1, 2, 64, 64)
 def moved(tensors: list[Tensor]) -> tuple[Any, ...]:
     query, key, rows = tensors
     boxes = [Box.of(tensor, False, 64, 64) for tensor in (query, key)]
-    described = (
-        descriptor(launcher.itself, t, box) for t, box in zip((query, key), boxes, strict=True)
-    )
+    described = (descriptor(t, box) for t, box in zip((query, key), boxes, strict=True))
     return *described, Row(rows, 7)
 
 
@@ -157,7 +155,7 @@ def moved_tensors(shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
 
 
 def described(tensor: Tensor) -> tuple[Any, ...]:
-    _, _, strides, *_ = descriptor(launcher.itself, tensor, Box.of(tensor, False, 64, 64))
+    _, _, strides, *_ = descriptor(tensor, Box.of(tensor, False, 64, 64))
     return map_of(tensor.data_ptr(), tensor.shape, strides), *tensor.shape, *strides
 
 
@@ -254,7 +252,7 @@ def test_launches_of_two_devices_are_each_started_on_their_own(
     for _ in range(2):
         for device in (0, 1):
             tensors = three()
-            launches[device](3, device, tensors, lambda pointer, t=tensors: made(t))
+            launches[device](3, device, tensors, lambda t=tensors: made(t))
             assert variants[device].started[-1] == (3, 100 + device, *parameters(tensors))
     assert entered == [1, 1]
 
@@ -273,7 +271,7 @@ def test_a_kernel_that_wants_more_is_started_by_triton(
     launch = Launch(SimpleNamespace(arg_names=["a", "b", "c", "d", "SIZE"]), {"SIZE": 64}, {})
     for _ in range(2):
         tensors = three()
-        launch(3, 0, tensors, lambda pointer, t=tensors: made(t))
+        launch(3, 0, tensors, lambda t=tensors: made(t))
         grid, stream, values = started[-1]
         assert (grid, stream) == ((3, 1, 1), 100)
         assert values == (*made(tensors), 64)
@@ -298,7 +296,7 @@ def recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if not again(self, programs, device, tensors):
             real(self, programs, device, tensors, arguments)
         if programs:
-            wanted = self.arguments(arguments(launcher.itself))
+            wanted = self.arguments(arguments())
             noting = variants[id(self.kernel), wanted.key]
             values = [
                 value.data_ptr() if isinstance(value, Tensor) else value

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 
-from saccade.gpu import launcher, machine_code
+from saccade.gpu import machine_code
 from saccade.gpu.launcher import Launch
 from saccade.gpu.machine_code import formats_of
 from saccade.kernel_check import calls, compiler
@@ -94,7 +94,7 @@ def main(which: str, file: str) -> None:
     architecture, call = CALLS[which]
 
     def compile_it(started: Launch, programs: int, device: Any, tensors: Any, make: Any) -> None:
-        arguments = started.arguments(make(launcher.itself))
+        arguments = started.arguments(make())
         target = compiler.target(architecture)
         code = machine_code.compiled(started.kernel, arguments, started.options, target)
         Path(file).write_bytes(code.asm["cubin"])

@@ -94,7 +94,7 @@ def test_what_triton_is_told() -> None:
 
 def test_a_descriptor_is_named_as_triton_names_it() -> None:
     rows = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
-    given = descriptor(launcher.itself, rows, Box.of(rows, False, 64, 64))
+    given = descriptor(rows, Box.of(rows, False, 64, 64))
     [(kind, value)] = Arguments([given], []).parameters
     assert value is given and kind.startswith("tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout(")
 
@@ -129,7 +129,7 @@ def of_triton(started: Launch, arguments: Arguments) -> dict[str, Any]:
 
 
 def compare(started: Launch, arguments: Any) -> None:
-    found = started.arguments(arguments(launcher.itself))
+    found = started.arguments(arguments())
     mine = Signature.of(started.kernel.arg_names, found).types
     theirs = of_triton(started, found)
     assert agree(tuple(mine.values()), tuple(theirs.values())), (started.kernel.__name__, theirs)

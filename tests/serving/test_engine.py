@@ -183,7 +183,7 @@ def test_one_prompt_may_be_given_alone():
         assert served.tokens_of(engine.generate(prompts, **GREEDY)) == [wanted] * 2
     assert engine.generate([], **GREEDY) == []
     for wrong in ({"input_ids": [tokens]}, 5):
-        with pytest.raises(TypeError, match="prompts: got a "):
+        with pytest.raises(TypeError, match="prompts: got "):
             engine.generate(wrong, **GREEDY)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="prompt: got int"):
         engine.generate([tokens, 5], **GREEDY)  # pyright: ignore[reportArgumentType]

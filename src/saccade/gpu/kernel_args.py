@@ -1,8 +1,4 @@
-"""Kernel arguments: a call's tensors as kernels take them: Views, Mask, Score and Dropout.
-
-All that stays the same between calls of one kind is worked out once; what is left for each call
-is a tuple around each address.
-"""
+"""Kernel arguments: a call's tensors as kernels take them: Views, Mask, Score and Dropout."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from torch import Tensor
 
 from saccade.gpu import packing, tensor_view, tile_ranges
 from saccade.gpu.compose import mask_functions, score_functions
-from saccade.gpu.launcher import Pointer
 from saccade.gpu.rules import Dropout, Rules, Score, one, unchanged
 from saccade.gpu.signature import Length, Stride
 from saccade.gpu.tensor_view import View
@@ -80,24 +75,23 @@ class Geometry(NamedTuple):
 
 
 def view(
-    pointer: Pointer, tensor: Tensor | None, strides: tuple[int, int, int], extent: Extent,
+    tensor: Tensor | None, strides: tuple[int, int, int], extent: Extent,
     offsets: Tensor | None, find: Any = packing.packed_program,
 ) -> View:  # fmt: skip
     """A View of a tensor (None: of rows without memory); strides are batch, head and row.
 
     find: what a program works on, where sequences are packed.
     """
-    address: Any = None if tensor is None else pointer(tensor)
     steps = strides[:2]
     if strides[2] != 1:  # rows of channels, which are loaded 16 bytes at once
         steps = Stride(steps[0]), Stride(steps[1])
     step = tl.constexpr(strides[2])
     if offsets is None:
         data: tuple[Any, ...] = (Length(extent.length), extent.heads)
-        return View(address, steps, step, tensor_view.dense, tensor_view.dense_program, data)
+        return View(tensor, steps, step, tensor_view.dense, tensor_view.dense_program, data)
     numbers = extent.batch, extent.heads, extent.length
-    data = (pointer(offsets), *numbers)
-    return View(address, steps, step, packing.packed, find, data, pad=packing.fill_padding)
+    data = (offsets, *numbers)
+    return View(tensor, steps, step, packing.packed, find, data, pad=packing.fill_padding)
 
 
 def row_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
@@ -112,7 +106,7 @@ def number_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
     return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])
 
 
-def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, ...]:
+def captured_data(key: str, captured: Captured) -> tuple[Any, ...]:
     """What an expression captured, slot by slot; a tensor as (address, sizes, strides)."""
     data: list[Any] = []
     for slot in slots(key):
@@ -120,7 +114,7 @@ def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, 
         if isinstance(value, Tensor):
             if value.numel() == 0:  # nothing meets, but programs without rows still look
                 value = value.new_zeros((1,) * value.dim())
-            data.append((pointer(value), tuple(value.shape), tuple(map(Stride, value.stride()))))
+            data.append((value, tuple(value.shape), tuple(map(Stride, value.stride()))))
         else:
             data.append(Length(value) if type(value) is int else value)
     return tuple(data)
@@ -129,12 +123,12 @@ def captured_data(key: str, captured: Captured, pointer: Pointer) -> tuple[Any, 
 NOTHING_HIDDEN = Mask(None, None, tile_ranges.everything, tile_ranges.next_in_range)
 
 
-def mask_argument(variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = ()) -> Mask:
+def mask_argument(variant: Variant, plan: tuple[Any, ...] = ()) -> Mask:
     """The mask as kernels take it; `plan` holds addresses of what was planned ahead."""
     if not variant.mask:
         return NOTHING_HIDDEN
     functions = mask_functions(variant.mask)
-    data = captured_data(variant.mask, variant.mask_captured, pointer)
+    data = captured_data(variant.mask, variant.mask_captured)
     if not plan:
         tile_range, tile = tile_ranges.found, tile_ranges.next_in_range
     elif len(plan) == 3:
@@ -144,11 +138,11 @@ def mask_argument(variant: Variant, pointer: Pointer, plan: tuple[Any, ...] = ()
     return Mask(functions.visible, functions.classify, tile_range, tile, data, plan)
 
 
-def score_argument(variant: Variant, pointer: Pointer, by: int | None = None) -> Score | None:
+def score_argument(variant: Variant, by: int | None = None) -> Score | None:
     """The score as kernels take it, with its derivative by the score, or by a captured tensor."""
     if variant.score:
         functions = score_functions(variant.score)
-        data = captured_data(variant.score, variant.score_captured, pointer)
+        data = captured_data(variant.score, variant.score_captured)
         derivative = functions.derivative if by is None else functions.reads[by].derivative
         return Score(functions.change, derivative, data)
     if variant.scale <= 0:  # softmax_step folds positive scales only
@@ -156,26 +150,25 @@ def score_argument(variant: Variant, pointer: Pointer, by: int | None = None) ->
     return None
 
 
-def dropout_argument(inputs: Inputs, variant: Variant, pointer: Pointer) -> Dropout | None:
+def dropout_argument(inputs: Inputs, variant: Variant) -> Dropout | None:
     """Dropout as kernels take it."""
     if inputs.seed is None:
         return None
     dropout_scale = 1.0 / (1.0 - variant.dropout_p)
-    return Dropout(pointer(inputs.seed), dropout.threshold(variant.dropout_p), dropout_scale)
+    return Dropout(inputs.seed, dropout.threshold(variant.dropout_p), dropout_scale)
 
 
 def rules(
     inputs: Inputs,
     variant: Variant,
-    pointer: Pointer,
     plan: tuple[Any, ...] = (),
     by: int | None = None,
 ) -> Rules:
     """What a kernel does to pairs; `by` as in `score_argument`."""
     return Rules(
-        mask_argument(variant, pointer, plan),
-        score_argument(variant, pointer, by),
-        dropout_argument(inputs, variant, pointer),
+        mask_argument(variant, plan),
+        score_argument(variant, by),
+        dropout_argument(inputs, variant),
         variant.scale,
     )
 

@@ -24,13 +24,8 @@ INTERPRETED = bool(knobs.runtime.interpret)
 
 MOST_MAPS = 512  # addresses of one tensor of calls like one another; each takes 128 bytes
 
-Pointer = Callable[[Tensor], Any]
-MakeArguments = Callable[[Pointer], tuple[Any, ...]]
-
-
-def itself(tensor: Tensor) -> Any:
-    """A tensor as a kernel argument: its address is read where the kernel is started."""
-    return tensor
+MakeArguments = Callable[[], tuple[Any, ...]]
+"""Makes a kernel's arguments, nested as it takes them; a Tensor stands for its address."""
 
 
 class Launch:
@@ -76,7 +71,7 @@ class Launch:
         return self.start(programs, torch._C._cuda_getCurrentRawStream(device), tensors)
 
     def _interpret(self, programs: int, arguments: MakeArguments) -> None:
-        values = map(plain, arguments(itself))
+        values = map(plain, arguments())
         options = {**machine_code.FUSED, **self.options}
         self.kernel[(programs,)](*values, **self.passed, **options)
 
@@ -88,7 +83,7 @@ class Launch:
         alignments = tuple(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
         found = self.starts.get((firsts, alignments))
         if found is None:
-            given = self.arguments(arguments(itself))
+            given = self.arguments(arguments())
             variant = machine_code.variant(self.kernel, given, self.options, device)
             form = TritonStart if variant.by_triton else Start
             found = form(variant, given, tensors)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.gpu.compose import MaskFunctions, mask_functions
 from saccade.gpu.kernel_args import Geometry, mask_argument, tensors_of, view
-from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
+from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.gpu.tensor_view import num_rows, wide
 from saccade.gpu.tile_ranges import TILE_RANGE_SIZE, classify_tiles, find_tile_range
 from saccade.modifiers.expression import slots
@@ -133,9 +133,9 @@ class TileLists(NamedTuple):
     tensors: tuple[Tensor, ...] = ()
     steps: tuple[int, int] = (0, 0)
 
-    def argument(self, pointer: Pointer) -> tuple[Any, ...]:
+    def argument(self) -> tuple[Any, ...]:
         """The plan as kernels take it."""
-        return (*map(pointer, self.tensors), *self.steps) if self.tensors else ()
+        return (*self.tensors, *self.steps) if self.tensors else ()
 
 
 NO_PLAN = TileLists()
@@ -202,7 +202,7 @@ class Planner:
             self.rows,
             current_device(tile_ranges),
             (*tensors_of(inputs, variant), tile_ranges),
-            lambda p: (*self._sides(p, inputs), mask_argument(variant, p), p(tile_ranges), *steps),
+            lambda: (*self._sides(inputs), mask_argument(variant), tile_ranges, *steps),
         )
         return TileLists((tile_ranges,), steps)
 
@@ -215,8 +215,8 @@ class Planner:
                 self.rows,
                 current_device(lists),
                 (*tensors_of(inputs, variant), lists, counts),
-                lambda p: (
-                    *self._sides(p, inputs), mask_argument(variant, p), p(lists), p(counts),
+                lambda: (
+                    *self._sides(inputs), mask_argument(variant), lists, counts,
                     num_tiles,
                 ),
             )  # fmt: skip
@@ -226,7 +226,7 @@ class Planner:
                 self.rows,
                 current_device(lists),
                 (tile_classes, lists, counts),
-                lambda p: (p(tile_classes), p(lists), p(counts), num_tiles),
+                lambda: (tile_classes, lists, counts, num_tiles),
             )
         return TileLists((lists, counts), self._steps(2))
 
@@ -238,8 +238,8 @@ class Planner:
             self.rows * num_chunks,
             current_device(tile_classes),
             (*tensors_of(inputs, variant), tile_classes),
-            lambda p: (
-                *self._sides(p, inputs), mask_argument(variant, p), p(tile_classes),
+            lambda: (
+                *self._sides(inputs), mask_argument(variant), tile_classes,
                 num_tiles, num_chunks,
             ),
         )  # fmt: skip
@@ -252,14 +252,14 @@ class Planner:
         by_batch = of_head * self.here.heads if self.here.sequences > 1 else 0
         return by_batch, by_head
 
-    def _sides(self, pointer: Pointer, inputs: Inputs) -> tuple[Any, Any]:
+    def _sides(self, inputs: Inputs) -> tuple[Any, Any]:
         """Views without memory, for lengths and for what a program stands at."""
         offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         mine, others = offsets if self.over_keys else offsets[::-1]
         none = (0, 0, 0)
         return (
-            view(pointer, None, none, self.here, mine),
-            view(pointer, None, none, self.other, others),
+            view(None, none, self.here, mine),
+            view(None, none, self.other, others),
         )
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from saccade.gpu import launcher
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.launcher import Launch
 from saccade.gpu.machine_code import compiled
@@ -63,7 +62,7 @@ class LaunchRecorder:
         begin = time.perf_counter()
         used, error, key = None, "", ""
         try:
-            asked = started.arguments(arguments(launcher.itself))
+            asked = started.arguments(arguments())
             key = key_of(
                 triton.__version__,
                 self.architecture,

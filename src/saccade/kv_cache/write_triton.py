@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saccade.gpu import paged_view, tensor_view
 from saccade.gpu.device_ops import as_fp8_bytes, as_int8, divided, row_scales
-from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
+from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.gpu.paged_view import slot_pointers
 from saccade.gpu.signature import Stride
 from saccade.gpu.tensor_view import View, row_pointers
@@ -141,12 +141,12 @@ def write(
     )
     num_rows = key.shape[0] * key.shape[1]
 
-    def arguments(pointer: Pointer) -> tuple[Any, ...]:
+    def arguments() -> tuple[Any, ...]:
         return (
-            *(_rows(pointer, each) for each in rows),
-            *(_pages(pointer, each) for each in written),
-            *(_rows(pointer, each) for each in angles),
-            pointer(slots),
+            *(_rows(each) for each in rows),
+            *(_pages(each) for each in written),
+            *(_rows(each) for each in angles),
+            slots,
             num_rows,
             key_pages.shape[0] * key_pages.shape[2],
         )
@@ -175,23 +175,23 @@ def _with_unit_channels(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _rows(pointer: Pointer, rows: Tensor | None) -> View | None:
+def _rows(rows: Tensor | None) -> View | None:
     """A View of [tokens, heads, channels], or of the angles [tokens, pairs] of all heads."""
     if rows is None:
         return None
     head = Stride(rows.stride(1) if rows.dim() == 3 else 0)
     data = rows.shape[0], 1
     step = tl.constexpr(rows.stride(0))
-    return View(pointer(rows), (0, head), step, tensor_view.dense, tensor_view.dense_program, data)
+    return View(rows, (0, head), step, tensor_view.dense, tensor_view.dense_program, data)
 
 
-def _pages(pointer: Pointer, memory: Tensor | None) -> View | None:
+def _pages(memory: Tensor | None) -> View | None:
     """A View of pages, or of their scales."""
     if memory is None:
         return None
     page, head, slot = memory.stride()[:3]
     step, data = tl.constexpr(slot), (0,)
     return View(
-        pointer(memory), (Stride(page), Stride(head)), step, paged_view.paged, paged_view.paged,
+        memory, (Stride(page), Stride(head)), step, paged_view.paged, paged_view.paged,
         data,
     )  # fmt: skip

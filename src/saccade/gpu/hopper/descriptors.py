@@ -14,7 +14,7 @@ import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from saccade.gpu.launcher import Pointer, next_width
+from saccade.gpu.launcher import next_width
 from saccade.gpu.signature import ALIGNMENT, Described
 from saccade.runtime.spec import Inputs, LinearInputs
 from saccade.runtime.validation import strides_fit_tma
@@ -57,9 +57,9 @@ def _layout_of(sides: tuple[int, ...], dtype: torch.dtype) -> Any:
     return NVMMASharedLayout.get_default_for(list(sides), DTYPES[dtype])
 
 
-def descriptor(pointer: Pointer, tensor: Tensor, box: Box) -> Any:
+def descriptor(tensor: Tensor, box: Box) -> Any:
     """A descriptor as a kernel argument."""
-    return Described(pointer(tensor), *box, tensor.dtype)
+    return Described(tensor, *box, tensor.dtype)
 
 
 def width_of(dim: int) -> int:

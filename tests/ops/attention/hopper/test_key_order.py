@@ -106,7 +106,7 @@ def test_who_visits_a_tile_of_queries_has_a_turn_there(query_tile: int, tmp_path
         if mask is not None:
             key, captured = mask.key, mask.captured
         assert contiguity_of(key) is not None
-        argument = mask_argument(Variant(key, "", captured, captured, 1.0, 0.0), lambda t: t)
+        argument = mask_argument(Variant(key, "", captured, captured, 1.0, 0.0))
         lengths = torch.tensor([query_len, kv_len], dtype=torch.int32)
         semaphores = torch.zeros(-(-query_len // query_tile), dtype=torch.int32)
         tile_ranges = torch.zeros(-(-kv_len // KV_TILE), 2, dtype=torch.int32)

@@ -30,7 +30,7 @@ from saccade.gpu.kernel_args import (
     there_are,
     view,
 )
-from saccade.gpu.launcher import Launch, Pointer, next_width
+from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import Planner
 from saccade.gpu.signature import ALIGNMENT
@@ -255,7 +255,7 @@ class HopperBackwardCall(NamedTuple):
             counters = (tile_scheduler.counter_of(memory.starts.device),)
         prepared.main(
             prepared.programs, spec.device, (*known, *plan.tensors, *counters),
-            lambda pointer: self._main_arguments(pointer, plan.argument(pointer), counters),
+            lambda: self._main_arguments(plan.argument(), counters),
         )  # fmt: skip
         if memory.dq_accumulate is not None:
             prepared.end(slots, spec.device, known, self._end_arguments)
@@ -278,28 +278,28 @@ class HopperBackwardCall(NamedTuple):
             tensors = (*known, *plan.tensors)
             launch(
                 programs, prepared.spec.device, tensors,
-                lambda pointer: self._queries_arguments(pointer, plan.argument(pointer)),
+                lambda: self._queries_arguments(plan.argument()),
             )  # fmt: skip
         elif memory.flag is not None:
             launch(programs, prepared.spec.device, known, self._again_queries_arguments)
 
-    def _begin_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
+    def _begin_arguments(self) -> tuple[Any, ...]:
         output, lse, grad_output, grad_lse = self.given
         return (
-            self._rows(pointer, output),
-            self._rows(pointer, grad_output),
-            self._numbers(pointer, lse),
-            self._numbers(pointer, grad_lse),
-            self._numbers(pointer, self.memory.lse_log2),
-            self._numbers(pointer, self.memory.row_dot),
-            *self._semaphore_of(pointer),
-            self._scratch(pointer),
-            pointer(self.memory.starts),
+            self._rows(output),
+            self._rows(grad_output),
+            self._numbers(lse),
+            self._numbers(grad_lse),
+            self._numbers(self.memory.lse_log2),
+            self._numbers(self.memory.row_dot),
+            *self._semaphore_of(),
+            self._scratch(),
+            self.memory.starts,
             self.prepared.factor,
         )
 
     def _main_arguments(
-        self, pointer: Pointer, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
+        self, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
     ) -> tuple[Any, ...]:
         prepared, inputs, memory = self.prepared, self.inputs, self.memory
         packed = prepared.spec.packed
@@ -309,81 +309,79 @@ class HopperBackwardCall(NamedTuple):
         )  # fmt: skip
         return (
             *(
-                None if tensor is None else descriptor(pointer, tensor, box)
+                None if tensor is None else descriptor(tensor, box)
                 for tensor, box in zip(moved, prepared.boxes, strict=True)
             ),
-            *prepared.spec.inputs(pointer, inputs)[:2],
-            self._of_keys(pointer, memory.of_key),
-            self._of_keys(pointer, memory.of_value),
-            tile_scheduler.with_gluon_search(rules(inputs, self.variant, pointer, plan)),
+            *prepared.spec.inputs(inputs)[:2],
+            self._of_keys(memory.of_key),
+            self._of_keys(memory.of_value),
+            tile_scheduler.with_gluon_search(rules(inputs, self.variant, plan)),
             tile_scheduler.TileOrder(
                 packing.packed_origin if packed else tensor_view.dense_origin,
-                pointer(counters[0]) if counters else None,
+                counters[0] if counters else None,
                 *prepared.order,
             ),
-            self._scratch(pointer),
+            self._scratch(),
         )
 
-    def _end_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
-        of_queries = self._rows(pointer, self.memory.of_query)
-        return of_queries, self._scratch(pointer), self.variant.scale
+    def _end_arguments(self) -> tuple[Any, ...]:
+        of_queries = self._rows(self.memory.of_query)
+        return of_queries, self._scratch(), self.variant.scale
 
-    def _again_keys_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
+    def _again_keys_arguments(self) -> tuple[Any, ...]:
         of_key, of_value = self.memory[1:3]
-        gradients = self._of_keys(pointer, of_key), self._of_keys(pointer, of_value)
-        return self._flag(pointer), self._forward(pointer), *gradients, self._rules(pointer)
+        gradients = self._of_keys(of_key), self._of_keys(of_value)
+        return self._flag(), self._forward(), *gradients, self._rules()
 
-    def _queries_arguments(self, pointer: Pointer, plan: tuple[Any, ...]) -> tuple[Any, ...]:
-        of_queries = self._rows(pointer, self.memory.of_query)
-        changes = rules(self.inputs, self.variant, pointer, plan)
-        return self._forward(pointer), of_queries, changes, None, None, None  # statistics are there
+    def _queries_arguments(self, plan: tuple[Any, ...]) -> tuple[Any, ...]:
+        of_queries = self._rows(self.memory.of_query)
+        changes = rules(self.inputs, self.variant, plan)
+        return self._forward(), of_queries, changes, None, None, None  # statistics are there
 
-    def _again_queries_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
-        of_queries = self._rows(pointer, self.memory.of_query)
-        return self._flag(pointer), self._forward(pointer), of_queries, self._rules(pointer)
+    def _again_queries_arguments(self) -> tuple[Any, ...]:
+        of_queries = self._rows(self.memory.of_query)
+        return self._flag(), self._forward(), of_queries, self._rules()
 
     # ---- arguments that several kernels take ---------------------------------------------------
 
-    def _rows(self, pointer: Pointer, rows: Tensor) -> Any:
-        return self.prepared.spec.rows(pointer, rows, self.inputs)
+    def _rows(self, rows: Tensor) -> Any:
+        return self.prepared.spec.rows(rows, self.inputs)
 
-    def _numbers(self, pointer: Pointer, numbers: Tensor | None) -> Any:
+    def _numbers(self, numbers: Tensor | None) -> Any:
         if numbers is None:
             return None
-        return self.prepared.spec.numbers(pointer, numbers, self.inputs)
+        return self.prepared.spec.numbers(numbers, self.inputs)
 
-    def _of_keys(self, pointer: Pointer, rows: Tensor) -> Any:
+    def _of_keys(self, rows: Tensor) -> Any:
         spec = self.prepared.spec
-        return view(pointer, rows, spec.steps(rows), spec.geometry.keys, self.inputs.cu_seqlens_k)
+        return view(rows, spec.steps(rows), spec.geometry.keys, self.inputs.cu_seqlens_k)
 
-    def _flag(self, pointer: Pointer) -> Any:
+    def _flag(self) -> Any:
         assert self.memory.flag is not None  # else nothing is repeated
-        return pointer(self.memory.flag)
+        return self.memory.flag
 
-    def _scratch(self, pointer: Pointer) -> BackwardScratch:
+    def _scratch(self) -> BackwardScratch:
         packed, memory = self.prepared.spec.packed, self.memory
         slot = preprocess.packed_slot if packed else preprocess.dense_slot
-        found = (memory.dq_accumulate, memory.flag, memory.semaphores)
-        dq_accumulate, flag, semaphores = (None if t is None else pointer(t) for t in found)
-        return BackwardScratch(slot, dq_accumulate, flag, semaphores)
+        return BackwardScratch(slot, memory.dq_accumulate, memory.flag, memory.semaphores)
 
-    def _semaphore_of(self, pointer: Pointer) -> tuple[Any, Any]:
+    def _semaphore_of(self) -> tuple[Any, Any]:
         """What `begin` finds the last tile of keys of a tile of queries by."""
         if not self.prepared.in_key_order:
             return None, None
-        keys = self.prepared.spec.inputs(pointer, self.inputs)[1]
-        return keys, mask_argument(self.variant, pointer)
+        keys = self.prepared.spec.inputs(self.inputs)[1]
+        return keys, mask_argument(self.variant)
 
-    def _forward(self, pointer: Pointer) -> SavedForward:
+    def _forward(self) -> SavedForward:
         return SavedForward(
-            *self.prepared.spec.inputs(pointer, self.inputs),
-            self._rows(pointer, self.given.grad_output),
-            self._numbers(pointer, self.memory.lse_log2),
-            self._numbers(pointer, self.memory.row_dot),
+            *self.prepared.spec.inputs(self.inputs),
+            self._rows(self.given.grad_output),
+            self._numbers(self.memory.lse_log2),
+            self._numbers(self.memory.row_dot),
         )
 
-    def _rules(self, pointer: Pointer) -> Any:
-        changes = rules(self.inputs, self.variant, pointer)
+    def _rules(self) -> Any:
+        changes = rules(self.inputs, self.variant)
         if not self.prepared.planner.needed:
             return changes
         return changes._replace(mask=changes.mask._replace(tile_range=nonfinite.every_tile))

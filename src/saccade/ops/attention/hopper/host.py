@@ -15,7 +15,7 @@ from saccade.gpu import packing, tensor_view
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
-from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.launcher import Launch
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import kernel_problem
@@ -93,22 +93,20 @@ class HopperForward:
         self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: TileLists,
         numbers: Tensor,
     ) -> None:  # fmt: skip
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             moved = (inputs.query, inputs.key, inputs.value, output)
             return (
-                *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
-                *self.spec.inputs(pointer, inputs),
-                self.spec.rows(pointer, output, inputs),
-                self.spec.numbers(pointer, lse, inputs),
-                tile_scheduler.with_gluon_search(
-                    rules(inputs, variant, pointer, plan.argument(pointer))
-                ),
-                None if inputs.sinks is None else pointer(inputs.sinks),
+                *(descriptor(t, box) for t, box in zip(moved, self.boxes, strict=True)),
+                *self.spec.inputs(inputs),
+                self.spec.rows(output, inputs),
+                self.spec.numbers(lse, inputs),
+                tile_scheduler.with_gluon_search(rules(inputs, variant, plan.argument())),
+                inputs.sinks,
                 tile_scheduler.TileOrder(
                     packing.packed_origin if self.spec.packed else tensor_view.dense_origin,
-                    pointer(numbers) if self.counted else None,
+                    numbers if self.counted else None,
                     *self.order,
-                    pointer(numbers),
+                    numbers,
                 ),
             )
 

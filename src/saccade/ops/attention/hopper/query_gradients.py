@@ -10,7 +10,7 @@ from saccade.gpu import packing, tensor_view
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import Box, descriptor, width_of
 from saccade.gpu.kernel_args import rules
-from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.launcher import Launch
 from saccade.gpu.planning import Planner
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.backward import BackwardMeta
@@ -72,22 +72,20 @@ class Queries:
             lse_log2 is not None and row_dot is not None
         )  # the first kernel of the pass wrote them
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             moved = (inputs.query, inputs.key, inputs.value, grad_output, of_query)
             return (
-                *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
-                *spec.inputs(pointer, inputs)[:2],
-                spec.rows(pointer, of_query, inputs),
-                spec.numbers(pointer, lse_log2, inputs),
-                spec.numbers(pointer, row_dot, inputs),
-                tile_scheduler.with_gluon_search(
-                    rules(inputs, variant, pointer, plan.argument(pointer))
-                ),
+                *(descriptor(t, box) for t, box in zip(moved, self.boxes, strict=True)),
+                *spec.inputs(inputs)[:2],
+                spec.rows(of_query, inputs),
+                spec.numbers(lse_log2, inputs),
+                spec.numbers(row_dot, inputs),
+                tile_scheduler.with_gluon_search(rules(inputs, variant, plan.argument())),
                 tile_scheduler.TileOrder(
                     packing.packed_origin if spec.packed else tensor_view.dense_origin,
-                    pointer(counters[0]) if counters else None,
+                    counters[0] if counters else None,
                     *self.order,
-                    None if memory.flag is None else pointer(memory.flag),
+                    memory.flag,
                 ),
             )
 

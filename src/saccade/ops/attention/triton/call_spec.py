@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.gpu import packing
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import Geometry, number_strides, row_strides, view
-from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
+from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.modifiers import intervals
 from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Captured, Coordinates
@@ -123,30 +123,30 @@ class CallSpec(NamedTuple):
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **start}
         return Launch(kernel, {**self.constants, **sizes, **more}, options)
 
-    def inputs(self, pointer: Pointer, inputs: Inputs) -> tuple[Any, Any, Any]:
+    def inputs(self, inputs: Inputs) -> tuple[Any, Any, Any]:
         """Views of query, key and value."""
         of_query, of_key, of_value = self.strides
         queries, keys = self.geometry
         return (
-            view(pointer, inputs.query, of_query, queries, inputs.cu_seqlens_q, self.find),
-            view(pointer, inputs.key, of_key, keys, inputs.cu_seqlens_k, self.find),
-            view(pointer, inputs.value, of_value, keys, inputs.cu_seqlens_k, self.find),
+            view(inputs.query, of_query, queries, inputs.cu_seqlens_q, self.find),
+            view(inputs.key, of_key, keys, inputs.cu_seqlens_k, self.find),
+            view(inputs.value, of_value, keys, inputs.cu_seqlens_k, self.find),
         )
 
-    def rows(self, pointer: Pointer, rows: Tensor, inputs: Inputs) -> Any:
+    def rows(self, rows: Tensor, inputs: Inputs) -> Any:
         """A View of something that has rows of channels as the queries have."""
         queries, offsets = self.geometry.queries, inputs.cu_seqlens_q
-        return view(pointer, rows, self.steps(rows), queries, offsets, self.find)
+        return view(rows, self.steps(rows), queries, offsets, self.find)
 
     def steps(self, rows: Tensor) -> tuple[int, int, int]:
         """Strides of batch entry, head and row."""
         return row_strides(rows, self.packed)
 
-    def numbers(self, pointer: Pointer, numbers: Tensor, inputs: Inputs) -> Any:
+    def numbers(self, numbers: Tensor, inputs: Inputs) -> Any:
         """A View of something that has one number for each row of the queries."""
         strides = number_strides(numbers, self.packed)
         offsets = inputs.cu_seqlens_q
-        return view(pointer, numbers, strides, self.geometry.queries, offsets, self.find)
+        return view(numbers, strides, self.geometry.queries, offsets, self.find)
 
 
 def memory_like(tensor: Tensor) -> Callable[[], Tensor]:

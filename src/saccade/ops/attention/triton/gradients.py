@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saccade.gpu.compose import ReadFunctions, score_functions
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of, there_are, view
-from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.launcher import Launch
 from saccade.gpu.planning import Planner, TileLists
 from saccade.gpu.signature import Stride
 from saccade.ops.attention.triton.backward_common import SavedForward, attention_row_statistics
@@ -192,15 +192,15 @@ class TritonBackwardCall(NamedTuple):
             return *self.inputs[:3], *there_are(self.results)
         return *tensors_of(self.inputs, self.variant), *there_are(self.results)
 
-    def _statistics_arguments(self, pointer: Pointer) -> tuple[Any, ...]:
+    def _statistics_arguments(self) -> tuple[Any, ...]:
         results, grad_lse = self.results, self.results.grad_lse
         return (
-            self._rows(pointer, results.output),
-            self._rows(pointer, results.grad_output),
-            self._numbers(pointer, results.lse),
-            None if grad_lse is None else self._numbers(pointer, grad_lse),
-            self._numbers(pointer, results.lse_log2),
-            self._numbers(pointer, results.row_dot),
+            self._rows(results.output),
+            self._rows(results.grad_output),
+            self._numbers(results.lse),
+            None if grad_lse is None else self._numbers(grad_lse),
+            self._numbers(results.lse_log2),
+            self._numbers(results.row_dot),
         )
 
     def _shared(
@@ -220,15 +220,15 @@ class TritonBackwardCall(NamedTuple):
         if self.variant.mask:
             verdicts = torch.empty(programs, dtype=torch.int32, device=of_key.device)
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             keys, offsets = spec.geometry.keys, self.inputs.cu_seqlens_k
             return (
-                self._forward(pointer),
-                view(pointer, of_key, spec.steps(of_key), keys, offsets),
-                view(pointer, of_value, spec.steps(of_value), keys, offsets),
-                None if total is None else self._rows(pointer, total),
-                self._rules(pointer, plan),
-                None if verdicts is None else pointer(verdicts),
+                self._forward(),
+                view(of_key, spec.steps(of_key), keys, offsets),
+                view(of_value, spec.steps(of_value), keys, offsets),
+                None if total is None else self._rows(total),
+                self._rules(plan),
+                verdicts,
                 programs,
             )
 
@@ -241,16 +241,16 @@ class TritonBackwardCall(NamedTuple):
         plan = self.launches.over_keys(self.inputs, self.variant)
         results, grad_lse = self.results, self.results.grad_lse
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
-            of_queries = self._forward(pointer), self._rows(pointer, of_query)
-            changes = self._rules(pointer, plan)
+        def arguments() -> tuple[Any, ...]:
+            of_queries = self._forward(), self._rows(of_query)
+            changes = self._rules(plan)
             if self.launches.statistics is not None:
                 return (*of_queries, changes, None, None, None)
             return (
                 *of_queries, changes,
-                self._rows(pointer, results.output),
-                self._numbers(pointer, results.lse),
-                None if grad_lse is None else self._numbers(pointer, grad_lse),
+                self._rows(results.output),
+                self._numbers(results.lse),
+                None if grad_lse is None else self._numbers(grad_lse),
             )  # fmt: skip
 
         tensors = (*known, of_query, *plan.tensors)
@@ -282,13 +282,13 @@ class TritonBackwardCall(NamedTuple):
             launch = spec.launch(attention_backward_bias, "backward_bias", call, config.backward)
             self.launches.tables[position] = launch
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             return (
-                self._forward(pointer),
-                pointer(total),
+                self._forward(),
+                total,
                 tuple(table.shape),
                 (queries.batch, queries.heads),
-                rules(self.inputs, self.variant, pointer, by=position),
+                rules(self.inputs, self.variant, by=position),
             )
 
         batches, heads, rows, keys = table.shape
@@ -315,11 +315,11 @@ class TritonBackwardCall(NamedTuple):
             )  # fmt: skip
             self.launches.tables[position] = launch
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             return (
-                self._forward(pointer),
-                (pointer(total), tuple(total.shape), tuple(map(Stride, total.stride()))),
-                rules(self.inputs, self.variant, pointer, by=position),
+                self._forward(),
+                (total, tuple(total.shape), tuple(map(Stride, total.stride()))),
+                rules(self.inputs, self.variant, by=position),
             )
 
         programs = spec.geometry.queries.programs(launch.constants["QUERY_TILE"])
@@ -328,19 +328,19 @@ class TritonBackwardCall(NamedTuple):
 
     # ---- arguments that several kernels take ---------------------------------------------------
 
-    def _rows(self, pointer: Pointer, rows: Tensor) -> Any:
-        return self.launches.spec.rows(pointer, rows, self.inputs)
+    def _rows(self, rows: Tensor) -> Any:
+        return self.launches.spec.rows(rows, self.inputs)
 
-    def _numbers(self, pointer: Pointer, numbers: Tensor) -> Any:
-        return self.launches.spec.numbers(pointer, numbers, self.inputs)
+    def _numbers(self, numbers: Tensor) -> Any:
+        return self.launches.spec.numbers(numbers, self.inputs)
 
-    def _forward(self, pointer: Pointer) -> SavedForward:
+    def _forward(self) -> SavedForward:
         return SavedForward(
-            *self.launches.spec.inputs(pointer, self.inputs),
-            self._rows(pointer, self.results.grad_output),
-            self._numbers(pointer, self.results.lse_log2),
-            self._numbers(pointer, self.results.row_dot),
+            *self.launches.spec.inputs(self.inputs),
+            self._rows(self.results.grad_output),
+            self._numbers(self.results.lse_log2),
+            self._numbers(self.results.row_dot),
         )
 
-    def _rules(self, pointer: Pointer, plan: TileLists) -> Any:
-        return rules(self.inputs, self.variant, pointer, plan.argument(pointer))
+    def _rules(self, plan: TileLists) -> Any:
+        return rules(self.inputs, self.variant, plan.argument())

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
-from saccade.gpu.launcher import Pointer
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.call_spec import (
@@ -61,13 +60,13 @@ class TritonForward:
         self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: TileLists,
         tensors: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             return (
-                *self.spec.inputs(pointer, inputs),
-                self.spec.rows(pointer, output, inputs),
-                self.spec.numbers(pointer, lse, inputs),
-                rules(inputs, variant, pointer, plan.argument(pointer)),
-                None if inputs.sinks is None else pointer(inputs.sinks),
+                *self.spec.inputs(inputs),
+                self.spec.rows(output, inputs),
+                self.spec.numbers(lse, inputs),
+                rules(inputs, variant, plan.argument()),
+                inputs.sinks,
             )
 
         self.launch(self.programs, self.spec.device, tensors, arguments)

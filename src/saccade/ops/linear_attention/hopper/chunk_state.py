@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from saccade.gpu.hopper.pipeline import warpgroup_mma
 from saccade.gpu.kernel_args import there_are
-from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.launcher import Launch
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.hopper import backward_rows
 from saccade.ops.linear_attention.hopper.backward_rows import RowNumbers
@@ -41,7 +41,7 @@ from saccade.ops.linear_attention.hopper.program import (
     state_number,
 )
 from saccade.ops.linear_attention.hopper.smem import make_linear_rings, make_sweep_rings
-from saccade.ops.linear_attention.hopper.split import WIDE, HeadSplit, maybe, moved, sizes
+from saccade.ops.linear_attention.hopper.split import WIDE, HeadSplit, moved, sizes
 from saccade.ops.linear_attention.triton.chunk_scan import linear_sweep
 from saccade.ops.linear_attention.triton.passes import Passes
 from saccade.ops.linear_attention.triton.positions import LinearBackwardInputs, State, sums
@@ -207,11 +207,11 @@ def collect_keys(passes: Passes, split: HeadSplit, less_one: bool = False) -> St
             constants["FEATURE_MAP"] = "elu"
         return Launch(linear_collect, constants, {"num_warps": 4})
 
-    def arguments(pointer: Pointer) -> tuple[Any, ...]:
+    def arguments() -> tuple[Any, ...]:
         return (
-            *moved(pointer, inputs[1:3]),
-            Kept(None, maybe(pointer, inputs.key_lengths), None),
-            sums(pointer, (matrix, vector)),
+            *moved(inputs[1:3]),
+            Kept(None, inputs.key_lengths, None),
+            sums((matrix, vector)),
             sizes(spec, spec.state_heads),
         )
 
@@ -239,12 +239,12 @@ def collect_queries(passes: Passes, split: HeadSplit, given: LinearBackwardInput
         }
         return Launch(linear_collect_queries, constants, {"num_warps": 4})
 
-    def arguments(pointer: Pointer) -> tuple[Any, ...]:
+    def arguments() -> tuple[Any, ...]:
         return (
-            *moved(pointer, (inputs.query, given.grad_output)),
-            RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
-            Kept(None, maybe(pointer, inputs.key_lengths), None),
-            sums(pointer, (matrix, vector)),
+            *moved((inputs.query, given.grad_output)),
+            RowNumbers(given.factors, given.minus_delta),
+            Kept(None, inputs.key_lengths, None),
+            sums((matrix, vector)),
             sizes(spec, spec.heads),
         )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, readable
 from saccade.gpu.kernel_args import there_are
-from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.launcher import Launch
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.hopper.backward_dkdv import KeyGradientMeta, linear_backward_keys
 from saccade.ops.linear_attention.hopper.backward_dq import (
@@ -36,7 +36,6 @@ from saccade.ops.linear_attention.hopper.scan_d256 import WideMeta, linear_wide
 from saccade.ops.linear_attention.hopper.split import (
     BLOCK,
     HeadSplit,
-    maybe,
     moved,
     sizes,
     unlike_triton,
@@ -119,14 +118,14 @@ class WidePass(NamedTuple):
             }
             return Launch(linear_wide, constants, {"num_warps": 4}, meta=WideMeta)
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             lengths = passes.inputs.key_lengths
             return (
-                *self._described(pointer),
-                self._numbers(pointer),
-                Kept(maybe(pointer, self.totals), maybe(pointer, lengths), pointer(nonfinite)),
-                sums(pointer, before),
-                sums(pointer, after),
+                *self._described(),
+                self._numbers(),
+                Kept(self.totals, lengths, nonfinite),
+                sums(before),
+                sums(after),
                 sizes(spec, spec.heads),
                 spec.variant.eps,
             )
@@ -152,7 +151,7 @@ class WidePass(NamedTuple):
             for name, rows in operands.items()
         }
 
-    def _described(self, pointer: Pointer) -> Iterator[Any]:
+    def _described(self) -> Iterator[Any]:
         """All rows as TMA moves them: 64 of them, and so many channels."""
         for rows, channels in (
             (self.a, INNER), (self.b, INNER), (self.c, OUTER), (self.own, BLOCK),
@@ -161,12 +160,12 @@ class WidePass(NamedTuple):
             if rows is None:
                 yield None
             else:
-                yield descriptor(pointer, rows, Box.of(rows, False, BLOCK, channels))
+                yield descriptor(rows, Box.of(rows, False, BLOCK, channels))
 
-    def _numbers(self, pointer: Pointer) -> RowNumbers | None:
+    def _numbers(self) -> RowNumbers | None:
         if self.given is None:
             return None
-        return RowNumbers(maybe(pointer, self.given.factors), pointer(self.given.minus_delta))
+        return RowNumbers(self.given.factors, self.given.minus_delta)
 
 
 WIDEST = 2 * BLOCK  # channels of a state's side in kernels of their own
@@ -327,17 +326,17 @@ class HopperPasses(Passes):
                 linear_backward_queries, constants, {"num_warps": 4}, meta=QueryGradientMeta
             )
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             kept = Kept(
-                maybe(pointer, normaliser), maybe(pointer, self.inputs.key_lengths),
-                pointer(nonfinite),
+                normaliser, self.inputs.key_lengths,
+                nonfinite,
             )  # fmt: skip
             return (
-                *moved(pointer, (query, given.grad_output, key, value)),
-                None if output is None else next(moved(pointer, (output,))),
-                *moved(pointer, (result,)),
-                RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
-                kept, sums(pointer, before), sizes(spec, spec.heads), spec.variant.eps,
+                *moved((query, given.grad_output, key, value)),
+                None if output is None else next(moved((output,))),
+                *moved((result,)),
+                RowNumbers(given.factors, given.minus_delta),
+                kept, sums(before), sizes(spec, spec.heads), spec.variant.eps,
             )  # fmt: skip
 
         rows = there_are((*given[:3], *(given.quotient or ()), result, nonfinite))
@@ -363,12 +362,12 @@ class HopperPasses(Passes):
             }
             return Launch(linear_backward_keys, constants, {"num_warps": 4}, meta=KeyGradientMeta)
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             return (
-                *moved(pointer, (query, given.grad_output, key, value, *results)),
-                RowNumbers(maybe(pointer, given.factors), pointer(given.minus_delta)),
-                Kept(None, maybe(pointer, self.inputs.key_lengths), pointer(nonfinite)),
-                sums(pointer, before), sums(pointer, after), sizes(spec, spec.heads),
+                *moved((query, given.grad_output, key, value, *results)),
+                RowNumbers(given.factors, given.minus_delta),
+                Kept(None, self.inputs.key_lengths, nonfinite),
+                sums(before), sums(after), sizes(spec, spec.heads),
             )  # fmt: skip
 
         states = (*(before or ()), *(after or ()))

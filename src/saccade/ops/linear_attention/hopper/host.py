@@ -14,14 +14,14 @@ from torch import Tensor
 
 from saccade.gpu.hopper.descriptors import aligned
 from saccade.gpu.kernel_args import there_are
-from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.launcher import Launch
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.hopper.chunk_state import collect_keys, linear_nan_safe
 from saccade.ops.linear_attention.hopper.forward import LinearForwardMeta, linear_forward
 from saccade.ops.linear_attention.hopper.gradients import WidePass
 from saccade.ops.linear_attention.hopper.gradients import backward as backward
 from saccade.ops.linear_attention.hopper.program import Kept
-from saccade.ops.linear_attention.hopper.split import BLOCK, WIDE, HeadSplit, maybe, moved, sizes
+from saccade.ops.linear_attention.hopper.split import BLOCK, WIDE, HeadSplit, moved, sizes
 from saccade.ops.linear_attention.triton.chain import chained
 from saccade.ops.linear_attention.triton.host import initial_of, passes_of
 from saccade.ops.linear_attention.triton.host import step as step
@@ -127,13 +127,13 @@ class LinearHopperForward(NamedTuple):
             }
             return Launch(linear_forward, constants, {"num_warps": 4}, meta=LinearForwardMeta)
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             lengths = inputs.key_lengths
             return (
-                *moved(pointer, (*inputs[:3], output)),
-                Kept(maybe(pointer, totals), maybe(pointer, lengths), pointer(nonfinite)),
-                sums(pointer, self.before),
-                sums(pointer, self.after),
+                *moved((*inputs[:3], output)),
+                Kept(totals, lengths, nonfinite),
+                sums(self.before),
+                sums(self.after),
                 sizes(spec, spec.heads),
                 spec.variant.eps,
             )

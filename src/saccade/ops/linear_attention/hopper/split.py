@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from saccade.gpu.hopper.descriptors import Box, descriptor
-from saccade.gpu.launcher import Pointer
 from saccade.ops.linear_attention.hopper.program import LinearSizes
 from saccade.ops.linear_attention.triton.call_spec import SHORTEST_SEGMENT, LinearCallSpec
 
@@ -74,15 +73,10 @@ def unlike_triton(spec: LinearCallSpec, keys: bool) -> bool:
     return (-shift if keys else shift) > 0 and shift % BLOCK > 0
 
 
-def moved(pointer: Pointer, tensors: tuple[Tensor, ...]) -> Iterator[Any]:
+def moved(tensors: tuple[Tensor, ...]) -> Iterator[Any]:
     """Tensors as TMA moves them, a block at a time."""
     for tensor in tensors:
-        yield descriptor(pointer, tensor, Box.of(tensor, False, BLOCK, BLOCK))
-
-
-def maybe(pointer: Pointer, tensor: Tensor | None) -> Any:
-    """The address of a tensor, if there is one."""
-    return None if tensor is None else pointer(tensor)
+        yield descriptor(tensor, Box.of(tensor, False, BLOCK, BLOCK))
 
 
 def sizes(spec: LinearCallSpec, heads: int) -> LinearSizes:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.gpu.features import MAPS, Operand
 from saccade.gpu.kernel_args import Extent, number_strides, row_strides, view
-from saccade.gpu.launcher import Launch, Pointer, current_device, next_width
+from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.linear_attention.triton.configs import LinearConfig, choose
 from saccade.runtime.precision import precision
@@ -107,22 +107,20 @@ class LinearCallSpec(NamedTuple):
 
     # ---- arguments --------------------------------------------------------------------------
 
-    def side(
-        self, pointer: Pointer, rows: Tensor | None, offsets: Tensor | None, keys: bool
-    ) -> Any:
+    def side(self, rows: Tensor | None, offsets: Tensor | None, keys: bool) -> Any:
         """A View of rows beside the keys or the queries (None: of rows without memory)."""
         length, heads = self.kv_len if keys else self.query_len, self.heads
         extent = Extent(
             self.sequences, length, heads if rows is None else rows.shape[1], self.packed
         )
         strides = NO_STEPS if rows is None else row_strides(rows, self.packed)
-        return view(pointer, rows, strides, extent, offsets)
+        return view(rows, strides, extent, offsets)
 
-    def numbers(self, pointer: Pointer, rows: Tensor, offsets: Tensor | None, keys: bool) -> Any:
+    def numbers(self, rows: Tensor, offsets: Tensor | None, keys: bool) -> Any:
         """A View of one number for each row."""
         length = self.kv_len if keys else self.query_len
         extent = Extent(self.sequences, length, rows.shape[-2], self.packed)
-        return view(pointer, rows, number_strides(rows, self.packed), extent, offsets)
+        return view(rows, number_strides(rows, self.packed), extent, offsets)
 
     def features(self, rows: Any, scaled: bool) -> Operand:
         """Queries or keys, as features."""

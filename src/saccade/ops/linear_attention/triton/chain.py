@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu.kernel_args import there_are
-from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.launcher import Launch
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.triton.decay import whole_decays
@@ -55,9 +55,8 @@ def _chained(
         }  # fmt: skip
         return Launch(linear_chain, constants, {"num_warps": 4, "num_stages": 1})
 
-    def arguments(pointer: Pointer) -> tuple[Any, ...]:
-        first, factors = (None if t is None else pointer(t) for t in (before, decays))
-        return pointer(parts), first, pointer(last), factors
+    def arguments() -> tuple[Any, ...]:
+        return parts, before, last, decays
 
     key = "chain", size, segments, backwards, before is None
     launch = remembered(spec.launches, key, make)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.gpu.launcher import Launch, Pointer, next_width
+from saccade.gpu.launcher import Launch, next_width
 from saccade.ops.attention.triton.call_spec import remembered, with_unit_channels
 from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec, signature
 from saccade.ops.linear_attention.triton.chain import chained
@@ -240,12 +240,12 @@ def given_of(
         }
         return Launch(linear_row_dot, constants, {"num_warps": 4, "num_stages": 1})
 
-    def arguments(pointer: Pointer) -> tuple[Any, ...]:
+    def arguments() -> tuple[Any, ...]:
         offsets = inputs.cu_seqlens_q
         return (
-            *(spec.side(pointer, rows, offsets, keys=False) for rows in (output, grad_output)),
+            *(spec.side(rows, offsets, keys=False) for rows in (output, grad_output)),
             *(
-                spec.numbers(pointer, numbers, offsets, keys=False)
+                spec.numbers(numbers, offsets, keys=False)
                 for numbers in (normaliser, factors, minus_delta)
             ),
             spec.variant.eps,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from saccade.gpu.features import load_features, where_also
 from saccade.gpu.kernel_args import there_are
-from saccade.gpu.launcher import Pointer, next_width
+from saccade.gpu.launcher import next_width
 from saccade.gpu.tensor_view import (
     load_numbers,
     load_rows,
@@ -79,11 +79,10 @@ def count(
     )
     ends = None if before is None else before[1], None if after is None else after[1]
 
-    def arguments(pointer: Pointer) -> tuple[Any, ...]:
-        rows = passes.queries(pointer), passes.keys(pointer), passes.per_row(pointer, totals)
-        into = passes.query_side(pointer, mapped[0]), passes.key_side(pointer, mapped[1])
-        sums = (None if end is None else pointer(end) for end in ends)
-        return (*rows, *into, passes.sequence(pointer), *sums)
+    def arguments() -> tuple[Any, ...]:
+        rows = passes.queries(), passes.keys(), passes.per_row(totals)
+        into = passes.query_side(mapped[0]), passes.key_side(mapped[1])
+        return (*rows, *into, passes.sequence(), *ends)
 
     tensors = (*passes.known(), totals, *mapped, *there_are(ends))
     launch(spec.sequences * spec.heads * segments, spec.device, tensors, arguments)

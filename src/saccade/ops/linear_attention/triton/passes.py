@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.gpu.kernel_args import there_are
-from saccade.gpu.launcher import Launch, Pointer, next_width
+from saccade.gpu.launcher import Launch, next_width
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.triton.call_spec import plain
 from saccade.ops.linear_attention.triton.chunk_scan import SweepMeta, linear_sweep
@@ -57,14 +57,14 @@ class Passes(Rows):
             NORMALIZE=spec.variant.normalize,
         )
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             if given is None:
-                read = self.keys(pointer), self.values(pointer), None, None
+                read = self.keys(), self.values(), None, None
             else:
-                weights = self.per_row(pointer, given.minus_delta)
-                mapped = self.queries(pointer), self.grad(pointer, given)
-                read = (*mapped, self.factors(pointer, given), weights)
-            return (*read, self.sequence(pointer), Sums(pointer(matrix), pointer(vector)))
+                weights = self.per_row(given.minus_delta)
+                mapped = self.queries(), self.grad(given)
+                read = (*mapped, self.factors(given), weights)
+            return (*read, self.sequence(), Sums(matrix, vector))
 
         tensors = (*self.known(), *there_are((given or ())[:3]), matrix, vector)
         programs = spec.sequences * spec.state_heads * segments * tiles
@@ -85,15 +85,15 @@ class Passes(Rows):
         """
         spec = self.spec
 
-        def operands(pointer: Pointer) -> tuple[Any, ...]:
-            numbers = None if totals is None else self.per_row(pointer, totals)
-            rows = self.queries(pointer), self.keys(pointer)
+        def operands() -> tuple[Any, ...]:
+            numbers = None if totals is None else self.per_row(totals)
+            rows = self.queries(), self.keys()
             if mapped is not None:
-                sides = self.query_side(pointer, mapped[0]), self.key_side(pointer, mapped[1])
+                sides = self.query_side(mapped[0]), self.key_side(mapped[1])
                 rows = plain(sides[0]), plain(sides[1])
             known, numbers = (numbers, None) if counted else (None, numbers)
-            written = self.query_side(pointer, output), numbers
-            return (*rows, self.values(pointer), known, None, *written, None, spec.variant.eps)
+            written = self.query_side(output), numbers
+            return (*rows, self.values(), known, None, *written, None, spec.variant.eps)
 
         heads = spec.query_heads, spec.key_heads, spec.value_heads, 1
         more = there_are((output, totals, *(mapped or ())))
@@ -106,12 +106,12 @@ class Passes(Rows):
     ) -> None:  # fmt: skip
         """Write the gradients of queries, one for each output head."""
 
-        def operands(pointer: Pointer) -> tuple[Any, ...]:
-            numbers = None if dots is None else self.per_row(pointer, dots)
-            rows = self.grad(pointer, given), self.values(pointer), self.keys(pointer)
-            more = self.factors(pointer, given), self.per_row(pointer, given.minus_delta)
-            written = self.query_side(pointer, result), numbers
-            return (*rows, *more, *written, self.queries(pointer), 0.0)
+        def operands() -> tuple[Any, ...]:
+            numbers = None if dots is None else self.per_row(dots)
+            rows = self.grad(given), self.values(), self.keys()
+            more = self.factors(given), self.per_row(given.minus_delta)
+            written = self.query_side(result), numbers
+            return (*rows, *more, *written, self.queries(), 0.0)
 
         spec = self.spec
         heads = spec.heads, spec.value_heads, spec.key_heads, spec.query_heads
@@ -126,14 +126,14 @@ class Passes(Rows):
         """Write the gradients of keys, one for each head of the state, and of the first states."""
         spec = self.spec
 
-        def operands(pointer: Pointer) -> tuple[Any, ...]:
+        def operands() -> tuple[Any, ...]:
             numbers = None
             if dots is not None:
-                numbers = spec.numbers(pointer, dots, self.inputs.cu_seqlens_k, keys=True)
-            rows = self.values(pointer), self.grad(pointer, given), self.queries(pointer)
-            more = self.factors(pointer, given), self.per_row(pointer, given.minus_delta)
-            written = self.key_side(pointer, result), numbers
-            return (*rows, *more, *written, self.keys(pointer), 0.0)
+                numbers = spec.numbers(dots, self.inputs.cu_seqlens_k, keys=True)
+            rows = self.values(), self.grad(given), self.queries()
+            more = self.factors(given), self.per_row(given.minus_delta)
+            written = self.key_side(result), numbers
+            return (*rows, *more, *written, self.keys(), 0.0)
 
         heads = spec.value_heads, spec.heads, spec.query_heads, spec.key_heads
         more = there_are((*given[:3], result, dots))
@@ -147,13 +147,13 @@ class Passes(Rows):
         """Write the gradients of values, one for each head of the state."""
         spec = self.spec
 
-        def operands(pointer: Pointer) -> tuple[Any, ...]:
+        def operands() -> tuple[Any, ...]:
             rows = (
-                self.keys(pointer),
-                self.queries(pointer),
-                self.grad(pointer, given),
+                self.keys(),
+                self.queries(),
+                self.grad(given),
             )
-            more = self.factors(pointer, given), None, self.key_side(pointer, result)
+            more = self.factors(given), None, self.key_side(result)
             return (*rows, *more, None, None, 0.0)
 
         heads = spec.key_heads, spec.query_heads, spec.heads, 1
@@ -202,12 +202,12 @@ class Passes(Rows):
             NUMBERS=numbered,
         )
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
-            ends = sums(pointer, before), sums(pointer, after)
-            given = operands(pointer)
+        def arguments() -> tuple[Any, ...]:
+            ends = sums(before), sums(after)
+            given = operands()
             if recompute is not None:
-                given, ends = (pointer(recompute.nonfinite), *given), ends[:1]
-            return (*given, self.sequence(pointer), *ends)
+                given, ends = (recompute.nonfinite, *given), ends[:1]
+            return (*given, self.sequence(), *ends)
 
         flags = None if recompute is None else recompute.nonfinite
         tensors = (*self.known(), *more, *there_are((*(before or ()), *(after or ()), flags)))

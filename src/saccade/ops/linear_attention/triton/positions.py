@@ -17,7 +17,6 @@ from torch import Tensor
 
 from saccade.gpu.features import where_also
 from saccade.gpu.kernel_args import there_are
-from saccade.gpu.launcher import Pointer
 from saccade.gpu.packing import offset
 from saccade.gpu.tensor_view import num_rows, wide
 from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec, plain
@@ -184,12 +183,12 @@ class Recompute(NamedTuple):
     nonfinite: Tensor  # int32 [sequences, heads, segments, parts]
 
 
-def sums(pointer: Pointer, state: State | None) -> Sums | None:
+def sums(state: State | None) -> Sums | None:
     """States as kernels take them."""
     if state is None:
         return None
     matrix, vector = state
-    return Sums(pointer(matrix), pointer(vector))
+    return Sums(matrix, vector)
 
 
 class Rows(NamedTuple):
@@ -205,55 +204,53 @@ class Rows(NamedTuple):
         """The tensors that every kernel may read."""
         return there_are((*self.inputs, self.summed_decay, self.slots))
 
-    def sequence(self, pointer: Pointer) -> Sequence:
+    def sequence(self) -> Sequence:
         """Where rows meet."""
         spec, inputs, summed_decay = self.spec, self.inputs, None
         if self.summed_decay is not None:
             head_step = self.summed_decay.shape[-1]
             batch_step = spec.state_heads * head_step if self.summed_decay.dim() == 3 else 0
-            summed_decay = (pointer(self.summed_decay), batch_step, head_step)
+            summed_decay = (self.summed_decay, batch_step, head_step)
         in_decayed = spec.packed and self.summed_decay is not None
         return Sequence(
-            spec.side(pointer, None, inputs.cu_seqlens_q, keys=False),
-            spec.side(pointer, None, inputs.cu_seqlens_k, keys=True),
-            None if inputs.key_lengths is None else pointer(inputs.key_lengths),
+            spec.side(None, inputs.cu_seqlens_q, keys=False),
+            spec.side(None, inputs.cu_seqlens_k, keys=True),
+            inputs.key_lengths,
             summed_decay,
-            pointer(inputs.cu_seqlens_k)
-            if in_decayed and inputs.cu_seqlens_k is not None
-            else None,
-            None if self.slots is None else pointer(self.slots),
+            inputs.cu_seqlens_k if in_decayed and inputs.cu_seqlens_k is not None else None,
+            self.slots,
             None if self.slots is None else self.num_states,
         )
 
-    def queries(self, pointer: Pointer) -> Any:
+    def queries(self) -> Any:
         """Queries, to be mapped and scaled."""
-        view = self.query_side(pointer, self.inputs.query)
+        view = self.query_side(self.inputs.query)
         return self.spec.features(view, True)
 
-    def keys(self, pointer: Pointer) -> Any:
+    def keys(self) -> Any:
         """Keys, to be mapped."""
-        return self.spec.features(self.key_side(pointer, self.inputs.key), False)
+        return self.spec.features(self.key_side(self.inputs.key), False)
 
-    def values(self, pointer: Pointer) -> Any:
+    def values(self) -> Any:
         """Values, as they are."""
-        return plain(self.key_side(pointer, self.inputs.value))
+        return plain(self.key_side(self.inputs.value))
 
-    def grad(self, pointer: Pointer, given: LinearBackwardInputs) -> Any:
+    def grad(self, given: LinearBackwardInputs) -> Any:
         """Gradients of the output, as they are."""
-        return plain(self.query_side(pointer, given.grad_output))
+        return plain(self.query_side(given.grad_output))
 
-    def factors(self, pointer: Pointer, given: LinearBackwardInputs) -> Any:
+    def factors(self, given: LinearBackwardInputs) -> Any:
         """1 / divisor, where there is one."""
-        return None if given.factors is None else self.per_row(pointer, given.factors)
+        return None if given.factors is None else self.per_row(given.factors)
 
-    def query_side(self, pointer: Pointer, rows: Tensor) -> Any:
+    def query_side(self, rows: Tensor) -> Any:
         """A View of rows beside the queries."""
-        return self.spec.side(pointer, rows, self.inputs.cu_seqlens_q, keys=False)
+        return self.spec.side(rows, self.inputs.cu_seqlens_q, keys=False)
 
-    def key_side(self, pointer: Pointer, rows: Tensor) -> Any:
+    def key_side(self, rows: Tensor) -> Any:
         """A View of rows beside the keys."""
-        return self.spec.side(pointer, rows, self.inputs.cu_seqlens_k, keys=True)
+        return self.spec.side(rows, self.inputs.cu_seqlens_k, keys=True)
 
-    def per_row(self, pointer: Pointer, numbers: Tensor) -> Any:
+    def per_row(self, numbers: Tensor) -> Any:
         """A View of one number for each query row."""
-        return self.spec.numbers(pointer, numbers, self.inputs.cu_seqlens_q, keys=False)
+        return self.spec.numbers(numbers, self.inputs.cu_seqlens_q, keys=False)

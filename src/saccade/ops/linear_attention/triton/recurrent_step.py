@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.gpu.launcher import Launch, Pointer, next_width
+from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.tensor_view import row_pointers, wide
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.triton.chunk import divisor_of
@@ -45,10 +45,10 @@ def start_step(passes: Passes, output: Tensor, pool: State) -> None:
         }
         return Launch(linear_step, constants, {"num_warps": 4, "num_stages": 1})
 
-    def arguments(pointer: Pointer) -> tuple[Any, ...]:
-        query, key = passes.queries(pointer), passes.keys(pointer)
-        rows = query, key, passes.values(pointer), passes.query_side(pointer, output)
-        return (*rows, passes.sequence(pointer), *map(pointer, pool), spec.variant.eps)
+    def arguments() -> tuple[Any, ...]:
+        query, key = passes.queries(), passes.keys()
+        rows = query, key, passes.values(), passes.query_side(output)
+        return (*rows, passes.sequence(), *pool, spec.variant.eps)
 
     launch = remembered(spec.launches, ("step", passes.slots is None, passes.num_states), make)
     tensors = (*passes.known(), output, *pool)

@@ -16,7 +16,7 @@ from saccade.gpu.compose import mask_functions
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import SMALLEST_WIDTH, Box, descriptor, width_of
 from saccade.gpu.kernel_args import mask_argument, score_argument
-from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.launcher import Launch
 from saccade.gpu.rules import Rules
 from saccade.gpu.signature import ALIGNMENT
 from saccade.ops.attention.hopper import configs
@@ -88,18 +88,18 @@ class HopperChunkLaunch:
             return
         taken = tile_scheduler.counter_of(self.device)
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
+        def arguments() -> tuple[Any, ...]:
             moved = (*loaded, output)
-            changes = mask_argument(variant, pointer), score_argument(variant, pointer)
+            changes = mask_argument(variant), score_argument(variant)
             origin = packing.packed_origin if self.spec.queries.packed else tensor_view.dense_origin
             return (
-                *(descriptor(pointer, t, box) for t, box in zip(moved, self.boxes, strict=True)),
-                self.spec.rows(pointer, inputs),
-                *self.spec.pages(pointer, inputs)[:2],
-                *self.spec.results(pointer, inputs, output, lse),
+                *(descriptor(t, box) for t, box in zip(moved, self.boxes, strict=True)),
+                self.spec.rows(inputs),
+                *self.spec.pages(inputs)[:2],
+                *self.spec.results(inputs, output, lse),
                 tile_scheduler.with_gluon_search(Rules(*changes, None, variant.scale)),
-                None if inputs.sinks is None else pointer(inputs.sinks),
-                tile_scheduler.TileOrder(origin, pointer(taken), *self.order, pointer(taken)),
+                inputs.sinks,
+                tile_scheduler.TileOrder(origin, taken, *self.order, taken),
             )
 
         self.launch(self.programs, self.spec.device, (*tensors, taken), arguments)

@@ -24,7 +24,7 @@ from saccade.gpu.kernel_args import (
     row_strides,
     view,
 )
-from saccade.gpu.launcher import Pointer, current_device, next_width
+from saccade.gpu.launcher import current_device, next_width
 from saccade.gpu.planning import varies_by
 from saccade.gpu.signature import Stride
 from saccade.gpu.tensor_view import View
@@ -162,34 +162,32 @@ class PagedCallSpec(NamedTuple):
 
     # ---- arguments of kernels ----------------------------------------------------------------
 
-    def rows(self, pointer: Pointer, inputs: PagedInputs) -> View:
+    def rows(self, inputs: PagedInputs) -> View:
         """A View of the query."""
         strides = row_strides(inputs.query, self.queries.packed)
-        return view(pointer, inputs.query, strides, self.queries, inputs.cu_seqlens_q)
+        return view(inputs.query, strides, self.queries, inputs.cu_seqlens_q)
 
-    def plan_rows(self, pointer: Pointer, inputs: PagedInputs, heads: int) -> View:
+    def plan_rows(self, inputs: PagedInputs, heads: int) -> View:
         """The query rows as a View of no memory, with as many heads as a plan tells apart."""
         extent = self.queries._replace(heads=heads)
-        return view(pointer, None, (0, 0, 0), extent, inputs.cu_seqlens_q)
+        return view(None, (0, 0, 0), extent, inputs.cu_seqlens_q)
 
-    def results(
-        self, pointer: Pointer, inputs: PagedInputs, output: Tensor, lse: Tensor
-    ) -> tuple[View, View]:
+    def results(self, inputs: PagedInputs, output: Tensor, lse: Tensor) -> tuple[View, View]:
         """Views of output and lse."""
         packed, offsets = self.queries.packed, inputs.cu_seqlens_q
         of_output, of_lse = row_strides(output, packed), number_strides(lse, packed)
         return (
-            view(pointer, output, of_output, self.queries, offsets),
-            view(pointer, lse, of_lse, self.queries, offsets),
+            view(output, of_output, self.queries, offsets),
+            view(lse, of_lse, self.queries, offsets),
         )
 
-    def pages(self, pointer: Pointer, inputs: PagedInputs) -> tuple[View | None, ...]:
+    def pages(self, inputs: PagedInputs) -> tuple[View | None, ...]:
         """Views of the pages of keys and values, and of their scales if there are any."""
         table = inputs.page_table
         num_pages, _, page_size, _ = inputs.key_pages.shape
         reached = table.shape[1] * page_size if num_pages else 0
         limits = pages.as_limit(reached), pages.as_limit(num_pages)
-        data = (pointer(table), table.stride(0), pointer(inputs.kv_lens), *limits)
+        data = (table, table.stride(0), inputs.kv_lens, *limits)
 
         def of(memory: Tensor | None) -> View | None:
             if memory is None:
@@ -199,7 +197,7 @@ class PagedCallSpec(NamedTuple):
             # A page's step is known when compiling, as each row may need its product.
             steps: Any = (tl.constexpr(page), Stride(head))
             step = tl.constexpr(slot)
-            return View(pointer(memory), steps, step, pages.paged, pages.paged, data)
+            return View(memory, steps, step, pages.paged, pages.paged, data)
 
         return tuple(
             map(
@@ -208,9 +206,9 @@ class PagedCallSpec(NamedTuple):
             )
         )
 
-    def plan_mask(self, variant: Variant, pointer: Pointer) -> Mask:
+    def plan_mask(self, variant: Variant) -> Mask:
         """The mask with what classifies whole tiles without reading single pairs."""
-        mask = mask_argument(variant, pointer)
+        mask = mask_argument(variant)
         if variant.mask:
             mask = mask._replace(classify=mask_functions(variant.mask).coarse_classify)
         return mask

@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.gpu import paged_view
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import mask_argument, score_argument
-from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.launcher import Launch
 from saccade.gpu.rules import Rules
 from saccade.gpu.tensor_view import View
 from saccade.ops.attention.triton import configs, tuned_configs
@@ -57,27 +57,27 @@ class ChunkLaunch:
     ) -> None:  # fmt: skip
         """Compute the rows of the sequences that the pass is for."""
 
-        def arguments(pointer: Pointer) -> tuple[Any, ...]:
-            changes = mask_argument(variant, pointer), score_argument(variant, pointer)
+        def arguments() -> tuple[Any, ...]:
+            changes = mask_argument(variant), score_argument(variant)
             return (
-                self._queries(pointer, inputs),
-                *self._pages(pointer, inputs),
-                *self.spec.results(pointer, inputs, output, lse),
+                self._queries(inputs),
+                *self._pages(inputs),
+                *self.spec.results(inputs, output, lse),
                 Rules(*changes, None, variant.scale),
-                None if inputs.sinks is None else pointer(inputs.sinks),
+                inputs.sinks,
             )
 
         self.launch(self.programs, self.spec.device, tensors, arguments)
 
-    def _queries(self, pointer: Pointer, inputs: PagedInputs) -> View:
-        queries = self.spec.rows(pointer, inputs)
+    def _queries(self, inputs: PagedInputs) -> View:
+        queries = self.spec.rows(inputs)
         if not self.spec.queries.packed:
             return queries
         data = (*queries.data, self.fewest)
         return queries._replace(find=paged_view.chunk_program, data=data)
 
-    def _pages(self, pointer: Pointer, inputs: PagedInputs) -> list[View]:
-        views = (view for view in self.spec.pages(pointer, inputs)[:2] if view is not None)
+    def _pages(self, inputs: PagedInputs) -> list[View]:
+        views = (view for view in self.spec.pages(inputs)[:2] if view is not None)
         size = tl.constexpr(self.page_size)
         return [
             view._replace(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.gpu.kernel_args import mask_argument, score_argument
-from saccade.gpu.launcher import Launch, Pointer
+from saccade.gpu.launcher import Launch
 from saccade.gpu.rules import Rules
 from saccade.ops.attention.triton.call_spec import memory_like, remembered
 from saccade.ops.paged_attention.triton import chunks as paged_chunks
@@ -107,44 +107,44 @@ class _PassCall(NamedTuple):
     numbers: Tensor
     notes: Tensor
 
-    def of_plan(self, pointer: Pointer) -> tuple[Any, ...]:
+    def of_plan(self) -> tuple[Any, ...]:
         spec, of = self.launches.spec, self.launches.of
         assert self.plan is not None
         return (
-            spec.plan_rows(pointer, self.inputs, of.heads if of.varies_by else 1),
-            spec.pages(pointer, self.inputs)[0],
-            spec.plan_mask(self.variant, pointer),
-            of.schedule(pointer, None),
-            pointer(self.plan),
+            spec.plan_rows(self.inputs, of.heads if of.varies_by else 1),
+            spec.pages(self.inputs)[0],
+            spec.plan_mask(self.variant),
+            of.schedule(None),
+            self.plan,
         )
 
-    def of_attention(self, pointer: Pointer) -> tuple[Any, ...]:
+    def of_attention(self) -> tuple[Any, ...]:
         variant, sinks = self.variant, self.inputs.sinks
-        changes = mask_argument(variant, pointer), score_argument(variant, pointer)
+        changes = mask_argument(variant), score_argument(variant)
         return (
-            self.launches.spec.rows(pointer, self.inputs),
-            *self.launches.spec.pages(pointer, self.inputs),
-            *self._results(pointer),
+            self.launches.spec.rows(self.inputs),
+            *self.launches.spec.pages(self.inputs),
+            *self._results(),
             Rules(*changes, None, variant.scale),
-            None if sinks is None else pointer(sinks),
-            *self._shares(pointer),
+            sinks,
+            *self._shares(),
         )
 
-    def of_merge(self, pointer: Pointer) -> tuple[Any, ...]:
+    def of_merge(self) -> tuple[Any, ...]:
         return (
-            self.launches.spec.rows(pointer, self.inputs),
-            self.launches.spec.pages(pointer, self.inputs)[0],
-            *self._results(pointer),
-            *self._shares(pointer),
+            self.launches.spec.rows(self.inputs),
+            self.launches.spec.pages(self.inputs)[0],
+            *self._results(),
+            *self._shares(),
         )
 
-    def _results(self, pointer: Pointer) -> tuple[Any, ...]:
-        return self.launches.spec.results(pointer, self.inputs, self.output, self.lse)
+    def _results(self) -> tuple[Any, ...]:
+        return self.launches.spec.results(self.inputs, self.output, self.lse)
 
-    def _shares(self, pointer: Pointer) -> tuple[Any, ...]:
+    def _shares(self) -> tuple[Any, ...]:
         of = self.launches.of
-        partials = pointer(self.numbers), of.softmax_position, pointer(self.notes)
-        return of.schedule(pointer, self.plan), Partials(*partials)
+        partials = self.numbers, of.softmax_position, self.notes
+        return of.schedule(self.plan), Partials(*partials)
 
 
 class PagedForward:

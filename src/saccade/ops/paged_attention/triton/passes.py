@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from saccade.gpu.launcher import Pointer, next_width
+from saccade.gpu.launcher import next_width
 from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton.configs import PagedConfig
@@ -136,7 +136,7 @@ class Pass(NamedTuple):
             "CHAINED": self.chains,
         }
 
-    def schedule(self, pointer: Pointer, plan: Tensor | None) -> SplitSchedule:
+    def schedule(self, plan: Tensor | None) -> SplitSchedule:
         """The schedule as kernels take it."""
         begin, cut = split_kv.equal_shares, split_kv.split_of_programs
         if self.splits:
@@ -147,7 +147,7 @@ class Pass(NamedTuple):
             count, work_tile, data = (
                 split_kv.count_planned,
                 split_kv.work_tile_of_plan,
-                (pointer(plan),),
+                (plan,),
             )
             heads = 1 if self.varies_by else self.heads
         begun = 0 if self.splits else self.programs
