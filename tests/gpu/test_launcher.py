@@ -257,6 +257,24 @@ def test_launches_of_two_devices_are_each_started_on_their_own(
     assert entered == [1, 1]
 
 
+def test_one_call_that_is_not_aligned_slows_no_other_one(
+    on_gpu: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants: dict[Any, NotingVariant] = {}
+
+    def variant(kernel: Any, arguments: Arguments, options: Any, device: int) -> NotingVariant:
+        return variants.setdefault(arguments.key, NotingVariant(arguments))
+
+    monkeypatch.setattr(machine_code, "variant", variant)
+    launch = Launch(SimpleNamespace(arg_names=["a", "b", "c", "d", "SIZE"]), {"SIZE": 64}, {})
+    aligned, unaligned = three(), [torch.zeros(17)[1:], *three()[1:]]
+    for tensors in (unaligned, aligned, unaligned, aligned):
+        launch(3, 0, tensors, lambda t=tensors: made(t))
+        found = Arguments(made(tensors), [64]).key
+        assert variants[found].started[-1] == (3, 100, *parameters(tensors))
+    assert [len(each.started) for each in variants.values()] == [2, 2]
+
+
 def test_a_kernel_that_wants_more_is_started_by_triton(
     on_gpu: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

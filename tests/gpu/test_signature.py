@@ -14,6 +14,7 @@ import triton.language as tl
 pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
+from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.runtime.jit import create_function_from_signature
 
 from saccade.gpu import launcher
@@ -74,6 +75,14 @@ def test_a_constant_is_no_number() -> None:
     assert key_of(constants=(1,)) != key_of(constants=(2,))
     assert key_of(constants=(1,)) != key_of(constants=(True,))
     assert key_of(1) != key_of(constants=(1,))
+
+
+def test_constants_are_compared_by_value() -> None:
+    """What is made anew for each call, a layout say, is no reason to compile again."""
+    layouts = [NVMMASharedLayout(128, 16, 4) for _ in range(2)]
+    assert layouts[0] is not layouts[1]
+    assert key_of(tl.constexpr(layouts[0])) == key_of(tl.constexpr(layouts[1]))
+    assert key_of(tl.constexpr(layouts[0])) != key_of(tl.constexpr(NVMMASharedLayout(64, 16, 4)))
 
 
 def test_no_tensor_is_kept_alive() -> None:

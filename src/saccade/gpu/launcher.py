@@ -62,7 +62,7 @@ class Launch:
             start = self._prepare(device, tensors, arguments)
             started = start(programs, torch._C._cuda_getCurrentRawStream(device), tensors)
             assert started, "tensors do not fit what was prepared for them"
-            self.start = start if start.complete else None
+            self.start = start if start.first else None
 
     def relaunch(self, programs: int, device: int | None, tensors: Sequence[Tensor]) -> bool:
         """Start it as before; False, and nothing is started, where that does not fit."""
@@ -121,6 +121,7 @@ class Start:
             if numbers[id(tensor)] != number
         ]
         self.complete = True  # whether all addresses are those of `tensors`
+        aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
         self.aligned: list[int] = []  # tensors whose addresses the kernel takes for aligned
         self.pointers: list[tuple[int, int]] = []  # tensor, word of memory
         self.maps: list[tuple[int, int, Maps]] = []  # tensor, byte of memory, descriptors
@@ -147,6 +148,9 @@ class Start:
             elif address % ALIGNMENT == 0 and number not in self.aligned:
                 self.aligned.append(number)
         self.parameters = variant.format.pack(*values, *machine_code.NO_SCRATCH)
+        # Whether later calls try it first. What was made for tensors that are not aligned would fit
+        # aligned ones as well, and is slower.
+        self.first = self.complete and aligned
 
     def __call__(self, programs: int, stream: int, tensors: Sequence[Tensor]) -> bool:
         """Start so many programs for other tensors; False, and nothing, if these do not fit."""
@@ -174,7 +178,7 @@ class Start:
 class TritonStart:
     """A kernel that Triton's own launcher starts: its arguments are put together in each call."""
 
-    complete = False
+    complete = first = False
 
     def __init__(
         self, variant: machine_code.Variant, arguments: Arguments, tensors: Sequence[Tensor]

@@ -36,7 +36,6 @@ LARGEST_INT32 = 2**30
 FLOAT = "fp32"
 ON_AMD = torch.version.hip is not None
 FUNCTIONS = frozenset({JITFunction, GluonJITFunction})
-PLAIN = (int, float, str, type(None))  # constants that are known by their value
 
 
 class Stride(int):
@@ -123,11 +122,11 @@ class Arguments:
             note(type(value))  # 1, 1.0 and True are equal, and not the same
             if isinstance(value, tuple):
                 self._identify(value, note)
-            elif isinstance(value, PLAIN):
-                note(value)
-            else:
+            elif type(value) in FUNCTIONS:
                 note(id(value))
                 self.kept.append(value)
+            else:
+                note(value)
 
 
 class Signature(NamedTuple):

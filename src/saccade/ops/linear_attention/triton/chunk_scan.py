@@ -158,7 +158,7 @@ def visit(
 ):  # fmt: skip
     """Store the results of one chunk; the state with the chunk added to it.
 
-    place: (which heads and tile, the sequence's bounds, the first place of the chunk, channels).
+    position: (which heads and tile, the sequence's bounds, the first place of the chunk, channels).
     """
     BACKWARDS: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_QUERY
     AUGMENTED: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_VALUE
