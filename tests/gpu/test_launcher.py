@@ -36,7 +36,7 @@ class NotingVariant(machine_code.Variant):
         self.started: list[tuple[Any, ...]] = []
         formats = machine_code.formats_of(arguments)
         self.maps = [MAP_KIND] * formats.count(machine_code.MAP)
-        self._lay_out(formats, list(map(struct.calcsize, formats)))
+        self._lay_out(formats)
 
     def launch(self, programs: int, stream: int) -> None:
         self.started.append((programs, stream, *self.format.unpack(self.memory)))

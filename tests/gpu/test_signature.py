@@ -71,6 +71,18 @@ def test_what_differs_in_machine_code_differs_in_the_key(name: str) -> None:
     assert key_of(one) == key_of(one)
 
 
+@pytest.mark.parametrize("kind", [int, Stride, Length])
+@pytest.mark.parametrize(
+    "number", [0, 1, -1, 16, 2**30, 2**30 + 1, -(2**30), -(2**30) - 1, -(2**31), 2**40]
+)
+def test_the_key_and_the_compiler_take_a_number_for_the_same(kind: type[int], number: int) -> None:
+    arguments = Arguments([kind(number)], [])
+    wide = abs(number) > 2**30
+    wanted = "constexpr" if kind is Stride and number == 1 else "i64" if wide else "i32"
+    assert Signature.of("a", arguments).types == {"a": wanted}
+    assert [name for name, _ in arguments.parameters] == [wanted] * (wanted != "constexpr")
+
+
 def test_a_constant_is_no_number() -> None:
     assert key_of(constants=(1,)) != key_of(constants=(2,))
     assert key_of(constants=(1,)) != key_of(constants=(True,))

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
-import torch
-
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 OVERLAPPING_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -159,8 +157,3 @@ def _boxes(sides: tuple[int, ...]) -> tuple[Any, Any]:
     """What moves at once, and every how many elements, as the driver takes them."""
     rank = len(sides)
     return (c_uint32 * rank)(*sides[::-1]), (c_uint32 * rank)(*[1] * rank)
-
-
-def device_of_this_thread() -> int:
-    """The index of the device that PyTorch launches on in this thread."""
-    return torch._C._cuda_getDevice()

@@ -55,7 +55,7 @@ class Launch:
             return
         if INTERPRETED or device is None:
             self._interpret(programs, arguments)
-        elif driver.device_of_this_thread() != device:
+        elif torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 self(programs, device, tensors, arguments)
         else:

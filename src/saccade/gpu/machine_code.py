@@ -84,17 +84,17 @@ class Variant:
         self.function = driver.Function(self.compiled.asm["cubin"], self.name)
         self.function.allow_shared_memory(metadata.shared, device)
         formats = formats_of(arguments)
-        sizes, found = list(map(struct.calcsize, formats)), self.function.parameter_sizes()
-        if found is not None and found != sizes:
-            self.by_triton = f"parameters have {found} bytes"
-        self._lay_out(formats, sizes)
+        sizes = self.function.parameter_sizes()
+        if sizes is not None and sizes != list(map(struct.calcsize, formats)):
+            self.by_triton = f"parameters have {sizes} bytes"
+        self._lay_out(formats)
         self.config = driver.launch_config(
             metadata.num_warps, metadata.shared, bool(metadata.launch_pdl)
         )
         self.launched = driver.library().cuLaunchKernelEx
         self.handed = ctypes.byref(self.config), self.function.handle, self.addresses, None
 
-    def _lay_out(self, formats: list[str], sizes: list[int]) -> None:
+    def _lay_out(self, formats: list[str]) -> None:
         """Memory for its parameters, and the addresses of each one there, as the driver wants."""
         self.lock = threading.Lock()  # of whoever writes there
         self.format = struct.Struct("".join(formats))  # by C's rules

@@ -91,11 +91,11 @@ class Arguments:
                 note(id(value))
                 keep(value)
             elif kind is int:
-                name = "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
+                name = _whole_type(value)
                 note(name)
                 add((name, value))
             elif kind is Length or (kind is Stride and int(value) != 1):
-                name = "i32" if value <= LARGEST_INT32 else "i64"
+                name = _whole_type(value)
                 note((name, value % ALIGNMENT == 0))
                 add((name, int(value)))
             elif isinstance(value, Tensor):
@@ -165,21 +165,21 @@ class Signature(NamedTuple):
 def type_of(value: Any) -> str | None:
     """Triton's name of the type of an argument; "constexpr": it is compiled in; None: a tuple."""
     kind = type(value)
-    if kind is int:
-        return "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
+    if kind in (int, Length, Stride):
+        return "constexpr" if kind is Stride and value == 1 else _whole_type(value)
     if kind is Described:
         return value.type
     if isinstance(value, tuple):
         return None
     if isinstance(value, Tensor):
         return _pointer_type(value.dtype)
-    if kind is Stride:
-        return "constexpr" if value == 1 else type_of(int(value))
-    if kind is Length:
-        return type_of(int(value))
     if kind is float:
         return FLOAT
     return "constexpr"  # None, a function, a constant
+
+
+def _whole_type(number: int) -> str:
+    return "i32" if -LARGEST_INT32 <= number <= LARGEST_INT32 else "i64"
 
 
 def aligned(value: Any) -> bool:

@@ -1,6 +1,6 @@
-"""Compiler: Triton's compiler without a GPU, and what it is given.
+"""Compiler: what Triton's compiler is given for a kernel, as text that names it in every process.
 
-What differs between versions of Triton in compiling without a GPU stays in this file.
+`gpu/machine_code.py` compiles.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Reads {"architecture": …, "jobs": [[call, pass, kernels, config], …], "known": {key: […], …}}
 from its input, and answers with a line of JSON for each kernel; a known one is not compiled. A
-process knows one pretend driver, remembers what it prepared for it, and never interprets kernels;
-hence one for each architecture.
+process remembers what it prepared for its architecture, and never interprets kernels; hence one for
+each architecture.
 """
 
 from __future__ import annotations

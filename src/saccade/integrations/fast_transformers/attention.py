@@ -37,9 +37,7 @@ def causal_dot_product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     )
 
 
-class _LinearAttention(Module):
-    causal: bool
-
+class _Layer(Module):
     def __init__(
         self,
         query_dimensions: int,
@@ -51,6 +49,10 @@ class _LinearAttention(Module):
         self.feature_map = (feature_map or elu_feature_map)(query_dimensions)
         self.eps = eps
         self.event_dispatcher = without_events(event_dispatcher)
+
+
+class _LinearAttention(_Layer):
+    causal: bool
 
     def forward(
         self,
@@ -173,21 +175,7 @@ def as_given(rows: Tensor) -> Tensor:
 # The same attention one query at a time, with the state handed on.
 
 
-class _Recurrent(Module):
-    def __init__(
-        self,
-        query_dimensions: int,
-        feature_map: Callable[[int], FeatureMap] | None = None,
-        eps: float = 1e-6,
-        event_dispatcher: str = "",
-    ):
-        super().__init__()
-        self.feature_map = (feature_map or elu_feature_map)(query_dimensions)
-        self.eps = eps
-        self.event_dispatcher = without_events(event_dispatcher)
-
-
-class RecurrentLinearAttention(_Recurrent):
+class RecurrentLinearAttention(_Layer):
     """The step of `CausalLinearAttention`: one query, and the key and value that come with it.
 
     Args: as `LinearAttention`. Source: Katharopoulos et al. 2020, equations 18 to 20.
@@ -240,7 +228,7 @@ class RecurrentLinearAttention(_Recurrent):
         return output.squeeze(2), [part for part in after if part is not None]
 
 
-class RecurrentCrossLinearAttention(_Recurrent):
+class RecurrentCrossLinearAttention(_Layer):
     """The step of `LinearAttention`: one query, and keys and values that are always the same.
 
     Args: as `LinearAttention`.
