@@ -34,11 +34,11 @@ COMMANDS = {
         "Continue texts with a Hugging Face model, many at once.",
     ),
     "kernels": Command(
-        "saccade.kernel_check.kernels_command",
+        "saccade.kernel_check.commands",
         "Compile the GPU kernels, with or without a GPU, and show what they take.",
     ),
     "tune": Command(
-        "saccade.kernel_check.tune_command",
+        "saccade.kernel_check.commands",
         "Find the fastest tile sizes for this machine's GPU.",
     ),
 }

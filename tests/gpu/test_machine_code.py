@@ -12,12 +12,12 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 import triton
@@ -26,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from saccade.gpu import machine_code
 from saccade.gpu.launcher import Launch
 from saccade.gpu.machine_code import formats_of
-from saccade.kernel_check import calls, compiler
-from saccade.kernel_check.calls import KernelCall
-from saccade.ops.attention.triton import call_spec
+from saccade.gpu.signature import Arguments
+from saccade.kernel_check import compile_cache, worker
+from saccade.kernel_check.calls import CPU, KernelCall
 
 CALLS = {
     "forward": ("sm_80", KernelCall(64, mask="causal", packed=True)),
@@ -89,25 +89,16 @@ def test_explain_says_what_triton_starts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def main(which: str, file: str) -> None:
     """Compile the kernel of a call; prints the sizes of its parameters."""
-    from saccade.gpu.hopper import tile_scheduler
-
     architecture, call = CALLS[which]
 
-    def compile_it(started: Launch, programs: int, device: Any, tensors: Any, make: Any) -> None:
-        arguments = started.arguments(make())
-        target = compiler.target(architecture)
-        code = machine_code.compiled(started.kernel, arguments, started.options, target)
+    def compile_it(launch: Launch, make: Callable[[], Arguments]) -> None:
+        arguments, target = make(), compile_cache.target(architecture)
+        code = machine_code.compiled(launch.kernel, arguments, launch.options, target)
         Path(file).write_bytes(code.asm["cubin"])
         print(json.dumps(list(map(struct.calcsize, formats_of(arguments)))))
 
-    counter = torch.zeros((), dtype=torch.int32)
-    tile_scheduler.counter_of = lambda device: counter
-    call_spec.architecture = lambda tensor: architecture
-    call_spec.multiprocessors = lambda tensor: 132
-    Launch.__call__ = compile_it  # type: ignore[method-assign]
-    inputs, variant = calls.make(call, torch.device("cpu"))
-    with torch.no_grad():
-        calls.start(inputs, variant, which, None, calls.results_of(inputs))
+    worker.intercept_launches(architecture, compile_it)
+    call.prepared(CPU)(which, None)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,9 +22,8 @@ from saccade.gpu import launcher
 from saccade.gpu.hopper.descriptors import Box, descriptor
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments, Length, Signature, Stride
-from saccade.kernel_check import calls
-from saccade.kernel_check.calls import KernelCall
-from saccade.ops.attention.triton import call_spec
+from saccade.kernel_check import worker
+from saccade.kernel_check.calls import CPU, KernelCall
 
 
 class Pair(NamedTuple):
@@ -149,12 +149,12 @@ def of_triton(started: Launch, arguments: Arguments) -> dict[str, Any]:
     return dict(zip(kernel.arg_names, [kind for kind, _ in types], strict=True))
 
 
-def compare(started: Launch, arguments: Any) -> None:
-    found = started.arguments(arguments())
-    mine = Signature.of(started.kernel.arg_names, found).types
-    theirs = of_triton(started, found)
-    assert agree(tuple(mine.values()), tuple(theirs.values())), (started.kernel.__name__, theirs)
-    print(started.kernel.__name__)
+def compare(launch: Launch, make: Callable[[], Arguments]) -> None:
+    found = make()
+    mine = Signature.of(launch.kernel.arg_names, found).types
+    theirs = of_triton(launch, found)
+    assert agree(tuple(mine.values()), tuple(theirs.values())), (launch.kernel.__name__, theirs)
+    print(launch.kernel.__name__)
 
 
 def agree(mine: Any, theirs: Any) -> bool:
@@ -165,16 +165,8 @@ def agree(mine: Any, theirs: Any) -> bool:
 
 
 def main(which: str) -> None:
-    from saccade.gpu.hopper import tile_scheduler
-
-    counter = torch.zeros((), dtype=torch.int32)
-    tile_scheduler.counter_of = lambda device: counter
-    call_spec.architecture = lambda tensor: "sm_90"
-    call_spec.multiprocessors = lambda tensor: 132
-    Launch.__call__ = lambda self, *call: compare(self, call[3])  # type: ignore[method-assign]
-    inputs, variant = calls.make(CALLS[which], torch.device("cpu"))
-    with torch.no_grad():
-        calls.start(inputs, variant, which, None, calls.results_of(inputs))
+    worker.intercept_launches("sm_90", compare)
+    CALLS[which].prepared(CPU)(which, None)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""The catalogue holds each kernel and each default, and work is shared out by architecture."""
+"""The catalogue holds each kernel and each default config."""
 
 import pytest
 
-from saccade.kernel_check import catalogue, pool, report
-from saccade.kernel_check.calls import KERNELS, PASSES, KernelCall
-from saccade.kernel_check.paged_calls import PagedCall
-from saccade.kernel_check.pool import Compiled, Job, Usage
+from saccade.kernel_check import catalogue, report
+from saccade.kernel_check.calls import KERNELS, PASSES, KernelCall, PagedCall
 from saccade.ops.attention.triton import configs
 
 
@@ -59,25 +57,3 @@ def test_one_width_can_be_asked_for():
     assert {
         kernel for job in catalogue.jobs(("sm_90",), head_dim=96) for kernel in job.kernels
     } == {"hopper_forward"}
-
-
-def test_every_worker_has_one_architecture_and_something_to_do():
-    jobs = [
-        Job(name, KernelCall(64), "forward", ("forward",)) for name in ("sm_80",) * 5 + ("sm_90",)
-    ]
-    for processes in (1, 2, 3, 8):
-        shares = pool._shares(jobs, processes)
-        assert sorted(number for share in shares for number in share) == list(range(6))
-        assert all(len({jobs[number].architecture for number in share}) == 1 for share in shares)
-        assert all(shares)
-    assert len(pool._shares(jobs, 1)) == 2
-    assert pool._shares([], 2) == []
-
-
-def test_equal_binaries_count_once():
-    def result(architecture, key):
-        job = Job(architecture, KernelCall(64), "ordered", ("row_statistics",))
-        return Compiled(job, "row_statistics", (64, 0, 4, 1), 0.1, Usage(1, 0, 0), "", key)
-
-    given = [result("sm_80", "a"), result("sm_80", "a"), result("sm_90", "b"), result("sm_80", "")]
-    assert pool._once([*given, given[3]]) == [given[0], given[2], given[3], given[3]]

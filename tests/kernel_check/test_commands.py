@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from saccade.kernel_check import markdown
+from saccade.kernel_check import report
 from saccade_cli import app
 
 needs_triton = pytest.mark.skipif(
@@ -76,7 +76,7 @@ def test_a_kernel_is_compiled_without_a_gpu(tmp_path, monkeypatch):
 @needs_triton
 def test_check_is_short_and_compares_a_table(tmp_path):
     file = tmp_path / "kernels.md"
-    file.write_text(f"{markdown.BEGIN}{markdown.END}\n")
+    file.write_text(f"{report.BEGIN}{report.END}\n")
     arguments = "kernels", "-a", "sm_80", "-k", "list_tiles", "--markdown", str(file)
     assert run(*arguments).exit_code == 0
     done = run(*arguments, "--check")

@@ -5,10 +5,11 @@ import json
 
 from rich.console import Console
 
-from saccade.kernel_check import machine_code, markdown, report
-from saccade.kernel_check.calls import KernelCall
-from saccade.kernel_check.paged_calls import PagedCall
-from saccade.kernel_check.pool import Compiled, Job, Usage
+from saccade.kernel_check import machine_code, report
+from saccade.kernel_check.calls import KernelCall, PagedCall
+from saccade.kernel_check.catalogue import Job
+from saccade.kernel_check.compile_cache import Compiled
+from saccade.kernel_check.machine_code import Usage
 from saccade.ops.attention.triton import configs
 
 FORWARD = Job("sm_80", KernelCall(128), "forward", ("forward",))
@@ -115,14 +116,14 @@ def test_a_loop_over_edges_may_spill_where_pairs_read_a_tensor():
 
 def test_markdown_replaces_what_stands_between_its_marks(tmp_path):
     file = tmp_path / "kernels.md"
-    file.write_text(f"before\n\n{markdown.BEGIN}stale\n{markdown.END}\n\nafter\n")
-    markdown.write(file, [compiled(255, 3, 2048)], "3.6.0")
+    file.write_text(f"before\n\n{report.BEGIN}stale\n{report.END}\n\nafter\n")
+    report.write_markdown(file, [compiled(255, 3, 2048)], "3.6.0")
     text = file.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n")
     assert "stale" not in text
     assert "| forward | half d128 none | **255 / 2** |" in text
     assert "| kernel | width | sm_75 |" in text
-    markdown.write(file, [compiled(255, 3, 2048)], "3.6.0")
+    report.write_markdown(file, [compiled(255, 3, 2048)], "3.6.0")
     assert file.read_text() == text
 
 
@@ -130,7 +131,7 @@ def test_markdown_refuses_a_file_without_marks(tmp_path):
     file = tmp_path / "kernels.md"
     file.write_text("nothing\n")
     try:
-        markdown.write(file, [], "3.6.0")
+        report.write_markdown(file, [], "3.6.0")
     except ValueError as error:
         assert "kernels: begin" in str(error)
     else:

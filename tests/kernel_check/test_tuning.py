@@ -6,9 +6,11 @@ import json
 import pytest
 from rich.console import Console
 
-from saccade.kernel_check import clock, tuner, tuning
+from saccade.kernel_check import tuning
 from saccade.kernel_check.calls import KernelCall
-from saccade.kernel_check.pool import Compiled, Job, Usage
+from saccade.kernel_check.catalogue import Job
+from saccade.kernel_check.compile_cache import Compiled
+from saccade.kernel_check.machine_code import Usage
 from saccade.kernel_check.tuning import (
     MeasuredConfig,
     candidates,
@@ -104,9 +106,9 @@ def test_the_line_to_commit_changes_one_column():
 
 def test_times_and_failures_find_their_candidates():
     entry = MeasuredConfig(OTHER)
-    assert tuner.with_time(entry, {str(OTHER.numbers()): 2.0}, {}).milliseconds == 2.0
-    assert tuner.with_time(entry, {}, {str(OTHER.numbers()): "out"}).reason == "out"
-    assert tuner.with_time(entry._replace(reason="large"), {}, {}).reason == "large"
+    assert tuning.with_time(entry, {str(OTHER.numbers()): 2.0}, {}).milliseconds == 2.0
+    assert tuning.with_time(entry, {}, {str(OTHER.numbers()): "out"}).reason == "out"
+    assert tuning.with_time(entry._replace(reason="large"), {}, {}).reason == "large"
 
 
 @pytest.mark.parametrize(
@@ -120,26 +122,26 @@ def test_times_and_failures_find_their_candidates():
 )
 def test_options_that_describe_no_call_are_refused(changes, message):
     options = {
-        "head_dims": [64], "lengths": [128], "dtype": "bf16", "mask_names": ["none"], "batch": 1,
+        "head_dims": [64], "length": 128, "dtype": "bf16", "mask_names": ["none"], "batch": 1,
         "heads": 8, "kv_heads": None,
     }  # fmt: skip
-    assert tuner.calls_of(**options) == [KernelCall(64, batch=1, heads=8, kv_heads=8, length=128)]
+    assert tuning.calls_of(**options) == [KernelCall(64, batch=1, heads=8, kv_heads=8, length=128)]
     with pytest.raises(ValueError, match=message):
-        tuner.calls_of(**{**options, **changes})
+        tuning.calls_of(**{**options, **changes})
 
 
 def test_winners_are_saved(tmp_path, monkeypatch):
     file = tmp_path / "configs.json"
     monkeypatch.setenv("SACCADE_CONFIGS", str(file))
     console = Console(width=200, record=True, file=io.StringIO())
-    tuner.save_winners(ConfigTable("sm_90", "H200", "3.6.0", {HOPPER: OTHER}), console)
+    tuning.save_winners(ConfigTable("sm_90", "H200", "3.6.0", {HOPPER: OTHER}), console)
     assert tuned_configs.load() == {HOPPER: OTHER}
     assert str(file) in console.export_text()
     assert json.loads(file.read_text())["tables"][0]["device"] == "H200"
     tuned_configs.load.cache_clear()
     monkeypatch.setenv("SACCADE_CONFIGS", "")
     with pytest.raises(ValueError, match="--save"):
-        tuner.save_winners(ConfigTable("sm_90", "H200", "3.6.0", {}), console)
+        tuning.save_winners(ConfigTable("sm_90", "H200", "3.6.0", {}), console)
 
 
 class MadeUpEvent:
@@ -167,8 +169,8 @@ def test_only_the_kernel_itself_is_timed(monkeypatch, which):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     call = KernelCall(16, "fp32", "causal", batch=1, heads=1, kv_heads=1, length=16)
     task = tuning.task("sm_75", which, call)
-    watch = clock.KernelClock(which)
-    running = clock.runnables(task, [KernelConfig(16, 16, 1, 1)], torch.device("cpu"))
+    watch = tuning.KernelClock(which)
+    running = tuning.runnables(task, [KernelConfig(16, 16, 1, 1)], torch.device("cpu"))
     before = launcher.Launch.__call__
     with watch.listening():
         seconds = watch.seconds(running["[16, 16, 1, 1]"].run, 2)
@@ -176,22 +178,3 @@ def test_only_the_kernel_itself_is_timed(monkeypatch, which):
     starts = 2 if which == "backward_keys" else 1  # NaN-safe, too
     assert len(watch.events) == starts
     assert seconds == pytest.approx(starts * 1e-3 / 2)
-
-
-@pytest.mark.parametrize("which", ["ordered", "shared"])
-def test_a_pass_is_started_in_the_form_that_it_names(monkeypatch, which):
-    import torch
-
-    from saccade.gpu.launcher import Launch
-    from saccade.kernel_check import calls
-    from saccade.kernel_check.worker import kernel_name
-
-    started = []
-    monkeypatch.setattr(Launch, "__call__", lambda one, *_: started.append(kernel_name(one, which)))
-    call = KernelCall(16, "fp32", "causal", length=16)
-    inputs, variant = calls.make(call, torch.device("cpu"))
-    calls.start(inputs, variant, which, KernelConfig(), calls.results_of(inputs))
-    expected = {kernel for kernel in calls.PASSES[which] if kernel != "row_statistics"}
-    if which == "shared":  # under a mask the kernel for queries makes them
-        expected.add("row_statistics")
-    assert set(started) == expected

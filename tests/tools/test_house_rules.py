@@ -187,8 +187,8 @@ def test_import_direction(tmp_path, path, statement):
             "from saccade.ops.attention.triton import call_spec",
         ),
         ("ops/attention/api.py", "from .reference import forward"),
-        ("kernel_check/pool.py", "from ..ops.attention.triton import configs"),
-        ("kernel_check/pool.py", "from . import catalogue"),
+        ("kernel_check/worker.py", "from ..ops.attention.triton import configs"),
+        ("kernel_check/worker.py", "from . import catalogue"),
         ("ops/attention/cpu/host.py", "import torch.utils, bench, attention"),
     ],
 )

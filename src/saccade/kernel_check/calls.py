@@ -1,38 +1,55 @@
-"""Calls: descriptions of calls of attention, which kernels are compiled and timed for."""
+"""Calls of the library, described by plain numbers, whose kernels are compiled and timed.
+
+A description makes its tensors on a device and starts one pass of the library at a time, so that
+what looks at launches sees the same kernels and arguments as in a user's call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from saccade import masks, scores
-from saccade.kernel_check.dtypes import DTYPES
-from saccade.kernel_check.linear_calls import LINEAR_PASSES
-from saccade.kernel_check.paged_calls import PAGED_PASSES
 from saccade.masks import Mask
 from saccade.ops.attention.triton.call_spec import is_short
-from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
-from saccade.runtime.validation import prepare, with_seed
+from saccade.runtime.spec import (
+    Inputs,
+    KernelConfig,
+    LinearInputs,
+    LinearVariant,
+    PagedInputs,
+    Variant,
+    empty_linear_results,
+    empty_results,
+)
+from saccade.runtime.validation import prepare, prepare_paged, with_seed
 from saccade.scores import Score
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PAGE_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 CPU = torch.device("cpu")
 MASKS = ("none", "causal", "window", "documents", "blocks", "dense")
-TABLES = ("documents", "blocks", "dense")  # masks that capture tensors, which are not looked at
-SCORES = ("none", "softcap", "bias")
+TABLES = ("documents", "blocks", "dense")  # masks that capture tensors, whose content is not read
 WINDOW = 256
 MASK_BLOCK = 128  # rows that share an entry of a block-sparse mask
 VISIBLE_BLOCKS = 10  # one in so many
+SHORT = 1024  # rows; Hopper's forward pass has other schedules for so few
+LONG_CHUNK = 512  # query rows over pages; so many take the dense kernel
 
-# The kernels, by the pass in which the library starts them.
-PASSES = {
+# The kernels, by the pass in which the library starts them. Names that begin with hopper are
+# kernels for sm_90 alone.
+ATTENTION_PASSES = {
     "forward": ("forward", "find_tile_ranges", "classify_pairs", "list_tiles", "list_blocks"),
     "ordered": ("backward_keys", "backward_keys, NaN-safe", "backward_queries", "row_statistics"),
     "shared": ("backward_shared", "backward_shared, NaN-safe"),
     "bias": ("backward_bias",),
-    "hopper": ("hopper_forward",),  # by kernels for sm_90 alone
+    "hopper": ("hopper_forward",),
     "hopper_shared": (
         "hopper_backward",
         "hopper_backward_begin",
@@ -43,17 +60,39 @@ PASSES = {
     "hopper_ordered": ("hopper_backward, ordered",),
     "hopper_in_order": ("hopper_backward, in key order",),
     "hopper_apart": ("hopper_backward_keys", "hopper_backward_queries"),
-    **PAGED_PASSES,
-    **LINEAR_PASSES,
 }
+PAGED_PASSES = {
+    "paged": ("pages", "merge_partials", "plan_pages", "pages_forward"),
+    "hopper_paged": ("hopper_pages_forward",),
+    "write": ("write_pages",),
+}
+LINEAR_PASSES = {
+    "linear": ("linear_output", "linear_count", "linear_collect", "linear_chain"),
+    "linear backward": (
+        "linear_row_dot", "linear_grad_query", "linear_grad_key", "linear_grad_value",
+    ),
+    "linear step": ("linear_step",),
+    "hopper_linear": (
+        "hopper_linear_forward", "hopper_linear_collect", "hopper_linear_output_nan_safe",
+        "hopper_linear_wide_output",
+    ),
+    "hopper_linear backward": (
+        "hopper_linear_backward_queries", "hopper_linear_backward_keys",
+        "hopper_linear_collect_queries",
+        "hopper_linear_grad_key_nan_safe",  # of three that are like it
+        "hopper_linear_wide_grad_query", "hopper_linear_wide_grad_key",
+        "hopper_linear_wide_grad_value",
+    ),
+}  # fmt: skip
+PASSES = {**ATTENTION_PASSES, **PAGED_PASSES, **LINEAR_PASSES}
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 
-
-SHORT = 1024  # rows, for which Hopper's forward pass has schedules of its own
+StartPass = Callable[[str, KernelConfig | None], None]
+"""Has the library start one of PASSES, with a config or by its own choice."""
 
 
 class KernelCall(NamedTuple):
-    """A call of attention. Plain numbers and words, so that it can be handed to a process."""
+    """A call of attention."""
 
     head_dim: int
     dtype: str = "bf16"
@@ -79,145 +118,257 @@ class KernelCall(NamedTuple):
 
     def is_short(self) -> bool:
         """Whether its rows see few keys, as the library will find."""
-        mask = None if self.mask in TABLES else make_mask(self, CPU)
+        mask = None if self.mask in TABLES else self._mask(CPU)
         length = self.length // 2 if self.packed else self.length
         return mask is not None and is_short(mask.key, mask.captured, length, length)
 
-
-def make(call: KernelCall, device: torch.device) -> tuple[Inputs, Variant]:
-    """The tensors of a call, and what it asks for; packed rows are two sequences a batch entry."""
-    query, key, value = (
-        torch.randn(shape, device=device).to(DTYPES[call.dtype]).requires_grad_()
-        if device.type == "cuda"
-        else torch.zeros(shape, dtype=DTYPES[call.dtype], requires_grad=True)
-        for shape in (
-            _shape(call, call.heads, call.head_dim),
-            _shape(call, call.kv_heads, call.head_dim),
-            _shape(call, call.kv_heads, call.value_dim or call.head_dim),
+    def make(self, device: torch.device) -> tuple[Inputs, Variant]:
+        """Tensors and options; packed rows are two sequences a batch entry."""
+        query, key, value = (
+            torch.randn(shape, device=device).to(DTYPES[self.dtype]).requires_grad_()
+            if device.type == "cuda"
+            else torch.zeros(shape, dtype=DTYPES[self.dtype], requires_grad=True)
+            for shape in (
+                self._shape(self.heads, self.head_dim),
+                self._shape(self.kv_heads, self.head_dim),
+                self._shape(self.kv_heads, self.value_dim or self.head_dim),
+            )
         )
-    )
-    offsets = None
-    if call.packed:
-        tokens = call.batch * call.length
-        offsets = torch.arange(0, tokens + 1, call.length // 2, dtype=torch.int32, device=device)
-    mask, score = make_mask(call, device), make_score(call, device)
-    inputs, variant, _, _ = prepare(
-        query, key, value, offsets, None, None, None,
-        mask=mask, score=score, scale=None, sinks=None, dropout_p=call.dropout_p,
-        return_lse=False, deterministic=False, config=None,
-    )  # fmt: skip
-    return with_seed(inputs, variant), variant
-
-
-def _shape(call: KernelCall, heads: int, dim: int) -> tuple[int, ...]:
-    if call.packed:
-        return call.batch * call.length, heads, dim
-    return call.batch, heads, call.length, dim
-
-
-def make_mask(call: KernelCall, device: torch.device) -> Mask | None:
-    """The mask of a call."""
-    makers: dict[str, Callable[[], Mask | None]] = {
-        "none": lambda: None,
-        "causal": masks.causal,
-        "window": lambda: masks.causal() & masks.window(WINDOW),
-        "documents": lambda: masks.documents(_document_ids(call, device)),
-        "blocks": lambda: masks.blocks(_blocks(call, device), MASK_BLOCK),
-        "dense": lambda: masks.dense(_table(call, device)),
-    }
-    return makers[call.mask]()
-
-
-def _document_ids(call: KernelCall, device: torch.device) -> Tensor:
-    row = torch.arange(call.length, device=device) * 4 // call.length  # four documents
-    return row.expand(call.batch * (2 if call.packed else 1), -1).contiguous()
-
-
-def _blocks(call: KernelCall, device: torch.device) -> Tensor:
-    sides = -(-call.length // MASK_BLOCK)
-    rows = torch.arange(sides, device=device)
-    return ((rows[:, None] - rows) % VISIBLE_BLOCKS == 0).expand(call.heads, -1, -1).contiguous()
-
-
-def _table(call: KernelCall, device: torch.device) -> Tensor:
-    rows = torch.arange(call.length, device=device)
-    return rows[:, None] >= rows  # causal, written out
-
-
-def make_score(call: KernelCall, device: torch.device) -> Score | None:
-    """The change of the scores of a call."""
-    makers: dict[str, Callable[[], Score | None]] = {
-        "none": lambda: None,
-        "softcap": lambda: scores.softcap(30.0),
-        "bias": lambda: scores.bias(_bias(call, device)),
-    }
-    return makers[call.score]()
-
-
-def _bias(call: KernelCall, device: torch.device) -> Tensor:
-    shape = (1, call.heads, call.length, call.length)
-    return torch.zeros(shape, device=device, requires_grad=True)
-
-
-def results_of(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Something finite in place of what a forward pass would have given."""
-    output, lse = empty_results(inputs)
-    return output.zero_(), lse.zero_()
-
-
-def start(
-    inputs: Inputs, variant: Variant, which: str, config: KernelConfig | None, results: Any
-) -> None:
-    """Have the library start one of PASSES, as it would in a call.
-
-    results: (output, lse) of the forward pass.
-    """
-    from saccade.ops.attention.triton import gradients
-    from saccade.ops.attention.triton import host as triton_host
-
-    given = config or KernelConfig()
-    if which == "hopper":
-        from saccade.ops.attention.hopper import host as hopper_host
-
-        hopper_host.prepared(inputs, variant, KernelConfig())(inputs, variant)
-        return
-    if which == "forward":
-        triton_host.forward(inputs, variant, given)
-        return
-    output, lse = results
-    if which.startswith("hopper_"):
-        _start_hopper_backward(inputs, variant, given, results, which)
-        return
-    wanted = [0] if which == "bias" else []
-    choose = gradients.ordered_is_faster
-    gradients.ordered_is_faster = lambda kind: False  # the pass says which form, not the sizes
-    try:
-        triton_host.backward(
-            inputs, variant, given, output, lse, torch.zeros_like(output), None, wanted,
-            which != "shared",
+        offsets = None
+        if self.packed:
+            tokens, half = self.batch * self.length, self.length // 2
+            offsets = torch.arange(0, tokens + 1, half, dtype=torch.int32, device=device)
+        inputs, variant, _, _ = prepare(
+            query, key, value, offsets, None, None, None, mask=self._mask(device),
+            score=self._score(device), scale=None, sinks=None, dropout_p=self.dropout_p,
+            return_lse=False, deterministic=False, config=None,
         )  # fmt: skip
-    finally:
-        gradients.ordered_is_faster = choose
+        return with_seed(inputs, variant), variant
+
+    def _shape(self, heads: int, dim: int) -> tuple[int, ...]:
+        if self.packed:
+            return self.batch * self.length, heads, dim
+        return self.batch, heads, self.length, dim
+
+    def _mask(self, device: torch.device) -> Mask | None:
+        rows = torch.arange(self.length, device=device)
+        match self.mask:
+            case "causal":
+                return masks.causal()
+            case "window":
+                return masks.causal() & masks.window(WINDOW)
+            case "documents":
+                sequences = self.batch * (2 if self.packed else 1)
+                return masks.documents((rows * 4 // self.length).expand(sequences, -1).contiguous())
+            case "blocks":
+                blocks = torch.arange(-(-self.length // MASK_BLOCK), device=device)
+                visible = (blocks[:, None] - blocks) % VISIBLE_BLOCKS == 0
+                return masks.blocks(visible.expand(self.heads, -1, -1).contiguous(), MASK_BLOCK)
+            case "dense":
+                return masks.dense(rows[:, None] >= rows)  # causal, written out
+        return None
+
+    def _score(self, device: torch.device) -> Score | None:
+        if self.score == "softcap":
+            return scores.softcap(30.0)
+        if self.score == "bias":
+            shape = (1, self.heads, self.length, self.length)
+            return scores.bias(torch.zeros(shape, device=device, requires_grad=True))
+        return None
+
+    def prepared(self, device: torch.device) -> StartPass:
+        """Make the tensors, and zeros for what a forward pass would have given."""
+        inputs, variant = self.make(device)
+        output, lse = (result.zero_() for result in empty_results(inputs))
+
+        def start(which: str, config: KernelConfig | None) -> None:
+            numbers = config or KernelConfig()
+            with torch.no_grad():
+                if which == "forward":
+                    from saccade.ops.attention.triton import host
+
+                    host.forward(inputs, variant, numbers)
+                elif which == "hopper":
+                    from saccade.ops.attention.hopper import host
+
+                    host.prepared(inputs, variant, KernelConfig())(inputs, variant)
+                else:
+                    gradient = torch.zeros_like(output)
+                    captured = [0] if which == "bias" else []
+                    with _backward_of(which) as backward:
+                        backward(
+                            inputs, variant, numbers, output, lse, gradient, None, captured,
+                            not which.endswith("shared"),
+                        )  # fmt: skip
+
+        return start
 
 
-def _start_hopper_backward(
-    inputs: Inputs, variant: Variant, config: KernelConfig, results: Any, which: str
-) -> None:
+@contextmanager
+def _backward_of(which: str) -> Iterator[Callable[..., object]]:
+    """The backward pass, which takes the form that `which` names whatever the sizes are."""
+    if not which.startswith("hopper"):
+        from saccade.ops.attention.triton import gradients
+
+        with patch.object(gradients, "ordered_is_faster", lambda kind: False):
+            yield gradients.backward
+        return
     from saccade.ops.attention.hopper import configs
     from saccade.ops.attention.hopper import gradients as hopper_gradients
-    from saccade.ops.attention.hopper import host as hopper_host
 
-    output, lse = results
-    forms = configs.ordered, configs.in_key_order
-    # The pass says which form, not the sizes.
-    apart = configs.apart
-    configs.ordered = lambda problem: which == "hopper_ordered" or apart(problem)
-    configs.in_key_order = lambda problem: which == "hopper_in_order"
     hopper_gradients._backwards.clear()  # of a call like this one in another form
-    try:
-        hopper_host.backward(
-            inputs, variant, config, output, lse, torch.zeros_like(output), None, [],
-            which != "hopper_shared",
+    with patch.multiple(
+        configs,
+        ordered=lambda problem: which == "hopper_ordered" or configs.apart(problem),
+        in_key_order=lambda problem: which == "hopper_in_order",
+    ):
+        yield hopper_gradients.backward
+
+
+class PagedCall(NamedTuple):
+    """A call over pages, or a write of rows into them."""
+
+    head_dim: int
+    dtype: str = "bf16"
+    mask: str = "none"
+    page_size: int = 64
+    pages: str = ""  # their dtype, if it is another
+    query_len: int = 1
+    batch: int = 2
+    heads: int = 32
+    kv_heads: int = 8
+    length: int = 1024
+
+    @property
+    def name(self) -> str:
+        """What tells the call from others of the same sizes."""
+        extras = [self.pages] if self.pages else []
+        short = "short chunk" if self.query_len > 1 else "decode"
+        extras += ["chunk" if self.query_len >= LONG_CHUNK else short, f"p{self.page_size}"]
+        return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
+
+    def make(self, device: torch.device) -> tuple[PagedInputs, Variant]:
+        """Tensors and options."""
+        count = -(-self.length // self.page_size)
+        query_shape = self.batch, self.heads, self.query_len, self.head_dim
+        shape = (self.batch * count, self.kv_heads, self.page_size, self.head_dim)
+        stored = PAGE_DTYPES[self.pages or self.dtype]
+
+        def scales() -> Tensor | None:
+            return torch.ones(shape[:3], device=device) if self.pages else None
+
+        table = torch.arange(self.batch * count, dtype=torch.int32, device=device)
+        inputs = PagedInputs(
+            torch.zeros(query_shape, dtype=DTYPES[self.dtype], device=device),
+            torch.zeros(shape, device=device).to(stored),
+            torch.zeros(shape, device=device).to(stored),
+            table.view(self.batch, count),
+            torch.full((self.batch,), self.length, dtype=torch.int32, device=device),
+            key_scales=scales(),
+            value_scales=scales(),
+        )
+        inputs, variant, _, _ = prepare_paged(
+            inputs, mask=self._mask(device), score=None, scale=None, batch_invariant=False,
+            return_lse=False, config=None,
         )  # fmt: skip
-    finally:
-        configs.ordered, configs.in_key_order = forms
+        return inputs, variant
+
+    def _mask(self, device: torch.device) -> Mask | None:
+        if self.mask == "tree":
+            parents = torch.arange(self.query_len).expand(self.batch, -1) - 1
+            before = torch.full((self.batch,), self.length - self.query_len, device=device)
+            return masks.tree(masks.tree_bits(parents).to(device), before)
+        return masks.causal() if self.mask == "causal" else None
+
+    def prepared(self, device: torch.device) -> StartPass:
+        """Make the tensors."""
+        inputs, variant = self.make(device)
+
+        def start(which: str, config: KernelConfig | None) -> None:
+            if which == "write":
+                _write_pages(inputs)
+                return
+            if which == "hopper_paged":
+                from saccade.ops.paged_attention.hopper import host
+            else:
+                from saccade.ops.paged_attention.triton import host
+            with torch.no_grad():
+                host.forward(inputs, variant, config or KernelConfig(), False)
+
+        return start
+
+
+def _write_pages(inputs: PagedInputs) -> None:
+    from saccade.kv_cache import write_triton
+
+    key = inputs.query.transpose(1, 2).flatten(0, 1)[:, : inputs.key_pages.shape[1]]
+    slots = torch.zeros(key.shape[0], dtype=torch.int64, device=key.device)
+    angles = torch.zeros(key.shape[0], key.shape[2] // 2, device=key.device)
+    write_triton.write(
+        key, key, inputs.key_pages, inputs.value_pages, slots, inputs.key_scales,
+        inputs.value_scales, angles, angles, False,
+    )  # fmt: skip
+
+
+class LinearCall(NamedTuple):
+    """A call of linear attention."""
+
+    head_dim: int
+    dtype: str = "bf16"
+    decay: bool = False
+    length: int = 1024
+    batch: int = 2
+    heads: int = 64
+    group: int = 1  # query heads of a state
+
+    @property
+    def name(self) -> str:
+        """What tells the call from others of the same sizes."""
+        extras = ["decay"] if self.decay else []
+        extras += ["segments"] if self.batch * self.heads < 16 else []
+        extras += ["shared"] if self.group > 1 else []
+        return " ".join([f"{self.dtype} d{self.head_dim} causal", *extras])
+
+    def make(self, device: torch.device) -> tuple[LinearInputs, LinearVariant]:
+        """Tensors and options."""
+        shape = self.batch, self.heads, self.length, self.head_dim
+        query = torch.zeros(shape, dtype=DTYPES[self.dtype], device=device)
+        key = query[:, : self.heads // self.group].contiguous()
+        decay = torch.zeros(shape[:3], device=device) if self.decay else None
+        variant = LinearVariant(True, "bottom_right", "elu+1", "sum", 1e-6, 1.0)
+        return LinearInputs(query, key, key.clone(), decay), variant
+
+    def prepared(self, device: torch.device) -> StartPass:
+        """Make the tensors, and memory for what a forward pass would have given."""
+        inputs, variant = self.make(device)
+        results = empty_linear_results(inputs, variant)
+
+        def start(which: str, config: KernelConfig | None) -> None:
+            if which.startswith("hopper"):
+                from saccade.ops.linear_attention.hopper import host
+            else:
+                from saccade.ops.linear_attention.triton import host
+            numbers = config or KernelConfig()
+            if which.endswith("backward"):
+                gradient = torch.zeros_like(results.output)
+                saved = results.output, results.normaliser
+                host.backward(inputs, variant, numbers, *saved, gradient, None, None)
+            elif which.endswith("step"):
+                query, key, value = (rows[:, :, :1] for rows in inputs[:3])
+                decay = None if inputs.decay is None else inputs.decay[:, :, :1]
+                one = inputs._replace(query=query, key=key, value=value, decay=decay)
+                host.step(results.kv, results.key_sum, None, one, variant)
+            else:
+                host.forward(inputs, variant, numbers)
+
+        return start
+
+
+Call = KernelCall | PagedCall | LinearCall
+
+
+def call_of(which: str, fields: Iterable[Any]) -> Call:
+    """The description of a call that starts a pass, from its fields."""
+    if which in ATTENTION_PASSES:
+        return KernelCall(*fields)
+    return PagedCall(*fields) if which in PAGED_PASSES else LinearCall(*fields)

@@ -5,23 +5,55 @@ All widths meet the plain and the causal case; what else can be combined does so
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from saccade.kernel_check.calls import KERNELS, MASKS, PASSES, SHORT, KernelCall
-from saccade.kernel_check.linear_calls import SWEEPS, LinearCall
-from saccade.kernel_check.paged_calls import LONG_CHUNK, PagedCall
-from saccade.kernel_check.pool import Job
+from saccade.kernel_check.calls import (
+    KERNELS,
+    LONG_CHUNK,
+    MASKS,
+    PASSES,
+    SHORT,
+    Call,
+    KernelCall,
+    LinearCall,
+    PagedCall,
+    call_of,
+)
+from saccade.runtime.spec import KernelConfig
 
 NAN_SAFE = ("backward_keys, NaN-safe", "backward_shared, NaN-safe")
 ORDERED = ("forward", "backward_keys", "backward_queries")
 ALL = (*ORDERED, "backward_shared")
+LINEAR = ("linear_output", *PASSES["linear backward"])
+
+
+class Job(NamedTuple):
+    """Kernels to compile: some of those that a pass of a call starts."""
+
+    architecture: str
+    call: Call
+    which: str  # one of calls.PASSES
+    kernels: tuple[str, ...]
+    config: KernelConfig | None = None  # None: the default of each kernel
+
+    def plain(self) -> list[Any]:
+        """The job as JSON holds it."""
+        return [*self[:4], None if self.config is None else self.config.numbers()]
+
+    @staticmethod
+    def of_plain(plain: Sequence[Any]) -> Job:
+        """The inverse of `plain`."""
+        architecture, fields, which, kernels, numbers = plain
+        config = None if numbers is None else KernelConfig.of_numbers(numbers)
+        return Job(architecture, call_of(which, fields), which, tuple(kernels), config)
 
 
 class CatalogueEntry(NamedTuple):
     """A call, and the kernels of it that are compiled."""
 
-    call: KernelCall | PagedCall | LinearCall
+    call: Call
     kernels: tuple[str, ...]
 
 
@@ -157,7 +189,7 @@ def linear_entries(half: str) -> list[CatalogueEntry]:
     some = ("linear_output", "linear_grad_key")  # they take the most registers
     return [
         CatalogueEntry(LinearCall(64, half), some),
-        CatalogueEntry(LinearCall(128, half), (*SWEEPS, "linear_row_dot", "linear_step")),
+        CatalogueEntry(LinearCall(128, half), (*LINEAR, "linear_step")),
         # So few heads that segments run side by side.
         CatalogueEntry(
             LinearCall(128, half, length=8192, batch=1, heads=2),

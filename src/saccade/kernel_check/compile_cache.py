@@ -1,9 +1,10 @@
-"""Compile cache: what compiled kernels took is a function of their source and the compiler.
+"""Compile cache: what compiled kernels take, kept in a file (docs/kernels.json) by what they are.
 
-So it is kept in a file (docs/kernels.json), and what did not change is not compiled again, but for
-one kernel in SAMPLE that shows whether the file tells the truth. Which ones those are changes
-whenever any kernel does. A key stands for all that a kernel is made of: what Triton is given
-(`compiler.given`), its version, the architecture, and the text of what reads the binary.
+What a kernel takes follows from its source and the compiler. So a kernel that did not change is not
+compiled again, but for one in SAMPLE, which shows whether the file tells the truth; which ones
+those are changes whenever any kernel does. A key stands for all that a kernel is made of: Triton's
+version, the architecture, the code of the kernel and of all that it calls, the types and constants
+of its arguments, its options, and the text of what reads the binary (`machine_code.py`).
 """
 
 from __future__ import annotations
@@ -11,50 +12,41 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from saccade.kernel_check.pool import Compiled, Usage
+from triton.backends.compiler import GPUTarget
+from triton.language.core import constexpr
+from triton.runtime import jit
+
+from saccade.gpu.launcher import Launch
+from saccade.gpu.signature import Arguments, Signature
+from saccade.kernel_check.catalogue import Job
+from saccade.kernel_check.machine_code import Usage
 
 SAMPLE = 16
 READER = Path(__file__).with_name("machine_code.py")
 
-Known = Mapping[str, Sequence[int]]  # key → the numbers of a Usage
+Known = Mapping[str, Sequence[int]]
+"""The numbers of a Usage, by key."""
 
 
-def key_of(triton: str, architecture: str, given: str) -> str:
-    """The key of a kernel that a version of Triton is given to compile."""
-    asked = f"{triton} {architecture} {_reader()} {given}"
-    return hashlib.sha256(asked.encode()).hexdigest()[:24]
+class Compiled(NamedTuple):
+    """One compiled kernel, or why there is none."""
+
+    job: Job
+    kernel: str
+    config: tuple[int, int, int, int]  # tiles (0 where it has none), warps, stages
+    seconds: float
+    usage: Usage | None
+    error: str
+    key: str  # of all that the compiler was told: equal for equal binaries
 
 
-@functools.cache
-def _reader() -> str:
-    return hashlib.sha256(code_text(READER.read_text(encoding="utf-8")).encode()).hexdigest()
-
-
-def code_text(source: str) -> str:
-    """Python without what it does not run: comments, docstrings, and where names come from."""
-    return ast.unparse(_Bare().visit(ast.parse(source)))
-
-
-class _Bare(ast.NodeTransformer):
-    """Takes imports and statements away that are only a text."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        """A docstring, or what stands for itself."""
-        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        return None if is_text else node
-
-    def visit_Import(self, node: ast.Import) -> None:
-        """Where a module comes from."""
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Where a name comes from."""
-
-
-#
+# ---- the file ------------------------------------------------------------------------------------
 
 
 def read(file: Path, triton: str) -> dict[str, Sequence[int]]:
@@ -110,3 +102,115 @@ def faults(file: Path, known: Known, results: Sequence[Compiled]) -> list[str]:
         for one in results
         if one.key in known and list(known[one.key]) != list(one.usage or ())
     ]
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+def target(architecture: str) -> GPUTarget:
+    """The architecture as Triton names it."""
+    if architecture.startswith("gfx"):
+        return GPUTarget("hip", architecture, 64)
+    return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+
+
+def key_of(triton: str, architecture: str, inputs: str) -> str:
+    """The key of what a version of Triton compiles from some inputs (`compiler_inputs`)."""
+    everything = f"{triton} {architecture} {_reader()} {inputs}"
+    return hashlib.sha256(everything.encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _reader() -> str:
+    return hashlib.sha256(code_text(READER.read_text(encoding="utf-8")).encode()).hexdigest()
+
+
+def compiler_inputs(launch: Launch, arguments: Arguments, architecture: str) -> str:
+    """All that Triton is told to compile, as text that is the same in every process.
+
+    The code of the kernel and of all that it calls, with the values of their global constants; the
+    types of arguments, what is relied on about them, and constants; the options.
+    """
+    kernel = launch.kernel
+    on_amd = target(architecture).backend == "hip"
+    types, constants, attributes = Signature.of(kernel.arg_names, arguments, on_amd)
+    values = {path: _text(value) for path, value in constants.items()}
+    options = sorted(launch.options.items())
+    return f"{code_of(kernel)} {types} {values} {_hints(attributes)} {options}"
+
+
+def _hints(attributes: Mapping[tuple[int, ...], list[list[Any]]]) -> str:
+    """What is relied on; that addresses and numbers are multiples of 16 goes without saying."""
+    others = [(path, hints) for path, hints in sorted(attributes.items()) if len(hints) > 1]
+    return f"{sorted(attributes)}{others or ''}"
+
+
+def _text(value: Any) -> str:
+    """A constant as text that is the same in every process."""
+    if isinstance(value, constexpr):
+        value = value.value
+    if isinstance(value, jit.JITCallable):
+        return code_of(value)
+    if isinstance(value, tuple):
+        return f"{type(value).__name__}({', '.join(map(_text, value))})"
+    return repr(value)
+
+
+def code_of(function: jit.JITCallable) -> str:
+    """A hash of the code of a function and of all that it calls, with their global constants.
+
+    Code is its text alone: where it stands, comments and docstrings do not count.
+    """
+    found: dict[int, str] = {}
+    waiting = [function]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in found:
+            continue
+        reader = _Dependencies(one)
+        constants = {  # a set: how many modules know a constant does not matter
+            (name, str(value))
+            for (name, _), (value, _) in reader.used_global_vals.items()
+            if isinstance(value, constexpr)
+        }
+        found[id(one)] = f"{code_text(one.src)} {sorted(constants)}"
+        waiting += reader.called
+    code = sorted(set(found.values()))
+    return hashlib.sha256("\n".join([found[id(function)], *code]).encode()).hexdigest()
+
+
+class _Dependencies(jit.DependenciesFinder):
+    """Triton's search for what a function uses, of one function alone.
+
+    Triton adds the constants of those called functions that were hashed before: which ones these
+    are depends on what else the process has compiled.
+    """
+
+    def __init__(self, function: jit.JITCallable) -> None:
+        nonlocals = inspect.getclosurevars(function.fn).nonlocals
+        super().__init__(function.__name__, function.__globals__, nonlocals, function.src)
+        self.called: list[jit.JITCallable] = []
+        self.visit(function.parse())
+
+    def _update_hash(self, func: jit.JITCallable) -> None:
+        self.called.append(func)
+
+
+def code_text(source: str) -> str:
+    """Python without what it does not run: comments, docstrings, and where names come from."""
+    return ast.unparse(_Bare().visit(ast.parse(source)))
+
+
+class _Bare(ast.NodeTransformer):
+    """Takes imports and statements away that are only a text."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        """A docstring, or what stands for itself."""
+        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if is_text else node
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """Where a module comes from."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Where a name comes from."""

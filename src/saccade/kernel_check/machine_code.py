@@ -8,12 +8,26 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx as nx  # comes with torch
 import triton
 
-from saccade.kernel_check.pool import Usage
+
+class Usage(NamedTuple):
+    """What one program of a compiled kernel takes."""
+
+    registers: int  # of a thread
+    spills: int  # instructions that move registers to memory or back (AMD: registers moved)
+    shared: int  # bytes of shared memory
+    columns: int = 0  # of tensor memory
+    looped: int = 0  # spills inside of loops (AMD: all of them, as nothing says which)
+    # Of kernels whose warps have roles: WGMMA instructions, and the exponents that stand between
+    # the wait for a product of keys and the wait for the product of values that began before it.
+    products: int = 0
+    covered: int = 0
+    guarded: int = 0  # reductions behind a condition, which ptxas gets wrong
+    unfenced: int = 0  # barriers that TMA may overtake, or what it writes in their place
 
 
 def usage(compiled: Any) -> Usage:
@@ -50,17 +64,17 @@ def spilling(listing: Sequence[str]) -> list[int]:
 
 
 def in_loops(listing: Sequence[str]) -> list[int]:
-    """Those of them that may run again and again: that lie on a way back to themselves."""
+    """Those of them that may run again and again, as control flow leads back to them."""
     labels = _labels(listing)
-    ways = nx.DiGraph()
+    flow = nx.DiGraph()
     for number, line in enumerate(listing):
         to = re.search(r"\bBRA\b.*(\.L_x_\d+)", line)
         if to and to[1] in labels:
-            ways.add_edge(number, labels[to[1]])
+            flow.add_edge(number, labels[to[1]])
         leaves = re.search(r"\b(?:BRA|EXIT|RET)\b", line)
         if not leaves or re.search(r"@!?U?P", line):  # unless on a condition, it goes no further
-            ways.add_edge(number, number + 1)
-    loops = [part for part in nx.strongly_connected_components(ways) if len(part) > 1]
+            flow.add_edge(number, number + 1)
+    loops = [nodes for nodes in nx.strongly_connected_components(flow) if len(nodes) > 1]
     repeated = set().union(*loops)
     return [number for number in spilling(listing) if number in repeated]
 
@@ -148,8 +162,8 @@ def _first(pattern: str, text: str) -> str:
 
 def _run(tool: str, *arguments: str) -> str:
     """One of NVIDIA's binary tools: Triton's own, or one that is installed."""
-    own = Path(triton.__path__[0]) / "backends/nvidia/bin" / tool
-    path = str(own) if own.exists() else shutil.which(tool)
+    bundled = Path(triton.__path__[0]) / "backends/nvidia/bin" / tool
+    path = str(bundled) if bundled.exists() else shutil.which(tool)
     if path is None:
         raise FileNotFoundError(f"{tool} is neither in Triton's package nor on PATH")
     done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)

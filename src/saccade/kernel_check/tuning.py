@@ -1,20 +1,32 @@
-"""Tuning: what is tuned, what was measured, and who won. Nothing here needs a GPU."""
+"""Find the fastest tile sizes of a kernel: compile candidates, time them by turns, compare."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import torch
+from rich.console import Console
 from rich.table import Table
 
-from saccade.kernel_check.calls import KernelCall
-from saccade.kernel_check.pool import Compiled
+from saccade.bench.timing import Runnable, TimingPlan, rotate
+from saccade.gpu.launcher import Launch
+from saccade.kernel_check import worker
+from saccade.kernel_check.calls import DTYPES, MASKS, PASSES, KernelCall
+from saccade.kernel_check.catalogue import Job
+from saccade.kernel_check.compile_cache import Compiled
 from saccade.kernel_check.report import config_text, fault, kilobytes, problem_of
-from saccade.ops.attention.triton import configs
+from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
+from saccade.ops.attention.triton.tuned_configs import ConfigTable
 from saccade.runtime.spec import KernelConfig
 
+ROUNDS = 9
+FINALISTS = 8  # who take turns again after the first look
 WORTH_IT = 0.98  # of the default's time: less of a gain is noise
 PASS_OF = {
     "forward": "forward",
@@ -210,3 +222,186 @@ def _may_fit(problem: KernelProblem, config: KernelConfig) -> bool:
         return False
     spacious = problem.architecture in TENSOR_MEMORY or problem.architecture.startswith("gfx")
     return spacious or least_registers(problem, config) <= REGISTERS
+
+
+# ---- the tuning ----
+
+
+def calls_of(
+    head_dims: Sequence[int],
+    length: int,
+    dtype: str,
+    mask_names: Sequence[str],
+    batch: int,
+    heads: int,
+    kv_heads: int | None,
+) -> list[KernelCall]:
+    """The calls that a user's options describe.
+
+    Raises:
+        ValueError: naming the option, what it got and what it takes.
+    """  # fmt: skip
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype: got {dtype!r}, takes {', '.join(DTYPES)}")
+    for mask in mask_names:
+        if mask not in MASKS:
+            raise ValueError(f"--mask: got {mask!r}, takes {', '.join(MASKS)}")
+    for dim in head_dims:
+        if not 1 <= dim <= configs.WIDTHS[-1]:
+            raise ValueError(f"--head-dim: got {dim}, takes 1 to {configs.WIDTHS[-1]}")
+    kv_heads = heads if kv_heads is None else kv_heads
+    if heads % kv_heads:
+        raise ValueError(f"--kv-heads: got {kv_heads}, takes a divisor of {heads} heads")
+    return [
+        KernelCall(dim, dtype, mask, batch=batch, heads=heads, kv_heads=kv_heads, length=length)
+        for dim in head_dims
+        for mask in mask_names
+    ]
+
+
+def tune(
+    tasks: Sequence[Task], limit: float, processes: int | None, console: Console
+) -> dict[KernelProblem, KernelConfig]:
+    """Find and show the fastest config of each kernel on each call."""
+    winners: dict[KernelProblem, KernelConfig] = {}
+    for task in tasks:
+        measured = measure(task, limit, processes, console)
+        console.print(results_table(task, measured))
+        best = winner(measured, configs.default(task.problem))
+        if best is not None:
+            winners[task.problem] = best.config
+            line = line_to_commit(task.problem, best.config)
+            architecture = task.problem.architecture
+            console.print(f"configs.py, {architecture}: {line}\n", highlight=False, markup=False)
+    return winners
+
+
+def measure(
+    task: Task, limit: float, processes: int | None, console: Console
+) -> list[MeasuredConfig]:
+    """Compile every candidate, look at each once, and let the fastest take turns."""
+    measured = compiled(task, processes, console)
+    fitting = [entry.config for entry in measured if not entry.reason]
+    clock = KernelClock(task.problem.which)
+    running = runnables(task, fitting, torch.device("cuda", torch.cuda.current_device()))
+    first: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    with clock.listening(), console.status(f"timing {len(fitting)} candidates"):
+        for key, candidate in running.items():
+            try:
+                clock.ready(candidate)
+                first[key] = min(clock.seconds(candidate.run, 2) for _ in range(2))
+            except Exception as error:  # a config that the device refuses is left out, with why
+                failed[key] = f"{type(error).__name__}: {error}".splitlines()[0]
+        chosen = sorted(first, key=first.__getitem__)[:FINALISTS]
+        default = str(configs.default(task.problem).numbers())
+        chosen += [default] if default in first and default not in chosen else []
+        plan = TimingPlan(rounds=ROUNDS, limit_seconds=limit)
+        final = rotate({key: running[key] for key in chosen}, clock, plan) if chosen else {}
+    times = {key: seconds * 1e3 for key, seconds in first.items()}
+    times |= {key: timing.median_ms for key, timing in final.items()}
+    return [with_time(entry, times, failed) for entry in measured]
+
+
+def with_time(
+    entry: MeasuredConfig, times: dict[str, float], failed: dict[str, str]
+) -> MeasuredConfig:
+    """A candidate with its time, or with the reason why it has none."""
+    key = str(entry.config.numbers())
+    milliseconds = times.get(key)
+    if milliseconds is not None and math.isfinite(milliseconds):
+        return entry._replace(milliseconds=milliseconds)
+    return entry._replace(reason=entry.reason or failed.get(key, "was not timed"))
+
+
+def compiled(task: Task, processes: int | None, console: Console) -> list[MeasuredConfig]:
+    """Compile all candidates, which also fills Triton's cache for the timing."""
+    problem = task.problem
+    of_pass = PASS_OF[problem.which]
+    names = tuple(name for name in PASSES[of_pass] if name.split(",")[0] == problem.which)
+    found = candidates(problem)
+    jobs = [
+        Job(problem.architecture, task.call, of_pass, names, whole_config(problem.which, config))
+        for config in found
+    ]
+    results = worker.compile_with_progress(jobs, processes, console)
+    return [
+        classified(problem, config, [result for result in results if result.job is job])
+        for config, job in zip(found, jobs, strict=True)
+    ]
+
+
+def save_winners(found: ConfigTable, console: Console) -> None:
+    """Write the user's own table, and say where it is."""
+    file = tuned_configs.path()
+    if file is None:
+        raise ValueError("--save: SACCADE_CONFIGS is empty, which turns the user's table off")
+    aside = tuned_configs.save(file, found)
+    if aside is not None:
+        console.print(f"The table there could not be read; it is now {aside}", style="yellow")
+    console.print(
+        f"Saved {len(found.entries)} configs to {file}; from now on calls on {found.architecture} "
+        f"use them. To undo that, delete the file.", highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+class KernelClock:
+    """A clock for bench.timing.rotate that sees the kernels of one name.
+
+    A kernel is started many times in a row, so that the host's part is hidden behind the device's.
+    Of the others, those that nothing timed needs do not run at all.
+    """
+
+    def __init__(self, which: str) -> None:
+        self.which = which
+        self.repeats = 1
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def ready(self, candidate: Runnable) -> Runnable:
+        """Compile and load by calling."""
+        self.seconds(candidate.run, 1)
+        return candidate
+
+    def seconds(self, run: Callable[[], object], repeats: int) -> float:
+        """The device's time for the kernel in one call (with what repeats it NaN-safe)."""
+        self.repeats, self.events = repeats, []
+        run()
+        torch.cuda.synchronize()
+        return sum(start.elapsed_time(end) for start, end in self.events) / repeats / 1e3
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear of every kernel that the library starts in this process."""
+        launch_now = Launch.__call__
+
+        def launch(one: Launch, *call: Any) -> None:
+            name = worker.kernel_name(one, PASS_OF[self.which]).removesuffix(", NaN-safe")
+            if name == self.which:
+                self._timed(lambda: launch_now(one, *call))
+            elif name not in configs.PASSES or name == "backward_queries":
+                # What is timed may read what these write: row statistics and tile lists.
+                launch_now(one, *call)
+
+        with patch.object(Launch, "__call__", launch):
+            yield
+
+    def _timed(self, start: Callable[[], None]) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        for _ in range(self.repeats):
+            start()
+        after.record()
+        self.events.append((before, after))
+
+
+def runnables(
+    task: Task, candidates: Sequence[KernelConfig], device: torch.device
+) -> dict[str, Runnable]:
+    """Calls that differ in one kernel's config, by the config's numbers as text."""
+    which = task.problem.which
+    start = task.call.prepared(device)
+
+    def runnable(config: KernelConfig) -> Runnable:
+        return Runnable(lambda: start(PASS_OF[which], whole_config(which, config)))
+
+    return {str(config.numbers()): runnable(config) for config in candidates}

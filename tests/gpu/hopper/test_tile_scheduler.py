@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from saccade import masks
 from saccade.gpu.hopper import tile_scheduler
-from saccade.kernel_check.calls import KernelCall, make
+from saccade.kernel_check.calls import KernelCall
 from saccade.modifiers.normal_form import PREFIX
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import BackwardProblem, HopperProblem
@@ -141,7 +141,7 @@ def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministi
     ],
 )
 def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_key_order):
-    inputs, variant = make(KernelCall(64, length=4096), torch.device("cpu"))
+    inputs, variant = KernelCall(64, length=4096).make(torch.device("cpu"))
     if mask is not None:
         variant = variant._replace(mask=mask.key, mask_captured=mask.captured)
     problem = configs.backward_problem(inputs, variant, True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from saccade.kernel_check import compile_cache, pool, report
-from saccade.kernel_check.calls import KernelCall
-from saccade.kernel_check.linear_calls import LinearCall
-from saccade.kernel_check.paged_calls import PagedCall
-from saccade.kernel_check.pool import Compiled, Job, Usage
+from saccade.kernel_check import compile_cache, report, worker
+from saccade.kernel_check.calls import KernelCall, LinearCall, PagedCall
+from saccade.kernel_check.catalogue import Job
+from saccade.kernel_check.compile_cache import Compiled
+from saccade.kernel_check.machine_code import Usage
 
 TABLE = Path(__file__).parents[4] / "docs/kernels.json"
 
@@ -47,7 +47,7 @@ def compiled(which, kernel, *calls):
     jobs = [Job("sm_90", call, which, (kernel,)) for call in calls]
     triton = importlib.metadata.version("triton")
     found = compile_cache.read(TABLE, triton)
-    results = pool.compile_all(jobs, 1, known=found)
+    results = worker.compile_all(jobs, 1, known=found)
     assert results
     usages = []
     for result in results:
