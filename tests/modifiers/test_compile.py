@@ -86,6 +86,23 @@ def test_numbers_of_what_is_made_inside_may_change(name):
     assert counter.frame_count <= (2 if "mask" in make(2, tensor) and name != "chain" else 5)
 
 
+def test_numbers_of_about_32_bits_may_change_in_kernels():
+    below = masks.function(lambda b, h, q, k, number: (number - q < k - 2**31 - 3) | (k == 0))
+
+    def function(query: Tensor, number: int, implementation: str = "triton") -> Tensor:
+        return saccade.attention(
+            query, query, query, mask=below(number), implementation=implementation
+        )
+
+    if torch.cuda.is_available():
+        pytest.skip("in Triton's interpreter; on a GPU test_gpu.py does it")
+    graph = torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
+    for number in (-5, 3 - 2**31, -(2**31), 2 - 2**31, -(2**31) - 6):
+        wanted = function(rows(), number, "reference")
+        torch.testing.assert_close(function(rows(), number), wanted)
+        torch.testing.assert_close(graph(rows(), number), wanted)
+
+
 MADE_OUTSIDE: dict[str, Any] = {
     "window": lambda n: {"mask": masks.window(n)},
     "lambda": lambda n: {"mask": as_mask(lambda b, h, q, k: (q - k) % n == 0)},

@@ -63,6 +63,24 @@ def test_masks(implementation: str, name: str) -> None:
         torch.testing.assert_close(one.double(), other, rtol=4e-2, atol=4e-2)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_numbers_of_about_32_bits_in_a_graph(implementation: str) -> None:
+    """A captured number that may change is held in as many bits as it needs."""
+    below = masks.function(lambda b, h, q, k, number: (number - q < k - 2**31 - 70) | (q >= k))
+    rows = drawn(B, H, L, D).bfloat16()
+
+    def call(rows: Tensor, number: int, implementation: str = implementation) -> Tensor:
+        return saccade.attention(
+            rows, rows, rows, mask=below(number), implementation=implementation
+        )
+
+    graph = torch.compile(call, dynamic=True, fullgraph=True)
+    for number in (-5, 3 - 2**31, -(2**31), 20 - 2**31, -(2**31) - 30):
+        wanted = call(rows.double(), number, "reference").bfloat16()
+        torch.testing.assert_close(call(rows, number), wanted, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(graph(rows, number), wanted, rtol=2e-2, atol=2e-2)
+
+
 def scores_of(captured: dict[str, Tensor]) -> dict[str, Callable[..., Any]]:
     slopes, gates, line, square, one = (captured[name] for name in CAPTURED)
     return {

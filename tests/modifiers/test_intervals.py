@@ -18,6 +18,7 @@ from saccade import masks
 from saccade.masks import Mask, as_mask
 from saccade.modifiers import evaluate, intervals
 from saccade.modifiers.expression import parse, slots
+from saccade.modifiers.form import form_of
 from saccade.modifiers.intervals import rows
 from saccade.modifiers.triton_source import judging_function
 from saccade.testing import make_case
@@ -191,6 +192,30 @@ def test_subtle_masks_are_never_classified_wrongly(name):
     for most in (0, 1, 2):
         text = judging_function("classify", parse(mask.key), slots(mask.key), most)
         assert text.spans_read <= most
+
+
+LARGE = [sign * 2**bits + by for sign in (-1, 1) for bits in (30, 31) for by in (-2, -1, 0, 1, 2)]
+MEETS_A_NUMBER: dict[str, Any] = {
+    "less": lambda b, h, q, k, n: q - n > k,
+    "more": lambda b, h, q, k, n: n + q - 9 < k,
+    "from it": lambda b, h, q, k, n: (n - q < k - 3) | (n - k > q),
+    "turned": lambda b, h, q, k, n: (-n > q) & (abs(n + 0 * k) > 5),
+    "chosen": lambda b, h, q, k, n: torch.where(q < 3, n, k) - 4 < torch.minimum(k - q, n + k),
+}
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", MEETS_A_NUMBER)
+def test_rows_meet_numbers_of_about_32_bits(name):
+    """Whether a number stays what it is (a mask made for a call) or may change (in a graph)."""
+    function, shape = MEETS_A_NUMBER[name], (1, 2, 5, 7)
+    form = form_of(function, "top_left", ("i",))
+    for number in LARGE:
+        made = masks.function(function)(number)
+        for mask in (made, Mask(form.key, form.captured([number]))):
+            seen = visible(mask, shape)
+            assert torch.equal(mask_of_kernel(mask, shape), seen)
+            check_sound(classified_by_kernel(mask, shape, (4, 4), True), seen, (4, 4))
 
 
 def test_a_table_without_entries_is_classified():

@@ -115,10 +115,6 @@ class Trace(RowBuilder):
         whole = isinstance(value, int) or getattr(value, "kind", "") == "i"
         if whole and known and not -(2**62) < value < 2**62:
             raise Untraceable(f"the number {value} has more than 62 bits")
-        if whole and known and abs(value + 2**31) <= 2**20:  # kernels take it for one of 32 bits,
-            step = self.add("+", self.number(value // 2), self.number(value - value // 2))
-            self.values[step] = value  # which a row less than it passes
-            return step
         into = self.ints if whole else self.floats
         into.append(value)
         step = self.add("number", detail=f"{'i' if whole else 'f'}{len(into) - 1}")
