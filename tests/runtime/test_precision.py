@@ -10,7 +10,7 @@ import torch
 
 import saccade
 from saccade.runtime import call_cache
-from saccade.runtime.precision import precision
+from saccade.runtime.spec import precision
 from saccade.testing import make_paged_case
 
 BACKENDS: Any = torch.backends  # whose interface PyTorch's stubs leave out
@@ -93,7 +93,7 @@ def test_a_call_is_kept_for_its_precision_alone() -> None:
         keys.append(
             (
                 call_cache.key_of(rows, rows, rows, *plain),
-                call_cache.linear_key_of([rows, rows, rows], (), None, None),
+                call_cache.key_of_any("linear_attention", [rows, rows, rows], (), ()),
             )
         )
     assert keys[0] == keys[2]

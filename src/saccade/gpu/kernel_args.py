@@ -16,8 +16,7 @@ from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.modifiers.expression import Captured, slots
 from saccade.runtime import dropout
-from saccade.runtime.precision import precision
-from saccade.runtime.spec import Inputs, Variant
+from saccade.runtime.spec import Inputs, Variant, precision
 
 
 class Extent(NamedTuple):

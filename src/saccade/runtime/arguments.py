@@ -112,47 +112,41 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, s
 
 def check_kinds(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, str]) -> None:
     """Refuse what is no tensor of so many dimensions, or of another dtype or device."""
-    tensors = {"query": query, "key": key, "value": value}
-    for name, tensor in tensors.items():
+    num_dims = shapes["query"].count(",") + 1
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, takes a tensor {shapes[name]}")
         if tensor.is_nested or tensor.layout != torch.strided:
             got = "a nested tensor" if tensor.is_nested else tensor.layout
             raise TypeError(f"{name}: got {got}, takes a dense tensor {shapes[name]}")
-        if tensor.dim() != shapes[name].count(",") + 1:
+        if tensor.dim() != num_dims:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, takes {shapes[name]}")
         if tensor.dtype not in DTYPES:
             raise TypeError(
                 f"{name}: got {tensor.dtype}, takes float32, float64, bfloat16 or float16"
             )
-    for name in ("key", "value"):
-        if tensors[name].dtype != query.dtype:
-            raise TypeError(f"{name}: got {tensors[name].dtype}, takes query's {query.dtype}")
-        if tensors[name].device != query.device:
-            raise ValueError(f"{name}: got {tensors[name].device}, takes query's {query.device}")
+    dtype, device = query.dtype, query.device
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: got {tensor.dtype}, takes query's {dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name}: got {tensor.device}, takes query's {device}")
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor, *, packed: bool) -> None:
-    heads_dim = 1
-    rows_dim = 0 if packed else 2
-    query_heads, kv_heads = query.shape[heads_dim], key.shape[heads_dim]
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    rows = 0 if packed else 2
     if not packed:
-        for name, tensor in (("key", key), ("value", value)):
-            if tensor.shape[0] != query.shape[0]:
-                raise ValueError(
-                    f"{name}: got batch {tensor.shape[0]}, takes query's {query.shape[0]}"
-                )
-    if value.shape[heads_dim] != kv_heads:
-        raise ValueError(f"value: got {value.shape[heads_dim]} heads, takes key's {kv_heads}")
-    check_heads("key", query_heads, kv_heads)
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(
-            f"key: got head_dim {key.shape[-1]}, takes query's head_dim {query.shape[-1]}"
-        )
-    if value.shape[rows_dim] != key.shape[rows_dim]:
-        raise ValueError(
-            f"value: got {value.shape[rows_dim]} rows, takes key's {key.shape[rows_dim]}"
-        )
+        for name, sizes in (("key", of_key), ("value", of_value)):
+            if sizes[0] != of_query[0]:
+                raise ValueError(f"{name}: got batch {sizes[0]}, takes query's {of_query[0]}")
+    if of_value[1] != of_key[1]:
+        raise ValueError(f"value: got {of_value[1]} heads, takes key's {of_key[1]}")
+    check_heads("key", of_query[1], of_key[1])
+    if of_key[-1] != of_query[-1]:
+        raise ValueError(f"key: got head_dim {of_key[-1]}, takes query's head_dim {of_query[-1]}")
+    if of_value[rows] != of_key[rows]:
+        raise ValueError(f"value: got {of_value[rows]} rows, takes key's {of_key[rows]}")
 
 
 def check_heads(name: str, query_heads: int, kv_heads: int) -> None:

@@ -22,8 +22,7 @@ from torch.utils._device import DeviceContext
 
 from saccade.masks import AnyMask, Mask
 from saccade.runtime.arguments import values_readable
-from saccade.runtime.precision import precision
-from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
+from saccade.runtime.spec import KernelConfig, Variant, precision
 from saccade.scores import AnyScore, Score
 
 # ---- observers -----------------------------------------------------------------------------------
@@ -65,8 +64,7 @@ def _more_than_a_device() -> bool:
 # ---- what is kept -----------------------------------------------------------------------------
 
 MOST_CALLS = 1024  # calls that are kept
-PLAIN_VALUES = frozenset({bool, int, float, str})
-LENGTHS = frozenset({int, type(None)})  # types of lengths that are known, or are not
+PLAIN_VALUES = frozenset({bool, int, float, str, type(None)})
 
 AnyConfig = KernelConfig | Mapping[tuple[int, int], KernelConfig] | None
 
@@ -100,7 +98,7 @@ _calls: dict[Any, CheckedCall] = {}
 
 
 def plain_options(sinks: Tensor | None, dropout_p: float, deterministic: bool) -> bool:
-    """Whether a call has nothing that its key does not speak of."""
+    """Whether a call has no option that its key leaves out."""
     dropless = type(dropout_p) is float and dropout_p == 0.0
     return sinks is None and dropless and type(deterministic) is bool
 
@@ -115,10 +113,13 @@ def key_of(
     implementation: str | None,
     config: AnyConfig,
 ) -> tuple[Any, ...] | None:
-    """The key of a dense call; None for a call that must be validated."""
+    """The key of a dense call of attention; None for a call that must be validated.
+
+    It is `key_of_any`, written out: small problems on a GPU take about as long as this function.
+    """
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return None
-    if _out_of_the_ordinary(mask, score, scale, implementation, config):
+    if _must_be_validated(mask, score, scale, implementation, config):
         return None
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
@@ -128,93 +129,54 @@ def key_of(
     )  # fmt: skip
 
 
-def packed_key_of(
-    tensors: Sequence[Tensor],
-    longest: tuple[int | None, int | None],
-    mask: AnyMask,
-    score: AnyScore,
-    scale: float | None,
-    implementation: str | None,
-    config: AnyConfig,
-) -> tuple[Any, ...] | None:
-    """The key of a packed call: of query, key, value and both sides' offsets, which are validated
-    where they can be read."""
-    if _out_of_the_ordinary(mask, score, scale, implementation, config):
-        return None
-    if not (PLAIN.issuperset(map(type, tensors)) and LENGTHS.issuperset(map(type, longest))):
-        return None
-    if any(map(values_readable, tensors[3:])):
-        return None
-    query = tensors[0]
-    kinds = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
-    return (
-        *kinds, longest, mask, score, scale, implementation, config,
-        precision(query.dtype),
-    )  # fmt: skip
-
-
-def paged_key_of(
-    inputs: PagedInputs,
-    mask: AnyMask,
-    score: AnyScore,
-    scale: float | None,
-    batch_invariant: bool,
-    implementation: str | None,
-    config: AnyConfig,
-) -> tuple[Any, ...] | None:
-    """The key of a call over pages, whose lengths are validated where they can be read."""
-    if not PLAIN_OR_ABSENT.issuperset(map(type, inputs)) or values_readable(inputs.kv_lens):
-        return None
-    if _out_of_the_ordinary(mask, score, scale, implementation, config):
-        return None
-    if type(batch_invariant) is not bool:
-        return None
-    query = inputs.query
-    kinds = [
-        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        for tensor in inputs
-    ]
-    return (
-        *kinds, mask, score, scale, batch_invariant, implementation, config,
-        precision(query.dtype),
-    )  # fmt: skip
-
-
-def linear_key_of(
+def key_of_any(
+    operation: str,
     tensors: Sequence[Tensor | None],
-    options: tuple[Any, ...],
-    implementation: str | None,
-    config: AnyConfig,
+    values: tuple[Any, ...],
+    read: Sequence[Tensor | None],
+    *,
+    mask: AnyMask = None,
+    score: AnyScore = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    config: AnyConfig = None,
 ) -> tuple[Any, ...] | None:
-    """The key of a call of linear attention: of query, key, value and both sides' offsets (or
-    None), without decay, lengths or a state; its options are plain values."""
-    if not PLAIN_OR_ABSENT.issuperset(map(type, tensors)):
+    """The key of a call of any operation; None for a call that must be validated.
+
+    Args:
+        operation: its name.
+        tensors: all tensors of the call, the query first; None for those that it does not have.
+        values: its other options, which must be numbers, texts or None.
+        read: tensors whose values validation reads where it can: such a call is validated.
+    """
+    types = tuple(map(type, values))  # 1, 1.0 and True are equal, and not the same
+    if not (PLAIN_OR_ABSENT.issuperset(map(type, tensors)) and PLAIN_VALUES.issuperset(types)):
         return None
-    if not all(type(option) in PLAIN_VALUES for option in options):
+    if _must_be_validated(mask, score, scale, implementation, config):
         return None
-    if _out_of_the_ordinary(None, None, None, implementation, config):
+    if any([tensor is not None and values_readable(tensor) for tensor in read]):
         return None
-    if any(tensor is not None and values_readable(tensor) for tensor in tensors[3:]):
-        return None
-    shapes = [
+    layouts = [
         None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         for tensor in tensors
     ]
-    kinds = tuple(map(type, options))  # 1, 1.0 and True are equal, and not the same
     return (
-        "linear", *shapes, options, kinds, implementation, config,
+        operation, *layouts, values, types, mask, score, scale, implementation, config,
         precision(torch.float32),
     )  # fmt: skip
 
 
-def _out_of_the_ordinary(
+def _must_be_validated(
     mask: AnyMask,
     score: AnyScore,
     scale: float | None,
     implementation: str | None,
     config: AnyConfig,
 ) -> bool:
-    """Whether a call is out of the ordinary. Equal is not enough: 1, 1.0 and True are equal."""
+    """Whether something observes the call, or its options are of types that keys cannot hold.
+
+    Types are compared, as 1, 1.0 and True are equal and not the same.
+    """
     return bool(
         torch.compiler.is_compiling()
         or observed()
@@ -228,17 +190,17 @@ def _out_of_the_ordinary(
 
 
 def _captures_no_tensor(modifier: Any, kind: type) -> bool:
-    """Whether it is a mask or score as such, and what it computes is known from its key."""
+    """Whether it is a mask or score whose key and numbers say all that it computes."""
     return type(modifier) is kind and not modifier.captured.tensors
 
 
 def lookup(key: tuple[Any, ...] | None) -> CheckedCall | None:
-    """What was kept under a key."""
+    """The call that was kept under a key, if any."""
     return None if key is None else _calls.get(key)
 
 
 def keep(key: tuple[Any, ...] | None, checked: CheckedCall) -> None:
-    """Keep what was found out, in place of the oldest when there is too much of it."""
+    """Keep a validated call, in place of the oldest one where there are `MOST_CALLS`."""
     if key is None:
         return
     if len(_calls) >= MOST_CALLS:

@@ -1,5 +1,8 @@
-"""Call specification: what a call of softmax or linear attention asks for, as a value; Variant: the
-program that it asks for."""
+"""Call specification: the values that describe a call of softmax or linear attention.
+
+`Inputs` are its tensors, `Variant` is the function that it computes, `Problem` its sizes, dtype and
+device without tensors, `KernelConfig` tile sizes, warps and stages.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,23 @@ from saccade.modifiers.expression import Captured
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 QUANTISED = (torch.float8_e4m3fn, torch.int8)  # dtypes of pages beside the query's own
+
+
+_precision_of = torch._C._get_fp32_precision_getter
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of a dtype are computed: "ieee" unless PyTorch was told that less will do.
+
+    Both of PyTorch's interfaces count: `torch.set_float32_matmul_precision` ("high": "tf32x3",
+    "medium": "tf32"), which sets a precision for each backend, and `torch.backends...matmul
+    .fp32_precision`, which is that precision. "tf32" for CUDA alone is what "high" makes of it.
+
+    The older interface is not asked: it raises once the newer one was used, or does not follow.
+    """
+    if dtype is not torch.float32 or _precision_of("cuda", "matmul") != "tf32":
+        return "ieee"
+    return "tf32" if _precision_of("mkldnn", "matmul") == "bf16" else "tf32x3"
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -29,13 +29,20 @@ R = TypeVar("R")
 CPU = torch.device("cpu")
 
 
-def cast(tensor: Tensor) -> Tensor:
-    """Under autocast, inputs take its dtype; float64 stays, as in PyTorch's own operators."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        return tensor  # for the checks to refuse
-    if tensor.dtype == torch.float64 or not _is_on(tensor.device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+def cast(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """Inputs in autocast's dtype, where it is on; float64 stays, as in PyTorch's own operators."""
+    first = inputs[0]
+    if not isinstance(first, Tensor) or not _is_on(first.device):
+        return inputs
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple([tensor.to(dtype) if _is_narrowed(tensor) else tensor for tensor in inputs])
+
+
+def _is_narrowed(tensor: object) -> bool:
+    """Whether autocast changes it; what is no tensor is left for the checks to refuse."""
+    if not isinstance(tensor, Tensor):
+        return False
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -58,7 +65,8 @@ def computed_without(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _is_on(device: torch.device) -> bool:
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)  # meta knows none
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)  # meta knows none
 
 
 CAUSAL = causal()
@@ -93,7 +101,7 @@ def prepare(
     """Check every argument and turn them into what implementations take."""
     packed = cu_seqlens_q is not None
     shapes = arguments.PACKED_SHAPES if packed else arguments.DENSE_SHAPES
-    query, key, value = (cast(tensor) for tensor in (query, key, value))
+    query, key, value = cast(query, key, value)
     arguments.check_tensors(query, key, value, shapes)
     arguments.check_sinks(sinks, query)
     arguments.check_flag("return_lse", return_lse)
@@ -156,7 +164,7 @@ def prepare_paged(
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None,
 ) -> tuple[PagedInputs, Variant, Problem, KernelConfig | None]:
     """The same for a call over pages."""
-    inputs = inputs._replace(query=cast(inputs.query))
+    inputs = inputs._replace(query=cast(inputs.query)[0])
     longest_q, offsets = None, inputs.cu_seqlens_q
     if offsets is not None and isinstance(inputs.query, Tensor) and inputs.query.dim() == 3:
         tokens, device = inputs.query.shape[0], inputs.query.device
@@ -239,32 +247,37 @@ def problem_of(inputs: Inputs, variant: Variant, config: KernelConfig | None) ->
     offsets = inputs.cu_seqlens_q
     packed = offsets is not None
     rows = 0 if packed else 2
-    batch = query.shape[0] if offsets is None else offsets.shape[0] - 1
+    query_sizes, key_sizes, device = query.shape, key.shape, query.device
     return Problem(
-        batch=batch,
-        query_heads=query.shape[1],
-        kv_heads=key.shape[1],
-        query_len=query.shape[rows],
-        kv_len=key.shape[rows],
-        head_dim=query.shape[-1],
+        batch=query_sizes[0] if offsets is None else offsets.shape[0] - 1,
+        query_heads=query_sizes[1],
+        kv_heads=key_sizes[1],
+        query_len=query_sizes[rows],
+        kv_len=key_sizes[rows],
+        head_dim=query_sizes[-1],
         value_dim=value.shape[-1],
         dtype=query.dtype,
-        device=query.device.type,
-        device_index=query.device.index,
+        device=device.type,
+        device_index=device.index,
         packed=packed,
         mask=variant.mask,
         score=variant.score,
         sinks=inputs.sinks is not None,
         dropout=variant.dropout_p > 0,
         configured=config is not None,
-        tma=all(map(strides_fit_tma, (query, key, value))),
+        tma=strides_fit_tma(query) and strides_fit_tma(key) and strides_fit_tma(value),
     )
 
 
 def strides_fit_tma(tensor: Tensor) -> bool:
     """Whether TMA can read rows of channels as they lie: it wants steps of whole 16 bytes."""
-    step = 16 // tensor.element_size() if tensor.element_size() else 1
-    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return tensor.stride(-1) == 1 and all(
-        side <= 1 or (stride > 0 and stride % step == 0) for side, stride in outer
-    )
+    shape, step = tensor.shape, 16 // tensor.dtype.itemsize
+    if shape[-1] % step == 0 and tensor.is_contiguous():  # at once: each new length asks
+        return True
+    strides = tensor.stride()
+    if strides[-1] != 1:
+        return False
+    for size, stride in zip(shape[:-1], strides, strict=False):
+        if size > 1 and (stride <= 0 or stride % step):
+            return False
+    return True

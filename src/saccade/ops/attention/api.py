@@ -116,7 +116,7 @@ def attention(  # breaks function-length: most of it is the docstring
     if checked is not None:
         output, lse = _attend(Inputs(query, key, value), checked, deterministic, alone=True)
         return (output, lse) if return_lse else output
-    if shards.any_sharded(query, key, value):
+    if call_key is None and shards.any_sharded(query, key, value):
         options = {
             "mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout_p": dropout_p,
             "return_lse": return_lse, "deterministic": deterministic,
@@ -130,7 +130,8 @@ def attention(  # breaks function-length: most of it is the docstring
     )  # fmt: skip
     checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
     call_cache.keep(call_key, checked)
-    output, lse = _attend(with_seed(inputs, variant), checked, deterministic)
+    alone = call_key is not None
+    output, lse = _attend(with_seed(inputs, variant), checked, deterministic, alone=alone)
     return (output, lse) if return_lse else output
 
 
@@ -213,15 +214,16 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     tensors, call_key = (query, key, value, *offsets), None
     if call_cache.plain_options(sinks, dropout_p, deterministic):
-        call_key = call_cache.packed_key_of(
-            tensors, (max_seqlen_q, max_seqlen_k), mask, score, scale, implementation, config
-        )
+        call_key = call_cache.key_of_any(
+            "attention_varlen", tensors, (max_seqlen_q, max_seqlen_k), offsets,
+            mask=mask, score=score, scale=scale, implementation=implementation, config=config,
+        )  # fmt: skip
     checked = call_cache.lookup(call_key)
     if checked is not None:
         inputs = Inputs(query, key, value, None, None, *offsets)
         output, lse = _attend(inputs, checked, deterministic, alone=True)
         return (output, lse) if return_lse else output
-    if shards.any_sharded(*tensors):
+    if call_key is None and shards.any_sharded(*tensors):
         options = {
             "mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout_p": dropout_p,
             "return_lse": return_lse, "deterministic": deterministic,
@@ -236,7 +238,8 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     )  # fmt: skip
     checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
     call_cache.keep(call_key, checked)
-    output, lse = _attend(with_seed(inputs, variant), checked, deterministic)
+    alone = call_key is not None
+    output, lse = _attend(with_seed(inputs, variant), checked, deterministic, alone=alone)
     return (output, lse) if return_lse else output
 
 

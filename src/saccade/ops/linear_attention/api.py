@@ -239,7 +239,10 @@ def _key_of(
     if options.get("feature_map") in SIGNED_MAPS:  # may warn
         return None
     plain = tuple(options.get(name, MISSING) for name in NAMES)
-    return call_cache.linear_key_of(tensors, plain, implementation, options.get("config"))
+    return call_cache.key_of_any(
+        "linear_attention", tensors, plain, tensors[3:],
+        implementation=implementation, config=options.get("config"),
+    )  # fmt: skip
 
 
 MISSING = ""  # an option that was left out

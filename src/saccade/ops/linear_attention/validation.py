@@ -70,7 +70,7 @@ def prepare(
     state_name: str = "initial_state",
 ) -> Prepared:
     """Check every argument, apply the feature map unless the implementation does."""
-    query, key, value = (cast(tensor) for tensor in (query, key, value))
+    query, key, value = cast(query, key, value)
     arguments.check_rows(query, key, value, packed=cu_seqlens_q is not None)
     check_flag("causal", causal)
     check_flag("return_state", return_state)

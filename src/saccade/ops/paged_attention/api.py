@@ -122,11 +122,12 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     arguments.check_flag("return_lse", return_lse)
     if causal is not False:
         mask = with_causal(mask, causal)
-    call_key = call_cache.paged_key_of(
-        inputs, mask, score, scale, batch_invariant, implementation, config
-    )
+    call_key = call_cache.key_of_any(
+        "attention_paged", inputs, (batch_invariant,), (kv_lens,),
+        mask=mask, score=score, scale=scale, implementation=implementation, config=config,
+    )  # fmt: skip
     checked = call_cache.lookup(call_key)
-    if checked is None and shards.any_sharded(*inputs):
+    if call_key is None and shards.any_sharded(*inputs):
         options = {
             "mask": mask, "score": score, "scale": scale, "batch_invariant": batch_invariant,
             "return_lse": return_lse, "implementation": implementation, "config": config,

@@ -20,8 +20,7 @@ from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.intervals import Span
 from saccade.ops.attention.triton import configs, tuned_configs
 from saccade.ops.attention.triton.configs import KernelProblem
-from saccade.runtime.precision import precision
-from saccade.runtime.spec import Inputs, KernelConfig, LinearInputs, Variant
+from saccade.runtime.spec import Inputs, KernelConfig, LinearInputs, Variant, precision
 
 # ---- reach ---------------------------------------------------------------------------------------
 # About how many a query row sees. Where they are few, other tiles are faster.

@@ -12,8 +12,7 @@ from saccade.gpu.kernel_args import Extent, number_strides, row_strides, view
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.linear_attention.triton.configs import LinearConfig, choose
-from saccade.runtime.precision import precision
-from saccade.runtime.spec import KernelConfig, LinearInputs, LinearVariant
+from saccade.runtime.spec import KernelConfig, LinearInputs, LinearVariant, precision
 
 SHORTEST_SEGMENT = 512  # places: shorter ones cost more states than they save time
 RESIDENT_WARPS = 8  # of one multiprocessor, as each thread holds as many registers as it can

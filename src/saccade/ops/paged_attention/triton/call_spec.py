@@ -34,8 +34,7 @@ from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import decode
 from saccade.ops.paged_attention.triton.configs import PagedConfig, PagedProblem
 from saccade.ops.paged_attention.triton.passes import Pass
-from saccade.runtime.precision import precision
-from saccade.runtime.spec import KernelConfig, PagedInputs, Variant
+from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, precision
 
 ANY_NUMBER = 2**30  # of query rows
 LARGEST_PAIRED = 32  # rows of a tile; larger ones take what they are multiplied with from memory
