@@ -3,7 +3,9 @@
 import itertools
 import random
 import signal
+import sys
 import time
+import weakref
 
 import interrupts
 import pytest
@@ -125,11 +127,38 @@ def test_signals_at_random_moments_lose_nothing():
 
 @pytest.fixture(autouse=True)
 def alarms_interrupt():
-    """An alarm clock rings as Ctrl-C does, which spares whoever else gets that."""
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    """An alarm raises KeyboardInterrupt, as Ctrl-C does, and interrupts no other process.
+
+    Python runs signal handlers between any two instructions of the main thread, also in a
+    callback of a weak reference or in `__del__`. Those have no caller that an exception could
+    reach, so Python reports it to `sys.unraisablehook` and goes on: such an alarm interrupts
+    nothing. It is set again for the code that the callback ran in.
+    """
+
+    def unraisable(report):
+        if report.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0.0002)
+        else:
+            hook_before(report)
+
+    hook_before, sys.unraisablehook = sys.unraisablehook, unraisable
+    handler_before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGALRM, handler_before)
+    sys.unraisablehook = hook_before
+
+
+def test_an_alarm_in_a_weakref_callback_interrupts_the_code_around_it():
+    class Referent:
+        pass
+
+    referent = Referent()
+    reference = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGALRM))
+    with pytest.raises(KeyboardInterrupt):
+        del referent
+        time.sleep(60)
+    assert reference() is None
 
 
 def test_waiting_for_what_can_never_come_ends():
