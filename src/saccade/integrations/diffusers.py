@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from saccade.integrations.arguments import heads_first, serve_only
 from saccade.integrations.sdpa import scaled_dot_product_attention
 
 NAME = "saccade"
@@ -79,17 +80,15 @@ def attention(
     Raises:
         NotImplementedError: for the lse, and for context parallelism.
     """
-    if return_lse:
-        raise NotImplementedError("return_lse: got True, takes False")
+    serve_only(False, return_lse=return_lse)
     if _parallel_config is not None:
         raise NotImplementedError("saccade's backend for diffusers has no context parallelism")
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
-    query, key, value = (rows.transpose(1, 2) for rows in (query, key, value))
-    output = scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    return output.transpose(1, 2)
+    return heads_first(
+        scaled_dot_product_attention, query, key, value, attn_mask=attn_mask, dropout_p=dropout_p,
+        is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+    )  # fmt: skip
 
 
 def _member(names: Any) -> Any:

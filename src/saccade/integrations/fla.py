@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import saccade
+from saccade.integrations.arguments import as_features, heads_first
 
 EPS = 1e-10
 
@@ -42,7 +43,7 @@ def chunk_linear_attn(
     Returns:
         (B, T, H, V), and the last state or None.
     """
-    return _call([q, k, v], scale, initial_state, output_final_state, normalize, cu_seqlens, None)
+    return _call([q, k, v], scale, initial_state, output_final_state, normalize, cu_seqlens)
 
 
 fused_chunk_linear_attn = chunk_linear_attn
@@ -59,13 +60,15 @@ def fused_recurrent_linear_attn(
     normalize: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:
-    """The same as `chunk_linear_attn`, with other defaults; `reverse` walks from the end."""
-    packing = _Packing(reverse, cu_seqlens, q.shape[1], q.device)
-    output, state = _call(
-        [packing.rows(rows) for rows in (q, k, v)], scale, packing.states(initial_state),
-        output_final_state, normalize, packing.offsets, None,
-    )  # fmt: skip
-    return packing.rows(output), packing.states(state)
+    """`chunk_linear_attn` with other defaults.
+
+    Args:
+        reverse: whether tokens see those behind them instead of those before.
+        others: as in `chunk_linear_attn`.
+    """
+    return _call(
+        [q, k, v], scale, initial_state, output_final_state, normalize, cu_seqlens, reverse
+    )
 
 
 def chunk_simple_gla(
@@ -83,7 +86,7 @@ def chunk_simple_gla(
     *,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, State]:
-    """Linear attention without a normaliser whose state fades.
+    """Linear attention with decay and without a normaliser.
 
     Args:
         g: (B, T, H) logarithms of the factor at each token.
@@ -112,7 +115,7 @@ def fused_chunk_simple_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:
-    """The same as `chunk_simple_gla`, with fewer options."""
+    """`chunk_simple_gla` with fewer options."""
     return fused_recurrent_simple_gla(
         q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens
     )
@@ -131,22 +134,16 @@ def fused_recurrent_simple_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:
-    """The same as `chunk_simple_gla`; `reverse` walks from the end."""
+    """`chunk_simple_gla`, with `reverse` as in `fused_recurrent_linear_attn`."""
     _check_flag("output_final_state", output_final_state)
     _check_flag("state_v_first", state_v_first)
-    packing = _Packing(reverse, cu_seqlens, q.shape[1], q.device)
-    decay = _decay(g, g_gamma, k, v)
-    if g is not None:
-        decay = packing.rows(g).squeeze(0) if packing.packed else packing.rows(g).transpose(1, 2)
-    state: Any
     if state_v_first and isinstance(initial_state, Tensor):
         initial_state = initial_state.mT
     output, state = _call(
-        [packing.rows(rows) for rows in (q, k, v)], scale, packing.states(initial_state),
-        output_final_state, False, packing.offsets, decay,
+        [q, k, v], scale, initial_state, output_final_state, False, cu_seqlens, reverse,
+        _decay(g, g_gamma, k, v),
     )  # fmt: skip
-    state = packing.states(state)
-    return packing.rows(output), state.mT if state_v_first and state is not None else state
+    return output, state.mT if state_v_first and isinstance(state, Tensor) else state
 
 
 def parallel_simple_gla(
@@ -159,10 +156,10 @@ def parallel_simple_gla(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same as `chunk_simple_gla` without states.
+    """`chunk_simple_gla` without states.
 
     Args:
-        output_attentions: whether to return the faded scores too, which takes T · T numbers a head.
+        output_attentions: whether to return the decayed scores too: T · T numbers a head.
         others: as in `chunk_simple_gla`.
 
     Returns:
@@ -192,31 +189,38 @@ def _call(
     output_final_state: bool,
     normalize: bool,
     cu_seqlens: Tensor | None,
-    decay: Tensor | None,
+    reverse: bool = False,
+    decay: Tensor | None = None,
 ) -> tuple[Tensor, State]:
+    """Linear attention of features in fla's layout; decay is (B, T, H), (H,) or None."""
     q: Tensor = tensors[0]
-    call: Any = saccade.linear_attention if cu_seqlens is None else saccade.linear_attention_varlen
+    order = _Order(reverse, cu_seqlens, q.shape[1], q.device)
+    rows = [order.rows(each) for each in tensors]
+    if decay is not None and decay.dim() == 3:
+        decay = order.rows(decay)
+        decay = decay.transpose(1, 2) if cu_seqlens is None else decay.squeeze(0)
     arguments: dict[str, Any] = {
-        "feature_map": _as_given,
+        "feature_map": as_features,
         "normalize": "sum" if normalize else "none",
         "return_state": True,
         "eps": EPS,
         "scale": max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
         "decay": decay,
-        "initial_state": _sums(initial_state, normalize),
+        "initial_state": _sums(order.states(initial_state), normalize),
     }
-    if cu_seqlens is not None:
+    if cu_seqlens is None:
+        output, state = heads_first(saccade.linear_attention, *rows, **arguments)
+    else:
         if q.shape[0] != 1:
             raise ValueError(f"q: got batch {q.shape[0]}, takes 1 with cu_seqlens")
-        offsets = cu_seqlens.to(torch.int32) if isinstance(cu_seqlens, Tensor) else cu_seqlens
-        output, state = call(*(rows.squeeze(0) for rows in tensors), offsets, **arguments)
+        offsets: Any = order.offsets
+        if isinstance(offsets, Tensor):
+            offsets = offsets.to(torch.int32)
+        call: Any = saccade.linear_attention_varlen
+        output, state = call(*(each.squeeze(0) for each in rows), offsets, **arguments)
         output = output.unsqueeze(0)
-    else:
-        output, state = call(*(rows.transpose(1, 2) for rows in tensors), **arguments)
-        output = output.transpose(1, 2)
-    if not output_final_state:
-        return output, None
-    return output, (state.kv, state.key_sum.unsqueeze(1)) if normalize else state.kv
+    last: State = (state.kv, state.key_sum.unsqueeze(1)) if normalize else state.kv
+    return order.rows(output), order.states(last) if output_final_state else None
 
 
 def _sums(state: State, normalize: bool) -> saccade.LinearState | None:
@@ -232,16 +236,19 @@ def _sums(state: State, normalize: bool) -> saccade.LinearState | None:
     return saccade.LinearState(state, state.new_zeros(state.shape[:3]))
 
 
-class _Packing:
-    """The order of tokens: as they lie, or all but the rows behind the last offset turned round."""
+class _Order:
+    """The order in which tokens are read: as they lie, or reversed.
+
+    With offsets each sequence is reversed, and their order too; rows behind the last stay.
+    """
 
     def __init__(self, reverse: bool, offsets: Tensor | None, length: int, device: torch.device):
         _check_flag("reverse", reverse)
         self.reverse, self.offsets, self.packed = reverse, offsets, offsets is not None
         if reverse and offsets is not None:
-            end, place = offsets[-1], torch.arange(length, device=device)
+            end, row = offsets[-1], torch.arange(length, device=device)
             self.offsets = end - offsets.flip(0)
-            self.order = torch.where(place < end, end - 1 - place, place)
+            self.order = torch.where(row < end, end - 1 - row, row)
 
     def rows(self, rows: Tensor) -> Tensor:
         """Rows (B, T, ...) in this order, or back from it."""
@@ -259,18 +266,18 @@ class _Packing:
 
 
 def _decay(g: Tensor | None, g_gamma: Tensor | None, k: Tensor, v: Tensor) -> Tensor | None:
-    """The one that is given, of the right shape."""
+    """The decay of each token or of each head, of the right shape."""
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got a tensor beside g, takes one of the two")
     heads = max(k.shape[2], v.shape[2])
-    for name, given, shape in (("g", g, (*k.shape[:2], heads)), ("g_gamma", g_gamma, (heads,))):
-        if given is not None and tuple(given.shape) != tuple(shape):
-            raise ValueError(f"{name}: got shape {tuple(given.shape)}, takes {tuple(shape)}")
+    for name, decay, shape in (("g", g, (*k.shape[:2], heads)), ("g_gamma", g_gamma, (heads,))):
+        if decay is not None and tuple(decay.shape) != tuple(shape):
+            raise ValueError(f"{name}: got shape {tuple(decay.shape)}, takes {tuple(shape)}")
     return g_gamma if g is None else g
 
 
 def _check_flag(name: str, value: object) -> None:
-    """Refuse what stands in a flag's place, as arguments in another version's order do."""
+    """Refuse what is no bool: another version has its arguments in another order."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, takes a bool")
 
@@ -292,8 +299,3 @@ def _check_copy(copy: object, offsets: Tensor | None) -> None:
         raise ValueError(f"cu_seqlens_cpu: got {got}, takes a copy of cu_seqlens on the CPU")
     if offsets.device.type == "cpu" and offsets.tolist() != copy.tolist():
         raise ValueError(f"cu_seqlens_cpu: got {copy.tolist()}, takes {offsets.tolist()}")
-
-
-def _as_given(rows: Tensor) -> Tensor:
-    """The map of what are features already."""
-    return rows

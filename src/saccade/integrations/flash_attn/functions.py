@@ -1,5 +1,9 @@
-"""Functions: FlashAttention's calls, for sequences of one length and for such laid end to end;
-and what pads and packs them."""
+"""Functions: FlashAttention's calls, for sequences of one length and for packed ones; and what
+pads and packs them.
+
+Its calls over pages take queries that require a gradient, and fail when one is computed; so do
+these.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,89 @@ import torch
 from torch import Tensor
 
 import saccade
-from saccade.integrations.flash_attn.options import (
-    FlashOptions,
-    answer,
-    attend,
-    flag,
-    no_weights,
-    whole,
-    without_gradient,
-)
+from saccade import scores
+from saccade.integrations.arguments import chained, flag, heads_first, pair, real, whole, window
+
+
+def attention_options(
+    softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Tensor | None
+) -> dict[str, Any]:
+    """The options that all calls share (see `flash_attn_func`), as `saccade.attention` has them."""
+    scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
+    causal = flag("causal", causal)
+    left, right = (None if rows < 0 else rows for rows in pair("window_size", window_size))
+    softcap = real("softcap", softcap)
+    alibi = None
+    if alibi_slopes is not None:
+        if alibi_slopes.dim() not in (1, 2):
+            raise ValueError(
+                f"alibi_slopes: got {list(alibi_slopes.shape)}, takes [heads] or [batch, heads]"
+            )
+        by_head = alibi_slopes.dim() == 1
+        alibi = scores.alibi(alibi_slopes) if by_head else alibi_by_batch(alibi_slopes)
+    return {
+        "mask": window(left, 0 if causal else right),
+        "score": chained(scores.softcap(softcap) if softcap > 0 else None, alibi),
+        "scale": scale,
+    }
+
+
+@scores.function(align="bottom_right")
+def alibi_by_batch(
+    score: Any, batch: Any, head: Any, query_row: Any, kv_row: Any, slopes: Any
+) -> Any:
+    """ALiBi with slopes [batch, heads]."""
+    return score - scores.take(slopes, batch, head) * scores.absolute(query_row - kv_row)
+
+
+def no_weights(return_attn_probs: Any, dropout_p: Any) -> tuple[float, bool]:
+    """The probability of dropout, and whether the lse is returned too.
+
+    Raises:
+        NotImplementedError: for both, as FlashAttention then returns weights that show what was
+            dropped.
+    """
+    dropout_p = float(real("dropout_p", dropout_p))
+    return_attn_probs = flag("return_attn_probs", return_attn_probs)
+    if return_attn_probs and dropout_p > 0:
+        raise NotImplementedError(
+            f"return_attn_probs: got True with dropout_p = {dropout_p}; saccade never writes "
+            "weights out. Ask for them with dropout_p = 0 (the lse comes with them)"
+        )
+    return dropout_p, return_attn_probs
+
+
+def answer(output: Tensor, lse: Tensor, return_attn_probs: bool) -> Any:
+    """What FlashAttention returns: the output alone, or with the lse and an empty tensor."""
+    return (output, lse, output.new_empty(0)) if return_attn_probs else output
+
+
+def without_gradient(name: str, outputs: tuple[Tensor, Tensor], *inputs: Any) -> Any:
+    """Outputs that were computed under `torch.no_grad`, whose backward pass raises.
+
+    Args:
+        name: of the call.
+        inputs: the call's arguments; if no tensor among them requires a gradient, the outputs
+            require none either.
+    """
+    tensors = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+    if not (tensors and torch.is_grad_enabled()):
+        return outputs
+    return _ForwardOnly.apply(name, *outputs, *tensors)
+
+
+class _ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, output: Tensor, lse: Tensor, *inputs: Tensor) -> Any:
+        ctx.name = name
+        return output.view_as(output), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(
+            f"{ctx.name}: got a gradient to send back, takes none: attention over pages is forward "
+            "only, as FlashAttention's is; take flash_attn_varlen_func without block_table"
+        )
 
 
 def flash_attn_func(
@@ -57,8 +135,12 @@ def flash_attn_func(
         TypeError, ValueError, NotImplementedError: naming the argument.
     """
     dropout_p, weights = no_weights(return_attn_probs, dropout_p)
-    options = FlashOptions.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return answer(*attend(q, k, v, options, dropout_p, deterministic), weights)
+    options = attention_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    output, lse = heads_first(
+        saccade.attention, q, k, v, **options, dropout_p=dropout_p,
+        deterministic=flag("deterministic", deterministic), return_lse=True,
+    )  # fmt: skip
+    return answer(output, lse, weights)
 
 
 def flash_attn_kvpacked_func(
@@ -163,13 +245,13 @@ def flash_attn_varlen_func(
         TypeError, ValueError, NotImplementedError: naming the argument.
     """
     dropout_p, weights = no_weights(return_attn_probs, dropout_p)
-    options = FlashOptions.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = attention_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     longest = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
     deterministic = flag("deterministic", deterministic)
     if block_table is None:
         output, lse = saccade.attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q=longest[0], max_seqlen_k=longest[1], **options.keywords(),
+            max_seqlen_q=longest[0], max_seqlen_k=longest[1], **options,
             dropout_p=dropout_p, deterministic=deterministic, return_lse=True,
         )  # fmt: skip
         return answer(output, lse, weights)
@@ -178,7 +260,7 @@ def flash_attn_varlen_func(
     with torch.no_grad():
         found = saccade.attention_paged(
             q, k.transpose(1, 2), v.transpose(1, 2), block_table, cu_seqlens_k.diff(),
-            cu_seqlens_q=cu_seqlens_q, **options.keywords(), return_lse=True,
+            cu_seqlens_q=cu_seqlens_q, **options, return_lse=True,
         )  # fmt: skip
     name = "flash_attn_varlen_func with block_table"
     output, lse = without_gradient(name, found, q, k, v, alibi_slopes)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import saccade
-from saccade.integrations.flash_attn.options import flag, whole
+from saccade.integrations.arguments import flag, whole
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:

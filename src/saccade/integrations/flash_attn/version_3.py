@@ -1,7 +1,7 @@
 """Version 3: the calls of `flash_attn_interface`, FlashAttention-3's module.
 
 They differ from version 2's in their arguments: no dropout, no ALiBi, pages by `page_table`. With
-`return_attn_probs` they return the output and the lse. Options that only choose options kernels run
+`return_attn_probs` they return the output and the lse. Options that only choose how kernels run
 (`num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`) change nothing here; those that change
 the result and are not served raise by name.
 """
@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 import saccade
+from saccade.integrations.arguments import flag, serve_only, whole
 from saccade.integrations.flash_attn import cache, functions
-from saccade.integrations.flash_attn.functions import unpacked
-from saccade.integrations.flash_attn.options import FlashOptions, flag, whole, without_gradient
+from saccade.integrations.flash_attn.functions import (
+    attention_options,
+    unpacked,
+    without_gradient,
+)
 
 Scale = Tensor | None
 
@@ -114,7 +118,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention of packed sequences, as version 2's `flash_attn_varlen_func` computes it."""
     _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
-    _refuse(seqused_q=seqused_q, seqused_k=seqused_k)
+    serve_only(None, seqused_q=seqused_q, seqused_k=seqused_k)
     found = functions.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
         causal, window_size, softcap, None, deterministic, True,
@@ -163,27 +167,27 @@ def flash_attn_with_kvcache(  # breaks function-length: half of it is its argume
         others: as of version 2's call.
     """
     _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
-    _refuse(rotary_seqlens=rotary_seqlens)
+    serve_only(None, rotary_seqlens=rotary_seqlens)
     if cu_seqlens_q is None:
         if k is not None:
-            _refuse(cu_seqlens_k_new=cu_seqlens_k_new)
+            serve_only(None, cu_seqlens_k_new=cu_seqlens_k_new)
         return cache.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
             cache_leftpad, page_table, softmax_scale, causal, window_size, softcap,
             rotary_interleaved, return_softmax_lse=return_softmax_lse,
         )  # fmt: skip
-    _refuse("with cu_seqlens_q", k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)  # fmt: skip
+    serve_only(None, "with cu_seqlens_q", k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+               cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)  # fmt: skip
     if page_table is None or not isinstance(cache_seqlens, Tensor):
         raise NotImplementedError(
             "page_table, cache_seqlens: take tensors with cu_seqlens_q: queries are packed over "
             "pages alone"
         )
-    options = FlashOptions.of(softmax_scale, causal, window_size, softcap, None)
+    options = attention_options(softmax_scale, causal, window_size, softcap, None)
     with torch.no_grad():
         found = saccade.attention_paged(
             q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), page_table, cache_seqlens,
-            cu_seqlens_q=cu_seqlens_q, **options.keywords(), return_lse=True,
+            cu_seqlens_q=cu_seqlens_q, **options, return_lse=True,
         )  # fmt: skip
     found = without_gradient("flash_attn_with_kvcache", found, q, k_cache, v_cache)
     return _answer(found, return_softmax_lse, "return_softmax_lse")
@@ -229,20 +233,12 @@ def _check(
     sm_margin: Any,
 ) -> None:
     """Refuse what changes the result and is not served; look at hints."""
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    if whole("attention_chunk", attention_chunk) != 0:
-        raise NotImplementedError(f"attention_chunk: got {attention_chunk}, takes 0")
+    serve_only(None, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    serve_only(0, attention_chunk=whole("attention_chunk", attention_chunk))
     whole("num_splits", num_splits)
     whole("sm_margin", sm_margin)
     if pack_gqa is not None:
         flag("pack_gqa", pack_gqa)
-
-
-def _refuse(why: str = "", **options: object) -> None:
-    """Refuse options that are given."""
-    for name, value in options.items():
-        if value is not None:
-            raise NotImplementedError(f"{name}: got {type(value).__name__} {why}, takes None")
 
 
 def _answer(found: Any, more: Any, name: str = "return_attn_probs") -> Any:

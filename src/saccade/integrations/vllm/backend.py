@@ -21,9 +21,8 @@ from vllm.v1.attention.backend import (
 )
 
 import saccade
-from saccade import masks, scores
-
-LARGEST_PAGE = 1024
+from saccade import scores
+from saccade.integrations.arguments import LARGEST_PAGE, chained, sliding_window_mask
 
 
 class Backend(AttentionBackend):
@@ -137,12 +136,9 @@ class Impl(AttentionImpl):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        # A window of vLLM counts a row's own place too.
-        window = masks.causal() if sliding_window is None else masks.window(sliding_window - 1)
-        both_sides = None
-        if sliding_window is not None:
-            both_sides = masks.window(sliding_window - 1, sliding_window - 1)
-        self.masks = {True: window, False: both_sides}
+        self.masks = {
+            causal: sliding_window_mask(sliding_window, causal) for causal in (True, False)
+        }
         self.softcap = scores.softcap(logits_soft_cap) if logits_soft_cap else None
         self.slopes = None
         if alibi_slopes is not None:
@@ -202,5 +198,4 @@ class Impl(AttentionImpl):
         if self.slopes is None:
             return self.softcap
         self.slopes = self.slopes.to(device)
-        alibi = scores.alibi(self.slopes)
-        return alibi if self.softcap is None else self.softcap >> alibi
+        return chained(self.softcap, scores.alibi(self.slopes))
