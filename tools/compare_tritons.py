@@ -232,8 +232,7 @@ def work() -> int:
     import triton
 
     from saccade.bench.cases import CASES
-    from saccade.bench.peers import Call, all_peers
-    from saccade.bench.peers.peer import runnable
+    from saccade.bench.peers import Call, all_peers, runnable
     from saccade.bench.timing import GpuClock
 
     device = torch.device("cuda", 0)

@@ -24,10 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import saccade.integrations.transformers as integration
-from saccade.bench.case import BenchCase
+from saccade.bench.case import CAUSAL, BenchCase
 from saccade.bench.results import Result, append, record
 from saccade.bench.timing import Timing, orders
-from saccade.bench.visibility import CAUSAL
 
 HELP = """\
 Time training steps (forward, backward, optimizer) of small models with random weights, under

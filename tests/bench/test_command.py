@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from saccade.bench import processes, results, session
 from saccade.bench.cases import CASES
 from saccade.bench.command import bench
-from saccade.bench.peers import paged, pytorch
+from saccade.bench.peers import ours, pytorch
 from saccade.bench.report.write import SCRIPTS
 from saccade.bench.results import read
 
@@ -93,7 +93,8 @@ def test_lists_and_help():
 
 def test_peers_over_pages_are_asked_by_a_case_that_they_serve():
     peers = {
-        peer.who: session.reason_against(peer, torch.device("cpu")) for peer in paged.peers()[:2]
+        peer.who: session.reason_against(peer, torch.device("cpu"))
+        for peer in ours.paged_peers()[:2]
     }
     assert peers == {"saccade/paged-16": None, "saccade/scattered-16": None}
 

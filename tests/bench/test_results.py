@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from rich.console import Console
 from saccade.bench.cases import CASES
 from saccade.bench.plot import curves_of, plot
 from saccade.bench.results import Absence, Result, append, case_fields, latest, read, record
-from saccade.bench.terminal import footnotes, results_table
+from saccade.bench.terminal import Bar, footnotes, results_table
 from saccade.bench.timing import Timing
 
 DESIGNED = {
@@ -185,3 +186,22 @@ def test_a_curve_joins_cases_that_differ_in_length_only():
     names = ("cpu-linear-fp32-d64-4k", *(f"cpu-linear-length-fp32-d64-{n}k" for n in (1, 4)))
     (series,) = curves_of([result(name, "bmm") for name in names]).values()
     assert [length for length, _ in series["bmm"]] == [1024, 4096]
+
+
+def test_the_time_left_follows_from_what_is_done():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=120)
+    with Bar(console, ["short", "long"], [1.0, 3.0]) as progress:
+        progress.now("short: forward")
+        for _ in range(2):
+            progress.done(0.25)
+            time.sleep(0.01)
+        progress.case_done()  # whatever of it was skipped is over as well
+        (task,) = progress.bar.tasks
+        assert task.percentage == 25
+        assert task.time_remaining is not None and task.time_remaining > 0
+        progress.bar.refresh()
+    shown = file.getvalue()
+    assert "short: forward" in shown
+    assert "case 2 of 2" in shown
+    assert "left" in shown

@@ -7,15 +7,15 @@ import pytest
 from rich.console import Console
 
 from saccade.bench.cases import CASES
-from saccade.bench.peers.rates import COPY_BYTES
+from saccade.bench.peers.pytorch import COPY_BYTES
 from saccade.bench.results import Result, append, case_fields
 from saccade.bench.session import show_targets
-from saccade.bench.targets import CPU_TARGETS, GPU_TARGETS, TARGETS
-from saccade.bench.terminal import targets_table
-from saccade.bench.verdicts import compare_with_targets, still_missing
-from saccade.bench.yardsticks import (
+from saccade.bench.targets import (
+    CPU_TARGETS,
     FASTEST,
     GOOD_RATE,
+    GPU_TARGETS,
+    TARGETS,
     AgainstPeer,
     Bytes,
     Copying,
@@ -28,7 +28,10 @@ from saccade.bench.yardsticks import (
     Time,
     Tokens,
     Unmeasured,
+    compare_with_targets,
+    still_missing,
 )
+from saccade.bench.terminal import targets_table
 
 FULL_1K, PACKED = "gpu-full-bf16-d128-1k", "gpu-packed-bf16-d128-16x1024"
 

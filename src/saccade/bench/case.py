@@ -1,18 +1,149 @@
-"""Cases: a named problem of the bench, and its tensors: softmax, linear attention, and pages."""
+"""What is timed: an attention problem by its shapes, dtype and visible pairs, and its tensors."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import zlib
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.bench.visibility import FULL, Visibility, lengths_text
+# The visible part of the blocks off the diagonal; with the diagonal, 10 % of 128 × 128 blocks.
+VISIBLE_BLOCKS = 0.093
+MOST_BLOCKS = 256
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which key rows a query row sees, for a sequence on itself.
+
+    Attributes:
+        kind: "full", "causal", "window" (its own row and `size` rows before it), "prefix" (causal,
+            and the first `size` rows are visible to all), or "blocks" (of `size` × `size` pairs,
+            the diagonal and a random tenth of the others).
+        size: see `kind`; 0 for "full" and "causal".
+        documents: lengths of the documents that the sequence is cut into; a row sees its own
+            document only. Empty: there is one.
+    """
+
+    kind: Literal["full", "causal", "window", "prefix", "blocks"] = "full"
+    size: int = 0
+    documents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.documents and self.kind in ("prefix", "blocks"):
+            raise ValueError(f"{self.kind} counts from the sequence's start, not a document's")
+
+    def __str__(self) -> str:
+        kind = f"{self.kind} {self.size}" if self.size else self.kind
+        if not self.documents:
+            return kind
+        equal = len(set(self.documents)) == 1
+        documents = f"documents {self.documents[0] if equal else lengths_text(self.documents)}"
+        return documents if self.kind == "full" else f"{kind} {documents}"
+
+    @property
+    def needs_table(self) -> bool:
+        """Whether it must be written out for a peer that knows only full and causal masks."""
+        return self.kind not in ("full", "causal") or len(self.documents) > 1
+
+    def sees(self, query_rows: Tensor, kv_rows: Tensor) -> Tensor:
+        """A bool tensor [query rows, key rows]; written apart from the library's own masks."""
+        query_row, kv_row = query_rows[:, None], kv_rows[None, :]
+        if self.kind == "blocks":
+            layout = block_layout(MOST_BLOCKS).to(query_rows.device)
+            return layout[query_row // self.size, kv_row // self.size]
+        first, end = self._span(query_row)
+        return (kv_row >= first) & (kv_row < end)
+
+    def _span(self, query_row: Tensor) -> tuple[Tensor, Tensor]:
+        """The first key row that a query row sees, and the one behind the last."""
+        first = torch.zeros_like(query_row)
+        end = torch.full_like(query_row, torch.iinfo(query_row.dtype).max)
+        if self.kind != "full":
+            end = query_row + 1
+        if self.kind == "window":
+            first = query_row - self.size
+        if self.kind == "prefix":
+            end = end.clamp(min=self.size)
+        if self.documents:
+            offsets = self.offsets(query_row.device)
+            document = torch.bucketize(query_row, offsets[1:], right=True)
+            first = first.maximum(offsets[document])
+            end = end.minimum(offsets[document + 1])
+        return first, end
+
+    def document_ids(self, device: torch.device) -> Tensor:
+        """The number of each row's document, int32 [length]."""
+        lengths = torch.tensor(self.documents, device=device)
+        ids = torch.arange(len(self.documents), dtype=torch.int32, device=device)
+        return ids.repeat_interleave(lengths)
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """Where each document starts, and where the last ends, int32 [documents + 1]."""
+        ends = itertools.accumulate(self.documents)
+        return torch.tensor([0, *ends], dtype=torch.int32, device=device)
+
+    def tensor(self, query_len: int, kv_len: int, device: torch.device) -> Tensor:
+        """The whole mask written out, for peers that take nothing else."""
+        return self.sees(*(torch.arange(rows, device=device) for rows in (query_len, kv_len)))
+
+    def pairs(self, query_len: int, kv_len: int) -> int:
+        """How many pairs are visible in one head."""
+        if self.kind == "blocks":
+            blocks = torch.arange(0, query_len, self.size)
+            keys = self.sees(blocks, torch.arange(kv_len)).sum(-1)
+            return int(keys.repeat_interleave(self.size)[:query_len].sum())
+        first, end = self._span(torch.arange(query_len))
+        return int((end.clamp(max=kv_len) - first.clamp(min=0)).sum())
+
+    def tiles(self, query_len: int, kv_len: int, tile: tuple[int, int]) -> int:
+        """How many tiles of (query rows, key rows) hold a visible pair, in one head."""
+        query_tile, kv_tile = tile
+        if self.kind == "blocks":
+            # Visibility is the same all over a cell, and no cell lies in two tiles or two blocks.
+            cell = math.gcd(self.size, query_tile), math.gcd(self.size, kv_tile)
+            rows = torch.arange(0, query_len, cell[0]), torch.arange(0, kv_len, cell[1])
+            seen = self.sees(*rows)[None].float()
+            window = query_tile // cell[0], kv_tile // cell[1]
+            return int(torch.nn.functional.max_pool2d(seen, window, ceil_mode=True).sum())
+        first, end = self._span(torch.arange(query_len))
+        first, end = first.clamp(min=0), end.clamp(max=kv_len)
+        count = 0
+        # The spans of neighbouring rows overlap or touch, hence those of a tile's rows are one.
+        for firsts, ends in zip(first.split(query_tile), end.split(query_tile), strict=True):
+            count += -(-int(ends.max()) // kv_tile) - int(firsts.min()) // kv_tile
+        return count
+
+
+def block_layout(num_blocks: int) -> Tensor:
+    """Which blocks see each other, bool [blocks, blocks]: the diagonal and some drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(MOST_BLOCKS, MOST_BLOCKS, generator=generator) < VISIBLE_BLOCKS
+    return (drawn | torch.eye(MOST_BLOCKS, dtype=torch.bool))[:num_blocks, :num_blocks]
+
+
+def lengths_text(lengths: tuple[int, ...]) -> str:
+    """Lengths in words: 8x512 for eight equal ones, 8192+64x128 for a mix."""
+    runs = [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
+    return "+".join(
+        f"{count}x{length}" if count > 1 or len(runs) == 1 else str(length)
+        for length, count in runs
+    )
+
+
+FULL = Visibility()
+CAUSAL = Visibility("causal")
+
 
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+PASSES = ("forward", "backward", "forward+backward")
 
 
 class Tensors(NamedTuple):
@@ -28,8 +159,10 @@ class Tensors(NamedTuple):
 class BenchCase:
     """A named problem; `make` draws its tensors, always the same ones.
 
-    Where it is `packed`, peers that can take its documents as packed sequences; the others get
-    them as a mask.
+    Attributes:
+        memory_matters: whether memory is what the case is for, and not time.
+        packed: whether peers that can take its documents as packed sequences; the others get them
+            as a mask.
     """
 
     attention: ClassVar[str] = "softmax"
@@ -68,7 +201,7 @@ class BenchCase:
 
     @property
     def decodes(self) -> bool:
-        """Whether one query row stands at the end of a cache, where nobody needs gradients."""
+        """Whether one query row stands at the end of a cache, so that no gradients are needed."""
         return self.query_len == 1
 
     def sees(self, query_rows: Tensor, kv_rows: Tensor) -> Tensor:
@@ -130,8 +263,19 @@ class BenchCase:
         options = {"dtype": self.torch_dtype, "device": device}
         return [torch.empty(self.batch, *shape, **options) for shape in self.shapes]
 
+    def shortened(self, length: int) -> BenchCase:
+        """The same kind of problem with one document, or sequence, of at most so many keys."""
+        documents = self.visibility.documents[:1]
+        length = documents[0] if documents else length
+        return dataclasses.replace(
+            self,
+            query_len=1 if self.decodes else min(self.query_len, length),
+            kv_len=min(self.kv_len, length),
+            visibility=dataclasses.replace(self.visibility, documents=documents),
+        )
+
     def scores_beyond(self, limit: int) -> str | None:
-        """The reason of a peer that writes all scores out against more than so many bytes."""
+        """Why a peer that writes all scores out refuses a case, if they exceed `limit` bytes."""
         if self.score_bytes <= limit:
             return None
         return f"its scores alone would take {self.score_bytes / 1e9:.1f} GB"
@@ -166,15 +310,14 @@ class LinearBenchCase(BenchCase):
         forward = 4 * product + inside * (self.head_dim + self.value_dim)
         backward = 10 * product + inside * (3 * self.head_dim + 2 * self.value_dim)
         rows = self.batch * self.query_heads * self.query_len
-        parts = {"forward": forward, "backward": backward, "forward+backward": forward + backward}
-        return rows * parts[which_pass]
+        return rows * (("forward" in which_pass) * forward + ("backward" in which_pass) * backward)
 
 
 @dataclass(frozen=True)
 class StepCase(LinearBenchCase):
-    """One more token for each of many sequences: states take its key in, and are read.
+    """One more token for each of many sequences, by which each call changes their states.
 
-    States are float32, and made of all keys but the last. Each call changes them once more.
+    States are float32, and made of all keys but the last.
     """
 
     @property
@@ -200,12 +343,12 @@ INT8_SCALE = 1 / 16
 
 @dataclass(frozen=True)
 class PagedBenchCase(BenchCase):
-    """A named problem over pages; its tensors hold all sequences, one after the other.
+    """A named problem of attention over pages; its tensors hold all sequences end to end.
 
     Attributes:
         lens: tokens of each sequence, new ones included.
         new: how many tokens of each sequence are new: its query rows, and its last keys.
-        page_dtype: of keys and values in pages. The tensors hold numbers that it holds exactly, so
+        page_dtype: of keys and values in pages. The tensors hold only numbers that it can hold, so
             that all peers compute the same.
     """
 
@@ -243,17 +386,21 @@ class PagedBenchCase(BenchCase):
         stored = getattr(torch, self.page_dtype)
         scales = 8 * rows if stored.itemsize == 1 else 0
         channels = self.head_dim + self.value_dim
-        asked = self.query_heads * self.query_len * channels * self.torch_dtype.itemsize
-        return rows * channels * stored.itemsize + scales + asked
+        queries = self.query_heads * self.query_len * channels * self.torch_dtype.itemsize
+        return rows * channels * stored.itemsize + scales + queries
 
     def sees(self, query_rows: Tensor, kv_rows: Tensor) -> Tensor:
-        """A row sees its own sequence, up to its own place there."""
-        ends = torch.tensor(list(itertools.accumulate(self.lens)), device=query_rows.device)
-        lens = torch.tensor(self.lens, device=query_rows.device)
+        """A row sees its own sequence up to itself."""
+        offsets = torch.tensor([0, *itertools.accumulate(self.lens)], device=query_rows.device)
         sequence = query_rows // self.new
-        end = ends[sequence] - self.new + query_rows % self.new + 1
-        first = ends[sequence] - lens[sequence]
-        return (kv_rows >= first[:, None]) & (kv_rows < end[:, None])
+        last = offsets[sequence + 1] - self.new + query_rows % self.new
+        return (kv_rows >= offsets[sequence, None]) & (kv_rows <= last[:, None])
+
+    def shortened(self, length: int) -> BenchCase:
+        """The first sequence alone, cut to at most so many keys."""
+        kept = min(self.lens[0], length)
+        new = min(self.new, kept)
+        return dataclasses.replace(self, lens=(kept,), new=new, query_len=new, kv_len=kept)
 
     def make(self, device: torch.device) -> Tensors:
         """Draw the tensors; keys and values become what their pages can hold."""

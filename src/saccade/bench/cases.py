@@ -1,4 +1,4 @@
-"""Cases: the named problems that are measured.
+"""The named problems that are measured, and how names and globs choose some of them.
 
 A name says what the case is: the machine it is meant for, the mask, the dtype, the head dimension
 and the length, as in ``cpu-causal-bf16-d64-4k``.
@@ -6,18 +6,24 @@ and the length, as in ``cpu-causal-bf16-d64-4k``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from saccade.bench.case import (
+    CAUSAL,
+    FULL,
+    PASSES,
     SHORT_DTYPES,
     SHORT_PAGES,
     BenchCase,
     LinearBenchCase,
     PagedBenchCase,
     StepCase,
+    Visibility,
+    lengths_text,
     short,
 )
-from saccade.bench.visibility import CAUSAL, FULL, Visibility, lengths_text
 
 
 def _case(
@@ -124,36 +130,31 @@ def _linear_step(
 
 
 def _linear(
-    dtype: str, heads: int, length: int, dim: int, *, label: str = "linear"
+    stem: str, dtype: str, heads: int, length: int, dim: int, *, batch: int = 0
 ) -> LinearBenchCase:
-    name = f"cpu-{label}-{SHORT_DTYPES[dtype]}-d{dim}-{short(length)}"
-    return LinearBenchCase(name, 1, heads, heads, length, length, dim, dim, dtype, CAUSAL)
-
-
-def _linear_on_gpu(batch: int, length: int, heads: int, dim: int) -> LinearBenchCase:
-    name = f"gpu-linear-bf16-d{dim}-{batch}x{short(length)}"
-    return LinearBenchCase(name, batch, heads, heads, length, length, dim, dim, "bfloat16", CAUSAL)
+    """A case named by its length, and by its batch if one is given."""
+    size = f"{batch}x{short(length)}" if batch else short(length)
+    name, sizes = f"{stem}-{SHORT_DTYPES[dtype]}-d{dim}-{size}", (length, length, dim, dim)
+    return LinearBenchCase(name, batch or 1, heads, heads, *sizes, dtype, CAUSAL)
 
 
 def _linear_cases() -> Iterator[LinearBenchCase]:
-    """For two cores: the sizes of the targets, and one problem at many lengths. For a GPU: four.
-    For both: steps."""
+    """For two cores the sizes of the targets, and one problem at many lengths; for a GPU four
+    sizes; for both, steps."""
     for dtype in ("float32", "bfloat16"):
-        for heads, dim in ((8, 128), (8, 64)):
-            yield _linear(dtype, heads, 4096, dim)
+        for dim in (128, 64):
+            yield _linear("cpu-linear", dtype, 8, 4096, dim)
     for length in (1024, 4096, 16384, 65536, 262144):
-        yield _linear("float32", 2, length, 64, label="linear-length")
+        yield _linear("cpu-linear-length", "float32", 2, length, 64)
     for batch, length, heads, dim in (
         (8, 8192, 16, 128), (8, 8192, 32, 64), (1, 131072, 8, 128), (8, 2048, 32, 256)
     ):  # fmt: skip
-        yield _linear_on_gpu(batch, length, heads, dim)
+        yield _linear("gpu-linear", "bfloat16", heads, length, dim, batch=batch)
     yield _linear_step("cpu", 64, 16, 128)
     yield _linear_step("cpu", 1, 8, 64)
     yield _linear_step("gpu", 64, 16, 128)
     yield _linear_step("tiny", 2, 2, 16, "float32")
-    yield LinearBenchCase(
-        "tiny-linear-fp32-d16-48", 1, 2, 2, 48, 48, 16, 16, "float32", CAUSAL
-    )  # fmt: skip
+    yield _linear("tiny-linear", "float32", 2, 48, 16)
 
 
 def _pages(
@@ -179,7 +180,7 @@ def _pages(
 
 
 def _paged_cases() -> Iterator[PagedBenchCase]:
-    """For a GPU: decoding at the sizes of the targets, ragged and in eight bits, and chunks."""
+    """Decoding on a GPU at the sizes of the targets, ragged and in eight bits, and chunks."""
     many = ((1, 8192), (1, 131072), (16, 8192), (64, 4096), (128, 8192), (256, 2048))
     few = ((1, 8192), (16, 8192), (128, 8192))
     for heads, sizes in (((32, 8), many), ((64, 8), few), ((32, 32), few)):
@@ -221,3 +222,107 @@ DEFAULT_CASES = {
     "gpu": ("gpu-*-d128-1k", "gpu-*-d128-4k", "gpu-*-d128-16k", "gpu-decode-*"),
 }
 """A minute's look at a machine: what is measured when no case is named."""
+
+
+def split(values: Iterable[str]) -> list[str]:
+    """The names in options that may be given several times and may hold commas."""
+    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+
+
+def machine(device_type: str) -> str:
+    """The first word of the names of cases that are meant for a device."""
+    return "cpu" if device_type == "cpu" else "gpu"
+
+
+def listed_cases(device_type: str) -> list[BenchCase]:
+    """The cases that are meant for a device."""
+    return [case for case in CASES.values() if case.name.startswith(f"{machine(device_type)}-")]
+
+
+def choose_cases(
+    patterns: Sequence[str], dtypes: Sequence[str], device_type: str
+) -> list[BenchCase]:
+    """The cases that names and globs name, in the order of `CASES`.
+
+    A glob such as ``*-d64-*`` takes cases meant for this device only; ``gpu-*`` and a full name
+    say what they mean.
+
+    Raises:
+        ValueError: for a name or glob that no case has, listing those that exist.
+    """
+    names = list(patterns) or list(DEFAULT_CASES[machine(device_type)])
+    here = [case.name for case in listed_cases(device_type)]
+    chosen: set[str] = set()
+    for pattern in names:
+        says_machine = pattern.split("-")[0] in {"cpu", "gpu", "tiny"}
+        chosen.update(matching("case", pattern, list(CASES) if says_machine else here, here))
+    wanted = _long_dtypes(dtypes)
+    cases = [case for case in CASES.values() if case.name in chosen]
+    kept = [case for case in cases if not wanted or case.dtype in wanted]
+    if not kept:
+        there = ", ".join(sorted({case.dtype for case in cases}))
+        raise ValueError(f"no chosen case has dtype {', '.join(dtypes)}; they have {there}")
+    return kept
+
+
+def choose_passes(names: Sequence[str]) -> tuple[str, ...]:
+    """The passes that names name; "both", the default, is forward and forward+backward.
+
+    Raises:
+        ValueError: for a pass that does not exist.
+    """
+    passes: list[str] = []
+    for name in names or ("both",):
+        if name != "both" and name not in PASSES:
+            raise ValueError(f"no pass is named {name!r}; there are {', '.join(PASSES)}, both")
+        passes += ("forward", "forward+backward") if name == "both" else (name,)
+    return tuple(dict.fromkeys(passes))
+
+
+def passes_of(case: BenchCase, passes: Sequence[str]) -> tuple[str, ...]:
+    """Which of the passes a case has; a single query row, say, has a forward pass only."""
+    if case.decodes:
+        return ("decode",) if "forward" in passes else ()
+    only = "forward" if case.attention == "paged" else None  # pages have no gradients
+    only = "forward+backward" if case.memory_matters else only  # training is what needs memory
+    return tuple(name for name in passes if only in (None, name))
+
+
+def _long_dtypes(dtypes: Sequence[str]) -> set[str]:
+    long = {name: dtype for dtype, short in SHORT_DTYPES.items() for name in (short, dtype)}
+    for name in dtypes:
+        if name not in long:
+            takes = ", ".join(f"{short} ({dtype})" for dtype, short in SHORT_DTYPES.items())
+            raise ValueError(f"no dtype is named {name!r}; there are {takes}")
+    return {long[name] for name in dtypes}
+
+
+def matching(
+    noun: str, pattern: str, names: Sequence[str], shown: Sequence[str] | None = None
+) -> list[str]:
+    """The names that a glob matches.
+
+    Raises:
+        ValueError: if there are none: with names that look like it, and all that exist (`shown`).
+    """
+    if found := [name for name in names if fnmatchcase(name, pattern)]:
+        return found
+    shown = names if shown is None else shown
+    near = difflib.get_close_matches(pattern, shown, n=3, cutoff=0.6)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"no {noun} is named {pattern!r}.{hint} There are: {', '.join(folded(shown))}")
+
+
+def folded(names: Sequence[str]) -> list[str]:
+    """Shorter names for a list: a-b-1 and a-b-2 become a-b-{1,2}."""
+    endings: dict[str, list[str]] = {}
+    for name in names:
+        stem, _, ending = name.rpartition("-")
+        endings.setdefault(stem, []).append(ending)
+    folded = []
+    for stem, found in endings.items():
+        if not stem:
+            folded += found
+        else:
+            folded.append(f"{stem}-{found[0] if len(found) == 1 else '{' + ','.join(found) + '}'}")
+    return folded

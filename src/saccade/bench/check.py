@@ -1,4 +1,4 @@
-"""Check: a peer's result against float64, before anybody times it.
+"""The check of a peer's results against float64, before they are timed.
 
 The exact result is computed for some rows of some heads. Gradients are those of an output whose
 gradient is zero in all other rows, so that they need no other rows either.
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.bench.case import BenchCase, Tensors
-from saccade.bench.peers import Call, from_layout
-from saccade.bench.peers.peer import in_layout
+from saccade.bench.peers import Call, from_layout, in_layout
 
 MOST_ROWS, MOST_HEADS, MOST_BATCHES = 48, 4, 2
 
@@ -34,7 +33,7 @@ GRADIENT_LIMITS = {"float64": 1e-11, "float32": 1e-4, "float16": 2e-2, "bfloat16
 
 @dataclass(frozen=True)
 class Exact:
-    """What float64 gives for the picked rows of one head.
+    """The result in float64 for some rows of one head.
 
     Attributes:
         batch, head: which query head.
@@ -64,7 +63,7 @@ class GroundTruth:
 
 
 class Checked(NamedTuple):
-    """How a peer's result compares with float64.
+    """How far a peer's result is from float64.
 
     Attributes:
         fault: what is wrong with it, in one line, or None.
@@ -77,7 +76,7 @@ class Checked(NamedTuple):
 
 
 class Error(NamedTuple):
-    """How far one result is from what is exact, and how far as limits count it."""
+    """The distance of one result from the exact one, and the part of it that limits count."""
 
     name: str
     relative: float
@@ -92,8 +91,8 @@ def exact(case: BenchCase, tensors: Tensors) -> GroundTruth:
     heads = [_exact_head(case, tensors, batch, head, rows) for batch in batches for head in picked]
     grad_output = torch.zeros_like(tensors.grad_output)
     for item in heads:
-        place = (item.batch, item.head, rows)
-        grad_output[place] = tensors.grad_output[place]
+        picked_rows = (item.batch, item.head, rows)
+        grad_output[picked_rows] = tensors.grad_output[picked_rows]
     return GroundTruth(case, rows, heads, grad_output)
 
 
@@ -105,22 +104,20 @@ def _exact_head(case: BenchCase, tensors: Tensors, batch: int, head: int, rows: 
     if case.attention == "linear":
         ends = rows + case.kv_len - case.query_len  # the last row sees the last key
         return Exact(batch, head, *_linear_head(query, key, value, grad_output, ends))
-    scale = 1 / math.sqrt(case.head_dim)
-    kv_rows = torch.arange(case.kv_len, device=rows.device)
-    scores = (query @ key.T * scale).masked_fill(~case.sees(rows, kv_rows), -torch.inf)
-    weights = scores.softmax(-1)
-    output = weights @ value
-    row_dot = (grad_output * output).sum(-1, keepdim=True)
-    grad_scores = weights * (grad_output @ value.T - row_dot) * scale
-    gradients = grad_scores @ key, grad_scores.T @ query, weights.T @ grad_output
-    nothing = output.new_zeros(1)  # what is left of these differences tells enough
-    return Exact(batch, head, output, *gradients, (nothing, nothing))
+    hidden = ~case.sees(rows, torch.arange(case.kv_len, device=rows.device))
+    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    with torch.enable_grad():
+        scores = leaves[0] @ leaves[1].T / math.sqrt(case.head_dim)
+        output = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ leaves[2]
+        of_q, of_k, of_v = torch.autograd.grad(output, leaves, grad_output)
+    nothing = grad_output.new_zeros(1)  # what is left of these differences tells enough
+    return Exact(batch, head, output.detach(), of_q, of_k, of_v, (nothing, nothing))
 
 
 def _linear_head(
     query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """What `Exact` has of causal linear attention with elu + 1, by all pairs of some rows.
+    """The fields of `Exact` for causal linear attention with elu + 1, by all pairs of some rows.
 
     ends: the last key that each of them sees.
     """
@@ -180,17 +177,18 @@ def _errors(truth: GroundTruth, results: list[Tensor], limit: float) -> Iterator
         if len(results) > 1:
             grad_query = results[1][item.batch, item.head, truth.rows]
             yield _error("grad_query", grad_query, item.grad_query, limit * item.through_delta[0])
-    for place in {(item.batch, item.head // group) for item in truth.heads if len(results) > 1}:
-        parts = [item for item in truth.heads if (item.batch, item.head // group) == place]
+    kv_heads = {(item.batch, item.head // group) for item in truth.heads if len(results) > 1}
+    for kv_head in kv_heads:
+        parts = [item for item in truth.heads if (item.batch, item.head // group) == kv_head]
         for name, result in (("grad_key", results[2]), ("grad_value", results[3])):
             total = torch.stack([getattr(item, name) for item in parts]).sum(0)
             through = torch.stack([item.through_delta[1] for item in parts]).norm(dim=0)
             allowed = limit * through if name == "grad_key" else torch.zeros_like(through)
-            yield _error(name, result[place], total, allowed)
+            yield _error(name, result[kv_head], total, allowed)
 
 
 def _error(name: str, result: Tensor, true: Tensor, allowed: Tensor) -> Error:
-    """Of a gradient. allowed: what each row may be off by."""
+    """The error of a gradient; allowed: what each row may be off by."""
     off, size = (result.double() - true).norm(dim=-1), true.norm()
     beyond = (off - allowed).clamp(min=0)
     return Error(name, float(off.norm() / size), float(beyond.norm() / size))
@@ -202,7 +200,7 @@ def _distance(result: Tensor, true: Tensor) -> Tensor:
 
 
 def _spread(size: int, most: int) -> list[int]:
-    """At most so many indices, evenly spaced, the first and the last among them."""
+    """At most `most` indices, evenly spaced, the first and the last among them."""
     if size <= most:
         return list(range(size))
     return [round(index * (size - 1) / (most - 1)) for index in range(most)]

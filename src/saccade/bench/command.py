@@ -1,25 +1,38 @@
-"""The command `saccade bench`: options, checked and handed to what does the work.
+"""The command `saccade bench`: its options, and which run or view they ask for.
 
 Nothing heavy is imported until something is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated
 
 import typer
 
-Chosen = TypeVar("Chosen")
 Names = list[str] | None
 
-CASES = typer.Option("--cases", "-c", help="Cases by name or glob; several times or with commas.")
-WHO = typer.Option("--who", "-w", help="Peers by name or glob, such as 'saccade/*,sdpa'.")
-PASS = typer.Option(
-    "--pass", help="forward, backward, forward+backward; both: the first and the last of these."
+
+def split(values: Sequence[str] | None) -> list[str]:
+    """The names in an option that may be given several times and may hold commas."""
+    return [name.strip() for value in values or () for name in value.split(",") if name.strip()]
+
+
+CASES = typer.Option(
+    "--cases", "-c", help="Cases by name or glob; several times or with commas.", callback=split
 )
-DTYPE = typer.Option("--dtype", help="Of the chosen cases only those: fp32, bf16, fp16, fp64.")
+WHO = typer.Option(
+    "--who", "-w", help="Peers by name or glob, such as 'saccade/*,sdpa'.", callback=split
+)
+PASS = typer.Option(
+    "--pass",
+    help="forward, backward, forward+backward; both: the first and the last of these.",
+    callback=split,
+)
+DTYPE = typer.Option(
+    "--dtype", help="Of the chosen cases only those: fp32, bf16, fp16, fp64.", callback=split
+)
 ROUNDS = typer.Option("--rounds", min=1, help="How often each peer has its turn.")
 LIMIT = typer.Option(
     "--limit", min=0, help="Seconds after which a case ends, but not before 3 rounds."
@@ -60,13 +73,18 @@ TRAINING = typer.Option(
     "--training",
     help="Measure training steps of a Llama-like model instead: sdpa and saccade, by --who.",
 )
-LENGTHS = typer.Option("--lengths", help="With --training: of the sequences, such as 2k,8k,32k.")
-MODES = typer.Option("--modes", help="With --training: eager, compiled; both by default.")
+LENGTHS = typer.Option(
+    "--lengths", help="With --training: of the sequences, such as 2k,8k,32k.", callback=split
+)
+MODES = typer.Option(
+    "--modes", help="With --training: eager, compiled; both by default.", callback=split
+)
 LIST = typer.Option("--list", help="List the cases for this device and end.")
 LIST_PEERS = typer.Option("--list-peers", help="List the peers, with reasons, and end.")
 
 
 def bench(  # breaks function-length: each option takes a line of it
+    ctx: typer.Context,
     cases: Annotated[Names, CASES] = None,
     who: Annotated[Names, WHO] = None,
     passes: Annotated[Names, PASS] = None,
@@ -109,37 +127,36 @@ def bench(  # breaks function-length: each option takes a line of it
     """
     from saccade.bench import session
 
-    where = _or_exit(lambda: session.device(device))
-    if list_cases or list_peers:
-        return (session.show_cases if list_cases else session.show_peers)(where)
-    _refuse_unused({
-        "--cases": cases, "--who": who, "--pass": passes, "--dtype": dtype, "--host": host,
-        "--first-call": first_call, "--serving": serving, "--training": training,
-        "--lengths": lengths, "--modes": modes, "--json": json, "--plot": plot,
-        "--report": report, "--read": read, "--targets": targets,
-    })  # fmt: skip
-    if targets is not None:
-        return _or_exit(lambda: session.show_targets(targets))
-    if read is not None and not (report and (cases or host or first_call or serving or training)):
-        return _or_exit(lambda: session.show_results(read, plot, report))
-    outputs = session.Outputs(json, plot, report, read)
-    if serving is not None:
-        return _or_exit(lambda: session.run_serving(serving, outputs))
-    given = (cases, who, passes, dtype, lengths, modes)
-    asked = session.Asked(*(names or [] for names in given))
-    if host or first_call:
-        other = session.run_host if host else session.run_first_calls
-        return _or_exit(lambda: other(asked, where, outputs))
-    settings = _or_exit(lambda: session.settings(where, rounds, limit, memory, quick, graph, cold))
-    run = session.run_training if training else session.run
-    return _or_exit(lambda: run(asked, settings, outputs))
+    try:
+        where = session.device(device)
+        if list_cases or list_peers:
+            return (session.show_cases if list_cases else session.show_peers)(where)
+        _refuse_unused(ctx)
+        if targets is not None:
+            return session.show_targets(targets)
+        measures = cases or host or first_call or serving or training
+        if read is not None and not (report and measures):
+            return session.show_results(read, plot, report)
+        recorder = session.Recorder(json, plot, report, read)
+        if serving is not None:
+            return session.run_serving(serving, recorder)
+        choice = session.Choice(*(names or [] for names in (cases, who, passes, dtype)))
+        if host or first_call:
+            return session.run_calls(choice, where, recorder, host=host)
+        settings = session.settings(where, rounds, limit, memory, quick, graph, cold)
+        if training:
+            return session.run_training(choice.who, lengths or [], modes or [], settings, recorder)
+        session.run(choice, settings, recorder)
+    except (ValueError, OSError, ModuleNotFoundError) as error:  # a mistake of the user's
+        typer.secho(f"saccade bench: {error}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(2) from None
 
 
-def _refuse_unused(options: dict[str, object]) -> None:
-    """End the program if options are given that another one would leave unused."""
-    given = [name for name, value in options.items() if value]
-    kinds, of_training = ("--host", "--first-call", "--serving"), ("--lengths", "--modes")
-    calls = [name for name in (*kinds, "--training") if name in given]
+def _refuse_unused(ctx: typer.Context) -> None:
+    """Raise a ValueError if options are given that another one would leave unused."""
+    given = [option.opts[0] for option in ctx.command.params if ctx.params.get(str(option.name))]
+    others, of_training = ("--host", "--first-call", "--serving"), ("--lengths", "--modes")
+    calls = [name for name in (*others, "--training") if name in given]
     choice, what, unused = ("--cases", "--who", "--pass", "--dtype"), "", ()
     left_by_all = (*choice, *of_training, *calls, "--json")
     if "--targets" in given:
@@ -153,17 +170,4 @@ def _refuse_unused(options: dict[str, object]) -> None:
     else:
         what, unused = "a run without --training", of_training
     if left := [name for name in unused if name in given]:
-        _give_up(f"{what} leaves {' and '.join(left)} unused; give one without the other")
-
-
-def _or_exit(work: Callable[[], Chosen]) -> Chosen:
-    """What the work gives; a mistake of the user's ends the program with one message."""
-    try:
-        return work()
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        _give_up(str(error))
-
-
-def _give_up(message: str) -> NoReturn:
-    typer.secho(f"saccade bench: {message}", fg=typer.colors.RED, err=True)
-    raise typer.Exit(2)
+        raise ValueError(f"{what} leaves {' and '.join(left)} unused; give one without the other")

@@ -1,4 +1,4 @@
-"""Fresh: what only a new Python process can tell: the memory of a call on a CPU, and first calls.
+"""What only a fresh Python process can tell: the memory of a call on a CPU, and first calls.
 
     python -m saccade.bench.processes memory CASE WHO PASS
     python -m saccade.bench.processes first-call CASE WHO DEVICE
@@ -15,24 +15,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from saccade.bench.case import BenchCase
 from saccade.bench.cases import CASES
-from saccade.bench.peers import Peer, all_peers
-from saccade.bench.peers.peer import in_layout, runnable
+from saccade.bench.peers import Call, Peer, all_peers, in_layout, runnable
 from saccade.bench.results import Absence, Result, record
-from saccade.bench.timing import Runnable, Timing
+from saccade.bench.timing import Runnable, Timing, wait
 
 
 def fresh(
@@ -40,22 +38,18 @@ def fresh(
 ) -> dict[str, float] | str:
     """Run a module; the numbers that it prints last, as JSON, or the reason why there are none.
 
-    Args:
-        module: its dotted name.
-        arguments: what follows on its command line.
-        environment: variables beside those of this process.
-        limit_seconds: how long it may take.
+    environment: variables beside those of this process.
     """
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    given = {
+    variables = {
         **os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }  # fmt: skip
     command = [sys.executable, "-m", module, *arguments]
     try:
         process = subprocess.run(
-            command, capture_output=True, text=True, env=given, timeout=limit_seconds
+            command, capture_output=True, text=True, env=variables, timeout=limit_seconds
         )
     except subprocess.TimeoutExpired:
         return f"not finished within {limit_seconds:.0f} s"
@@ -67,7 +61,7 @@ def fresh(
 
 MODULE = "saccade.bench.processes"
 MEMORY_LIMIT_SECONDS = 900
-WARM_LENGTH = 64
+WARM_LENGTH, WARM_CACHE = 64, 256  # keys of a call that warms up; a cache is of whole pages
 
 # By default glibc keeps freed blocks of up to 32 MB for later, and what a call takes from there
 # does not show. With these, large blocks come from the system and go back to it.
@@ -95,53 +89,39 @@ def peak_on_cpu(case: BenchCase, who: str, which_pass: str) -> float | str:
 
 
 def growth(case: BenchCase, peer: Peer, which_pass: str) -> float:
-    """In this process: by how many megabytes the largest memory grows over one call."""
+    """In this process: by how many megabytes the largest memory grows over one call.
+
+    Raises:
+        SystemExit: with the peer's reason, where it cannot serve the case.
+    """
     # Code, thread stacks and a compiler's leavings are no part of what a call needs. A peer that
     # compiles must see the case's own shapes, the others must not: they may keep buffers of them.
-    _run(_ready(case if peer.compiles else _shortened(case), peer, which_pass))
-    candidate = _ready(case, peer, which_pass)
-    _give_back_free_memory()
-    _forget_peak()
-    before = _resident_bytes("VmRSS")
-    _run(candidate)
-    return (_resident_bytes("VmHWM") - before) / 1e6
+    warm = case if peer.compiles else case.shortened(WARM_CACHE if case.decodes else WARM_LENGTH)
+    with _cpu_pass(warm, peer, which_pass) as run:
+        run()
+    with _cpu_pass(case, peer, which_pass) as run:
+        with contextlib.suppress(AttributeError, OSError, TypeError):
+            ctypes.CDLL(None).malloc_trim(0)  # the C library returns what it holds in reserve
+        with contextlib.suppress(OSError):  # Linux only: the largest memory so far is now's
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        before = _resident_bytes("VmRSS")
+        run()
+        return (_resident_bytes("VmHWM") - before) / 1e6
 
 
-def _ready(case: BenchCase, peer: Peer, which_pass: str) -> Runnable:
+@contextlib.contextmanager
+def _cpu_pass(case: BenchCase, peer: Peer, which_pass: str) -> Iterator[Callable[[], object]]:
     device = torch.device("cpu")
+    candidate = runnable(_prepared(peer, case, device), which_pass, case.make(device))
+    with candidate.around():
+        yield candidate.run
+
+
+def _prepared(peer: Peer, case: BenchCase, device: torch.device) -> Call:
     call = peer.prepare(case, device)
     if isinstance(call, str):
         raise SystemExit(call)
-    return runnable(call, which_pass, case.make(device))
-
-
-def _run(candidate: Runnable) -> None:
-    with candidate.around():
-        candidate.run()
-
-
-def _shortened(case: BenchCase) -> BenchCase:
-    """The same kind of problem, too short to need memory."""
-    documents = case.visibility.documents[:1]
-    length = documents[0] if documents else WARM_LENGTH
-    return dataclasses.replace(
-        case,
-        query_len=1 if case.decodes else min(case.query_len, length),
-        kv_len=min(case.kv_len, length),
-        visibility=dataclasses.replace(case.visibility, documents=documents),
-    )
-
-
-def _give_back_free_memory() -> None:
-    """Ask the C library to return what it holds in reserve, where it can be asked."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _forget_peak() -> None:
-    """Set the kernel's record of the largest memory back to now (Linux only)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return call
 
 
 def _resident_bytes(field: str) -> int:
@@ -170,7 +150,7 @@ SUFFIXES = ("", ", cached")
 def measure_first_calls(
     case: BenchCase, peers: Sequence[Peer], device: torch.device
 ) -> tuple[list[Result], list[Absence]]:
-    """First calls with an empty compiler's cache and with a filled one, and who has none."""
+    """First calls with an empty compiler's cache and with a filled one, and why some have none."""
     timings: dict[str, dict[str, Timing]] = {}
     absences = []
     for peer in peers:
@@ -202,36 +182,25 @@ def first_calls(case: BenchCase, peer: Peer, device: torch.device) -> dict[str, 
     Raises:
         SystemExit: with the peer's reason, where it cannot serve the case.
     """
-    call = peer.prepare(case, device)
-    if isinstance(call, str):
-        raise SystemExit(call)
+    call = _prepared(peer, case, device)
     leaves, grad_output = in_layout(call, case.make(device), gradients=not case.decodes)
-    _differentiate_something(device)
-    _wait(device)
+    # PyTorch imports a good part of itself in a process's first backward pass, whatever it is of:
+    # 2 s where Python may not keep what it compiled of SymPy.
+    number = torch.zeros((), device=device, requires_grad=True)
+    torch.autograd.grad(number + number, number, torch.zeros_like(number))
+    wait(device)
     seconds = {}
     with call.around():
         start = time.perf_counter()
         output = call.run(*leaves)
-        _wait(device)
+        wait(device)
         seconds["forward"] = time.perf_counter() - start
         if not case.decodes:
             start = time.perf_counter()
             torch.autograd.grad(output, leaves, grad_output)
-            _wait(device)
+            wait(device)
             seconds["backward"] = time.perf_counter() - start
     return seconds
-
-
-def _differentiate_something(device: torch.device) -> None:
-    """PyTorch imports a good part of itself in a process's first backward pass, whosever it is:
-    2 s where Python may not keep what it compiled of SymPy."""
-    number = torch.zeros((), device=device, requires_grad=True)
-    torch.autograd.grad(number + number, number, torch.zeros_like(number))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(what: str, case_name: str, who: str, where: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import saccade
-from saccade.bench.case import BenchCase
+from saccade.bench.case import PASSES, BenchCase
 from saccade.bench.timing import Timing
 
 PACKAGES = (
@@ -73,7 +73,6 @@ def _git(*arguments: str) -> str:
     ).stdout.strip()
 
 
-PASSES = ("forward", "backward", "forward+backward")
 FORWARD_PASSES = ("forward", "decode")
 
 CASE_FIELDS = (

@@ -1,4 +1,4 @@
-"""Serving: many requests through `saccade.Engine`, beside transformers' generate one by one.
+"""Many requests through `saccade.Engine`, beside transformers' generate one by one.
 
 Before anything is timed, the engine's tokens are compared with greedy generation that has no cache
 at all: every token from a pass over everything before it.

@@ -1,4 +1,4 @@
-"""Session: one use of the bench at the terminal, from what was asked to tables and files."""
+"""One use of the bench at the terminal: from what the user named to tables and files."""
 
 from __future__ import annotations
 
@@ -10,31 +10,27 @@ from typing import NamedTuple
 
 import torch
 
-from saccade.bench import (
-    host,
-    measure,
-    plot,
-    processes,
-    results,
-    selection,
-    serving,
-    terminal,
-    training,
-    verdicts,
-)
+from saccade.bench import measure, plot, processes, results, serving, targets, terminal, training
 from saccade.bench import report as reporting
-from saccade.bench.case import BenchCase
-from saccade.bench.cases import CASES, HOST_CASES
-from saccade.bench.peers import Peer, all_peers, ours
+from saccade.bench.cases import (
+    CASES,
+    HOST_CASES,
+    choose_cases,
+    choose_passes,
+    listed_cases,
+    machine,
+    passes_of,
+)
+from saccade.bench.peers import Peer, all_peers, choose_peers, ours
 from saccade.bench.terminal import console
 from saccade.bench.timing import TimingPlan
 
 QUICK = TimingPlan(rounds=3, sample_seconds=0.005, warm_seconds=0.0, limit_seconds=20.0)
 
-# The load average of the last minute above which a CPU is not ours alone.
+# The load average of the last minute above which other programs keep a CPU busy.
 BUSY = 0.5
 
-# Dense, over pages, and linear attention: who can take part in one of them can take part.
+# Dense, over pages, and linear attention: a peer that can take part here serves one of them.
 EASY = {
     "cpu": ("cpu-decode-fp32-d128-16k", "tiny-causal-fp32-d16-48", "tiny-linear-fp32-d16-48"),
     "cuda": (
@@ -42,38 +38,24 @@ EASY = {
     ),
 }  # fmt: skip
 
-Found = tuple[list[results.Result], list[results.Absence]]
 
-
-class Asked(NamedTuple):
-    """What the user named."""
+class Choice(NamedTuple):
+    """Names and globs of what is to be measured."""
 
     cases: list[str]
     who: list[str]
     passes: list[str]
     dtypes: list[str]
-    lengths: list[str]
-    modes: list[str]
-
-
-class Outputs(NamedTuple):
-    """Where results go, beside the terminal.
-
-    Attributes:
-        file: to which they are appended, one JSON object a line.
-        image: on which they are drawn.
-        page: which shows them, and before them what `read` holds.
-        read: a file of results, or a folder of files.
-    """
-
-    file: Path | None = None
-    image: Path | None = None
-    page: Path | None = None
-    read: Path | None = None
 
 
 class Recorder:
-    """What is measured in one use: kept in the file at once, shown and drawn at the end.
+    """What is measured in one use: kept in a file at once, shown and drawn at the end.
+
+    Args:
+        file: to which results are appended, one JSON object a line.
+        image: on which they are drawn.
+        page: which shows them, and before them what `read` holds.
+        read: a file of results, or a folder of files.
 
     Raises:
         ValueError: before anything is measured: for an image of an unknown format, or if there
@@ -81,21 +63,22 @@ class Recorder:
         ModuleNotFoundError: for an image without matplotlib.
     """
 
-    def __init__(self, outputs: Outputs) -> None:
-        self.outputs = outputs
+    def __init__(
+        self, file: Path | None, image: Path | None, page: Path | None, read: Path | None
+    ) -> None:
+        self.file, self.image, self.page = file, image, page
         self.found: list[results.Result] = []
         self.absences: list[results.Absence] = []
-        if outputs.image is not None:
-            plot.require(outputs.image)
-        reads = outputs.page is not None and outputs.read is not None
-        self.known = reporting.gather(outputs.read) if reads and outputs.read else []
+        if image is not None:
+            plot.require(image)
+        self.known = reporting.gather(read) if page is not None and read is not None else []
 
     def add(self, new: list[results.Result], missing: Iterable[results.Absence] = ()) -> None:
         """Take results; an interrupted run leaves what it has."""
         self.found += new
         self.absences += missing
-        if self.outputs.file is not None:
-            results.append(self.outputs.file, new)
+        if self.file is not None:
+            results.append(self.file, new)
 
     def finish(self, show: Callable[[list[results.Result]], None]) -> None:
         """Show what was found and why some of it was not; write the image and the page."""
@@ -103,10 +86,10 @@ class Recorder:
             show(self.found)
         for line in terminal.footnotes(self.absences):
             console().print(line)
-        if self.outputs.image is not None and self.found:
-            plot.plot(self.found, self.outputs.image)
-        if self.outputs.page is not None and self.found:
-            write_page([*self.known, reporting.Source("this run", self.found)], self.outputs.page)
+        if self.image is not None and self.found:
+            plot.plot(self.found, self.image)
+        if self.page is not None and self.found:
+            write_page([*self.known, reporting.Source("this run", self.found)], self.page)
 
     def require_results(self) -> None:
         """Refuse to end well without any result.
@@ -172,15 +155,15 @@ def settings(
 
 def show_cases(where: torch.device) -> None:
     """Print the named cases for a device."""
-    console().print(terminal.cases_table(selection.listed_cases(where.type)))
+    console().print(terminal.cases_table(listed_cases(where.type)))
 
 
 def show_peers(where: torch.device) -> None:
-    """Print everybody, and why they cannot take part here, judged by an easy case of each kind.
+    """Print every peer, and why some cannot take part here: each is given an easy case of its kind.
 
-    A peer that compiles is not asked: its answer would take as long as its first call.
+    A peer that compiles is not tried: its answer would take as long as its first call.
     """
-    with console().status("asking ..."):
+    with console().status("trying peers ..."):
         answers = {
             peer: None if peer.compiles else reason_against(peer, where) for peer in all_peers()
         }
@@ -188,7 +171,7 @@ def show_peers(where: torch.device) -> None:
 
 
 def reason_against(peer: Peer, where: torch.device) -> str | None:
-    """Why somebody cannot take part in any easy case, or None."""
+    """Why a peer cannot take part in any easy case, or None."""
     reasons = []
     for name in EASY[where.type]:
         try:
@@ -202,11 +185,11 @@ def reason_against(peer: Peer, where: torch.device) -> str | None:
 
 
 def show_targets(path: Path) -> None:
-    """Print how the targets stand in a file of results, or in all of a folder; what they lack."""
+    """Print how far a file of results, or all of a folder, shows targets reached; what it lacks."""
     found = [result for file in results.files_of(path) for result in results.read(file)]
-    answers = verdicts.compare_with_targets(found)
-    console().print(terminal.targets_table(answers))
-    for line in verdicts.still_missing(answers):
+    verdicts = targets.compare_with_targets(found)
+    console().print(terminal.targets_table(verdicts))
+    for line in targets.still_missing(verdicts):
         console().print(f"[bold]missing[/bold] {line}")
 
 
@@ -235,56 +218,44 @@ def show_tables(found: Sequence[results.Result], title: str = "") -> None:
         console().print(terminal.course_table(steps))
 
 
-def run_host(asked: Asked, where: torch.device, outputs: Outputs) -> None:
-    """Measure the host's time of a call, by default of saccade's choice and of SDPA."""
-    default = HOST_CASES[selection.machine(where.type)]
-    _run_calls(asked, where, outputs, default, ("sdpa",), host.measure_host, "µs")
+def run_calls(choice: Choice, where: torch.device, recorder: Recorder, *, host: bool) -> None:
+    """Measure single calls case by case: the host's time, or first calls in fresh processes.
 
-
-def run_first_calls(asked: Asked, where: torch.device, outputs: Outputs) -> None:
-    """Measure the first calls of fresh processes, by default of saccade's choice."""
-    default = CASES[processes.DEFAULT_CASES[selection.machine(where.type)]]
-    _run_calls(asked, where, outputs, default, (), processes.measure_first_calls, "ms")
-
-
-def _run_calls(
-    asked: Asked,
-    where: torch.device,
-    outputs: Outputs,
-    default: BenchCase,
-    beside: tuple[str, ...],
-    measured: Callable[[BenchCase, Sequence[Peer], torch.device], Found],
-    unit: str,
-) -> None:
-    """Measure single calls case by case: of the peers that are named, or of ours and `beside`."""
-    patterns, who = selection.split(asked.cases), selection.split(asked.who)
-    dtypes = selection.split(asked.dtypes)
-    cases = selection.choose_cases(patterns, dtypes, where.type) if patterns else [default]
-    recorder = Recorder(outputs._replace(image=None))
+    By default of a small case by saccade's choice; the host's time beside SDPA's.
+    """
+    kind = machine(where.type)
+    default = HOST_CASES[kind] if host else CASES[processes.DEFAULT_CASES[kind]]
+    cases = choose_cases(choice.cases, choice.dtypes, where.type) if choice.cases else [default]
+    measured = measure.measure_host if host else processes.measure_first_calls
     with console().status("") as status:
         for case in cases:
             status.update(f"measuring {case.name} ...")
-            names = who or [ours.chosen(case, where), *beside]
-            recorder.add(*measured(case, selection.choose_peers(names, all_peers()), where))
+            names = choice.who or [ours.chosen(case, where), *(["sdpa"] if host else [])]
+            recorder.add(*measured(case, choose_peers(names, all_peers()), where))
+    unit = "µs" if host else "ms"
     recorder.finish(lambda found: console().print(terminal.results_table(found, unit)))
     recorder.require_results()
 
 
-def run_serving(folder: Path, outputs: Outputs) -> None:
+def run_serving(folder: Path, recorder: Recorder) -> None:
     """Measure an engine that serves many requests, beside transformers' generate."""
-    recorder = Recorder(outputs._replace(image=None))
     recorder.add(serving.measure_serving(folder, say=console().print))
     recorder.finish(lambda found: None)  # it was said line by line
 
 
-def run_training(asked: Asked, options: measure.Settings, outputs: Outputs) -> None:
+def run_training(
+    who: list[str],
+    lengths: list[str],
+    modes: list[str],
+    options: measure.Settings,
+    recorder: Recorder,
+) -> None:
     """Measure training steps; what was found by then is kept and shown if it is interrupted."""
     where = options.device
-    works = training.workloads(selection.machine(where.type), selection.split(asked.lengths))
-    who = training.chosen("--who", selection.split(asked.who), training.ATTENTIONS)
-    modes = training.chosen("--modes", selection.split(asked.modes), list(training.MODES))
+    works = training.workloads(machine(where.type), lengths)
+    who = training.chosen("--who", who, training.ATTENTIONS)
+    modes = training.chosen("--modes", modes, list(training.MODES))
     training.require()
-    recorder = Recorder(outputs)
     plan = dataclasses.replace(options.plan, sample_seconds=0.0)  # a turn is one step
     try:
         with console().status("") as status:
@@ -295,31 +266,26 @@ def run_training(asked: Asked, options: measure.Settings, outputs: Outputs) -> N
     recorder.require_results()
 
 
-def run(asked: Asked, options: measure.Settings, outputs: Outputs) -> None:
-    """Measure what was asked, show it, and keep it where a file is named."""
+def run(choice: Choice, options: measure.Settings, recorder: Recorder) -> None:
+    """Measure cases, show what was found, and keep it where a file is named."""
     where = options.device
-    patterns, dtypes = selection.split(asked.cases), selection.split(asked.dtypes)
-    cases = selection.choose_cases(patterns, dtypes, where.type)
-    peers = selection.choose_peers(selection.split(asked.who), all_peers())
-    passes = selection.choose_passes(selection.split(asked.passes))
-    recorder = Recorder(outputs)
+    cases = choose_cases(choice.cases, choice.dtypes, where.type)
+    peers = choose_peers(choice.who, all_peers())
+    passes = choose_passes(choice.passes)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if where.type == "cpu" and load > BUSY:
         console().print(
             f"[yellow]Other programs keep {load:.1f} processors busy: these times will be noisy, "
             "and many-threaded calls suffer most.[/yellow]"
         )
-    seconds = [_expected_seconds(case, passes, len(peers), options) for case in cases]
-    with terminal.Bar(console(), [case.name for case in cases], seconds) as progress:
-        for found in measure.measure(cases, peers, passes, options, progress):
+    seconds = [
+        len(peers) * options.plan_for(case).rounds
+        * sum(options.expected_seconds(case, name) for name in passes_of(case, passes))
+        for case in cases
+    ]  # fmt: skip
+    with terminal.Bar(console(), [case.name for case in cases], seconds) as bar:
+        for found in measure.measure(cases, peers, passes, options, bar):
             recorder.add(*found)
-            progress.case_done()
+            bar.case_done()
     recorder.finish(lambda found: console().print(terminal.results_table(found)))
     recorder.require_results()
-
-
-def _expected_seconds(
-    case: BenchCase, passes: tuple[str, ...], num_peers: int, options: measure.Settings
-) -> float:
-    names = selection.passes_of(case, passes)
-    return num_peers * sum(measure.expected_seconds(case, name, options) for name in names)

@@ -1,31 +1,237 @@
-"""Targets: what saccade is meant to reach, one table for two CPU cores and one H200.
+"""Targets: what saccade is meant to reach, one table, and how far result files show it reached.
 
-Targets of pages are measured with `saccade bench --graph --cold`: replays of CUDA graphs, with a
-cold L2 cache.
+One part is for two CPU cores, the other for an H200. Targets of pages are measured with
+`saccade bench --graph --cold`: replays of CUDA graphs, with a cold L2 cache. A time is compared
+only with times of the same run, in which both took turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from statistics import geometric_mean
+from typing import ClassVar, NamedTuple
 
-from saccade.bench.cases import CASES
-from saccade.bench.selection import passes_of
-from saccade.bench.yardsticks import (
-    FASTEST,
-    AgainstPeer,
-    Bytes,
-    Copying,
-    Memory,
-    Published,
-    Reading,
-    Sum,
-    Tiles,
-    Time,
-    Tokens,
-    Yardstick,
-)
+from saccade.bench.case import BenchCase
+from saccade.bench.cases import CASES, folded, passes_of
+from saccade.bench.peers.pytorch import COPY_BYTES
+from saccade.bench.results import Result, runs_of
+
+FASTEST = "saccade"
+"""Stands for the fastest of saccade's implementations in a run; the reference is none of them."""
+
+TILE = (128, 64)  # query rows, key rows
+GOOD_RATE = 4300.0  # GB/s, of an H200's memory
+
+
+class Unmeasured(Exception):
+    """What a target needs was not measured; the message says what is missing."""
+
+
+class History:
+    """All runs of a file of results."""
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self.runs = runs_of(results)
+
+    def together(self, case: str, which_pass: str, *names: str) -> list[Result]:
+        """Results of all of these peers, from the last run in which they took turns.
+
+        Raises:
+            Unmeasured: if there is no such run.
+        """
+        runs = self.runs.get((case, which_pass), [])
+        for members in reversed(runs):
+            found = [_member(members, name) for name in names]
+            results = [result for result in found if result is not None]
+            if len(results) == len(names):
+                return results
+        if not runs:
+            raise Unmeasured("not measured")
+        present = {name for members in runs for name in names if _member(members, name)}
+        if missing := [name for name in names if name not in present]:
+            raise Unmeasured(f"without {' and '.join(missing)}")
+        raise Unmeasured(f"{' and '.join(names)} never took turns in one run")
+
+    def alike(self, result: Result, case: str) -> Result:
+        """The same implementation's result of the same pass in another case, on the same device.
+
+        Raises:
+            Unmeasured: if there is none.
+        """
+        try:
+            (other,) = self.together(case, result.which_pass, result.who)
+        except Unmeasured as error:
+            raise Unmeasured(f"{case}: {error}") from None
+        if other.device != result.device:
+            raise Unmeasured(f"{case}: measured on another device")
+        return other
+
+
+def _member(members: dict[str, Result], name: str) -> Result | None:
+    if name != FASTEST:
+        return members.get(name)
+    return min(_ours(members), key=lambda result: result.median_ms, default=None)
+
+
+def _ours(members: dict[str, Result]) -> list[Result]:
+    return [
+        result
+        for who, result in members.items()
+        if who.startswith("saccade/") and who != "saccade/reference"
+    ]
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What a target's time is compared with.
+
+    Attributes:
+        unit: of the value, which has none if it is a ratio.
+    """
+
+    unit: ClassVar[str] = ""
+
+    def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
+        """What the subject reached: its time over the yardstick's.
+
+        Raises:
+            Unmeasured: if something for it is missing.
+        """
+        ours, *others = history.together(case, which_pass, subject, *self._peers())
+        return ours.median_ms / self._milliseconds(history, ours, *others)
+
+    def _peers(self) -> tuple[str, ...]:
+        """Peers that must have taken turns with the subject."""
+        return ()
+
+    def _milliseconds(self, history: History, ours: Result, *others: Result) -> float:
+        raise NotImplementedError
+
+
+class Time(Yardstick):
+    """Nothing but the time, in milliseconds."""
+
+    unit = " ms"
+
+    def _milliseconds(self, history: History, ours: Result, *others: Result) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class AgainstPeer(Yardstick):
+    """A peer's time in the same run."""
+
+    who: str
+
+    def _peers(self) -> tuple[str, ...]:
+        return (self.who,)
+
+    def _milliseconds(self, history: History, ours: Result, *others: Result) -> float:
+        return others[0].median_ms
+
+
+@dataclass(frozen=True)
+class Sum(Yardstick):
+    """The subject's own times in other cases, added up; `others` says in which, by case."""
+
+    others: Mapping[str, tuple[str, ...]]
+
+    def _milliseconds(self, history: History, ours: Result, *others: Result) -> float:
+        parts = self.others[ours.case["name"]]
+        return sum(history.alike(ours, other).median_ms for other in parts)
+
+
+@dataclass(frozen=True)
+class _SameAmount(Yardstick):
+    """The subject's own time in another case, had it as much of something."""
+
+    other: str
+
+    def amount(self, case: BenchCase) -> int:
+        """How much of it a case has."""
+        raise NotImplementedError
+
+    def _milliseconds(self, history: History, ours: Result, *others: Result) -> float:
+        other = history.alike(ours, self.other)
+        amounts = [self.amount(CASES[name]) for name in (ours.case["name"], self.other)]
+        return other.median_ms * (amounts[0] / amounts[1])
+
+
+class Tiles(_SameAmount):
+    """The time in another case with as many tiles that hold a visible pair."""
+
+    def amount(self, case: BenchCase) -> int:
+        """Tiles of (query rows, key rows)."""
+        return case.tiles(TILE)
+
+
+class Tokens(_SameAmount):
+    """The time in another case with as many tokens."""
+
+    def amount(self, case: BenchCase) -> int:
+        """Query rows."""
+        return case.query_len
+
+
+class Bytes(_SameAmount):
+    """The time in another case with as many bytes."""
+
+    def amount(self, case: BenchCase) -> int:
+        """What a forward pass moves at least."""
+        return case.bytes
+
+
+class Copying(Yardstick):
+    """A copy of as many bytes, by the rate of the copy in the same run."""
+
+    def _peers(self) -> tuple[str, ...]:
+        return ("copy",)
+
+    def _milliseconds(self, history: History, ours: Result, *others: Result) -> float:
+        return others[0].median_ms * CASES[ours.case["name"]].bytes / COPY_BYTES
+
+
+@dataclass(frozen=True)
+class Published(Copying):
+    """Times that others published, of a machine that copies at `rate`; scaled to this one's."""
+
+    micros: Mapping[str, float]  # by case
+    rate: float  # GB/s
+
+    def _milliseconds(self, history: History, ours: Result, *others: Result) -> float:
+        rate = COPY_BYTES / others[0].median_ms / 1e6
+        return self.micros[ours.case["name"]] / 1e3 * self.rate / rate
+
+
+class Reading(Yardstick):
+    """A pure read of as many bytes in the same run, or a good rate if that is slower."""
+
+    def _peers(self) -> tuple[str, ...]:
+        return ("read",)
+
+    def _milliseconds(self, history: History, ours: Result, *others: Result) -> float:
+        return max(others[0].median_ms, CASES[ours.case["name"]].bytes / GOOD_RATE / 1e6)
+
+
+class Memory(Yardstick):
+    """No time: the least memory of any implementation at its worst moment, in megabytes."""
+
+    unit = " MB"
+
+    def value(self, history: History, subject: str, case: str, which_pass: str) -> float:
+        """The least memory in the last run that has any of saccade's implementations."""
+        runs = history.runs.get((case, which_pass), [])
+        ours = next((found for members in reversed(runs) if (found := _ours(members))), None)
+        if ours is None:
+            raise Unmeasured("not measured")
+        known = [result.peak_mb for result in ours if result.peak_mb is not None]
+        if not known:
+            raise Unmeasured("memory not measured")
+        return min(known)
+
 
 FORWARD, BACKWARD = ("forward",), ("backward",)
 BOTH = FORWARD + BACKWARD
@@ -44,7 +250,7 @@ class Target:
         yardstick: what is compared with.
         limit: the largest value that the yardstick may give.
         passes: which passes.
-        subject: whose times are judged; by default the fastest of saccade's implementations.
+        subject: the peer whose times count; by default the fastest of saccade's implementations.
         mean: whether the mean is bounded instead of each.
     """
 
@@ -71,20 +277,7 @@ def _pages(heads: str, *lengths: str, dtype: str = "bf16") -> tuple[str, ...]:
     return tuple(f"gpu-pages-h{heads}-{dtype}-d128-{length}" for length in lengths)
 
 
-def _linear() -> Iterator[Target]:
-    """Milliseconds of the two passes of each case: Triton, Hopper."""
-    for shape, limits in LINEAR_LIMITS.items():
-        for subject, pair in zip((TRITON, HOPPER), limits, strict=True):
-            for which_pass, limit in zip(BOTH, pair, strict=True):
-                kernels = subject.removeprefix("saccade/").capitalize()
-                yield Target(
-                    f"{kernels} kernels take at most {limit} ms for linear attention, {shape}, "
-                    f"{which_pass}.",
-                    (f"gpu-linear-bf16-{shape}",), Time(), limit, (which_pass,), subject,
-                )  # fmt: skip
-
-
-# Features and normaliser included.
+# Milliseconds of both passes by Triton and by Hopper, features and normaliser included.
 LINEAR_LIMITS = {
     "d128-8x8k": ((0.80, 2.3), (0.40, 1.3)),
     "d64-8x8k": ((0.55, 1.8), (0.42, 1.2)),
@@ -182,7 +375,13 @@ GPU_TARGETS = (
            tuple(MIXED_PARTS.others), MIXED_PARTS, 1.15, BOTH, TRITON),
     Target("Triton kernels take at most 1/4 of flash_attention_triton's time on causal cases.",
            NARROW_FROM_1K[2:], AgainstPeer("flash_attention_triton"), 1 / 4, BOTH, TRITON),
-    *_linear(),
+    *(
+        Target(f"{kernels} kernels take at most {limit} ms for linear attention, {shape}, {one}.",
+               (f"gpu-linear-bf16-{shape}",), Time(), limit, (one,), f"saccade/{kernels.lower()}")
+        for shape, limits in LINEAR_LIMITS.items()
+        for kernels, of_passes in zip(("Triton", "Hopper"), limits, strict=True)
+        for one, limit in zip(BOTH, of_passes, strict=True)
+    ),
     Target("A step of 64 × 16 float32 states reaches at least 0.80 of a copy's bandwidth.",
            ("gpu-linear-step-*",), Copying(), 1 / 0.80, FORWARD, TRITON),
     Target("Attention over pages takes at most FlashAttention-3's time, scaled by the rate of a "
@@ -225,3 +424,70 @@ GPU_TARGETS = (
 )  # fmt: skip
 
 TARGETS = (*CPU_TARGETS, *GPU_TARGETS)
+
+
+class Verdict(NamedTuple):
+    """How far a target is reached: what was measured of it, worst first, and what is missing."""
+
+    target: Target
+    measured: list[tuple[float, str, str]]  # value, case, pass
+    missing: list[tuple[str, str, str]]  # case, pass, what is missing of it
+
+    @property
+    def misses(self) -> list[tuple[float, str, str]]:
+        """What lies beyond the limit."""
+        return [item for item in self.measured if item[0] > self.target.limit]
+
+    @property
+    def answer(self) -> str:
+        """Yes only if all of it was measured and holds."""
+        if self.misses:
+            return "no"
+        return "not measured" if self.missing else "yes"
+
+
+def compare_with_targets(results: Sequence[Result]) -> list[Verdict]:
+    """A verdict on each target of the machines that the results' cases are meant for.
+
+    Results of no such machine leave all targets open.
+    """
+    history = History(results)
+    machines = {result.case["name"].split("-")[0] for result in results}
+    named = [target for target in TARGETS if target.machine in machines]
+    return [_verdict(target, history) for target in named or TARGETS]
+
+
+def _verdict(target: Target, history: History) -> Verdict:
+    verdict = Verdict(target, [], [])
+    for case, which_pass in target.expected():
+        try:
+            value = target.yardstick.value(history, target.subject, case, which_pass)
+            verdict.measured.append((value, case, which_pass))
+        except Unmeasured as error:
+            verdict.missing.append((case, which_pass, str(error)))
+    verdict.measured.sort(reverse=True)
+    if target.mean and verdict.measured:
+        mean = geometric_mean([value for value, _, _ in verdict.measured])
+        verdict.measured[:] = [(mean, f"mean of {len(verdict.measured)}", "")]
+    return verdict
+
+
+def still_missing(verdicts: Sequence[Verdict]) -> list[str]:
+    """What must still be measured, each thing once, cases of one kind folded together."""
+    cases: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for verdict in verdicts:
+        for case, which_pass, reason in verdict.missing:
+            cases[reason, which_pass][case] = None
+    return [
+        f"{reason}: {which_pass} of {', '.join(folded(list(names)))}"
+        for (reason, which_pass), names in cases.items()
+    ]
+
+
+def number_text(verdict: Verdict, value: float) -> str:
+    """A value of a target's yardstick, in its unit; with digits that tell a miss from the limit."""
+    unit, limit = verdict.target.yardstick.unit, verdict.target.limit
+    if unit:
+        return f"{value:.3g}{unit}"
+    near = any(f"{miss[0]:.2f}" == f"{limit:.2f}" for miss in verdict.misses)
+    return f"{value:.3f}" if near else f"{value:.2f}"

@@ -20,11 +20,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from saccade.bench import measure
 from saccade.bench.case import BenchCase
 from saccade.bench.peers import Peer
 from saccade.bench.results import Absence, Result, latest
-from saccade.bench.verdicts import Verdict, number_text
+from saccade.bench.targets import Verdict, number_text
 
 
 def console() -> Console:
@@ -33,7 +32,7 @@ def console() -> Console:
     return terminal if terminal.is_terminal else Console(width=160)
 
 
-class Bar(measure.Progress):
+class Bar:
     """A bar in units of expected seconds, so that long cases count for more than short ones.
 
     How much slower the machine is than expected shows in the speed of the bar, from which the time

@@ -1,4 +1,4 @@
-"""Timing: candidates take turns, in another order every round, and medians are compared.
+"""Timing by turns: candidates alternate, in another order every round, and medians are compared.
 
 What a machine does otherwise (its clock, its heat, other programs) changes slowly. Candidates that
 take turns all meet the same of it, so ratios within one rotation mean something where times that
@@ -92,6 +92,37 @@ class WallClock:
         return (time.perf_counter() - start) / repeats
 
 
+class HostClock:
+    """The clock for the host: it waits for the device before the calls, and not between them."""
+
+    def __init__(self, device: torch.device, calls: int) -> None:
+        self.device, self.calls = device, calls
+
+    def ready(self, candidate: Runnable) -> Runnable:
+        """Compile, and warm up, by calling."""
+        with candidate.around():
+            self.seconds(candidate.run, 1)
+        return candidate
+
+    def seconds(self, run: Callable[[], object], repeats: int) -> float:
+        """The time of one call, from `calls` in a row, `repeats` times over."""
+        taken = 0.0
+        for _ in range(repeats):
+            wait(self.device)
+            start = time.perf_counter()
+            for _ in range(self.calls):
+                run()
+            taken += time.perf_counter() - start
+        wait(self.device)
+        return taken / repeats / self.calls
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def orders(names: list[str], seed: int = 0) -> Iterator[list[str]]:
     """Orders of the same names without end; no two in a row are equal (of more than one name)."""
     shuffle = random.Random(seed).shuffle
@@ -111,7 +142,7 @@ def rotate(
     plan: TimingPlan,
     on_turn: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
-    """Time candidates against each other; `on_turn` hears of each turn that is over."""
+    """Time candidates against each other; `on_turn` is called with the name after each turn."""
     start = time.perf_counter()
     repeats = _warm_up(candidates, clock, plan)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
@@ -158,12 +189,10 @@ class GpuClock:
 
     def __init__(self, device: torch.device, *, graph: bool = False, cold: bool = False) -> None:
         self.graph = graph
-        self.flush = None
-        if cold:
-            self.flush = torch.zeros(FLUSH_BYTES // 4, device=device)
+        self.flush = torch.zeros(FLUSH_BYTES // 4, device=device) if cold else None
 
     def ready(self, candidate: Runnable) -> Runnable:
-        """Compile by calling; capture where replays are asked for."""
+        """Compile by calling; capture a graph where replays are timed."""
         with candidate.around():
             for _ in range(3):
                 candidate.run()

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.bench.case import SHORT_DTYPES, BenchCase, short
+from saccade.bench.case import CAUSAL, SHORT_DTYPES, BenchCase, short
 from saccade.bench.peers import ours
 from saccade.bench.results import Absence, Result, first_line, record
 from saccade.bench.timing import GpuClock, Runnable, Timing, TimingPlan, WallClock, rotate
-from saccade.bench.visibility import CAUSAL
 
 OPTIMIZER = "AdamW, fused, learning rate 1e-4"
 LEARNING_RATE = 1e-4  # at 3e-4 the first steps of a wide model diverge

@@ -1,39 +1,42 @@
-"""Ours: each implementation that saccade offers, by its public calls."""
+"""Saccade's implementations as peers, by its public calls: dense, packed, linear and over pages.
+
+Peers over pages put the case's own keys and values into pages once, when they first see them, as
+`saccade.PagedCache` lays them: heads outermost. Scattered pages lie in a random order. Beside them
+is what is done without: gather the pages, then call SDPA.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import saccade
 from saccade import LinearState, masks
-from saccade.bench.case import BenchCase, PagedBenchCase, StepCase
-from saccade.bench.peers.peer import Call, Peer, to_layout
-from saccade.bench.visibility import block_layout
+from saccade.bench.case import INT8_SCALE, BenchCase, PagedBenchCase, StepCase, block_layout
+from saccade.bench.peers import Call, Peer, to_layout
 
 # The reference writes all scores out several times; beyond this it would only fill the memory.
 LARGEST_REFERENCE_SCORES = 2**28
-KINDS = ("softmax", "linear", "paged")
 
 
 def peers() -> list[Peer]:
     """One peer for each implementation; the reference only when it is named."""
     row = torch.zeros(1, 1, 1, 8)
-    names = saccade.explain(saccade.attention, row, row, row).reasons
-    return [_peer(name) for name in names]
-
-
-def _peer(name: str) -> Peer:
-    def prepare(case: BenchCase, device: torch.device) -> Call | str:
-        return _prepare(name, case, device)
-
-    about = f'saccade.attention(..., implementation="{name}")'
-    by_default = name != "reference"
-    return Peer(f"saccade/{name}", about, prepare, by_default, attention=KINDS)
+    return [
+        Peer(
+            f"saccade/{name}",
+            f'saccade.attention(..., implementation="{name}")',
+            functools.partial(_prepare, name),
+            by_default=name != "reference",
+            attention=("softmax", "linear", "paged"),
+        )
+        for name in saccade.explain(saccade.attention, row, row, row).reasons
+    ]
 
 
 def _prepare(name: str, case: BenchCase, device: torch.device) -> Call | str:
@@ -43,8 +46,7 @@ def _prepare(name: str, case: BenchCase, device: torch.device) -> Call | str:
         return "this call has no pages: it takes one sequence"
     if name == "reference" and (reason := case.scores_beyond(LARGEST_REFERENCE_SCORES)):
         return reason
-    reason = explained(case, device).reasons[name]
-    if reason is not None:
+    if reason := explained(case, device).reasons[name]:
         return reason
     mask = mask_of(case, device)
 
@@ -57,7 +59,7 @@ def _prepare(name: str, case: BenchCase, device: torch.device) -> Call | str:
         return Call(run)
     offsets, longest = case.visibility.offsets(device), max(case.visibility.documents)
 
-    def run_packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = saccade.attention_varlen(
             query, key, value, offsets,
             max_seqlen_q=longest, max_seqlen_k=longest, mask=mask, implementation=name,
@@ -65,7 +67,7 @@ def _prepare(name: str, case: BenchCase, device: torch.device) -> Call | str:
         assert isinstance(output, Tensor)  # a pair only with return_lse
         return output
 
-    return Call(run_packed, "packed")
+    return Call(packed, "packed")
 
 
 def chosen(case: BenchCase, device: torch.device) -> str:
@@ -86,16 +88,15 @@ def explained(case: BenchCase, device: torch.device) -> Any:
 
 def mask_of(case: BenchCase, device: torch.device) -> masks.Mask | None:
     """A case's mask in saccade's terms; packed documents need none."""
-    visibility = case.visibility
-    size = visibility.size
+    visibility, size = case.visibility, case.visibility.size
     parts: list[masks.Mask] = []
     if visibility.kind == "causal":
         parts.append(masks.causal())
-    if visibility.kind == "window":
+    elif visibility.kind == "window":
         parts.append(masks.window(size))
-    if visibility.kind == "prefix":
+    elif visibility.kind == "prefix":
         parts.append(masks.prefix(torch.tensor([size], dtype=torch.int32, device=device)))
-    if visibility.kind == "blocks":
+    elif visibility.kind == "blocks":
         layout = block_layout(-(-case.query_len // size)).to(device)
         parts.append(masks.blocks(layout[None, None], size))
     if visibility.documents and not case.packed:
@@ -104,7 +105,6 @@ def mask_of(case: BenchCase, device: torch.device) -> masks.Mask | None:
 
 
 def _linear(name: str, case: BenchCase, device: torch.device) -> Call | str:
-    """One of saccade's implementations."""
     row = torch.empty(1, 1, 1, 8, dtype=case.torch_dtype, device=device)
     reasons = saccade.explain(saccade.linear_attention, row, row, row).reasons
     reason = reasons.get(name, "it has no linear attention")
@@ -112,7 +112,6 @@ def _linear(name: str, case: BenchCase, device: torch.device) -> Call | str:
         reason = case.scores_beyond(LARGEST_REFERENCE_SCORES)
     if reason is not None:
         return reason
-
     if isinstance(case, StepCase):
         return _step(name)
 
@@ -136,3 +135,126 @@ def _step(name: str) -> Call | str:
         return saccade.linear_attention_step(made[0], *token, implementation=name)
 
     return Call(run)
+
+
+PAGE_SIZES = (16, 64, 256)
+
+
+class PagesOfCase(NamedTuple):
+    """Sequences in pages, by the names of `saccade.attention_paged`'s arguments."""
+
+    key_pages: Tensor
+    value_pages: Tensor
+    page_table: Tensor
+    kv_lens: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+
+def paged_peers() -> list[Peer]:
+    """For each page size: neighbouring pages, scattered ones, and gathering these."""
+    call, found = "saccade.attention_paged", []
+    for size in PAGE_SIZES:
+        pages = f"pages of {size}"
+        found += [
+            _paged(f"saccade/paged-{size}", f"{call}, neighbouring {pages}", size, "", False),
+            _paged(f"saccade/scattered-{size}", f"{call}, scattered {pages}", size, ""),
+            _paged(f"triton/scattered-{size}", "the same, Triton kernels", size, "triton"),
+            _paged(f"hopper/scattered-{size}", "the same, Hopper kernels", size, "hopper"),
+            _paged(f"sdpa/gathered-{size}", f"gathers {pages}, then SDPA", size, "sdpa"),
+        ]
+    return found
+
+
+def _paged(who: str, about: str, size: int, by: str, scattered: bool = True) -> Peer:
+    """by: "sdpa", one of saccade's implementations, or "" for its own choice."""
+
+    def prepare(case: BenchCase, device: torch.device) -> Call | str:
+        lens, new = _sequences(case)
+        if not lens or any(length % size for length in lens):
+            return f"it takes new tokens of sequences of whole pages of {size}"
+        if by == "sdpa" and (len(lens) > 1 or not case.decodes):
+            return "it decodes one sequence"
+        if by in ("triton", "hopper") and (reason := _reason_against(by, case, device)):
+            return reason
+        stored: list[tuple[Tensor, PagesOfCase]] = []
+
+        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if not stored or stored[0][0] is not key:
+                stored[:] = [(key, _in_pages(case, key, value, size, scattered))]
+            query = query.unflatten(0, (len(lens), new)).transpose(1, 2)
+            return _attend(query, stored[0][1], by).transpose(1, 2).flatten(0, 1)
+
+        return Call(run, "packed")
+
+    return Peer(who, about, prepare, by_default=False, attention=("softmax", "paged"))
+
+
+def _sequences(case: BenchCase) -> tuple[tuple[int, ...], int]:
+    """The lengths of a case's sequences (none where pages cannot serve it), and new tokens each."""
+    if isinstance(case, PagedBenchCase):
+        return case.lens, case.new
+    return ((case.kv_len,) if case.decodes and case.batch == 1 else ()), 1
+
+
+def _page_dtype(case: BenchCase) -> torch.dtype:
+    return getattr(torch, case.page_dtype if isinstance(case, PagedBenchCase) else case.dtype)
+
+
+def _in_pages(
+    case: BenchCase, key: Tensor, value: Tensor, size: int, scattered: bool
+) -> PagesOfCase:
+    """Keys and values, packed [tokens, kv_heads, dim], in pages."""
+    lens, _ = _sequences(case)
+    counts = [length // size for length in lens]
+    order = torch.arange(sum(counts))
+    if scattered:
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    for row, pages in zip(table, order.split(counts), strict=True):
+        row[: len(pages)] = pages
+    table, order = table.to(key.device), order.to(key.device)
+    dtype = _page_dtype(case)
+    scale = INT8_SCALE if dtype == torch.int8 else 1.0
+    pools = []
+    for rows in (key, value):
+        heads_first = (rows.transpose(0, 1) / scale).to(dtype).contiguous().unflatten(1, (-1, size))
+        pool = torch.empty_like(heads_first)
+        pool.view(torch.uint8)[:, order] = heads_first.view(torch.uint8)
+        pools.append(pool.transpose(0, 1))
+    key_pages, value_pages = pools
+    kv_lens = torch.tensor(lens, dtype=torch.int32, device=key.device)
+    stored = PagesOfCase(key_pages, value_pages, table, kv_lens)
+    if dtype.itemsize > 1:
+        return stored
+    num_pages, heads = key_pages.shape[:2]
+    scales = torch.full((heads, num_pages, size), scale, device=key.device).transpose(0, 1)
+    return stored._replace(key_scales=scales, value_scales=scales)
+
+
+def _attend(query: Tensor, pages: PagesOfCase, by: str) -> Tensor:
+    """The output for a query [batch, query_heads, new tokens, head_dim]."""
+    if by == "sdpa":
+        key, value = (
+            pool.index_select(0, pages.page_table[0]).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+            for pool in (pages.key_pages, pages.value_pages)
+        )
+        return scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    options = {"mask": masks.causal() if query.shape[2] > 1 else None, "implementation": by or None}
+    with torch.no_grad():
+        output = saccade.attention_paged(query, **pages._asdict(), **options)
+    assert isinstance(output, Tensor)  # a pair only with return_lse
+    return output
+
+
+def _reason_against(implementation: str, case: BenchCase, device: torch.device) -> str | None:
+    """Why an implementation cannot serve such queries and pages, or None."""
+    dtype = _page_dtype(case)
+    scales = torch.ones(1, 1, 1, device=device) if dtype.itemsize == 1 else None
+    query = torch.zeros(1, 1, 1, case.head_dim, dtype=case.torch_dtype, device=device)
+    page, one = query.to(dtype), torch.ones(1, dtype=torch.int32, device=device)
+    found = saccade.explain(
+        saccade.attention_paged, query, page, page, one[None] - 1, one,
+        key_scales=scales, value_scales=scales,
+    )  # fmt: skip
+    return found.reasons[implementation]

@@ -1,4 +1,4 @@
-"""Packages: attention by what the user may have installed beside PyTorch."""
+"""Attention by packages that may be installed beside PyTorch, as peers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saccade.bench.case import BenchCase
-from saccade.bench.peers.peer import Call, Peer
+from saccade.bench.peers import Call, Peer
 
 Maker = Callable[[Any, BenchCase, torch.device], Call | str]
 
@@ -26,33 +26,29 @@ def peers() -> list[Peer]:
         _peer("flash_attn_3", "flash_attn_interface", "FlashAttention-3", flash_attn),
         _peer("xformers", "xformers.ops", "memory_efficient_attention", _xformers),
         _peer("flash_attention_triton", "flash_attention_triton", "FlashAttention-2", _triton),
-        Peer(
-            "fla",
-            "chunk_linear_attn with normalize, by the package fla, tuned quickly; elu + 1 outside",
-            prepare_fla,
-            by_default=importlib.util.find_spec("fla") is not None,
-            attention=("linear",),
-        ),
+        _peer("fla", "fla.ops.linear_attn", "chunk_linear_attn with normalize", _fla, "linear"),
     ]
 
 
-def _peer(who: str, module_name: str, about: str, make: Maker) -> Peer:
+def _peer(who: str, module_name: str, about: str, make: Maker, attention: str = "softmax") -> Peer:
+    package = module_name.split(".")[0]
+    note = ", tuned quickly; elu + 1 outside" if make is _fla else ""
+
     def prepare(case: BenchCase, device: torch.device) -> Call | str:
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
-            package = module_name.split(".")[0]
             missing = isinstance(error, ModuleNotFoundError) and error.name == package
             return "not installed" if missing else f"import fails: {error}"
         if device.type != "cuda":
             return "it takes tensors on a GPU"
-        if case.torch_dtype not in (torch.float16, torch.bfloat16):
+        if attention == "softmax" and case.torch_dtype not in (torch.float16, torch.bfloat16):
             return f"it takes float16 and bfloat16, not {case.dtype}"
         return make(module, case, device)
 
-    package = module_name.split(".")[0]
     installed = importlib.util.find_spec(package) is not None
-    return Peer(who, f"{about}, by the package {package}", prepare, by_default=installed)
+    about = f"{about}, by the package {package}{note}"
+    return Peer(who, about, prepare, by_default=installed, attention=(attention,))
 
 
 def flash_attn(module: Any, case: BenchCase, device: torch.device) -> Call | str:
@@ -109,23 +105,16 @@ def _first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-KERNELS = ("fla.ops.common.chunk_h", "fla.ops.common.chunk_o", "fla.ops.utils.cumsum")
+FLA_KERNELS = ("fla.ops.common.chunk_h", "fla.ops.common.chunk_o", "fla.ops.utils.cumsum")
 WARM_MS, TIMED_MS = 3, 15  # of each config; Triton's own are 25 and 100
 MOST_COMPILERS = 16
 
 
-def prepare_fla(case: BenchCase, device: torch.device) -> Call | str:
+def _fla(module: Any, case: BenchCase, device: torch.device) -> Call | str:
     """chunk_linear_attn with its normaliser; features are taken outside, as it has none."""
-    try:
-        module = importlib.import_module("fla.ops.linear_attn")
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "fla"
-        return "not installed" if missing else f"import fails: {error}"
-    if device.type != "cuda":
-        return "it takes tensors on a GPU"
     if case.decodes:
         return "chunk_linear_attn goes on from no state in place"
-    for name in KERNELS:
+    for name in FLA_KERNELS:
         tune_quickly(importlib.import_module(name))
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -136,7 +125,7 @@ def prepare_fla(case: BenchCase, device: torch.device) -> Call | str:
 
 
 def tune_quickly(module: ModuleType) -> None:
-    """Have the kernels of a module tuned as this file's docstring says."""
+    """Have Triton tune a module's kernels among plausible configs alone, compiled side by side."""
     for kernel in vars(module).values():
         while kernel is not None and not hasattr(kernel, "prune_configs"):
             kernel = getattr(kernel, "fn", None)

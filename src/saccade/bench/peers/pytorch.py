@@ -1,4 +1,7 @@
-"""PyTorch: softmax attention by hand, scaled_dot_product_attention, and FlexAttention."""
+"""PyTorch's attention as peers: by hand, SDPA and FlexAttention; and yardsticks.
+
+Yardsticks say how fast products and the memory are: none of them computes attention.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from saccade.bench.case import BenchCase
-from saccade.bench.peers.peer import Call, Peer
-from saccade.bench.visibility import block_layout
+from saccade.bench.case import BenchCase, StepCase, block_layout
+from saccade.bench.peers import Call, Peer
 
 # Forward and backward hold about four tensors as large as the scores.
 LARGEST_WRITTEN = 2**30
 
 
 def peers() -> list[Peer]:
-    """By hand, SDPA by its own choice and by each backend's name, and FlexAttention.
-
-    On a CPU FlexAttention takes part only when it is named.
-    """
-    on_gpu = torch.cuda.is_available()
+    """SDPA by its own choice and by each backend's name, FlexAttention, and attention by hand."""
+    on_gpu = torch.cuda.is_available()  # on a CPU FlexAttention takes part only when it is named
     return [
         *(_sdpa(who, backend) for who, backend in BACKENDS.items()),
         Peer("flex", "FlexAttention under torch.compile", _flex, on_gpu, compiles=True),
@@ -79,7 +78,15 @@ def _sdpa(who: str, backend: SDPBackend | None) -> Peer:
         table_bytes = case.query_len * case.kv_len
         if case.visibility.needs_table and table_bytes > LARGEST_MASK:
             return f"its mask alone would take {table_bytes / 1e9:.1f} GB"
-        call = Call(_function(case, device), around=around)
+        mask = None
+        if case.visibility.needs_table:
+            mask = case.visibility.tensor(case.query_len, case.kv_len, device)
+        options: dict[str, Any] = {
+            "attn_mask": mask,
+            "is_causal": case.visibility.kind == "causal" and mask is None,
+            "enable_gqa": case.query_heads != case.kv_heads,
+        }
+        call = Call(functools.partial(scaled_dot_product_attention, **options), around=around)
         return call if backend is None else _reason_against(call, case, device) or call
 
     # What a backend adds to PyTorch's own choice shows on a GPU; on a CPU that choice is flash.
@@ -88,24 +95,8 @@ def _sdpa(who: str, backend: SDPBackend | None) -> Peer:
     return Peer(who, f"scaled_dot_product_attention, {name}", prepare, by_default)
 
 
-def _function(case: BenchCase, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    needs_table = case.visibility.needs_table
-    causal = case.visibility.kind == "causal" and not needs_table
-    mask = None
-    if needs_table:
-        mask = case.visibility.tensor(case.query_len, case.kv_len, device)
-    grouped = case.query_heads != case.kv_heads
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-        )
-
-    return run
-
-
 def _reason_against(call: Call, case: BenchCase, device: torch.device) -> str | None:
-    """Whether a backend takes the case: the reason against it, as PyTorch words it, or None."""
+    """Why a backend does not take the case, as PyTorch words it, or None."""
     with warnings.catch_warnings(record=True) as caught, call.around(), torch.no_grad():
         warnings.simplefilter("always")
         try:
@@ -137,8 +128,7 @@ torch.compile(flex_attention, dynamic=False)(query, query, query).sum().item()
 
 
 def _flex(case: BenchCase, device: torch.device) -> Call | str:
-    reason = why_not(device.type)
-    if reason is not None:
+    if reason := why_not(device.type):
         return reason
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -148,17 +138,11 @@ def _flex(case: BenchCase, device: torch.device) -> Call | str:
     torch._dynamo.reset()
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     block_mask = None
-    visible = mask_function(case, device)
-    if visible is not None:
-        block_mask = create_block_mask(
-            visible, None, None, case.query_len, case.kv_len, device=str(device)
-        )
+    if visible := mask_function(case, device):
+        sizes = case.query_len, case.kv_len
+        block_mask = create_block_mask(visible, None, None, *sizes, device=str(device))
     grouped = case.query_heads != case.kv_heads
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return compiled(query, key, value, block_mask=block_mask, enable_gqa=grouped)
-
-    return Call(run)
+    return Call(functools.partial(compiled, block_mask=block_mask, enable_gqa=grouped))
 
 
 def mask_function(case: BenchCase, device: torch.device) -> MaskFunction | None:
@@ -214,3 +198,88 @@ def why_not(device_type: str) -> str | None:
         return None
     lines = [line.strip() for line in probe.stderr.splitlines() if "Error" in line]
     return f"torch.compile fails: {lines[-1][:160] if lines else 'no message'}"
+
+
+COPY_BYTES = 2**30
+"""What "copy" moves, read and written together, whatever the case."""
+
+
+def yardsticks() -> list[Peer]:
+    """The rate that a product reaches, a pure read of a case's bytes, and a pure copy of many."""
+    both: dict[str, Any] = {
+        "by_default": False,
+        "attention": ("paged", "linear"),
+        "computes_attention": False,
+    }
+    bmm = "torch.bmm on as many operations: not attention, a yardstick"
+    copy = "a copy of half a GiB, whatever the case"
+    return [
+        Peer("bmm", bmm, _bmm, attention=("linear",), computes_attention=False),
+        Peer("read", "a sum over as many bytes as the case has", _read, **both),
+        Peer("copy", copy, _copy, moves=COPY_BYTES, **both),
+    ]
+
+
+def _read(case: BenchCase, device: torch.device) -> Call | str:
+    add_up = functools.partial(torch.sum, dim=0)
+    return _moving(case, add_up, case.bytes // 4, lambda source: source.new_empty(()), device)
+
+
+def _copy(case: BenchCase, device: torch.device) -> Call | str:
+    # An operation: copies have an engine of their own.
+    return _moving(case, torch.neg, COPY_BYTES // 8, torch.empty_like, device)
+
+
+def _moving(
+    case: BenchCase, operation: Any, count: int, target: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> Call | str:  # fmt: skip
+    """Reads that many numbers of float32, which the first call makes, and writes to a target."""
+    if case.attention == "linear" and not case.decodes:
+        return "memory does not bound it"
+
+    @functools.cache
+    def memory() -> tuple[Tensor, Tensor]:
+        source = torch.ones(count, device=device)
+        return source, target(source)
+
+    def run(*inputs: Tensor) -> Tensor:
+        source, out = memory()
+        return operation(source, out=out)
+
+    return Call(run)
+
+
+class _Products(torch.autograd.Function):
+    """A product of some rows forward, and of others backward."""
+
+    @staticmethod
+    def forward(ctx: Any, products: dict[str, Any], *inputs: Tensor) -> Tensor:
+        ctx.products, ctx.shapes = products, [rows.shape for rows in inputs]
+        torch.bmm(*products["forward"][:2], out=products["forward"][2])
+        return inputs[2].new_zeros(()).expand(products["output"])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        torch.bmm(*ctx.products["backward"][:2], out=ctx.products["backward"][2])
+        nothing = grads[0].new_zeros(())
+        return (None, *(nothing.expand(shape) for shape in ctx.shapes))
+
+
+def _bmm(case: BenchCase, device: torch.device) -> Call | str:
+    """Rows of head_dim times a matrix for each head, into memory that is there."""
+    if isinstance(case, StepCase):
+        return "a step is bound by memory: see copy"
+    count = case.batch * case.query_heads
+    products: dict[str, Any] = {
+        "output": (case.batch, case.query_heads, case.query_len, case.value_dim)
+    }
+    for which_pass in ("forward", "backward"):
+        rows = case.flops(which_pass) // (2 * count * case.head_dim * case.value_dim)
+        options: dict[str, Any] = {"dtype": case.torch_dtype, "device": device}
+        products[which_pass] = (
+            torch.randn(count, rows, case.head_dim, **options),
+            torch.randn(count, case.head_dim, case.value_dim, **options),
+            torch.empty(count, rows, case.value_dim, **options),
+        )
+    return Call(lambda *inputs: _Products.apply(products, *inputs))

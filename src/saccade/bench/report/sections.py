@@ -10,7 +10,7 @@ from saccade.bench.report import collect, markup
 from saccade.bench.report.collect import Point, Source
 from saccade.bench.report.markup import Cell, Table, milliseconds, number, percent
 from saccade.bench.results import Result, runs_of
-from saccade.bench.verdicts import Verdict, number_text, still_missing
+from saccade.bench.targets import Verdict, number_text, still_missing
 
 
 def tiles(found: Sequence[Point], verdicts: dict[str, list[Verdict]]) -> str:

@@ -16,7 +16,7 @@ from saccade.bench.report import collect, markup, sections
 from saccade.bench.report.collect import Point, Source
 from saccade.bench.report.markup import Cell, Table
 from saccade.bench.results import Result
-from saccade.bench.verdicts import Verdict, compare_with_targets
+from saccade.bench.targets import Verdict, compare_with_targets
 
 PAGE = Path(__file__).parents[4] / "docs" / "kernels.md"  # of a checkout; a wheel has none
 REGION = re.compile(r"<!-- kernels: begin -->(.*)<!-- kernels: end -->", re.DOTALL)

@@ -5,12 +5,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from saccade.bench import host, processes
+from saccade.bench import measure, processes
 from saccade.bench.cases import CASES, HOST_CASES
 from saccade.bench.command import bench
 from saccade.bench.peers import all_peers, ours
 from saccade.bench.results import read
-from saccade.bench.timing import Runnable, TimingPlan
+from saccade.bench.timing import HostClock, Runnable, TimingPlan
 
 CPU = torch.device("cpu")
 PEERS = {peer.who: peer for peer in all_peers()}
@@ -23,9 +23,9 @@ app.command()(bench)
 def test_the_host_is_timed_without_and_with_gradients():
     case = CASES["tiny-full-fp32-d16-48"]
     peers = [PEERS[who] for who in ("saccade/cpu", "sdpa", "sdpa/cudnn")]
-    results, absences = host.measure_host(case, peers, CPU, SHORT, calls=2)
+    results, absences = measure.measure_host(case, peers, CPU, SHORT, calls=2)
     assert {(item.which_pass, item.who) for item in results} == {
-        (which_pass, who) for which_pass in host.PASSES for who in ("saccade/cpu", "sdpa")
+        (which_pass, who) for which_pass in measure.HOST_PASSES for who in ("saccade/cpu", "sdpa")
     }
     assert [absence.who for absence in absences] == ["sdpa/cudnn"]
     assert all(item.rounds == 3 and item.tflops is None for item in results)
@@ -33,13 +33,13 @@ def test_the_host_is_timed_without_and_with_gradients():
 
 def test_decoding_has_no_gradients():
     case = CASES["tiny-decode-fp32-d16-64"]
-    results, _ = host.measure_host(case, [PEERS["sdpa"]], CPU, SHORT, calls=2)
+    results, _ = measure.measure_host(case, [PEERS["sdpa"]], CPU, SHORT, calls=2)
     assert [item.which_pass for item in results] == ["host"]
 
 
 def test_the_host_s_clock_makes_its_calls():
     calls = []
-    clock = host.HostClock(CPU, calls=5)
+    clock = HostClock(CPU, calls=5)
     clock.ready(Runnable(lambda: calls.append(1)))
     assert clock.seconds(lambda: calls.append(1), 2) > 0
     assert len(calls) == 15
@@ -71,6 +71,17 @@ def test_a_peer_without_a_first_call_says_why():
     assert "not installed" in absences[0].reason
 
 
+@pytest.mark.parametrize(
+    ("case", "who"),
+    [
+        ("tiny-pages-h4x2-fp32-d16-64+32+16", "saccade/paged-16"),  # of unlike lengths
+        ("cpu-decode-fp32-d128-16k", "saccade/paged-256"),  # which takes whole pages
+    ],
+)
+def test_memory_of_a_call_over_pages(case, who):
+    assert isinstance(processes.peak_on_cpu(CASES[case], who, "decode"), float)
+
+
 def test_a_process_that_fails_or_hangs_gives_the_reason():
     assert "No module named" in str(processes.fresh("saccade.bench.nothing", (), {}, 60.0))
     assert "not finished" in str(processes.fresh("this", (), {}, 0.001))
@@ -84,7 +95,7 @@ def test_mistakes_are_answered(option):
 
 
 def test_the_command_shows_microseconds(monkeypatch, tmp_path):
-    monkeypatch.setattr(host, "measure_host", quickly(host.measure_host))
+    monkeypatch.setattr(measure, "measure_host", quickly(measure.measure_host))
     file = tmp_path / "results.jsonl"
     arguments = ["--host", "--json", str(file), "--device", "cpu"]
     done = CliRunner().invoke(app, arguments)
@@ -94,5 +105,5 @@ def test_the_command_shows_microseconds(monkeypatch, tmp_path):
     assert {item.case["name"] for item in read(file)} == {"cpu-host-fp32-d64-128"}
 
 
-def quickly(measure):
-    return lambda case, peers, device: measure(case, peers, device, SHORT, 2)
+def quickly(measured):
+    return lambda case, peers, device: measured(case, peers, device, SHORT, 2)
