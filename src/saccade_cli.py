@@ -101,3 +101,7 @@ def saccade(version: Annotated[bool, VERSION] = False) -> None:
 def main() -> None:
     """Run the command line."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -36,6 +36,12 @@ def test_help_answers_without_pytorch(arguments):
     assert "Commands" in done.stdout
 
 
+def test_the_module_runs_as_the_program() -> None:
+    command = [sys.executable, "-m", "saccade_cli", "demos"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "No such command" in done.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_the_help_says_of_a_command_is_what_it_says_itself(name):
     known = COMMANDS[name]

@@ -51,6 +51,14 @@ def test_mistakes_are_answered_with_what_there_is(arguments, message):
     assert message in done.output
 
 
+@pytest.mark.parametrize("name", ["kernels", "tune"])
+def test_without_triton_they_say_so(monkeypatch, name):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = run(name)
+    assert done.exit_code == 2
+    assert f"saccade {name}: Triton is not installed" in done.output
+
+
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune for")
 def test_tune_needs_a_gpu_and_says_so():

@@ -2,8 +2,10 @@
 
 import io
 import json
+import math
 
 import pytest
+import torch
 from rich.console import Console
 
 from saccade.kernel_check import tuning
@@ -59,7 +61,7 @@ def test_the_winner_is_the_fastest_if_it_is_worth_it():
     assert tuning.winner(measured, DEFAULT) == measured[1]
     measured[1] = MeasuredConfig(OTHER, 0.99)
     assert tuning.winner(measured, DEFAULT) == measured[0]
-    measured[0] = MeasuredConfig(DEFAULT, None, "too large")
+    measured[0] = MeasuredConfig(DEFAULT, reason="too large")
     assert tuning.winner(measured, DEFAULT) == measured[1]
     assert tuning.winner([measured[0]], DEFAULT) is None
 
@@ -71,7 +73,7 @@ def test_a_candidate_is_judged_by_the_worst_of_its_compilations():
 
     plain, nan_safe = result(Usage(200, 0, 1000)), result(Usage(255, 7, 500))
     assert tuning.classified(HOPPER, OTHER, [plain, nan_safe]) == MeasuredConfig(
-        OTHER, None, "", 255, 7, 1000
+        OTHER, math.inf, "", 255, 7, 1000
     )
     assert "shared memory" in tuning.classified(HOPPER, OTHER, [result(Usage(9, 0, 10**6))]).reason
     assert tuning.classified(HOPPER, OTHER, [plain, result(None, "Oh: no")]).reason == "Oh: no"
@@ -84,7 +86,7 @@ def test_the_table_is_sorted_and_marks_default_and_winner():
     measured = [
         MeasuredConfig(DEFAULT, 1.0, "", 250),
         MeasuredConfig(OTHER, 0.5),
-        MeasuredConfig(THIRD, None, "no"),
+        MeasuredConfig(THIRD, reason="no"),
     ]
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(tuning.results_table(task, measured))
@@ -159,8 +161,6 @@ class MadeUpEvent:
 
 @pytest.mark.parametrize("which", ["forward", "backward_keys", "backward_queries"])
 def test_only_the_kernel_itself_is_timed(monkeypatch, which):
-    import torch
-
     from saccade.gpu import launcher
 
     if not launcher.INTERPRETED:
@@ -178,3 +178,16 @@ def test_only_the_kernel_itself_is_timed(monkeypatch, which):
     starts = 2 if which == "backward_keys" else 1  # NaN-safe, too
     assert len(watch.events) == starts
     assert seconds == pytest.approx(starts * 1e-3 / 2)
+
+
+def test_a_launch_that_was_prepared_is_timed_too(monkeypatch):
+    from saccade.gpu.launcher import Launch
+
+    monkeypatch.setattr(torch.cuda, "Event", MadeUpEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(Launch, "relaunch", lambda *call: True)  # as on a GPU from the second on
+    task = tuning.task("sm_75", "forward", KernelCall(16, "fp32", length=16))
+    clock = tuning.KernelClock("forward")
+    (run,) = tuning.runnables(task, [KernelConfig(16, 16, 1, 1)], torch.device("cpu")).values()
+    with clock.listening():
+        assert clock.seconds(run.run, 2) == pytest.approx(1e-3 / 2)

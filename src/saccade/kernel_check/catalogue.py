@@ -50,58 +50,42 @@ class Job(NamedTuple):
         return Job(architecture, call_of(which, fields), which, tuple(kernels), config)
 
 
-class CatalogueEntry(NamedTuple):
-    """A call, and the kernels of it that are compiled."""
+Entry = tuple[Call, tuple[str, ...]]
+"""A call, and the kernels of it that are compiled."""
 
-    call: Call
-    kernels: tuple[str, ...]
-
-
-OF_HOPPER = ("hopper_forward",)
-OF_HOPPER_GRADIENTS = ("hopper_backward",)
-AROUND = PASSES["hopper_shared"][1:]
-HOPPER_FORMS = (*PASSES["hopper_ordered"], *PASSES["hopper_in_order"])
-HOPPER_APART = PASSES["hopper_apart"]  # above 128 channels
-HOPPER = (
+HOPPER_FORMS = ("hopper_backward", "hopper_backward, ordered", "hopper_backward, in key order")
+HOPPER: tuple[Entry, ...] = (
     *(
-        CatalogueEntry(KernelCall(dim, mask=mask), OF_HOPPER)
+        (KernelCall(dim, mask=mask), PASSES["hopper"])
         for dim in (64, 128, 256)
         for mask in MASKS[:2]
     ),
-    *(CatalogueEntry(KernelCall(64, mask=mask, length=2 * SHORT), OF_HOPPER) for mask in MASKS[:2]),
-    CatalogueEntry(KernelCall(128, mask="causal", length=2 * SHORT), OF_HOPPER),
-    CatalogueEntry(KernelCall(96), OF_HOPPER),
-    CatalogueEntry(KernelCall(192, mask="causal"), OF_HOPPER),
-    CatalogueEntry(KernelCall(192, mask="causal", value_dim=128), OF_HOPPER),
-    CatalogueEntry(KernelCall(128, "fp16", "window"), OF_HOPPER),
-    CatalogueEntry(KernelCall(128, mask="documents"), OF_HOPPER),
-    CatalogueEntry(KernelCall(128, mask="blocks"), OF_HOPPER),
-    CatalogueEntry(KernelCall(128, mask="causal", score="softcap"), OF_HOPPER),
-    CatalogueEntry(KernelCall(128, mask="causal", packed=True), OF_HOPPER),
+    *((KernelCall(64, mask=mask, length=2 * SHORT), PASSES["hopper"]) for mask in MASKS[:2]),
+    (KernelCall(128, mask="causal", length=2 * SHORT), PASSES["hopper"]),
+    (KernelCall(96), PASSES["hopper"]),
+    (KernelCall(192, mask="causal"), PASSES["hopper"]),
+    (KernelCall(192, mask="causal", value_dim=128), PASSES["hopper"]),
+    (KernelCall(128, "fp16", "window"), PASSES["hopper"]),
+    (KernelCall(128, mask="documents"), PASSES["hopper"]),
+    (KernelCall(128, mask="blocks"), PASSES["hopper"]),
+    (KernelCall(128, mask="causal", score="softcap"), PASSES["hopper"]),
+    (KernelCall(128, mask="causal", packed=True), PASSES["hopper"]),
+    *((KernelCall(dim, mask=mask), HOPPER_FORMS) for dim in (64, 128) for mask in MASKS[:2]),
+    (KernelCall(128, "fp16", "window"), (HOPPER_FORMS[0], HOPPER_FORMS[2])),
+    (KernelCall(128, mask="documents"), HOPPER_FORMS[:1]),
+    (KernelCall(128, mask="blocks"), HOPPER_FORMS[:1]),
+    (KernelCall(128, mask="causal", score="softcap"), HOPPER_FORMS[:1]),
+    (KernelCall(128, mask="causal", packed=True), PASSES["hopper_shared"]),
+    *((KernelCall(256, mask=mask), PASSES["hopper_apart"]) for mask in MASKS[:2]),
+    (KernelCall(256, mask="causal", score="softcap"), PASSES["hopper_apart"]),
+    (KernelCall(256, mask="causal", packed=True), PASSES["hopper_apart"]),
+    (KernelCall(192, mask="causal", value_dim=128), PASSES["hopper_apart"]),
     *(
-        CatalogueEntry(KernelCall(dim, mask=mask), (*OF_HOPPER_GRADIENTS, *HOPPER_FORMS))
-        for dim in (64, 128)
-        for mask in MASKS[:2]
-    ),
-    CatalogueEntry(
-        KernelCall(128, "fp16", "window"), (*OF_HOPPER_GRADIENTS, *PASSES["hopper_in_order"])
-    ),
-    CatalogueEntry(KernelCall(128, mask="documents"), OF_HOPPER_GRADIENTS),
-    CatalogueEntry(KernelCall(128, mask="blocks"), OF_HOPPER_GRADIENTS),
-    CatalogueEntry(KernelCall(128, mask="causal", score="softcap"), OF_HOPPER_GRADIENTS),
-    CatalogueEntry(KernelCall(128, mask="causal", packed=True), (*OF_HOPPER_GRADIENTS, *AROUND)),
-    *(CatalogueEntry(KernelCall(256, mask=mask), HOPPER_APART) for mask in MASKS[:2]),
-    CatalogueEntry(KernelCall(256, mask="causal", score="softcap"), HOPPER_APART),
-    CatalogueEntry(KernelCall(256, mask="causal", packed=True), HOPPER_APART),
-    CatalogueEntry(KernelCall(192, mask="causal", value_dim=128), HOPPER_APART),
-    *(
-        CatalogueEntry(
-            PagedCall(dim, "bf16", "causal", size, query_len=LONG_CHUNK), ("hopper_pages_forward",)
-        )
+        (PagedCall(dim, "bf16", "causal", size, query_len=LONG_CHUNK), ("hopper_pages_forward",))
         for dim, size in ((64, 64), (128, 64), (128, 16), (128, 256), (256, 64))
     ),
-    CatalogueEntry(LinearCall(64), ("hopper_linear_forward", "hopper_linear_backward_keys")),
-    CatalogueEntry(
+    (LinearCall(64), ("hopper_linear_forward", "hopper_linear_backward_keys")),
+    (
         LinearCall(128),
         (
             "hopper_linear_forward",
@@ -111,11 +95,11 @@ HOPPER = (
             "hopper_linear_grad_key_nan_safe",
         ),
     ),
-    CatalogueEntry(
+    (
         LinearCall(128, length=8192, batch=1, heads=2),
         ("hopper_linear_forward", "hopper_linear_collect", "hopper_linear_collect_queries"),
     ),
-    CatalogueEntry(
+    (
         LinearCall(256),
         (
             "hopper_linear_wide_output",
@@ -127,78 +111,71 @@ HOPPER = (
 )
 
 
-def entries(architecture: str) -> list[CatalogueEntry]:
+def entries(architecture: str) -> list[Entry]:
     """The calls for an architecture. Turing has no products of bf16."""
     half = "fp16" if architecture == "sm_75" else "bf16"
     return [
         *(HOPPER if architecture == "sm_90" else ()),
-        CatalogueEntry(KernelCall(64, half), ALL),
-        CatalogueEntry(KernelCall(64, half, "causal"), (*ALL, *NAN_SAFE)),
-        CatalogueEntry(KernelCall(128, half), (*ALL, "row_statistics")),
-        CatalogueEntry(KernelCall(128, half, "causal"), (*ALL, *NAN_SAFE)),
-        CatalogueEntry(KernelCall(128, half, "documents"), (*ALL, *NAN_SAFE, "find_tile_ranges")),
-        CatalogueEntry(KernelCall(128, half, "blocks"), (*ORDERED, "list_blocks")),
-        CatalogueEntry(KernelCall(128, half, "dense"), ("forward", "classify_pairs", "list_tiles")),
-        CatalogueEntry(KernelCall(128, half, packed=True), (*ORDERED, "row_statistics")),
-        CatalogueEntry(KernelCall(128, half, "causal", packed=True), ORDERED),
-        CatalogueEntry(
-            KernelCall(128, half, "documents", packed=True), ("forward", "find_tile_ranges")
-        ),
-        CatalogueEntry(KernelCall(128, half, score="softcap"), ORDERED),
-        CatalogueEntry(KernelCall(128, half, score="bias"), ("backward_bias",)),
-        CatalogueEntry(KernelCall(128, half, dropout_p=0.1), ALL),
-        CatalogueEntry(KernelCall(256, half), ALL),
-        CatalogueEntry(KernelCall(256, half, "causal"), (*ALL, *NAN_SAFE)),
-        CatalogueEntry(KernelCall(64, "fp32"), ("forward", "backward_keys", "backward_queries")),
-        CatalogueEntry(KernelCall(128, "fp32", "causal"), (*ORDERED, NAN_SAFE[0])),
+        (KernelCall(64, half), ALL),
+        (KernelCall(64, half, "causal"), (*ALL, *NAN_SAFE)),
+        (KernelCall(128, half), (*ALL, "row_statistics")),
+        (KernelCall(128, half, "causal"), (*ALL, *NAN_SAFE)),
+        (KernelCall(128, half, "documents"), (*ALL, *NAN_SAFE, "find_tile_ranges")),
+        (KernelCall(128, half, "blocks"), (*ORDERED, "list_blocks")),
+        (KernelCall(128, half, "dense"), ("forward", "classify_pairs", "list_tiles")),
+        (KernelCall(128, half, packed=True), (*ORDERED, "row_statistics")),
+        (KernelCall(128, half, "causal", packed=True), ORDERED),
+        (KernelCall(128, half, "documents", packed=True), ("forward", "find_tile_ranges")),
+        (KernelCall(128, half, score="softcap"), ORDERED),
+        (KernelCall(128, half, score="bias"), ("backward_bias",)),
+        (KernelCall(128, half, dropout_p=0.1), ALL),
+        (KernelCall(256, half), ALL),
+        (KernelCall(256, half, "causal"), (*ALL, *NAN_SAFE)),
+        (KernelCall(64, "fp32"), ORDERED),
+        (KernelCall(128, "fp32", "causal"), (*ORDERED, NAN_SAFE[0])),
         *paged_entries(half),
         *linear_entries(half),
     ]
 
 
-def paged_entries(half: str) -> list[CatalogueEntry]:
-    """The calls over pages. Short chunks are cut into shares, long ones take the dense kernel."""
+def paged_entries(half: str) -> list[Entry]:
+    """The calls over pages: short chunks are split, long ones take the dense kernel."""
     chunk, few = LONG_CHUNK, 20
     return [
-        CatalogueEntry(PagedCall(64, half), ("pages", "merge_partials")),
-        CatalogueEntry(PagedCall(128, half), ("pages", "merge_partials")),
-        CatalogueEntry(PagedCall(128, half, "causal", 16), ("pages", "plan_pages")),
-        CatalogueEntry(PagedCall(128, half, pages="fp8"), ("pages",)),
-        CatalogueEntry(PagedCall(256, half), ("pages", "merge_partials")),
-        CatalogueEntry(PagedCall(64, half, "causal", query_len=few), ("pages",)),
-        CatalogueEntry(PagedCall(128, half, "causal", query_len=few), ("pages", "merge_partials")),
-        CatalogueEntry(PagedCall(128, half, "causal", 16, query_len=few), ("pages",)),
-        CatalogueEntry(PagedCall(128, half, "causal", pages="int8", query_len=chunk), ("pages",)),
-        CatalogueEntry(PagedCall(128, half, "tree", query_len=chunk), ("pages", "plan_pages")),
-        CatalogueEntry(PagedCall(256, half, "causal", query_len=few), ("pages",)),
+        (PagedCall(64, half), ("pages", "merge_partials")),
+        (PagedCall(128, half), ("pages", "merge_partials")),
+        (PagedCall(128, half, "causal", 16), ("pages", "plan_pages")),
+        (PagedCall(128, half, pages="fp8"), ("pages",)),
+        (PagedCall(256, half), ("pages", "merge_partials")),
+        (PagedCall(64, half, "causal", query_len=few), ("pages",)),
+        (PagedCall(128, half, "causal", query_len=few), ("pages", "merge_partials")),
+        (PagedCall(128, half, "causal", 16, query_len=few), ("pages",)),
+        (PagedCall(128, half, "causal", pages="int8", query_len=chunk), ("pages",)),
+        (PagedCall(128, half, "tree", query_len=chunk), ("pages", "plan_pages")),
+        (PagedCall(256, half, "causal", query_len=few), ("pages",)),
         *(
-            CatalogueEntry(
-                PagedCall(dim, half, "causal", size, query_len=chunk), ("pages_forward",)
-            )
+            (PagedCall(dim, half, "causal", size, query_len=chunk), ("pages_forward",))
             for dim, size in ((64, 64), (128, 64), (128, 16), (256, 64))
         ),
-        CatalogueEntry(PagedCall(64, "fp32", "causal"), ("pages",)),
-        CatalogueEntry(PagedCall(128, "fp32", "causal", query_len=few), ("pages",)),
-        CatalogueEntry(PagedCall(128, half), ("write_pages",)),
-        CatalogueEntry(PagedCall(128, half, pages="fp8"), ("write_pages",)),
+        (PagedCall(64, "fp32", "causal"), ("pages",)),
+        (PagedCall(128, "fp32", "causal", query_len=few), ("pages",)),
+        (PagedCall(128, half), ("write_pages",)),
+        (PagedCall(128, half, pages="fp8"), ("write_pages",)),
     ]
 
 
-def linear_entries(half: str) -> list[CatalogueEntry]:
+def linear_entries(half: str) -> list[Entry]:
     """The calls of linear attention."""
     some = ("linear_output", "linear_grad_key")  # they take the most registers
     return [
-        CatalogueEntry(LinearCall(64, half), some),
-        CatalogueEntry(LinearCall(128, half), (*LINEAR, "linear_step")),
+        (LinearCall(64, half), some),
+        (LinearCall(128, half), (*LINEAR, "linear_step")),
         # So few heads that segments run side by side.
-        CatalogueEntry(
-            LinearCall(128, half, length=8192, batch=1, heads=2),
-            ("linear_collect", "linear_chain"),
-        ),
-        CatalogueEntry(LinearCall(128, half, decay=True), some),
-        CatalogueEntry(LinearCall(128, half, group=4), ("linear_grad_key",)),
-        CatalogueEntry(LinearCall(256, half), (*some, "linear_grad_query", "linear_count")),
-        CatalogueEntry(LinearCall(64, "fp32"), some[:1]),
+        (LinearCall(128, half, length=8192, batch=1, heads=2), ("linear_collect", "linear_chain")),
+        (LinearCall(128, half, decay=True), some),
+        (LinearCall(128, half, group=4), ("linear_grad_key",)),
+        (LinearCall(256, half), (*some, "linear_grad_query", "linear_count")),
+        (LinearCall(64, "fp32"), some[:1]),
     ]
 
 
@@ -210,19 +187,18 @@ def jobs(
     Raises:
         ValueError: for a glob that no kernel's name fits, or a head_dim that no call has.
     """
-    dims = sorted({entry.call.head_dim for name in architectures for entry in entries(name)})
+    catalogue = [(name, *entry) for name in architectures for entry in entries(name)]
+    dims = sorted({call.head_dim for _, call, _ in catalogue})
     if head_dim is not None and head_dim not in dims:
         raise ValueError(f"--head-dim: got {head_dim}, takes {', '.join(map(str, dims))}")
     if not any(fnmatchcase(kernel, kernels) for kernel in KERNELS):
         raise ValueError(f"no kernel is named {kernels!r}; there are {'; '.join(KERNELS)}")
-    found = []
-    for architecture in architectures:
-        for entry in entries(architecture):
-            if head_dim not in (None, entry.call.head_dim):
-                continue
-            for which, of_pass in PASSES.items():
-                wanted = [kernel for kernel in entry.kernels if kernel in of_pass]
-                chosen = tuple(kernel for kernel in wanted if fnmatchcase(kernel, kernels))
-                if chosen:
-                    found.append(Job(architecture, entry.call, which, chosen))
-    return found
+    found = [
+        Job(
+            name, call, which, tuple(k for k in of_call if k in of_pass and fnmatchcase(k, kernels))
+        )
+        for name, call, of_call in catalogue
+        for which, of_pass in PASSES.items()
+        if head_dim in (None, call.head_dim)
+    ]
+    return [job for job in found if job.kernels]

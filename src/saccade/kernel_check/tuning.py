@@ -26,7 +26,7 @@ from saccade.ops.attention.triton.tuned_configs import ConfigTable
 from saccade.runtime.spec import KernelConfig
 
 ROUNDS = 9
-FINALISTS = 8  # who take turns again after the first look
+FINALISTS = 8  # candidates that take turns after a first look at all
 WORTH_IT = 0.98  # of the default's time: less of a gain is noise
 PASS_OF = {
     "forward": "forward",
@@ -57,7 +57,7 @@ class MeasuredConfig(NamedTuple):
     """What is known of one candidate."""
 
     config: KernelConfig
-    milliseconds: float | None = None  # None: it was not timed
+    milliseconds: float = math.inf  # inf: it was not timed
     reason: str = ""  # why not
     registers: int = 0
     spills: int = 0
@@ -97,7 +97,7 @@ def classified(
     )
     limit = configs.SHARED_MEMORY[problem.architecture]
     reason = f"{kilobytes(shared)} of shared memory" if shared > limit else ""
-    return MeasuredConfig(config, None, reason, registers, spills, shared)
+    return MeasuredConfig(config, math.inf, reason, registers, spills, shared)
 
 
 def winner(measured: Sequence[MeasuredConfig], default: KernelConfig) -> MeasuredConfig | None:
@@ -105,14 +105,12 @@ def winner(measured: Sequence[MeasuredConfig], default: KernelConfig) -> Measure
 
     None where nothing could be timed.
     """
-    timed = [entry for entry in measured if entry.milliseconds is not None]
-    if not timed:
+    fastest = min(measured, key=lambda entry: entry.milliseconds)
+    if math.isinf(fastest.milliseconds):
         return None
-    fastest = min(timed, key=lambda entry: entry.milliseconds or 0.0)
-    for entry in timed:
-        if entry.config == default:
-            gained = (fastest.milliseconds or 0.0) < WORTH_IT * (entry.milliseconds or 0.0)
-            return fastest if gained else entry
+    for entry in measured:
+        if entry.config == default and fastest.milliseconds >= WORTH_IT * entry.milliseconds:
+            return entry
     return fastest
 
 
@@ -120,31 +118,25 @@ def results_table(found: Task, measured: Sequence[MeasuredConfig], shown: int = 
     """Candidates by time; the default and the winner are marked."""
     default = configs.default(found.problem)
     best = winner(measured, default)
-    timed = sorted(
-        (entry for entry in measured if entry.milliseconds is not None),
-        key=lambda entry: entry.milliseconds or 0.0,
-    )
+    timed = [entry for entry in measured if math.isfinite(entry.milliseconds)]
+    [default_entry] = [entry for entry in measured if entry.config == default]
     table = Table(title=found.name, title_justify="left", caption_justify="left")
     for name in ("config", "ms", "× default", "registers", "spills", "shared", ""):
         table.add_column(name, justify="left" if name in ("config", "") else "right", no_wrap=True)
-    base = next((entry.milliseconds for entry in timed if entry.config == default), None)
-    for place, entry in enumerate(timed):
-        is_best = best is not None and entry.config == best.config
-        if place >= shown and not is_best and entry.config != default:
+    for position, entry in enumerate(sorted(timed, key=lambda entry: entry.milliseconds)):
+        marks = ["default"] * (entry is default_entry) + ["winner"] * (entry == best)
+        if position >= shown and not marks:
             continue
-        marks = ["default"] * (entry.config == default) + ["winner"] * is_best
-        milliseconds = entry.milliseconds or 0.0
+        ratio = entry.milliseconds / default_entry.milliseconds
         table.add_row(
-            config_text(entry.config.numbers()), f"{milliseconds:.3f}",
-            "" if base is None else f"{milliseconds / base:.2f}", str(entry.registers),
+            config_text(entry.config.numbers()), f"{entry.milliseconds:.3f}",
+            f"{ratio:.2f}" if default_entry in timed else "", str(entry.registers),
             str(entry.spills or ""), kilobytes(entry.shared), ", ".join(marks),
-            style="bold green" if is_best else "bold" if marks else None,
+            style="bold green" if "winner" in marks else "bold" if marks else None,
         )  # fmt: skip
-    left_out = len(measured) - len(timed)
-    table.caption = f"{len(timed)} timed, {left_out} left out"
-    for entry in measured:
-        if entry.config == default and entry.milliseconds is None:
-            table.caption += f"; the default was not timed: {entry.reason}"
+    table.caption = f"{len(timed)} timed, {len(measured) - len(timed)} left out"
+    if default_entry not in timed:
+        table.caption += f"; the default was not timed: {default_entry.reason}"
     return table
 
 
@@ -202,7 +194,7 @@ def least_registers(problem: KernelProblem, config: KernelConfig) -> float:
 
 
 def over_queries(which: str) -> bool:
-    """Whether programs of a kernel stand at keys and run over queries."""
+    """Whether each program of a kernel has a tile of keys and reads all queries."""
     return which in ("backward_keys", "backward_shared")
 
 
@@ -213,8 +205,7 @@ def _stages(architecture: str) -> tuple[int, ...]:
 
 
 def _may_fit(problem: KernelProblem, config: KernelConfig) -> bool:
-    most = FEWEST_PAIRS, MOST_PAIRS
-    if not most[0] <= config.query_tile * config.kv_tile <= most[1]:
+    if not FEWEST_PAIRS <= config.query_tile * config.kv_tile <= MOST_PAIRS:
         return False
     if problem.which == "backward_bias" and config.num_stages > 1:
         return False  # its loops are short, and each tile is another
@@ -224,7 +215,7 @@ def _may_fit(problem: KernelProblem, config: KernelConfig) -> bool:
     return spacious or least_registers(problem, config) <= REGISTERS
 
 
-# ---- the tuning ----
+# ---- timing --------------------------------------------------------------------------------------
 
 
 def calls_of(
@@ -308,8 +299,7 @@ def with_time(
 ) -> MeasuredConfig:
     """A candidate with its time, or with the reason why it has none."""
     key = str(entry.config.numbers())
-    milliseconds = times.get(key)
-    if milliseconds is not None and math.isfinite(milliseconds):
+    if math.isfinite(milliseconds := times.get(key, math.inf)):
         return entry._replace(milliseconds=milliseconds)
     return entry._replace(reason=entry.reason or failed.get(key, "was not timed"))
 
@@ -371,18 +361,20 @@ class KernelClock:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear of every kernel that the library starts in this process."""
-        launch_now = Launch.__call__
+        """Hear of every kernel that the library launches in this process."""
+        launch_now, relaunch_now = Launch.__call__, Launch.relaunch
 
         def launch(one: Launch, *call: Any) -> None:
             name = worker.kernel_name(one, PASS_OF[self.which]).removesuffix(", NaN-safe")
-            if name == self.which:
-                self._timed(lambda: launch_now(one, *call))
-            elif name not in configs.PASSES or name == "backward_queries":
-                # What is timed may read what these write: row statistics and tile lists.
-                launch_now(one, *call)
+            with patch.object(Launch, "relaunch", relaunch_now):
+                if name == self.which:
+                    self._timed(lambda: launch_now(one, *call))
+                elif name not in configs.PASSES or name == "backward_queries":
+                    # What is timed may read what these write: row statistics and tile lists.
+                    launch_now(one, *call)
 
-        with patch.object(Launch, "__call__", launch):
+        # Calls that were prepared relaunch; told that this does not fit, they launch.
+        with patch.multiple(Launch, __call__=launch, relaunch=lambda *call: False):
             yield
 
     def _timed(self, start: Callable[[], None]) -> None:
