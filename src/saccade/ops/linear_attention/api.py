@@ -10,9 +10,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade.ops.linear_attention import reference, shards
-from saccade.ops.linear_attention.arguments import SIGNED_MAPS
 from saccade.ops.linear_attention.custom_op import LINEAR
-from saccade.ops.linear_attention.validation import prepare
+from saccade.ops.linear_attention.validation import SIGNED_MAPS, prepare
 from saccade.runtime import backends, call_cache
 from saccade.runtime.arguments import OFFSETS
 from saccade.runtime.call_cache import CheckedCall

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.linear_attention.arguments import check_features
-from saccade.runtime.spec import LinearInputs, LinearState, accumulate_dtype
+from saccade.runtime.spec import (
+    LinearInputs,
+    LinearState,
+    accumulate_dtype,
+)
 from saccade.runtime.validation import without_autocast
 
 
@@ -196,3 +199,14 @@ def _running(inputs: LinearInputs, of_key: Tensor, start: Tensor) -> _Units:
         torch.where(first, start[place], rows.roll(1, 0)),
         torch.where(empty, start, rows[(offsets[1:] - 1).clamp(min=0)]),
     )
+
+
+def check_features(name: str, features: Any, rows: Tensor) -> Tensor:
+    """Refuse what a caller's feature map gave, if it is not features of every row."""
+    takes = f"a floating-point tensor {(*rows.shape[:-1], 'feature_dim')} from the feature map"
+    if not isinstance(features, Tensor) or not features.is_floating_point():
+        got = features.dtype if isinstance(features, Tensor) else type(features).__name__
+        raise TypeError(f"feature_map: got {got} for {name}, takes {takes}")
+    if features.shape[:-1] != rows.shape[:-1]:
+        raise ValueError(f"feature_map: got {tuple(features.shape)} for {name}, takes {takes}")
+    return features

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from saccade.ops.linear_attention import shards
 from saccade.ops.linear_attention.api import FeatureMap
-from saccade.ops.linear_attention.arguments import STATE_SHAPES
 from saccade.ops.linear_attention.custom_op import flatten, linear_step_op
 from saccade.ops.linear_attention.feature_scaling import Scaling
-from saccade.ops.linear_attention.validation import prepare
+from saccade.ops.linear_attention.validation import STATE_SHAPES, prepare
 from saccade.runtime import backends
 from saccade.runtime.arguments import integers, values_readable
 from saccade.runtime.call_cache import CheckedCall

@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 import saccade
-from saccade.ops.linear_attention.hopper.gradients import split_of
-from saccade.ops.linear_attention.hopper.split import HeadSplit
-from saccade.ops.linear_attention.triton.call_spec import LinearCallSpec
+from saccade.ops.linear_attention.hopper.host import split_of
+from saccade.ops.linear_attention.hopper.program import HeadSplit
+from saccade.ops.linear_attention.triton.passes import LinearCallSpec
 from saccade.ops.linear_attention.validation import prepare
 from saccade.runtime import backends
 from saccade.testing import assert_linear_exact, make_linear_case, poisoned

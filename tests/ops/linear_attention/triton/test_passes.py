@@ -10,8 +10,8 @@ import saccade
 from saccade.gpu import launcher
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.configs import ARCHITECTURES
-from saccade.ops.linear_attention.triton import call_spec as linear_kind
 from saccade.ops.linear_attention.triton import configs as linear_configs
+from saccade.ops.linear_attention.triton import passes as linear_passes
 from saccade.runtime.spec import LinearState
 from saccade.testing import assert_linear_exact, make_linear_case, poisoned
 
@@ -36,10 +36,12 @@ ONE_HEAD = {"batch": 1, "heads": (2, 1, 1)}
 def test_segments_side_by_side_are_one_sequence(
     monkeypatch: pytest.MonkeyPatch, description: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(linear_kind, "SHORTEST_SEGMENT", 20)
+    monkeypatch.setattr(linear_passes, "SHORTEST_SEGMENT", 20)
     monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 64)
     case = make_linear_case(**ONE_HEAD, **description)
-    found = linear_kind.LinearCallSpec.of(*case.prepared(case.leaves())[:2], saccade.KernelConfig())
+    found = linear_passes.LinearCallSpec.of(
+        *case.prepared(case.leaves())[:2], saccade.KernelConfig()
+    )
     assert found.segments(2) > 1
     assert_linear_exact(case, "triton")
 
@@ -50,7 +52,7 @@ def test_float16_has_gradients_after_a_long_past(
     monkeypatch: pytest.MonkeyPatch, segments: int
 ) -> None:
     """Features over a divisor of a million are 1e-6, which float16 holds with four bits."""
-    monkeypatch.setattr(linear_kind.LinearCallSpec, "segments", lambda *_: segments)
+    monkeypatch.setattr(linear_passes.LinearCallSpec, "segments", lambda *_: segments)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randn(1, 1, 70, 16, generator=generator).half() for _ in range(4)]
     past = LinearState(torch.zeros(1, 1, 16, 16), torch.full((1, 1, 16), 60_000.0))

@@ -1,7 +1,7 @@
 """Shared memory: the rings of each kernel, which a producer fills and consumers empty.
 
 How a ring is filled and waited for is in gpu/hopper/pipeline.py. Linear attention has its own
-(ops/linear_attention/hopper/smem.py).
+(ops/linear_attention/hopper).
 """
 
 # Triton's language has no types that a checker follows.

@@ -10,7 +10,7 @@ With ĝ = grad_output / divisor and δ = ĝ · output · ∂divisor/∂total, fo
 
 These equal the gradients of plain products with values [value, 1] and gradients [ĝ, −δ]. The
 gradient of decay_t is what pairs of a key before t and a row that sees key t give to the result.
-`decay.py` adds them up; the first sweep keeps the states before chunks for this,
+The functions under "decay" add them up; the first sweep keeps the states before chunks for this,
 head_dim · value_dim numbers each, where there is a decay.
 
 Of an output that was rounded to sixteen bits δ would be too far off, for grad_query is a small
@@ -28,17 +28,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.linear_attention.cpu.chunk import (
+from saccade.ops.linear_attention.cpu.forward import (
     ChunkState,
     DecayFactors,
     DenseRows,
     Keys,
+    RowStep,
+    divide_by,
+    divided,
     lower_,
     nonfinite_rows,
     shared,
     through_map,
 )
-from saccade.ops.linear_attention.cpu.forward import RowStep, divide_by, divided
 
 
 class Arriving(NamedTuple):

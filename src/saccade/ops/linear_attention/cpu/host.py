@@ -17,8 +17,7 @@ from torch import Tensor
 from saccade.ops.attention.cpu.segments import Segment, clear_padding, parts_of
 from saccade.ops.linear_attention.cpu import backward as linear_backward
 from saccade.ops.linear_attention.cpu import forward as linear_forward
-from saccade.ops.linear_attention.cpu.chunk import ChunkState, DenseRows
-from saccade.ops.linear_attention.cpu.forward import RowStep, steps_of
+from saccade.ops.linear_attention.cpu.forward import ChunkState, DenseRows, RowStep, steps_of
 from saccade.runtime.spec import (
     KernelConfig,
     LinearGradients,

@@ -11,7 +11,7 @@ channels; or, of a head of up to 128, the first has grad_key and the second grad
 read all of R, so each says when it has written its part and when it has read the other's. Others
 map queries and keys, and load all rows (backward_rows.py).
 
-Of elu + 1, Q and R have elu alone: what the ones of queries add is in elu_correction.py.
+Of elu + 1, Q and R have elu alone: what the ones of queries add is in features.py.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.gpu.features import elu_plus_one_less
 from saccade.gpu.hopper.pipeline import (
     as_operand,
     here,
@@ -38,25 +39,46 @@ from saccade.gpu.hopper.pipeline import (
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (
+    clear_hidden,
+    factors_at,
     keys_seen,
-    map_queries,
+    make_sweep_rings,
+    mapped_wide,
+    numbers_at,
     position_of,
     produce,
+    queries_seeing,
+    sum_at,
+    unit_of,
+    what_to_take,
     within,
 )
-from saccade.ops.linear_attention.hopper.elu_correction import (
+from saccade.ops.linear_attention.hopper.features import (
+    COLUMNS,
+    add_to_line,
+    at_most_one,
+    in_channels,
+    keep_line,
+    mapped,
+    narrowed,
+    no_rows,
     no_sums,
+    only,
     put_ones,
+    start_line,
     start_sizes,
+    sum_in_threads,
+    sum_over_threads,
     summed,
+    widened,
     with_line,
     without_line,
 )
-from saccade.ops.linear_attention.hopper.features import at_most_one, narrowed, only
 from saccade.ops.linear_attention.hopper.forward import narrow_sums, row_of_output, settled
 from saccade.ops.linear_attention.hopper.program import (
     ACROSS,
     BLOCK,
+    FACTOR,
     GRADS,
     KEYS,
     LINE,
@@ -74,7 +96,6 @@ from saccade.ops.linear_attention.hopper.program import (
     start_sums,
     state_number,
 )
-from saccade.ops.linear_attention.hopper.smem import make_sweep_rings
 
 
 class KeyGradientMeta(NamedTuple):
@@ -258,7 +279,7 @@ def weights_of(
     BLOCKS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Scores as weights; a key is seen by the queries of its own place and later ones. With them
-    the number of each row that ones add something by: see elu_correction.py."""
+    the number of each row that ones add something by: see features.py."""
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH
     number = 0.0
@@ -357,3 +378,116 @@ def store_tile(
         store(grad_value_desc, coordinates, memory.reshape(grad_value_desc.block_type.shape))
     else:
         store(grad_key_desc, coordinates, memory.reshape(grad_key_desc.block_type.shape))
+
+
+# ---- mapping -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def map_queries(
+    given, kept, before, after, sizes, rings,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    SCALE: gl.constexpr, KEYS_TOO: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Put features, each row's times its factor, in place of a block of queries, going backwards;
+    features of keys in place of them if KEYS_TOO. Then those of queries are less 1 where that is
+    better, and numbers say what the ones add: see features.py."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    # Numbers come in few registers, and go to their rows through shared memory.
+    EACH_ONCE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    LESS_ONE: gl.constexpr = KEYS_TOO and FEATURE_MAP == "elu+1"
+    batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, True)
+    exists = batch < sizes.batches
+    num_keys = keys_there(kept, sizes, batch)
+    queries = queries_seeing(sizes, shift, num_keys, exists, STARTED)
+    at, inside = sum_at(sizes, batch, head, exists, HEAD_DIM, 1, BLOCKS, SEGMENTS, WHICH, COLUMNS)
+    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, COLUMNS))
+    if before is not None:
+        total = gl.load(before.vector + at, mask=inside, other=0.0)
+    parts = no_rows(LAYOUT)
+    unit = unit_of(sizes, batch, head, shift)
+    position = position_of(first, chunks, 0, True)
+    if LESS_ONE:
+        number = state_number(sizes, batch, head, 1, SEGMENTS)
+        line = start_line(before, number, exists, HEAD_DIM, VALUE_DIM, BLOCKS, WHICH)
+        taken = what_to_take(
+            rings, queries, position, 0 * chunks, QUERIES, HEAD_DIM, BLOCKS, WHICH, LAYOUT
+        )
+    factor = factors_at(given, unit, queries, position, SCALE, EACH_ONCE)
+    minus_delta = numbers_at(given.minus_delta, unit, queries, position, EACH_ONCE)
+    for iteration in range(0, chunks):
+        position = position_of(first, chunks, iteration, True)
+        rings.tiles.wait(iteration)
+        clear_hidden(rings, iteration, position, queries, GRADS, WHICH, LAYOUT)
+        if LESS_ONE:
+            clear_hidden(rings, iteration, position, queries, QUERIES, WHICH, LAYOUT)
+        rings.numbers_of(iteration, WHICH, FACTOR).store(factor)
+        if LESS_ONE:
+            rings.numbers_of(iteration, WHICH, ONES).store(factor * taken)
+        rings.numbers_of(iteration, WHICH, MINUS_DELTA).store(minus_delta)
+        if KEYS_TOO:
+            rings.numbers_of(iteration, WHICH, SUM).store(total)
+        # Asked for early, as nothing hides how long it takes.
+        factor = factors_at(given, unit, queries, position - ROWS, SCALE, EACH_ONCE)
+        minus_delta = numbers_at(given.minus_delta, unit, queries, position - ROWS, EACH_ONCE)
+        if LESS_ONE:
+            line = add_to_line(line, rings, iteration, WHICH)
+        if KEYS_TOO:
+            keys = rings.tile_of(iteration, KEYS, WHICH)
+            keys.store(mapped(keys.load(LAYOUT), FEATURE_MAP))
+        if LESS_ONE:
+            added = put_less_one(rings, iteration, taken, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
+        else:
+            added = put_features(
+                rings, iteration, within(queries, position, ROWS_OF), HEAD_DIM, BLOCKS, FEATURE_MAP,
+                WHICH, LAYOUT,
+            )  # fmt: skip
+        rings.say_mapped(iteration)
+        if KEYS_TOO:
+            total += sum_over_threads(added, rings.scratch.index(WHICH))
+        else:
+            parts += added
+    if not KEYS_TOO:  # nobody needs the sum before the end
+        total += sum_over_threads(parts, rings.scratch.index(WHICH))
+    if after is not None:
+        gl.store(after.vector + at, total, mask=inside)
+        if LESS_ONE:
+            keep_line(line, rings, chunks, WHICH)
+
+
+@gluon.jit
+def put_features(
+    rings, iteration, seen, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    WHICH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Put features, each row's times its factor, in place of queries; −δ times them, added up."""
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    tile = rings.tile_of(iteration, QUERIES, WHICH)
+    features = mapped_wide(widened(tile.load(LAYOUT)), FEATURE_MAP)
+    factors = rings.numbers_of(iteration, WHICH, FACTOR).load(ROWS_OF)
+    features = (features * factors[:, None]).to(tile.dtype)
+    features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
+    features = only(features, seen)
+    tile.store(features)
+    deltas = rings.numbers_of(iteration, WHICH, MINUS_DELTA).load(ROWS_OF)
+    return sum_in_threads(widened(features) * deltas[:, None], LAYOUT)
+
+
+@gluon.jit
+def put_less_one(
+    rings, iteration, taken, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The same of features less what is taken from them; but what is added up has that, and is not
+    rounded. Hidden queries were cleared, and so were their gradients."""
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    tile = rings.tile_of(iteration, QUERIES, WHICH)
+    factors = rings.numbers_of(iteration, WHICH, FACTOR).load(ROWS_OF)[:, None]
+    deltas = rings.numbers_of(iteration, WHICH, MINUS_DELTA).load(ROWS_OF)[:, None]
+    features = elu_plus_one_less(widened(tile.load(LAYOUT)), taken) * factors
+    features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
+    tile.store(features.to(tile.dtype))
+    return sum_in_threads((features + factors * taken) * deltas, LAYOUT)

@@ -45,12 +45,28 @@ from saccade.gpu.hopper.pipeline import (
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (
-    map_keys,
+    clear_hidden,
+    keys_seen,
+    make_sweep_rings,
+    numbers_at,
     produce,
     queries_seeing,
+    sum_at,
+    unit_of,
+    what_to_take,
     within,
 )
-from saccade.ops.linear_attention.hopper.features import in_channels, narrowed, only, widened
+from saccade.ops.linear_attention.hopper.features import (
+    COLUMNS,
+    in_channels,
+    less,
+    mapped,
+    narrowed,
+    only,
+    sum_in_threads,
+    sum_over_threads,
+    widened,
+)
 from saccade.ops.linear_attention.hopper.forward import (
     narrow_sums,
     row_of_output,
@@ -64,6 +80,7 @@ from saccade.ops.linear_attention.hopper.program import (
     GRADS,
     KEYS,
     MINUS_DELTA,
+    OUTPUTS,
     QUERIES,
     SUM,
     VALUES,
@@ -77,7 +94,7 @@ from saccade.ops.linear_attention.hopper.program import (
     state_number,
     sums_at,
 )
-from saccade.ops.linear_attention.hopper.smem import make_sweep_rings
+from saccade.ops.linear_attention.triton.chunk_scan import quotient_of
 
 
 class QueryGradientMeta(NamedTuple):
@@ -339,3 +356,67 @@ def derivative(rows, FEATURE_MAP: gl.constexpr):
         gl.static_assert(FEATURE_MAP == "exp")
         slope = gl.exp2(rows * LOG2_E)
     return slope
+
+
+# ---- mapping -----------------------------------------------------------------------------------
+
+
+# ---- mapping ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def map_keys(
+    given, kept, before, sizes, eps, rings,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
+    SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Put features in place of a block of keys, going forwards; find what queries have as numbers:
+    factors, which go to memory too, and the parts of −δ that this block of channels has."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    BALANCED: gl.constexpr = is_balanced(FEATURE_MAP, NORMALIZE)
+    batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
+    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
+    exists = batch < sizes.batches
+    num_keys = keys_there(kept, sizes, batch)
+    queries, keys = queries_seeing(sizes, shift, num_keys, exists, STARTED), keys_seen(num_keys)
+    at, inside = sum_at(
+        sizes, batch, head, exists, HEAD_DIM, GROUP, BLOCKS, SEGMENTS, WHICH, COLUMNS
+    )
+    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, COLUMNS))
+    if before is not None:
+        total = gl.load(before.vector + at, mask=inside, other=0.0)
+    unit = unit_of(sizes, batch, head, shift)
+    if NORMALIZE != "none":
+        scores = numbers_at(kept.normaliser, unit, queries, first, ROWS_OF)
+    if BALANCED:
+        taken = what_to_take(rings, keys, first, 0 * chunks, KEYS, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
+    for iteration in range(0, chunks):
+        position = first + iteration * ROWS
+        rings.tiles.wait(iteration)
+        clear_hidden(rings, iteration, position, keys, VALUES, WHICH, LAYOUT)
+        if NORMALIZE != "none":
+            seeing = within(queries, position, ROWS_OF)
+            factor, slope = quotient_of(scores, eps, NORMALIZE)
+            if WHICH == 0 or BLOCKS == 1:
+                rows = unit + position + gl.arange(0, ROWS, ROWS_OF)
+                gl.store(given.factors + rows, factor, mask=seeing)
+            rings.numbers_of(iteration, WHICH, FACTOR).store(factor * SCALE)
+            # Asked for early, as nothing hides how long it takes.
+            scores = numbers_at(kept.normaliser, unit, queries, position + ROWS, ROWS_OF)
+            grads = widened(rings.tile_of(iteration, GRADS, WHICH).load(LAYOUT))
+            outputs = widened(rings.tile_of(iteration, OUTPUTS, WHICH).load(LAYOUT))
+            minus_delta = gl.where(seeing, -slope * gl.sum(grads * outputs, 1), 0.0)
+            rings.numbers_of(iteration, WHICH, MINUS_DELTA).store(minus_delta)
+        rings.numbers_of(iteration, WHICH, SUM).store(total)
+        tile = rings.tile_of(iteration, KEYS, WHICH)
+        if BALANCED:
+            features = less(tile.load(LAYOUT), taken)
+        else:
+            features = mapped(tile.load(LAYOUT), FEATURE_MAP)
+        features = only(features, within(keys, position, ROWS_OF))
+        tile.store(features)
+        rings.say_mapped(iteration)
+        sums = sum_in_threads(widened(features), LAYOUT)
+        total += sum_over_threads(sums, rings.scratch.index(WHICH))

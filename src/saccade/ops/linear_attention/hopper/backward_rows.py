@@ -10,46 +10,41 @@ else. They also find the numbers that a row has, and keep the sum of features be
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: aggregates read theirs as types.
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
 
-from saccade.gpu.features import LOG2_E, elu_plus_one, elu_plus_one_less, exponential, relu
+from saccade.gpu.features import LOG2_E, elu_plus_one, exponential, relu
+from saccade.gpu.hopper.pipeline import (
+    Ring,
+    fence_async_shared,
+    in_stages,
+    make_barriers,
+    make_ring_in,
+    mbarrier,
+    settle,
+)
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.softmax import ROWS
-from saccade.ops.linear_attention.hopper.elu_correction import add_to_line, keep_line, start_line
 from saccade.ops.linear_attention.hopper.features import (
-    COLUMNS,
-    in_channels,
-    less,
-    mapped,
-    no_rows,
     only,
-    sum_in_threads,
-    sum_over_threads,
     widened,
 )
 from saccade.ops.linear_attention.hopper.program import (
     BLOCK,
-    FACTOR,
     GRADS,
     KEYS,
-    MINUS_DELTA,
-    ONES,
     OUTPUTS,
     QUERIES,
-    SUM,
     VALUES,
     chunks_of,
     head_of,
-    is_balanced,
-    keys_there,
     state_number,
 )
-from saccade.ops.linear_attention.triton.chunk import quotient_of
 
 # The mean slope of φ from which on 1 is taken from features. Below 0, e^x and e^x − 1 are rounded
 # alike where x has a slope of 1/2; above 0 only what is less 1 is not rounded.
@@ -154,177 +149,6 @@ def load_pair(
         tiles.load_tile(iteration, 2 * WHAT + 1, desc, [one[0], one[1] // HEADS_PER, row, BLOCK])
 
 
-# ---- mapping ------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def map_keys(
-    given, kept, before, sizes, eps, rings,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
-    SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr,
-):  # fmt: skip
-    """Put features in place of a block of keys, going forwards; find what queries have as numbers:
-    factors, which go to memory too, and the parts of −δ that this block of channels has."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    BALANCED: gl.constexpr = is_balanced(FEATURE_MAP, NORMALIZE)
-    batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
-    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT)
-    exists = batch < sizes.batches
-    num_keys = keys_there(kept, sizes, batch)
-    queries, keys = queries_seeing(sizes, shift, num_keys, exists, STARTED), keys_seen(num_keys)
-    at, inside = sum_at(
-        sizes, batch, head, exists, HEAD_DIM, GROUP, BLOCKS, SEGMENTS, WHICH, COLUMNS
-    )
-    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, COLUMNS))
-    if before is not None:
-        total = gl.load(before.vector + at, mask=inside, other=0.0)
-    unit = unit_of(sizes, batch, head, shift)
-    if NORMALIZE != "none":
-        scores = numbers_at(kept.normaliser, unit, queries, first, ROWS_OF)
-    if BALANCED:
-        taken = what_to_take(rings, keys, first, 0 * chunks, KEYS, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
-    for iteration in range(0, chunks):
-        position = first + iteration * ROWS
-        rings.tiles.wait(iteration)
-        clear_hidden(rings, iteration, position, keys, VALUES, WHICH, LAYOUT)
-        if NORMALIZE != "none":
-            seeing = within(queries, position, ROWS_OF)
-            factor, slope = quotient_of(scores, eps, NORMALIZE)
-            if WHICH == 0 or BLOCKS == 1:
-                rows = unit + position + gl.arange(0, ROWS, ROWS_OF)
-                gl.store(given.factors + rows, factor, mask=seeing)
-            rings.numbers_of(iteration, WHICH, FACTOR).store(factor * SCALE)
-            # Asked for early, as nothing hides how long it takes.
-            scores = numbers_at(kept.normaliser, unit, queries, position + ROWS, ROWS_OF)
-            grads = widened(rings.tile_of(iteration, GRADS, WHICH).load(LAYOUT))
-            outputs = widened(rings.tile_of(iteration, OUTPUTS, WHICH).load(LAYOUT))
-            minus_delta = gl.where(seeing, -slope * gl.sum(grads * outputs, 1), 0.0)
-            rings.numbers_of(iteration, WHICH, MINUS_DELTA).store(minus_delta)
-        rings.numbers_of(iteration, WHICH, SUM).store(total)
-        tile = rings.tile_of(iteration, KEYS, WHICH)
-        if BALANCED:
-            features = less(tile.load(LAYOUT), taken)
-        else:
-            features = mapped(tile.load(LAYOUT), FEATURE_MAP)
-        features = only(features, within(keys, position, ROWS_OF))
-        tile.store(features)
-        rings.say_mapped(iteration)
-        sums = sum_in_threads(widened(features), LAYOUT)
-        total += sum_over_threads(sums, rings.scratch.index(WHICH))
-
-
-@gluon.jit
-def map_queries(
-    given, kept, before, after, sizes, rings,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
-    SCALE: gl.constexpr, KEYS_TOO: gl.constexpr, WHICH: gl.constexpr,
-):  # fmt: skip
-    """Put features, each row's times its factor, in place of a block of queries, going backwards;
-    features of keys in place of them if KEYS_TOO. Then those of queries are less 1 where that is
-    better, and numbers say what the ones add: see elu_correction.py."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    # Numbers come in few registers, and go to their rows through shared memory.
-    EACH_ONCE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    LESS_ONE: gl.constexpr = KEYS_TOO and FEATURE_MAP == "elu+1"
-    batch, head = head_of(sizes, WHICH, BLOCKS, 1, SEGMENTS)
-    first, chunks, shift = chunks_of(sizes, SEGMENTS, BOTTOM_RIGHT, True)
-    exists = batch < sizes.batches
-    num_keys = keys_there(kept, sizes, batch)
-    queries = queries_seeing(sizes, shift, num_keys, exists, STARTED)
-    at, inside = sum_at(sizes, batch, head, exists, HEAD_DIM, 1, BLOCKS, SEGMENTS, WHICH, COLUMNS)
-    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, COLUMNS))
-    if before is not None:
-        total = gl.load(before.vector + at, mask=inside, other=0.0)
-    parts = no_rows(LAYOUT)
-    unit = unit_of(sizes, batch, head, shift)
-    position = position_of(first, chunks, 0, True)
-    if LESS_ONE:
-        number = state_number(sizes, batch, head, 1, SEGMENTS)
-        line = start_line(before, number, exists, HEAD_DIM, VALUE_DIM, BLOCKS, WHICH)
-        taken = what_to_take(
-            rings, queries, position, 0 * chunks, QUERIES, HEAD_DIM, BLOCKS, WHICH, LAYOUT
-        )
-    factor = factors_at(given, unit, queries, position, SCALE, EACH_ONCE)
-    minus_delta = numbers_at(given.minus_delta, unit, queries, position, EACH_ONCE)
-    for iteration in range(0, chunks):
-        position = position_of(first, chunks, iteration, True)
-        rings.tiles.wait(iteration)
-        clear_hidden(rings, iteration, position, queries, GRADS, WHICH, LAYOUT)
-        if LESS_ONE:
-            clear_hidden(rings, iteration, position, queries, QUERIES, WHICH, LAYOUT)
-        rings.numbers_of(iteration, WHICH, FACTOR).store(factor)
-        if LESS_ONE:
-            rings.numbers_of(iteration, WHICH, ONES).store(factor * taken)
-        rings.numbers_of(iteration, WHICH, MINUS_DELTA).store(minus_delta)
-        if KEYS_TOO:
-            rings.numbers_of(iteration, WHICH, SUM).store(total)
-        # Asked for early, as nothing hides how long it takes.
-        factor = factors_at(given, unit, queries, position - ROWS, SCALE, EACH_ONCE)
-        minus_delta = numbers_at(given.minus_delta, unit, queries, position - ROWS, EACH_ONCE)
-        if LESS_ONE:
-            line = add_to_line(line, rings, iteration, WHICH)
-        if KEYS_TOO:
-            keys = rings.tile_of(iteration, KEYS, WHICH)
-            keys.store(mapped(keys.load(LAYOUT), FEATURE_MAP))
-        if LESS_ONE:
-            added = put_less_one(rings, iteration, taken, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
-        else:
-            added = put_features(
-                rings, iteration, within(queries, position, ROWS_OF), HEAD_DIM, BLOCKS, FEATURE_MAP,
-                WHICH, LAYOUT,
-            )  # fmt: skip
-        rings.say_mapped(iteration)
-        if KEYS_TOO:
-            total += sum_over_threads(added, rings.scratch.index(WHICH))
-        else:
-            parts += added
-    if not KEYS_TOO:  # nobody needs the sum before the end
-        total += sum_over_threads(parts, rings.scratch.index(WHICH))
-    if after is not None:
-        gl.store(after.vector + at, total, mask=inside)
-        if LESS_ONE:
-            keep_line(line, rings, chunks, WHICH)
-
-
-@gluon.jit
-def put_features(
-    rings, iteration, seen, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, FEATURE_MAP: gl.constexpr,
-    WHICH: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Put features, each row's times its factor, in place of queries; −δ times them, added up."""
-    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    tile = rings.tile_of(iteration, QUERIES, WHICH)
-    features = mapped_wide(widened(tile.load(LAYOUT)), FEATURE_MAP)
-    factors = rings.numbers_of(iteration, WHICH, FACTOR).load(ROWS_OF)
-    features = (features * factors[:, None]).to(tile.dtype)
-    features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
-    features = only(features, seen)
-    tile.store(features)
-    deltas = rings.numbers_of(iteration, WHICH, MINUS_DELTA).load(ROWS_OF)
-    return sum_in_threads(widened(features) * deltas[:, None], LAYOUT)
-
-
-@gluon.jit
-def put_less_one(
-    rings, iteration, taken, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The same of features less what is taken from them; but what is added up has that, and is not
-    rounded. Hidden queries were cleared, and so were their gradients."""
-    ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    tile = rings.tile_of(iteration, QUERIES, WHICH)
-    factors = rings.numbers_of(iteration, WHICH, FACTOR).load(ROWS_OF)[:, None]
-    deltas = rings.numbers_of(iteration, WHICH, MINUS_DELTA).load(ROWS_OF)[:, None]
-    features = elu_plus_one_less(widened(tile.load(LAYOUT)), taken) * factors
-    features = in_channels(features, HEAD_DIM, BLOCKS, WHICH)
-    tile.store(features.to(tile.dtype))
-    return sum_in_threads((features + factors * taken) * deltas, LAYOUT)
-
-
 @gluon.jit
 def what_to_take(
     rings, bounds, position, iteration, WHAT: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS:
@@ -403,3 +227,153 @@ def mapped_wide(rows, FEATURE_MAP: gl.constexpr):
     elif FEATURE_MAP == "exp":
         features = exponential(rows, 0.0)
     return features
+
+
+# ---- shared memory -----------------------------------------------------------------------------
+
+
+@aggregate
+class SweepRings:
+    """All that producer, mappers and consumers share in the backward pass of linear attention.
+
+    A stage is two tiles of each kind of rows. Queries and keys are mapped where they lie; that they
+    are, and that numbers stand beside them, is what `mapped` says."""
+
+    tiles: Ring
+    mapped: gl.shared_memory_descriptor  # a barrier for each stage
+    shared: gl.shared_memory_descriptor  # two barriers: consumers wrote their sums, and read all
+    numbers: gl.shared_memory_descriptor  # for each stage and mapper, 64 of each of five kinds
+    parts: gl.shared_memory_descriptor  # for two turns and each block, 64 numbers of two kinds
+    narrowed: gl.shared_memory_descriptor  # sums: a tile for each consumer and block of them
+    outputs: gl.shared_memory_descriptor  # a tile for each stage and consumer
+    scratch: gl.shared_memory_descriptor  # for each mapper, sums of its threads' own rows
+    thin: gl.shared_memory_descriptor  # eight columns each: see features.py
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, mapped, shared, numbers, parts, narrowed, outputs, scratch, thin):
+        self.tiles = tiles
+        self.mapped = mapped
+        self.shared = shared
+        self.numbers = numbers
+        self.parts = parts
+        self.narrowed = narrowed
+        self.outputs = outputs
+        self.scratch = scratch
+        self.thin = thin
+
+    @gluon.jit
+    def tile_of(self, iteration, what, block):
+        """A tile of a turn."""
+        return self.tiles.tile_of(iteration, 2 * what + block)
+
+    @gluon.jit
+    def say_mapped(self, iteration):
+        """One partition has mapped its part of a turn."""
+        fence_async_shared()
+        mbarrier.arrive(self.mapped.index(self.tiles.stage(iteration)), count=1)
+
+    @gluon.jit
+    def wait_for_mapped(self, iteration):
+        """Wait until all of a turn is there, and mapped."""
+        self.tiles.wait(iteration)
+        mbarrier.wait(
+            self.mapped.index(self.tiles.stage(iteration)), self.tiles.round(iteration) & 1
+        )
+
+    @gluon.jit
+    def say_written(self, iteration):
+        """One consumer has written what both read in a turn."""
+        mbarrier.arrive(self.shared.index(iteration * 0), count=1)
+
+    @gluon.jit
+    def wait_for_written(self, iteration):
+        """Wait until both have."""
+        mbarrier.wait(self.shared.index(iteration * 0), iteration & 1)
+
+    @gluon.jit
+    def say_read(self, iteration):
+        """One consumer needs the sums of a turn no more."""
+        mbarrier.arrive(self.shared.index(iteration * 0 + 1), count=1)
+
+    @gluon.jit
+    def wait_for_read(self, iteration):
+        """Wait until neither does."""
+        mbarrier.wait(self.shared.index(iteration * 0 + 1), iteration & 1)
+
+    @gluon.jit
+    def meet(self, iteration):
+        """Wait until both mappers have come here, which they do once."""
+        mbarrier.arrive(self.shared.index(iteration * 0 + 2), count=1)
+        mbarrier.wait(self.shared.index(iteration * 0 + 2), iteration * 0)
+
+    @gluon.jit
+    def numbers_of(self, iteration, which, spec):
+        """Where a turn's numbers of one kind are that one of the mappers put there."""
+        return self.numbers.index(6 * (2 * self.tiles.stage(iteration) + which) + spec)
+
+    @gluon.jit
+    def parts_of(self, iteration, which, spec):
+        """Where a turn's numbers of one kind are that one of the consumers put there. Who puts
+        those of the next turn but one there has waited for the other's of the turn between, which
+        were written when this turn's had been read."""
+        return self.parts.index(4 * (iteration & 1) + 2 * which + spec)
+
+    @gluon.jit
+    def line_of(self, which):
+        """Where a mapper puts G."""
+        return self.thin.index(which)
+
+    @gluon.jit
+    def ones_of(self, which, block):
+        """Where a consumer has its ones."""
+        return self.thin.index(2 + 2 * which + block)
+
+    @gluon.jit
+    def factors_of(self, which):
+        """Where a mapper puts a chunk's factors."""
+        return self.thin.index(6 + which)
+
+    @gluon.jit
+    def wait_for_end(self, iteration):
+        """Wait until both mappers have said that all turns before this one are mapped."""
+        mbarrier.wait(
+            self.mapped.index(self.tiles.stage(iteration)), self.tiles.round(iteration) & 1
+        )
+
+
+@gluon.jit
+def make_sweep_rings(
+    desc, KINDS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUT_STAGES: gl.constexpr, ONES: gl.constexpr = False,
+):  # fmt: skip
+    """Shared memory of a program of that pass, for so many kinds of rows.
+
+    Without OUTPUT_STAGES there are no outputs, and without ONES no thin tiles; others stand in for
+    them.
+    """
+    # Tiles are matrices here: what was reshaped can be multiplied and moved, but not loaded.
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    TILE: gl.constexpr = [ROWS, desc.block_type.shape[3]]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype)
+    tiles = make_ring_in(desc.dtype, in_stages(2 * KINDS * STAGES, TILE), LAYOUT, STAGES, 2, 1)
+    mapped = make_barriers(STAGES, 2)
+    shared = mapped
+    if OUTPUT_STAGES > 0:
+        shared = make_barriers(3, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.float32, [12 * STAGES, ROWS], PLAIN)
+    parts = gl.allocate_shared_memory(gl.float32, [8, ROWS], PLAIN)
+    narrowed = gl.allocate_shared_memory(desc.dtype, in_stages(2 * BLOCKS, TILE), LAYOUT)
+    outputs = narrowed
+    if OUTPUT_STAGES > 0:
+        outputs = gl.allocate_shared_memory(desc.dtype, in_stages(2 * OUTPUT_STAGES, TILE), LAYOUT)
+    scratch = gl.allocate_shared_memory(
+        gl.float32, [2, ROWS // 4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    thin = narrowed
+    if ONES:
+        THIN: gl.constexpr = [8, ROWS]
+        THIN_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(THIN, desc.dtype)
+        thin = gl.allocate_shared_memory(desc.dtype, in_stages(8, THIN), THIN_LAYOUT)
+    settle()
+    return SweepRings(tiles, mapped, shared, numbers, parts, narrowed, outputs, scratch, thin)

@@ -26,25 +26,27 @@ from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.hopper import backward_rows
-from saccade.ops.linear_attention.hopper.backward_rows import RowNumbers
+from saccade.ops.linear_attention.hopper.backward_dkdv import map_queries
+from saccade.ops.linear_attention.hopper.backward_rows import RowNumbers, make_sweep_rings
 from saccade.ops.linear_attention.hopper.features import map_features
-from saccade.ops.linear_attention.hopper.forward import produce, settled
+from saccade.ops.linear_attention.hopper.forward import make_linear_rings, produce, settled
 from saccade.ops.linear_attention.hopper.program import (
     GRADS,
     QUERIES,
+    WIDE,
+    HeadSplit,
     Kept,
     channel_of,
     chunks_of,
     head_of,
     keep_sums,
+    moved,
+    sizes,
     start_sums,
     state_number,
 )
-from saccade.ops.linear_attention.hopper.smem import make_linear_rings, make_sweep_rings
-from saccade.ops.linear_attention.hopper.split import WIDE, HeadSplit, moved, sizes
 from saccade.ops.linear_attention.triton.chunk_scan import linear_sweep
-from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.positions import LinearBackwardInputs, State, sums
+from saccade.ops.linear_attention.triton.passes import LinearBackwardInputs, Passes, State, sums
 
 
 @gluon.jit
@@ -128,11 +130,11 @@ def linear_collect_queries(
             (add_up_queries, (
                 after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS, BOTTOM_RIGHT, 1,
             )),
-            (backward_rows.map_queries, (
+            (map_queries, (
                 given, kept, None, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
                 BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, False, 0,
             )),
-            (backward_rows.map_queries, (
+            (map_queries, (
                 given, kept, None, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
                 BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, False, 1,
             )),

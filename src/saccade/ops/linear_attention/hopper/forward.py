@@ -15,17 +15,24 @@ Source: Katharopoulos et al. 2020, sections 3.2 and 3.3; chunks as in Hua et al.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: aggregates read theirs as types.
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
 
 from saccade.gpu.hopper.pipeline import (
+    Ring,
     as_operand,
     fence_async_shared,
     here,
+    in_stages,
+    make_barriers,
+    make_ring_in,
+    mbarrier,
+    settle,
     store,
     wait_for_stores,
     warpgroup_mma,
@@ -46,8 +53,7 @@ from saccade.ops.linear_attention.hopper.program import (
     state_number,
     tile_of_values,
 )
-from saccade.ops.linear_attention.hopper.smem import make_linear_rings
-from saccade.ops.linear_attention.triton.chunk import divisor_of
+from saccade.ops.linear_attention.triton.chunk_scan import divisor_of
 
 
 class LinearForwardMeta(NamedTuple):
@@ -312,3 +318,74 @@ def narrow_sums(sums, rings, WHICH: gl.constexpr, origin):
         memory = rings.narrowed.index(origin + (len(sums) * WHICH + block))
         memory.store(sums[block].to(memory.dtype))
     fence_async_shared()
+
+
+# ---- shared memory -----------------------------------------------------------------------------
+
+
+@aggregate
+class LinearRings:
+    """All that producer and consumers of linear attention share; a stage is two tiles.
+
+    Queries and keys are mapped where they lie; that they are, and that totals stand beside them,
+    is what `mapped` says. Who releases keys releases queries and values with them."""
+
+    queries: Ring
+    keys: Ring
+    values: Ring
+    mapped: gl.shared_memory_descriptor  # a barrier for each stage of keys
+    totals: gl.shared_memory_descriptor  # [2 · stages, rows]
+    narrowed: gl.shared_memory_descriptor  # sums: a tile for each consumer and block of keys
+    outputs: gl.shared_memory_descriptor  # a tile for each stage and consumer
+
+    @gluon.constexpr_function
+    def __init__(self, queries, keys, values, mapped, totals, narrowed, outputs):
+        self.queries = queries
+        self.keys = keys
+        self.values = values
+        self.mapped = mapped
+        self.totals = totals
+        self.narrowed = narrowed
+        self.outputs = outputs
+
+    @gluon.jit
+    def say_mapped(self, iteration):
+        """One partition has mapped its part of a turn's queries and keys."""
+        fence_async_shared()
+        mbarrier.arrive(self.mapped.index(self.keys.stage(iteration)), count=1)
+
+    @gluon.jit
+    def wait_for_mapped(self, iteration):
+        """Wait until all of a turn's queries and keys are mapped."""
+        mbarrier.wait(self.mapped.index(self.keys.stage(iteration)), self.keys.round(iteration) & 1)
+
+    @gluon.jit
+    def totals_of(self, iteration, which):
+        """Where a turn's totals are that one of the mappers found."""
+        return self.totals.index(2 * self.keys.stage(iteration) + which)
+
+
+@gluon.jit
+def make_linear_rings(
+    desc, BLOCKS: gl.constexpr, STAGES: gl.constexpr, OUTPUT_STAGES: gl.constexpr
+):  # fmt: skip
+    """Shared memory of a program of linear attention, whose consumers are two.
+
+    Without OUTPUT_STAGES there are neither outputs nor queries; others stand in for them.
+    """
+    # Tiles are matrices here: what was reshaped can be multiplied and moved, but not loaded.
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    TILE: gl.constexpr = [ROWS, desc.block_type.shape[3]]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype)
+    keys = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 2, 1)
+    values = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 0, 1)
+    mapped = make_barriers(STAGES, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], PLAIN)
+    narrowed = gl.allocate_shared_memory(desc.dtype, in_stages(2 * BLOCKS, TILE), LAYOUT)
+    queries, outputs = keys, narrowed
+    if OUTPUT_STAGES > 0:
+        queries = make_ring_in(desc.dtype, in_stages(2 * STAGES, TILE), LAYOUT, STAGES, 0, 1)
+        outputs = gl.allocate_shared_memory(desc.dtype, in_stages(2 * OUTPUT_STAGES, TILE), LAYOUT)
+    settle()
+    return LinearRings(queries, keys, values, mapped, totals, narrowed, outputs)

@@ -6,7 +6,7 @@ many blocks of keys' channels a head has:
     1   two heads of up to 64 channels, one for each consumer
     2   one head of up to 128 channels of keys, and 128 channels of its values (a tile)
 
-Queries and keys are numbered by place, as in `saccade.ops.linear_attention.triton.positions`.
+Queries and keys are numbered by place, as in `saccade.ops.linear_attention.triton.chunk_state`.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
@@ -17,14 +17,21 @@ Queries and keys are numbered by place, as in `saccade.ops.linear_attention.trit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from saccade.gpu.hopper.descriptors import Box, descriptor
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
+from saccade.ops.linear_attention.triton.passes import SHORTEST_SEGMENT, LinearCallSpec
+
+BLOCK_CHANNELS = 64  # that a product has at once; a chunk has as many rows
+
 
 # ---- kinds ---------------------------------------------------------------------------------------
 # Kinds of rows, of numbers beside them, and of sweeps.
@@ -36,7 +43,7 @@ KEYS, VALUES, OUTPUTS = gl.constexpr(2), gl.constexpr(3), gl.constexpr(4)
 # Kinds of numbers beside them: 64 each.
 SUM = gl.constexpr(0)  # of features, over the chunks that were visited before
 MINUS_DELTA, FACTOR = gl.constexpr(1), gl.constexpr(2)  # of each query
-ACROSS, LINE = gl.constexpr(3), gl.constexpr(4)  # of each key, and channel: see elu_correction.py
+ACROSS, LINE = gl.constexpr(3), gl.constexpr(4)  # of each key, and channel: see features.py
 
 ONES = gl.constexpr(5)  # of each query: the factor of what was taken from its features
 
@@ -47,7 +54,7 @@ def is_balanced(feature_map, normalize):
     return feature_map == "elu+1" and normalize == "sum"
 
 
-BLOCK = gl.constexpr(64)  # channels that a product has at once
+BLOCK = gl.constexpr(BLOCK_CHANNELS)
 
 
 class LinearSizes(NamedTuple):
@@ -213,3 +220,78 @@ def keep_nonfinite(
     if BLOCKS == 2:
         segment = segment * (2 * TILES) + 2 * tile_of_values(TILES, SEGMENTS) + WHICH
     gl.store(nonfinite + segment, found.to(gl.int32), mask=exists)
+
+
+# ---- splitting a call --------------------------------------------------------------------------
+
+
+WIDE = 4  # blocks of keys' channels that scan_d256.py has, however many exist
+
+
+class HeadSplit(NamedTuple):
+    """How a call is split into programs; see program.py, and scan_d256.py for WIDE."""
+
+    blocks: int
+    tiles: int  # of 128 channels of values
+    segments: int
+
+    @staticmethod
+    def of(spec: LinearCallSpec) -> HeadSplit:
+        """The split of a call. One program runs on a multiprocessor; few of them are cut along
+        the length."""
+        whole = HeadSplit.whole(spec)
+        return whole if unlike_triton(spec, False) else whole.cut(spec)
+
+    @staticmethod
+    def whole(spec: LinearCallSpec) -> HeadSplit:
+        """The same with nothing cut along the length."""
+        blocks = 1 if max(spec.head_dim, spec.value_dim) <= BLOCK_CHANNELS else 2
+        blocks = WIDE if spec.head_dim > 2 * BLOCK_CHANNELS else blocks
+        tiles = 1 if blocks == 1 else -(-spec.value_dim // (2 * BLOCK_CHANNELS))
+        return HeadSplit(blocks, tiles, 1)
+
+    def cut(self, spec: LinearCallSpec) -> HeadSplit:
+        """The same in segments."""
+        wanted = spec.multiprocessors // max(self.programs(spec, spec.heads), 1)
+        return self._replace(segments=max(min(wanted, spec.positions // SHORTEST_SEGMENT), 1))
+
+    def programs(self, spec: LinearCallSpec, heads: int) -> int:
+        """How many programs so many heads take."""
+        units = spec.sequences * heads
+        units = -(-units // 2) if self.blocks == 1 else units
+        return units * self.tiles * self.segments
+
+    def constants(self, spec: LinearCallSpec) -> dict[str, Any]:
+        """What every kernel of a call is compiled for."""
+        return {
+            "HEAD_DIM": spec.head_dim,
+            "VALUE_DIM": spec.value_dim,
+            "BLOCKS": self.blocks,
+            "TILES": self.tiles,
+            "SEGMENTS": self.segments,
+            "BOTTOM_RIGHT": spec.bottom_right,
+            "FEATURE_MAP": spec.variant.feature_map,
+        }
+
+    @property
+    def parts(self) -> int:
+        """Blocks of values' channels in a head."""
+        return 1 if self.blocks == 1 else 2 * self.tiles
+
+
+def unlike_triton(spec: LinearCallSpec, keys: bool) -> bool:
+    """Whether chunks that begin where the queries do, or keys, are not those of Triton kernels,
+    which begin with whoever comes first."""
+    shift = spec.kv_len - spec.query_len if spec.bottom_right else 0
+    return (-shift if keys else shift) > 0 and shift % BLOCK_CHANNELS > 0
+
+
+def moved(tensors: tuple[Tensor, ...]) -> Iterator[Any]:
+    """Tensors as TMA moves them, a block at a time."""
+    for tensor in tensors:
+        yield descriptor(tensor, Box.of(tensor, False, BLOCK_CHANNELS, BLOCK_CHANNELS))
+
+
+def sizes(spec: LinearCallSpec, heads: int) -> LinearSizes:
+    """The sizes of a call, for programs of so many heads."""
+    return LinearSizes(spec.query_len, spec.kv_len, heads, spec.sequences)

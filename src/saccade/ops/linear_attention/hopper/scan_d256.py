@@ -48,7 +48,13 @@ from saccade.ops.linear_attention.hopper.backward_rows import (
     within,
 )
 from saccade.ops.linear_attention.hopper.features import narrowed, only
-from saccade.ops.linear_attention.hopper.features_d256 import map_inner, map_outer
+from saccade.ops.linear_attention.hopper.features_d256 import (
+    FACTOR,
+    MINUS_DELTA,
+    make_wide_rings,
+    map_inner,
+    map_outer,
+)
 from saccade.ops.linear_attention.hopper.forward import row_of_output, store_output, store_totals
 from saccade.ops.linear_attention.hopper.program import (
     BLOCK,
@@ -60,8 +66,7 @@ from saccade.ops.linear_attention.hopper.program import (
     state_number,
     tile_of_values,
 )
-from saccade.ops.linear_attention.hopper.smem import FACTOR, MINUS_DELTA, make_wide_rings
-from saccade.ops.linear_attention.triton.chunk import (
+from saccade.ops.linear_attention.triton.chunk_scan import (
     GRAD_KEY,
     GRAD_QUERY,
     GRAD_VALUE,

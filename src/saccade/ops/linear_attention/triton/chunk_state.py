@@ -1,4 +1,7 @@
-"""Linear attention, chunk states: the sums over all rows of one side, or over one segment of them.
+"""Linear attention, chunk states: where rows meet, and the sums over all rows or a segment of them.
+
+Key row n has place n, a query row has the place of the last key that it sees. A query before the
+first key has a negative place, one behind the last key (aligned at the top left) a larger one.
 
     keys:     Σ φ(key) valueᵀ and Σ φ(key)      queries:    Σ φ̂(query) gradᵀ and Σ −δ φ̂(query)
 
@@ -7,9 +10,10 @@ With it they let segments of a long sequence be swept side by side, each from th
 ones before it left.
 """
 
-# Triton's own annotations make its functions look as if they never returned.
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
 # pyright: reportAttributeAccessIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -18,18 +22,149 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.gpu.features import in_units, load_features, load_number
-from saccade.gpu.tensor_view import wide
-from saccade.ops.linear_attention.triton.positions import (
-    bounds_of,
-    decays_of,
-    keep_sums,
-    keys_at,
-    queries_at,
-    start_sums,
-)
+from saccade.gpu.features import in_units, load_features, load_number, where_also
+from saccade.gpu.packing import offset
+from saccade.gpu.tensor_view import num_rows, wide
+
+
+class Sequence(NamedTuple):
+    """Where rows meet: both sides as Views, and how far keys go."""
+
+    queries: Any
+    keys: Any
+    lengths: Any  # int64 [batch] in memory, or None
+    # float64 sums of decay before each key row: (address, batch step, head step), or None
+    summed_decay: Any
+    offsets: Any  # where packed sequences start in `summed_decay`, or None
+    slots: Any  # int64 [batch]: where each sequence's state lies; None: in order
+    num_states: Any  # None where slots are
+
+
+class Sums(NamedTuple):
+    """States in memory: [sequences, heads, segments, head_dim, value_dim] and a vector of each."""
+
+    matrix: Any
+    vector: Any
+
+
+# ---- places ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def bounds_of(sequence, batch, BOTTOM_RIGHT: tl.constexpr):
+    """A sequence in places: that of the first query row; how many query rows, key rows, and keys
+    that are there; the first place, and how many there are."""
+    query_len, kv_len = num_rows(sequence.queries, batch), num_rows(sequence.keys, batch)
+    shift = kv_len - query_len if BOTTOM_RIGHT else 0 * kv_len
+    num_keys = kv_len
+    if sequence.lengths is not None:
+        num_keys = tl.minimum(kv_len, tl.load(sequence.lengths + batch).to(tl.int32))
+    first = tl.minimum(shift, 0)
+    return shift, query_len, kv_len, num_keys, first, tl.maximum(query_len + shift, kv_len) - first
+
+
+@triton.jit
+def queries_at(bounds, positions, STARTED: tl.constexpr, CAUSAL: tl.constexpr):
+    """Query rows at places, which of them exist, and which of those have something to see."""
+    rows = positions - bounds[0]
+    exist = (rows >= 0) & (rows < bounds[1])
+    see = exist
+    if not STARTED:  # nothing before the first key, unless a state came before it
+        see = where_also(see, bounds[3] > 0)
+        if CAUSAL:
+            see = see & (positions >= 0)
+    return rows, exist, see
+
+
+@triton.jit
+def keys_at(bounds, positions):
+    """Key rows at places, which of them exist, and which of those are there to be seen."""
+    return (
+        positions,
+        (positions >= 0) & (positions < bounds[2]),
+        (positions >= 0) & (positions < bounds[3]),
+    )
+
+
+@triton.jit
+def summed_decay_until(sequence, batch, head, positions):
+    """The sum of decay over all keys up to these places, them included, in float64."""
+    inside = tl.minimum(tl.maximum(positions + 1, 0), num_rows(sequence.keys, batch))
+    if sequence.offsets is not None:
+        inside = inside + offset(sequence.keys.data, batch)
+    base = sequence.summed_decay[0] + (
+        wide(batch) * sequence.summed_decay[1] + wide(head) * sequence.summed_decay[2]
+    )
+    return tl.load(base + inside)
+
+
+# ---- states in memory --------------------------------------------------------------------------
+
+
+@triton.jit
+def state_of(sequence, batch):
+    """Which state of the memory is a sequence's: one that is there, whatever slots say."""
+    slot = wide(batch)
+    if sequence.slots is not None:
+        slot = tl.load(sequence.slots + batch)
+        slot = tl.minimum(tl.maximum(slot, 0), sequence.num_states - 1)
+    return slot
+
+
+@triton.jit
+def sums_at(sums, number, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """Pointers to a state [values, keys] and to its vector of keys, and what of the two exists.
+
+    `keys` and `values` are channels, of KEYS and VALUES in all; in memory those of keys come first.
+    """
+    position = keys[None, :] * VALUES + values[:, None]
+    matrix = sums.matrix + (wide(number) * (KEYS * VALUES) + position)
+    exists = (keys < KEYS)[None, :] & (values < VALUES)[:, None]
+    return matrix, exists, sums.vector + (wide(number) * KEYS + keys), keys < KEYS
+
+
+@triton.jit
+def start_sums(
+    sums, number, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr, STATE: tl.constexpr
+):
+    """Sums to add to: of nothing, or those that lie in memory if STATE."""
+    matrix = tl.zeros([values.shape[0], keys.shape[0]], tl.float32)
+    vector = tl.zeros([keys.shape[0]], tl.float32)
+    if STATE:
+        at, exists, vector_at, vector_exists = sums_at(sums, number, keys, values, KEYS, VALUES)
+        matrix += tl.load(at, mask=exists, other=0.0).to(tl.float32)
+        vector += tl.load(vector_at, mask=vector_exists, other=0.0).to(tl.float32)
+    return matrix, vector
+
+
+@triton.jit
+def keep_sums(
+    sums, number, keys, values, matrix, vector, mine, KEYS: tl.constexpr, VALUES: tl.constexpr
+):
+    """Write sums, if they are this program's to write."""
+    at, exists, vector_at, vector_exists = sums_at(sums, number, keys, values, KEYS, VALUES)
+    element: tl.constexpr = sums.matrix.dtype.element_ty
+    tl.store(at, matrix.to(element), mask=where_also(exists, mine))
+    tl.store(vector_at, vector.to(element), mask=where_also(vector_exists, mine))
+
+
+# ---- fading ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def decays_of(sequence, batch, head, start, CHUNK: tl.constexpr):
+    """Within a chunk: the logarithm of how far the state has faded at each place, and over all."""
+    positions = start + tl.arange(0, CHUNK)
+    before = summed_decay_until(sequence, batch, head, start - 1)
+    until = (summed_decay_until(sequence, batch, head, positions) - before).to(tl.float32)
+    whole = (summed_decay_until(sequence, batch, head, start + CHUNK - 1) - before).to(tl.float32)
+    return until, whole
+
 
 PARTS = tl.constexpr(16)  # of a sum of rows, each of them the sum of some
+
+
+# ---- collecting --------------------------------------------------------------------------------
 
 
 class CollectMeta(NamedTuple):
@@ -148,3 +283,41 @@ def in_parts(features):
     """
     rows: tl.constexpr = features.shape[0] // PARTS
     return tl.sum(tl.reshape(features, [rows, PARTS, features.shape[1]]), 0)
+
+
+# ---- chaining ------------------------------------------------------------------------------------
+# The state that each segment starts from, of what segments add to it:
+#
+#     start_n = fade_{n−1} · start_{n−1} + part_{n−1}
+#
+# Few numbers against those of a sequence, but many steps: one kernel takes them all.
+
+
+NUMBERS = 256  # of a state, which one program follows through the segments
+
+
+@triton.jit
+def linear_chain(
+    parts, before, last, decays,  # addresses; fades: a factor for each state and segment, or None
+    SIZE: tl.constexpr, SEGMENTS: tl.constexpr, NUMBERS: tl.constexpr, BACKWARDS: tl.constexpr,
+):  # fmt: skip
+    """One program: NUMBERS of the SIZE of one state. Parts [states, SEGMENTS, SIZE] become starts.
+
+    before: the first start (None: 0). last: what a segment after all others would start from.
+    """
+    pieces: tl.constexpr = (SIZE + NUMBERS - 1) // NUMBERS
+    state, piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
+    at = piece * NUMBERS + tl.arange(0, NUMBERS)
+    exists = at < SIZE
+    running = tl.zeros([NUMBERS], tl.float32)
+    if before is not None:
+        running += tl.load(before + (wide(state) * SIZE + at), mask=exists, other=0.0)
+    for index in range(0, SEGMENTS):
+        segment = SEGMENTS - 1 - index if BACKWARDS else index
+        position = parts + ((wide(state) * SEGMENTS + segment) * SIZE + at)
+        part = tl.load(position, mask=exists, other=0.0)
+        tl.store(position, running, mask=exists)
+        if decays is not None:
+            running *= tl.load(decays + (wide(state) * SEGMENTS + segment))
+        running += part
+    tl.store(last + (wide(state) * SIZE + at), running, mask=exists)

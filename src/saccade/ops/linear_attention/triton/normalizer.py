@@ -10,18 +10,20 @@ are tiles.
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
 # pyright: reportAttributeAccessIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu.features import load_features, where_also
 from saccade.gpu.kernel_args import there_are
-from saccade.gpu.launcher import next_width
+from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.tensor_view import (
     load_numbers,
     load_rows,
@@ -32,15 +34,19 @@ from saccade.gpu.tensor_view import (
     tile_pointers,
     wide,
 )
-from saccade.ops.linear_attention.triton.chunk import quotient_of
-from saccade.ops.linear_attention.triton.configs import counting
-from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.positions import (
-    State,
+from saccade.ops.attention.triton.call_spec import remembered
+from saccade.ops.linear_attention.triton.chunk_scan import quotient_of
+from saccade.ops.linear_attention.triton.chunk_state import (
     bounds_of,
     decays_of,
     keys_at,
     queries_at,
+)
+from saccade.ops.linear_attention.triton.configs import counting
+from saccade.ops.linear_attention.triton.passes import (
+    LinearBackwardInputs,
+    Passes,
+    State,
 )
 
 MANY_TILES = 4  # whose sums cost more than a pass of their own
@@ -234,3 +240,52 @@ def linear_row_dot(
     dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1) * slope
     store_numbers(factors, batch, head, rows, length, factor)
     store_numbers(minus_delta, batch, head, rows, length, -dot)
+
+
+ROW_DOT_TILE = 64
+
+
+# ---- rows --------------------------------------------------------------------------------------
+
+
+def given_of(
+    passes: Passes, output: Tensor, normaliser: Tensor, grad_output: Tensor
+) -> LinearBackwardInputs:
+    """The output's gradients, 1 / divisor and −δ."""
+    if grad_output.stride(-1) != 1:
+        grad_output = grad_output.contiguous()
+    spec, inputs = passes.spec, passes.inputs
+    rows = (spec.heads, spec.query_len)
+    rows = rows if spec.packed else (spec.sequences, *rows)
+    if spec.variant.normalize == "none":
+        return LinearBackwardInputs(
+            grad_output, None, grad_output.new_zeros(rows, dtype=torch.float32)
+        )
+    factors, minus_delta = (grad_output.new_empty(rows, dtype=torch.float32) for _ in range(2))
+
+    def make() -> Launch:
+        constants = {
+            "VALUE_DIM": spec.value_dim,
+            "VALUE_WIDTH": next_width(spec.value_dim),
+            "QUERY_TILE": ROW_DOT_TILE,
+            "NORMALIZE": spec.variant.normalize,
+        }
+        return Launch(linear_row_dot, constants, {"num_warps": 4, "num_stages": 1})
+
+    def arguments() -> tuple[Any, ...]:
+        offsets = inputs.cu_seqlens_q
+        return (
+            *(spec.side(rows, offsets, keys=False) for rows in (output, grad_output)),
+            *(
+                spec.numbers(numbers, offsets, keys=False)
+                for numbers in (normaliser, factors, minus_delta)
+            ),
+            spec.variant.eps,
+        )
+
+    launch = remembered(spec.launches, ("row_dot", output.stride(), grad_output.stride()), make)
+    tensors = [output, grad_output, normaliser, factors, minus_delta]
+    if inputs.cu_seqlens_q is not None:
+        tensors.append(inputs.cu_seqlens_q)
+    launch(spec.row_programs(ROW_DOT_TILE), spec.device, tensors, arguments)
+    return LinearBackwardInputs(grad_output, factors, minus_delta)

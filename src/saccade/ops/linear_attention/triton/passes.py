@@ -3,26 +3,256 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.gpu.kernel_args import there_are
-from saccade.gpu.launcher import Launch, next_width
+from saccade.gpu.features import MAPS, Operand
+from saccade.gpu.kernel_args import Extent, number_strides, row_strides, there_are, view
+from saccade.gpu.launcher import Launch, current_device, next_width
+from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.call_spec import remembered
-from saccade.ops.linear_attention.triton.call_spec import plain
 from saccade.ops.linear_attention.triton.chunk_scan import SweepMeta, linear_sweep
-from saccade.ops.linear_attention.triton.chunk_state import CollectMeta, linear_collect
-from saccade.ops.linear_attention.triton.configs import BACKWARDS, LinearConfig, collecting, sharing
-from saccade.ops.linear_attention.triton.positions import (
-    LinearBackwardInputs,
-    Recompute,
-    Rows,
-    State,
+from saccade.ops.linear_attention.triton.chunk_state import (
+    CollectMeta,
+    Sequence,
     Sums,
-    sums,
+    linear_collect,
 )
+from saccade.ops.linear_attention.triton.configs import (
+    BACKWARDS,
+    LinearConfig,
+    choose,
+    collecting,
+    sharing,
+)
+from saccade.runtime.spec import KernelConfig, LinearInputs, LinearVariant, precision
+
+SHORTEST_SEGMENT = 512  # places: shorter ones cost more states than they save time
+RESIDENT_WARPS = 8  # of one multiprocessor, as each thread holds as many registers as it can
+NO_STEPS = (0, 0, 0)
+
+
+class LinearCallSpec(NamedTuple):
+    """Sizes of a call, and the kernels that were prepared for it."""
+
+    packed: bool
+    device: int | None
+    sequences: int
+    query_len: int  # rows of each dense sequence, or all packed ones
+    kv_len: int
+    heads: int  # of query, key, value
+    key_heads: int
+    value_heads: int
+    query_heads: int
+    state_heads: int
+    head_dim: int
+    value_dim: int
+    started: bool
+    variant: LinearVariant
+    precision: str
+    config: LinearConfig
+    multiprocessors: int
+    launches: dict[Any, Launch]
+
+    @staticmethod
+    def of(
+        inputs: LinearInputs, variant: LinearVariant, config: KernelConfig, forward: bool = False
+    ) -> LinearCallSpec:
+        """The kind of a call, or of its output alone if `forward`."""
+        query, key, value = inputs[:3]
+        rows = 0 if inputs.packed else 2
+        head_dim, value_dim = query.shape[-1], value.shape[-1]
+        width = next_width(max(head_dim, value_dim, 1))
+        wide = query.dtype == torch.float32
+        group = inputs.heads // max(inputs.state_heads, 1)
+        # Narrower values leave programs of a forward config idle; with decay and float16 it spills.
+        forward = forward and inputs.decay is None and query.dtype == torch.bfloat16
+        forward = forward and next_width(value_dim) == width
+        return LinearCallSpec(
+            packed=inputs.packed,
+            device=current_device(query),
+            sequences=inputs.num_sequences,
+            query_len=query.shape[rows],
+            kv_len=key.shape[rows],
+            heads=inputs.heads,
+            key_heads=key.shape[1],
+            value_heads=value.shape[1],
+            query_heads=query.shape[1],
+            state_heads=inputs.state_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            started=inputs.initial_kv is not None,
+            variant=variant,
+            precision=precision(query.dtype),
+            config=choose(call_spec.architecture(query), width, wide, config, group, forward),
+            multiprocessors=call_spec.multiprocessors(query),
+            launches={},
+        )
+
+    @property
+    def group(self) -> int:
+        """Output heads that share a state."""
+        return self.heads // max(self.state_heads, 1)
+
+    @property
+    def positions(self) -> int:
+        """Positions of the longest sequence, or more."""
+        shift = self.kv_len - self.query_len if self.bottom_right else 0
+        return max(self.kv_len, self.query_len + shift) - min(shift, 0)
+
+    @property
+    def bottom_right(self) -> bool:
+        """Whether the last row and the last key meet; without causality all rows meet all keys."""
+        return self.variant.causal and self.variant.align == "bottom_right"
+
+    def segments(self, programs: int) -> int:
+        """Into how many parts sequences are cut, so that few of them fill a GPU."""
+        if self.packed or programs == 0:
+            return 1
+        resident = max(RESIDENT_WARPS // self.config.num_warps, 1)
+        wanted = resident * self.multiprocessors // programs
+        return max(min(wanted, self.positions // SHORTEST_SEGMENT), 1)
+
+    def row_programs(self, tile: int) -> int:
+        """Programs that each take so many query rows of one output head."""
+        return Extent(self.sequences, self.query_len, self.heads, self.packed).programs(tile)
+
+    # ---- arguments --------------------------------------------------------------------------
+
+    def side(self, rows: Tensor | None, offsets: Tensor | None, keys: bool) -> Any:
+        """A View of rows beside the keys or the queries (None: of rows without memory)."""
+        length, heads = self.kv_len if keys else self.query_len, self.heads
+        extent = Extent(
+            self.sequences, length, heads if rows is None else rows.shape[1], self.packed
+        )
+        strides = NO_STEPS if rows is None else row_strides(rows, self.packed)
+        return view(rows, strides, extent, offsets)
+
+    def numbers(self, rows: Tensor, offsets: Tensor | None, keys: bool) -> Any:
+        """A View of one number for each row."""
+        length = self.kv_len if keys else self.query_len
+        extent = Extent(self.sequences, length, rows.shape[-2], self.packed)
+        return view(rows, number_strides(rows, self.packed), extent, offsets)
+
+    def features(self, rows: Any, scaled: bool) -> Operand:
+        """Queries or keys, as features."""
+        apply, derivative = MAPS[self.variant.feature_map]
+        scale = self.variant.scale if scaled and self.variant.scale != 1.0 else None
+        return Operand(rows, apply, derivative, scale)
+
+
+def plain(rows: Any) -> Operand:
+    """Rows as they are."""
+    return Operand(rows, None, None, None)
+
+
+def signature(
+    inputs: LinearInputs, variant: LinearVariant, config: KernelConfig
+) -> tuple[Any, ...]:
+    """What tells calls like one another from another: everything but addresses."""
+    return (
+        *((None if t is None else (t.shape, t.stride(), t.dtype)) for t in inputs),
+        inputs.query.device, variant, config,
+        precision(inputs.query.dtype),
+    )  # fmt: skip
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+# What kernels of linear attention read of a call, and write beside it.
+
+State = tuple[Tensor, Tensor]  # matrices and vectors, float32
+
+
+class LinearBackwardInputs(NamedTuple):
+    """What a backward pass adds to the inputs."""
+
+    grad_output: Tensor
+    factors: Tensor | None  # 1 / divisor; None without a normaliser
+    minus_delta: Tensor
+    quotient: tuple[Tensor, Tensor] | None = None
+    """Output and normaliser, where the pass over queries is to write the other two."""
+
+
+class Recompute(NamedTuple):
+    """What does a pass once more where a flag says so."""
+
+    kernel: Any  # takes the flags, and what linear_sweep takes of rows and states
+    nonfinite: Tensor  # int32 [sequences, heads, segments, parts]
+
+
+def sums(state: State | None) -> Sums | None:
+    """States as kernels take them."""
+    if state is None:
+        return None
+    matrix, vector = state
+    return Sums(matrix, vector)
+
+
+class Rows(NamedTuple):
+    """One call under way."""
+
+    spec: LinearCallSpec
+    inputs: LinearInputs
+    summed_decay: Tensor | None
+    slots: Tensor | None = None
+    num_states: int = 0  # of the memory that slots say the places of
+
+    def known(self) -> list[Tensor]:
+        """The tensors that every kernel may read."""
+        return there_are((*self.inputs, self.summed_decay, self.slots))
+
+    def sequence(self) -> Sequence:
+        """Where rows meet."""
+        spec, inputs, summed_decay = self.spec, self.inputs, None
+        if self.summed_decay is not None:
+            head_step = self.summed_decay.shape[-1]
+            batch_step = spec.state_heads * head_step if self.summed_decay.dim() == 3 else 0
+            summed_decay = (self.summed_decay, batch_step, head_step)
+        in_decayed = spec.packed and self.summed_decay is not None
+        return Sequence(
+            spec.side(None, inputs.cu_seqlens_q, keys=False),
+            spec.side(None, inputs.cu_seqlens_k, keys=True),
+            inputs.key_lengths,
+            summed_decay,
+            inputs.cu_seqlens_k if in_decayed and inputs.cu_seqlens_k is not None else None,
+            self.slots,
+            None if self.slots is None else self.num_states,
+        )
+
+    def queries(self) -> Any:
+        """Queries, to be mapped and scaled."""
+        view = self.query_side(self.inputs.query)
+        return self.spec.features(view, True)
+
+    def keys(self) -> Any:
+        """Keys, to be mapped."""
+        return self.spec.features(self.key_side(self.inputs.key), False)
+
+    def values(self) -> Any:
+        """Values, as they are."""
+        return plain(self.key_side(self.inputs.value))
+
+    def grad(self, given: LinearBackwardInputs) -> Any:
+        """Gradients of the output, as they are."""
+        return plain(self.query_side(given.grad_output))
+
+    def factors(self, given: LinearBackwardInputs) -> Any:
+        """1 / divisor, where there is one."""
+        return None if given.factors is None else self.per_row(given.factors)
+
+    def query_side(self, rows: Tensor) -> Any:
+        """A View of rows beside the queries."""
+        return self.spec.side(rows, self.inputs.cu_seqlens_q, keys=False)
+
+    def key_side(self, rows: Tensor) -> Any:
+        """A View of rows beside the keys."""
+        return self.spec.side(rows, self.inputs.cu_seqlens_k, keys=True)
+
+    def per_row(self, numbers: Tensor) -> Any:
+        """A View of one number for each query row."""
+        return self.spec.numbers(numbers, self.inputs.cu_seqlens_q, keys=False)
 
 
 class Passes(Rows):

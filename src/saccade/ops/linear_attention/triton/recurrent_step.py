@@ -15,9 +15,9 @@ from torch import Tensor
 from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.tensor_view import row_pointers, wide
 from saccade.ops.attention.triton.call_spec import remembered
-from saccade.ops.linear_attention.triton.chunk import divisor_of
-from saccade.ops.linear_attention.triton.passes import Passes
-from saccade.ops.linear_attention.triton.positions import State, state_of, summed_decay_until
+from saccade.ops.linear_attention.triton.chunk_scan import divisor_of
+from saccade.ops.linear_attention.triton.chunk_state import state_of, summed_decay_until
+from saccade.ops.linear_attention.triton.passes import Passes, State
 
 NUMBERS = 8192  # of a state, in registers at a time; by its time on an H200
 
