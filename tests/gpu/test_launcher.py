@@ -20,7 +20,7 @@ from saccade.gpu import driver, launcher, machine_code, planning
 from saccade.gpu.hopper.descriptors import Box, descriptor
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments, Stride
-from saccade.ops.attention.triton import call_spec, gradients
+from saccade.ops.attention.triton import call_spec, host
 from saccade.ops.attention.triton import host as attention_host
 from saccade.runtime import call_cache
 from saccade.testing import make_case
@@ -332,7 +332,7 @@ def recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Launch, "relaunch", lambda *given: False)  # asked by `call`, which looks on
     for module, memory in (
         (attention_host, "_forwards"),
-        (gradients, "_launches"),
+        (host, "_launches"),
         (call_cache, "_calls"),
     ):
         monkeypatch.setattr(module, memory, {})
@@ -363,7 +363,7 @@ def test_every_launch_finds_its_addresses_again(
     ordered: bool,
     packed: bool,
 ):
-    monkeypatch.setattr(gradients, "ordered_is_faster", lambda call_spec: False)
+    monkeypatch.setattr(host, "ordered_is_faster", lambda call_spec: False)
     lengths = ((24, 30), (8, 16)) if packed else ((24, 32),)
     for _ in range(3):  # the second and third calls meet other addresses
         case = make_case(

@@ -17,7 +17,7 @@ from saccade import masks
 from saccade.gpu import machine_code
 from saccade.ops.attention.hopper import gradients as hopper_gradients
 from saccade.ops.attention.hopper import host as hopper_host
-from saccade.ops.attention.triton import gradients, host
+from saccade.ops.attention.triton import host
 from saccade.runtime import call_cache
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ def forget() -> None:
     """Forget all calls, and what was prepared for those of attention."""
     call_cache.forget()
     for memory in (
-        host._forwards, gradients._launches, hopper_host._forwards, hopper_gradients._backwards,
+        host._forwards, host._launches, hopper_host._forwards, hopper_gradients._backwards,
     ):  # fmt: skip
         memory.clear()
 

@@ -19,9 +19,8 @@ from saccade.kernel_check.tuning import (
     least_registers,
     least_shared_memory,
 )
-from saccade.ops.attention.triton import configs, tuned_configs
-from saccade.ops.attention.triton.configs import KernelProblem
-from saccade.ops.attention.triton.tuned_configs import ConfigTable
+from saccade.ops.attention.triton import configs
+from saccade.ops.attention.triton.configs import ConfigTable, KernelProblem
 from saccade.runtime.spec import KernelConfig
 
 HOPPER = KernelProblem("sm_90", "forward", 128, wide=False)
@@ -137,10 +136,10 @@ def test_winners_are_saved(tmp_path, monkeypatch):
     monkeypatch.setenv("SACCADE_CONFIGS", str(file))
     console = Console(width=200, record=True, file=io.StringIO())
     tuning.save_winners(ConfigTable("sm_90", "H200", "3.6.0", {HOPPER: OTHER}), console)
-    assert tuned_configs.load() == {HOPPER: OTHER}
+    assert configs.tuned() == {HOPPER: OTHER}
     assert str(file) in console.export_text()
     assert json.loads(file.read_text())["tables"][0]["device"] == "H200"
-    tuned_configs.load.cache_clear()
+    configs.tuned.cache_clear()
     monkeypatch.setenv("SACCADE_CONFIGS", "")
     with pytest.raises(ValueError, match="--save"):
         tuning.save_winners(ConfigTable("sm_90", "H200", "3.6.0", {}), console)

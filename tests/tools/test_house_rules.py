@@ -154,7 +154,7 @@ def test_integrations_keep_the_arguments_of_their_peers(tmp_path):
         ("ops/attention/cpu/host.py", "from saccade.ops.attention.reference import softmax"),
         ("ops/attention/cpu/host.py", "from .. import reference"),
         ("ops/attention/cpu/host.py", "from ..triton import forward"),
-        ("ops/paged_attention/cpu/host.py", "from saccade.ops.attention import autograd"),
+        ("ops/paged_attention/cpu.py", "from saccade.ops.attention import autograd"),
         ("gpu/online_softmax.py", "from ..ops.attention.reference import softmax"),
         ("gpu/hopper/pipeline.py", "import saccade.ops.paged_attention.triton.combine"),
         ("ops/attention/triton/forward.py", "import saccade.integrations.sdpa as sdpa"),

@@ -208,10 +208,10 @@ class KernelCall(NamedTuple):
 def _backward_of(which: str) -> Iterator[Callable[..., object]]:
     """The backward pass, which takes the form that `which` names whatever the sizes are."""
     if not which.startswith("hopper"):
-        from saccade.ops.attention.triton import gradients
+        from saccade.ops.attention.triton import host
 
-        with patch.object(gradients, "ordered_is_faster", lambda kind: False):
-            yield gradients.backward
+        with patch.object(host, "ordered_is_faster", lambda kind: False):
+            yield host.backward
         return
     from saccade.ops.attention.hopper import configs
     from saccade.ops.attention.hopper import gradients as hopper_gradients
@@ -289,7 +289,7 @@ class PagedCall(NamedTuple):
                 _write_pages(inputs)
                 return
             if which == "hopper_paged":
-                from saccade.ops.paged_attention.hopper import host
+                from saccade.ops.paged_attention import hopper as host
             else:
                 from saccade.ops.paged_attention.triton import host
             with torch.no_grad():

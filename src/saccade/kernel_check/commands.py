@@ -16,7 +16,7 @@ import torch
 import typer
 from rich.console import Console
 
-from saccade.ops.attention.triton import configs, tuned_configs
+from saccade.ops.attention.triton import configs
 
 if TYPE_CHECKING:
     from saccade.kernel_check.compile_cache import Compiled
@@ -51,14 +51,14 @@ def _own_architecture() -> str | None:
 
 def _own_table() -> str:
     """Where the user's own table of configs is, and whether there is one."""
-    file = tuned_configs.path()
+    file = configs.tuned_path()
     if file is None:
         return "Your own configs: turned off, as SACCADE_CONFIGS is empty."
     if not file.exists():
         return f"Your own configs: none; `saccade tune --save` would write {file}"
     entries = ", ".join(
         f"{len(table.entries)} for {table.architecture}"
-        for table in tuned_configs.read(file).values()
+        for table in configs.read_tuned(file).values()
     )
     return f"Your own configs: {file} ({entries or 'empty'})"
 
@@ -241,7 +241,7 @@ def tune(
         console.print(f"{gpu} ({architecture}), Triton {version}", highlight=False)
         winners = tuning.tune(tasks, limit, jobs, console)
         if save:
-            table = tuned_configs.ConfigTable(architecture, gpu, version, winners)
+            table = configs.ConfigTable(architecture, gpu, version, winners)
             tuning.save_winners(table, console)
         else:
             _print(console, _own_table())

@@ -20,9 +20,8 @@ from saccade.kernel_check.calls import DTYPES, MASKS, PASSES, KernelCall
 from saccade.kernel_check.catalogue import Job
 from saccade.kernel_check.compile_cache import Compiled
 from saccade.kernel_check.report import config_text, fault, kilobytes, problem_of
-from saccade.ops.attention.triton import configs, tuned_configs
-from saccade.ops.attention.triton.configs import KernelProblem
-from saccade.ops.attention.triton.tuned_configs import ConfigTable
+from saccade.ops.attention.triton import configs
+from saccade.ops.attention.triton.configs import ConfigTable, KernelProblem
 from saccade.runtime.spec import KernelConfig
 
 ROUNDS = 9
@@ -323,10 +322,10 @@ def compiled(task: Task, processes: int | None, console: Console) -> list[Measur
 
 def save_winners(found: ConfigTable, console: Console) -> None:
     """Write the user's own table, and say where it is."""
-    file = tuned_configs.path()
+    file = configs.tuned_path()
     if file is None:
         raise ValueError("--save: SACCADE_CONFIGS is empty, which turns the user's table off")
-    aside = tuned_configs.save(file, found)
+    aside = configs.save_tuned(file, found)
     if aside is not None:
         console.print(f"The table there could not be read; it is now {aside}", style="yellow")
     console.print(

@@ -26,7 +26,7 @@ from torch import Tensor
 from saccade.ops.attention.custom_op import ATTENTION
 from saccade.ops.linear_attention.custom_op import LINEAR, variant_of
 from saccade.ops.linear_attention.validation import problem_of
-from saccade.ops.paged_attention.custom_op import PAGED
+from saccade.ops.paged_attention.api import PAGED
 
 COUNTER = "torch.utils.flop_counter"
 

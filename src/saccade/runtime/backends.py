@@ -402,6 +402,8 @@ def module_of(operation: str, name: str, of: str = "forward") -> Any:
             raise NotImplementedError(
                 f"implementation: the named one has no {of} pass of this call"
             )
-        module = importlib.import_module(f"saccade.ops.{operation}.{name}.host")
+        module = importlib.import_module(f"saccade.ops.{operation}.{name}")
+        if hasattr(module, "__path__"):  # a folder
+            module = importlib.import_module(f"{module.__name__}.host")
         _imported[operation, name, of] = module
     return module

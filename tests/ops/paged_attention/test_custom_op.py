@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.ops.paged_attention.custom_op import PAGED
+from saccade.ops.paged_attention.api import PAGED
 from saccade.testing import make_paged_case
 
 

@@ -1,19 +1,29 @@
-"""The attention call over pages: check the arguments, choose an implementation, give the result."""
+"""The attention call over pages, and its operator."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, overload
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade.masks import AnyMask
-from saccade.ops.paged_attention import custom_op, reference
+from saccade.ops.attention.custom_op import (
+    DEFAULT_CONFIG,
+    MODIFIERS,
+    config_of,
+    modifier_values,
+    variant_of,
+)
+from saccade.ops.paged_attention import reference
 from saccade.runtime import arguments, backends, call_cache, shards
 from saccade.runtime.arguments import unknown_options
+from saccade.runtime.backends import module_of
 from saccade.runtime.call_cache import CheckedCall
-from saccade.runtime.spec import KernelConfig, PagedInputs
+from saccade.runtime.custom_op import Arguments, Operation, not_implemented
+from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 from saccade.runtime.validation import prepare_paged, with_causal, without_autocast
 from saccade.scores import AnyScore
 
@@ -145,5 +155,64 @@ def attention_paged(  # breaks function-length: most of it is the docstring
         with without_autocast(inputs.query.device):
             output, lse = reference.attention_paged(inputs, checked.variant)
     else:
-        output, lse = custom_op.attention_paged(inputs, checked)
+        output, lse = _attend(inputs, checked)
     return (output, lse) if return_lse else output
+
+
+# ---- the operator -----------------------------------------------------------------------------
+# It has no gradient. `runtime/custom_op.py` says how operators are made.
+
+BATCH_INVARIANT, FORWARD_BY = 7, 8  # among the plain values
+NO_GRADIENT = "a gradient of attention over pages (call it under torch.no_grad())"
+
+
+def _flatten(checked: CheckedCall, deterministic: bool) -> tuple[Any, ...]:
+    values = modifier_values(checked.variant, checked.config)
+    return (*values, checked.batch_invariant, checked.forward_by)
+
+
+def _prepare(
+    inputs: PagedInputs, checked: CheckedCall
+) -> Callable[[PagedInputs, Variant], tuple[Tensor, Tensor]]:
+    module = module_of("paged_attention", checked.forward_by)
+    config = checked.config or DEFAULT_CONFIG
+    return module.prepared(inputs, checked.variant, config, checked.batch_invariant)
+
+
+def _run(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    inputs, tables, plain = arguments
+    module = module_of("paged_attention", plain[FORWARD_BY])
+    variant, config = variant_of(tables, plain), config_of(plain)
+    return module.forward(inputs, variant, config, plain[BATCH_INVARIANT])
+
+
+def _empty(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    inputs = arguments.inputs
+    packed = inputs.cu_seqlens_q is not None
+    return empty_rows(inputs.query, inputs.value_pages.shape[-1], packed)
+
+
+PAGED = Operation(
+    "attention_paged",
+    PagedInputs,
+    "Tensor query, Tensor key_pages, Tensor value_pages, Tensor page_table, Tensor kv_lens, "
+    "Tensor? cu_seqlens_q, Tensor? sinks, Tensor? key_scales, Tensor? value_scales, "
+    "Tensor[] tables",
+    f"{MODIFIERS}, int[] config, bool batch_invariant, str forward_by",
+    num_results=2,
+    variant_of=variant_of,
+    flatten=_flatten,
+    prepare=_prepare,
+    run=_run,
+    empty=_empty,
+    no_gradient=NO_GRADIENT,
+)
+
+
+def _attend(inputs: PagedInputs, checked: CheckedCall) -> tuple[Tensor, ...]:
+    """Output and lse of a validated call; an error where a gradient may be asked for."""
+    captured = checked.variant.score_captured.tensors
+    tensors = (*inputs, *captured) if captured else inputs
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
+        raise not_implemented(checked.forward_by, NO_GRADIENT)
+    return PAGED(inputs, checked)

@@ -1,12 +1,18 @@
-"""Shares: the line of all work tiles is covered once, and few work tiles each begin with a
-program."""
+"""Turns: who adds to a tile of queries is known on both sides, or some program would wait forever.
+
+The functions that find it run as the kernels call them, on a CPU.
+"""
 
 # Triton's language has no types that a checker follows.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
 
-import itertools
+import importlib.util
+import inspect
+import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,146 +21,133 @@ import torch
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from saccade import masks
 from saccade.gpu import launcher
-from saccade.ops.paged_attention.triton import split_kv
-from saccade.ops.paged_attention.triton import split_kv as schedule
-from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN, SplitSchedule
+from saccade.gpu.hopper import tile_scheduler
+from saccade.gpu.kernel_args import mask_argument
+from saccade.gpu.tile_ranges import first_and_end
+from saccade.modifiers.normal_form import PREFIX, WITHIN, contiguity_of
+from saccade.ops.attention.hopper.dq_accumulate import first_semaphore
+from saccade.runtime.spec import Variant
 
-pytestmark = pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
-
-
-@triton.jit
-def count_given(schedule, query, key, groups, TOKENS: tl.constexpr, KV_TILE: tl.constexpr):
-    """Units and work tiles as they were written down."""
-    work_tiles = schedule.data[PLAN] + schedule.data[GROUPS]
-    return tl.load(schedule.data[PLAN] + groups), tl.load(work_tiles + groups)
+interpreted = pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
+KV_TILE = 128
 
 
 @triton.jit
-def write_shares(schedule, found, AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr):
-    """A row for each program."""
-    program = tl.program_id(0)
-    partial_dq = schedule.begin(schedule, None, None, program, 1, 1, AT_ONCE, LONG, LEAST, 1, True)
-    for number in tl.static_range(6):
-        tl.store(found + program * 6 + number, partial_dq[number].to(tl.int32))
+def write_semaphores(mask, semaphores, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr):
+    """The first turn of each tile of queries; of batch entry 1."""
+    tile = tl.program_id(0)
+    both = tl.load(lengths), tl.load(lengths + 1)
+    tl.store(semaphores + tile, first_semaphore(mask, 1, 0, tile, both, QUERY_TILE, KV_TILE))
 
 
 @triton.jit
-def write_splits(schedule, found, AT_ONCE: tl.constexpr, LONG: tl.constexpr, LEAST: tl.constexpr):
-    """A row for each work tile: group, its number in it, in how many parts it was cut, by which."""
-    row = found + tl.program_id(0) * 4
-    cut = schedule.cut(
-        schedule, None, None, tl.load(row), tl.load(row + 1), 1, 1, AT_ONCE, LONG, LEAST, 1
-    )
-    tl.store(row + 2, cut[0])
-    tl.store(row + 3, cut[1])
+def write_tile_ranges(mask, tile_ranges, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr):
+    """The tiles of queries that each tile of keys visits: the first one, and the end."""
+    tile = tl.program_id(0)
+    both = tl.load(lengths + 1), tl.load(lengths)
+    tile_range = mask.tile_range(mask, 1, 0, tile, tile * KV_TILE, both, KV_TILE, QUERY_TILE, False)
+    first, end = first_and_end(tile_range)
+    tl.store(tile_ranges + tile * 2, first)
+    tl.store(tile_ranges + tile * 2 + 1, end)
 
 
-def dq_accumulate(
-    groups: list[tuple[int, int]], programs: int, long: bool = False
-) -> tuple[list[list[int]], list[list[int]]]:
-    """(group, index, offset, budget, share, goes_on) of each program, for (units, work tiles) of
-    each group; and (group, index, parts, first program) of each work tile."""
-    numbers = torch.tensor([*zip(*groups, strict=True)], dtype=torch.int32).flatten()
-    found = torch.zeros(programs, 6, dtype=torch.int32)
-    zero = 0
-    data: Any = (len(groups), zero, programs, *[zero] * 4, numbers)
-    given = SplitSchedule(
-        schedule.equal_shares, split_kv.split_of_programs, count_given, None, data
-    )
-    at_once = 1 if len(groups) == 1 else 1 << (len(groups) - 1).bit_length()
-    write_shares[(programs,)](given, found, at_once, long, 2)
-    pairs = [
-        (group, index)
-        for group, (_, work_tiles) in enumerate(groups)
-        for index in range(work_tiles)
-    ]
-    cut = torch.tensor([(*pair, 0, 0) for pair in pairs], dtype=torch.int32)
-    if pairs:
-        write_splits[(len(pairs),)](given, cut, at_once, long, 2)
-    return found.tolist(), cut.tolist()
+def in_triton(function: Any, folder: Path) -> Any:
+    """A Gluon function that names no more than one layout, as Triton has it."""
+    text = inspect.getsource(function.fn).replace(
+        ", gl.BlockedLayout([1], [32], [1], [0])", ""
+    )  # fmt: skip
+    text = text.replace("@gluon", "@triton").replace("gl.", "tl.")
+    file = folder / f"{function.fn.__name__}_in_triton.py"
+    imports = "import triton, triton.language as tl\nfrom saccade.gpu.tile_ranges import TileRange"
+    file.write_text(f"{imports}\n\n\n{text}")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return getattr(module, function.fn.__name__)
 
 
-def overlap_softmax(
-    groups: list[tuple[int, int]], found: list[list[int]]
-) -> tuple[list[int], bool]:
-    """The units of the line, as programs run over it; and whether one goes on to another work
-    tile."""
-    starts, at = {}, 0
-    for group, (units, work_tiles) in enumerate(groups):
-        for index in range(work_tiles):
-            starts[group, index] = at
-            at += units
-    line, crosses = [0] * at, False
-    for group, index, offset, budget, *_ in found:
-        crosses |= offset + budget > groups[group][0]
-        for unit in range(budget):
-            line[starts[group, index] + offset + unit] += 1
-    return line, crosses
+def random_mask(chance: random.Random, longest: int) -> masks.Mask | None:
+    """A mask under which rows see one stretch of keys."""
 
+    def align() -> str:
+        return chance.choice(["bottom_right", "top_left"])
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(1, 70), st.integers(0, 5)), min_size=1, max_size=9),
-    st.integers(1, 40),
-    st.booleans(),
-)
-def test_every_unit_is_somebodys_once(
-    groups: list[tuple[int, int]], programs: int, long: bool
-) -> None:
-    found, cut = dq_accumulate(groups, programs, long)
-    line, crosses = overlap_softmax(groups, found)
-    assert set(line) <= {1}
-    ideal = max(-(-len(line) // programs), 2)
-    longest = max(budget for _, _, _, budget, _, _ in found)
-    assert longest <= ideal + (0 if crosses else 1 + ideal // 16)
-    begun = [row for row in found if row[3]]
-    for before, (group, index, offset, _budget, partial_dq, goes_on) in itertools.pairwise(begun):
-        # The one before began the work tile, and did not end it.
-        ends = before[2] + before[3]
-        assert goes_on == (offset > 0 and (before[2] == 0 or ends > groups[before[0]][0]))
-        if goes_on and before[:3] == [group, index, 0]:
-            units = groups[group][0]
-            parts = 1 + -(-(units - offset) // partial_dq)
-            assert parts == 1 + sum(row[:2] == [group, index] and row[2] > 0 for row in begun)
-    for group, index, parts, first in cut:
-        # Found again from the work tile: who began it, without ending it, and how many had a part.
-        visited = line_of(groups, found)[group, index]
-        assert parts == (len(visited) if len(visited) > 1 else 0)
-        assert not parts or visited == list(range(first, first + parts))
+    def reach() -> int:
+        return chance.choice([0, 1, 63, 64, 127, chance.randrange(longest)])
 
-
-def line_of(
-    groups: list[tuple[int, int]], found: list[list[int]]
-) -> dict[tuple[int, int], list[int]]:
-    """The programs that have a part of each work tile."""
-    programs: dict[tuple[int, int], list[int]] = {
-        (group, index): []
-        for group, (_, work_tiles) in enumerate(groups)
-        for index in range(work_tiles)
+    few = torch.tensor([0, chance.choice([0, 1, 128, chance.randrange(longest)])])
+    made = {
+        "full": lambda: None,
+        "causal": lambda: masks.causal(align()),
+        "window": lambda: masks.window(reach(), reach(), align()),
+        "lengths": lambda: masks.key_lengths(few),
+        "prefix": lambda: masks.prefix(few, align()),
+        "causal window": lambda: masks.causal(align()) & masks.window(reach(), 0, align()),
+        "short window": lambda: masks.window(reach(), reach(), align()) & masks.key_lengths(few),
+        "behind": lambda: ~masks.causal(align()),
+        "short prefix": lambda: masks.prefix(few, align()) & masks.window(reach()),
     }
-    for program, (group, index, offset, budget, *_) in enumerate(found):
-        while budget > 0:
-            done = min(budget, groups[group][0] - offset)
-            programs[group, index].append(program)
-            budget, offset, index = budget - done, 0, index + 1
-            while budget > 0 and index >= groups[group][1]:
-                group, index = group + 1, 0
-    return programs
+    return made[chance.choice(sorted(made))]()
+
+
+@interpreted
+@pytest.mark.parametrize("query_tile", [64, 128])
+def test_who_visits_a_tile_of_queries_has_a_turn_there(query_tile: int, tmp_path: Path) -> None:
+    chance, found = random.Random(query_tile), in_triton(tile_scheduler.found, tmp_path)
+    for _ in range(SAMPLES):
+        query_len, kv_len = (chance.choice([1, 64, 128, chance.randrange(1, 900)]) for _ in "qk")
+        mask = random_mask(chance, 900)
+        key, captured = ("", masks.NOTHING_HIDDEN.captured)
+        if mask is not None:
+            key, captured = mask.key, mask.captured
+        assert contiguity_of(key) is not None
+        argument = mask_argument(Variant(key, "", captured, captured, 1.0, 0.0))
+        lengths = torch.tensor([query_len, kv_len], dtype=torch.int32)
+        semaphores = torch.zeros(-(-query_len // query_tile), dtype=torch.int32)
+        tile_ranges = torch.zeros(-(-kv_len // KV_TILE), 2, dtype=torch.int32)
+        write_semaphores[(semaphores.numel(),)](argument, semaphores, lengths, query_tile, KV_TILE)
+        if mask is not None:
+            argument = argument._replace(tile_range=found)
+        write_tile_ranges[(tile_ranges.shape[0],)](
+            argument, tile_ranges, lengths, query_tile, KV_TILE
+        )
+        for tile, semaphore in enumerate(semaphores.tolist()):
+            visitors = [
+                i for i, (first, end) in enumerate(tile_ranges.tolist()) if first <= tile < end
+            ]
+            last = semaphore >> 1
+            assert semaphore & 1
+            # From the last one on each hands the turn to the one before.
+            assert visitors == list(range(last - len(visitors) + 1, last + 1)), (mask, lengths)
+
+
+SAMPLES = 12
 
 
 @pytest.mark.parametrize(
-    ("groups", "programs"),
-    [([(129, 8)], 264), ([(65, 8)], 132), ([(129, 8)] * 16, 264), ([(2049, 8)], 264)],
-    ids=str,
+    ("mask", "contiguity"),
+    [
+        (masks.causal(), PREFIX),
+        (masks.causal("top_left"), PREFIX),
+        (masks.prefix(torch.tensor([3])), PREFIX),
+        (masks.causal() & masks.key_lengths(torch.tensor([3])), PREFIX),
+        (masks.window(256), WITHIN),
+        (masks.causal() & masks.window(256), WITHIN),
+        (masks.window(256) & masks.window(3, 9, "top_left"), WITHIN),
+        (masks.window(256) & masks.prefix(torch.tensor([3])), WITHIN),
+        (masks.window(256) | masks.key_lengths(torch.tensor([3])), None),
+        (masks.window(256) | masks.window(3), None),
+        (~masks.window(256), None),
+        (~masks.causal(), WITHIN),
+        (masks.documents(torch.zeros(1, 9, dtype=torch.int32)), None),
+        (masks.causal() & masks.documents(torch.zeros(1, 9, dtype=torch.int32)), None),
+    ],
 )
-def test_few_items_begin_with_programs(groups: list[tuple[int, int]], programs: int) -> None:
-    found, _ = dq_accumulate(groups, programs)
-    line, crosses = overlap_softmax(groups, found)
-    assert set(line) == {1} and not crosses
-    assert sum(offset == 0 and budget > 0 for _, _, offset, budget, *_ in found) == sum(
-        work_tiles for _, work_tiles in groups
-    )
+def test_which_masks_have_no_holes(mask: masks.Mask, contiguity: str | None) -> None:
+    assert contiguity_of(mask.key) == contiguity
+    assert contiguity_of("") == PREFIX

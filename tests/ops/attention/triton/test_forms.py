@@ -13,7 +13,7 @@ import saccade
 from saccade.masks import as_mask
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
-from saccade.ops.attention.triton import gradients
+from saccade.ops.attention.triton import host
 from saccade.testing import Case, assert_exact, make_case, oracle, tolerances
 
 pytestmark = [
@@ -39,10 +39,10 @@ def _atomic_unless_deterministic(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> Iterator[None]:
     """Take the atomic form where it is allowed; at the end make sure that the right one ran."""
-    monkeypatch.setattr(gradients, "ordered_is_faster", lambda spec: False)
-    monkeypatch.setattr(gradients, "_launches", {})
+    monkeypatch.setattr(host, "ordered_is_faster", lambda spec: False)
+    monkeypatch.setattr(host, "_launches", {})
     yield
-    forms = {launches.queries is not None for launches in gradients._launches.values()}
+    forms = {launches.queries is not None for launches in host._launches.values()}
     assert forms == {deterministic}
 
 

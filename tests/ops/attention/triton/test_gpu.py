@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import saccade
 from saccade import masks, scores
-from saccade.ops.attention.triton import gradients
+from saccade.ops.attention.triton import host
 from saccade.testing import assert_exact, make_case
 
 pytestmark = pytest.mark.gpu
@@ -25,8 +25,8 @@ KINDS = ["causal", "documents", "blocks", "packed"]
 
 @pytest.fixture(autouse=True)
 def _atomic_unless_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "ordered_is_faster", lambda spec: False)
-    monkeypatch.setattr(gradients, "_launches", {})
+    monkeypatch.setattr(host, "ordered_is_faster", lambda spec: False)
+    monkeypatch.setattr(host, "_launches", {})
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -12,11 +12,9 @@ pytest.importorskip("triton")
 import saccade
 from saccade.gpu import launcher
 from saccade.ops.attention.triton import call_spec
-from saccade.ops.paged_attention.triton import chunks as paged_chunks
 from saccade.ops.paged_attention.triton import host as paged_host
 from saccade.ops.paged_attention.triton.call_spec import PagedCallSpec
-from saccade.ops.paged_attention.triton.chunks import ChunkLaunch
-from saccade.ops.paged_attention.triton.host import PassLaunches
+from saccade.ops.paged_attention.triton.host import ChunkLaunch, PassLaunches
 from saccade.runtime.spec import KernelConfig, PagedInputs
 from saccade.runtime.validation import prepare_paged
 from saccade.testing import PagedCase, assert_exact, make_paged_case, poisoned
@@ -34,7 +32,7 @@ interpreted = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _prepared_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     paged_host._forwards.clear()
-    monkeypatch.setattr(paged_chunks, "SHORT", SHORT)
+    monkeypatch.setattr(paged_host, "SHORT", SHORT)
     yield
     paged_host._forwards.clear()
 
@@ -146,7 +144,7 @@ def test_reasons(
     of = PagedCallSpec.of(inputs)
     last = of.passes(inputs, variant, KernelConfig(), invariant)[-1]
     assert last.chunks
-    found = paged_chunks.unsupported(of, last, inputs, variant, KernelConfig())
+    found = paged_host.chunks_unsupported(of, last, inputs, variant, KernelConfig())
     assert (found is None) if reason is None else reason in (found or "")
 
 
@@ -155,7 +153,7 @@ def test_the_config_is_the_same_for_any_batch(monkeypatch: pytest.MonkeyPatch) -
     found = set()
     for changes in ({"lengths": ALIKE}, {"lengths": MIXED, "packed": True}):
         inputs, variant = make(poison_hidden=False, dtype=F16, **changes).prepared()
-        found.add(paged_chunks.config_of(PagedCallSpec.of(inputs), variant, KernelConfig()))
-        given = paged_chunks.config_of(PagedCallSpec.of(inputs), variant, KernelConfig(kv_tile=32))
+        found.add(paged_host.chunk_config(PagedCallSpec.of(inputs), variant, KernelConfig()))
+        given = paged_host.chunk_config(PagedCallSpec.of(inputs), variant, KernelConfig(kv_tile=32))
         assert given.kv_tile == 32
     assert len(found) == 1

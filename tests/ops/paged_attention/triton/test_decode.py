@@ -24,7 +24,6 @@ from saccade.ops.attention.triton.configs import ARCHITECTURES, SHARED_MEMORY
 from saccade.ops.paged_attention.triton import call_spec as paged_kind
 from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import host as paged_host
-from saccade.ops.paged_attention.triton import passes as paged_pass
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton.configs import PagedProblem
 from saccade.testing import PagedCase, assert_exact, make_paged_case, poisoned
@@ -83,8 +82,8 @@ def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, proces
 @pytest.mark.parametrize("at_once", [2, split_kv.MOST_AT_ONCE.value])
 def test_lines_of_many_groups_and_units(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 3)
-    monkeypatch.setattr(paged_pass, "MOST_UNITS", 0)
-    monkeypatch.setattr(paged_pass, "MOST_AT_ONCE", at_once)
+    monkeypatch.setattr(paged_kind, "MOST_UNITS", 0)
+    monkeypatch.setattr(paged_kind, "MOST_AT_ONCE", at_once)
     monkeypatch.setattr(split_kv, "MOST_AT_ONCE", tl.constexpr(at_once))
     check(make_paged_case(lengths=((1, 90), (1, 0), (1, 33), (1, 40), (1, 70)), kv_heads=1))
 

@@ -11,15 +11,16 @@ show in the result (0 · NaN is NaN), so a result that is not finite is computed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu import backward as attention_backward
 from saccade.ops.attention.cpu import dense_tile, flash_tile, segments
 from saccade.ops.attention.cpu.block_mask import Run
 from saccade.ops.attention.cpu.dense_tile import PairBlock
+from saccade.ops.attention.cpu.flash_tile import PartialTile
 from saccade.ops.attention.cpu.segments import DenseProblem, Segment, clear_padding, parts_of
 from saccade.runtime.spec import (
     Gradients,
@@ -71,9 +72,9 @@ def attend(dense: DenseProblem, pieces: Pieces | None = None) -> tuple[Tensor, T
         output, lse = _memory(dense)
         output, lse = output.zero_(), lse.fill_(-torch.inf)
     else:
-        output, lse, masked = _visit(dense, pieces, nan_safe=False)
+        output, lse, masked = _compute_tiles(dense, pieces, nan_safe=False)
         if masked and not bool(output.sum().isfinite()):
-            output, lse, _ = _visit(dense, pieces, nan_safe=True)
+            output, lse, _ = _compute_tiles(dense, pieces, nan_safe=True)
     return add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
 
 
@@ -85,7 +86,7 @@ def _memory(dense: DenseProblem) -> tuple[Tensor, Tensor]:
     return output.transpose(1, 2), dense.query.new_empty(batch, heads, rows, dtype=wide)
 
 
-def _visit(
+def _compute_tiles(
     dense: DenseProblem, pieces: Pieces | None, nan_safe: bool
 ) -> tuple[Tensor, Tensor, bool]:
     """Compute every row tile; also say whether any of them needed the mask."""
@@ -120,7 +121,7 @@ def _rectangle(
 ) -> tuple[Tensor, Tensor] | None:
     """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
     if not dense.fits_flash or nan_safe:
-        return _plain(dense, pair_block, masked, nan_safe)
+        return _in_dense_tiles(dense, pair_block, masked, nan_safe)
     found = flash_tile.partial_at(
         dense.variant, pair_block, masked, dense.sizes.kv_tile, dense.query.dtype
     )
@@ -136,7 +137,7 @@ def _rows(dense: DenseProblem, pair_block: PairBlock) -> tuple[Tensor, Tensor, T
     return dense.query[at.queries], dense.key[at.keys], dense.value[at.keys]
 
 
-def _plain(
+def _in_dense_tiles(
     dense: DenseProblem, pair_block: PairBlock, masked: bool, nan_safe: bool
 ) -> tuple[Tensor, Tensor]:
     """One rectangle in plain tiles."""
@@ -203,19 +204,19 @@ def backward(
     """
     wide = _widen_half(inputs)
 
-    def differentiate(part: Segment) -> attention_backward.DenseGradients:
+    def of_part(part: Segment) -> DenseGradients:
         dense = DenseProblem.of(part, wide, variant, config)
-        results = attention_backward.Results(
+        results = Results(
             part.queries(output).to(dense.query.dtype),
             part.lse(lse),
             part.queries(grad_output).to(dense.query.dtype),
             None if grad_lse is None else part.lse(grad_lse),
         )
-        return attention_backward.differentiate(dense, results, wanted_tables)
+        return differentiate(dense, results, wanted_tables)
 
     parts = parts_of(inputs)
     if inputs.cu_seqlens_q is None:
-        found = differentiate(parts[0])
+        found = of_part(parts[0])
         query, key, value = (
             _laid_out(gradient, like, True)
             for gradient, like in zip(found[:3], inputs[:3], strict=True)
@@ -225,7 +226,7 @@ def backward(
     clear_padding(inputs.cu_seqlens_q, gradients.query)
     clear_padding(inputs.cu_seqlens_k, gradients.key, gradients.value)
     for part in parts:
-        found = differentiate(part)
+        found = of_part(part)
         part.queries(gradients.query).copy_(found.query)
         part.keys(gradients.key).copy_(found.key)
         part.keys(gradients.value).copy_(found.value)
@@ -253,7 +254,7 @@ def _widen_half(inputs: Inputs) -> Inputs:
 def _shared_sums(
     inputs: Inputs,
     variant: Variant,
-    parts: Sequence[attention_backward.DenseGradients],
+    parts: Sequence[DenseGradients],
     wanted_tables: Sequence[int],
 ) -> tuple[Tensor | None, dict[int, Tensor]]:
     """The gradients of what all parts share: sinks and captured tensors."""
@@ -273,3 +274,226 @@ def _total(like: Tensor, contributions: Sequence[Tensor]) -> Tensor:
     if not contributions:
         return torch.zeros_like(like)
     return torch.stack(list(contributions)).sum(0).to(like.dtype)
+
+
+# ---- gradients of a dense problem -------------------------------------------------------------
+# The rectangles' contributions, recomputed from the lse and added up in the accumulation dtype.
+
+
+class GradientSum:
+    """The gradient of [batch, heads, rows, dim], to which rectangles add their contributions.
+
+    Laid out [batch, rows, heads, dim] in memory, as the results of every implementation are. A
+    first contribution that covers everything is taken as it is: one rectangle needs no second copy.
+    """
+
+    def __init__(self, like: Tensor):
+        self.shape = like.shape
+        self.wide = accumulate_dtype(like.dtype)
+        self.total: Tensor | None = None
+
+    def add(self, at: tuple[slice, slice, slice], contribution: Tensor) -> None:
+        """Add a rectangle's contribution at its slices of [batch, heads, rows]."""
+        if self.total is None and contribution.shape == self.shape:
+            self.total = contribution
+            return
+        if self.total is None:
+            batch, heads, rows, dim = self.shape
+            self.total = torch.zeros(
+                batch, rows, heads, dim, dtype=self.wide, device="cpu"
+            ).transpose(1, 2)
+        elif self.total.dtype != self.wide:
+            self.total = self.total.to(self.wide)
+        self.total[at] += contribution
+
+    def result(self) -> Tensor:
+        """The sum; zeros where nothing was added."""
+        if self.total is None:
+            return torch.zeros(self.shape, dtype=self.wide, device="cpu")
+        return self.total
+
+
+class Results(NamedTuple):
+    """What the forward pass gave, and the gradients that came back for it."""
+
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor | None
+
+
+class DenseGradients(NamedTuple):
+    """Gradients of a dense problem; sinks and tables in the accumulation dtype."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    tables: dict[int, Tensor]
+
+
+class _Rows(NamedTuple):
+    """What every rectangle of a row needs to know of the whole row."""
+
+    output: Tensor
+    lse: Tensor  # finite: 0 where the row sees nothing
+    grad_output: Tensor  # 0 where the row sees nothing
+    row_dot: Tensor | None  # Σ grad_output · output, less the gradient of the lse
+    plain: bool  # the flash kernel knows nothing of a gradient of the lse
+
+    @staticmethod
+    def of(dense: DenseProblem, results: Results, nan_safe: bool) -> _Rows:
+        output, lse, grad_output, grad_lse = results
+        sees_nothing = lse == -torch.inf
+        if bool(sees_nothing.any()):
+            grad_output = grad_output.masked_fill(sees_nothing.unsqueeze(-1), 0)
+            lse = lse.masked_fill(sees_nothing, 0)
+        plain = grad_lse is not None or not dense.fits_flash or nan_safe
+        row_dot = None
+        if plain or dense.sinks is not None:  # the flash kernel computes its own
+            row_dot = (grad_output.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
+        if row_dot is not None and grad_lse is not None:
+            row_dot = row_dot - grad_lse.masked_fill(sees_nothing, 0)
+        return _Rows(output, lse, grad_output, row_dot, plain)
+
+
+def differentiate(dense: DenseProblem, results: Results, wanted: Sequence[int]) -> DenseGradients:
+    """Gradients of a dense problem, with those of the wanted captured tensors of the score."""
+    rows = _Rows.of(dense, results, nan_safe=False)
+    grad_sinks = None
+    if dense.sinks is not None and rows.row_dot is not None:
+        sink_weights = (dense.sinks.to(rows.lse.dtype).view(1, -1, 1) - rows.lse).exp()
+        sink_weights = sink_weights.masked_fill(results.lse == -torch.inf, 0)
+        grad_sinks = -(sink_weights * rows.row_dot).sum((0, 2))
+    sums, tables = _empty_sums(dense, wanted)
+    if not dense.sees_nothing:
+        masked = _differentiate_tiles(dense, rows, sums, tables, nan_safe=False)
+        # NaN that was carried to where it is hidden shows in one of the three: a nonfinite key or
+        # value in gradients of rows that do not see it, a nonfinite query in those of keys.
+        if masked and not all(bool(part.result().sum().isfinite()) for part in sums):
+            sums, tables = _empty_sums(dense, wanted)
+            _differentiate_tiles(
+                dense, _Rows.of(dense, results, nan_safe=True), sums, tables, nan_safe=True
+            )
+    grad_query, grad_key, grad_value = (part.result() for part in sums)
+    return DenseGradients(grad_query, grad_key, grad_value, grad_sinks, tables)
+
+
+def _empty_sums(
+    dense: DenseProblem, wanted: Sequence[int]
+) -> tuple[list[GradientSum], dict[int, Tensor]]:
+    tensors = dense.variant.score_captured.tensors
+    tables = {
+        index: torch.zeros_like(tensors[index], dtype=accumulate_dtype(tensors[index].dtype))
+        for index in wanted
+    }
+    return [GradientSum(rows) for rows in (dense.query, dense.key, dense.value)], tables
+
+
+def _differentiate_tiles(
+    dense: DenseProblem,
+    rows: _Rows,
+    sums: list[GradientSum],
+    tables: dict[int, Tensor],
+    nan_safe: bool,
+) -> bool:
+    """Add the contributions of every rectangle; say whether any of them needed the mask."""
+    form = None if rows.plain else dense.flash_at_once
+    if form is not None:
+        whole, causal = segments.whole(dense), form == "causal"
+        _add(sums, dense, whole, _flash(dense, rows, whole, None, causal))
+        return causal
+    any_masked = False
+    for pair_block, runs in segments.row_tiles(dense):
+        for run in runs:
+            any_masked |= run.masked
+            at = pair_block._replace(kv_rows=(run.start, run.stop))
+            _run(dense, rows, at, run.masked, nan_safe, sums, tables)
+    return any_masked
+
+
+def _run(
+    dense: DenseProblem,
+    rows: _Rows,
+    pair_block: PairBlock,
+    masked: bool,
+    nan_safe: bool,
+    sums: list[GradientSum],
+    tables: dict[int, Tensor],
+) -> None:
+    """Add one rectangle's contributions, by the flash kernel where it fits."""
+    if rows.plain:
+        for batch in segments.row_pieces(pair_block):
+            for piece in batch:
+                for part in segments.key_pieces(piece):
+                    contributions = _dense(dense, rows, part, masked, nan_safe, tables)
+                    _add(sums, dense, part, contributions[:3])
+                    for taken in contributions.taken:
+                        taken.add_to(tables[taken.slot])
+        return
+    found = flash_tile.partial_at(
+        dense.variant, pair_block, masked, dense.sizes.kv_tile, dense.query.dtype
+    )
+    if found is None:
+        return
+    pair_block, partial = found
+    _add(sums, dense, pair_block, _flash(dense, rows, pair_block, partial, causal=False))
+
+
+def _flash(
+    dense: DenseProblem,
+    rows: _Rows,
+    pair_block: PairBlock,
+    partial: PartialTile | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys = segments.slices_of(dense, pair_block)
+    return flash_tile.backward(
+        rows.grad_output[queries],
+        dense.query[queries],
+        dense.key[keys],
+        dense.value[keys],
+        rows.output[queries],
+        rows.lse[queries],
+        dense.variant.scale,
+        partial,
+        causal,
+    )
+
+
+def _dense(
+    dense: DenseProblem,
+    rows: _Rows,
+    pair_block: PairBlock,
+    masked: bool,
+    nan_safe: bool,
+    wanted: Collection[int],
+) -> dense_tile.Contributions:
+    queries, keys = segments.slices_of(dense, pair_block)
+    assert rows.row_dot is not None
+    return dense_tile.backward(
+        rows.grad_output[queries],
+        dense.query[queries],
+        dense.key[keys],
+        dense.value[keys],
+        rows.lse[queries],
+        rows.row_dot[queries],
+        dense.variant,
+        dense.seed,
+        pair_block,
+        masked,
+        nan_safe,
+        wanted,
+    )
+
+
+def _add(
+    sums: list[GradientSum],
+    dense: DenseProblem,
+    pair_block: PairBlock,
+    contributions: Sequence[Tensor],
+) -> None:
+    """Add contributions of query, key and value to their sums."""
+    queries, keys = segments.slices_of(dense, pair_block)
+    for total, at, contribution in zip(sums, (queries, keys, keys), contributions, strict=True):
+        total.add(at, contribution)

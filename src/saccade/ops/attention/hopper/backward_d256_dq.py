@@ -23,8 +23,7 @@ from saccade.gpu.hopper.pipeline import as_operand, here, warpgroup_mma_wait
 from saccade.gpu.hopper.tile_scheduler import is_partial, num_visits, tile_of
 from saccade.gpu.tensor_view import load_numbers
 from saccade.ops.attention.hopper.backward import next_work_tile
-from saccade.ops.attention.hopper.forward import mma_layout, schedule_work, work_tile_of
-from saccade.ops.attention.hopper.mma_split import (
+from saccade.ops.attention.hopper.backward_d256 import (
     add_rows,
     finish_wide,
     multiply_channels,
@@ -32,6 +31,7 @@ from saccade.ops.attention.hopper.mma_split import (
     parts_of,
     wait_for_sums_of,
 )
+from saccade.ops.attention.hopper.forward import mma_layout, schedule_work, work_tile_of
 from saccade.ops.attention.hopper.smem import make_query_rings
 from saccade.ops.attention.hopper.softmax import (
     ROWS,

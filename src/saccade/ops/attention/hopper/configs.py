@@ -222,7 +222,9 @@ class BackwardProblem(NamedTuple):
     kv_len: int
     masked: bool
     deterministic: bool
-    contiguity: str | None = None  # of keys that a row sees, see stretches.py; None: not known
+    contiguity: str | None = (
+        None  # of keys that a row sees, see modifiers/normal_form.py; None: not known
+    )
     causal: bool = False  # whether the mask is causal and nothing else
     packed: bool = False
     scored: bool = False  # whether the caller changes scores

@@ -1,18 +1,16 @@
 """Gradients by Hopper kernels: which kernels a backward pass starts, and in which order.
 
-begin → backward → end                                  the fast form, and the one in turns
-begin → backward → end → again, keys → again, queries   … where hidden rows may poison something
-begin → backward (without partial sums) → again, keys → Triton queries          the ordered form
-begin → backward_keys → backward_queries → again, keys → again, queries     above 128 channels
+begin → backward → end                                                        the usual form
+begin → backward → end → NaN-safe keys → NaN-safe queries                     where pairs are hidden
+begin → backward (without partial sums) → NaN-safe keys → Triton's queries    the ordered form
+begin → backward_keys → backward_queries → NaN-safe keys and queries          above 128 channels
 … → one Triton pass for each bias that wants a gradient
-
-What these kernels do not serve goes to Triton's; `configs.backward_unsupported` says
-why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,26 +32,53 @@ from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import Planner
 from saccade.gpu.signature import ALIGNMENT
-from saccade.ops.attention.hopper import configs, nonfinite, preprocess
+from saccade.ops.attention.hopper import backward_d256_dq, configs, dq_accumulate, nonfinite
 from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
-from saccade.ops.attention.hopper.backward_d256_dkdv import attention_backward_keys
-from saccade.ops.attention.hopper.backward_memory import BackwardInputs, BackwardMemory, Makers
+from saccade.ops.attention.hopper.backward_d256 import attention_backward_keys
 from saccade.ops.attention.hopper.configs import backward_problem
-from saccade.ops.attention.hopper.preprocess import (
+from saccade.ops.attention.hopper.dq_accumulate import (
+    PARTS,
     BackwardScratch,
     attention_backward_begin,
     attention_backward_end,
 )
-from saccade.ops.attention.hopper.query_gradients import Queries
-from saccade.ops.attention.triton import gradients as triton_gradients
+from saccade.ops.attention.triton import host as triton_host
 from saccade.ops.attention.triton.backward_common import SavedForward
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
-from saccade.ops.attention.triton.call_spec import CallSpec, remembered
-from saccade.ops.attention.triton.gradients import ForwardResults, refuse_unordered
+from saccade.ops.attention.triton.call_spec import CallSpec, memory_like, remembered
 from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, empty_gradients
 from saccade.runtime.validation import strides_fit_tma
 
 LONGEST_SIDE = 256  # of what TMA moves at once
+
+
+class BackwardInputs(NamedTuple):
+    """What a pass is given beside the inputs."""
+
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor | None
+
+
+class BackwardMemory(NamedTuple):
+    """What is written in one pass; None where it is not needed."""
+
+    of_query: Tensor
+    of_key: Tensor
+    of_value: Tensor
+    starts: Tensor  # what sums start at, by slot
+    lse_log2: Tensor | None  # with row_dot: for Triton kernels, if some come after
+    row_dot: Tensor | None
+    dq_accumulate: Tensor | None  # of the gradients of queries, float32, by slot
+    flag: Tensor | None  # whether hidden rows may have made nonfinite something
+    semaphores: Tensor | None  # by part
+
+
+def numbers_beside(beside: Tensor, dtype: torch.dtype, *shape: int) -> Callable[[], Tensor]:
+    """What makes a contiguous tensor on another one's device."""
+    strides = torch.empty(shape, device="meta").stride()
+    return partial(torch.empty_strided, shape, strides, dtype=dtype, device=beside.device)
 
 
 def backward(
@@ -69,7 +94,7 @@ def backward(
 ) -> Gradients:
     """Gradients of the inputs, and of the wanted tensors that the score captured."""
     if deterministic and wanted_tables:
-        refuse_unordered(variant, wanted_tables)
+        triton_host.refuse_unordered(variant, wanted_tables)
     if grad_output.data_ptr() % ALIGNMENT:  # TMA could not read it
         grad_output = grad_output.clone(memory_format=torch.contiguous_format)
     key = (
@@ -116,11 +141,18 @@ class Backward:
         self.planner = Planner(inputs, variant, spec.geometry, sizes, over_keys=False)
         gradients = empty_gradients(inputs)[:3]
         self.boxes = self._boxes(inputs, grad_output, *gradients[1:])
-        self.memory = Makers.of(
-            gradients, lse, self.slots, (tile, width), dq_accumulate=not self.ordered,
-            by_triton=self.nan_safe or self.ordered or self.rest, flag=self.nan_safe,
-            semaphores=self.in_key_order,
-        )  # fmt: skip
+        slots, by_triton = self.slots, self.nan_safe or self.ordered or self.rest
+        statistics = memory_like(lse) if by_triton else None
+        single, whole = torch.float32, torch.int32
+        self.makers = (  # of BackwardMemory, in its order
+            *map(memory_like, gradients),
+            numbers_beside(lse, single, slots, 2 * tile),
+            statistics,
+            statistics,
+            None if self.ordered else numbers_beside(lse, single, slots * tile, width),
+            numbers_beside(lse, whole) if self.nan_safe else None,
+            numbers_beside(lse, whole, slots * PARTS.value) if self.in_key_order else None,
+        )
         scored = variant.score != "" or variant.scale <= 0
         self.factor = LOG2_E.value if scored else 1.0 / variant.scale
         self.begin, self.main, self.end = self._launches(inputs)
@@ -172,7 +204,7 @@ class Backward:
         """What TMA moves at once, in the kernel's order."""
         packed, width, tile = self.spec.packed, self.width, self.tile
         value_width = width_of(inputs.value.shape[-1])
-        of_part = tile * width // preprocess.PARTS.value
+        of_part = tile * width // PARTS.value
         return (
             Box.of(inputs.query, packed, tile, width),
             Box.of(inputs.key, packed, self.schedule.kv_tile, width),
@@ -214,16 +246,17 @@ class Backward:
         """As `backward`, for calls like this one."""
         if self.copies:
             grad_output = grad_output.clone(memory_format=torch.contiguous_format)
-        inputs, memory = aligned(inputs), self.memory()
+        made: Any = [None if make is None else make() for make in self.makers]
+        inputs, memory = aligned(inputs), BackwardMemory(*made)
         given = BackwardInputs(output, lse, grad_output, grad_lse)
         HopperBackwardCall(self, inputs, variant, given, memory).run()
         found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
         if not self.rest:
             return found
-        launches = triton_gradients.prepare(inputs, variant, config, deterministic)
+        launches = triton_host.prepare(inputs, variant, config, deterministic)
         assert memory.lse_log2 is not None and memory.row_dot is not None
-        results = ForwardResults(*given, memory.lse_log2, memory.row_dot)
-        rest = triton_gradients.TritonBackwardCall(inputs, variant, launches, results)
+        results = triton_host.ForwardResults(*given, memory.lse_log2, memory.row_dot)
+        rest = triton_host.TritonBackwardCall(inputs, variant, launches, results)
         tables = {
             position: rest.table(position, rest.known(), config) for position in wanted_tables
         }
@@ -362,7 +395,7 @@ class HopperBackwardCall(NamedTuple):
 
     def _scratch(self) -> BackwardScratch:
         packed, memory = self.prepared.spec.packed, self.memory
-        slot = preprocess.packed_slot if packed else preprocess.dense_slot
+        slot = dq_accumulate.packed_slot if packed else dq_accumulate.dense_slot
         return BackwardScratch(slot, memory.dq_accumulate, memory.flag, memory.semaphores)
 
     def _semaphore_of(self) -> tuple[Any, Any]:
@@ -385,3 +418,80 @@ class HopperBackwardCall(NamedTuple):
         if not self.prepared.planner.needed:
             return changes
         return changes._replace(mask=changes.mask._replace(tile_range=nonfinite.every_tile))
+
+
+# ---- gradients of queries above 128 channels, as a pass of their own -----------------------------
+
+
+class Queries:
+    """The pass of calls like one another, which comes after the one for keys and values."""
+
+    def __init__(
+        self, spec: CallSpec, inputs: Inputs, variant: Variant, rows: tuple[Tensor, Tensor],
+        nan_safe: bool,
+    ):  # fmt: skip
+        self.spec = spec
+        grad_output, of_query = rows
+        chosen = configs.QuerySchedule()
+        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
+        widths = width_of(head_dim), width_of(value_dim)
+        sizes = tile, kv_tile = chosen.query_tile, chosen.kv_tile
+        self.planner = Planner(inputs, variant, spec.geometry, sizes, over_keys=True)
+        self.boxes = (
+            Box.of(inputs.query, spec.packed, configs.ROWS, widths[0]),
+            Box.of(inputs.key, spec.packed, kv_tile, widths[0]),
+            Box.of(inputs.value, spec.packed, kv_tile, widths[1]),
+            Box.of(grad_output, spec.packed, configs.ROWS, widths[1]),
+            Box.of(of_query, spec.packed, configs.ROWS, widths[0]),
+        )
+        constants = {
+            "HEADS_PER_KV_HEAD": spec.constants["HEADS_PER_KV_HEAD"],
+            "HEAD_DIM": head_dim,
+            "VALUE_DIM": value_dim,
+            "STAGES": chosen.stages,
+            "NAN_SAFE": nan_safe,
+            "CONSUMER_REGISTERS": chosen.consumer_registers,
+            "PRODUCER_REGISTERS": chosen.producer_registers,
+        }
+        options = {"num_warps": 4, "num_stages": 1}
+        self.launch = Launch(
+            backward_d256_dq.attention_backward_queries, constants, options, BackwardMeta
+        )
+        queries = spec.geometry.queries
+        heads = configs.heads_at_once(
+            variant.mask != "", queries.heads * queries.sequences, queries.slots(tile),
+            spec.multiprocessors, spec.constants["HEADS_PER_KV_HEAD"],
+            2 * sum(widths) * spec.geometry.lengths()[1],
+        )  # fmt: skip
+        self.order = tile_scheduler.order_of(queries, tile, heads)
+        self.programs = min(queries.programs(tile), spec.multiprocessors)
+
+    def __call__(
+        self, inputs: Inputs, variant: Variant, grad_output: Tensor, memory: BackwardMemory,
+        known: tuple[Tensor, ...], counters: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        """Write gradients of queries; raise the flag, if there is one, for NaN or inf."""
+        spec, plan = self.spec, self.planner(inputs, variant)
+        of_query, lse_log2, row_dot = memory.of_query, memory.lse_log2, memory.row_dot
+        assert (
+            lse_log2 is not None and row_dot is not None
+        )  # the first kernel of the pass wrote them
+
+        def arguments() -> tuple[Any, ...]:
+            moved = (inputs.query, inputs.key, inputs.value, grad_output, of_query)
+            return (
+                *(descriptor(t, box) for t, box in zip(moved, self.boxes, strict=True)),
+                *spec.inputs(inputs)[:2],
+                spec.rows(of_query, inputs),
+                spec.numbers(lse_log2, inputs),
+                spec.numbers(row_dot, inputs),
+                tile_scheduler.with_gluon_search(rules(inputs, variant, plan.argument())),
+                tile_scheduler.TileOrder(
+                    packing.packed_origin if spec.packed else tensor_view.dense_origin,
+                    counters[0] if counters else None,
+                    *self.order,
+                    memory.flag,
+                ),
+            )
+
+        self.launch(self.programs, spec.device, (*known, *plan.tensors, *counters), arguments)

@@ -18,7 +18,7 @@ from saccade.modifiers import intervals
 from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.intervals import Span
-from saccade.ops.attention.triton import configs, tuned_configs
+from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.runtime.spec import Inputs, KernelConfig, LinearInputs, Variant, precision
 
@@ -117,7 +117,7 @@ class CallSpec(NamedTuple):
     ) -> Launch:
         """A kernel with its config, more options for its start, and constants of its own."""
         problem = self.problem(which, call)
-        config = configs.choose(problem, given, tuned_configs.load())
+        config = configs.choose(problem, given, configs.tuned())
         sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **start}
         return Launch(kernel, {**self.constants, **sizes, **more}, options)

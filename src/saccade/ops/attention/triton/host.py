@@ -1,19 +1,38 @@
-"""Attention by Triton kernels: the body that the operators run on GPUs.
+"""Attention by Triton kernels: forward and backward pass, as the operators start them on GPUs.
 
-A kind of call is prepared once: configs chosen, kernels compiled, strides worked out. After that
-a call allocates its results, wraps addresses into Views and starts the kernels.
+Calls of equal shapes, strides, dtypes and options are prepared once: configs chosen, kernels
+compiled, strides worked out. After that a call allocates its results, wraps addresses into Views
+and starts the kernels. Those of a backward pass, in their order:
+
+    row statistics → keys (with queries, atomically) → NaN-safe keys        the fast form
+    row statistics → queries → keys → NaN-safe keys                         equal bits each time
+    … → one pass for each bias that wants a gradient
+
+NaN-safe keys repeat, under a mask, what met NaN or inf; under a mask, in the second form, the
+kernel for queries makes the row statistics itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
+from saccade.gpu.compose import ReadFunctions, score_functions
+from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of, there_are, view
+from saccade.gpu.launcher import Launch
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
+from saccade.gpu.signature import Stride
 from saccade.ops.attention.triton import configs
+from saccade.ops.attention.triton.backward_common import SavedForward, attention_row_statistics
+from saccade.ops.attention.triton.backward_dbias import (
+    attention_backward_bias,
+    attention_backward_reads,
+)
+from saccade.ops.attention.triton.backward_dkdv import VERDICTS_AT_ONCE, attention_backward_keys
+from saccade.ops.attention.triton.backward_dq import attention_backward_queries
 from saccade.ops.attention.triton.call_spec import (
     CallSpec,
     memory_like,
@@ -21,8 +40,14 @@ from saccade.ops.attention.triton.call_spec import (
     with_unit_channels,
 )
 from saccade.ops.attention.triton.forward import attention_forward
-from saccade.ops.attention.triton.gradients import backward as backward
-from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
+from saccade.runtime.spec import (
+    Gradients,
+    Inputs,
+    KernelConfig,
+    Variant,
+    empty_gradients,
+    empty_results,
+)
 
 
 class TritonForward:
@@ -84,3 +109,316 @@ def prepared(inputs: Inputs, variant: Variant, config: KernelConfig) -> TritonFo
 def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention`."""
     return prepared(inputs, variant, config)(inputs, variant)
+
+
+# ---- the backward pass ------------------------------------------------------------------------
+
+STATISTICS_TILE = 64
+CHAINED = ("sm_90",)  # where kernels start before those ahead of them have ended
+FEW_QUERIES = 64  # rows of queries that one program of the ordered form takes, about
+
+
+class Launches(NamedTuple):
+    """The kernels of a backward pass of one kind."""
+
+    spec: CallSpec
+    statistics: Launch | None  # None where the queries' kernel makes them
+    keys: Launch  # in the fast form: queries too
+    nan_safe: Launch  # the same, for programs whose first attempt met NaN or inf
+    queries: Launch | None  # None in the fast form
+    over_queries: Planner  # for keys and NaN-safe
+    over_keys: Planner  # for queries
+    programs: tuple[int, int, int, int]  # of statistics, keys, NaN-safe, queries
+    alone: bool  # whether calls have no tensors but query, key and value, and need no plan
+    tables: dict[int, Launch]  # by place among the score's captured tensors
+    gradients: tuple[Callable[[], Tensor], ...]  # memory for those of query, key and value
+
+
+class ForwardResults(NamedTuple):
+    """What the forward pass gave, and the gradients of it."""
+
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor | None
+    lse_log2: Tensor
+    row_dot: Tensor
+
+
+_launches: dict[Any, Launches] = {}
+
+
+def backward(
+    inputs: Inputs,
+    variant: Variant,
+    config: KernelConfig,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    wanted_tables: Sequence[int],
+    deterministic: bool,
+) -> Gradients:
+    """Gradients of the inputs, and of the wanted tensors that the score captured."""
+    if deterministic and wanted_tables:
+        refuse_unordered(variant, wanted_tables)
+    inputs = with_unit_channels(inputs)
+    if grad_output.stride(-1) != 1:
+        grad_output = grad_output.contiguous()
+    statistics = torch.empty_like(lse), torch.empty_like(lse)
+    results = ForwardResults(output, lse, grad_output, grad_lse, *statistics)
+    key = (
+        *signature(inputs, variant), config, deterministic,
+        output.stride(), grad_output.stride(), lse.stride(),
+        None if grad_lse is None else grad_lse.stride(),
+    )  # fmt: skip
+    launches = remembered(_launches, key, lambda: prepare(inputs, variant, config, deterministic))
+    return TritonBackwardCall(inputs, variant, launches, results).run(wanted_tables, config)
+
+
+def refuse_unordered(variant: Variant, wanted_tables: Sequence[int]) -> None:
+    """Refuse gradients whose sums have no fixed order, where the same bits are asked for."""
+    reads = score_functions(variant.score).reads
+    if any(position in reads and not reads[position].as_bias for position in wanted_tables):
+        raise NotImplementedError(
+            "deterministic: the gradient of a tensor that a score reads otherwise than "
+            "saccade.scores.bias does is summed in no fixed order; takes deterministic=False, "
+            "implementation='cpu' or 'reference', or a detached tensor"
+        )
+
+
+def prepare(
+    inputs: Inputs, variant: Variant, config: KernelConfig, deterministic: bool
+) -> Launches:
+    """The kernels of a backward pass, chosen; none is compiled before it is started."""
+    spec, call, given = CallSpec.of(inputs), (inputs, variant), config.backward
+    ordered = deterministic or ordered_is_faster(spec)
+    chained = {"CHAINED": ordered and spec.architecture in CHAINED}
+    early = {"launch_pdl": True} if chained["CHAINED"] else {}
+    which = "backward_keys" if ordered else "backward_shared"
+    keys, nan_safe = (
+        spec.launch(attention_backward_keys, which, call, given, early, NAN_SAFE=c, **chained)
+        for c in (False, True)
+    )
+    statistics, queries, which = None, None, "backward_queries"
+    if not (ordered and variant.mask):  # without a mask queries have no registers for them
+        sizes = {name: spec.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
+        sizes |= {"QUERY_TILE": STATISTICS_TILE, **chained}
+        options = {"num_warps": 4, "num_stages": 1}
+        statistics = Launch(attention_row_statistics, sizes, options)
+    if ordered:
+        early = early if statistics else {}
+        queries = spec.launch(attention_backward_queries, which, call, given, early, **chained)
+    sizes = [
+        (launch.constants["QUERY_TILE"], launch.constants["KV_TILE"])
+        for launch in (keys, queries or keys)
+    ]
+    over_queries = Planner(inputs, variant, spec.geometry, sizes[0], over_keys=False)
+    over_keys = Planner(inputs, variant, spec.geometry, sizes[1], over_keys=True)
+    of_queries, of_keys = spec.geometry
+    of_tiles = of_keys.programs(sizes[0][1])
+    return Launches(
+        spec, statistics, keys, nan_safe, queries, over_queries, over_keys,
+        programs=(
+            of_queries.programs(STATISTICS_TILE),
+            of_tiles,
+            -(-of_tiles // VERDICTS_AT_ONCE.value),
+            of_queries.programs(sizes[1][0]),
+        ),
+        alone=brings_three(inputs, variant) and not over_queries.needed,
+        tables={},
+        gradients=tuple(map(memory_like, empty_gradients(inputs)[:3])),
+    )  # fmt: skip
+
+
+def ordered_is_faster(spec: CallSpec) -> bool:
+    """Whether a second pass for the queries costs less than atomic additions.
+
+    It does (on an H200) unless queries are so few that most of the GPU would idle in their pass.
+    """
+    queries, keys = (extent.programs(FEW_QUERIES) for extent in spec.geometry)
+    return 2 * queries >= spec.multiprocessors or keys < spec.multiprocessors
+
+
+class TritonBackwardCall(NamedTuple):
+    """One backward pass under way."""
+
+    inputs: Inputs
+    variant: Variant
+    launches: Launches
+    results: ForwardResults
+
+    def run(self, wanted: Sequence[int], config: KernelConfig) -> Gradients:
+        """Start every kernel of the pass."""
+        launches, spec = self.launches, self.launches.spec
+        of_query, of_key, of_value = [memory() for memory in launches.gradients]
+        known = self.known()
+        if launches.statistics is not None:
+            arguments = self._statistics_arguments
+            launches.statistics(launches.programs[0], spec.device, known, arguments)
+        if launches.queries is None:
+            self._shared(known, of_query, of_key, of_value)
+        else:
+            self._queries(launches.queries, known, of_query)
+            self._keys(known, of_key, of_value, None)
+        tables = {position: self.table(position, known, config) for position in wanted}
+        return Gradients(of_query, of_key, of_value, self.sinks(), tables)
+
+    def known(self) -> tuple[Tensor, ...]:
+        """The tensors that every kernel of the pass may read."""
+        if self.launches.alone:
+            return *self.inputs[:3], *there_are(self.results)
+        return *tensors_of(self.inputs, self.variant), *there_are(self.results)
+
+    def _statistics_arguments(self) -> tuple[Any, ...]:
+        results, grad_lse = self.results, self.results.grad_lse
+        return (
+            self._rows(results.output),
+            self._rows(results.grad_output),
+            self._numbers(results.lse),
+            None if grad_lse is None else self._numbers(grad_lse),
+            self._numbers(results.lse_log2),
+            self._numbers(results.row_dot),
+        )
+
+    def _shared(
+        self, known: Sequence[Tensor], of_query: Tensor, of_key: Tensor, of_value: Tensor
+    ) -> None:
+        """The fast form: gradients of queries add up in float32, in whatever order."""
+        total = torch.zeros(of_query.shape, dtype=torch.float32, device=of_query.device)
+        self._keys(known, of_key, of_value, total)
+        of_query.copy_(total)
+
+    def _keys(
+        self, known: Sequence[Tensor], of_key: Tensor, of_value: Tensor, total: Tensor | None
+    ) -> None:
+        launches, spec = self.launches, self.launches.spec
+        plan, programs = launches.over_queries(self.inputs, self.variant), launches.programs[1]
+        verdicts = None
+        if self.variant.mask:
+            verdicts = torch.empty(programs, dtype=torch.int32, device=of_key.device)
+
+        def arguments() -> tuple[Any, ...]:
+            keys, offsets = spec.geometry.keys, self.inputs.cu_seqlens_k
+            return (
+                self._forward(),
+                view(of_key, spec.steps(of_key), keys, offsets),
+                view(of_value, spec.steps(of_value), keys, offsets),
+                None if total is None else self._rows(total),
+                self._rules(plan),
+                verdicts,
+                programs,
+            )
+
+        tensors = (*known, *there_are((of_key, of_value, total, verdicts)), *plan.tensors)
+        launches.keys(programs, spec.device, tensors, arguments)
+        if self.variant.mask:
+            launches.nan_safe(launches.programs[2], spec.device, tensors, arguments)
+
+    def _queries(self, launch: Launch, known: Sequence[Tensor], of_query: Tensor) -> None:
+        plan = self.launches.over_keys(self.inputs, self.variant)
+        results, grad_lse = self.results, self.results.grad_lse
+
+        def arguments() -> tuple[Any, ...]:
+            of_queries = self._forward(), self._rows(of_query)
+            changes = self._rules(plan)
+            if self.launches.statistics is not None:
+                return (*of_queries, changes, None, None, None)
+            return (
+                *of_queries, changes,
+                self._rows(results.output),
+                self._numbers(results.lse),
+                None if grad_lse is None else self._numbers(grad_lse),
+            )  # fmt: skip
+
+        tensors = (*known, of_query, *plan.tensors)
+        launch(self.launches.programs[3], self.launches.spec.device, tensors, arguments)
+
+    def sinks(self) -> Tensor | None:
+        """A sink's weight times minus row_dot, over all rows that it joins. Needs row_dot."""
+        sinks = self.inputs.sinks
+        if sinks is None:
+            return None
+        packed, lse, row_dot = self.launches.spec.packed, self.results.lse, self.results.row_dot
+        of_head = sinks.float().view(-1, 1) if packed else sinks.float().view(1, -1, 1)
+        rows = (-(of_head - lse).exp() * row_dot).masked_fill(lse == -torch.inf, 0)
+        return rows.sum(1 if packed else (0, 2)).to(sinks.dtype)
+
+    def table(self, position: int, known: Sequence[Tensor], config: KernelConfig) -> Tensor:
+        """The gradient of a tensor that the score captured. Needs the row statistics."""
+        table = self.variant.score_captured.tensors[position]
+        functions = score_functions(self.variant.score).reads.get(position)
+        if functions is None:  # nothing that a score gives depends on it
+            return torch.zeros_like(table)
+        if not functions.as_bias:
+            return self._entries(position, functions, known, config)
+        spec, queries = self.launches.spec, self.launches.spec.geometry.queries
+        total = torch.empty(table.shape, dtype=torch.float32, device=table.device)
+        launch = self.launches.tables.get(position)
+        if launch is None:
+            call = self.inputs, self.variant
+            launch = spec.launch(attention_backward_bias, "backward_bias", call, config.backward)
+            self.launches.tables[position] = launch
+
+        def arguments() -> tuple[Any, ...]:
+            return (
+                self._forward(),
+                total,
+                tuple(table.shape),
+                (queries.batch, queries.heads),
+                rules(self.inputs, self.variant, by=position),
+            )
+
+        batches, heads, rows, keys = table.shape
+        query_tile, kv_tile = (launch.constants[name] for name in ("QUERY_TILE", "KV_TILE"))
+        programs = batches * heads * -(-rows // query_tile) * -(-keys // kv_tile)
+        launch(programs, spec.device, (*known, total), arguments)
+        return total.to(table.dtype)
+
+    def _entries(
+        self, position: int, functions: ReadFunctions, known: Sequence[Tensor], config: KernelConfig
+    ) -> Tensor:
+        """The same of a tensor that is read otherwise than a bias is."""
+        spec, table = self.launches.spec, self.variant.score_captured.tensors[position]
+        total = torch.zeros(table.shape, dtype=torch.float32, device=table.device)
+        if total.numel() == 0:
+            return total.to(table.dtype)
+        launch = self.launches.tables.get(position)
+        if launch is None:
+            call = self.inputs, self.variant
+            launch = spec.launch(
+                attention_backward_reads, "backward_bias", call, config.backward,
+                POSITION=functions.position, ALONG_QUERIES=functions.along_queries,
+                ALONG_KEYS=functions.along_keys,
+            )  # fmt: skip
+            self.launches.tables[position] = launch
+
+        def arguments() -> tuple[Any, ...]:
+            return (
+                self._forward(),
+                (total, tuple(total.shape), tuple(map(Stride, total.stride()))),
+                rules(self.inputs, self.variant, by=position),
+            )
+
+        programs = spec.geometry.queries.programs(launch.constants["QUERY_TILE"])
+        launch(programs, spec.device, (*known, total), arguments)
+        return total.to(table.dtype)
+
+    # ---- arguments that several kernels take ---------------------------------------------------
+
+    def _rows(self, rows: Tensor) -> Any:
+        return self.launches.spec.rows(rows, self.inputs)
+
+    def _numbers(self, numbers: Tensor) -> Any:
+        return self.launches.spec.numbers(numbers, self.inputs)
+
+    def _forward(self) -> SavedForward:
+        return SavedForward(
+            *self.launches.spec.inputs(self.inputs),
+            self._rows(self.results.grad_output),
+            self._numbers(self.results.lse_log2),
+            self._numbers(self.results.row_dot),
+        )
+
+    def _rules(self, plan: TileLists) -> Any:
+        return rules(self.inputs, self.variant, plan.argument())

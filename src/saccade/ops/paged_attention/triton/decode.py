@@ -151,7 +151,7 @@ def attention_pages(
     """One program: its share of the work, split by split (ops/paged_attention/triton/split_kv.py).
 
     WORK_TILES: of each group, where they are few, and merging finds them; 0: programs leave notes.
-    PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX (pairs.py);
+    PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX;
     0: they do not. CHAINED: it may start while its plan is made, and waits for that here. The
     merging kernel is to start early too, and waits for this one. AHEAD: pages are looked up a tile
     ahead, for loops that wait for products and not for memory.

@@ -7,7 +7,7 @@ programs cut into equal shares; or each work tile is cut at places of its own. A
 its share split by split, a split being what lies in one work tile.
 
 A split that is a whole work tile is written to the output. Others leave partial results. Where
-there are few work tiles, merging programs find each one's by themselves (splits.py); where there
+there are few work tiles, merging programs find each one's by themselves; where there
 are many, notes tell them which belong together. Where the line is cut into P shares there are at
 most two partial results a program, however many sequences there are:
 

@@ -26,11 +26,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("this GPU is no Hopper")
     from saccade.ops.attention.hopper import configs
-    from saccade.ops.paged_attention.hopper import host as paged_host
+    from saccade.ops.paged_attention import hopper as paged_hopper
     from saccade.ops.paged_attention.triton import host as triton_host
 
     classify, launched = configs.pages_unsupported, []
-    start = paged_host.HopperChunkLaunch.__call__
+    start = paged_hopper.HopperChunkLaunch.__call__
     monkeypatch.setattr(
         configs, "pages_unsupported",
         lambda problem: classify(problem._replace(query_tiles=10**6, slots=10**6)),
@@ -42,7 +42,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         launched.append("chunk")
         start(self, *arguments)
 
-    monkeypatch.setattr(paged_host.HopperChunkLaunch, "__call__", recorded)
+    monkeypatch.setattr(paged_hopper.HopperChunkLaunch, "__call__", recorded)
     yield launched
 
 

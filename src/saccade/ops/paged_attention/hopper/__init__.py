@@ -1,1 +1,0 @@
-"""Attention over pages in Gluon for capability 9.0."""

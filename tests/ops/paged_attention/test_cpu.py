@@ -1,0 +1,165 @@
+"""Pages on the CPU: short sequences together, what is read where it lies, and hidden rows."""
+
+import pytest
+import torch
+
+import saccade
+from saccade.ops.paged_attention import cpu as paged_cpu
+from saccade.ops.paged_attention.cpu import COPIED_ROWS, PageReader, Piece, Scratch
+from saccade.runtime.spec import PagedInputs
+from saccade.testing import make_paged_case
+from saccade.testing.paged import MEMORIES
+
+RAGGED = ((1, 40), (1, 3), (1, 17), (3, 9), (1, 64))
+
+
+def groups_of(**description):
+    case = make_paged_case(**{"lengths": RAGGED, "packed": True, **description})
+    inputs, variant = case.prepared()
+    lens = [rows for rows, _ in case.description.lengths]
+    return paged_cpu.short_groups(inputs, variant, lens)
+
+
+def test_single_rows_of_short_sequences_are_taken_the_shortest_first():
+    assert groups_of() == [paged_cpu.Group([1, 2, 0, 4], 64)]
+
+
+def test_groups_hold_no_more_than_is_copied_at_once(monkeypatch):
+    of_row = 2 * 2 * 16
+    monkeypatch.setattr(paged_cpu, "COPIED", 2 * 40 * of_row)
+    found = groups_of(kv_heads=2, head_dim=16, value_dim=16)
+    assert found == [
+        paged_cpu.Group([1, 2], 17),
+        paged_cpu.Group([0], 40),
+        paged_cpu.Group([4], 64),
+    ]
+
+
+@pytest.mark.parametrize(
+    "description",
+    [{"score": "softcap"}, {"lengths": ((1, 5), (2, 5))}, {"dtype": torch.float16}],
+    ids=str,
+)
+def test_others_go_their_own_way(description):
+    assert groups_of(**description) == []
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    "mask",
+    [None, saccade.masks.causal(), saccade.masks.window(5)],
+    ids=["full", "causal", "window"],
+)
+def test_result_is_the_references_and_nothing_hidden_shows(packed, sinks, mask):
+    generator = torch.Generator().manual_seed(0)
+    lens = [21, 4, 0, 9]
+    key_pages, value_pages = torch.randn(2, 12, 2, 4, 8, generator=generator, dtype=torch.float64)
+    table = torch.tensor([[3, 7, 1, 0, 9, 11], [2] * 6, [-5] * 6, [4, 8, 10, -1, -1, -1]])
+    for sequence, length in enumerate(lens):  # what no row may see
+        seen = length if mask is None or "window" not in mask.key else 6
+        for row in range(-(-length // 4) * 4):
+            if row >= length or row < length - seen:
+                page = int(table[sequence, row // 4])
+                key_pages[page, :, row % 4] = value_pages[page, :, row % 4] = torch.nan
+    query = torch.randn(4, 4, 1, 8, generator=generator, dtype=torch.float64)
+    options = {"mask": mask, "return_lse": True}
+    if sinks:
+        options["sinks"] = torch.randn(4, generator=generator, dtype=torch.float64)
+    if packed:
+        query, options["cu_seqlens_q"] = query.squeeze(2), torch.arange(5, dtype=torch.int32)
+    given = (query, key_pages, value_pages, table.int(), torch.tensor(lens, dtype=torch.int32))
+    found = saccade.attention_paged(*given, implementation="cpu", **options)
+    wanted = saccade.attention_paged(*given, implementation="reference", **options)
+    torch.testing.assert_close(found, wanted)
+    assert found[0].isfinite().all()
+
+
+def test_masks_that_differ_between_heads_are_left_to_the_others(monkeypatch):
+    @saccade.masks.function
+    def of_head(batch, head, query_row, kv_row):
+        return kv_row % 2 == head % 2
+
+    seen = []
+    monkeypatch.setattr(paged_cpu, "attend_group", lambda *a: seen.append(real(*a)) or seen[-1])
+    case = make_paged_case(lengths=((1, 8), (1, 12)))
+    inputs, _ = case.prepared()
+    given = [getattr(inputs, name) for name in PagedInputs._fields[:5]]
+    found = saccade.attention_paged(*given, mask=of_head(), implementation="cpu")
+    wanted = saccade.attention_paged(*given, mask=of_head(), implementation="reference")
+    assert seen == [None]
+    torch.testing.assert_close(found, wanted)
+
+
+real = paged_cpu.attend_group
+
+
+def pages_of(dtype=torch.float32, fixed=False, **description):
+    case = make_paged_case(**{"lengths": ((1, 3000),), "page_size": 16, **description})
+    inputs, _ = case.prepared()
+    kv_len = case.description.lengths[0][1]
+    return PageReader.of(inputs, 0, kv_len, dtype, fixed, Scratch())
+
+
+def test_adjacent_pages_whose_rows_follow_are_one_view():
+    pages = pages_of(scattered=False, memory="heads_first")
+    assert list(pages.pieces(0, 3000)) == [Piece(0, 3000, True)]
+    key, value = pages.rows(Piece(0, 3000, True))
+    assert key.untyped_storage().data_ptr() == pages.inputs.key_pages.untyped_storage().data_ptr()
+    assert value.untyped_storage().data_ptr() != key.untyped_storage().data_ptr()
+
+
+def test_scattered_pages_are_copied_a_piece_at_a_time():
+    pages = pages_of(memory="heads_first")
+    pieces = list(pages.pieces(0, 3000))
+    assert pieces == [Piece(0, 1024, False), Piece(1024, 2048, False), Piece(2048, 3000, False)]
+
+
+def test_a_run_that_ends_within_a_piece_is_no_view():
+    pages = pages_of(scattered=False, memory="heads_first")._replace(run_ends=[1600, 3008])
+    assert list(pages.pieces(0, 3000)) == [
+        Piece(0, 1600, True),
+        Piece(1600, 3000, True),
+    ]
+    assert list(pages._replace(run_ends=[500, 3008]).pieces(0, 3000)) == [
+        Piece(0, 1024, False),
+        Piece(1024, 3000, True),
+    ]
+
+
+def test_fixed_pieces_do_not_depend_on_where_pages_lie():
+    splits = [
+        list(pages_of(fixed=True, scattered=scattered, memory=memory).pieces(128, 3000))
+        for scattered in (False, True)
+        for memory in MEMORIES
+    ]
+    wanted = [Piece(128, 1024, False), Piece(1024, 2048, False), Piece(2048, 3000, False)]
+    assert splits == [wanted] * len(splits)
+
+
+def test_other_dtypes_are_copied():
+    pages = pages_of(scattered=False, memory="heads_first", dtype=torch.float16)
+    assert not any(piece.view for piece in pages.pieces(0, 3000))
+    key, _ = pages.rows(Piece(0, 1024, False))
+    assert key.dtype == torch.float16
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48])
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_pieces_hold_the_rows(memory, scattered, page_size, fixed):
+    pages = pages_of(
+        memory=memory, scattered=scattered, page_size=page_size, fixed=fixed, lengths=((1, 1500),)
+    )
+    given, found = pages.inputs, []
+    for piece in pages.pieces(0, 1500):
+        key, _ = pages.rows(piece)
+        found.append(key.clone())  # the next copy overwrites this one
+        assert key.shape == (1, 2, piece.stop - piece.start, 16)
+        assert not fixed or key.is_contiguous()
+    row = torch.arange(1500)
+    page = given.page_table[0].long()[row // page_size]
+    wanted = given.key_pages[page, :, row % page_size].transpose(0, 1)
+    assert torch.equal(torch.cat(found, dim=2)[0], wanted)
+    assert COPIED_ROWS == 1024
