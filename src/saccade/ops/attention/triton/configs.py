@@ -334,7 +334,7 @@ def tuned_path() -> Path | None:
     if given is not None:
         return Path(given).expanduser() if given else None
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(folder).expanduser() / "saccade" / "json"
+    return Path(folder).expanduser() / "saccade" / "configs.json"
 
 
 @functools.cache
