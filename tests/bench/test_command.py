@@ -15,7 +15,7 @@ from saccade.bench import processes, results, session
 from saccade.bench.cases import CASES
 from saccade.bench.command import bench
 from saccade.bench.peers import ours, pytorch
-from saccade.bench.report.write import SCRIPTS
+from saccade.bench.report import SCRIPTS
 from saccade.bench.results import read
 
 app = typer.Typer()

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from saccade.bench import report
 from saccade.bench.cases import CASES
 from saccade.bench.command import bench
-from saccade.bench.report import collect, sections
-from saccade.bench.report.write import compiled_kernels
+from saccade.bench.report import collect, compiled_kernels, sections
 from saccade.bench.results import Result, append, case_fields, read
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -1,4 +1,4 @@
-"""Plot: throughput by length for each peer, a panel for each dtype, head dimension and mask.
+"""The plot of results: throughput by length, a panel for each dtype, head dimension and mask.
 
 Of training steps that is tokens a second, of all others operations.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from saccade.bench.case import SHORT_DTYPES
+from saccade.bench.case import SHORT_DTYPES, short
 from saccade.bench.report.collect import OURS, kind_of, machine_of
 from saccade.bench.results import Result, latest
 
@@ -22,7 +22,7 @@ Series = dict[str, list[tuple[int, float]]]  # who -> (length, TFLOP/s or tokens
 OUR_COLORS = ("#d55e00", "#8a3c00", "#f3a56b")
 PEER_COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 MARKERS = "osD^vP*X"
-# Beside whom single cases are drawn: the first that took part.
+# The peers beside which single cases are drawn: the first that took part.
 BASES = ("sdpa", "sdpa/cudnn", "flex", "sdpa/flash", "fla", "read", "bmm", "saccade/triton")
 
 
@@ -82,7 +82,9 @@ def plot(results: Sequence[Result], path: Path) -> None:
     if singles:
         _draw_singles(figure.add_subplot(grid[-1, :]), singles, styles)
     what = "throughput by length" if curves else "attention beside peers"
-    figure.suptitle(f"{_machines(results)}: {what}", fontsize=11)
+    members = [result for run in latest(results).values() for result in run.values()]
+    machines = "; ".join(dict.fromkeys(map(machine_of, members)))
+    figure.suptitle(f"{machines}: {what}", fontsize=11)
     drawn = {who for members in (*curves.values(), *dict(singles).values()) for who in members}
     handles = [
         Line2D([], [], color=color, marker=marker, label=who)
@@ -97,11 +99,6 @@ def plot(results: Sequence[Result], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _machines(results: Sequence[Result]) -> str:
-    drawn = [result for members in latest(results).values() for result in members.values()]
-    return "; ".join(dict.fromkeys(map(machine_of, drawn)))
-
-
 def curves_of(results: Sequence[Result]) -> dict[tuple[str, str], Series]:
     """(dtype and dim, kind and pass) -> throughput by length; only where there are two lengths."""
     panels: dict[tuple[str, str], Series] = defaultdict(lambda: defaultdict(list))
@@ -112,14 +109,14 @@ def curves_of(results: Sequence[Result]) -> dict[tuple[str, str], Series]:
                 panel = panels[_panel(result, which_pass)]
                 panel[who].append((result.case["kv_len"], rate))
     return {
-        place: {who: sorted(points) for who, points in series.items()}
-        for place, series in panels.items()
+        panel: {who: sorted(points) for who, points in series.items()}
+        for panel, series in panels.items()
         if len({length for points in series.values() for length, _ in points}) > 1
     }
 
 
 def _singles(results: Sequence[Result]) -> list[tuple[str, dict[str, float]]]:
-    """(case and pass, who -> time over a peer's) for what has one length, hence no curve."""
+    """For each case of one length, hence without a curve: who -> time over a peer's."""
     curves = curves_of(results)
     singles = []
     for (name, which_pass), members in latest(results).items():
@@ -168,7 +165,7 @@ def _draw_curves(axes: Any, series: Series, styles: dict[str, tuple[str, str]], 
         )  # fmt: skip
     lengths = sorted({length for points in series.values() for length, _ in points})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [_length(length) for length in lengths])
+    axes.set_xticks(lengths, [short(length) for length in lengths])
     axes.tick_params(labelsize=8)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
@@ -192,7 +189,3 @@ def _draw_singles(
     axes.minorticks_off()
     axes.set_xlabel("time over a peer's in the same run (left of 1 is faster)", fontsize=9)
     axes.grid(alpha=0.25)
-
-
-def _length(length: int) -> str:
-    return f"{length / 1024:g}k" if length >= 1024 else str(length)

@@ -1,4 +1,4 @@
-"""Results: one JSON object a line for each thing that was measured, and where it was measured."""
+"""Results and files of them: one JSON object a line, with the machine and the versions."""
 
 from __future__ import annotations
 
@@ -73,8 +73,6 @@ def _git(*arguments: str) -> str:
     ).stdout.strip()
 
 
-FORWARD_PASSES = ("forward", "decode")
-
 CASE_FIELDS = (
     "name", "batch", "query_heads", "kv_heads", "query_len", "kv_len",
     "head_dim", "value_dim", "dtype", "mask",
@@ -83,17 +81,17 @@ CASE_FIELDS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one peer in one pass of one case.
+    """The measurement of one peer in one pass of one case.
 
     Attributes:
         date: UTC, to the second.
         commit: of saccade's source; None outside of a checkout.
         case: the case's fields, by name.
-        which_pass: "forward", "backward", "forward+backward" or "decode", or what `host` and
-            `first_call` measure; "pass" in files.
+        which_pass: "forward", "backward", "forward+backward" or "decode", or a kind of call whose
+            host's time or first call was measured; "pass" in files.
         tflops, gbps: operations on visible pairs, or for decoding the least bytes, a second; of a
             yardstick that moves other bytes than the case's, those.
-        run: the same for all that took turns; only within one run are times comparable.
+        run: the same for all peers that took turns; only within a run are times comparable.
         peak_mb: memory at the worst moment beyond the inputs, where it was measured; of training
             steps all that is allocated, weights and optimizer included.
         error: the largest ‖result − exact‖ / ‖exact‖ of what was compared with float64: of rows of
@@ -209,16 +207,15 @@ def record(
 ) -> list[Result]:
     """The results of one run: of all that took turns in one pass of a case.
 
-    moves: bytes that someone moves, where these are not the case's own.
+    moves: bytes that a peer moves, where these are not the case's own.
     """
     now = datetime.datetime.now(datetime.timezone.utc)
     run = f"{now:%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
+    operates, reads = which_pass in PASSES, which_pass == "decode"  # which computes little
+    checked = "forward" if which_pass == "decode" else which_pass
     results = []
     for who, timing in timings.items():
         seconds = timing.median_ms / 1e3
-        operates = which_pass in PASSES
-        of_pass = "forward" if which_pass in FORWARD_PASSES else which_pass
-        reads = which_pass == "decode"  # decoding reads a cache and computes little
         results.append(
             Result(
                 date=f"{now:%Y-%m-%dT%H:%M:%SZ}",
@@ -231,13 +228,10 @@ def record(
                 who=who,
                 run=run,
                 peak_mb=(peaks or {}).get(who),
-                median_ms=timing.median_ms,
-                min_ms=timing.min_ms,
-                max_ms=timing.max_ms,
-                rounds=timing.rounds,
+                **asdict(timing),
                 tflops=case.flops(which_pass) / seconds / 1e12 if operates else None,
                 gbps=(moves or {}).get(who, case.bytes) / seconds / 1e9 if reads else None,
-                error=(errors or {}).get(who, {}).get(of_pass),
+                error=(errors or {}).get(who, {}).get(checked),
             )
         )
     return results
@@ -299,14 +293,14 @@ def files_of(path: Path) -> list[Path]:
 
 
 def runs_of(results: Sequence[Result]) -> dict[tuple[str, str], list[dict[str, Result]]]:
-    """For each case and pass, its runs, the last one last: who took part, and with what result."""
+    """For each case and pass, its runs, the last one last, each as results by peer."""
     runs: dict[tuple[str, str], dict[str, dict[str, Result]]] = {}
     for result in results:
-        place = (result.case["name"], result.which_pass)
-        runs.setdefault(place, {}).setdefault(result.run, {})[result.who] = result
-    return {place: list(members.values()) for place, members in runs.items()}
+        case_and_pass = (result.case["name"], result.which_pass)
+        runs.setdefault(case_and_pass, {}).setdefault(result.run, {})[result.who] = result
+    return {case_and_pass: list(members.values()) for case_and_pass, members in runs.items()}
 
 
 def latest(results: Sequence[Result]) -> dict[tuple[str, str], dict[str, Result]]:
-    """For each case and pass, its last run: who took part, and with what result."""
-    return {place: runs[-1] for place, runs in runs_of(results).items()}
+    """For each case and pass, its last run, as results by peer."""
+    return {case_and_pass: runs[-1] for case_and_pass, runs in runs_of(results).items()}

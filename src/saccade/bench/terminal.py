@@ -1,4 +1,4 @@
-"""Terminal: what a person at a terminal sees: a bar while it is measured, then tables.
+"""What the terminal shows: a bar while cases are measured, then tables.
 
 In tables of results a row is a case and pass, a column is a peer, the best is in bold.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from saccade.bench.case import BenchCase
 from saccade.bench.peers import Peer
+from saccade.bench.report.collect import one_or_both
 from saccade.bench.results import Absence, Result, latest
 from saccade.bench.targets import Verdict, number_text
 
@@ -33,15 +33,14 @@ def console() -> Console:
 
 
 class Bar:
-    """A bar in units of expected seconds, so that long cases count for more than short ones.
+    """A bar in expected seconds, so that long cases count for more than short ones.
 
     How much slower the machine is than expected shows in the speed of the bar, from which the time
     left is worked out.
     """
 
-    def __init__(self, terminal: Console, names: list[str], shares: list[float]) -> None:
-        self.names, self.shares = names, shares
-        self.finished = 0
+    def __init__(self, terminal: Console, names: Sequence[str], seconds: Sequence[float]) -> None:
+        self.names, self.seconds, self.finished = names, seconds, 0
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -54,35 +53,43 @@ class Bar:
             transient=True,
             speed_estimate_period=600,
         )
-        self.task = self.bar.add_task("", total=sum(shares), cases=self._cases())
+        self.task = self.bar.add_task("", total=sum(seconds), cases=self._cases())
 
     def __enter__(self) -> Bar:
         self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
     def now(self, text: str) -> None:
-        """What is being done now."""
+        """Show what is being done."""
         self.bar.update(self.task, description=text)
 
     def done(self, seconds: float) -> None:
-        """So many expected seconds of work are over."""
+        """Advance by expected seconds of work."""
         self.bar.advance(self.task, seconds)
 
     def case_done(self) -> None:
-        """A case is over, with all that its peers did not take."""
+        """Advance to the end of a case, whatever of it was skipped."""
         self.finished += 1
-        self.bar.update(self.task, completed=sum(self.shares[: self.finished]), cases=self._cases())
+        self.bar.update(
+            self.task, completed=sum(self.seconds[: self.finished]), cases=self._cases()
+        )
 
     def _cases(self) -> str:
         return f"case {min(self.finished + 1, len(self.names))} of {len(self.names)}"
+
+
+def _table(caption: str, columns: Mapping[str, str], title: str = "") -> Table:
+    """A table whose columns, by name, hold "text" that may wrap, "name"s or "number"s."""
+    table = Table(
+        title=title or None, title_justify="left", caption=caption, caption_justify="left"
+    )
+    for name, content in columns.items():
+        justify = "right" if content == "number" else "left"
+        table.add_column(name, justify=justify, no_wrap=content != "text")
+    return table
 
 
 SHORT_PASSES = {"forward": "fwd", "backward": "bwd", "forward+backward": "fwd+bwd"}
@@ -95,16 +102,9 @@ def results_table(results: Sequence[Result], unit: str = "ms", title: str = "") 
     runs = latest(results)
     names = list(dict.fromkeys(result.who for result in results))
     beside = f" (× {YARDSTICK}'s time in the same run)" if YARDSTICK in names else ""
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        caption=f"median {unit}{beside}; the fastest in bold",
-        caption_justify="left",
-    )
-    table.add_column("case", no_wrap=True, overflow="fold")
-    table.add_column("pass", no_wrap=True)
-    for who in names:
-        table.add_column(who, justify="right", no_wrap=True)
+    columns = {"case": "name", "pass": "name", **dict.fromkeys(names, "number")}
+    table = _table(f"median {unit}{beside}; the fastest in bold", columns, title)
+    table.columns[0].overflow = "fold"
     before = ""
     for (case, which_pass), members in runs.items():
         label = "" if case == before else case
@@ -128,7 +128,7 @@ def _cell(members: dict[str, Result], who: str, unit: str) -> str:
 
 
 def three_figures(value: float) -> str:
-    """Three figures, so that 0.0123 and 1234 are equally legible."""
+    """A number with three figures, as 0.0123 or 1234."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
@@ -152,18 +152,21 @@ def cases_table(cases: Sequence[BenchCase]) -> Table:
     for name in ("name", "batch", "heads", "length", "dim", "dtype", "mask", "GFLOP forward"):
         table.add_column(name, justify="left" if name in ("name", "mask") else "right")
     for case in cases:
-        lengths = f"{case.query_len} × {case.kv_len}"
-        dims = _pair(case.head_dim, case.value_dim)
-        heads = _pair(case.query_heads, case.kv_heads)
-        gflop = f"{case.flops('forward') / 1e9:.3g}"
         table.add_row(
-            case.name, str(case.batch), heads, lengths, dims, case.dtype, case.mask, gflop
+            case.name,
+            str(case.batch),
+            one_or_both(case.query_heads, case.kv_heads),
+            f"{case.query_len} × {case.kv_len}",
+            one_or_both(case.head_dim, case.value_dim),
+            case.dtype,
+            case.mask,
+            f"{case.flops('forward') / 1e9:.3g}",
         )
     return table
 
 
 def peers_table(answers: Mapping[Peer, str | None]) -> Table:
-    """Everybody who is known, whether they can run here, and if not, why."""
+    """Every peer, whether it can run here, and if not, why."""
     table = Table(caption="+ takes part when --who is not given", caption_justify="left")
     for name in ("who", "", "what", "here"):
         table.add_column(name)
@@ -172,10 +175,6 @@ def peers_table(answers: Mapping[Peer, str | None]) -> Table:
         answer = "if it compiles, which is tried when it runs" if peer.compiles else answer
         table.add_row(peer.who, "+" if peer.by_default else "", _escaped(peer.about), answer)
     return table
-
-
-def _pair(query_size: int, kv_size: int) -> str:
-    return str(query_size) if query_size == kv_size else f"{query_size}/{kv_size}"
 
 
 def _escaped(text: str) -> str:
@@ -190,21 +189,17 @@ def is_training(result: Result) -> bool:
 
 def speed_table(results: Sequence[Result], title: str = "") -> Table:
     """A row for each variant: its time, its tokens a second and its memory."""
+    numbers = ("ms", f"× {YARDSTICK}", "tokens/s", "TFLOP/s", "GB", "first step, s")
+    columns = {"case": "name", "batch": "number", "pass": "name", "who": "name"}
     caption = "median ms of a step: forward, backward, optimizer; GB: all that is allocated"
-    table = Table(
-        title=title or None, title_justify="left", caption=caption, caption_justify="left"
-    )
-    for name in ("case", "batch", "pass", "who"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "batch" else "left")
-    for name in ("ms", f"× {YARDSTICK}", "tokens/s", "TFLOP/s", "GB", "first step, s"):
-        table.add_column(name, no_wrap=True, justify="right")
+    table = _table(caption, columns | dict.fromkeys(numbers, "number"), title)
     for (case, which_pass), members in latest(results).items():
         yardstick = members.get(YARDSTICK)
         for number, (who, result) in enumerate(members.items()):
             ratio = result.median_ms / yardstick.median_ms if yardstick else None
-            place = (case, str(result.case["batch"]), which_pass) if number == 0 else ("",) * 3
+            label = (case, str(result.case["batch"]), which_pass) if number == 0 else ("",) * 3
             table.add_row(
-                *place, who, three_figures(result.median_ms), _or_dash(ratio, "{:.2f}"),
+                *label, who, three_figures(result.median_ms), _or_dash(ratio, "{:.2f}"),
                 _or_dash(result.tokens_per_second, "{:,.0f}"), _or_dash(result.tflops, "{:.3g}"),
                 _or_dash(result.peak_mb and result.peak_mb / 1e3, "{:.1f}"),
                 _or_dash(result.first_seconds, "{:.1f}"),
@@ -242,13 +237,11 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def targets_table(verdicts: Sequence[Verdict]) -> Table:
     """A row a target, and below it each case that misses it."""
-    caption = "a ratio to another's time counts only within one interleaved run"
-    table = Table(caption=caption, caption_justify="left")
-    table.add_column("target")
-    table.add_column("worst", justify="right", no_wrap=True)
-    table.add_column("limit", justify="right")
-    table.add_column("cases", justify="right", no_wrap=True)
-    table.add_column("reached", no_wrap=True)
+    columns = {
+        "target": "text", "worst": "number", "limit": "number", "cases": "number",
+        "reached": "name",
+    }  # fmt: skip
+    table = _table("a ratio to another's time counts only within one interleaved run", columns)
     colors = {"yes": "green", "no": "red", "not measured": "yellow"}
     for verdict in verdicts:
         limit, count = verdict.target.limit, len(verdict.measured)

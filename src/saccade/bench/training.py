@@ -1,4 +1,4 @@
-"""Training: steps of a Llama-like model under PyTorch's attention and ours, eager and compiled.
+"""Training steps of a Llama-like model under PyTorch's attention and ours, eager and compiled.
 
 For each attention there is a model; all share one set of random weights, so that only activations
 count twice, and what differs between two steps is the attention alone. Every variant first takes
@@ -201,7 +201,7 @@ COMPARED_STEPS = 5
 
 
 class Course(NamedTuple):
-    """What the first steps of a variant gave."""
+    """Losses, gradient norms and costs of a variant's first steps."""
 
     losses: list[float]
     gradient_norms: list[float]
@@ -222,29 +222,29 @@ def workloads(machine: str, lengths: Sequence[str]) -> list[Workload]:
 
 
 def _length(text: str) -> int:
-    number, thousands = text.removesuffix("k"), text.endswith("k")
+    number = text.removesuffix("k")
     if not (number.isascii() and number.isdigit() and int(number)):
         raise ValueError(f"--lengths: got {text!r}, takes lengths such as 2k,8k or 1536")
-    return int(number) * (1024 if thousands else 1)
+    return int(number) * (1024 if text.endswith("k") else 1)
 
 
-def chosen(option: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:
-    """What was asked for, or all that is known.
+def chosen(option: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The known ones that are named, or all of them if none is.
 
     Raises:
         ValueError: for a name that is unknown.
     """
-    for name in asked:
+    for name in names:
         if name not in known:
             raise ValueError(f"{option}: got {name!r}, takes {', '.join(known)} with --training")
-    return [name for name in known if name in asked or not asked]
+    return [name for name in known if name in names or not names]
 
 
 def measure_training(
     works: Sequence[Workload], attentions: Sequence[str], modes: Sequence[str],
     device: torch.device, plan: TimingPlan, say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[tuple[list[Result], list[Absence]]]:  # fmt: skip
-    """For each length and mode, the results of all variants, and who has none and why."""
+    """For each length and mode, the results of all variants, and why some have none."""
     for work in works:
         for mode in modes:
             try:
@@ -291,7 +291,7 @@ def _measure(
 def _first_steps(
     models: Models, attention: str, mode: str, tokens: list[Tensor]
 ) -> tuple[Callable[[], object], Course] | str:
-    """A step, and what the first ones from the same weights gave; or why there are none."""
+    """A step, and the course of the first ones from the same weights; or why there are none."""
     on_gpu = models.device.type == "cuda"
     model = models.by_attention[attention]
     forward = torch.compile(model, dynamic=False) if mode == "compiled" else model
@@ -356,7 +356,7 @@ def _results(
 
 
 def _forget(device: torch.device) -> None:
-    """Give back what nobody holds any more: compiled code, cycles of objects, the GPU's memory."""
+    """Free what is no longer used: compiled code, cycles of objects, the GPU's memory."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":

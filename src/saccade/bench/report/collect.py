@@ -1,7 +1,8 @@
-"""Collect: result files become what the page shows, beside the most that a machine can do."""
+"""From result files to the points that the page shows, beside the most that a machine can do."""
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from saccade.bench.results import Result, files_of, read, runs_of
 
 @dataclass(frozen=True)
 class Limit:
-    """What a device can do at most.
+    """The highest rates of a device.
 
     Attributes:
         device: its name, as PyTorch gives it.
@@ -28,23 +29,20 @@ class Limit:
     device: str
     tflops: Mapping[str, float]
     gbps: float
-    source: str
+    source: str = "NVIDIA's data sheet"
 
     def most(self, result: Result) -> float | None:
         """The most that a result's rate can be, in its own unit; None where that is unknown."""
         return self.gbps if result.gbps is not None else self.tflops.get(result.case["dtype"])
 
 
-def _nvidia(device: str, half: float, single: float, gbps: float) -> Limit:
-    tflops = {"bfloat16": half, "float16": half, "float32": single}
-    return Limit(device, tflops, gbps, "NVIDIA's data sheet")
-
-
+HOPPER = {"bfloat16": 989.5, "float16": 989.5, "float32": 67.0}
+AMPERE = {"bfloat16": 312.0, "float16": 312.0, "float32": 19.5}
 LIMITS = (
-    _nvidia("NVIDIA H200", 989.5, 67.0, 4800.0),
-    _nvidia("NVIDIA H100 80GB HBM3", 989.5, 67.0, 3350.0),
-    _nvidia("NVIDIA A100-SXM4-80GB", 312.0, 19.5, 2039.0),
-    _nvidia("NVIDIA A100-SXM4-40GB", 312.0, 19.5, 1555.0),
+    Limit("NVIDIA H200", HOPPER, 4800.0),
+    Limit("NVIDIA H100 80GB HBM3", HOPPER, 3350.0),
+    Limit("NVIDIA A100-SXM4-80GB", AMPERE, 2039.0),
+    Limit("NVIDIA A100-SXM4-40GB", AMPERE, 1555.0),
 )
 
 
@@ -53,7 +51,7 @@ def limit_of(device: str) -> Limit | None:
     return next((limit for limit in LIMITS if limit.device == device), None)
 
 
-# Peers that are saccade: what it chooses, and its kernels where they are asked for by name.
+# How the names of peers begin that are saccade: its choice, and its kernels by name.
 OURS = ("saccade/", "triton/", "hopper/")
 
 
@@ -65,7 +63,7 @@ class Source(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Somebody's last result in a case and pass of a source, beside what it is judged by.
+    """A peer's last result in a case and pass of a source, beside what it is compared with.
 
     Attributes:
         source: the number of its source.
@@ -74,7 +72,7 @@ class Point(NamedTuple):
         limit: of the machine; None where it is unknown.
         share: of that limit, 0 to 1; None where it is unknown, and of what has no rate.
         against_fastest: the time over that of the fastest in its run.
-        members: everybody's results in its run.
+        members: the results of all peers in its run.
     """
 
     source: int
@@ -85,6 +83,21 @@ class Point(NamedTuple):
     share: float | None
     against_fastest: float
     members: dict[str, Result]
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is one of saccade's implementations."""
+        return is_ours(self.result.who)
+
+    @property
+    def rate(self) -> float:
+        """The throughput in `unit`; 0 where there is none."""
+        return self.result.gbps or self.result.tflops or 0.0
+
+    @property
+    def unit(self) -> str:
+        """The unit of the throughput; "" where there is none."""
+        return rate_unit(self.result)
 
 
 def gather(path: Path) -> list[Source]:
@@ -102,36 +115,26 @@ def gather(path: Path) -> list[Source]:
 
 
 def points(sources: Sequence[Source]) -> list[Point]:
-    """The last result of everybody in each case and pass, source by source, machine by machine."""
-    found = []
-    idle = yardsticks()
-    for index, source in enumerate(sources):
-        for machine, results in by_machine([source]).items():
-            for runs in runs_of(results).values():
-                # Who is not in the last run has its last result, and its company, in an older one.
-                last = {who: members for members in runs for who in members}
-                found += [
-                    _point(index, machine, members[who], members, idle)
-                    for who, members in last.items()
-                ]
-    return found
+    """The last result of each peer in each case and pass, source by source, machine by machine."""
+    return [
+        _point(index, machine, members[who], members)
+        for index, source in enumerate(sources)
+        for machine, results in by_machine([source]).items()
+        for runs in runs_of(results).values()
+        # A peer that is not in the last run has its last result, and its company, in an older one.
+        for who, members in {who: members for members in runs for who in members}.items()
+    ]
 
 
-def _point(
-    source: int,
-    machine: str,
-    result: Result,
-    members: dict[str, Result],
-    idle: frozenset[str],
-) -> Point:
-    times = [member.median_ms for who, member in members.items() if who not in idle]
+def _point(source: int, machine: str, result: Result, members: dict[str, Result]) -> Point:
+    times = [member.median_ms for who, member in members.items() if who not in yardsticks()]
     fastest = min(times or [member.median_ms for member in members.values()])
-    limit, rate = limit_of(result.device), rate_of(result)
-    most = limit.most(result) if limit else None
-    return Point(
-        source, machine, kind_of(result), result, limit,
-        rate[0] / most if rate and most else None, result.median_ms / fastest, members,
-    )  # fmt: skip
+    limit = limit_of(result.device)
+    most = limit.most(result) if limit and rate_unit(result) else None
+    point = Point(
+        source, machine, kind_of(result), result, limit, None, result.median_ms / fastest, members
+    )
+    return point._replace(share=point.rate / most if most else None)
 
 
 def by_machine(sources: Sequence[Source]) -> dict[str, list[Result]]:
@@ -143,13 +146,14 @@ def by_machine(sources: Sequence[Source]) -> dict[str, list[Result]]:
     return groups
 
 
+@functools.cache
 def yardsticks() -> frozenset[str]:
-    """Who is timed to compare with, and computes no attention."""
+    """Peers that are timed to compare with, and compute no attention."""
     return frozenset(peer.who for peer in all_peers() if not peer.computes_attention)
 
 
 def is_ours(who: str) -> bool:
-    """Whether it is one of saccade's implementations; the reference is not there to be fast."""
+    """Whether a peer is one of saccade's implementations, but for the reference, which is slow."""
     return who.startswith(OURS) and who != "saccade/reference"
 
 
@@ -170,11 +174,11 @@ def kind_of(result: Result) -> str:
     return case["mask"] if not label or label in mask else f"{case['mask']} ({label})"
 
 
-def rate_of(result: Result) -> tuple[float, str] | None:
-    """A result's throughput and its unit, where it has one."""
+def rate_unit(result: Result) -> str:
+    """The unit of a result's throughput; "" where it has none."""
     if result.gbps is not None:
-        return result.gbps, "GB/s"
-    return None if result.tflops is None else (result.tflops, "TFLOP/s")
+        return "GB/s"
+    return "" if result.tflops is None else "TFLOP/s"
 
 
 def chart_data(sources: Sequence[Source], found: Sequence[Point]) -> dict[str, Any]:
@@ -182,17 +186,15 @@ def chart_data(sources: Sequence[Source], found: Sequence[Point]) -> dict[str, A
     runs: dict[str, int] = {}
     rows = []
     for point in found:
-        result, rate = point.result, rate_of(point.result)
-        if rate is None:
+        result, case, limit = point.result, point.result.case, point.limit
+        if not point.unit:
             continue
-        case, limit = result.case, point.limit
-        dims = (case["head_dim"], case["value_dim"])
         rows.append(
             {
                 "machine": point.machine,
                 "kind": point.kind,
                 "dtype": case["dtype"],
-                "dim": str(dims[0]) if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}",
+                "dim": one_or_both(case["head_dim"], case["value_dim"]),
                 "pass": result.which_pass,
                 "source": point.source,
                 "run": runs.setdefault(result.run, len(runs)),
@@ -201,10 +203,10 @@ def chart_data(sources: Sequence[Source], found: Sequence[Point]) -> dict[str, A
                 "who": result.who,
                 "ours": result.who.startswith(OURS),
                 "length": case["kv_len"],
-                "heads": heads_text(result),
+                "heads": f"{case['batch']} × {one_or_both(case['query_heads'], case['kv_heads'])}",
                 "ms": result.median_ms,
-                "rate": rate[0],
-                "unit": rate[1],
+                "rate": point.rate,
+                "unit": point.unit,
                 "share": point.share,
                 "limit": limit.most(result) if limit else None,
                 "limitSource": limit.source if limit else None,
@@ -216,9 +218,6 @@ def chart_data(sources: Sequence[Source], found: Sequence[Point]) -> dict[str, A
     return {"sources": [source.label for source in sources], "points": rows}
 
 
-def heads_text(result: Result) -> str:
-    """Batch entries and heads: 4 × 32/8."""
-    case = result.case
-    heads = (case["query_heads"], case["kv_heads"])
-    text = str(heads[0]) if heads[0] == heads[1] else f"{heads[0]}/{heads[1]}"
-    return f"{case['batch']} × {text}"
+def one_or_both(query: int, kv: int) -> str:
+    """The sizes of queries and of keys, once if they are equal: 32/8, or 32."""
+    return str(query) if query == kv else f"{query}/{kv}"

@@ -1,39 +1,124 @@
-"""Sections: what the page says in tables, each from the results alone."""
+"""The page's sections: tables from the results alone, as HTML that sorts by its headers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from html import escape
 from statistics import median
+from typing import NamedTuple
 
-from saccade.bench.report import collect, markup
+from saccade.bench.report import collect
 from saccade.bench.report.collect import Point, Source
-from saccade.bench.report.markup import Cell, Table, milliseconds, number, percent
 from saccade.bench.results import Result, runs_of
 from saccade.bench.targets import Verdict, number_text, still_missing
 
 
+class Cell(NamedTuple):
+    """A cell of a table.
+
+    Attributes:
+        text: what it shows; `…` between backticks is set as code.
+        number: what the column is sorted by; without one, the text.
+        mark: a class of style.css, or nothing.
+    """
+
+    text: str
+    number: float | None = None
+    mark: str = ""
+
+
+class Table(NamedTuple):
+    """A table; in numeric columns some cell has a number."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+def number(value: float | None, form: str = "{:.3g}", mark: str = "") -> Cell:
+    """A cell for a number, or for none."""
+    return Cell("–") if value is None else Cell(form.format(value), value, mark)
+
+
+def milliseconds(value: float) -> Cell:
+    """A time with three figures."""
+    return Cell(f"{value:.0f}" if value >= 100 else f"{value:.3g}", value)
+
+
+def percent(share: float | None) -> Cell:
+    """A share of the whole, which is 1."""
+    return number(share and 100 * share, "{:.0f} %")
+
+
+def table(content: Table) -> str:
+    """The table as HTML."""
+    numeric = [
+        any(row[column].number is not None for row in content.rows)
+        for column in range(len(content.columns))
+    ]
+    head = "".join(
+        f'<th scope="col"{_number_class(is_number)}><button type="button">{escape(name)}'
+        "</button></th>"
+        for name, is_number in zip(content.columns, numeric, strict=True)
+    )
+    rows = "".join(f"<tr>{''.join(map(_cell, row, numeric))}</tr>\n" for row in content.rows)
+    caption = escape(content.caption)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(content.caption)}">'
+        f'<table class="sortable"><caption><span>{caption}</span></caption>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
+    )
+
+
+def folded(summary: str, inside: str) -> str:
+    """A part of the page that opens by a click on its summary."""
+    return f"<details><summary>{escape(summary)}</summary>\n{inside}</details>\n"
+
+
+def paragraph(text: str) -> str:
+    """A paragraph of text, `code` between backticks."""
+    return f"<p>{with_code(text)}</p>\n"
+
+
+def with_code(text: str) -> str:
+    """Escaped text, what stood between backticks set as code."""
+    parts = escape(text).split("`")
+    return "".join(f"<code>{part}</code>" if odd % 2 else part for odd, part in enumerate(parts))
+
+
+def _cell(cell: Cell, is_number: bool) -> str:
+    marks = " ".join(filter(None, ("number" if is_number else "", cell.mark)))
+    marked = f' class="{marks}"' if marks else ""
+    value = "" if cell.number is None else f' data-number="{cell.number:.6g}"'
+    return f"<td{marked}{value}>{with_code(cell.text)}</td>"
+
+
+def _number_class(is_number: bool) -> str:
+    return ' class="number"' if is_number else ""
+
+
 def tiles(found: Sequence[Point], verdicts: dict[str, list[Verdict]]) -> str:
-    """The first look at each machine: saccade's best rates, and how many targets it reached."""
+    """For each machine saccade's best rates, and how many targets it reached."""
     parts = []
     open_devices = dict(verdicts)
     for machine, points in _by_machine(found).items():
         facts = []
         for unit in ("TFLOP/s", "GB/s"):
-            best = max(_ours_with_rate(points, unit), key=_rate, default=None)
-            if best is not None:
+            ours = [point for point in points if point.ours and point.unit == unit]
+            if best := max(ours, key=lambda point: point.rate, default=None):
                 of = f", {100 * best.share:.0f} % of the limit" if best.share is not None else ""
                 facts.append((_rate_text(best), f"`{best.result.case['name']}`{of}"))
-        # Of a device that is two machines, with other threads, the targets are judged as one.
+        # A device with other threads is two machines, and its targets have one verdict.
         of_device = open_devices.pop(points[0].result.device, [])
         answers = [verdict.answer for verdict in of_device]
         if measured := [answer for answer in answers if answer != "not measured"]:
             count = f"{measured.count('yes')} of {len(measured)}"
             facts.append((count, "measured targets are reached"))
         items = "".join(
-            f"<div><dt>{markup.with_code(text)}</dt><dd>{value}</dd></div>" for value, text in facts
+            f"<div><dt>{with_code(text)}</dt><dd>{value}</dd></div>" for value, text in facts
         )
-        parts.append(f"<article><h3>{markup.with_code(machine)}</h3><dl>{items}</dl></article>")
+        parts.append(f"<article><h3>{with_code(machine)}</h3><dl>{items}</dl></article>")
     return f'<div class="tiles">{"".join(parts)}</div>\n'
 
 
@@ -62,7 +147,7 @@ def beside_peers(sources: Sequence[Source]) -> Table:
 
 
 def targets(verdicts: Sequence[Verdict], device: str) -> Table:
-    """How targets stand, the marks in words as well as in colours."""
+    """Which targets are reached, in words as well as in colours."""
     marks = {"yes": "good", "no": "bad", "not measured": "open"}
     rows = []
     for verdict in verdicts:
@@ -84,7 +169,7 @@ def targets(verdicts: Sequence[Verdict], device: str) -> Table:
 
 def unmeasured(verdicts: Sequence[Verdict]) -> str:
     """What must still be measured before every target has an answer."""
-    lines = [f"<li>{markup.with_code(line)}</li>" for line in still_missing(verdicts)]
+    lines = [f"<li>{with_code(line)}</li>" for line in still_missing(verdicts)]
     return f"<p>What is still to be measured:</p><ul>{''.join(lines)}</ul>\n"
 
 
@@ -121,11 +206,9 @@ def memory(found: Sequence[Point]) -> Table:
 
 
 def calls(found: Sequence[Point]) -> Table:
-    """What has a time and no rate: the host's part of a call, and first calls."""
+    """Times without a rate: the host's part of a call, first calls, serving."""
     rows = [
-        (*_place(point), milliseconds(point.result.median_ms))
-        for point in found
-        if collect.rate_of(point.result) is None
+        (*_place(point), milliseconds(point.result.median_ms)) for point in found if not point.unit
     ]
     return Table("Times without a rate", ("machine", "case", "what", "who", "ms"), rows)
 
@@ -134,17 +217,17 @@ def limits(found: Sequence[Point]) -> Table:
     """The limit that shares refer to, and the most that each of saccade's passes reached of it."""
     best: dict[tuple[str, str, str], Point] = {}
     for point in found:
-        if point.share is not None and collect.is_ours(point.result.who):
-            place = (point.machine, point.result.case["dtype"], point.result.which_pass)
-            if place not in best or point.share > (best[place].share or 0):
-                best[place] = point
+        if point.share is not None and point.ours:
+            key = (point.machine, point.result.case["dtype"], point.result.which_pass)
+            if key not in best or point.share > (best[key].share or 0):
+                best[key] = point
     rows = []
     for (machine, dtype, which_pass), point in best.items():
         assert point.limit is not None  # a share is of something
-        most, unit = point.limit.most(point.result), (collect.rate_of(point.result) or (0, ""))[1]
+        most = number(point.limit.most(point.result), f"{{:.4g}} {point.unit}")
         rows.append(
             (
-                Cell(machine), Cell(dtype), Cell(which_pass), number(most, f"{{:.4g}} {unit}"),
+                Cell(machine), Cell(dtype), Cell(which_pass), most,
                 Cell(point.limit.source), percent(point.share),
                 Cell(f"`{point.result.case['name']}`"), Cell(point.result.who),
             )
@@ -178,16 +261,16 @@ def machines(sources: Sequence[Source]) -> Table:
 
 
 def everything(found: Sequence[Point]) -> Table:
-    """All that the page knows, a row a result."""
+    """Every result, a row each."""
     rows = []
     for point in found:
-        result, rate = point.result, collect.rate_of(point.result)
+        result = point.result
         spread = f"{milliseconds(result.min_ms).text} – {milliseconds(result.max_ms).text}"
         rows.append(
             (
                 *_place(point), milliseconds(result.median_ms), Cell(spread),
                 number(result.rounds, "{:.0f}"), number(point.against_fastest, "{:.2f}"),
-                number(rate and rate[0], f"{{:.3g}} {rate[1]}" if rate else ""),
+                number(point.rate if point.unit else None, f"{{:.3g}} {point.unit}"),
                 percent(point.share), number(result.error, "{:.1e}"),
                 number(result.peak_mb, "{:.1f}"), Cell(result.date[:10]),
             )
@@ -201,19 +284,15 @@ def everything(found: Sequence[Point]) -> Table:
 
 def _place(point: Point) -> tuple[Cell, Cell, Cell, Cell]:
     name = point.result.case["name"]
-    ours = "ours" if collect.is_ours(point.result.who) else ""
-    return (
-        Cell(point.machine), Cell(f"`{name}`"), Cell(point.result.which_pass),
-        Cell(point.result.who, mark=ours),
-    )  # fmt: skip
+    who = Cell(point.result.who, mark="ours" if point.ours else "")
+    return Cell(point.machine), Cell(f"`{name}`"), Cell(point.result.which_pass), who
 
 
 def _ratios(members: dict[str, Result]) -> Iterator[tuple[str, float]]:
     """The time of saccade's fastest over each peer's in a run."""
     ours = [item.median_ms for who, item in members.items() if collect.is_ours(who)]
-    idle = collect.yardsticks()
     for who, peer in members.items():
-        timed = collect.rate_of(peer) is not None and who not in idle
+        timed = collect.rate_unit(peer) and who not in collect.yardsticks()
         if ours and timed and not who.startswith(collect.OURS):
             yield who, min(ours) / peer.median_ms
 
@@ -225,25 +304,11 @@ def _by_machine(found: Sequence[Point]) -> dict[str, list[Point]]:
     return groups
 
 
-def _ours_with_rate(points: Sequence[Point], unit: str) -> list[Point]:
-    rates = [(point, collect.rate_of(point.result)) for point in points]
-    return [
-        point
-        for point, rate in rates
-        if rate and rate[1] == unit and collect.is_ours(point.result.who)
-    ]
-
-
 def _rate_text(point: Point) -> str:
     """The rate, in a unit in which it has no thousands, and no zero before the point."""
-    rate, unit = collect.rate_of(point.result) or (0.0, "")
+    rate, unit = point.rate, point.unit
     if unit == "TFLOP/s" and rate < 1:
         return f"{1000 * rate:.3g} GFLOP/s"
     if unit == "GB/s" and rate >= 1000:
         return f"{rate / 1000:.3g} TB/s"
     return f"{rate:.3g} {unit}"
-
-
-def _rate(point: Point) -> float:
-    rate = collect.rate_of(point.result)
-    return rate[0] if rate else 0.0
