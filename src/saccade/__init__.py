@@ -12,9 +12,9 @@ from saccade.explain import explain as explain
 from saccade.integrations.sdpa import (  # last: it is built on the names above
     scaled_dot_product_attention as scaled_dot_product_attention,
 )
-from saccade.kv_cache.move import move_pages as move_pages
 from saccade.kv_cache.paged_cache import PagedCache as PagedCache
 from saccade.kv_cache.pool import OutOfPagesError as OutOfPagesError
+from saccade.kv_cache.storage import move_pages as move_pages
 from saccade.kv_cache.write import write_kv_cache as write_kv_cache
 from saccade.modifier_module import ModifierModule as ModifierModule
 from saccade.modifiers.expression import Captured as _Captured

@@ -100,7 +100,7 @@ class Served:
 
     @property
     def known(self) -> Any:
-        return self.cache._sequences
+        return self.cache.groups[0].sequences
 
     def swap(self, sequence: int) -> None:
         for method, away in ((self.cache.swap_out, True), (self.cache.swap_in, False)):
@@ -167,16 +167,11 @@ def run(layered: bool, line: int, *files: str) -> bool:
 @pytest.mark.parametrize(
     ("layered", "stride", "files"),
     [
-        (False, 1, ["kv_cache/sequences.py", "kv_cache/sequences.py", "kv_cache/storage.py"]),
+        (False, 1, ["kv_cache/sequences.py", "kv_cache/storage.py"]),
         (
             False,
             5,
-            [
-                "kv_cache/growth.py",
-                "kv_cache/pool.py",
-                "kv_cache/paged_cache.py",
-                "kv_cache/window_cache.py",
-            ],
+            ["kv_cache/pool.py", "kv_cache/paged_cache.py"],
         ),
         (True, 29, ["kv_cache"]),
     ],

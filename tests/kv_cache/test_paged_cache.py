@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.kv_cache.pool import FreeRuns
-from saccade.kv_cache.sequences import PrefixIndex
+from saccade.kv_cache.pool import FreeRanges, PrefixIndex
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -195,7 +194,7 @@ def test_a_growing_sequence_gets_neighbouring_pages():
 
 
 def test_free_runs():
-    runs = FreeRuns(10)
+    runs = FreeRanges(10)
     assert runs.take(3, None) == [0, 1, 2]
     assert runs.take(2, None) == [5, 6]  # in the middle of 3 … 9: room to grow for the first
     assert runs.take(2, after=2) == [3, 4]
@@ -286,11 +285,11 @@ def test_check_sees_what_is_broken():
     cache = cache_of()
     sequence = cache.allocate(PROMPT)
     cache.append({sequence: PROMPT})
-    cache.groups[0]._state.pool.holders[0] += 1
+    cache.groups[0].pool.holders[0] += 1
     with pytest.raises(AssertionError, match="page 0 on the device counts 2 holders and has 1"):
         cache.check()
-    cache.groups[0]._state.pool.holders[0] -= 1
-    cache.groups[0]._state.sequences[sequence].length += 4
+    cache.groups[0].pool.holders[0] -= 1
+    cache.groups[0].sequences[sequence].length += 4
     with pytest.raises(AssertionError, match="3 pages for 15 tokens"):
         cache.check()
 

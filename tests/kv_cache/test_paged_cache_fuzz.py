@@ -58,7 +58,7 @@ class Machine(RuleBasedStateMachine):
             return None
 
     def snapshot(self) -> Any:
-        state = self.cache.groups[0]._state
+        state = self.cache.groups[0]
         pool = state.pool
         return copy.deepcopy(
             (
@@ -189,10 +189,7 @@ class Machine(RuleBasedStateMachine):
         self.compacted = self.stamp
         self.cache.compact()
         used = self.cache.statistics()
-        assert (
-            self.cache.groups[0]._state.pool.free.pages()
-            == list(range(PAGES))[used.used + used.idle :]
-        )
+        assert self.cache.groups[0].pool.free.pages() == list(range(PAGES))[used.used + used.idle :]
 
     # ---- what must hold ------------------------------------------------------------------
 
@@ -217,7 +214,7 @@ class Machine(RuleBasedStateMachine):
             page, slot = table[row].long()[at // PAGE_SIZE], at % PAGE_SIZE
             first = 0
             if self.window is not None:  # what was behind the window may be gone
-                held = self.cache.groups[0]._state.sequences[sequence]
+                held = self.cache.groups[0].sequences[sequence]
                 first = sum(number is None for number in held.pages) * PAGE_SIZE
                 # the next token sees as far back as this
                 assert first <= max(len(tokens) - self.window, 0)
@@ -229,7 +226,7 @@ class Machine(RuleBasedStateMachine):
     def known_pages_hold_what_they_are_known_for(self) -> None:
         if hasattr(self, "cache"):
             pages = self.cache.pages(0).key_pages
-            for page, entry in self.cache.groups[0]._state.index.entry_of.items():
+            for page, entry in self.cache.groups[0].index.entry_of.items():
                 assert pages[page, 0, :, 0].tolist() == list(entry.tokens)
 
     def teardown(self) -> None:
@@ -292,11 +289,11 @@ def test_a_fault_at_every_point_changes_nothing(monkeypatch: pytest.MonkeyPatch,
             return call
 
         if what == "pages":
-            cache.groups[0]._state.pool.take = refuse(cache.groups[0]._state.pool.take)  # type: ignore[method-assign]
-            host = cache.groups[0]._state.host_pool
+            cache.groups[0].pool.take = refuse(cache.groups[0].pool.take)  # type: ignore[method-assign]
+            host = cache.groups[0].host_pool
             host.take = refuse(host.take)  # type: ignore[method-assign]
         else:
-            memory = cache.groups[0]._state.memory
+            memory = cache.groups[0].memory
             for name in ("copy", "moves", "to_host", "to_device"):
                 monkeypatch.setattr(memory, name, refuse(getattr(memory, name)))
         refused = False

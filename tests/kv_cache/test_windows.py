@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import saccade
 from saccade import masks
+from saccade.kv_cache.sequences import ended, enter, trimmed
 from saccade.testing import poisoned
 
 PAGE_SIZE = 3
@@ -27,16 +28,12 @@ def make(**changes: Any) -> saccade.PagedCache:
         return saccade.PagedCache(PAGES, PAGE_SIZE, windows=WINDOWS, **options)
 
 
-def states_of(cache: saccade.PagedCache) -> list[Any]:
-    return [each._state for each in cache.groups]
-
-
 def snapshot(cache: saccade.PagedCache) -> Any:
     kept = [
         (b.sequences, b.pool.holders, b.pool.free.pages(), [*b.pool.idle], b.host_pool.holders)
-        for b in states_of(cache)
+        for b in cache.groups
     ]
-    return copy.deepcopy((kept, cache._sequences))
+    return copy.deepcopy(kept)
 
 
 def write(cache: saccade.PagedCache, slots: Any, tokens: list[int]) -> None:
@@ -49,7 +46,7 @@ def test_layers_of_a_kind_share_a_cache() -> None:
     cache = make()
     assert cache.windows == (None, 4, 1)
     assert [tuple(place) for place in cache.addresses] == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1)]
-    assert [len(each._state.memory.layers) for each in cache.groups] == [2, 2, 1]
+    assert [len(each.memory.layers) for each in cache.groups] == [2, 2, 1]
     assert cache.available() == [14, 9, 8]
 
 
@@ -131,7 +128,7 @@ def test_a_beginning_counts_where_every_kind_has_it() -> None:
     write(cache, cache.append({first: prompt}), prompt)
     cache.commit(first)
     assert cache.length(cache.allocate(prompt)) == 9
-    for state in states_of(cache)[1:2]:  # evict what one sliding kind knew from page 1 on
+    for state in cache.groups[1:2]:  # evict what one sliding kind knew from page 1 on
         for page in state.sequences[0].kept[1:]:
             state.index.forget(page)
     assert cache.length(cache.allocate(prompt)) == 3
@@ -170,10 +167,10 @@ def test_invariants_are_seen_to_break() -> None:
     cache = make()
     sequence = cache.allocate()
     cache.append({sequence: 4})
-    cache.groups[1].trim(0, 3)
+    enter([trimmed(cache.groups[1], sequence, 3)])
     with pytest.raises(AssertionError, match="sequence 0 is not the same in all groups"):
         cache.check()
-    cache.groups[1].free(0)
+    enter([ended(cache.groups[1], sequence)])
     with pytest.raises(AssertionError, match="layers of window 4 have other sequences"):
         cache.check()
 
@@ -327,11 +324,11 @@ def test_a_fault_at_every_point_changes_no_kind(what: str) -> None:
 
             return call
 
-        for state, each in zip(states_of(cache), cache.groups, strict=True):
+        for state in cache.groups:
             targets = {
                 "pages": [(state.pool, "take"), (state.host_pool, "take")],
                 "memory": [(state.memory, name) for name in ("copy", "to_host", "to_device")],
-                "sequences": [(each, "allocate"), (each, "fork")],
+                "sequences": [(state.pool, "hold")],
             }[what]
             for owner, name in targets:
                 setattr(owner, name, refuse(getattr(owner, name)))

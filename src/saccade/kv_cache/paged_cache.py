@@ -3,21 +3,69 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.kv_cache import growth, sequences
-from saccade.kv_cache.growth import token_list
+from saccade.kv_cache import sequences as changes
 from saccade.kv_cache.pool import locked
-from saccade.kv_cache.statistics import CacheStatistics, SequenceStatistics, together
-from saccade.kv_cache.storage import LayerPages, PageSizes
-from saccade.kv_cache.window_cache import WindowCache
+from saccade.kv_cache.sequences import Change, Group, GroupGrowth, Tokens
+from saccade.kv_cache.storage import LayerPages, PageMemory, PageSizes
+from saccade.kv_cache.write import write_kv_cache
+from saccade.masks import as_mask
+from saccade.masks import window as window_mask
+from saccade.ops.paged_attention.api import attention_paged
 from saccade.runtime.arguments import LARGEST_PAGE, check_whole_number
 from saccade.runtime.spec import DTYPES, QUANTISED
+
+LARGEST_TOKEN = 2**63 - 1  # what the prefix index hashes in eight bytes
+
+
+@dataclass(frozen=True)
+class CacheStatistics:
+    """What a cache holds now, and what it has done so far; everything but tokens in pages.
+
+    Attributes:
+        used, idle, free: pages that sequences hold, that only the prefix cache knows, and others.
+        host_used: pages on the host that hold what was swapped out.
+        sequences, tokens: sequences, and tokens in them, shared ones counted each time.
+        asked, matched: tokens that allocations named, and those of them that were found.
+        copied: pages copied on write. evicted: idle pages that were given away.
+        released: pages let go of behind the window. moved: by compaction.
+        swapped_out, swapped_in: pages copied to the host, and back.
+    """
+
+    used: int
+    idle: int
+    free: int
+    host_used: int
+    sequences: int
+    tokens: int
+    asked: int
+    matched: int
+    copied: int
+    evicted: int
+    released: int
+    moved: int
+    swapped_out: int
+    swapped_in: int
+
+
+@dataclass(frozen=True)
+class SequenceStatistics:
+    """One sequence: its tokens, how many of them were found in the prefix cache, its pages on the
+    device, pages copied on write for it, and whether it is swapped out."""
+
+    length: int
+    cached: int
+    pages: int
+    copied: int
+    swapped_out: bool
 
 
 class LayerAddress(NamedTuple):
@@ -102,25 +150,18 @@ class PagedCache:
         self.num_pages = _of_windows("num_pages", num_pages, self.windows, least=1)
         of_host = _of_windows("host_pages", host_pages, self.windows, least=0)
         self.page_size, self.device = page_size, torch.device(device)
-        self.groups = [
-            WindowCache(
-                PageSizes(page_size, of_layers.count(each), kv_heads, head_dim, value_dim, dtype),
-                pages,
-                on_host,
-                self.device,
-                each,
-                prefix_caching,
-            )
-            for each, pages, on_host in zip(self.windows, self.num_pages, of_host, strict=True)
-        ]
+        self.groups = []
+        for each, pages, on_host in zip(self.windows, self.num_pages, of_host, strict=True):
+            num_each = of_layers.count(each)
+            sizes = PageSizes(page_size, num_each, kv_heads, head_dim, value_dim, dtype)
+            memory = PageMemory(sizes, pages, on_host, self.device)
+            self.groups.append(Group(memory, page_size, each, prefix_caching))
         self.addresses = [
             LayerAddress(self.windows.index(each), of_layers[:layer].count(each))
             for layer, each in enumerate(of_layers)
         ]
-        self._sequences: dict[int, tuple[int, ...]] = {}
         self._numbers = itertools.count()
         self._lock = threading.RLock()
-        self._torn = False  # whether an exception now leaves sequences in some groups alone
 
     @locked
     def allocate(self, tokens: Sequence[int] = (), *, salt: bytes = b"") -> int:
@@ -135,20 +176,16 @@ class PagedCache:
         Returns:
             The sequence's number.
         """
-        tokens = token_list(tokens)
-        self._torn = True
-        numbers = [cache.allocate(tokens, salt) for cache in self.groups]
-        length = min(map(WindowCache.length, self.groups, numbers))
-        for cache, number in zip(self.groups, numbers, strict=True):
-            cache.trim(number, length)
-        return self._enter(numbers)
+        number, tokens = next(self._numbers), _token_list(tokens)
+        changes.enter(changes.begun(self.groups, number, tokens, salt))
+        return number
 
     @locked
     def fork(self, sequence: int) -> int:
         """A second sequence with the same tokens; pages are shared until one of the two writes."""
-        there = self._each(sequence)
-        self._torn = True
-        return self._enter([cache.fork(number) for cache, number in there])
+        number = next(self._numbers)
+        changes.enter([changes.forked(group, number, sequence) for group in self.groups])
+        return number
 
     @locked
     def append(
@@ -177,16 +214,16 @@ class PagedCache:
             OutOfPagesError: if there are too few pages for all of it; then nothing has changed.
             KeyError, ValueError: for a sequence that is not there, or is swapped out.
         """
-        asked = growth.checked(tokens)
+        new = _new_tokens(tokens)
         spares = [None] * len(self.groups) if spare is None else spare
-        growing = []
-        for group, (cache, spared) in enumerate(zip(self.groups, spares, strict=True)):
-            of_group = {self._of(sequence)[group]: new for sequence, new in asked.items()}
-            growing.append((cache._state, growth.wanted(cache._state, of_group, spared), spared))
-        for state, wanted, _ in growing:  # before anything is evicted to make room
-            state.pool.require(growth.pages_needed(wanted))
-        grown = [growth.grown(*each) for each in growing]
-        sequences.enter(*(change for change, _ in grown))
+        growths = [
+            GroupGrowth(group, new, spared)
+            for group, spared in zip(self.groups, spares, strict=True)
+        ]
+        for growth in growths:  # before anything is evicted to make room
+            growth.require()
+        grown = [growth.grown() for growth in growths]
+        changes.enter([change for change, _ in grown])
         return self._by_group(
             [torch.tensor(slots, dtype=torch.int64, device=self.device) for _, slots in grown]
         )
@@ -194,17 +231,16 @@ class PagedCache:
     @locked
     def commit(self, sequence: int) -> None:
         """Say that all tokens so far are written: their full pages may be found by others."""
-        for cache, number in self._each(sequence):
-            cache.commit(number)
+        changes.enter([Change(group, written=[group.find(sequence)]) for group in self.groups])
 
     @locked
     def forget(self, sequence: int) -> None:
-        """Let nobody find a sequence's pages any more, nor others that begin with the same tokens.
+        """Take a sequence's pages out of the prefix cache, and others of the same tokens.
 
-        For what turns out to be wrong: another that begins so is computed again.
+        For what turns out to be wrong: another sequence that begins so is computed again.
         """
-        for cache, number in self._each(sequence):
-            cache.forget(number)
+        for group, held in [(group, group.find(sequence)) for group in self.groups]:
+            group.forget(held)
 
     @locked
     def trim(self, sequence: int, length: int) -> None:
@@ -213,22 +249,17 @@ class PagedCache:
         Raises:
             ValueError: if there are fewer, or if a window would reach back to released pages.
         """
-        sequences.enter(*(sequences.trimmed(c._state, n, length) for c, n in self._each(sequence)))
+        changes.enter([changes.trimmed(group, sequence, length) for group in self.groups])
 
     @locked
     def free(self, sequence: int) -> None:
         """End a sequence; its pages that hold a known beginning stay until room is needed."""
-        there = self._each(sequence)
-        self._torn = True
-        del self._sequences[sequence]
-        for cache, number in there:
-            cache.free(number)
-        self._torn = False
+        changes.enter([changes.ended(group, sequence) for group in self.groups])
 
     @locked
     def clear(self) -> None:
         """End every sequence, as `free` ends one."""
-        for sequence in list(self._sequences):
+        for sequence in list(self.groups[0].sequences):
             self.free(sequence)
 
     @locked
@@ -238,10 +269,9 @@ class PagedCache:
         Raises:
             OutOfPagesError: if the host has too few pages; then nothing has changed.
         """
-        there = [(cache._state, number) for cache, number in self._each(sequence)]
-        for state, number in there:
-            state.host_pool.require(len(state.find(number).kept))
-        sequences.enter(*(sequences.swapped_out(*each) for each in there))
+        for group in self.groups:
+            group.host_pool.require(len(group.find(sequence).kept))
+        changes.enter([changes.swapped_out(group, sequence) for group in self.groups])
 
     @locked
     def swap_in(self, sequence: int) -> None:
@@ -251,10 +281,9 @@ class PagedCache:
             OutOfPagesError: if there are too few pages; then nothing has changed.
             ValueError: if it is not swapped out.
         """
-        there = [(cache._state, number) for cache, number in self._each(sequence)]
-        for state, number in there:
-            state.pool.require(len(state.find(number, on_device=False).kept_on_host))
-        sequences.enter(*(sequences.swapped_in(*each) for each in there))
+        for group in self.groups:
+            group.pool.require(len(group.find(sequence, on_device=False).kept_on_host))
+        changes.enter([changes.swapped_in(group, sequence) for group in self.groups])
 
     @locked
     def compact(self) -> int:
@@ -262,23 +291,22 @@ class PagedCache:
 
         Slots and tables that were handed out before no longer hold.
         """
-        return sum(cache.compact() for cache in self.groups)
+        return sum(map(changes.compact, self.groups))
 
     @locked
     def tables(self, sequences: Sequence[int]) -> Any:
         """page_table int32 [batch, max_pages] and kv_lens int32 [batch] for `attention_paged`; with
         `windows` a list of such pairs, one for each group.
 
-        In place of a released page stands one that the sequence holds: its mask must be the
-        window's.
+        A released page is replaced by one that the sequence holds: its mask must be the window's.
         """
-        asked = list(sequences)
-        return self._by_group([self._tables(group, asked) for group in range(len(self.groups))])
+        numbers = list(sequences)
+        return self._by_group([self._tables(group, numbers) for group in self.groups])
 
     def pages(self, layer: int) -> LayerPages:
         """A layer's tensors, by the names of `attention_paged`'s arguments."""
-        group, of_group = self._address(layer)
-        return self.groups[group].pages(of_group)
+        address = self._address(layer)
+        return self.groups[address.group].memory.layers[address.layer]
 
     @locked
     def write(
@@ -286,25 +314,32 @@ class PagedCache:
         **options: Any,
     ) -> None:  # fmt: skip
         """`saccade.write_kv_cache` into a layer's pages; slots as `append` gave them."""
-        group, of_group = self._address(layer)
-        here = slots if isinstance(slots, Tensor) else slots[group]
-        self.groups[group].write(of_group, key, value, here, **options)
+        pages = self.pages(layer)
+        slots = slots if isinstance(slots, Tensor) else slots[self._address(layer).group]
+        scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+        write_kv_cache(key, value, pages.key_pages, pages.value_pages, slots, **scales, **options)
 
     def attend(self, layer: int, query: Tensor, sequences: Sequence[int], **options: Any) -> Any:
         """`saccade.attention_paged` over a layer's pages, under the mask of its window, if any."""
-        group, of_group = self._address(layer)
-        table, lens = self._tables(group, sequences)
-        return self.groups[group].attend(of_group, query, table, lens, **options)
+        pages, group = self.pages(layer), self.groups[self._address(layer).group]
+        if group.window is not None:
+            seen, mask = window_mask(group.window), options.get("mask")
+            options["mask"] = seen if mask is None else as_mask(mask) & seen
+        scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+        return attention_paged(
+            query, pages.key_pages, pages.value_pages, *self._tables(group, sequences),
+            **scales, **options,
+        )  # fmt: skip
 
     @locked
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
-        return self.groups[0].length(self._of(sequence)[0])
+        return self.groups[0].find(sequence, on_device=False).length
 
     @locked
     def available(self) -> Any:
         """Pages that can be had; with `windows` a list, one number for each group."""
-        return self._by_group([cache._state.pool.available for cache in self.groups])
+        return self._by_group([group.pool.available for group in self.groups])
 
     @locked
     def statistics(self) -> CacheStatistics:
@@ -312,15 +347,33 @@ class PagedCache:
 
         Pages of all groups are added up; each token counts once.
         """
-        return together([cache.statistics() for cache in self.groups])
+        pools = [group.pool for group in self.groups]
+        hosts = [group.host_pool for group in self.groups]
+        first = self.groups[0]
+        counts = {name: sum(group.counts[name] for group in self.groups) for name in first.counts}
+        of_tokens = {name: first.counts[name] for name in ("asked", "matched")}
+        return CacheStatistics(
+            used=sum(pool.num_pages - pool.available for pool in pools),
+            idle=sum(len(pool.idle) for pool in pools),
+            free=sum(len(pool.free) for pool in pools),
+            host_used=sum(pool.num_pages - pool.available for pool in hosts),
+            sequences=len(first.sequences),
+            tokens=sum(held.length for held in first.sequences.values()),
+            evicted=sum(pool.evictions for pool in pools),
+            **(counts | of_tokens),
+        )
 
     @locked
     def sequence_statistics(self, sequence: int) -> SequenceStatistics:
         """What one sequence holds, pages of all groups added up."""
-        found = [cache.sequence_statistics(number) for cache, number in self._each(sequence)]
-        first = found[0]
-        pages, copied = (sum(getattr(each, name) for each in found) for name in ("pages", "copied"))
-        return SequenceStatistics(first.length, first.cached, pages, copied, first.swapped_out)
+        found = [group.find(sequence, on_device=False) for group in self.groups]
+        return SequenceStatistics(
+            length=found[0].length,
+            cached=found[0].cached,
+            pages=sum(len(held.kept) for held in found),
+            copied=sum(held.copies for held in found),
+            swapped_out=found[0].host_pages is not None,
+        )
 
     @locked
     def check(self) -> None:
@@ -329,15 +382,14 @@ class PagedCache:
         Raises:
             AssertionError: saying what is broken.
         """
-        for cache in self.groups:
-            cache.check()
         found = []
-        for group, (window, cache) in enumerate(zip(self.windows, self.groups, strict=True)):
-            known = {each[group] for each in self._sequences.values()}
-            if known != set(cache._state.sequences):
+        for window, group in zip(self.windows, self.groups, strict=True):
+            of_window = f"layers of window {window}: " if self._grouped else ""
+            found += [f"{of_window}{fault}" for fault in group.faults()]
+            if group.sequences.keys() != self.groups[0].sequences.keys():
                 found.append(f"layers of window {window} have other sequences")
-        for sequence in self._sequences:
-            held = [c._state.sequences.get(n) for c, n in self._each(sequence)]
+        for sequence in self.groups[0].sequences:
+            held = [group.sequences.get(sequence) for group in self.groups]
             if len({each and (each.length, each.host_pages is None) for each in held}) > 1:
                 found.append(f"sequence {sequence} is not the same in all groups")
         if found:
@@ -350,44 +402,67 @@ class PagedCache:
         return self.addresses[layer]
 
     @locked
-    def _tables(self, group: int, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return self.groups[group].tables([self._of(sequence)[group] for sequence in sequences])
-
-    def _enter(self, numbers: Sequence[int]) -> int:
-        sequence = next(self._numbers)
-        self._sequences[sequence] = tuple(numbers)
-        self._torn = False
-        return sequence
+    def _tables(self, group: Group, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """page_table and kv_lens of some sequences in one group."""
+        held = [group.find(sequence) for sequence in sequences]
+        width = max((len(each.pages) for each in held), default=0)
+        rows = []
+        for each in held:
+            other = next(iter(each.kept), 0)
+            pages = [other if page is None else page for page in each.pages]
+            rows.append(pages + [0] * (width - len(pages)))
+        table = torch.tensor(rows, dtype=torch.int32, device="cpu").view(len(held), width)
+        lens = torch.tensor([each.length for each in held], dtype=torch.int32, device="cpu")
+        return table.to(self.device), lens.to(self.device)
 
     def _mend(self) -> None:
-        """Let go of what only some groups have: an exception came while it was made or ended."""
-        for cache in self.groups:
-            cache._state.mend()
-        if not self._torn:
-            return
-        for group, cache in enumerate(self.groups):
-            known = {numbers[group] for numbers in self._sequences.values()}
-            for number in set(cache._state.sequences) - known:
-                cache.free(number)
-        self._torn = False
+        """Count again what an exception in the middle of the last call left half counted."""
+        for group in self.groups:
+            group.mend()
 
     def _by_group(self, found: list[Any]) -> Any:
         """A list, one entry for each group; without `windows` the one entry."""
         return found if self._grouped else found[0]
 
-    def _of(self, sequence: int) -> tuple[int, ...]:
-        found = self._sequences.get(sequence)
-        if found is None:
-            raise KeyError(f"sequence: got {sequence}, takes one that was allocated and not freed")
-        return found
 
-    def _each(self, sequence: int) -> list[tuple[WindowCache, int]]:
-        return list(zip(self.groups, self._of(sequence), strict=True))
+def _new_tokens(tokens: Mapping[int, Tokens]) -> dict[int, Tokens]:
+    """A caller's new tokens, for each sequence.
+
+    Raises:
+        TypeError, ValueError: naming what is no token and no number of them.
+    """
+    found: dict[int, Tokens] = {}
+    for sequence, new in tokens.items():
+        if isinstance(new, int):
+            check_whole_number("tokens", new, least=0)
+        found[sequence] = new if isinstance(new, int) else _token_list(new)
+    return found
+
+
+def _token_list(tokens: Sequence[int] | Tensor) -> list[int]:
+    """Tokens as whole numbers of Python's own.
+
+    Raises:
+        TypeError: for what are no whole numbers, True and False among them.
+        ValueError: for numbers below 0 or above 2^63 - 1.
+    """
+    several: Any = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    found = [_token(token) for token in several]
+    if found and not (min(found) >= 0 and max(found) <= LARGEST_TOKEN):
+        got = min(found) if min(found) < 0 else max(found)
+        raise ValueError(f"tokens: got {got}, takes 0 to 2^63 - 1")
+    return found
+
+
+def _token(token: object) -> int:
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise TypeError(f"tokens: got {type(token).__name__}, takes whole numbers")
+    return operator.index(token)  # pyright: ignore[reportArgumentType]  # it has __index__
 
 
 def _of_windows(
     name: str,
-    given: int | Mapping[int | None, int],
+    numbers: int | Mapping[int | None, int],
     windows: Sequence[int | None],
     *,
     least: int,
@@ -395,10 +470,10 @@ def _of_windows(
     """Numbers of pages, one for each window."""
     found = []
     for window in windows:
-        if isinstance(given, Mapping) and window not in given:
-            got = dict(given)
+        if isinstance(numbers, Mapping) and window not in numbers:
+            got = dict(numbers)
             raise ValueError(f"{name}: got {got}, takes a number for the window {window} too")
-        found.append(given[window] if isinstance(given, Mapping) else given)
+        found.append(numbers[window] if isinstance(numbers, Mapping) else numbers)
         check_whole_number(name, found[-1], least=least)
     return tuple(found)
 

@@ -1,20 +1,21 @@
-"""Pool: the numbers of pages, how many hold each, and which are free."""
+"""Pool: page numbers, who holds them, which are free, and what full pages are known to hold.
+
+An interrupt (KeyboardInterrupt, or what another signal's handler raises) can come between any two
+instructions of Python. So a call of a cache works out first what will be, and then enters it
+`at_once`. All that it does before or after that, such as counting who holds a page, can be done
+again from what is entered: a flag says that it may be half done, and the next call mends it before
+anything else.
+"""
 
 from __future__ import annotations
 
+import array
 import functools
+import hashlib
 import operator
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, Concatenate, ParamSpec, TypeVar
-
-# ---- whole ---------------------------------------------------------------------------------------
-# What keeps a cache whole, whatever is raised in the middle of a call.
-#
-# An interrupt (KeyboardInterrupt, or what another signal's handler raises) can come between any two
-# instructions of Python. So a call works out first what will be, and then enters it `at_once`. All
-# that it does before or after that, such as counting who holds a page, can be done again from what
-# is entered: a flag says that it may be half done, and the next call mends it before anything else.
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +33,7 @@ def at_once(steps: Iterable[Callable[[], object]]) -> None:
 
 
 def locked(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of something with a lock, for one thread at a time; it finds all of it whole."""
+    """A method of an object with a lock: one thread runs it at a time, and finds nothing torn."""
 
     @functools.wraps(method)
     def alone(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,16 +44,13 @@ def locked(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any
     return alone
 
 
-# ---- free ranges ---------------------------------------------------------------------------------
-# The free page numbers, as stretches of neighbours.
-#
-# Neighbouring pages of one sequence are read as one view on a CPU, so a sequence gets the page
-# behind its last one where that is free, and a new one starts in the middle of the longest stretch,
-# which leaves room to grow to the sequence before it.
+class FreeRanges:
+    """The free page numbers, as ranges of neighbours.
 
-
-class FreeRuns:
-    """A set of page numbers that knows its stretches of neighbours."""
+    Neighbouring pages of one sequence are read as one view on a CPU, so a sequence gets the page
+    behind its last one where that is free, and a new one starts in the middle of the longest range,
+    which leaves room to grow to the sequence before it.
+    """
 
     def __init__(self, num_pages: int):
         self._length: dict[int, int] = {}  # by first page
@@ -92,7 +90,7 @@ class FreeRuns:
     def give(self, page: int) -> None:
         """Make a page free."""
         first, length = page, 1
-        if page in self._first:  # a stretch ends just before it
+        if page in self._first:  # a range ends just before it
             first = self._first[page]
             length += self._remove(first)
         if page + 1 in self._length:
@@ -147,7 +145,7 @@ class PagePool:
     def __init__(self, num_pages: int, where: str, on_evict: Callable[[int], None]):
         self.num_pages, self.where = num_pages, where
         self.holders = [0] * num_pages
-        self.free = FreeRuns(num_pages)
+        self.free = FreeRanges(num_pages)
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.evictions = 0
         self._on_evict = on_evict
@@ -208,7 +206,113 @@ class PagePool:
             page for page in [*self.idle, *known] if page in known and not counted[page]
         )
         self.holders = [counted[page] for page in range(self.num_pages)]
-        self.free = FreeRuns(0)
+        self.free = FreeRanges(0)
         for page, holders in enumerate(self.holders):
             if not holders and page not in self.idle:
                 self.free.give(page)
+
+    def faults(self, held: Iterable[int]) -> list[str]:
+        """What is not as it must be where these pages are held, in words."""
+        counted, free = Counter(held), self.free.pages()
+        found = [
+            f"page {page} on the {self.where} counts {holders} holders and has {counted[page]}"
+            for page, holders in enumerate(self.holders)
+            if holders != counted[page]
+        ]
+        held_here = [page for page, holders in enumerate(self.holders) if holders]
+        if sorted([*held_here, *self.idle, *free]) != list(range(self.num_pages)):
+            found.append(f"pages on the {self.where} are lost, or in two states at once")
+        if len(free) != len(self.free):
+            found.append(f"the free pages on the {self.where} are miscounted")
+        return found
+
+
+# ---- prefix caching ------------------------------------------------------------------------------
+# Which full pages hold which tokens, so that equal beginnings are computed once.
+#
+# A page is known by a hash of 128 bits over its tokens and the hash of the page before it: equal
+# hashes mean equal beginnings. The tokens themselves are compared as well. Source: vLLM's automatic
+# prefix caching (Kwon et al. 2023, section 4.4, on shared prefixes).
+
+
+class PrefixEntry(NamedTuple):
+    """The tokens that a full page is known to hold."""
+
+    digest: bytes
+    before: bytes  # the digest of the page before it
+    tokens: tuple[int, ...]
+
+
+class PrefixIndex:
+    """Full pages by the tokens from the start of their sequence to their end."""
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+        self.page_of: dict[bytes, int] = {}
+        self.entry_of: dict[int, PrefixEntry] = {}
+
+    @staticmethod
+    def root(salt: bytes) -> bytes:
+        """What comes before the first page: sequences of unlike salt share nothing."""
+        return hashlib.blake2b(salt, digest_size=16, person=b"saccade-root").digest()
+
+    @staticmethod
+    def digest(before: bytes, tokens: Sequence[int]) -> bytes:
+        """The hash of a page behind another one."""
+        words = array.array("q", tokens).tobytes()
+        return hashlib.blake2b(before + words, digest_size=16).digest()
+
+    def match(self, tokens: Sequence[int], root: bytes) -> list[tuple[int, bytes]]:
+        """(page, digest) of the longest known beginning in whole pages, its last token left out.
+
+        One token at least is left to be computed, so that there is a next one to predict.
+        """
+        found: list[tuple[int, bytes]] = []
+        before = root
+        for start in range(0, len(tokens) - self.page_size, self.page_size):
+            wanted = tuple(tokens[start : start + self.page_size])
+            digest = self.digest(before, wanted)
+            page = self.page_of.get(digest)
+            if page is None or self.entry_of[page] != PrefixEntry(digest, before, wanted):
+                break
+            found.append((page, digest))
+            before = digest
+        return found
+
+    def publish(self, page: int, before: bytes, tokens: Sequence[int]) -> bytes:
+        """Make a full page known, unless another one with the same beginning is; its digest."""
+        digest = self.digest(before, tokens)
+        if digest not in self.page_of and page not in self.entry_of:
+            self.entry_of[page] = PrefixEntry(digest, before, tuple(tokens))
+            self.page_of[digest] = page
+        return digest
+
+    def __contains__(self, page: int) -> bool:
+        return page in self.entry_of
+
+    def forget(self, page: int) -> None:
+        """A page holds other tokens from now on."""
+        entry = self.entry_of.pop(page, None)
+        if entry is not None:
+            del self.page_of[entry.digest]
+
+    def mend(self) -> None:
+        """Make the hashes lead to the pages again, when an exception may have come between."""
+        self.page_of = {entry.digest: page for page, entry in self.entry_of.items()}
+
+    def faults(self, pool: PagePool) -> list[str]:
+        """What is not as it must be, in words."""
+        found = []
+        for page, entry in self.entry_of.items():
+            if self.page_of.get(entry.digest) != page:
+                found.append(f"page {page} is known by a hash that leads elsewhere")
+            if not pool.holders[page] and page not in pool.idle:
+                found.append(f"page {page} is known, and free")
+            if self.digest(entry.before, entry.tokens) != entry.digest:
+                found.append(f"page {page} is known by a hash of other tokens")
+        if len(self.page_of) != len(self.entry_of):
+            found.append("the prefix index knows a hash without a page")
+        for page in pool.idle:
+            if page not in self:
+                found.append(f"page {page} is idle, and known by nothing")
+        return found

@@ -1,105 +1,35 @@
-"""Sequences: all that a paged cache keeps count of, and the steps that change one sequence.
+"""Sequences: what a group of layers knows of every sequence, and the changes of it.
 
-Which full pages hold which tokens comes first.
+A call works out a `Change` for each group, and `enter` makes all of them at once. Everything else
+that a group counts follows from its sequences, and is counted again after an interrupt.
 """
 
 from __future__ import annotations
 
-import array
-import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from saccade.kv_cache.pool import PagePool, at_once
+from saccade.kv_cache.pool import PagePool, PrefixIndex, at_once
 from saccade.kv_cache.storage import PageMemory
 
-# ---- prefix --------------------------------------------------------------------------------------
-# Which full pages hold which tokens, so that equal beginnings are computed once.
-#
-# A page is known by a hash of 128 bits over its tokens and the hash of the page before it: equal
-# hashes mean equal beginnings. The tokens themselves are compared as well. Source: vLLM's automatic
-# prefix caching (Kwon et al. 2023, section 4.4, on shared prefixes).
-
-
-class PrefixEntry(NamedTuple):
-    """What a page is known by."""
-
-    digest: bytes
-    before: bytes  # the digest of the page before it
-    tokens: tuple[int, ...]
-
-
-class PrefixIndex:
-    """Full pages by the tokens from the start of their sequence to their end."""
-
-    def __init__(self, page_size: int):
-        self.page_size = page_size
-        self.page_of: dict[bytes, int] = {}
-        self.entry_of: dict[int, PrefixEntry] = {}
-
-    @staticmethod
-    def root(salt: bytes) -> bytes:
-        """What comes before the first page: sequences of unlike salt share nothing."""
-        return hashlib.blake2b(salt, digest_size=16, person=b"saccade-root").digest()
-
-    @staticmethod
-    def digest(before: bytes, tokens: Sequence[int]) -> bytes:
-        """The hash of a page behind another one."""
-        words = array.array("q", tokens).tobytes()
-        return hashlib.blake2b(before + words, digest_size=16).digest()
-
-    def match(self, tokens: Sequence[int], root: bytes) -> list[tuple[int, bytes]]:
-        """(page, digest) of the longest known beginning in whole pages, its last token left out.
-
-        One token at least is left to be computed, so that there is a next one to predict.
-        """
-        found: list[tuple[int, bytes]] = []
-        before = root
-        for start in range(0, len(tokens) - self.page_size, self.page_size):
-            wanted = tuple(tokens[start : start + self.page_size])
-            digest = self.digest(before, wanted)
-            page = self.page_of.get(digest)
-            if page is None or self.entry_of[page] != PrefixEntry(digest, before, wanted):
-                break
-            found.append((page, digest))
-            before = digest
-        return found
-
-    def publish(self, page: int, before: bytes, tokens: Sequence[int]) -> bytes:
-        """Make a full page known, unless another one with the same beginning is; its digest."""
-        digest = self.digest(before, tokens)
-        if digest not in self.page_of and page not in self.entry_of:
-            self.entry_of[page] = PrefixEntry(digest, before, tuple(tokens))
-            self.page_of[digest] = page
-        return digest
-
-    def __contains__(self, page: int) -> bool:
-        return page in self.entry_of
-
-    def forget(self, page: int) -> None:
-        """A page holds other tokens from now on."""
-        entry = self.entry_of.pop(page, None)
-        if entry is not None:
-            del self.page_of[entry.digest]
-
-    def mend(self) -> None:
-        """Make the hashes lead to the pages again, when an exception may have come between."""
-        self.page_of = {entry.digest: page for page, entry in self.entry_of.items()}
+Tokens = int | Sequence[int]  # new tokens, or only how many
+COUNTS = ("copied", "released", "moved", "swapped_out", "swapped_in", "asked", "matched")
 
 
 @dataclass
-class Held:
+class PageList:
     """One sequence: its pages in order, and what is known of its tokens.
 
     Attributes:
+        before: what comes before the first page (PrefixIndex.root).
         pages: page numbers; None where a page was released behind the window.
         tokens: its tokens, as far as they were named (all, or the sequence shares nothing new).
         written: tokens whose keys and values lie in the pages for sure.
         digests: of the leading full pages that were offered to the prefix index.
-        before: what comes before the first page (PrefixIndex.root).
+        cached: tokens that were found in the prefix index. copies: pages copied on write.
         host_pages: where its pages lie on the host, while it is swapped out.
     """
 
@@ -132,32 +62,43 @@ class Held:
         """Forget names of tokens that it does not have, or not any more."""
         del self.tokens[self.length :], self.digests[self.written // page_size :]
 
+    def faults(self, page_size: int, window: int | None) -> Iterator[str]:
+        """What is not as it must be, in words."""
+        if len(self.pages) != -(-self.length // page_size):
+            yield f"{len(self.pages)} pages for {self.length} tokens"
+        if not 0 <= self.written <= self.length or len(self.tokens) > self.length:
+            yield "more tokens written or named than there are"
+        if len(self.digests) > self.written // page_size:
+            yield "a page was published before it was written"
+        if None in self.pages and window is None and self.host_pages is None:
+            yield "a page was released, and there is no window"
+        if self.host_pages is not None and len(self.host_pages) != len(self.pages):
+            yield "other pages on the host than were swapped out"
 
-@dataclass
-class CacheState:
-    """The state of a cache.
+
+class Group:
+    """The pages of all layers that look back equally far, and what each sequence has of them.
 
     Attributes:
-        sequences: what all else about pages can be counted from.
-        torn: whether an exception now leaves something half counted, which `mend` counts anew.
+        window: tokens that a token of these layers sees before itself; None: all.
+        sequences: by number; all other counts follow from them.
+        torn: whether an exception now leaves something half counted, which `mend` counts again.
+        counts: what was done so far.
     """
 
-    memory: PageMemory
-    pool: PagePool
-    host_pool: PagePool
-    index: PrefixIndex
-    page_size: int
-    window: int | None
-    prefix_caching: bool
-    sequences: dict[int, Held] = field(default_factory=dict)
-    torn: bool = False
-    counts: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("copied", "released", "moved", "swapped_out", "swapped_in", "asked", "matched"), 0
-        )
-    )
+    def __init__(
+        self, memory: PageMemory, page_size: int, window: int | None, prefix_caching: bool
+    ) -> None:
+        self.memory, self.page_size, self.window = memory, page_size, window
+        self.prefix_caching = prefix_caching
+        self.index = PrefixIndex(page_size)
+        self.pool = PagePool(memory.num_pages, "device", self.index.forget)
+        self.host_pool = PagePool(memory.host_pages, "host", lambda page: None)
+        self.sequences: dict[int, PageList] = {}
+        self.torn = False
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
 
-    def find(self, sequence: int, *, on_device: bool = True) -> Held:
+    def find(self, sequence: int, *, on_device: bool = True) -> PageList:
         """A sequence by its number.
 
         Raises:
@@ -175,14 +116,11 @@ class CacheState:
         """Let go of pages, the last first, so that beginnings are evicted after ends."""
         self.pool.drop(reversed(pages), keep=self.index.__contains__)
 
-    def commit(self, held: Held) -> None:
-        """All tokens so far are written: offer the full pages to others."""
-        self.torn = True
-        self.publish(held)
-        self.torn = False
+    def publish(self, held: PageList) -> None:
+        """All tokens of a sequence are written: offer its full pages to others.
 
-    def publish(self, held: Held) -> None:
-        """As `commit`, within a change."""
+        What an interrupt leaves half done is mended, so `torn` is set by the caller.
+        """
         held.written = held.length
         if not self.prefix_caching or not held.named:
             return
@@ -194,7 +132,7 @@ class CacheState:
             before = held.digests[-1] if held.digests else held.before
             held.digests.append(self.index.publish(page, before, tokens))
 
-    def forget(self, held: Held) -> None:
+    def forget(self, held: PageList) -> None:
         """Let nobody find what lies in a sequence's pages, nor the same tokens elsewhere."""
         self.torn = True
         for digest in held.digests:
@@ -203,159 +141,172 @@ class CacheState:
                 self.index.forget(page)
         self.mend()
 
-    def end(self, sequence: int) -> None:
-        """Let go of a sequence and its pages."""
-        held = self.find(sequence, on_device=False)
-        self.torn = True
-        del self.sequences[sequence]
-        self.drop(held.kept)
-        self.host_pool.drop(held.kept_on_host)
-        self.torn = False
-
     def mend(self) -> None:
         """Count anew, from the sequences, what an exception may have left half counted."""
         if not self.torn:
             return
-        for held in self.sequences.values():
+        everyone = self.sequences.values()
+        for held in everyone:
             held.cut(self.page_size)
         self.index.mend()
-        everyone = self.sequences.values()
         self.pool.recount((page for held in everyone for page in held.kept), self.index.entry_of)
         self.host_pool.recount(page for held in everyone for page in held.kept_on_host)
         self.torn = False
 
+    def faults(self) -> list[str]:
+        """What is not as it must be between two calls, in words; empty if all is."""
+        everyone = self.sequences.values()
+        found = self.pool.faults(page for held in everyone for page in held.kept)
+        found += self.host_pool.faults(page for held in everyone for page in held.kept_on_host)
+        found += self.index.faults(self.pool)
+        for number, held in self.sequences.items():
+            faults = held.faults(self.page_size, self.window)
+            found += [f"sequence {number}: {fault}" for fault in faults]
+        return found
+
+    def unseen(self, position: int) -> int:
+        """How many of the first pages no token from `position` on sees through the window."""
+        return 0 if self.window is None else max(position - self.window, 0) // self.page_size
+
+
+# ---- changes -------------------------------------------------------------------------------------
+
 
 @dataclass
 class Change:
-    """What a call will enter in the state, worked out before anything is.
+    """What a call will change in a group, worked out before anything is.
 
     Attributes:
-        sequences: as they will be; those in the state stay as they are.
+        sequences: as they will be; those in the group stay as they are.
+        ended: the numbers of those that will not be there.
         written: sequences, as they are, all of whose tokens are written.
         overwritten: pages that will hold other tokens than they are known by.
         dropped, dropped_on_host: pages that the sequences will hold no longer.
-        counts: what the state will count.
+        counts: what the group will count.
     """
 
-    state: CacheState
-    sequences: dict[int, Held] = field(default_factory=dict)
-    written: list[Held] = field(default_factory=list)
+    group: Group
+    sequences: dict[int, PageList] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)
+    written: list[PageList] = field(default_factory=list)
     overwritten: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     dropped_on_host: list[int] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def enter(*changes: Change) -> None:
-    """Enter changes, all of them or none. Nothing here fails; an interrupt is mended."""
+def enter(changes: Sequence[Change]) -> None:
+    """Make changes, all of them or none. Nothing here fails; an interrupt is mended."""
     for change in changes:
-        change.state.torn = True
+        change.group.torn = True
         for held in change.written:
-            change.state.publish(held)
+            change.group.publish(held)
         for page in change.overwritten:
-            change.state.index.forget(page)
-    at_once(partial(change.state.sequences.update, change.sequences) for change in changes)
+            change.group.index.forget(page)
+    at_once(
+        step
+        for change in changes
+        for step in (
+            partial(change.group.sequences.update, change.sequences),
+            *(partial(change.group.sequences.pop, number) for number in change.ended),
+        )
+    )
     for change in changes:
-        state = change.state
+        group = change.group
         for held in change.sequences.values():
-            held.cut(state.page_size)
-        state.drop(change.dropped)
-        state.host_pool.drop(change.dropped_on_host)
+            held.cut(group.page_size)
+        group.drop(change.dropped)
+        group.host_pool.drop(change.dropped_on_host)
         for name, count in change.counts.items():
-            state.counts[name] += count
-        state.torn = False
+            group.counts[name] += count
+        group.torn = False
 
 
-def begun(state: CacheState, number: int, tokens: list[int], salt: bytes) -> Change:
-    """A new sequence with the pages that hold the beginning of its tokens, if any."""
+def begun(groups: Sequence[Group], number: int, tokens: list[int], salt: bytes) -> list[Change]:
+    """A new sequence with the pages that hold the beginning of its tokens in every group."""
     root = PrefixIndex.root(salt)
-    found = state.index.match(tokens, root) if state.prefix_caching else []
-    length = len(found) * state.page_size
-    digests = [digest for _, digest in found]
-    pages: list[int | None] = [page for page, _ in found]
-    held = Held(root, pages, tokens[:length], length, length, digests, cached=length)
-    state.torn = True
-    state.pool.hold(held.kept)
-    counts = Counter(asked=len(tokens), matched=length)
-    return Change(state, {number: held}, counts=counts)
+    found = [group.index.match(tokens, root) if group.prefix_caching else [] for group in groups]
+    matched = min(map(len, found))
+    changes = []
+    for group, pages in zip(groups, found, strict=True):
+        length = matched * group.page_size
+        held = PageList(
+            root, [page for page, _ in pages[:matched]], tokens[:length], length, length,
+            [digest for _, digest in pages[:matched]], cached=length,
+        )  # fmt: skip
+        group.torn = True
+        group.pool.hold(held.kept)
+        counts = Counter(asked=len(tokens), matched=length)
+        changes.append(Change(group, {number: held}, counts=counts))
+    return changes
 
 
-def forked(state: CacheState, number: int, sequence: int) -> Change:
+def forked(group: Group, number: int, sequence: int) -> Change:
     """A new sequence with the tokens and pages of another one."""
-    held = state.find(sequence)
-    state.torn = True
-    state.pool.hold(held.kept)
+    held = group.find(sequence)
+    group.torn = True
+    group.pool.hold(held.kept)
     twin = replace(
         held, pages=[*held.pages], tokens=[*held.tokens], digests=[*held.digests],
         cached=held.length, copies=0,
     )  # fmt: skip
-    return Change(state, {number: twin})
+    return Change(group, {number: twin})
 
 
-def trimmed(state: CacheState, sequence: int, length: int) -> Change:
+def ended(group: Group, sequence: int) -> Change:
+    """A sequence less; its pages are let go of."""
+    held = group.find(sequence, on_device=False)
+    return Change(group, ended=[sequence], dropped=held.kept, dropped_on_host=held.kept_on_host)
+
+
+def trimmed(group: Group, sequence: int, length: int) -> Change:
     """A sequence without its last tokens; see `PagedCache.trim`."""
-    held = state.find(sequence)
-    check_trim(state, held, length)
-    keep = -(-length // state.page_size)
+    held, page_size = group.find(sequence), group.page_size
+    if not 0 <= length <= held.length:
+        raise ValueError(f"length: got {length}, takes 0 to {held.length}")
+    released = next((n for n, page in enumerate(held.pages) if page is not None), len(held.pages))
+    if group.window is not None and released and length - group.window < released * page_size:
+        least = released * page_size + group.window
+        raise ValueError(
+            f"length: got {length}, takes at least {least}: earlier pages are released"
+        )
+    keep = -(-length // page_size)
     shorter = replace(
         held, pages=held.pages[:keep], length=length, written=min(held.written, length),
         cached=min(held.cached, length),
     )  # fmt: skip
     dropped = [page for page in held.pages[keep:] if page is not None]
-    return Change(state, {sequence: shorter}, dropped=dropped)
+    return Change(group, {sequence: shorter}, dropped=dropped)
 
 
-def check_trim(state: CacheState, held: Held, length: int) -> None:
-    """Raise ValueError if a sequence cannot be trimmed to so many tokens."""
-    if not 0 <= length <= held.length:
-        raise ValueError(f"length: got {length}, takes 0 to {held.length}")
-    released = next((n for n, page in enumerate(held.pages) if page is not None), len(held.pages))
-    if state.window is not None and released and length - state.window < released * state.page_size:
-        least = released * state.page_size + state.window
-        raise ValueError(
-            f"length: got {length}, takes at least {least}: earlier pages are released"
-        )
-
-
-# ---- swap ----------------------------------------------------------------------------------------
-# A sequence's pages to the host and back, and all pages to lower numbers.
-
-
-def swapped_out(state: CacheState, sequence: int) -> Change:
-    """A sequence on the host, to which its pages are copied; see `PagedCache.swap_out`.
-
-    Raises:
-        OutOfPagesError: if the host has too few pages; then nothing has changed.
-    """
-    held = state.find(sequence)
+def swapped_out(group: Group, sequence: int) -> Change:
+    """A sequence on the host, to which its pages are copied; the host has enough pages."""
+    held = group.find(sequence)
     kept = held.kept
-    state.host_pool.require(len(kept))
-    state.torn = True
-    taken = state.host_pool.take(len(kept), None)
-    state.memory.to_host(kept, taken)
+    group.torn = True
+    taken = group.host_pool.take(len(kept), None)
+    group.memory.to_host(kept, taken)
     away = replace(held, pages=[None] * len(held.pages), host_pages=_in_place_of(held.pages, taken))
     counts = Counter(swapped_out=len(kept))
-    return Change(state, {sequence: away}, dropped=kept, counts=counts)
+    return Change(group, {sequence: away}, dropped=kept, counts=counts)
 
 
-def swapped_in(state: CacheState, sequence: int) -> Change:
-    """The same the other way: back from the host.
+def swapped_in(group: Group, sequence: int) -> Change:
+    """A sequence back from the host; the device has enough pages.
 
     Raises:
         ValueError: if it is not swapped out.
-        OutOfPagesError: if there are too few pages; then nothing has changed.
     """
-    held = state.find(sequence, on_device=False)
+    held = group.find(sequence, on_device=False)
     if held.host_pages is None:
         raise ValueError(f"sequence: got {sequence}, takes one that is swapped out")
     kept = held.kept_on_host
-    state.pool.require(len(kept))
-    state.torn = True
-    taken = state.pool.take(len(kept), None)
-    state.memory.to_device(kept, taken)
+    group.torn = True
+    taken = group.pool.take(len(kept), None)
+    group.memory.to_device(kept, taken)
     back = replace(held, pages=_in_place_of(held.host_pages, taken), host_pages=None)
     counts = Counter(swapped_in=len(kept))
-    return Change(state, {sequence: back}, dropped_on_host=kept, counts=counts)
+    return Change(group, {sequence: back}, dropped_on_host=kept, counts=counts)
 
 
 def _in_place_of(pages: list[int | None], others: list[int]) -> list[int | None]:
@@ -364,10 +315,10 @@ def _in_place_of(pages: list[int | None], others: list[int]) -> list[int | None]
     return [None if page is None else next(following) for page in pages]
 
 
-def compact(state: CacheState) -> int:
-    """Move all pages to the lowest numbers; see `PagedCache.compact`."""
-    pool, index = state.pool, state.index
-    order = [page for held in state.sequences.values() for page in held.kept]
+def compact(group: Group) -> int:
+    """Move all pages to the lowest numbers, each sequence's side by side; how many moved."""
+    pool, index = group.pool, group.index
+    order = [page for held in group.sequences.values() for page in held.kept]
     order += pool.idle
     number = {page: new for new, page in enumerate(dict.fromkeys(order))}
     moves = [(old, new) for old, new in number.items() if old != new]
@@ -375,19 +326,140 @@ def compact(state: CacheState) -> int:
         sequence: replace(
             held, pages=[None if page is None else number[page] for page in held.pages]
         )
-        for sequence, held in state.sequences.items()
+        for sequence, held in group.sequences.items()
     }
     idle = OrderedDict((number[page], None) for page in pool.idle)
     entries = {number[page]: entry for page, entry in index.entry_of.items()}
-    state.torn = True
+    group.torn = True
     at_once(  # pages, and all that says where they are
         [
-            *state.memory.moves([old for old, _ in moves], [new for _, new in moves]),
-            partial(state.sequences.update, moved),
+            *group.memory.moves([old for old, _ in moves], [new for _, new in moves]),
+            partial(group.sequences.update, moved),
             partial(setattr, pool, "idle", idle),
             partial(setattr, index, "entry_of", entries),
         ]
     )
-    state.mend()
-    state.counts["moved"] += len(moves)
+    group.mend()
+    group.counts["moved"] += len(moves)
     return len(moves)
+
+
+# ---- growth --------------------------------------------------------------------------------------
+
+
+class Growth(NamedTuple):
+    """What one sequence needs for its new tokens.
+
+    Attributes:
+        num_tokens: that are new.
+        copies: whether it must copy its last page before it writes there, as others hold it too.
+        skipped: pages between its last one and the next, which no token will see.
+        pages: how many it gets beside the copy.
+    """
+
+    sequence: int
+    held: PageList
+    tokens: Tokens
+    num_tokens: int
+    copies: bool
+    skipped: int
+    pages: int
+
+
+class GroupGrowth:
+    """New tokens of any number of sequences in one group, and the pages that they need.
+
+    spare: None, or pages that no token sees any more are not taken, and their tokens have slots of
+        -1: those behind the window of the token that stands so many before the end.
+    """
+
+    def __init__(self, group: Group, tokens: Mapping[int, Tokens], spare: int | None):
+        self.group, self.spare = group, spare
+        self.sequences: list[Growth] = []
+        holders: dict[int, int] = {}
+        for sequence, new in tokens.items():
+            held = group.find(sequence)
+            count = new if isinstance(new, int) else len(new)
+            copies = self._copies(held, count, holders)
+            length, have = held.length + count, len(held.pages)
+            first_kept = have if spare is None else group.unseen(length - spare)
+            skipped = max(first_kept - have, 0)
+            pages = max(-(-length // group.page_size) - have - skipped, 0)
+            self.sequences.append(Growth(sequence, held, new, count, copies, skipped, pages))
+
+    def require(self) -> None:
+        """Raise OutOfPagesError if there are too few pages."""
+        self.group.pool.require(sum(each.pages + each.copies for each in self.sequences))
+
+    def grown(self) -> tuple[Change, list[int]]:
+        """Sequences with their new tokens, and the slots of these; pages are taken and copied."""
+        group = self.group
+        group.torn = True
+        change, slots = Change(group), list[int]()
+        sources, targets = [], []
+        for each in self.sequences:
+            last = each.held.pages[-1] if each.held.pages else None
+            fresh = group.pool.take(each.copies + each.pages, last)
+            if each.copies:
+                assert last is not None  # a shared page is one that is kept
+                sources.append(last)
+                targets.append(fresh[0])
+                change.dropped.append(last)
+            elif each.num_tokens and each.held.length % group.page_size and last is not None:
+                change.overwritten.append(last)  # after a trim it may be known by other tokens
+            change.written.append(each.held)
+            longer = _longer(each, fresh)
+            released = self._release(longer, each.held)
+            change.dropped += released
+            change.counts["released"] += len(released)
+            change.sequences[each.sequence] = longer
+            slots += _slots(longer, each.num_tokens, group.page_size)
+        group.memory.copy(sources, targets)
+        change.counts["copied"] += len(sources)
+        return change, slots
+
+    def _copies(self, held: PageList, count: int, holders: dict[int, int]) -> bool:
+        """Whether a sequence must copy its last page; `holders`: how many still share a page."""
+        last = held.pages[-1] if held.pages else None
+        if last is None or count == 0 or held.length % self.group.page_size == 0:
+            return False
+        others = holders.setdefault(last, self.group.pool.holders[last]) - 1
+        holders[last] -= others > 0
+        return others > 0
+
+    def _release(self, longer: PageList, before: PageList) -> list[int]:
+        """Take from a sequence the pages that no token sees any more, and say which."""
+        position = before.length
+        if self.spare is not None:
+            position = max(position, longer.length - self.spare)
+        # Behind the pages that it had there are none but skipped ones.
+        start = stop = min(self.group.unseen(position), len(before.pages))
+        while start and longer.pages[start - 1] is not None:
+            start -= 1
+        released = [page for page in longer.pages[start:stop] if page is not None]
+        if released:
+            longer.pages = [*[None] * stop, *longer.pages[stop:]]
+        return released
+
+
+def _longer(each: Growth, fresh: list[int]) -> PageList:
+    """A sequence with its new pages and tokens."""
+    held = each.held
+    kept = held.pages[:-1] if each.copies else held.pages
+    copied, new = fresh[: each.copies], fresh[each.copies :]
+    pages = [*kept, *copied, *[None] * each.skipped, *new] if fresh or each.skipped else held.pages
+    if not isinstance(each.tokens, int) and held.named:
+        held.tokens.extend(each.tokens)  # both have the list; names beyond its length are no one's
+    return replace(
+        held, pages=pages, length=held.length + each.num_tokens, written=held.length,
+        copies=held.copies + each.copies,
+    )  # fmt: skip
+
+
+def _slots(longer: PageList, count: int, page_size: int) -> list[int]:
+    """Where the last tokens of a sequence go."""
+    slots = []
+    for row in range(longer.length - count, longer.length):
+        page = longer.pages[row // page_size]
+        slots.append(-1 if page is None else page * page_size + row % page_size)
+    return slots
