@@ -2,6 +2,8 @@
 
 import functools
 import importlib.metadata
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ from torch import Tensor
 
 import saccade
 import saccade.integrations.transformers as integration
-from saccade.integrations.transformers import attention, deferred, masks
-from saccade.integrations.transformers import registration as versions
+from saccade.integrations.transformers import attention, masks
+from saccade.integrations.transformers import cache as caches
 
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -31,7 +33,7 @@ def nothing_written_out(monkeypatch):
         raise AssertionError(f"a {type(self).__name__} was written out")
 
     monkeypatch.setattr(masks.LazyMask, "written_out", refuse)
-    monkeypatch.setattr(deferred.PagedRows, "written_out", refuse)
+    monkeypatch.setattr(caches.PagedRows, "written_out", refuse)
 
 
 def generated(name: str, implementation: str, **options: Any) -> Tensor:
@@ -172,7 +174,7 @@ def test_an_old_transformers_is_named(monkeypatch, found):
     with pytest.raises(
         ImportError, match=rf"found transformers {found}, needs 5\.17 or newer: pip"
     ):
-        versions.require()
+        integration.require()
 
 
 def test_no_transformers_is_named(monkeypatch):
@@ -181,7 +183,26 @@ def test_no_transformers_is_named(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(ImportError, match=r"found no transformers, needs 5\.17"):
-        versions.require()
+        integration.require()
+
+
+WITHOUT_TRANSFORMERS = """
+import importlib.metadata, sys
+import saccade
+
+def absent(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+importlib.metadata.version, sys.modules["transformers"] = absent, None
+import saccade.integrations.transformers
+"""
+
+
+def test_importing_the_package_without_transformers_says_what_to_install():
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True
+    )
+    assert "found no transformers, needs 5.17 or newer: pip install" in run.stderr
 
 
 class Layer(torch.nn.Module):
@@ -245,9 +266,9 @@ def test_weights_are_not_to_be_had():
 
 
 def test_paged_cache_drops_nothing():
-    step = deferred.PagedStep(
+    step = caches.PagedStep(
         1, 1, torch.tensor([1]), torch.zeros(1, 1).int(), torch.tensor([2]).int()
     )
-    held = deferred.PagedRows(torch.zeros(1, 1, 4, 4), None, step, torch.float32)
+    held = caches.PagedRows(torch.zeros(1, 1, 4, 4), None, step, torch.float32)
     with pytest.raises(ValueError, match=r"dropout: got 0\.5, takes 0"):
         attention.attention_forward(Layer(), torch.zeros(1, 1, 1, 4), held, held, None, dropout=0.5)

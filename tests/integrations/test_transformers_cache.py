@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import saccade
 from saccade.integrations.transformers import PagedGenerationCache
 from saccade.integrations.transformers import cache as sliding
-from saccade.integrations.transformers.deferred import PagedRows
+from saccade.integrations.transformers.cache import PagedRows
 
 
 def rows(batch: int, length: int) -> tuple[Tensor, Tensor]:

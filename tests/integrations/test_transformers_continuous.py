@@ -9,7 +9,7 @@ from tiny_models import model, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import saccade
-from saccade.integrations.transformers import attention, continuous
+from saccade.integrations.transformers import attention
 
 # transformers 5.17 has other names, puts "paged|" before an attention's and lets any pass.
 NEWER = "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
@@ -79,4 +79,4 @@ def test_name_for_batches_is_for_nothing_else():
 def test_page_tables_for_flash_attention_are_refused():
     row = torch.zeros(1, 1, 2, 4)
     with pytest.raises(NotImplementedError, match="block_table: got one"):
-        continuous.attended(torch.nn.Module(), row, row, row, {"block_table": torch.zeros(1)})
+        attention.attend_batch(torch.nn.Module(), row, row, row, {"block_table": torch.zeros(1)})

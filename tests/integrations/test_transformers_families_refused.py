@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 import saccade.integrations.transformers as integration
 from saccade.integrations.transformers import attention, registration
-from saccade.integrations.transformers.masks import MaskTensor, WrittenMask
+from saccade.integrations.transformers.deferred import MaskTensor, WrittenMask
 
 SMALL = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT: dict[str, Any] = {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4}

@@ -1,17 +1,23 @@
-"""Layers: `LinearAttention` and `CausalLinearAttention`, the product below the second, and the same
-a query at a time."""
+"""Attention: linear attention of whole sequences and of one query at a time, and layers with the
+projections around it.
+
+Names of parameters are fast-transformers', so its checkpoints load. Event dispatchers are not
+called.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module
 
 import saccade
 from saccade import feature_maps
+from saccade.integrations.arguments import as_features
 from saccade.integrations.fast_transformers.features import (
     FeatureMap,
     elu_feature_map,
@@ -94,7 +100,7 @@ class LinearAttention(_LinearAttention):
         query_dimensions: channels of queries and keys.
         feature_map: a factory of one from query_dimensions; elu + 1 where None.
         eps: added to each row's sum of scores.
-        event_dispatcher: "" alone: nothing is dispatched here.
+        event_dispatcher: "" alone: no events are dispatched.
 
     Source: Katharopoulos et al. 2020, section 3.2.
     """
@@ -107,7 +113,7 @@ class LinearAttention(_LinearAttention):
 
 
 class CausalLinearAttention(_LinearAttention):
-    """Linear attention of each query to the keys up to its own place.
+    """Linear attention of each query to the keys up to its own position.
 
     With more keys than queries the last keys are not seen; with more queries than keys the last
     queries see all keys.
@@ -125,7 +131,7 @@ class CausalLinearAttention(_LinearAttention):
 def without_hidden(
     feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, mask: BaseMask | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Rows [N, H, …] and arguments of a call in which a mask's hidden keys (N, S) do not count."""
+    """Rows (N, H, …) and arguments of a call without the keys that a mask (N, S) hides."""
     found = in_our_terms(feature_map)
     if isinstance(mask, LengthMask):
         lengths = mask.lengths.clamp(0, key.shape[2]).long()
@@ -138,11 +144,11 @@ def without_hidden(
         return (query, key, value), {"feature_map": (found, _Hiding(found, hidden))}
     query = feature_map.forward_queries(query)
     key = feature_map.forward_keys(key).masked_fill(hidden, 0)  # after the map: elu(0) + 1 is 1
-    return (query, key, value), {"feature_map": as_given}
+    return (query, key, value), {"feature_map": as_features}
 
 
 class _Hiding(feature_maps.ScaledMap):
-    """A map of keys of which some are hidden: these have no features, and no part in the units."""
+    """A feature map for keys of which some are hidden: their features are 0, their scales too."""
 
     def __init__(self, feature_map: feature_maps.ScaledMap, hidden: Tensor):
         super().__init__()
@@ -156,23 +162,17 @@ class _Hiding(feature_maps.ScaledMap):
 
 
 def without_events(event_dispatcher: Any) -> str:
-    """The library's default dispatcher, to which nothing is told.
+    """The default event dispatcher; no events are dispatched.
 
     Raises:
-        NotImplementedError: for another, as somebody would wait for its events.
+        NotImplementedError: for another dispatcher, whose listeners would wait for events.
     """
     if event_dispatcher != "":
         raise NotImplementedError(f"event_dispatcher: got {event_dispatcher!r}, takes '' alone")
     return event_dispatcher
 
 
-def as_given(rows: Tensor) -> Tensor:
-    """The map of what are features already."""
-    return rows
-
-
-# ---- recurrent -----------------------------------------------------------------------------------
-# The same attention one query at a time, with the state handed on.
+# ---- one query at a time -------------------------------------------------------------------------
 
 
 class RecurrentLinearAttention(_Layer):
@@ -193,7 +193,7 @@ class RecurrentLinearAttention(_Layer):
 
         Args:
             query, key: (N, H, E). value: (N, H, M).
-            state: what the last step gave; changed in place unless gradients are wanted.
+            state: what the last step returned; changed in place unless gradients are wanted.
             memory: an older name of state.
 
         Returns:
@@ -207,7 +207,7 @@ class RecurrentLinearAttention(_Layer):
         # Others are applied here: they may have parameters, whose gradients a step would lose.
         if not isinstance(found, feature_maps.ScaledMap):
             query, key = self.feature_map.forward_queries(query), self.feature_map.forward_keys(key)
-            found = as_given
+            found = as_features
         elif state is not None and len(state) == 2:
             state = [*state, state[1].new_zeros(state[1].shape[:2])]
         arguments: dict[str, Any] = {"feature_map": found, "eps": self.eps}
@@ -247,7 +247,7 @@ class RecurrentCrossLinearAttention(_Layer):
         Args:
             query: (N, H, E). keys: (N, S, H, E). values: (N, S, H, M).
             key_lengths: a mask (N, S).
-            state: what the last step gave; keys and values are then not read.
+            state: what the last step returned; keys and values are then not read.
 
         Returns:
             (N, H, M), and the state [(N, H, M, E), (N, H, E)], for `Favor` with a third part as in
@@ -274,3 +274,138 @@ class RecurrentCrossLinearAttention(_Layer):
         )
         kept = [part for part in sums[1:] if part is not None]
         return output.squeeze(2), state or [sums.kv.mT, *kept]
+
+
+# ---- layers with projections ---------------------------------------------------------------------
+
+
+class _Projections(Module):
+    """The projections of queries, keys, values and the output.
+
+    Args:
+        attention: the module between them.
+        d_model: channels of queries before their projection, and of the output.
+        n_heads: heads.
+        d_keys: channels of a head of queries and keys; d_model // n_heads where None.
+        d_values: channels of a head of values; d_model // n_heads where None.
+        d_model_keys: channels of keys and values before their projection; d_model where None.
+        event_dispatcher: "" alone: no events are dispatched.
+    """
+
+    def __init__(
+        self,
+        attention: Module,
+        d_model: int,
+        n_heads: int,
+        d_keys: int | None = None,
+        d_values: int | None = None,
+        d_model_keys: int | None = None,
+        event_dispatcher: str = "",
+    ):
+        super().__init__()
+        d_keys, d_values = (size or d_model // n_heads for size in (d_keys, d_values))
+        d_model_keys = d_model_keys or d_model
+        self.inner_attention = attention
+        self.query_projection = Linear(d_model, d_keys * n_heads)
+        self.key_projection = Linear(d_model_keys, d_keys * n_heads)
+        self.value_projection = Linear(d_model_keys, d_values * n_heads)
+        self.out_projection = Linear(d_values * n_heads, d_model)
+        self.n_heads = n_heads
+        self.event_dispatcher = without_events(event_dispatcher)
+
+    def heads(self, **rows: Tensor) -> list[Tensor]:
+        """Projections (..., H, channels of a head) of `query`, `key` and `value`."""
+        return [
+            getattr(self, f"{name}_projection")(each).unflatten(-1, (self.n_heads, -1))
+            for name, each in rows.items()
+        ]
+
+
+class AttentionLayer(_Projections):
+    """Projections, an attention such as `LinearAttention`, and the projection of its output."""
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attn_mask: Any,
+        query_lengths: Any,
+        key_lengths: Any,
+    ) -> Tensor:
+        """The layer.
+
+        Args:
+            queries: (N, L, d_model). keys, values: (N, S, d_model_keys).
+            attn_mask, query_lengths, key_lengths: masks, for the attention.
+
+        Returns:
+            (N, L, d_model).
+        """
+        rows = self.heads(query=queries, key=keys, value=values)
+        found = self.inner_attention(*rows, attn_mask, query_lengths, key_lengths)
+        return self.out_projection(found.flatten(-2))
+
+
+class RecurrentAttentionLayer(_Projections):
+    """`AttentionLayer` one row at a time, around `RecurrentLinearAttention`."""
+
+    def __init__(
+        self,
+        attention: Module,
+        d_model: int,
+        n_heads: int,
+        d_keys: int | None = None,
+        d_values: int | None = None,
+        event_dispatcher: str = "",
+    ):
+        super().__init__(
+            attention, d_model, n_heads, d_keys, d_values, event_dispatcher=event_dispatcher
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: Any = None,
+        memory: Any = None,
+    ) -> tuple[Tensor, Any]:
+        """One step.
+
+        Args:
+            query, key, value: (N, d_model).
+            state: what the last step returned.
+            memory: an older name of state.
+
+        Returns:
+            (N, d_model), and the state.
+        """
+        if memory is not None:
+            warnings.warn("memory: takes None; its name is state", DeprecationWarning, stacklevel=2)
+        rows = self.heads(query=query, key=key, value=value)
+        found, state = self.inner_attention(*rows, memory if state is None else state)
+        return self.out_projection(found.flatten(-2)), state
+
+
+class RecurrentCrossAttentionLayer(_Projections):
+    """`AttentionLayer` one query at a time, around `RecurrentCrossLinearAttention`."""
+
+    def forward(
+        self, query: Tensor, keys: Tensor, values: Tensor, key_lengths: Any, state: Any = None
+    ) -> tuple[Tensor, Any]:
+        """One step.
+
+        Args:
+            query: (N, d_model). keys, values: (N, S, d_model_keys), not read where there is a
+                state.
+            key_lengths: a mask (N, S).
+            state: what the last step returned.
+
+        Returns:
+            (N, d_model), and the state.
+        """
+        rows: list[Any] = self.heads(query=query)
+        rows += [None, None] if state is not None else self.heads(key=keys, value=values)
+        found, state = self.inner_attention(*rows, key_lengths, state=state)
+        return self.out_projection(found.flatten(-2)), state

@@ -1,44 +1,46 @@
-"""Masks as fast-transformers has them (True = keep), known by what they are.
+"""Masks as fast-transformers has them (True = keep).
 
-A matrix is made when somebody asks for it, so a mask of 131,072 rows costs nothing: the library's
-own `FullMask` holds 17 GB there.
+A matrix is made when it is read, so a mask of 131,072 rows takes no memory until then: the
+library's own `FullMask` holds 17 GB there.
 """
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
 class BaseMask:
-    """What all masks answer; subclasses say what is kept."""
+    """A mask of rows; subclasses give `bool_matrix`, and set what they know without a matrix."""
 
     @property
     def bool_matrix(self) -> Tensor:
-        """True where something is kept."""
+        """True where a pair is kept."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Of the matrix."""
         return tuple(self.bool_matrix.shape)
 
     @property
     def float_matrix(self) -> Tensor:
-        """1 where something is kept, else 0."""
+        """1 where a pair is kept, else 0."""
         return self.bool_matrix.float()
 
     @property
     def additive_matrix(self) -> Tensor:
-        """0 where something is kept, else -inf."""
+        """0 where a pair is kept, else -inf."""
         return self.float_matrix.log()
 
     @property
     def additive_matrix_finite(self) -> Tensor:
-        """0 where something is kept, else -1e24."""
+        """0 where a pair is kept, else -1e24."""
         return (1 - self.float_matrix) * -1e24
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """How many are kept of each row, if they are the first ones."""
         kept = self.bool_matrix
@@ -48,12 +50,12 @@ class BaseMask:
             raise ValueError("lengths: got a mask that keeps others than the first, takes lengths")
         return lengths
 
-    @property
+    @cached_property
     def all_ones(self) -> bool:
         """Whether everything is kept."""
         return bool(self.bool_matrix.all())
 
-    @property
+    @cached_property
     def lower_triangular(self) -> bool:
         """Whether row i keeps the first i + 1, for all i."""
         kept = self.bool_matrix
@@ -86,42 +88,20 @@ class FullMask(BaseMask):
             mask, N, M = None, mask, N
         if N is None:
             raise ValueError("mask: got None, takes a bool tensor, or N")
-        self._sizes = (N, N if M is None else M)
+        self.shape = (N, N if M is None else M)
+        self.lengths = torch.full((N,), self.shape[1], device=device)
+        self.all_ones, self.lower_triangular = True, self.shape[1] <= 1
 
     @property
     def bool_matrix(self) -> Tensor:
-        """True where something is kept."""
+        """True where a pair is kept."""
         if self._mask is None:
-            return torch.ones(self._sizes, dtype=torch.bool, device=self.device)
+            return torch.ones(self.shape, dtype=torch.bool, device=self.device)
         return self._mask
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
-        return self._sizes if self._mask is None else tuple(self._mask.shape)
-
-    @property
-    def all_ones(self) -> bool:
-        """Whether everything is kept."""
-        return self._mask is None or bool(self._mask.all())
-
-    @property
-    def lengths(self) -> Tensor:
-        """How many are kept of each row, if they are the first ones."""
-        if self._mask is None:
-            return torch.full((self._sizes[0],), self._sizes[1], device=self.device)
-        return super().lengths
-
-    @property
-    def lower_triangular(self) -> bool:
-        """Whether row i keeps the first i + 1, for all i."""
-        if self._mask is None:
-            return self._sizes[1] <= 1
-        return super().lower_triangular
 
 
 class LengthMask(BaseMask):
-    """Each row keeps its first so many.
+    """Each row keeps as many of its first columns as its length.
 
     Args:
         lengths: [N] whole numbers.
@@ -135,59 +115,25 @@ class LengthMask(BaseMask):
         max_len: int | None = None,
         device: torch.device | str | None = None,
     ):
-        self._lengths = lengths.detach().clone().to(device or lengths.device)
-        self._max_len = max_len if max_len is not None else int(self._lengths.max())
+        self.lengths = lengths.detach().clone().to(device or lengths.device)
+        self.shape = len(lengths), int(self.lengths.max()) if max_len is None else max_len
 
     @property
     def bool_matrix(self) -> Tensor:
-        """True where something is kept."""
-        column = torch.arange(self._max_len, device=self._lengths.device)
-        return column < self._lengths.unsqueeze(-1)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
-        return (self._lengths.shape[0], self._max_len)
-
-    @property
-    def lengths(self) -> Tensor:
-        """How many are kept of each row."""
-        return self._lengths
-
-    @property
-    def all_ones(self) -> bool:
-        """Whether everything is kept."""
-        return bool((self._lengths >= self._max_len).all())
+        """True where a pair is kept."""
+        column = torch.arange(self.shape[1], device=self.lengths.device)
+        return column < self.lengths.unsqueeze(-1)
 
 
 class TriangularCausalMask(BaseMask):
     """Row i keeps the first i + 1 of N."""
 
     def __init__(self, N: int, device: torch.device | str = "cpu"):
-        self._size, self.device = N, device
+        self.shape, self.device = (N, N), device
+        self.lengths = torch.arange(1, N + 1, device=device)
+        self.all_ones, self.lower_triangular = N <= 1, True
 
     @property
     def bool_matrix(self) -> Tensor:
-        """True where something is kept."""
-        sizes = (self._size, self._size)
-        return torch.ones(sizes, dtype=torch.bool, device=self.device).tril()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
-        return (self._size, self._size)
-
-    @property
-    def lengths(self) -> Tensor:
-        """How many are kept of each row."""
-        return torch.arange(1, self._size + 1, device=self.device)
-
-    @property
-    def all_ones(self) -> bool:
-        """Whether everything is kept."""
-        return self._size <= 1
-
-    @property
-    def lower_triangular(self) -> bool:
-        """True: that is what it is."""
-        return True
+        """True where a pair is kept."""
+        return torch.ones(self.shape, dtype=torch.bool, device=self.device).tril()

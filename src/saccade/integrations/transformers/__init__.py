@@ -9,18 +9,44 @@
 Importing this package needs transformers, 5.17 or newer, and says so where there is none.
 """
 
-from saccade.integrations.transformers import registration as versions
+import importlib.metadata
+import re
 
-versions.require()
+OLDEST = (5, 17)
+INSTALL = "pip install 'saccade[transformers]'"
 
-from saccade.integrations.transformers.attention import AttentionStep as AttentionStep  # noqa: E402
+
+def require() -> None:
+    """Refuse to go on without a transformers that has the interfaces used here.
+
+    Raises:
+        ImportError: saying what was found, what is needed and how to install it.
+    """
+    needed = ".".join(map(str, OLDEST))
+    try:
+        found = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            f"saccade.integrations.transformers: found no transformers, needs {needed} or newer: "
+            f"{INSTALL}"
+        ) from None
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None or tuple(map(int, numbers.groups())) < OLDEST:
+        raise ImportError(
+            f"saccade.integrations.transformers: found transformers {found}, needs {needed} or "
+            f"newer: {INSTALL}"
+        )
+
+
+require()
+
+# What needs transformers is imported where a new enough one is known to be there.
 from saccade.integrations.transformers.attention import (  # noqa: E402
-    attention_forward as attention_forward,
+    AttentionStep,
+    attention_forward,
 )
-from saccade.integrations.transformers.cache import (  # noqa: E402
-    PagedGenerationCache as PagedGenerationCache,
-)
-from saccade.integrations.transformers.masks import lazy_mask as lazy_mask  # noqa: E402
-from saccade.integrations.transformers.registration import register as register  # noqa: E402
+from saccade.integrations.transformers.cache import PagedGenerationCache  # noqa: E402
+from saccade.integrations.transformers.masks import lazy_mask  # noqa: E402
+from saccade.integrations.transformers.registration import register  # noqa: E402
 
 __all__ = ["AttentionStep", "PagedGenerationCache", "attention_forward", "lazy_mask", "register"]

@@ -4,8 +4,7 @@ serving engine hands to it through a model's forward pass.
 
 from __future__ import annotations
 
-import functools
-import operator
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -13,9 +12,11 @@ import torch
 from torch import Tensor
 
 import saccade
-from saccade.integrations.transformers import continuous, masks
-from saccade.integrations.transformers.deferred import PagedRows
-from saccade.integrations.transformers.masks import GraphMask, LazyMask, MaskTensor, Visible
+from saccade import masks, scores
+from saccade.integrations.arguments import chained, sliding_window_mask
+from saccade.integrations.transformers.cache import PagedRows
+from saccade.integrations.transformers.deferred import MaskTensor
+from saccade.integrations.transformers.masks import GraphMask, LazyMask, Visible, conjunction
 
 
 class AttentionStep(Protocol):
@@ -34,8 +35,8 @@ class AttentionStep(Protocol):
         key: Tensor,
         value: Tensor,
         *,
-        mask: saccade.masks.Mask,
-        score: saccade.scores.Score | None,
+        mask: masks.Mask,
+        score: scores.Score | None,
         scale: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
@@ -123,7 +124,7 @@ def attention_forward(  # breaks function-length: most of it is the docstring
         "scale": scaling,
         "sinks": s_aux if s_aux is not None else getattr(module, "sinks", None),
     }
-    cap = None if softcap is None else saccade.scores.softcap(softcap)
+    cap = None if softcap is None else scores.softcap(softcap)
     if saccade_step is not None:
         shared |= {"mask": _told(module, causal, sliding_window, dropout, position_bias)}
         layer: Any = module.layer_idx
@@ -131,10 +132,11 @@ def attention_forward(  # breaks function-length: most of it is the docstring
     if options.get("cache") is not None:  # transformers' own continuous batching
         window = sliding_window or getattr(module, "sliding_window", None)
         shared |= {"mask": _told(module, True, window, dropout, position_bias), "score": cap}
-        return continuous.attended(module, query, key, value, options, **shared), None
+        return attend_batch(module, query, key, value, options, **shared), None
     mask, bias = _mask_and_bias(attention_mask, query, key, causal, sliding_window)
     shared["mask"] = _within_packed(mask, query, key, options)
-    shared["score"] = _chained(cap, position_bias, bias)
+    biases = [scores.bias(each) for each in (position_bias, bias) if each is not None]
+    shared["score"] = chained(cap, *biases)
     if isinstance(key, PagedRows) and isinstance(value, PagedRows):
         if dropout:
             raise ValueError(f"dropout: got {dropout}, takes 0 over a paged cache")
@@ -157,13 +159,46 @@ def continuous_forward(*tensors: Any, **options: Any) -> tuple[Tensor, None]:
     return attention_forward(*tensors, **options)
 
 
-def _chained(
-    cap: saccade.scores.Score | None, *biases: Tensor | None
-) -> saccade.scores.Score | None:
-    """The softcap, then what is added, as eager attention has it."""
-    changes = [] if cap is None else [cap]
-    changes += [saccade.scores.bias(each) for each in biases if each is not None]
-    return functools.reduce(operator.rshift, changes) if changes else None
+def attend_batch(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, batch: Mapping[str, Any], **options: Any
+) -> Tensor:
+    """Attention in transformers' own continuous batching (`generate_batch`).
+
+    Its cache is private, and 5.17 and 5.23 have it in two forms; both have `update`, which keeps
+    new keys and values and gathers all. They are attended to as packed sequences, without a mask.
+
+    Args:
+        module: the attention layer.
+        batch: what continuous batching hands through the model: cache, cu_seq_lens_q,
+            cu_seq_lens_k, read_index, write_index.
+        options: of `saccade.attention_varlen`.
+
+    Returns:
+        [1, tokens, heads, value_dim].
+    """
+    if batch.get("block_table") is not None:
+        raise NotImplementedError(
+            "block_table: got one, which transformers' caches make for flash attention's decode "
+            "kernel; takes None: continuous_batching_config.auto_switch_to_flash=False"
+        )
+    cache, layer = batch["cache"], module.layer_idx
+    if "kwargs" in inspect.signature(cache.update).parameters:  # since 5.18 or so
+        told = {name: batch[name] for name in (
+            "cu_seq_lens_k", "max_length_k", "read_index", "write_index"
+        )}  # fmt: skip
+        key, value = cache.update(key, value, layer, told)
+        key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        offsets = told["cu_seq_lens_k"]
+    else:
+        key, value = cache.update(key, value, layer, batch["read_index"], batch["write_index"])
+        offsets = batch["cu_seq_lens_k"]
+        if isinstance(offsets, dict):
+            sliding = getattr(module, "sliding_window", None)
+            offsets = offsets["sliding_attention" if sliding else "full_attention"]
+    cu_seqlens = batch["cu_seq_lens_q"].to(torch.int32), offsets.to(torch.int32)
+    packed = query[0].transpose(0, 1)
+    output: Tensor = saccade.attention_varlen(packed, key, value, *cu_seqlens, **options)
+    return output.unsqueeze(0)
 
 
 def _mask_and_bias(
@@ -190,9 +225,9 @@ def _mask_and_bias(
     if isinstance(attention_mask, (LazyMask, GraphMask)):
         return attention_mask.visible(), None
     if isinstance(attention_mask, MaskTensor):
-        return saccade.masks.dense(attention_mask.written_out()), None
+        return masks.dense(attention_mask.written_out()), None
     if attention_mask.dtype == torch.bool:
-        return saccade.masks.dense(attention_mask), None
+        return masks.dense(attention_mask), None
     if attention_mask.is_floating_point():
         return None, attention_mask
     raise TypeError(f"attention_mask: got {attention_mask.dtype}, takes {takes}")
@@ -205,15 +240,13 @@ def _unmasked(query_len: int, kv_len: int, causal: bool, window: int | None) -> 
         ValueError: where the first query row could stand at the first key as well as further on:
             peers disagree, so nobody can mean it.
     """
-    reach = None if window is None or window > kv_len else window - 1
-    if not causal:
-        return None if reach is None else saccade.masks.window(reach, reach)
-    if query_len not in (1, kv_len):
+    if causal and query_len not in (1, kv_len):
         raise ValueError(
             f"attention_mask: got None for {query_len} query rows and {kv_len} keys of a causal "
             "layer, which does not say where the rows stand; takes a mask there"
         )
-    return saccade.masks.causal() if reach is None else saccade.masks.window(reach)
+    hides = window is not None and window <= kv_len
+    return sliding_window_mask(window if hides else None, causal)
 
 
 def _within_packed(
@@ -234,12 +267,12 @@ def _within_packed(
         )[None]
         for rows, ends in zip((query, key), offsets, strict=True)
     ]
-    return masks.conjunction([mask, saccade.masks.documents(*ids)])
+    return conjunction([mask, masks.documents(*ids)])
 
 
 def _told(
     module: Any, causal: bool, window: int | None, dropout: float, position_bias: Tensor | None
-) -> saccade.masks.Mask:
+) -> masks.Mask:
     """The mask that a step, or a packed cache, is told.
 
     Raises:
@@ -257,4 +290,6 @@ def _told(
         raise ValueError(
             "saccade_step: got a sliding layer that names no sliding_window, takes one"
         )
-    return saccade.masks.causal() if window is None else saccade.masks.window(window - 1)
+    mask = sliding_window_mask(window, causal=True)
+    assert mask is not None  # a causal one
+    return mask

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,174 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch import Tensor
 from transformers import masking_utils
 
-import saccade
 from saccade import masks
-from saccade.integrations.transformers.deferred import Deferred, arguments_of, changes_any
-
-# ---- mask tensors --------------------------------------------------------------------------------
-# Masks in the shape of a bool tensor, which nobody takes for numbers.
-#
-# transformers' own code asks each attention for a mask in a form of its choice, and passes the
-# answer on. Models that never ask which attention is chosen add the answer to their scores: a bool
-# mask then adds 1 where a key is visible, hides nothing, and trains a model to look ahead, with no
-# error. So a mask may be reshaped, sliced, turned around, combined with other masks, or choose
-# between numbers (`torch.where`, `masked_fill` of what is hidden, an argument of SDPA), and stays a
-# mask meanwhile; anything else raises.
-
-aten: Any = torch.ops.aten
-# What gives another mask, where it gives bools from bools.
-STAYS_A_MASK = {
-    aten.alias, aten.detach, aten.clone, aten._to_copy, aten.lift_fresh, aten.slice, aten.select,
-    aten.view, aten._unsafe_view, aten._reshape_alias, aten.expand, aten.unsqueeze, aten.squeeze,
-    aten.permute, aten.transpose, aten.t, aten.index, aten.index_select, aten.gather, aten.cat,
-    aten.stack, aten.repeat, aten.split, aten.split_with_sizes, aten.unbind, aten.flip, aten.roll,
-    aten.constant_pad_nd, aten.where, aten.masked_fill, aten.scatter, aten.bitwise_and,
-    aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not, aten.logical_and, aten.logical_or,
-    aten.logical_xor, aten.logical_not, aten.any, aten.all,
-}  # fmt: skip
-# What chooses by a mask, and in which argument it takes one.
-CHOOSES_BY = {
-    aten.where: {"condition"}, aten.masked_fill: {"mask"}, aten.masked_fill_: {"mask"},
-    aten.masked_select: {"mask"}, aten.index: {"indices"}, aten.index_put: {"indices"},
-    aten.index_put_: {"indices"}, aten._index_put_impl_: {"indices"},
-    aten._fused_sdp_choice: {"attn_mask"}, aten.scaled_dot_product_attention: {"attn_mask"},
-    aten._scaled_dot_product_attention_math: {"attn_mask"},
-    aten._scaled_dot_product_flash_attention_for_cpu: {"attn_mask"},
-    aten._scaled_dot_product_efficient_attention: {"attn_bias"},
-    aten._scaled_dot_product_cudnn_attention: {"attn_bias"},
-}  # fmt: skip
-PADS = aten.constant_pad_nd
-MADE_OF = ("self", "other", "tensors", "value", "values", "src")  # in operators' arguments
-FILLS = {aten.masked_fill, aten.masked_fill_}  # by a mask of what is hidden
-LOOKS_ONLY = {aten.equal, aten._local_scalar_dense, aten.is_nonzero}
-
-
-class MaskTensor(Deferred):
-    """A bool tensor, True where a key is visible, that is no number."""
-
-    owned = False
-    says_visible = True  # or, turned around, what is hidden
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what can be done to a mask.
-
-        Raises:
-            ValueError: for what takes it for numbers, naming the model. (Of a TypeError Python's
-                operators would make another message, and an answer of `==`.)
-            NotImplementedError: for a change in place of what others may hold.
-        """
-        given = arguments_of(func, args, kwargs)
-        masks = {name: found for name, value in given.items() if (found := masks_in(value))}
-        packet = func.overloadpacket
-        chooses = set(masks) <= CHOOSES_BY.get(packet, set())
-        if packet in FILLS and chooses and given["mask"].says_visible:
-            raise ValueError(complaint(f"torch.ops.{func} of what it shows"))
-        if packet in LOOKS_ONLY or chooses:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        sound = _all_bool(packet, given)
-        if changes_any(func, given, MaskTensor):
-            if not (sound and given["self"].owned):
-                return super().__torch_dispatch__(func, types, args, kwargs)  # which refuses
-            super().__torch_dispatch__(func, types, (args[0].written, *args[1:]), kwargs)
-            return args[0]
-        if packet in STAYS_A_MASK and sound:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            return tree_map_only(Tensor, functools.partial(_made_of, func, masks), result)
-        raise ValueError(complaint(f"torch.ops.{func}"))
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Write truths: torch makes numbers of them (2.15), or of all numbers truths (before it).
-
-        Raises:
-            ValueError: for numbers that are no truths; -inf would become True.
-        """
-        if isinstance(value, int | float):
-            if isinstance(value, float) or value not in (0, 1):
-                raise ValueError(complaint(f"an entry of it that is set to {value}"))
-            value = torch.tensor(bool(value))
-        super().__setitem__(index, value)
-
-
-class WrittenMask(MaskTensor):
-    """A mask that is written out.
-
-    Args:
-        written: the bool tensor.
-        owned: whether nobody else relies on it, so that it may be changed in place.
-        says_visible: whether True is visible, and not hidden.
-    """
-
-    written: Tensor
-
-    @staticmethod
-    def __new__(cls, written: Tensor, owned: bool, says_visible: bool) -> WrittenMask:
-        """The same mask, guarded."""
-        strides = written.stride()
-        made = Deferred.empty_shell(cls, written.shape, torch.bool, written.device, strides)
-        made.written, made.owned, made.says_visible = written, owned, says_visible
-        return made
-
-    def written_out(self) -> Tensor:
-        """The bool tensor."""
-        return self.written
-
-
-def _made_of(func: Any, masks: dict[str, list[MaskTensor]], written: Tensor) -> WrittenMask:
-    """What an operator made of masks, as a mask."""
-    sources = [each for found in masks.values() for each in found]
-    is_view = any(returned.alias_info is not None for returned in func._schema.returns)
-    owned = not is_view or all(each.owned for each in sources)
-    says_visible = any(each.says_visible for each in sources)
-    turned = func.overloadpacket in (aten.bitwise_not, aten.logical_not)
-    return WrittenMask(written, owned, says_visible != turned)
-
-
-def masks_in(value: Any) -> list[MaskTensor]:
-    """The masks that an argument is, or lists."""
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, MaskTensor)]
-
-
-def _all_bool(packet: Any, given: dict[str, Any]) -> bool:
-    """Whether all that an operator's result is made of is bool: -inf would turn into True."""
-    if given.get("dtype") not in (None, torch.bool):
-        return False
-    for value in tree_flatten([given.get(name) for name in MADE_OF])[0]:
-        if isinstance(value, Tensor):
-            sound = value.dtype == torch.bool
-        else:  # padding turns False into 0 on the way here
-            sound = isinstance(value, bool | None) or (packet is PADS and value == 0)
-        if not sound:
-            return False
-    return True
-
-
-def complaint(found: str) -> str:
-    """What to say of a model that computes with a mask: who does, and what to use instead."""
-    layer, model = _who()
-    return (
-        f"attn_implementation: got 'saccade' for {model}, whose {layer} computes with an attention "
-        f"mask as if it were numbers ({found}), and not through transformers' AttentionInterface; "
-        "takes 'eager', or 'sdpa' where the model has it"
-    )
-
-
-def _who() -> tuple[str, str]:
-    """The innermost and the outermost module that are at work."""
-    found: list[nn.Module] = []
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(module := frame.f_locals.get("self"), nn.Module):
-            found.append(module)
-        frame = frame.f_back
-    if not found:
-        return "code", "no model"
-    return type(found[0]).__name__, type(found[-1]).__name__
-
+from saccade.integrations.transformers.deferred import MaskTensor
 
 Visible = masks.Mask | None  # None: everything is
 
@@ -204,7 +40,7 @@ def padding(real: Tensor, kv_len: int, kv_offset: int, device: torch.device) -> 
     """
     missing = kv_offset + kv_len - real.shape[1]
     if missing > 0:
-        real = torch.nn.functional.pad(real, (0, missing))
+        real = F.pad(real, (0, missing))
     real = real.to(device=device, dtype=torch.bool)[:, kv_offset : kv_offset + kv_len]
     numbers = real.int()
     # one transfer from the device for all three
@@ -282,37 +118,20 @@ class GraphMask:
         return self._write()
 
 
-def graph_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    mask_function: Any,
-    real: Tensor | None,
-    use_vmap: bool,
-    device: torch.device,
-) -> GraphMask:
-    """The mask that a `MaskRequest` of these fields asks for, inside of a graph."""
-    shape = (batch_size, 1, q_length, kv_length)
+def graph_mask(request: MaskRequest) -> GraphMask:
+    """The mask that a request asks for, inside of a graph."""
 
-    def write() -> Tensor:
-        written = masking_utils.sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length,
-            q_offset=q_offset, kv_offset=kv_offset,  # pyright: ignore[reportArgumentType]
-            mask_function=mask_function, attention_mask=real, allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
-        )  # fmt: skip
-        assert written is not None, "no mask is left out"
-        return written
+    def write() -> Tensor:  # a bound method cannot leave a graph
+        return request.written()
 
     try:
-        seen = masks.of_positions(mask_function, q_length, kv_length, q_offset, kv_offset)
+        seen = request.traced(request.q_offset)
     except TypeError:  # it branches on rows, say: transformers calls it for each pair
-        written = write()
-        return GraphMask(masks.dense(written), shape, device, lambda: written)
-    parts = [None if seen.hides_nothing else seen, _padding(real, kv_length, kv_offset)]
-    return GraphMask(conjunction(parts), shape, device, write)
+        written = request.written()
+        return GraphMask(masks.dense(written), request.shape, request.device, lambda: written)
+    parts = [None if seen.hides_nothing else seen]
+    parts.append(_padding(request.real, request.kv_length, request.kv_offset))
+    return GraphMask(conjunction(parts), request.shape, request.device, write)
 
 
 def _padding(real: Tensor | None, kv_len: int, kv_offset: int) -> Visible:
@@ -349,43 +168,60 @@ class MaskRequest:
     use_vmap: bool
     device: torch.device
 
-    def visible(self) -> Visible:
-        """The mask as one of saccade, None where nothing is hidden.
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[batch, 1, q_length, kv_length]."""
+        return self.batch_size, 1, self.q_length, self.kv_length
+
+    def traced(self, q_offset: int | Tensor) -> masks.Mask:
+        """The mask function as a mask of saccade, without padding.
 
         Raises:
             TypeError: if the mask function does what cannot be known without its rows.
         """
-        seen = saccade.masks.of_positions(
-            self.mask_function, self.q_length, self.kv_length, int(self.q_offset), self.kv_offset
+        return masks.of_positions(
+            self.mask_function, self.q_length, self.kv_length, q_offset, self.kv_offset
         )
+
+    def visible(self) -> Visible:
+        """The mask as one of saccade, None where nothing is hidden.
+
+        Raises:
+            TypeError: as `traced`.
+        """
+        seen = self.traced(int(self.q_offset))
         seen = None if seen.hides_nothing else seen.to(self.device)
         if self.real is None:
             return seen
         real = padding(self.real, self.kv_length, self.kv_offset, self.device)
         return conjunction([seen, real])
 
+    def written(self) -> Tensor:
+        """The mask as transformers itself writes it out."""
+        written = masking_utils.sdpa_mask(
+            batch_size=self.batch_size, q_length=self.q_length, kv_length=self.kv_length,
+            q_offset=self.q_offset, kv_offset=self.kv_offset,  # pyright: ignore[reportArgumentType]
+            mask_function=self.mask_function, attention_mask=self.real, allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False, use_vmap=self.use_vmap, device=self.device,
+        )  # fmt: skip
+        assert written is not None, "no mask is left out"
+        return written
+
     def dense(self) -> Tensor:
-        """The mask as transformers itself writes it out: bool [batch, 1, q_length, kv_length].
+        """The same, checked: bool [batch, 1, q_length, kv_length].
 
         Raises:
             TypeError: naming the mask function, if that is not possible.
         """
         try:
-            written = masking_utils.sdpa_mask(
-                batch_size=self.batch_size, q_length=self.q_length, kv_length=self.kv_length,
-                q_offset=self.q_offset, kv_offset=self.kv_offset,  # pyright: ignore[reportArgumentType]
-                mask_function=self.mask_function, attention_mask=self.real,
-                allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
-                use_vmap=self.use_vmap, device=self.device,
-            )  # fmt: skip
+            written = self.written()
         except Exception as error:
             raise TypeError(self._complaint(f"fails on index tensors ({error})")) from error
-        shape = (self.batch_size, 1, self.q_length, self.kv_length)
         if not isinstance(written, Tensor) or written.dtype != torch.bool:
             got = written.dtype if isinstance(written, Tensor) else type(written).__name__
             raise TypeError(self._complaint(f"gives {got}"))
-        if tuple(written.shape) != shape:
-            raise TypeError(self._complaint(f"gives shape {tuple(written.shape)} for {shape}"))
+        if tuple(written.shape) != self.shape:
+            raise TypeError(self._complaint(f"gives shape {tuple(written.shape)} for {self.shape}"))
         return written
 
     def _complaint(self, problem: str) -> str:
@@ -416,8 +252,7 @@ class LazyMask(MaskTensor):
     @staticmethod
     def __new__(cls, request: MaskRequest) -> LazyMask:
         """A mask that is worked out when it is asked for."""
-        shape = (request.batch_size, 1, request.q_length, request.kv_length)
-        made = MaskTensor.empty_shell(cls, shape, torch.bool, request.device)
+        made = MaskTensor.empty_shell(cls, request.shape, torch.bool, request.device)
         made.request, made._visible, made._dense = request, [], None
         return made
 
@@ -441,7 +276,7 @@ class LazyMask(MaskTensor):
             try:
                 self._visible.append(self.request.visible())
             except TypeError:  # it branches on rows, say: transformers calls it for each pair
-                self._visible.append(saccade.masks.dense(self.written_out()))
+                self._visible.append(masks.dense(self.written_out()))
         return self._visible[0]
 
     def written_out(self) -> Tensor:
@@ -471,16 +306,11 @@ def lazy_mask(
         attention_mask: [batch, positions], 0 at padding, or None.
         options: what other masks need (dtype, config, when to leave the mask out).
     """
-    if torch.compiler.is_compiling():
-        return graph_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            use_vmap, torch.device(device),
-        )  # fmt: skip
-    if isinstance(q_offset, Tensor):
+    in_graph = torch.compiler.is_compiling()
+    if isinstance(q_offset, Tensor) and not in_graph:
         q_offset = q_offset.clone()  # a static cache counts it up in place, before layers ask
-    return LazyMask(
-        MaskRequest(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            use_vmap, torch.device(device),
-        )
+    request = MaskRequest(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+        use_vmap, torch.device(device),
     )  # fmt: skip
+    return graph_mask(request) if in_graph else LazyMask(request)

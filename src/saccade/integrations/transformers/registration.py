@@ -9,7 +9,6 @@ pass; here the name "saccade" is checked in the same place, before a layer is ma
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 import re
 import sys
@@ -17,38 +16,10 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from saccade.integrations.transformers import continuous
 from saccade.integrations.transformers.attention import attention_forward, continuous_forward
-from saccade.integrations.transformers.continuous import NAME
 from saccade.integrations.transformers.masks import lazy_mask
 
-# ---- versions ------------------------------------------------------------------------------------
-# Which transformers this package can stand on.
-
-OLDEST = (5, 17)
-INSTALL = "pip install 'saccade[transformers]'"
-
-
-def require() -> None:
-    """Refuse to go on without a transformers that has the interfaces used here.
-
-    Raises:
-        ImportError: saying what was found, what is needed and how to install it.
-    """
-    needed = ".".join(map(str, OLDEST))
-    try:
-        found = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        raise ImportError(
-            f"saccade.integrations.transformers: found no transformers, needs {needed} or newer: "
-            f"{INSTALL}"
-        ) from None
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers is None or tuple(map(int, numbers.groups())) < OLDEST:
-        raise ImportError(
-            f"saccade.integrations.transformers: found transformers {found}, needs {needed} or "
-            f"newer: {INSTALL}"
-        )
+NAME = "saccade"
 
 
 def register() -> None:
@@ -65,7 +36,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_forward)
     # Without a mask function of its own a model would attend without any mask, padding included.
     AttentionMaskInterface.register(NAME, lazy_mask)
-    if not continuous.admit():  # then generate_batch puts "paged|" before a name
+    if not admit():  # then generate_batch puts "paged|" before a name
         AttentionInterface.register(f"paged|{NAME}", continuous_forward)
 
 
@@ -134,4 +105,32 @@ def guard() -> bool:
         return checked(self, requested_attention, *arguments, **options)
 
     PreTrainedModel.get_correct_attn_implementation = checked_for_saccade
+    return True
+
+
+@functools.cache
+def admit() -> bool:
+    """Let continuous batching take saccade's attention, where it would refuse it.
+
+    transformers 5.17 takes any attention of the name "paged|…"; later versions have a list, which
+    nobody can add to, in one method.
+
+    Returns:
+        Whether there was a method to change.
+    """
+    try:
+        from transformers.generation.continuous_batching import continuous_api
+    except ImportError:  # it needs packages that transformers itself does not
+        return False
+    manager = continuous_api.ContinuousBatchingManager
+    switch = getattr(manager, "switch_to_cb_friendly_attn", None)
+    if switch is None or "auto_switch_to_flash" not in inspect.signature(switch).parameters:
+        return False
+
+    @functools.wraps(switch)
+    def switched(self: Any, model: Any, *arguments: Any, **options: Any) -> None:
+        if model.config._attn_implementation != NAME:
+            switch(self, model, *arguments, **options)
+
+    manager.switch_to_cb_friendly_attn = switched
     return True
