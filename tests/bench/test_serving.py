@@ -7,9 +7,7 @@ from typer.testing import CliRunner
 from saccade.bench import serving
 from saccade.bench.results import read
 from saccade.bench.timing import TimingPlan
-from saccade.demo.files import export
-from saccade.demo.model import ByteModel
-from saccade.demo.settings import DemoModelShape
+from saccade.demo.model import ByteModel, DemoModelShape, export
 from saccade_cli import app
 
 

@@ -7,8 +7,8 @@ import typer
 from typer.testing import CliRunner
 
 from saccade.demo import command
-from saccade.demo.files import load_model
-from saccade.demo.settings import QUICK, DemoModelShape
+from saccade.demo.command import QUICK
+from saccade.demo.model import DemoModelShape, load_model
 
 app = typer.Typer()
 app.command()(command.demo)

@@ -8,9 +8,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from saccade.demo.files import export
-from saccade.demo.model import ByteModel
-from saccade.demo.settings import DemoModelShape
+from saccade.demo.model import ByteModel, DemoModelShape, export
 from saccade.serving import session
 from saccade_cli import app
 

@@ -1,4 +1,4 @@
-"""Comparison: time and memory of attention on this machine, over sequence lengths.
+"""Compare Saccade with PyTorch on this machine: errors against float64, and time and memory.
 
 The system's own figure of memory (the peak resident size) counts everything, what kernels allocate
 inside included, but it only ever grows. So each measurement has a fresh process to itself.
@@ -6,19 +6,159 @@ inside included, but it only ever grows. So each measurement has a fresh process
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from saccade.demo.exactness import CONTENDERS
-from saccade.demo.settings import DemoSettings
+import saccade
+from saccade.demo.model import AttentionCall, mask_of
+
+Rows = Float[Tensor, "batch heads rows dim"]
+
+
+def by_saccade(
+    query: Rows,
+    key: Rows,
+    value: Rows,
+    window: int | None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> Rows:
+    """`saccade.attention`, whose masks are never written out in full."""
+    score = None if softcap is None else saccade.scores.softcap(softcap)
+    options: Any = {"score": score, "implementation": implementation}
+    return saccade.attention(query, key, value, mask=mask_of(window), **options)
+
+
+def by_sdpa(query: Rows, key: Rows, value: Rows, window: int | None) -> Rows:
+    """PyTorch's `scaled_dot_product_attention`, which takes a window only as a whole matrix."""
+    if window is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    mask = visible(query.shape[2], window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def by_hand(
+    query: Rows, key: Rows, value: Rows, window: int | None, softcap: float | None = None
+) -> Rows:
+    """softmax(QKᵀ)V as one writes it: every score lies in memory at once."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    hidden = ~visible(query.shape[2], window)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
+
+def visible(length: int, window: int | None) -> Bool[Tensor, "length length"]:
+    """The mask written out: causal, and at most `window` rows back."""
+    mask = torch.ones(length, length, dtype=torch.bool).tril_()
+    return mask if window is None else mask.triu_(-window)
+
+
+CONTENDERS: dict[str, Callable[..., Rows]] = {
+    "saccade": by_saccade,
+    "PyTorch SDPA": by_sdpa,
+    "plain PyTorch": by_hand,
+}
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.bfloat16)
+SOFTCAP = 30.0
+
+
+class LargestError(NamedTuple):
+    """The distance from the reference, at its worst and as a root mean square."""
+
+    worst: float
+    rms: float
+
+
+class Finding(NamedTuple):
+    """One contender's errors on one layer in one dtype."""
+
+    layer: str
+    dtype: str
+    who: str
+    output: LargestError
+    gradient: LargestError
+
+    def plain(self) -> dict[str, Any]:
+        """The errors as JSON holds them."""
+        errors = {"output": self.output._asdict(), "gradient": self.gradient._asdict()}
+        return {**self._asdict(), **errors}
+
+
+def measure_errors(calls: Sequence[AttentionCall], seed: int) -> Iterator[Finding]:
+    """Errors of Saccade, SDPA and plain PyTorch on what trained layers attend with.
+
+    All of them, the reference too, start from the same numbers, rounded to the dtype: the errors
+    are those of the computation alone. The reference computes in float64. The last layer is
+    compared once more with capped scores, which SDPA does not compute.
+    """
+    capped = calls[-1]._replace(layer=f"{len(calls)} (softcap)", softcap=SOFTCAP)
+    for call in (*calls, capped):
+        options = {"window": call.window}
+        options |= {} if call.softcap is None else {"softcap": call.softcap}
+        exact_run = partial(by_saccade, **options, implementation="reference")
+        for dtype in DTYPES:
+            rows = [tensor.to(dtype) for tensor in (call.query, call.key, call.value)]
+            generator = torch.Generator().manual_seed(seed)
+            grad_output = torch.randn(call.query.shape, generator=generator).to(dtype)
+            exact = results(exact_run, rows, grad_output, torch.float64)
+            for who, run in CONTENDERS.items():
+                if call.softcap is not None and run is by_sdpa:
+                    continue
+                got = results(partial(run, **options), rows, grad_output, dtype)
+                errors = error(got[:1], exact[:1]), error(got[1:], exact[1:])
+                yield Finding(call.layer, str(dtype).removeprefix("torch."), who, *errors)
+
+
+def results(
+    run: Callable[..., Tensor], rows: list[Tensor], grad_output: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Output and the gradients of query, key and value, computed in a dtype."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in rows]
+    output = run(*leaves)
+    gradients = torch.autograd.grad(output, leaves, grad_output.to(dtype))
+    return output.detach(), *gradients
+
+
+def error(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> LargestError:
+    """How far results are from the exact ones, over all their numbers."""
+    pairs = zip(got, exact, strict=True)
+    off = torch.cat([(one.double() - other).flatten() for one, other in pairs])
+    return LargestError(float(off.abs().max()), float(off.square().mean().sqrt()))
+
+
+def ratios_to_plain(findings: list[Finding], dtype: str) -> dict[str, float]:
+    """For each contender, its largest RMS error as a multiple of plain PyTorch's on that layer."""
+    chosen = [finding for finding in findings if finding.dtype == dtype]
+    plain = {one.layer: one for one in chosen if one.who == "plain PyTorch"}
+    ratios: dict[str, float] = {}
+    for one in chosen:
+        if one.who != "plain PyTorch":
+            beside = plain[one.layer]
+            here = max(one.output.rms / beside.output.rms, one.gradient.rms / beside.gradient.rms)
+            ratios[one.who] = max(here, ratios.get(one.who, 0.0))
+    return ratios
+
+
+# ---- time and memory -----------------------------------------------------------------------------
 
 MEASURABLE = sys.platform != "win32"  # Windows has no getrusage
 WARM_UP_LENGTH = 64
@@ -68,20 +208,13 @@ def measure_peak(call: TimedCall) -> int | None:
 
 def _measure(sender: Any, call: TimedCall, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    # A first call loads libraries and starts threads; that memory is nobody's in particular.
+    # A first call loads libraries and starts threads; that memory does not count.
     small = call._replace(length=WARM_UP_LENGTH)
-    _forward_and_backward(small, make_inputs(small))
+    _seconds(small, make_inputs(small))
     inputs = make_inputs(call)
     before = peak_bytes()
-    _forward_and_backward(call, inputs)
+    _seconds(call, inputs)
     sender.send(peak_bytes() - before)
-
-
-def _forward_and_backward(call: TimedCall, inputs: Inputs) -> None:
-    query, key, value, grad_output = inputs
-    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    output = CONTENDERS[call.who](query, key, value, call.window)
-    torch.autograd.grad(output, leaves, grad_output)
 
 
 def make_inputs(call: TimedCall) -> Inputs:
@@ -142,21 +275,21 @@ class Measured(NamedTuple):
     left_out: str = ""
 
 
-def compare(settings: DemoSettings, deadline: float) -> Iterator[list[Measured]]:
+def measure_lengths(
+    lengths: Sequence[int], window_lengths: Sequence[int], rounds: int, deadline: float
+) -> Iterator[list[Measured]]:
     """Measure all contenders, one length after the other, causal and with a window.
 
-    Whoever would not be done by the deadline (of `time.perf_counter`) at a length is left out of
-    it; of the shortest one nobody is.
+    A contender that would not be done by the deadline (of `time.perf_counter`) at a length is left
+    out of it; at the shortest one all are measured.
     """
-    measure_peak(
-        TimedCall("saccade", 64, HEADS, HEAD_DIM, None)
-    )  # starts the process that is copied
+    measure_peak(TimedCall("saccade", 64, HEADS, HEAD_DIM, None))  # starts what others are forks of
     shorter: dict[int | None, list[Measured]] = {None: [], WINDOW: []}
-    for length in settings.lengths:
-        for window in (None, WINDOW) if length in settings.window_lengths else (None,):
+    for length in lengths:
+        for window in (None, WINDOW) if length in window_lengths else (None,):
             seconds_left = deadline - time.perf_counter()
-            left_out = _left_out(shorter[window], length, settings.rounds, seconds_left)
-            measured = list(_at_length(length, window, settings.rounds, left_out))
+            left_out = _left_out(shorter[window], length, rounds, seconds_left)
+            measured = list(_at_length(length, window, rounds, left_out))
             shorter[window] = measured
             yield measured
 
@@ -164,7 +297,7 @@ def compare(settings: DemoSettings, deadline: float) -> Iterator[list[Measured]]
 def _left_out(
     shorter: list[Measured], length: int, rounds: int, seconds_left: float
 ) -> dict[str, str]:
-    """Who is not measured at a length, and why, judged by a shorter one."""
+    """Which contenders are not measured at a length, and why, judged by a shorter one."""
     reasons = {one.who: one.left_out for one in shorter if one.left_out}
     runs = rounds + 3  # one to warm up, and about two for the process that measures memory
     for one in shorter:
@@ -193,32 +326,33 @@ def _at_length(
         for who in CONTENDERS
         if who not in left_out
     }
-    times = _times(calls, rounds)
+    times = _median_ms(calls, rounds)
     for who in CONTENDERS:
         if who in left_out:
             yield Measured(pattern, length, who, left_out=left_out[who])
         else:
-            forward, backward = (1e3 * statistics.median(seconds) for seconds in times[who])
-            yield Measured(pattern, length, who, forward, backward, measure_peak(calls[who]))
+            yield Measured(pattern, length, who, *times[who], measure_peak(calls[who]))
 
 
-def _times(calls: dict[str, TimedCall], rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of forward and backward passes; rounds are interleaved, so that all of them see
-    the same moods of the machine."""
-    times: dict[str, tuple[list[float], list[float]]] = {who: ([], []) for who in calls}
-    if not calls:
-        return times
-    inputs = make_inputs(next(iter(calls.values())))
-    for round_number in range(-1, rounds):  # the first one warms up and is not counted
+def _median_ms(calls: dict[str, TimedCall], rounds: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds of forward and backward passes; in each round every contender has its turn, so
+    that what else the machine does meets all of them."""
+    inputs = [make_inputs(call) for call in list(calls.values())[:1]]
+    samples: dict[str, list[tuple[float, float]]] = {who: [] for who in calls}
+    for _ in range(1 + rounds):  # the first one warms up and is not counted
         for who, call in calls.items():
-            taken = _time_once(call, inputs)
-            if round_number >= 0:
-                for seconds, each in zip(times[who], taken, strict=True):
-                    seconds.append(each)
-    return times
+            samples[who].append(_seconds(call, *inputs))
+    return {
+        who: (
+            1e3 * statistics.median(forward for forward, _ in taken[1:]),
+            1e3 * statistics.median(backward for _, backward in taken[1:]),
+        )
+        for who, taken in samples.items()
+    }
 
 
-def _time_once(call: TimedCall, inputs: Inputs) -> tuple[float, float]:
+def _seconds(call: TimedCall, inputs: Inputs) -> tuple[float, float]:
+    """How long a forward and a backward pass take."""
     query, key, value = (tensor.detach().requires_grad_() for tensor in inputs[:3])
     begin = time.perf_counter()
     output = CONTENDERS[call.who](query, key, value, call.window)

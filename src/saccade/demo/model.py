@@ -1,13 +1,15 @@
-"""Model: a small transformer over bytes whose attention is `saccade.attention`, and how it writes.
+"""A small transformer over bytes whose attention is `saccade.attention`: model, sampling, files.
 
-It computes what a Qwen2 of the same sizes does (`files.py` writes it as one), so that anything that
-runs models of Hugging Face runs this one.
+It computes what a Qwen2 of the same sizes does and is saved as one, so that anything that runs
+models of Hugging Face runs this one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +17,12 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 import saccade
-from saccade.demo.settings import DemoModelShape
 
 VOCABULARY = 256
 ROTARY_BASE = 10_000.0
 NORM_EPSILON = 1e-6
-# Heads of the first layer begin by looking 1, 2, 3 … bytes back, whatever these hold. Otherwise
-# attention must first learn to, and a short training is spent on that: the loss of 100 steps is
-# 0.2 bits a byte higher without.
+# Heads of the first layer begin by looking 1, 2, 3 … bytes back, whatever these hold. A short
+# training would else be spent on learning that: its loss after 100 steps is 0.2 bits a byte higher.
 LOOKING_BACK = 8.0  # how strongly: the size of the bias of a channel
 # Pairs of channels that have one: those that turn fastest, as others tell no bytes apart.
 LOOKING_PAIRS = 5
@@ -30,6 +30,32 @@ CONTENT = 0.05  # how much of what bytes hold counts there at first
 
 Rows = Float[Tensor, "batch heads rows head_dim"]
 Hidden = Float[Tensor, "batch rows width"]
+
+
+@dataclass(frozen=True)
+class DemoModelShape:
+    """The sizes of the byte model.
+
+    Attributes:
+        width: channels of the residual stream.
+        query_heads: heads of queries.
+        kv_heads: heads of keys and values; each serves query_heads / kv_heads of the former.
+        hidden: channels inside each MLP.
+        windows: for each layer, how many bytes back it sees; None means all of them.
+        context: the longest text that it is trained on, in bytes.
+    """
+
+    width: int = 192
+    query_heads: int = 6
+    kv_heads: int = 2
+    hidden: int = 384
+    windows: tuple[int | None, ...] = (64, None, None)
+    context: int = 256
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.width // self.query_heads
 
 
 @dataclass
@@ -52,24 +78,20 @@ class LayerCache:
         return key, value
 
 
-@dataclass
-class TextCache:
-    """What the model keeps of a text that it has read."""
-
-    layers: list[LayerCache]
-
-
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What one layer gives to `saccade.attention`."""
 
     layer: str
-    mask: saccade.masks.Mask
-    window: int | None  # what the mask stands for; None: everything before
+    window: int | None  # None: everything before
     query: Rows
     key: Rows
     value: Rows
     softcap: float | None = None  # the bound of scores
+
+
+def mask_of(window: int | None) -> saccade.masks.Mask:
+    """Everything before a row, or so many rows back; a window ends at the row itself."""
+    return saccade.masks.causal() if window is None else saccade.masks.window(window)
 
 
 class Attention(nn.Module):
@@ -80,9 +102,8 @@ class Attention(nn.Module):
         dim = shape.head_dim
         self.heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
         self.head_dim = dim
-        # A window that reaches no further right than the row itself is causal already.
-        self.mask = saccade.masks.causal() if window is None else saccade.masks.window(window)
         self.window = window
+        self.mask = mask_of(window)
         self.project = nn.Linear(shape.width, sum(self.heads) * dim)
         self.combine = nn.Linear(shape.query_heads * dim, shape.width, bias=False)
 
@@ -102,8 +123,7 @@ class Attention(nn.Module):
         see: scores of hundreds would leave few digits for what an lse is compared with.
         """
         queries, keys, _ = self.heads
-        asking = self.project.weight[: (queries + keys) * self.head_dim]
-        asking.mul_(CONTENT)
+        self.project.weight[: (queries + keys) * self.head_dim].mul_(CONTENT)
         biases = self.project.bias.view(-1, self.head_dim)
         pairs, steady = min(LOOKING_PAIRS, self.head_dim // 2 - 1), self.head_dim // 2 - 1
         upright = torch.zeros(1, 1, 1, self.head_dim)
@@ -115,7 +135,7 @@ class Attention(nn.Module):
         biases[:queries, steady], biases[queries : queries + keys, steady] = shift, -shift
 
     def forward(self, hidden: Hidden, cache: LayerCache | None) -> Hidden:
-        """What each byte gathers from those it sees."""
+        """The attention of each byte over those it sees."""
         query, key, value = self.rows(hidden, cache.length if cache else 0)
         if cache is not None:
             key, value = cache.extended(key, value)
@@ -148,7 +168,7 @@ class Layer(nn.Module):
         self.mlp = GatedMLP(shape)
 
     def forward(self, hidden: Hidden, cache: LayerCache | None) -> Hidden:
-        """The residual stream with this layer's share added."""
+        """The residual stream with what this layer adds."""
         hidden = hidden + self.attention(self.attention_norm(hidden), cache)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
@@ -184,12 +204,12 @@ class ByteModel(nn.Module):
         return sum(weight.numel() for weight in self.parameters())
 
     def forward(
-        self, tokens: Int[Tensor, "batch rows"], cache: TextCache | None = None
+        self, tokens: Int[Tensor, "batch rows"], cache: list[LayerCache] | None = None
     ) -> Float[Tensor, "batch rows byte"]:
         """Logits of the next byte after each of `tokens`, which follow those in the cache."""
         hidden = self.embed(tokens)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, cache.layers[index] if cache else None)
+            hidden = layer(hidden, cache[index] if cache else None)
         return F.linear(self.norm(hidden), self.embedding.weight)
 
     def embed(self, tokens: Int[Tensor, "batch rows"]) -> Hidden:
@@ -199,9 +219,9 @@ class ByteModel(nn.Module):
         """
         return F.rms_norm(self.embedding(tokens), (self.shape.width,), eps=NORM_EPSILON)
 
-    def empty_cache(self) -> TextCache:
-        """The cache of texts of which nothing has been read."""
-        return TextCache([LayerCache() for _ in self.layers])
+    def empty_cache(self) -> list[LayerCache]:
+        """The cache of texts of which nothing has been read, by layer."""
+        return [LayerCache() for _ in self.layers]
 
     @torch.no_grad()
     def attention_calls(self, tokens: Int[Tensor, "batch rows"]) -> list[AttentionCall]:
@@ -212,7 +232,7 @@ class ByteModel(nn.Module):
             rows = layer.attention.rows(layer.attention_norm(hidden), 0)
             window = layer.attention.window
             name = f"{number} ({'causal' if window is None else f'window {window}'})"
-            calls.append(AttentionCall(name, layer.attention.mask, window, *rows))
+            calls.append(AttentionCall(name, window, *rows))
             hidden = layer(hidden, None)
         return calls
 
@@ -227,6 +247,8 @@ def rotate(rows: Rows, first_position: int) -> Rows:
     first, second = rows[..., :half], rows[..., half:]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
+
+# ---- sampling ------------------------------------------------------------------------------------
 
 SEARCHED_BYTES = 10_000
 
@@ -284,3 +306,164 @@ def cache_error(model: ByteModel, tokens: Int[Tensor, " rows"]) -> float:
     cache = model.empty_cache()
     stepwise = torch.cat([model(token.view(1, 1), cache) for token in tokens], dim=1)
     return float((stepwise - model(tokens.view(1, -1))).abs().max())
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON as a person reads it."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_model(model: ByteModel, folder: Path) -> Path:
+    """Write the weights and, beside them as JSON, the sizes; gives the weights' path."""
+    weights = folder / "model.pt"
+    torch.save(model.state_dict(), weights)
+    write_json(folder / "model.json", asdict(model.shape))
+    return weights
+
+
+def load_model(folder: Path) -> ByteModel:
+    """The model that `save_model` wrote."""
+    sizes = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+    model = ByteModel(DemoModelShape(**{**sizes, "windows": tuple(sizes["windows"])}))
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    return model.eval()
+
+
+def export(model: ByteModel, folder: Path) -> Path:
+    """Write config.json, model.safetensors and the tokenizer's files; gives the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", qwen2_config(model))
+    write_json(folder / "generation_config.json", {"do_sample": False})
+    write_json(folder / "tokenizer.json", byte_tokenizer())
+    write_json(folder / "tokenizer_config.json", tokenizer_config(model.shape.context))
+    write_safetensors(qwen2_weights(model), folder / "model.safetensors")
+    return folder
+
+
+def qwen2_config(model: ByteModel) -> dict[str, Any]:
+    """The model's sizes by the names of transformers' Qwen2."""
+    shape = model.shape
+    windows = {window for window in shape.windows if window is not None}
+    if len(windows) > 1:
+        raise ValueError(f"windows: got {shape.windows}, takes one width for all layers with one")
+    layer_types = ["full_attention" if w is None else "sliding_attention" for w in shape.windows]
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.hidden,
+        "num_hidden_layers": len(shape.windows),
+        "num_attention_heads": shape.query_heads,
+        "num_key_value_heads": shape.kv_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": NORM_EPSILON,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
+        # Embeddings go in at unit size, and come out as they are learned.
+        "tie_word_embeddings": False,
+        "use_sliding_window": bool(windows),
+        # Counts the byte itself, which `saccade.masks.window` does not.
+        "sliding_window": max(windows) + 1 if windows else None,
+        "max_window_layers": 0,
+        "layer_types": layer_types,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def qwen2_weights(model: ByteModel) -> dict[str, Tensor]:
+    """The model's weights by the names of transformers' Qwen2."""
+    embedding = model.embedding.weight
+    weights = {
+        "model.embed_tokens.weight": F.rms_norm(embedding, (model.shape.width,), eps=NORM_EPSILON),
+        "model.norm.weight": model.norm.weight,
+        "lm_head.weight": embedding,
+    }
+    for number, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        attention = layer.attention
+        sizes = [heads * model.shape.head_dim for heads in attention.heads]
+        gate, up = layer.mlp.widen.weight.chunk(2)
+        named = {
+            "input_layernorm.weight": layer.attention_norm.weight,
+            "post_attention_layernorm.weight": layer.mlp_norm.weight,
+            "self_attn.o_proj.weight": attention.combine.weight,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": layer.mlp.narrow.weight,
+        }
+        for kind in ("weight", "bias"):
+            parts = getattr(attention.project, kind).split(sizes)
+            for name, part in zip("qkv", parts, strict=True):
+                named[f"self_attn.{name}_proj.{kind}"] = part
+        weights |= {f"model.layers.{number}.{name}": weight for name, weight in named.items()}
+    return {name: weight.detach().float().contiguous() for name, weight in weights.items()}
+
+
+def write_safetensors(weights: dict[str, Tensor], path: Path) -> None:
+    """Write float32 tensors: the length of a JSON header, the header, then all numbers in a row."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, weight in weights.items():
+        start, end = end, end + weight.numel() * weight.element_size()
+        header[name] = {"dtype": "F32", "shape": [*weight.shape], "data_offsets": [start, end]}
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    numbers = torch.cat([weight.flatten() for weight in weights.values()])
+    content = bytes(numbers.view(torch.uint8).tolist())
+    path.write_bytes(len(described).to_bytes(8, "little") + described + content)
+
+
+def byte_characters() -> list[str]:
+    """The character by which a byte-level tokenizer writes each byte (Radford et al. 2019).
+
+    Printable bytes stand for themselves, all others for characters from 256 on, in order.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """A tokenizer whose tokens are bytes: the byte-level alphabet, and nothing is merged."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    level["use_regex"] = False
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {character: byte for byte, character in enumerate(byte_characters())},
+            "merges": [],
+        },
+    }
+
+
+def tokenizer_config(context: int) -> dict[str, Any]:
+    """How transformers loads the tokenizer."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        # Or transformers' tokenizer for Qwen2 adds its own.
+        "unk_token": None,
+        "eos_token": None,
+        "pad_token": None,
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from saccade.demo.comparison import Measured
-from saccade.demo.exactness import Finding
+from saccade.demo.comparison import Finding, Measured
 from saccade.demo.training import TrainingStep
 
 MIB = 2**20
@@ -40,20 +41,15 @@ def training_progress(console: Console) -> Progress:
 def shown(step: TrainingStep) -> dict:
     """What the bar shows of a step."""
     left = step.seconds * (1 / step.progress - 1)
-    return {
-        "step": step.number,
-        "bits": step.bits_per_byte,
-        "speed": step.bytes_per_second,
-        "left": left,
-    }
+    speed = step.bytes_per_second
+    return {"step": step.number, "bits": step.bits_per_byte, "speed": speed, "left": left}
 
 
 def prediction_table(bits: dict[str, float], unseen: int) -> Table:
     """How well each model predicts text that none of them has seen."""
-    table = _table(f"Predicting {unseen:,} held-out bytes")
-    table.add_column("model")
-    table.add_column("bits per byte", justify="right")
-    table.add_column("size next to 8 bits", justify="right")
+    table = _table(
+        f"Predicting {unseen:,} held-out bytes", ["model"], ["bits per byte", "size next to 8 bits"]
+    )
     best = min(bits.values())
     for who, value in bits.items():
         style = "bold green" if value == best else ""
@@ -66,24 +62,20 @@ SHORT = {"PyTorch SDPA": "SDPA", "plain PyTorch": "plain"}
 
 def exactness_table(findings: list[Finding]) -> Table:
     """Errors against the float64 reference, layer by layer."""
-    table = _table("Distance from the float64 reference")
-    for name in ("layer", "dtype", "who"):
-        table.add_column(name, no_wrap=True)
-    for name in ("output\nmax", "\nRMS", "gradient\nmax", "\nRMS"):
-        table.add_column(name, justify="right", no_wrap=True)
-    place = ("", "")
-    for finding in findings:
-        if place[0] and (finding.layer, finding.dtype) != place:
-            table.add_section()
-        new = (finding.layer, finding.dtype) != place
-        place = (finding.layer, finding.dtype)
-        errors = (*finding.output, *finding.gradient)
-        table.add_row(
-            *(place if new else ("", "")),
-            SHORT.get(finding.who, finding.who),  # the table should fit 80 columns
-            *(f"{value:.1e}" for value in errors),
-            style="bold" if finding.who == "saccade" else "",
-        )
+    table = _table(
+        "Distance from the float64 reference",
+        ["layer", "dtype", "who"],
+        ["output\nmax", "\nRMS", "gradient\nmax", "\nRMS"],
+    )
+    for position, group in groupby(findings, lambda finding: finding[:2]):
+        table.add_section()
+        for label, finding in zip(chain([position], repeat(("", ""))), group):  # noqa: B905
+            table.add_row(
+                *label,
+                SHORT.get(finding.who, finding.who),  # the table should fit 80 columns
+                *(f"{value:.1e}" for value in (*finding.output, *finding.gradient)),
+                style="bold" if finding.who == "saccade" else "",
+            )
     return table
 
 
@@ -102,19 +94,15 @@ def readable(content: bytes) -> str:
 
 def comparison_table(measured: list[Measured], pattern: str) -> Table:
     """Time and memory of one pattern, length by length."""
-    table = _table(f"{pattern.capitalize()}")
-    table.add_column("length", justify="right")
-    table.add_column("who", no_wrap=True)
-    for name in ("forward\nms", "backward\nms", "peak extra\nMiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    length = 0
-    for one in (one for one in measured if one.pattern == pattern):
-        if length and one.length != length:
-            table.add_section()
-        label = "" if one.length == length else f"{one.length:,}"
-        length = one.length
-        style = "bold" if one.who == "saccade" else ""
-        table.add_row(label, one.who, *_cells(one), style=style)
+    numbers = ["forward\nms", "backward\nms", "peak extra\nMiB"]
+    table = _table(pattern.capitalize(), ["length", "who"], numbers)
+    table.columns[0].justify = "right"
+    of_pattern = [one for one in measured if one.pattern == pattern]
+    for length, group in groupby(of_pattern, lambda one: one.length):
+        table.add_section()
+        for label, one in zip(chain([f"{length:,}"], repeat("")), group):  # noqa: B905
+            style = "bold" if one.who == "saccade" else ""
+            table.add_row(label, one.who, *_cells(one), style=style)
     return table
 
 
@@ -125,11 +113,15 @@ def _cells(one: Measured) -> tuple[str, str, str]:
     return f"{one.forward_ms:,.1f}", f"{one.backward_ms:,.1f}", memory
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left",
-        caption_justify="left", pad_edge=False,
-    )  # fmt: skip
+def _table(title: str, words: list[str], numbers: list[str]) -> Table:
+    table = Table(
+        title=title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left", pad_edge=False
+    )
+    for name in words:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 # Colours that stay apart for colour-blind readers (Okabe and Ito).
@@ -139,11 +131,7 @@ MARKERS = {"saccade": "o", "PyTorch SDPA": "s", "plain PyTorch": "^"}
 
 def matplotlib_missing() -> bool:
     """Whether plots cannot be drawn here."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return True
-    return False
+    return importlib.util.find_spec("matplotlib") is None
 
 
 def save_plot(measured: list[Measured], path: Path, device: str) -> None:
@@ -155,7 +143,9 @@ def save_plot(measured: list[Measured], path: Path, device: str) -> None:
     figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     time_axes, memory_axes = figure.subplots(1, 2)
-    for (pattern, who), series in _series(measured).items():
+    shown = [one for one in measured if not one.left_out]
+    for pattern, who in dict.fromkeys((one.pattern, one.who) for one in shown):
+        series = [one for one in shown if (one.pattern, one.who) == (pattern, who)]
         style = {
             "label": f"{who}, {pattern}",
             "color": COLOURS[who],
@@ -173,15 +163,6 @@ def save_plot(measured: list[Measured], path: Path, device: str) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(f"Attention on {device}")
     figure.savefig(path)
-
-
-def _series(measured: list[Measured]) -> dict[tuple[str, str], list[Measured]]:
-    """What was measured, by pattern and contender, in order of length."""
-    series: dict[tuple[str, str], list[Measured]] = {}
-    for one in measured:
-        if not one.left_out:
-            series.setdefault((one.pattern, one.who), []).append(one)
-    return series
 
 
 def _label_axes(axes: Any, title: str, unit: str, measured: list[Measured]) -> None:
