@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import Extent, mask_argument, score_argument, view
+from saccade.gpu.language import tl, triton
 from saccade.gpu.launcher import plain
 from saccade.gpu.tensor_view import num_rows
 from saccade.gpu.tile_ranges import classify_tiles

@@ -14,7 +14,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from saccade.gpu import compiler_workarounds, machine_code
+from saccade.gpu import compiler_workarounds, triton_compiler
 from saccade.gpu.signature import Arguments
 
 CUDA, HIP = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
@@ -66,10 +66,7 @@ def test_the_table_says_what_the_installed_triton_does() -> None:
 class Kernel:
     """Stands in for a kernel without arguments."""
 
-    arg_names = ()
-
-    def is_gluon(self) -> bool:
-        return False
+    arg_names, is_gluon, jit = (), False, None
 
 
 @pytest.fixture
@@ -81,12 +78,12 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(knobs.runtime.add_stages_inspection_hook)
 
     monkeypatch.setattr(triton, "compile", compile_it)
-    monkeypatch.setattr(machine_code, "ASTSource", lambda *given: None)
+    monkeypatch.setattr(triton_compiler, "ASTSource", lambda *given: None)
     return found
 
 
 def compile_one() -> None:
-    machine_code.compiled(Kernel(), Arguments([], []), {}, CUDA)
+    triton_compiler.compiled(Kernel(), Arguments([], []), {}, CUDA)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu import device_ops
+from saccade.gpu.language import tl, triton
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
+from saccade.gpu.language import tl, triton
 from saccade.gpu.rules import Dropout, kept
 from saccade.runtime import dropout
 

@@ -23,11 +23,11 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 
-from saccade.gpu import machine_code
+from saccade.gpu import machine_code, triton_compiler
 from saccade.gpu.launcher import Launch
 from saccade.gpu.machine_code import formats_of
 from saccade.gpu.signature import Arguments
-from saccade.kernel_check import compile_cache, worker
+from saccade.kernel_check import worker
 from saccade.kernel_check.calls import CPU, KernelCall
 
 CALLS = {
@@ -71,7 +71,7 @@ def test_what_a_launch_of_ours_would_not_give(reason: str) -> None:
         "target": GPUTarget("cuda", 90, 32), "num_ctas": 1, "launch_cooperative_grid": False,
         "global_scratch_size": 0, "profile_scratch_size": 0,
     }  # fmt: skip
-    assert machine_code._by_triton(SimpleNamespace(**{**metadata, **UNLIKE[reason]})) == reason
+    assert triton_compiler.needs_triton(SimpleNamespace(**{**metadata, **UNLIKE[reason]})) == reason
 
 
 def test_explain_says_what_triton_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +92,8 @@ def main(which: str, file: str) -> None:
     architecture, call = CALLS[which]
 
     def compile_it(launch: Launch, make: Callable[[], Arguments]) -> None:
-        arguments, target = make(), compile_cache.target(architecture)
-        code = machine_code.compiled(launch.kernel, arguments, launch.options, target)
+        arguments, target = make(), triton_compiler.target_of(architecture)
+        code = triton_compiler.compiled(launch.kernel, arguments, launch.options, target)
         Path(file).write_bytes(code.asm["cubin"])
         print(json.dumps(list(map(struct.calcsize, formats_of(arguments)))))
 

@@ -89,9 +89,7 @@ def test_a_key_stands_for_all_that_it_is_made_of(monkeypatch, tmp_path):
         compile_cache._reader.cache_clear()
 
 
-SOURCE = '''
-import triton
-import triton.language as tl
+SOURCE = '''from saccade.gpu.language import tl, triton
 
 FACTOR = tl.constexpr({factor})
 
@@ -107,8 +105,8 @@ def kernel(ptr):
 CODES = """
 import first, second, third
 from saccade.kernel_check.compile_cache import code_of
-second.inner.cache_key  # as if a kernel that calls it had been compiled before
-print(*(code_of(module.kernel) for module in (first, second, third)))
+second.inner.jit.cache_key  # as if a kernel that calls it had been compiled before
+print(*(code_of(module.kernel.jit) for module in (first, second, third)))
 """
 
 

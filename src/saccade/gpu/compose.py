@@ -11,10 +11,8 @@ import hashlib
 import linecache
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-
 from saccade.gpu import device_ops, tile_ranges
+from saccade.gpu.language import tl, triton
 from saccade.modifiers import triton_source
 from saccade.modifiers.derivative import derivatives
 from saccade.modifiers.expression import mentions, parse, slots

@@ -9,9 +9,7 @@ here too.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import wide
 
 

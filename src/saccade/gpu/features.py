@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-
+from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import row_pointers, tile_pointers
 
 LOG2_E = tl.constexpr(1.4426950408889634)

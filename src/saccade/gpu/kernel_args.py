@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu import packing, tensor_view, tile_ranges
 from saccade.gpu.compose import mask_functions, score_functions
+from saccade.gpu.language import tl
 from saccade.gpu.rules import Dropout, Rules, Score, one, unchanged
 from saccade.gpu.signature import Length, Stride
 from saccade.gpu.tensor_view import View

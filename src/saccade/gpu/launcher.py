@@ -12,15 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from saccade.gpu import driver, machine_code
-from saccade.gpu.signature import ALIGNMENT, Arguments, Described, Length, Stride, type_of
-
-INTERPRETED = bool(knobs.runtime.interpret)
-"""Whether Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1)."""
+from saccade.gpu.language import INTERPRETED, Constant, Deferred, resolved
+from saccade.gpu.signature import ALIGNMENT, FUSED, Arguments, Described, Length, Stride, type_of
 
 MOST_MAPS = 512  # addresses of one tensor of calls like one another; each takes 128 bytes
 
@@ -72,7 +68,7 @@ class Launch:
 
     def _interpret(self, programs: int, arguments: MakeArguments) -> None:
         values = map(plain, arguments())
-        options = {**machine_code.FUSED, **self.options}
+        options = {**FUSED, **self.options}
         self.kernel[(programs,)](*values, **self.passed, **options)
 
     def _prepare(
@@ -103,7 +99,7 @@ def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[s
     rest = {name: value for name, value in constants.items() if name not in fields}
     known = {name: constants[name] for name in fields if name in constants}
     if not INTERPRETED:  # Triton reads off a tuple what lies in it; its interpreter is plain Python
-        known = {name: tl.constexpr(value) for name, value in known.items()}
+        known = {name: Constant(value) for name, value in known.items()}
     return {**rest, "META": meta(**known)}
 
 
@@ -184,7 +180,7 @@ class TritonStart:
         self, variant: machine_code.Variant, arguments: Arguments, tensors: Sequence[Tensor]
     ):
         self.compiled = variant.compiled
-        self.values = *map(plain, arguments.values), *arguments.constants
+        self.values = *map(plain, arguments.values), *map(plain, arguments.constants)
 
     def __call__(self, programs: int, stream: int, tensors: Sequence[Tensor]) -> bool:
         """Start so many programs for the tensors that it was made with."""
@@ -222,10 +218,12 @@ def plain(value: Any) -> Any:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         shape, strides, sides = map(list, (value.shape, value.strides, value.sides))
-        return TensorDescriptor(value.tensor, shape, strides, sides, value.layout)
+        return TensorDescriptor(value.tensor, shape, strides, sides, resolved(value.layout))
     if isinstance(value, tuple):
         parts = map(plain, value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, Deferred):
+        return value.resolve()
     if type(value) not in (int, Stride, Length):
         return value
     wide = INTERPRETED and type_of(int(value)) == "i64"
@@ -235,6 +233,7 @@ def plain(value: Any) -> Any:
 def _of_64_bits(number: int) -> Any:
     """A number for the interpreter, which would take one of 31 bits for one of 32."""
     import numpy as np
+    import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
     return tl.tensor(TensorHandle(np.array([number], dtype=np.int64), tl.int64), tl.int64)

@@ -1,11 +1,10 @@
-"""Machine code: variants of kernels, compiled once, and loaded where they run.
+"""Machine code: variants of kernels, found or compiled once, and loaded where they run.
 
-Triton's compiler is asked for a named target, without its driver: no C compiler is needed, and no
-GPU (`kernel_check` compiles so for all architectures). What is relied on of Triton stands here:
-`ASTSource`, `GluonASTSource`, `triton.compile`, and what a compiled kernel says of itself; in 3.6
-to 3.9. The order of parameters is Triton's as well: their sizes are compared with the driver's own
-word when a kernel is loaded. A kernel that wants more than a launch of ours gives is started by
-Triton's own launcher: slower, and right.
+A variant is looked for in the package, then in the user's cache (`stored_code.py`), and compiled by
+Triton where it is in neither (`triton_compiler.py`), which is said, as it takes seconds. The order
+of parameters is Triton's: their sizes are compared with the driver's own word when a kernel is
+loaded. A kernel that wants more than a launch of ours gives is started by Triton's own launcher:
+slower, and right.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-
-from saccade.gpu import compiler_workarounds, driver
-from saccade.gpu.signature import Arguments, Described, Signature
+from saccade.gpu import driver, stored_code
+from saccade.gpu.language import Function
+from saccade.gpu.signature import Arguments, Described
+from saccade.gpu.stored_code import MachineCode
 
 FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}  # of numbers, as `struct` writes them
 MAP, ADDRESS = f"{driver.TENSOR_MAP_SIZE}s", "Q"
@@ -32,22 +30,11 @@ ADDRESS_SIZE = 8
 NO_SCRATCH = (0, 0)
 """Addresses that Triton adds behind a kernel's own parameters: of memory that ours do not want."""
 
-FUSED = {"enable_fp_fusion": True}
-"""Multiplies and additions are fused, said of every kernel: Triton's default is to change."""
+SAID_FROM = 1.0  # seconds from which on it is said that a kernel was compiled
 
-
-def compiled(
-    kernel: Any, arguments: Arguments, options: Mapping[str, Any], target: GPUTarget
-) -> Any:
-    """Triton's compiled kernel, from its cache on disk or made now."""
-    form = GluonASTSource if kernel.is_gluon() else ASTSource
-    on_amd = target.backend == "hip"
-    source = form(kernel, *Signature.of(kernel.arg_names, arguments, on_amd))
-    asked = {**FUSED, **compiler_workarounds.options(target), "debug": knobs.runtime.debug}
-    if hasattr(knobs.compilation, "instrumentation_mode"):
-        asked["instrumentation_mode"] = knobs.compilation.instrumentation_mode
-    with compiler_workarounds.applied(target):
-        return triton.compile(source, target=target, options={**asked, **options})
+PACKAGE, CACHE, COMPILER = "the package", "the cache", "Triton's compiler"
+RUN_ON = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_89": "sm_80"}
+"""Whose machine code an architecture runs as well, where its configs are the same."""
 
 
 def formats_of(arguments: Arguments) -> list[str]:
@@ -64,33 +51,28 @@ def formats_of(arguments: Arguments) -> list[str]:
 class Variant:
     """A kernel's machine code on one device."""
 
-    def __init__(self, kernel: Any, arguments: Arguments, options: Mapping[str, Any], device: int):
-        self.kept = kernel, arguments.kept  # whose ids are in its key
-        target = target_of(device)
-        self.compiled = compiled(kernel, arguments, options, target)
-        metadata = self.compiled.metadata
-        self.name, self.device = metadata.name, device
-        self.by_triton = _by_triton(metadata)
+    def __init__(
+        self, kernel: Function, arguments: Arguments, options: Mapping[str, Any], device: int
+    ):
+        self.device = device
+        found, self.origin = find(kernel, arguments, options, architecture_of(device))
+        self.by_triton = ""
         """Why Triton's own launcher has to start it; "": it need not."""
-        if self.by_triton:
+        if not isinstance(found, MachineCode):
+            self.compiled, self.by_triton = found
+            self.name = self.compiled.metadata.name
             return
-        self.maps = [
-            driver.TensorMapKind(
-                one["swizzle"], one["elem_size"], HOST_TYPES[one["elem_type"]],
-                tuple(one["block_size"]),
-            )
-            for one in getattr(metadata, "tensordesc_meta", None) or ()
-        ]  # fmt: skip
-        self.function = driver.Function(self.compiled.asm["cubin"], self.name)
-        self.function.allow_shared_memory(metadata.shared, device)
+        self.name, self.maps = found.name, found.maps
+        self.function = driver.Function(found.code, found.name)
+        self.function.allow_shared_memory(found.shared_memory, device)
         formats = formats_of(arguments)
         sizes = self.function.parameter_sizes()
         if sizes is not None and sizes != list(map(struct.calcsize, formats)):
             self.by_triton = f"parameters have {sizes} bytes"
+            self.compiled = compiled(kernel, arguments, options, architecture_of(device))
+            return
         self._lay_out(formats)
-        self.config = driver.launch_config(
-            metadata.num_warps, metadata.shared, bool(metadata.launch_pdl)
-        )
+        self.config = driver.launch_config(found.num_warps, found.shared_memory, found.overlapping)
         self.launched = driver.library().cuLaunchKernelEx
         self.handed = ctypes.byref(self.config), self.function.handle, self.addresses, None
 
@@ -119,15 +101,90 @@ class Variant:
             driver.check(result, f"starting {self.name}")
 
 
-def _by_triton(metadata: Any) -> str:
-    """What a compiled kernel needs that no launch of ours gives."""
-    if metadata.target.backend != "cuda":
-        return "it is no kernel for CUDA"
-    if metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
-        return "its programs are started in clusters"
-    if metadata.global_scratch_size or metadata.profile_scratch_size:
-        return "it wants scratch memory"
-    return ""
+def find(
+    kernel: Function, arguments: Arguments, options: Mapping[str, Any], architecture: str
+) -> tuple[MachineCode | tuple[Any, str], str]:
+    """A variant's machine code and where it came from; else Triton's kernel, and why it is that."""
+    address = address_of(kernel, arguments, options, architecture)
+    if address is not None:
+        for found, origin in (
+            (_shipped(kernel, arguments, options, architecture), PACKAGE),
+            (stored_code.cached(address), CACHE),
+        ):
+            if found is not None:
+                return found, origin
+    made = compiled(kernel, arguments, options, architecture)
+    from saccade.gpu import triton_compiler
+
+    reason = triton_compiler.needs_triton(made.metadata)
+    if reason:
+        return (made, reason), COMPILER
+    found = triton_compiler.machine_code_of(made)
+    if address is not None:
+        stored_code.keep(address, found)
+    return found, COMPILER
+
+
+def _shipped(
+    kernel: Function, arguments: Arguments, options: Mapping[str, Any], architecture: str
+) -> MachineCode | None:
+    for one in (architecture, RUN_ON.get(architecture)):
+        shipped = None if one is None else stored_code.shipped(one)
+        if shipped is not None:
+            found = shipped.find(address_of(kernel, arguments, options, one) or "")
+            if found is not None:
+                return found
+    return None
+
+
+def address_of(
+    kernel: Function, arguments: Arguments, options: Mapping[str, Any], architecture: str | None
+) -> str | None:
+    """What a variant is known by where machine code is stored; None: it is not looked for there.
+
+    So it is with functions that are not this library's, whose code the address does not know, and
+    where the environment tells Triton to compile otherwise.
+    """
+    functions = (value for value in (kernel, *arguments.key) if isinstance(value, Function))
+    if architecture is None or stored_code.told_triton():
+        return None
+    if not all(function.is_ours for function in functions):
+        return None
+    return stored_code.address_of(repr(kernel), arguments.text, dict(options), architecture)
+
+
+def compiled(
+    kernel: Function, arguments: Arguments, options: Mapping[str, Any], architecture: str
+) -> Any:
+    """Triton's compiled kernel; what takes long is said.
+
+    Raises:
+        RuntimeError: where there is no Triton.
+    """
+    try:
+        from saccade.gpu import triton_compiler
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "triton":
+            raise
+        raise RuntimeError(
+            f"{kernel.__name__} has to be compiled for {architecture}, as no machine code for this "
+            f"call comes with this installation of Saccade; that needs Triton (pip install triton)"
+        ) from None
+    begin = time.perf_counter()
+    target = triton_compiler.target_of(architecture)
+    found = triton_compiler.compiled(kernel, arguments, options, target)
+    _say(kernel, architecture, time.perf_counter() - begin)
+    return found
+
+
+def _say(kernel: Function, architecture: str, seconds: float) -> None:
+    if seconds >= SAID_FROM:
+        kept = stored_code.cache() is not None and not stored_code.told_triton()
+        where = f", kept in {stored_code.cache()}" if kept else ""
+        print(
+            f"saccade: compiled {kernel.__name__} for {architecture} in {seconds:.1f} s{where}",
+            file=sys.stderr,
+        )
 
 
 def remark() -> str | None:
@@ -140,15 +197,19 @@ def remark() -> str | None:
     return None
 
 
-# Triton numbers the types of TMA as the device does; the host has three of them otherwise.
-HOST_TYPES = {**{number: number for number in range(16)}, 8: 10, 9: 8, 10: 9}
+def origins() -> dict[str, int]:
+    """How many kernels this process loaded, by where their machine code came from."""
+    return dict(Counter(found.origin for found in _variants.values()))
+
 
 _variants: dict[Any, Variant] = {}
 
 
-def variant(kernel: Any, arguments: Arguments, options: Mapping[str, Any], device: int) -> Variant:
-    """The machine code for such arguments on a device; compiled and loaded if it is new."""
-    key = (id(kernel), device, *sorted(options.items()), arguments.key)
+def variant(
+    kernel: Function, arguments: Arguments, options: Mapping[str, Any], device: int
+) -> Variant:
+    """The machine code for such arguments on a device; found and loaded if it is new."""
+    key = (kernel, device, *sorted(options.items()), arguments.key)
     found = _variants.get(key)
     if found is None:
         found = _variants[key] = Variant(kernel, arguments, options, device)
@@ -156,12 +217,11 @@ def variant(kernel: Any, arguments: Arguments, options: Mapping[str, Any], devic
 
 
 @functools.cache
-def target_of(device: int) -> GPUTarget:
-    """What Triton's compiler calls a device."""
+def architecture_of(device: int) -> str:
+    """The architecture that kernels are compiled for on a device: sm_90, gfx942."""
     import torch
 
     if torch.version.hip is not None:
-        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        return GPUTarget("hip", name, torch.cuda.get_device_properties(device).warp_size)
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
-    return GPUTarget("cuda", 10 * major + minor, driver.THREADS_PER_WARP)
+    return f"sm_{10 * major + minor}"

@@ -8,9 +8,7 @@ Source: Milakov and Gimelshein 2018; FlashAttention-2 (Dao 2023), section 3.1.1.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from saccade.gpu.language import tl, triton
 from saccade.gpu.target import is_hopper
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -11,9 +11,7 @@ offset leads out of a tensor, and offsets that descend only make results that me
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import wide
 
 

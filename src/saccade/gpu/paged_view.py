@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
-
+from saccade.gpu.language import tl, triton
 from saccade.gpu.packing import offset, packed_program_by_heads
 from saccade.gpu.tensor_view import wide
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu.compose import MaskFunctions, mask_functions
 from saccade.gpu.kernel_args import Geometry, mask_argument, tensors_of, view
+from saccade.gpu.language import tl, triton
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.gpu.tensor_view import num_rows, wide
 from saccade.gpu.tile_ranges import TILE_RANGE_SIZE, classify_tiles, find_tile_range

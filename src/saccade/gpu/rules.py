@@ -6,8 +6,7 @@ from __future__ import annotations
 # pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
+from saccade.gpu.language import tl, triton
 
 
 class Rules(NamedTuple):

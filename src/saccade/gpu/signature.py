@@ -22,20 +22,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton._utils import canonicalize_dtype
-from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.runtime.jit import JITFunction
+
+from saccade.gpu.language import Constant, Function, resolved
 
 ALIGNMENT = 16  # bytes of an address, or elements of a stride
 
 LARGEST_INT32 = 2**30
 """Larger numbers have 64 bits: kernels add a captured number and a row in as many as they have."""
 
+FUSED = {"enable_fp_fusion": True}
+"""Multiplies and additions are fused, said of every kernel: Triton's default is to change."""
+
 FLOAT = "fp32"
 ON_AMD = torch.version.hip is not None
-FUNCTIONS = frozenset({JITFunction, GluonJITFunction})
+TYPES = {  # Triton's names
+    torch.bool: "u1", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8", torch.uint16: "u16", torch.uint32: "u32", torch.uint64: "u64",
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.float8_e4m3fnuz: "fp8e4b8",
+    torch.float8_e5m2fnuz: "fp8e5b16",
+}  # fmt: skip
 
 
 class Stride(int):
@@ -59,7 +66,7 @@ class Described(NamedTuple):
     @property
     def type(self) -> str:
         """Triton's name of the type, which holds the layout."""
-        return _descriptor_type(self.dtype, self.sides, self.layout)
+        return f"tensordesc<{TYPES[self.dtype]}{list(self.sides)},{resolved(self.layout)!r}>"
 
 
 Parameter = tuple[str, Any]
@@ -74,7 +81,6 @@ class Arguments:
         """values: what the kernel takes first, nested as it takes them; then its constants."""
         self.values, self.constants = values, constants
         self.parameters: list[Parameter] = []
-        self.kept: list[Any] = []  # what the key names by its identity
         found: list[Any] = []
         self._read(values, found.append)
         self._identify(constants, found.append)
@@ -84,12 +90,11 @@ class Arguments:
         # In the way of every call of a new length: what is frequent comes first.
         note(type(values))
         note(len(values))
-        add, keep = self.parameters.append, self.kept.append
+        add = self.parameters.append
         for value in values:
             kind = type(value)
-            if kind in FUNCTIONS:
-                note(id(value))
-                keep(value)
+            if kind is Function:
+                note(value)
             elif kind is int:
                 name = _whole_type(value)
                 note(name)
@@ -103,9 +108,8 @@ class Arguments:
                 note((name, value.data_ptr() % ALIGNMENT == 0, ON_AMD and _is_small(value)))
                 add((name, value))
             elif kind is Described:
-                name = value.type
-                note(name)
-                add((name, value))
+                note((value.dtype, value.sides, value.layout))
+                add(("tensordesc", value))
             elif kind is float:
                 note(FLOAT)
                 add((FLOAT, value))
@@ -117,16 +121,22 @@ class Arguments:
     def _identify(self, constants: Sequence[Any], note: Callable[[Any], None]) -> None:
         """Note what tells constants from others: a function is known by itself."""
         for value in constants:
-            if type(value) is tl.constexpr:
+            if type(value) is Constant:
                 value = value.value
             note(type(value))  # 1, 1.0 and True are equal, and not the same
             if isinstance(value, tuple):
                 self._identify(value, note)
-            elif type(value) in FUNCTIONS:
-                note(id(value))
-                self.kept.append(value)
             else:
                 note(value)
+
+    @property
+    def text(self) -> str:
+        """The key as text that is the same in every process."""
+        return " ".join(map(_text_of, self.key))
+
+
+def _text_of(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else repr(value)
 
 
 class Signature(NamedTuple):
@@ -148,11 +158,11 @@ class Signature(NamedTuple):
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}
         for number, value in enumerate(values):
             if number >= first:
-                constants[(number,)] = value
+                constants[(number,)] = resolved(value)
                 continue
             for path, leaf in _leaves(value, (number,)):
                 if type_of(leaf) == "constexpr":
-                    constants[path] = leaf
+                    constants[path] = resolved(leaf)
                     continue
                 hints: list[list[Any]] = [["tt.divisibility", ALIGNMENT]] if aligned(leaf) else []
                 if on_amd and isinstance(leaf, Tensor) and _is_small(leaf):
@@ -196,12 +206,7 @@ def _is_small(tensor: Tensor) -> bool:
 
 @functools.cache
 def _pointer_type(dtype: torch.dtype) -> str:
-    return f"*{canonicalize_dtype(dtype)}"
-
-
-@functools.cache
-def _descriptor_type(dtype: torch.dtype, sides: tuple[int, ...], layout: Any) -> str:
-    return f"tensordesc<{canonicalize_dtype(dtype)}{list(sides)},{layout!r}>"
+    return f"*{TYPES[dtype]}"
 
 
 def _types(value: Any) -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton.language as tl
+from saccade.gpu.language import builtin_of_ours, tl
 
 HOPPER = "sm90"  # as Triton's options for a kernel name it
 
 
+@builtin_of_ours
 def is_hopper(_semantic: Any = None) -> Any:
     """Whether a kernel is compiled for Hopper; not under the interpreter.
 
@@ -22,6 +23,3 @@ def is_hopper(_semantic: Any = None) -> Any:
     if _semantic is None:
         return False
     return tl.constexpr(getattr(_semantic.builder.options, "arch", None) == HOPPER)
-
-
-is_hopper.__triton_builtin__ = True  # type: ignore[attr-defined] # Triton hands it _semantic

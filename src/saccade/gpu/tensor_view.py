@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-
+from saccade.gpu.language import tl, triton
 from saccade.gpu.online_softmax import sum_of_rows
 from saccade.gpu.target import is_hopper
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-
+from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import wide
 
 # ---- extremes ------------------------------------------------------------------------------------

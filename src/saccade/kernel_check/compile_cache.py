@@ -18,12 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triton.backends.compiler import GPUTarget
 from triton.language.core import constexpr
 from triton.runtime import jit
 
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments, Signature
+from saccade.gpu.triton_compiler import target_of
 from saccade.kernel_check.catalogue import Job
 from saccade.kernel_check.machine_code import Usage
 
@@ -107,13 +107,6 @@ def faults(file: Path, known: Known, results: Sequence[Compiled]) -> list[str]:
 # ---- keys ----------------------------------------------------------------------------------------
 
 
-def target(architecture: str) -> GPUTarget:
-    """The architecture as Triton names it."""
-    if architecture.startswith("gfx"):
-        return GPUTarget("hip", architecture, 64)
-    return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-
-
 def key_of(triton: str, architecture: str, inputs: str) -> str:
     """The key of what a version of Triton compiles from some inputs (`compiler_inputs`)."""
     everything = f"{triton} {architecture} {_reader()} {inputs}"
@@ -132,11 +125,11 @@ def compiler_inputs(launch: Launch, arguments: Arguments, architecture: str) -> 
     types of arguments, what is relied on about them, and constants; the options.
     """
     kernel = launch.kernel
-    on_amd = target(architecture).backend == "hip"
+    on_amd = target_of(architecture).backend == "hip"
     types, constants, attributes = Signature.of(kernel.arg_names, arguments, on_amd)
     values = {path: _text(value) for path, value in constants.items()}
     options = sorted(launch.options.items())
-    return f"{code_of(kernel)} {types} {values} {_hints(attributes)} {options}"
+    return f"{code_of(kernel.jit)} {types} {values} {_hints(attributes)} {options}"
 
 
 def _hints(attributes: Mapping[tuple[int, ...], list[list[Any]]]) -> str:

@@ -29,12 +29,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.launcher import Launch
-from saccade.gpu.machine_code import compiled
 from saccade.gpu.signature import Arguments
+from saccade.gpu.triton_compiler import compiled, target_of
 from saccade.kernel_check import machine_code
 from saccade.kernel_check.calls import CPU
 from saccade.kernel_check.catalogue import Job
-from saccade.kernel_check.compile_cache import Compiled, Known, compiler_inputs, key_of, target
+from saccade.kernel_check.compile_cache import Compiled, Known, compiler_inputs, key_of
 from saccade.kernel_check.machine_code import Usage
 from saccade.ops.attention.hopper import configs as hopper_configs
 from saccade.ops.attention.triton import call_spec
@@ -203,7 +203,7 @@ def compile_launch(
         if key in known:
             usage = Usage(*known[key])
         else:
-            asked = launch.kernel, arguments, launch.options, target(job.architecture)
+            asked = launch.kernel, arguments, launch.options, target_of(job.architecture)
             usage = machine_code.usage(compiled(*asked))
     except Exception as failure:  # whatever the compiler raises is what is to be told
         error = f"{type(failure).__name__}: {failure}"[:400]

@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu import paged_view, tensor_view
 from saccade.gpu.device_ops import as_fp8_bytes, as_int8, divided, row_scales
+from saccade.gpu.language import tl, triton
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.gpu.paged_view import slot_pointers
 from saccade.gpu.signature import Stride

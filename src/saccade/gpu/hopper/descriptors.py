@@ -10,16 +10,16 @@ import functools
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import triton.experimental.gluon.language as gl
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
 
+from saccade.gpu.language import gl
 from saccade.gpu.launcher import next_width
 from saccade.gpu.signature import ALIGNMENT, Described
 from saccade.runtime.spec import Inputs, LinearInputs
 from saccade.runtime.validation import strides_fit_tma
 
 SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
+NVMMASharedLayout = gl.NVMMASharedLayout
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -29,7 +29,7 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     sides: tuple[int, ...]
-    layout: NVMMASharedLayout
+    layout: Any  # gl.NVMMASharedLayout
 
     @staticmethod
     def of(tensor: Tensor, packed: bool, rows: int, channels: int) -> Box:

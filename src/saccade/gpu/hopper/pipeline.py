@@ -14,24 +14,20 @@ What differs between versions of Triton's Gluon (3.6 to 3.9) stays in this file.
 
 from typing import Any
 
-from triton._C.libtriton import ir
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from saccade.gpu.language import Name, aggregate, gdc_launch_dependents, gdc_wait, gl, gluon
 
-from saccade.gpu.compiler_workarounds import INSTALLED
-
+hopper: Any = Name("triton.experimental.gluon.language.nvidia.hopper")
+builtin: Any = Name("triton.experimental.gluon.language._core.builtin")
+mbarrier, tma = hopper.mbarrier, hopper.tma
 fence_async_shared = hopper.fence_async_shared
 warpgroup_mma = hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
 mma_v2 = hopper.mma_v2
 # 3.9 has other names for these two.
-start_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-start_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+start_load: Any = Name(f"{tma}.async_load", f"{tma}.async_copy_global_to_shared")
+start_store: Any = Name(f"{tma}.async_store", f"{tma}.async_copy_shared_to_global")
+ir: Any = Name("triton._C.libtriton.ir")
+INSTALLED: Any = Name("saccade.gpu.compiler_workarounds.INSTALLED")
 
 
 @builtin
@@ -43,7 +39,7 @@ def _add_by_descriptor(desc, coordinates, memory, _semantic: Any = None):
     )
 
 
-start_add = getattr(tma, "async_atomic_add", None) or _add_by_descriptor
+start_add: Any = Name(f"{tma}.async_atomic_add", f"{__name__}._add_by_descriptor")
 
 
 @builtin
@@ -54,7 +50,7 @@ def reinterpreted(memory, dtype, shape, layout, _semantic: Any = None):
 
 
 # And for this one.
-wait_for_each_other = getattr(gl, "barrier", None) or gl.thread_barrier
+wait_for_each_other: Any = Name(f"{gl!r}.barrier", f"{gl!r}.thread_barrier")
 
 
 @gluon.jit

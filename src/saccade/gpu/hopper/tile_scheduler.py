@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from saccade.gpu import tile_ranges
 from saccade.gpu.kernel_args import Extent
+from saccade.gpu.language import gl, gluon
 from saccade.gpu.rules import Rules
 from saccade.gpu.tensor_view import wide
 from saccade.gpu.tile_ranges import TileRange

@@ -18,8 +18,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from saccade.gpu import packing, tensor_view
 from saccade.gpu.compose import mask_functions
@@ -27,6 +25,7 @@ from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import SMALLEST_WIDTH, Box, descriptor, width_of
 from saccade.gpu.hopper.tile_scheduler import num_visits, tile_from_last
 from saccade.gpu.kernel_args import mask_argument, score_argument
+from saccade.gpu.language import gl, gluon
 from saccade.gpu.launcher import Launch
 from saccade.gpu.rules import Rules
 from saccade.gpu.signature import ALIGNMENT

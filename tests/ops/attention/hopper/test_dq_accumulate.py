@@ -19,13 +19,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
 
 from saccade import masks
 from saccade.gpu import launcher
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.kernel_args import mask_argument
+from saccade.gpu.language import tl, triton
 from saccade.gpu.tile_ranges import first_and_end
 from saccade.modifiers.normal_form import PREFIX, WITHIN, contiguity_of
 from saccade.ops.attention.hopper.dq_accumulate import first_semaphore
@@ -61,7 +60,9 @@ def in_triton(function: Any, folder: Path) -> Any:
     )  # fmt: skip
     text = text.replace("@gluon", "@triton").replace("gl.", "tl.")
     file = folder / f"{function.fn.__name__}_in_triton.py"
-    imports = "import triton, triton.language as tl\nfrom saccade.gpu.tile_ranges import TileRange"
+    imports = (
+        "from saccade.gpu.language import tl, triton\nfrom saccade.gpu.tile_ranges import TileRange"
+    )
     file.write_text(f"{imports}\n\n\n{text}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None

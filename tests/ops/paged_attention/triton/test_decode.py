@@ -11,12 +11,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
 
 import saccade
 from saccade import masks
 from saccade.gpu import launcher
+from saccade.gpu.language import tl, triton
 from saccade.gpu.paged_view import as_halves
 from saccade.kv_cache import reference, write_triton
 from saccade.ops.attention.triton import call_spec

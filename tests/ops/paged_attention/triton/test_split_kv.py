@@ -13,12 +13,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.gpu import launcher
+from saccade.gpu.language import tl, triton
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton import split_kv as schedule
 from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN, SplitSchedule

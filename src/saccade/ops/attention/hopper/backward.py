@@ -20,9 +20,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from saccade.gpu.hopper.pipeline import (
     as_operand,
     here,
@@ -39,6 +36,7 @@ from saccade.gpu.hopper.tile_scheduler import (
     program_of_keys,
     write_work_tile,
 )
+from saccade.gpu.language import gl, gluon
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.tensor_view import num_rows, row_pointers
 from saccade.gpu.tile_ranges import TileRange

@@ -26,9 +26,6 @@ there, sums are two tensors, of 128 and 64 channels, and products leave out the 
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from saccade.gpu.hopper.pipeline import (
     as_operand,
     here,
@@ -39,6 +36,7 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma_wait,
 )
 from saccade.gpu.hopper.tile_scheduler import num_visits
+from saccade.gpu.language import gl, gluon
 from saccade.gpu.tensor_view import row_pointers
 from saccade.ops.attention.hopper.backward import next_work_tile, produce, weigh
 from saccade.ops.attention.hopper.forward import mma_layout

@@ -16,11 +16,9 @@ they see, as the forward pass does:
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from saccade.gpu.hopper.pipeline import as_operand, here, warpgroup_mma_wait
 from saccade.gpu.hopper.tile_scheduler import is_partial, num_visits, tile_of
+from saccade.gpu.language import gl, gluon
 from saccade.gpu.tensor_view import load_numbers
 from saccade.ops.attention.hopper.backward import next_work_tile
 from saccade.ops.attention.hopper.backward_d256 import (

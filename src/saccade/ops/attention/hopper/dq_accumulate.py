@@ -33,11 +33,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from saccade.gpu.hopper.pipeline import (
     add,
     count_at,
@@ -48,6 +43,7 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma,
 )
 from saccade.gpu.hopper.tile_scheduler import is_partial, tile_of
+from saccade.gpu.language import gl, gluon, tl, triton
 from saccade.gpu.packing import ascend, first_slot
 from saccade.gpu.tensor_view import (
     any_nonfinite,

@@ -15,9 +15,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from saccade.gpu.hopper.pipeline import (
     as_operand,
     flag_at,
@@ -41,6 +38,7 @@ from saccade.gpu.hopper.tile_scheduler import (
     tile_from_last,
     write_work_tile,
 )
+from saccade.gpu.language import gl, gluon
 from saccade.gpu.tensor_view import num_rows
 from saccade.gpu.tile_ranges import TileRange
 from saccade.ops.attention.hopper.nonfinite import attend_nan_safe, note_nonfinite

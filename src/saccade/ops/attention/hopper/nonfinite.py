@@ -13,12 +13,8 @@ keys at a time. The producer has long gone on.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from saccade.gpu.hopper.pipeline import mma_v2
+from saccade.gpu.language import gl, gluon, tl, triton
 from saccade.gpu.online_softmax import softmax_step
 from saccade.gpu.paged_view import inside, slot_pointers
 from saccade.gpu.tensor_view import row_pointers, store_numbers, wide

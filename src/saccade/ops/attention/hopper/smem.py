@@ -9,10 +9,6 @@ How a ring is filled and waited for is in gpu/hopper/pipeline.py. Linear attenti
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
-
 from saccade.gpu.hopper.pipeline import (
     Ring,
     in_stages,
@@ -22,6 +18,7 @@ from saccade.gpu.hopper.pipeline import (
     make_ring_of,
     settle,
 )
+from saccade.gpu.language import aggregate, gl, gluon
 
 
 @aggregate

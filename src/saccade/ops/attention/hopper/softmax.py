@@ -18,11 +18,9 @@ Numbers of each row are held by thread: [rows, 8], of which a thread has two for
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from saccade.gpu.hopper.pipeline import store, wait_for_stores
 from saccade.gpu.hopper.tile_scheduler import tile_from_last
+from saccade.gpu.language import gl, gluon
 from saccade.gpu.online_softmax import LN_2, LOG2_E
 from saccade.gpu.tensor_view import row_pointers, store_numbers
 

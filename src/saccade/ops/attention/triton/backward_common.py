@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
-
+from saccade.gpu.language import gdc_launch_dependents, tl, triton
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.rules import kept
 from saccade.gpu.tensor_view import load_numbers, load_rows, num_rows, row_pointers, store_numbers

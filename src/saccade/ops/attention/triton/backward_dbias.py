@@ -9,9 +9,7 @@ table broadcasts: nothing of size length² beside the table itself, nothing atom
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import load_rows, num_rows, wide
 from saccade.gpu.tile_ranges import classify_tiles
 from saccade.ops.attention.triton.backward_common import differentiate, drop, load_statistics, weigh

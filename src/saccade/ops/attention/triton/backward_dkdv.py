@@ -10,10 +10,7 @@ Source: FlashAttention-2 (Dao 2023), algorithm 2.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
+from saccade.gpu.language import gdc_launch_dependents, gdc_wait, tl, triton
 from saccade.gpu.target import is_hopper
 from saccade.gpu.tensor_view import (
     add_rows,

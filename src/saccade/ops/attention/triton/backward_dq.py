@@ -5,10 +5,7 @@ Source: FlashAttention-2 (Dao 2023), algorithm 2, line 15, with the loops exchan
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
+from saccade.gpu.language import gdc_launch_dependents, gdc_wait, tl, triton
 from saccade.gpu.tensor_view import (
     any_nonfinite,
     load_rows,

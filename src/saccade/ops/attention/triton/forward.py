@@ -8,9 +8,7 @@ Source: FlashAttention-2 (Dao 2023), algorithm 1. docs/forward.md tile ranges th
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from saccade.gpu.language import tl, triton
 from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
 from saccade.gpu.rules import kept
 from saccade.gpu.target import is_hopper

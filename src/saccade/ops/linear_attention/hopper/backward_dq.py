@@ -31,9 +31,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from saccade.gpu.features import LOG2_E
 from saccade.gpu.hopper.pipeline import (
     as_operand,
@@ -42,6 +39,7 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from saccade.gpu.language import gl, gluon
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (

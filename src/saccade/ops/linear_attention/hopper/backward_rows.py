@@ -14,10 +14,6 @@ else. They also find the numbers that a row has, and keep the sum of features be
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
-
 from saccade.gpu.features import LOG2_E, elu_plus_one, exponential, relu
 from saccade.gpu.hopper.pipeline import (
     Ring,
@@ -28,6 +24,7 @@ from saccade.gpu.hopper.pipeline import (
     mbarrier,
     settle,
 )
+from saccade.gpu.language import aggregate, gl, gluon
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.features import (

@@ -16,13 +16,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from saccade.gpu.hopper.pipeline import warpgroup_mma
 from saccade.gpu.kernel_args import there_are
+from saccade.gpu.language import gl, gluon, tl, triton
 from saccade.gpu.launcher import Launch
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.linear_attention.hopper import backward_rows

@@ -12,11 +12,9 @@ else. They also keep the sum of key features, and find what each query's scores 
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from saccade.gpu.features import exponential, relu
 from saccade.gpu.hopper.pipeline import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from saccade.gpu.language import gl, gluon
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.program import (

@@ -15,10 +15,6 @@ that only loads would take registers and wait as long.
 
 # Without `from __future__ import annotations`: aggregates read theirs as types.
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
-
 from saccade.gpu.hopper.pipeline import (
     Ring,
     fence_async_shared,
@@ -29,6 +25,7 @@ from saccade.gpu.hopper.pipeline import (
     reinterpreted,
     settle,
 )
+from saccade.gpu.language import aggregate, gl, gluon
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (
     factors_at,

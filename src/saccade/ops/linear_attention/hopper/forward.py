@@ -19,10 +19,6 @@ Source: Katharopoulos et al. 2020, sections 3.2 and 3.3; chunks as in Hua et al.
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
-
 from saccade.gpu.hopper.pipeline import (
     Ring,
     as_operand,
@@ -38,6 +34,7 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from saccade.gpu.language import aggregate, gl, gluon
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS

@@ -21,10 +21,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from saccade.gpu.hopper.descriptors import Box, descriptor
+from saccade.gpu.language import gl, gluon
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS

@@ -27,9 +27,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from saccade.gpu.hopper.pipeline import (
     as_operand,
     fence_async_shared,
@@ -38,6 +35,7 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from saccade.gpu.language import gl, gluon
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_dq import derivative

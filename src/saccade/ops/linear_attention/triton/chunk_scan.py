@@ -35,11 +35,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-
 from saccade.gpu.device_ops import maximum
 from saccade.gpu.features import in_units, load_features, load_number, narrow, where_also
+from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import (
     any_nonfinite,
     nonfinite_rows,

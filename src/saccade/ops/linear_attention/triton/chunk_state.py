@@ -19,10 +19,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-
 from saccade.gpu.features import in_units, load_features, load_number, where_also
+from saccade.gpu.language import tl, triton
 from saccade.gpu.packing import offset
 from saccade.gpu.tensor_view import num_rows, wide
 

@@ -17,12 +17,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu.features import load_features, where_also
 from saccade.gpu.kernel_args import there_are
+from saccade.gpu.language import tl, triton
 from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.tensor_view import (
     load_numbers,

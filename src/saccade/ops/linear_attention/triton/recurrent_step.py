@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from saccade.gpu.language import tl, triton
 from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.tensor_view import row_pointers, wide
 from saccade.ops.attention.triton.call_spec import remembered

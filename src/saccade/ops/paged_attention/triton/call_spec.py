@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu import paged_view as pages
@@ -24,6 +23,7 @@ from saccade.gpu.kernel_args import (
     row_strides,
     view,
 )
+from saccade.gpu.language import tl
 from saccade.gpu.launcher import current_device, next_width
 from saccade.gpu.planning import varies_by
 from saccade.gpu.signature import Stride

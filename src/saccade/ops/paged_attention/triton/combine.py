@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
-
+from saccade.gpu.language import gdc_wait, tl, triton
 from saccade.gpu.online_softmax import finish_softmax
 from saccade.gpu.tensor_view import store_numbers, store_rows, wide
 from saccade.ops.paged_attention.triton.decode import rows_of_tile

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
+from saccade.gpu.language import gdc_launch_dependents, gdc_wait, tl, triton
 from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
 from saccade.gpu.paged_view import (
     as_halves,

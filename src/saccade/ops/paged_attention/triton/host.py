@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from saccade.gpu import paged_view
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import mask_argument, score_argument
+from saccade.gpu.language import tl
 from saccade.gpu.launcher import Launch
 from saccade.gpu.rules import Rules
 from saccade.gpu.tensor_view import View

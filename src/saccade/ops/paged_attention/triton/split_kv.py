@@ -27,10 +27,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
-
+from saccade.gpu.language import gdc_launch_dependents, tl, triton
 from saccade.gpu.tensor_view import num_rows, wide
 from saccade.gpu.tile_ranges import TILE_RANGE_SIZE, everything, find_tile_range, load_tile_range
 

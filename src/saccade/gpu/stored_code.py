@@ -1,0 +1,239 @@
+"""Stored code: machine code of kernels that need not be compiled, in the wheel or in a cache.
+
+A kernel is known by its *address*: a hash of its name, of all that it is compiled for
+(`signature.Arguments.text`, options, architecture) and of the *source digest*, a hash of every file
+of this library that device code is made of. So what was compiled from other sources is never found.
+
+    in the package   compiled/sm_90.index, .code    `make wheel` puts them there
+    in a cache       one file for each address       $SACCADE_CACHE, or the user's caches
+
+Both hold packed `MachineCode`: a line of JSON that says what a launch needs, with a hash of the
+code, then the code, compressed. What does not fit its hash is not used, and said.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import lzma
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from saccade.gpu.driver import TensorMapKind
+
+PACKAGE = Path(__file__).parent.parent
+COMPILED = PACKAGE / "compiled"  # only in a wheel
+IMPORTS_LANGUAGE = b"\nfrom saccade.gpu.language import "
+COMPILERS = ("language.py", "signature.py", "triton_compiler.py", "compiler_workarounds.py")
+MOST_CACHED = 4096  # files of the cache: about 100 MB
+
+# What a user may tell Triton that changes neither code nor where it is kept.
+HARMLESS = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "TRITON_PRINT_AUTOTUNING")
+
+
+class MachineCode(NamedTuple):
+    """A kernel's machine code, and what a launch needs to know of it."""
+
+    name: str  # in the machine code
+    code: bytes
+    num_warps: int
+    shared_memory: int  # bytes
+    overlapping: bool  # whether it may start while the kernel before it still runs
+    maps: tuple[TensorMapKind, ...]  # of its TMA descriptors
+
+    def packed(self) -> bytes:
+        """As it is stored."""
+        known = self._replace(code=b"")._asdict()
+        known["code"] = hashlib.sha256(self.code).hexdigest()
+        return json.dumps(known).encode() + b"\n" + lzma.compress(self.code)
+
+    @staticmethod
+    def unpacked(stored: bytes) -> MachineCode:
+        """What was stored.
+
+        Raises:
+            ValueError: for what is damaged.
+        """
+        head, _, rest = stored.partition(b"\n")
+        try:
+            known = json.loads(head)
+            code = lzma.decompress(rest)
+            intact = hashlib.sha256(code).hexdigest() == known.pop("code")
+            maps = tuple(TensorMapKind(*kind[:3], tuple(kind[3])) for kind in known.pop("maps"))
+            found = MachineCode(code=code, maps=maps, **known)
+        except (ValueError, TypeError, KeyError, lzma.LZMAError) as error:
+            raise ValueError(f"it cannot be read: {error}") from None
+        if not intact:
+            raise ValueError("its hash is another")
+        return found
+
+
+@functools.cache
+def source_digest() -> str:
+    """A hash of all files that device code is made of."""
+    files = [PACKAGE / "gpu" / name for name in COMPILERS]
+    for folder in ("gpu", "ops", "kv_cache"):
+        files += sorted((PACKAGE / folder).rglob("*.py"))
+    found = hashlib.sha256()
+    for number, file in enumerate(files):
+        text = file.read_bytes()
+        if number < len(COMPILERS) or IMPORTS_LANGUAGE in text:
+            found.update(text)
+    return found.hexdigest()
+
+
+def address_of(kernel: str, arguments: str, options: dict[str, Any], architecture: str) -> str:
+    """What a variant of a kernel is known by in every process."""
+    asked = f"{source_digest()} {kernel} {sorted(options.items())} {architecture} {arguments}"
+    return hashlib.sha256(asked.encode()).hexdigest()
+
+
+@functools.cache
+def told_triton() -> str:
+    """What the environment tells Triton to do otherwise, so that nothing stored is used; "": none.
+
+    Read once: Triton reads most of it while it is imported.
+    """
+    for name in sorted(os.environ):
+        triton_only = name.startswith(("TRITON_", "PTXAS_", "MLIR_", "LLVM_")) or name in (
+            "DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "NVPTX_ENABLE_DUMP",
+        )  # fmt: skip
+        if triton_only and name not in HARMLESS:
+            return name
+    return ""
+
+
+# ---- in the package ------------------------------------------------------------------------------
+
+
+class Shipped(NamedTuple):
+    """The machine code in the package for one architecture."""
+
+    file: Path
+    places: dict[str, tuple[int, int]]  # by address: offset and size in the file
+    made_by: str  # the versions of what compiled it
+
+    def find(self, address: str) -> MachineCode | None:
+        """The machine code of an address; None: it is not there."""
+        if address not in self.places:
+            return None
+        offset, size = self.places[address]
+        with self.file.open("rb") as file:
+            file.seek(offset)
+            stored = file.read(size)
+        try:
+            return MachineCode.unpacked(stored)
+        except ValueError as error:
+            warnings.warn(
+                f"machine code in {self.file} is damaged and not used: {error}", stacklevel=2
+            )
+            return None
+
+
+@functools.cache
+def shipped(architecture: str) -> Shipped | None:
+    """What the package brings for an architecture; None: nothing that fits its sources."""
+    index = COMPILED / f"{architecture}.index"
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    if found["source"] != source_digest():
+        warnings.warn(
+            f"the machine code in {COMPILED} was made from other sources than those beside it, and "
+            "is not used; kernels are compiled when they are first needed",
+            stacklevel=2,
+        )
+        return None
+    places = {address: (offset, size) for address, offset, size in found["places"]}
+    return Shipped(index.with_suffix(".code"), places, found["made_by"])
+
+
+def write_shipped(
+    folder: Path, architecture: str, codes: dict[str, MachineCode], made_by: str
+) -> int:
+    """Write what `shipped` reads; gives its size in bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    places, offset = [], 0
+    with (folder / f"{architecture}.code").open("wb") as file:
+        for address in sorted(codes):
+            stored = codes[address].packed()
+            places.append([address, offset, len(stored)])
+            offset += file.write(stored)
+    index = {"source": source_digest(), "made_by": made_by, "places": places}
+    text = json.dumps(index)
+    (folder / f"{architecture}.index").write_text(text, encoding="utf-8")
+    return offset + len(text)
+
+
+# ---- in the user's cache -------------------------------------------------------------------------
+
+
+@functools.cache
+def cache() -> Path | None:
+    """The folder of the cache: $SACCADE_CACHE, or in the user's folder of caches.
+
+    None where $SACCADE_CACHE is empty, which turns the cache off. What other versions of Triton
+    compile lies in folders of its own.
+    """
+    given = os.environ.get("SACCADE_CACHE")
+    if given == "":
+        return None
+    if given:
+        folder = Path(given).expanduser()
+    elif sys.platform == "win32":
+        folder = Path(os.environ.get("LOCALAPPDATA") or "~/AppData/Local").expanduser() / "saccade"
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "saccade"
+    return folder / f"triton-{triton_version()}"
+
+
+def triton_version() -> str:
+    """The version of the Triton that is installed, without importing it; "none": there is none."""
+    for name in ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "none"
+
+
+def cached(address: str) -> MachineCode | None:
+    """The machine code of an address in the cache; None: it is not there, or damaged."""
+    folder = cache()
+    if folder is None:
+        return None
+    try:
+        return MachineCode.unpacked((folder / address).read_bytes())
+    except (OSError, ValueError):
+        return None  # it is compiled again, and written over
+
+
+def keep(address: str, code: MachineCode) -> None:
+    """Put machine code in the cache; where that cannot be done, the next process compiles it."""
+    folder = cache()
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(code.packed())
+        os.replace(file.name, folder / address)  # whole or not at all, whoever reads meanwhile
+        _forget_oldest(folder)
+    except OSError:
+        return
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Keep the cache at its size: files of sources that have changed are never read again."""
+    files = list(folder.iterdir())
+    if len(files) > MOST_CACHED:
+        files.sort(key=lambda file: file.stat().st_mtime)
+        for file in files[: MOST_CACHED // 4]:
+            file.unlink(missing_ok=True)
