@@ -363,11 +363,11 @@ def test_a_step_has_one_pass():
 
 
 def test_passes_that_differ_are_told_apart(monkeypatch):
-    monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
-    monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
+    monkeypatch.setattr(backends, "_hopper_device_unsupported", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_device_unsupported", lambda *device: None)
     problem = saccade.explain(saccade.attention, *[torch.zeros(1, 2, 512, 256).bfloat16()] * 3,
                               mask=masks.window(64)).problem._replace(device="cuda")  # fmt: skip
-    monkeypatch.setattr(backends, "_launch_remark", lambda problem: None)
+    monkeypatch.setattr(backends, "_launch_note", lambda problem: None)
     choices = [backends.explained(problem, of=of) for of in ("forward", "backward")]
     assert [choice.chosen for choice in choices] == ["hopper", "triton"]
     found = explain_dense()

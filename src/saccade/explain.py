@@ -137,9 +137,9 @@ def answers(choice: Choice, config: KernelConfig | None = None) -> Iterator[str]
         if reason is not None:
             yield f"  {name}: no, {reason}"
             continue
-        said = ["yes, not asked for", choice.yields[name]]
+        said = ["yes, not asked for", choice.not_preferred[name]]
         if name == choice.chosen:
-            said = ["yes, taken", config and str(config), choice.remark]
+            said = ["yes, taken", config and str(config), choice.note]
         yield f"  {name}: {', '.join(filter(None, said))}"
 
 

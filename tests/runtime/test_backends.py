@@ -62,8 +62,8 @@ def test_an_unknown_name_is_refused_even_where_nothing_fits():
 
 
 def test_each_pass_has_its_own_choice(monkeypatch):
-    monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
-    monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
+    monkeypatch.setattr(backends, "_hopper_device_unsupported", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_device_unsupported", lambda *device: None)
     problem = PROBLEM._replace(device="cuda", dtype=torch.bfloat16, tma=True, head_dim=128)
     problem = problem._replace(value_dim=64, query_len=512, kv_len=512)
     assert backends.choose_all(problem)[:2] == ("hopper", "triton")

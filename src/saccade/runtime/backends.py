@@ -6,7 +6,6 @@ is named serves every pass of the call, or the call raises.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from saccade.modifiers.expression import constant
 from saccade.modifiers.normal_form import consists_of, is_causal
 from saccade.runtime.spec import LinearProblem, Problem
 
@@ -22,24 +22,24 @@ AnyProblem = Problem | LinearProblem
 
 
 class BackendEntry(NamedTuple):
-    """One pass of an operation by one backend, and what it says of problems.
+    """Passes of an operation that a backend has, and for which problems.
 
     Attributes:
         operation: the folder of the operation below saccade.ops.
         passes: "forward", "backward" or "step", one or several.
         name: what a caller names it by.
-        unsupported: gives the reason why a problem cannot be served, or None.
-        yields: gives the reason why those after it are preferred for a problem that it could serve,
-            or None. One that is named is not asked.
-        remark: gives what is to be said of a problem that it serves, or None.
+        unsupported: the reason why it cannot serve a problem, or None.
+        not_preferred: the reason why later backends go first for a problem that it could serve, or
+            None. A named backend serves such problems all the same.
+        note: what `explain` adds where it serves a problem, or None.
     """
 
     operation: str
     passes: tuple[str, ...]
     name: str
     unsupported: Callable[[Any], str | None]
-    yields: Callable[[Any], str | None] = lambda problem: None
-    remark: Callable[[Any], str | None] = lambda problem: None
+    not_preferred: Callable[[Any], str | None] = lambda problem: None
+    note: Callable[[Any], str | None] = lambda problem: None
 
 
 WIDEST = 256  # channels that Triton kernels hold at once
@@ -59,23 +59,15 @@ def _triton_unsupported(problem: Problem) -> str | None:
     widest = max(problem.head_dim, problem.value_dim)
     if widest > WIDEST:
         return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
-    device = problem.device, problem.device_index
-    return _triton_misses(*device, problem.dtype, problem.mask, problem.score)
+    return _triton_device_unsupported(problem.device, problem.device_index, problem.dtype)
 
 
 def _hopper_unsupported(problem: Problem) -> str | None:
-    """What keeps a call from TMA and WGMMA, and then what keeps it from Triton kernels."""
+    """What TMA and WGMMA cannot serve, then what no Triton kernel can."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
-    if problem.head_dim % 8 or problem.value_dim % 8:
-        return (
-            "head_dim and value_dim must be multiples of 8, "
-            f"not {problem.head_dim} and {problem.value_dim}"
-        )
-    if 0 in (problem.head_dim, problem.value_dim, problem.kv_len, problem.kv_heads):
-        return "there is nothing to load"
-    if not problem.tma:
-        return "strides must be multiples of 8, and that of channels 1"
+    if reason := _tma_unsupported(problem, problem.kv_len, problem.kv_heads):
+        return reason
     if problem.dropout:
         return "it does not drop weights"
     if problem.page_size and problem.page_dtype != problem.dtype:
@@ -84,8 +76,21 @@ def _hopper_unsupported(problem: Problem) -> str | None:
         return "its kernels for chunks depend on how many query rows a batch has"
     if problem.configured:
         return "it has schedules of its own and takes no config"
-    misses = _triton_unsupported(problem)
-    return misses or _hopper_misses(problem.device, problem.device_index)
+    return _triton_unsupported(problem) or _hopper_device_unsupported(
+        problem.device, problem.device_index
+    )
+
+
+def _tma_unsupported(problem: AnyProblem, *sizes: int) -> str | None:
+    """Why TMA cannot load the tensors of a problem; sizes: those that must not be 0 either."""
+    head_dim, value_dim = problem.head_dim, problem.value_dim
+    if head_dim % 8 or value_dim % 8:
+        return f"head_dim and value_dim must be multiples of 8, not {head_dim} and {value_dim}"
+    if 0 in (head_dim, value_dim, *sizes):
+        return "there is nothing to load"
+    if not problem.tma:
+        return "strides must be multiples of 8, and that of channels 1"
+    return None
 
 
 def _hopper_backward_unsupported(problem: Problem) -> str | None:
@@ -97,7 +102,7 @@ def _hopper_backward_unsupported(problem: Problem) -> str | None:
     return _hopper_unsupported(problem)
 
 
-def _hopper_backward_yields(problem: Problem) -> str | None:
+def _hopper_backward_not_preferred(problem: Problem) -> str | None:
     head_width, value_width = _width(problem.head_dim), _width(problem.value_dim)
     widest, causal = max(head_width, value_width), is_causal(problem.mask)
     short = problem.query_len <= SHORTEST_CAUSAL and not problem.packed
@@ -117,18 +122,18 @@ def _width(channels: int) -> int:
     return next(width for width in (64, 128, 256) if channels <= width)
 
 
-def _paged_remark(problem: Problem) -> str | None:
-    said = "rows that wait for memory (decode) by the kernels for pages in Triton"
-    return ", ".join(filter(None, (said, _launch_remark(problem))))
+def _paged_note(problem: Problem) -> str | None:
+    note = "rows that wait for memory (decode) by the kernels for pages in Triton"
+    return ", ".join(filter(None, (note, _launch_note(problem))))
 
 
-def _launch_remark(problem: AnyProblem) -> str | None:
+def _launch_note(problem: AnyProblem) -> str | None:
     from saccade.gpu import machine_code
 
     return machine_code.remark() if problem.device == "cuda" else None
 
 
-def _hopper_yields(problem: Problem) -> str | None:
+def _hopper_not_preferred(problem: Problem) -> str | None:
     narrow = max(problem.head_dim, problem.value_dim) <= SMALLEST_WIDTH
     if narrow and problem.score and not problem.mask:
         # Two consumers were 6 to 13 % slower than it without a score, where three are faster.
@@ -137,7 +142,7 @@ def _hopper_yields(problem: Problem) -> str | None:
 
 
 def _unmeasured(problem: Problem) -> str | None:
-    """What was not measured beside the Triton kernels, or was slower, is theirs.
+    """Why Triton kernels go first: they were faster, or Hopper's were not measured beside them.
 
     Of masks other than causal ones, windows, prefixes, documents and blocks were measured, with 128
     channels: it took 1.00 to 0.67 of their time (benchmarks/results/h200/triton.jsonl).
@@ -163,9 +168,9 @@ def _unmeasured(problem: Problem) -> str | None:
     return None
 
 
-@functools.cache
-def _hopper_misses(device: str, index: int | None) -> str | None:
-    """What is missing on a device; asked once, and not traced."""
+@constant
+def _hopper_device_unsupported(device: str, index: int | None) -> str | None:
+    """What Hopper's kernels miss on a device. To a trace the answer is a constant."""
     if device != "cuda" or torch.version.hip is not None:
         return "it takes tensors on an NVIDIA GPU"
     capability = torch.cuda.get_device_capability(index)
@@ -174,14 +179,11 @@ def _hopper_misses(device: str, index: int | None) -> str | None:
     return None
 
 
-_hopper_misses._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _linear_triton_unsupported(problem: LinearProblem) -> str | None:
     widest = max(problem.head_dim, problem.value_dim)
     if widest > WIDEST:
         return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
-    return _triton_misses(problem.device, None, problem.dtype, "", "")
+    return _triton_device_unsupported(problem.device, None, problem.dtype)
 
 
 def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:
@@ -191,23 +193,16 @@ def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:
         return "it takes causal calls; others are two products"
     if problem.packed or problem.decay:
         return f"it takes no {'packed sequences' if problem.packed else 'decay'}"
-    if problem.head_dim % 8 or problem.value_dim % 8:
-        return (
-            "head_dim and value_dim must be multiples of 8, "
-            f"not {problem.head_dim} and {problem.value_dim}"
-        )
-    sizes = problem.batch, problem.query_heads, problem.key_heads, problem.value_heads
-    if 0 in (*sizes, problem.head_dim, problem.value_dim, problem.query_len, problem.kv_len):
-        return "there is nothing to load"
-    if not problem.tma:
-        return "strides must be multiples of 8, and that of channels 1"
+    heads = problem.query_heads, problem.key_heads, problem.value_heads
+    sizes = problem.batch, *heads, problem.query_len, problem.kv_len
+    if reason := _tma_unsupported(problem, *sizes):
+        return reason
     if problem.configured:
         return "it has a schedule of its own and takes no config"
-    misses = _linear_triton_unsupported(problem)
-    return misses or _hopper_misses(problem.device, None)
+    return _linear_triton_unsupported(problem) or _hopper_device_unsupported(problem.device, None)
 
 
-def _linear_hopper_yields(problem: LinearProblem) -> str | None:
+def _linear_hopper_not_preferred(problem: LinearProblem) -> str | None:
     """Shorter calls than were measured, and values wider than keys (h200/linear.txt)."""
     if max(problem.query_len, problem.kv_len) < SHORTEST_LEAD:
         return f"without a name it takes lengths from {SHORTEST_LEAD} on"
@@ -218,23 +213,12 @@ def _linear_hopper_yields(problem: LinearProblem) -> str | None:
 
 def no_kernels(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None."""
-    return _triton_misses(device.type, device.index, torch.float32, "", "")
+    return _triton_device_unsupported(device.type, device.index, torch.float32)
 
 
-def _triton_misses(*problem: Any) -> str | None:
-    """What is missing for a Triton kernel of any size. To a trace the answer is a constant."""
-    return _asked_once(*problem)
-
-
-# Set by hand, as importing what sets it takes seconds; and on a plain function, as PyTorch 2.11
-# warns of a cached one.
-_triton_misses._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _asked_once(
-    device: str, index: int | None, dtype: torch.dtype, mask: str, score: str
-) -> str | None:
+@constant
+def _triton_device_unsupported(device: str, index: int | None, dtype: torch.dtype) -> str | None:
+    """What Triton kernels of any size miss on a device."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device != "cuda" and not (device == "cpu" and interpreted):
         return f"tensors lie on {device}; it takes tensors on a GPU"
@@ -273,31 +257,27 @@ BOTH = ("forward", "backward")
 BACKENDS = (
     BackendEntry(ATTENTION, BOTH, "cpu", _cpu_unsupported),
     BackendEntry(
-        ATTENTION, ("forward",), "hopper", _hopper_unsupported, _hopper_yields, _launch_remark
+        ATTENTION, ("forward",), "hopper",
+        _hopper_unsupported, _hopper_not_preferred, _launch_note,
     ),
     BackendEntry(
-        ATTENTION,
-        ("backward",),
-        "hopper",
-        _hopper_backward_unsupported,
-        _hopper_backward_yields,
-        _launch_remark,
+        ATTENTION, ("backward",), "hopper",
+        _hopper_backward_unsupported, _hopper_backward_not_preferred, _launch_note,
     ),
-    BackendEntry(ATTENTION, BOTH, "triton", _triton_unsupported, remark=_launch_remark),
+    BackendEntry(ATTENTION, BOTH, "triton", _triton_unsupported, note=_launch_note),
     BackendEntry(ATTENTION, BOTH, "reference", _reference_unsupported),
     BackendEntry(PAGED, ("forward",), "cpu", _cpu_unsupported),
-    BackendEntry(PAGED, ("forward",), "hopper", _hopper_unsupported, remark=_paged_remark),
-    BackendEntry(PAGED, ("forward",), "triton", _triton_unsupported, remark=_launch_remark),
+    BackendEntry(PAGED, ("forward",), "hopper", _hopper_unsupported, note=_paged_note),
+    BackendEntry(PAGED, ("forward",), "triton", _triton_unsupported, note=_launch_note),
     BackendEntry(PAGED, ("forward",), "reference", _reference_unsupported),
     BackendEntry(LINEAR, (*BOTH, "step"), "cpu", _cpu_unsupported),
     BackendEntry(
-        LINEAR, BOTH, "hopper", _linear_hopper_unsupported, _linear_hopper_yields, _launch_remark
+        LINEAR, BOTH, "hopper",
+        _linear_hopper_unsupported, _linear_hopper_not_preferred, _launch_note,
     ),
-    BackendEntry(
-        LINEAR, (*BOTH, "step"), "triton", _linear_triton_unsupported, remark=_launch_remark
-    ),
+    BackendEntry(LINEAR, (*BOTH, "step"), "triton", _linear_triton_unsupported, note=_launch_note),
     BackendEntry(LINEAR, BOTH, "reference", _reference_unsupported),
-)
+)  # fmt: skip
 """In order of preference."""
 
 NAMES = ("cpu", "hopper", "triton", "reference")
@@ -309,14 +289,15 @@ class Choice(NamedTuple):
     Attributes:
         chosen: the backend, or None where there is none.
         reasons: for each backend, in order of preference, why it cannot serve (None: it can).
-        yields: for each that can, why without a name those after it go first (None: they do not).
-        remark: what else there is to say of the chosen one, or None.
+        not_preferred: for each that can, why without a name later ones go first (None: they do
+            not).
+        note: what else there is to say of the chosen one, or None.
     """
 
     chosen: str | None
     reasons: dict[str, str | None]
-    yields: dict[str, str | None]
-    remark: str | None
+    not_preferred: dict[str, str | None]
+    note: str | None
 
 
 def candidates(operation: str, of: str = "forward") -> Iterator[BackendEntry]:
@@ -339,7 +320,9 @@ def choose(problem: AnyProblem, name: str | None = None, of: str = "forward") ->
     for backend in candidates(problem.operation, of):
         if name is not None and name != backend.name:
             continue
-        reason = backend.unsupported(problem) or (backend.yields(problem) if name is None else None)
+        reason = backend.unsupported(problem) or (
+            backend.not_preferred(problem) if name is None else None
+        )
         if reason is None:
             return backend.name
         reasons.append(f"{backend.name}: {reason}")
@@ -349,20 +332,21 @@ def choose(problem: AnyProblem, name: str | None = None, of: str = "forward") ->
 
 
 def explained(problem: AnyProblem, name: str | None = None, of: str = "forward") -> Choice:
-    """What `choose` would find for a pass, and why."""
+    """The backend that `choose` takes for a pass, with the reasons for and against each."""
     try:
         chosen = choose(problem, name, of)
     except NotImplementedError:
         chosen = None
     reasons: dict[str, str | None] = {}
-    yields: dict[str, str | None] = {}
-    remark = None
+    not_preferred: dict[str, str | None] = {}
+    note = None
     for backend in candidates(problem.operation, of):
         reasons[backend.name] = backend.unsupported(problem)
-        yields[backend.name] = None if reasons[backend.name] else backend.yields(problem)
+        supported = reasons[backend.name] is None
+        not_preferred[backend.name] = backend.not_preferred(problem) if supported else None
         if backend.name == chosen:
-            remark = backend.remark(problem)
-    return Choice(chosen, reasons, yields, remark)
+            note = backend.note(problem)
+    return Choice(chosen, reasons, not_preferred, note)
 
 
 class Chosen(NamedTuple):
@@ -370,7 +354,7 @@ class Chosen(NamedTuple):
 
     forward_by: str
     backward_by: str  # "" where none can
-    backward_misses: str  # why none can, or ""
+    backward_unsupported: str  # why none can, or ""
 
 
 def choose_all(problem: AnyProblem, name: str | None = None) -> Chosen:
@@ -390,7 +374,7 @@ _imported: dict[tuple[str, str, str], Any] = {}
 
 
 def module_of(operation: str, name: str, of: str = "forward") -> Any:
-    """The module that does a backend's work in an operation, imported when it is first used.
+    """The module of a backend's passes of an operation, imported when it is first used.
 
     It has `forward(inputs, variant, config)` and `backward(…)` (and, over pages and for softmax
     attention, `prepared(inputs, variant, config)`: the forward pass for calls of the same shapes,

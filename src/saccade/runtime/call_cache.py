@@ -77,7 +77,7 @@ class CheckedCall:
     config: KernelConfig | None
     forward_by: str  # the backend of each pass
     backward_by: str = ""
-    backward_misses: str = ""  # why no backend has the backward pass
+    backward_unsupported: str = ""  # why no backend has the backward pass
     batch_invariant: bool = False
     forward: Callable[[Any, Any], Any] | None = None
     plain: dict[bool, tuple[Any, ...]] = field(default_factory=dict)  # by `deterministic`
@@ -90,8 +90,8 @@ class CheckedCall:
 
     def check_backward(self) -> None:
         """Refuse a call that wants gradients which the named backend does not have."""
-        if self.backward_misses:
-            raise NotImplementedError(f"{self.backward_misses} (its backward pass)")
+        if self.backward_unsupported:
+            raise NotImplementedError(f"{self.backward_unsupported} (its backward pass)")
 
 
 _calls: dict[Any, CheckedCall] = {}

@@ -84,8 +84,8 @@ def test_projections_and_single_rows_are_taken_as_they_lie():
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose GPU is a Hopper, as far as the choice looks at it."""
-    monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
-    monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
+    monkeypatch.setattr(backends, "_hopper_device_unsupported", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_device_unsupported", lambda *device: None)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -111,7 +111,7 @@ def test_which_backward_passes_it_takes(found, said, named):
     choice = backends.explained(asked, "hopper", "backward")
     assert choice.chosen == ("hopper" if named else None)
     if said is not None:
-        assert said in (choice.yields["hopper"] or choice.reasons["hopper"])
+        assert said in (choice.not_preferred["hopper"] or choice.reasons["hopper"])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_what_was_not_measured_goes_to_triton_kernels_unless_it_is_named(found, 
     assert backends.choose(asked) == ("hopper" if said is None else "triton")
     assert backends.choose(asked, "hopper") == "hopper"
     choice = backends.explained(asked)
-    why = choice.yields["hopper"]
+    why = choice.not_preferred["hopper"]
     assert (why is None) if said is None else (said in why)
     lines = [line.strip() for line in answers(choice)]
     taken = "hopper: yes, taken" if said is None else f"hopper: yes, not asked for, {why}"

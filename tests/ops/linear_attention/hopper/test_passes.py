@@ -120,13 +120,13 @@ def test_which_gradients_are_left_to_triton_kernels() -> None:
     ],
 )
 def test_what_was_not_measured_goes_to_triton_kernels_unless_it_is_named(shape, said, monkeypatch):
-    monkeypatch.setattr(backends, "_hopper_misses", lambda device, index: None)
-    monkeypatch.setattr(backends, "_triton_misses", lambda *problem: None)
+    monkeypatch.setattr(backends, "_hopper_device_unsupported", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_device_unsupported", lambda *device: None)
     asked = prepare(*[rows(*shape)] * 3).problem._replace(device="cuda")
     chosen = backends.choose(asked)
     assert chosen == ("hopper" if said is None else "triton")
     assert backends.choose(asked, "hopper") == "hopper"
-    why = backends.explained(asked).yields["hopper"]
+    why = backends.explained(asked).not_preferred["hopper"]
     assert (why is None) if said is None else (said in why)
     values_alone = asked._replace(head_dim=128, value_dim=256)
     assert backends.choose(values_alone) == "triton"
