@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from saccade.demo.model import ByteModel, DemoModelShape, export
-from saccade.serving import session
+from saccade.serving import command
 from saccade_cli import app
 
 SHAPE = DemoModelShape(32, 4, 2, 48, windows=(8, None), context=96)
@@ -33,7 +33,7 @@ def test_texts_go_on_as_without_a_cache(folder, tmp_path):
     prompts = ["def ", "the cat", "x"]
     done = run(folder, *prompts, "--max-new-tokens", "12", "--json", str(file))
     assert done.exit_code == 0, done.output
-    model, tokenizer = session.load(folder, "cpu")
+    model, tokenizer = command.load(folder, "cpu")
     model.set_attn_implementation("eager")
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [line["prompt"] for line in lines] == prompts
@@ -53,7 +53,7 @@ def test_texts_go_on_as_without_a_cache(folder, tmp_path):
 def test_quiet_prints_the_new_texts_only(folder):
     options = ("--max-new-tokens", "8", "--temperature", "1", "--top-k", "40", "--top-p", "0.9")
     done = run(folder, "def ", "--samples", "3", "--seed", "5", "--quiet", *options)
-    model, tokenizer = session.load(folder, "cpu")
+    model, tokenizer = command.load(folder, "cpu")
     engine = served.saccade.Engine(model, tokenizer)
     sampling = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "max_new_tokens": 8}
     wanted = [engine.submit("def ", seed=5 + n, **sampling).result().text for n in range(3)]
@@ -115,11 +115,11 @@ def test_tables_fit_a_narrow_terminal(folder, tmp_path):
 
 
 def test_the_live_table_shows_who_writes(folder):
-    model, tokenizer = session.load(folder, "cpu")
+    model, tokenizer = command.load(folder, "cpu")
     engine = served.saccade.Engine(model, tokenizer, max_sequences=2)
     completions = [engine.submit(text, max_new_tokens=6) for text in ("ab", "cd", "ef")]
     terminal = Console(width=100, record=True, force_terminal=True)
-    watch = session.Watch(terminal, completions, 18)
+    watch = command.Watch(terminal, completions, 18)
     for _ in range(3):
         engine.step()
     watch.update(engine.statistics())

@@ -54,8 +54,8 @@ def test_sliding_layers_let_go_of_pages_beside_others_that_keep_them(name):
     prompt = served.prompts()[3] * 2
     generated = engine.generate([prompt], **GREEDY)[0]
     assert generated.tokens == served.uncached(name, tuple(prompt), NEW)
-    assert engine.cache.groups[0].statistics().released == 0
-    assert engine.cache.groups[1].statistics().released > 10
+    assert engine.cache.groups[0].counts["released"] == 0
+    assert engine.cache.groups[1].counts["released"] > 10
     served.assert_nothing_is_held(engine)
 
 

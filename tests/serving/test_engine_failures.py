@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import saccade
-from saccade.serving import worker
-from saccade.serving.detokenizer import TextStream
+from saccade.serving import engine as engines
+from saccade.serving.decoding import TextStream
 from saccade.serving.model import BatchStep
 
 NEW = 6
@@ -83,7 +83,7 @@ def test_a_step_that_fails_changes_nothing(part, monkeypatch):
     place = {
         "forward": (served.model("llama").model.layers[1].mlp, "forward"),
         "attend": (saccade, "attention_paged"),
-        "choose": (worker, "choose"),
+        "choose": (engines, "choose"),
     }[part]
     for turn in range(0, 14, 2):
         engine = served.engine(num_pages=13)

@@ -13,8 +13,8 @@ import served
 
 import saccade
 from saccade.serving.completion import Completion
+from saccade.serving.decoding import Sampling
 from saccade.serving.request import Limits, Request
-from saccade.serving.sampling import Sampling
 
 NEW = 5
 STOP = "7"

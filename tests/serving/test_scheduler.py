@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade import OutOfPagesError, PagedCache
+from saccade.serving.decoding import Sampling
 from saccade.serving.request import Limits, Request, RequestState
-from saccade.serving.sampling import Sampling
 from saccade.serving.scheduler import Scheduler
 
 SIZES: dict[str, Any] = {"kv_heads": 1, "head_dim": 1}

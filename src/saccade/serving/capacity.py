@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade import PagedCache
+from saccade.serving.decoding import check_number
 from saccade.serving.model import LayerShape, PackedModel
-from saccade.serving.sampling import check_number
 from saccade.serving.scheduler import most_pages
 
 MOST_MEMORY = 2**30  # unasked, on a CPU

@@ -1,11 +1,32 @@
-"""Command: `saccade generate`, its options and its order of events."""
+"""Command: `saccade generate`: its options, and one run of it: load, serve, show, write."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from saccade.serving.capacity import choose_threads
+from saccade.serving.completion import Completion, EngineStatistics, Generated, RequestStatistics
+from saccade.serving.engine import Engine
+
+ROWS = 12  # requests shown at once: a live table must fit the screen
+SHOWN = 48  # the last characters of a text that is being written
+REFRESHES = 8  # a second
 
 READ, DRAWN, RUN = "What it reads", "How tokens are drawn", "How it runs"
 
@@ -97,16 +118,13 @@ def generate(
     texts = [*(prompts or []), *_lines(file)]
     if not texts:
         _give_up("give a PROMPT, or --file with one a line")
-    # Imported here, since `saccade --help` needs none of it.
-    from saccade.serving import session
-
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k,
         "top_p": top_p, "seed": seed, "stop": stop or (),
     }  # fmt: skip
     sizes = {"max_sequences": max_sequences, "num_pages": num_pages}
     try:
-        session.run(model, texts, samples, options, sizes, device=device, output=json, quiet=quiet)
+        run(model, texts, samples, options, sizes, device=device, output=json, quiet=quiet)
     except (TypeError, ValueError, OSError, ImportError) as error:
         _give_up(str(error))
 
@@ -123,3 +141,199 @@ def _lines(file: Path | None) -> list[str]:
 def _give_up(message: str) -> NoReturn:
     typer.secho(f"saccade generate: {message}", fg=typer.colors.RED, err=True)
     raise typer.Exit(2)
+
+
+class Watch:
+    """A live table of the requests that run, over a bar of all new tokens."""
+
+    def __init__(self, console: Console, completions: Sequence[Completion], most_tokens: int):
+        self._completions = completions
+        self._bar = Progress(
+            TextColumn("{task.fields[done]} of {task.fields[all]} done"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("tokens  {task.fields[speed]:,.0f}/s"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task(
+            "", total=most_tokens, done=0, all=len(completions), speed=0
+        )
+        self.live = Live(console=console, transient=True, auto_refresh=False)
+
+    def update(self, engine: EngineStatistics) -> None:
+        """Show where all requests stand now."""
+        states = [completion.statistics for completion in self._completions]
+        new_tokens = sum(state.new_tokens for state in states)
+        done = sum(state.state == "done" for state in states)
+        self._bar.update(
+            self._task, completed=new_tokens, done=done, speed=engine.tokens_per_second
+        )
+        table = _table("", "state", "prompt", "cached", "new", "pages", "/s")
+        table.add_column("text", no_wrap=True)
+        shown = [n for n, state in enumerate(states) if state.state != "done"][:ROWS]
+        for number in shown:
+            state = states[number]
+            text = Text(_last(self._completions[number].text_so_far()))
+            table.add_row(*_numbers(number, state), text)
+        left = len(states) - done - len(shown)
+        more = [Text(f"and {left} more", style="dim")] if left > 0 else []
+        self.live.update(Group(table, *more, self._bar), refresh=True)
+
+
+def _last(text: str) -> str:
+    return " ".join(readable(text).split())[-SHOWN:]
+
+
+def _numbers(number: int, state: RequestStatistics) -> list[str]:
+    speed = state.tokens_per_second
+    fields = ("state", "prompt_tokens", "cached_tokens", "new_tokens", "pages")
+    return [
+        str(number + 1), *(str(getattr(state, field)) for field in fields),
+        "–" if speed is None else f"{speed:,.0f}",
+    ]  # fmt: skip
+
+
+def text_panel(number: int, prompt: str, generated: Generated) -> Panel:
+    """One prompt, dimmed, and what came after it."""
+    text = Text(readable(prompt), style="dim")
+    text.append(readable(generated.text or ""), style="bold cyan")
+    what = generated.statistics
+    speed = f", {what.tokens_per_second:,.0f} tokens/s" if what.tokens_per_second else ""
+    explanation = f"{what.new_tokens} tokens{speed} · {generated.reason.replace('_', ' ')}"
+    return Panel(text, title=str(number), subtitle=explanation, border_style="cyan")
+
+
+def requests_table(results: Sequence[Generated]) -> Table:
+    """What became of each request."""
+    table = _table(
+        "", "ended by", "prompt", "cached", "new", "pages", "new\n/s", "queued\nms", "first\nms",
+        "gave\nway",
+    )  # fmt: skip
+    for number, result in enumerate(results):
+        what = result.statistics
+        numbers = _numbers(number, what)
+        numbers[1] = result.reason.replace("_", " ")
+        first = "–" if what.to_first_token is None else f"{1e3 * what.to_first_token:,.0f}"
+        table.add_row(*numbers, f"{1e3 * what.queued:,.0f}", first, str(what.preemptions))
+    return table
+
+
+def summary(statistics: EngineStatistics) -> str:
+    """What the engine did, in a line."""
+    read = statistics.prompt_tokens
+    cached = f" ({statistics.cached_tokens / read:.0%} found in the cache)" if read else ""
+    plural = "" if statistics.done == 1 else "s"
+    return (
+        f"{statistics.done} request{plural}: {read:,} prompt tokens{cached}, "
+        f"{statistics.new_tokens:,} new ones in {statistics.busy:.2f} s "
+        f"({statistics.tokens_per_second:,.0f} a second), {statistics.steps:,} steps, "
+        f"{statistics.preemptions} preemptions, {statistics.pages:,} pages."
+    )
+
+
+def readable(text: str) -> str:
+    """Text whose control characters cannot move the cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text.expandtabs(4))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        left = name in ("state", "ended by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    return table
+
+
+def run(
+    folder: Path, texts: Sequence[str], samples: int, options: dict[str, Any],
+    sizes: dict[str, Any], *, device: str | None, output: Path | None, quiet: bool,
+) -> None:  # fmt: skip
+    """Continue all texts, and show or write what came."""
+    console = Console(highlight=False)
+    with nullcontext() if quiet else console.status(f"loading {folder} …"):
+        model, tokenizer = load(folder, device)
+        if model.device.type == "cpu":
+            with torch.inference_mode():
+                choose_threads(lambda: model(torch.zeros(1, 8, dtype=torch.long)))
+    rows = max(512, sizes["max_sequences"])
+    engine = Engine(model, tokenizer, max_batch_tokens=rows, **sizes)
+    completions = [
+        completion
+        for text in texts
+        for completion in engine.submit_samples(text, samples, **options)
+    ]
+    if quiet:
+        engine.run()
+    else:
+        watch(console, engine, completions, options["max_new_tokens"])
+    results = [completion.result() for completion in completions]
+    prompts = [text for text in texts for _ in range(samples)]
+    if output is not None:
+        write(output, prompts, results)
+    if quiet:
+        for result in results:
+            print(result.text)
+        return
+    for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), 1):
+        console.print(text_panel(number, prompt, result))
+    console.print(requests_table(results))
+    console.print(summary(engine.statistics()))
+
+
+def load(folder: Path, device: str | None) -> tuple[Any, Any]:
+    """The model and the tokenizer of a folder; nothing is downloaded, and no code of it runs.
+
+    Raises:
+        ImportError: without transformers.
+        ValueError: for a folder without a model, and a device that is not there.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise ImportError(
+            "models need transformers (pip install 'saccade[transformers]')"
+        ) from error
+    disable_progress_bar()  # a folder on disk is read in no time, and --quiet is quiet
+    where = _device(device)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json; a model's folder has one")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+    return model.to(where), tokenizer
+
+
+def _device(name: str | None) -> torch.device:
+    """The device that a user names, or the best there is."""
+    has_gpu = torch.cuda.is_available()
+    try:
+        found = torch.device(name or ("cuda" if has_gpu else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"--device: got {name!r}, takes cpu, cuda, cuda:0 …") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        number = torch.cuda.device_count()
+        raise ValueError(f"--device: got {name!r}, and PyTorch sees {number} GPUs here")
+    return found
+
+
+def watch(
+    console: Console, engine: Engine, completions: Sequence[Completion], most_tokens: int
+) -> None:
+    """Take steps, and show how far all requests are."""
+    shown = Watch(console, completions, most_tokens * len(completions))
+    with shown.live:
+        next_look = 0.0
+        while engine.step():
+            if perf_counter() >= next_look:
+                shown.update(engine.statistics())
+                next_look = perf_counter() + 1 / REFRESHES
+
+
+def write(path: Path, prompts: Sequence[str], results: Sequence[Generated]) -> None:
+    """One JSON object a line for each request."""
+    lines = [
+        json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False)
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")

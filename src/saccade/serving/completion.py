@@ -156,7 +156,6 @@ class Completion:
         self, request: Request, step: Callable[[], bool], cancel: Callable[[Request], None]
     ):
         self._request, self._step, self._cancel = request, step, cancel
-        self._given = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self.tokens() if self._request.stream is None else self.texts()

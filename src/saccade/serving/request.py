@@ -12,8 +12,7 @@ from typing import Any, SupportsIndex, TypedDict, cast
 
 from torch import Tensor
 
-from saccade.serving.detokenizer import TextStream, Tokenizer
-from saccade.serving.sampling import Dice, Draw, Sampling, check_number
+from saccade.serving.decoding import Dice, Draw, Sampling, TextStream, Tokenizer, check_number
 
 
 class RequestState(enum.Enum):
@@ -96,11 +95,6 @@ class Request:
     def left(self) -> int:
         """How many tokens are to be computed before the next one can be drawn."""
         return self.num_tokens - self.computed
-
-    @property
-    def most_tokens(self) -> int:
-        """How many tokens its pages must ever hold: the last new one is not read any more."""
-        return len(self.prompt) + self.limits.max_new_tokens - 1
 
     @property
     def width(self) -> int:

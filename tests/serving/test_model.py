@@ -122,7 +122,7 @@ def test_random_numbers_of_others_go_on_as_if_nothing_had_been_tried():
 
 
 def pools(engine: saccade.Engine) -> list[Any]:
-    return [cache._state.pool for cache in engine.cache.groups]
+    return [group.pool for group in engine.cache.groups]
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 5])
