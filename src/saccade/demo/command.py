@@ -15,7 +15,7 @@ from rich.markup import escape
 
 import saccade
 from saccade.demo import comparison, report
-from saccade.demo.comparison import Finding, Measured
+from saccade.demo.comparison import LayerErrors, Measured
 from saccade.demo.model import (
     ByteModel,
     DemoModelShape,
@@ -172,11 +172,11 @@ def demo(
     run = DemoRun(console, settings, corpus, seed, ByteModel(settings.shape))
     trained = run.train(steps)
     bits = run.predict()
-    findings = run.check()
+    errors = run.check()
     run.write(prompt)
     measured = run.measure(begin + settings.total_seconds)
     about = {"text": corpus.source, "seed": seed, "quick": quick, **trained}
-    run.save(output, about, bits, findings, measured)
+    run.save(output, about, bits, errors, measured)
     if any(bits[MODEL] >= value for who, value in bits.items() if who != MODEL):
         _give_up(
             console,
@@ -268,15 +268,15 @@ class DemoRun:
         self.console.print(report.prediction_table(bits, windows[:, 1:].numel()))
         return bits
 
-    def check(self) -> list[Finding]:
+    def check(self) -> list[LayerErrors]:
         """Compare the trained layers with the reference, and the cache with a single pass."""
         console, model = self.console, self.model
         report.heading(console, "3. Is the attention right?")
         tokens = self.corpus.held_out[None, : model.shape.context].long()
-        findings = list(comparison.measure_errors(model.attention_calls(tokens), self.seed))
-        console.print(report.exactness_table(findings))
-        for dtype in dict.fromkeys(finding.dtype for finding in findings):
-            ratios = comparison.ratios_to_plain(findings, dtype)
+        errors = list(comparison.measure_errors(model.attention_calls(tokens), self.seed))
+        console.print(report.exactness_table(errors))
+        for dtype in dict.fromkeys(one.dtype for one in errors):
+            ratios = comparison.ratios_to_plain(errors, dtype)
             listed = ", ".join(f"{who} {ratio:.2f}" for who, ratio in ratios.items())
             console.print(f"Largest RMS error as a multiple of plain PyTorch's, {dtype}: {listed}.")
         console.print(
@@ -289,7 +289,7 @@ class DemoRun:
             "Byte by byte with a key/value cache, the logits are those of one pass over the whole "
             f"text to within {off:.1e}."
         )
-        return findings
+        return errors
 
     def write(self, prompt: str | None) -> None:
         """Let the model write on from a prompt."""
@@ -325,7 +325,7 @@ class DemoRun:
 
     def save(
         self, output: Path, about: dict[str, Any], bits: dict[str, float],
-        findings: list[Finding], measured: list[Measured],
+        errors: list[LayerErrors], measured: list[Measured],
     ) -> None:  # fmt: skip
         """Write the model in both forms, the numbers and the plot."""
         console = self.console
@@ -337,7 +337,7 @@ class DemoRun:
                 "versions": versions(),
                 **about,
                 "bits_per_byte": bits,
-                "exactness": [finding.plain() for finding in findings],
+                "exactness": [one.plain() for one in errors],
                 "comparison": {
                     "batch": 1,
                     "heads": comparison.HEADS,

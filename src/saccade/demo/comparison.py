@@ -81,29 +81,29 @@ DTYPES = (torch.float32, torch.bfloat16)
 SOFTCAP = 30.0
 
 
-class LargestError(NamedTuple):
-    """The distance from the reference, at its worst and as a root mean square."""
+class Distance(NamedTuple):
+    """How far results are from the reference: the largest error, and the root mean square."""
 
     worst: float
     rms: float
 
 
-class Finding(NamedTuple):
+class LayerErrors(NamedTuple):
     """One contender's errors on one layer in one dtype."""
 
     layer: str
     dtype: str
     who: str
-    output: LargestError
-    gradient: LargestError
+    output: Distance
+    gradient: Distance
 
     def plain(self) -> dict[str, Any]:
         """The errors as JSON holds them."""
-        errors = {"output": self.output._asdict(), "gradient": self.gradient._asdict()}
-        return {**self._asdict(), **errors}
+        distances = {"output": self.output._asdict(), "gradient": self.gradient._asdict()}
+        return {**self._asdict(), **distances}
 
 
-def measure_errors(calls: Sequence[AttentionCall], seed: int) -> Iterator[Finding]:
+def measure_errors(calls: Sequence[AttentionCall], seed: int) -> Iterator[LayerErrors]:
     """Errors of Saccade, SDPA and plain PyTorch on what trained layers attend with.
 
     All of them, the reference too, start from the same numbers, rounded to the dtype: the errors
@@ -112,7 +112,7 @@ def measure_errors(calls: Sequence[AttentionCall], seed: int) -> Iterator[Findin
     """
     capped = calls[-1]._replace(layer=f"{len(calls)} (softcap)", softcap=SOFTCAP)
     for call in (*calls, capped):
-        options = {"window": call.window}
+        options: dict[str, Any] = {"window": call.window}
         options |= {} if call.softcap is None else {"softcap": call.softcap}
         exact_run = partial(by_saccade, **options, implementation="reference")
         for dtype in DTYPES:
@@ -124,8 +124,8 @@ def measure_errors(calls: Sequence[AttentionCall], seed: int) -> Iterator[Findin
                 if call.softcap is not None and run is by_sdpa:
                     continue
                 got = results(partial(run, **options), rows, grad_output, dtype)
-                errors = error(got[:1], exact[:1]), error(got[1:], exact[1:])
-                yield Finding(call.layer, str(dtype).removeprefix("torch."), who, *errors)
+                distances = distance(got[:1], exact[:1]), distance(got[1:], exact[1:])
+                yield LayerErrors(call.layer, str(dtype).removeprefix("torch."), who, *distances)
 
 
 def results(
@@ -138,23 +138,23 @@ def results(
     return output.detach(), *gradients
 
 
-def error(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> LargestError:
+def distance(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> Distance:
     """How far results are from the exact ones, over all their numbers."""
     pairs = zip(got, exact, strict=True)
     off = torch.cat([(one.double() - other).flatten() for one, other in pairs])
-    return LargestError(float(off.abs().max()), float(off.square().mean().sqrt()))
+    return Distance(float(off.abs().max()), float(off.square().mean().sqrt()))
 
 
-def ratios_to_plain(findings: list[Finding], dtype: str) -> dict[str, float]:
+def ratios_to_plain(errors: list[LayerErrors], dtype: str) -> dict[str, float]:
     """For each contender, its largest RMS error as a multiple of plain PyTorch's on that layer."""
-    chosen = [finding for finding in findings if finding.dtype == dtype]
+    chosen = [one for one in errors if one.dtype == dtype]
     plain = {one.layer: one for one in chosen if one.who == "plain PyTorch"}
     ratios: dict[str, float] = {}
     for one in chosen:
         if one.who != "plain PyTorch":
-            beside = plain[one.layer]
-            here = max(one.output.rms / beside.output.rms, one.gradient.rms / beside.gradient.rms)
-            ratios[one.who] = max(here, ratios.get(one.who, 0.0))
+            base = plain[one.layer]
+            ratio = max(one.output.rms / base.output.rms, one.gradient.rms / base.gradient.rms)
+            ratios[one.who] = max(ratio, ratios.get(one.who, 0.0))
     return ratios
 
 
@@ -168,7 +168,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class TimedCall(NamedTuple):
-    """One attention call: who computes it, on what; `window` None is causal."""
+    """One attention call of a contender; `window` None is causal."""
 
     who: str
     length: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from itertools import chain, groupby, repeat
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from saccade.demo.comparison import Finding, Measured
+from saccade.demo.comparison import LayerErrors, Measured
 from saccade.demo.training import TrainingStep
 
 MIB = 2**20
@@ -39,14 +39,14 @@ def training_progress(console: Console) -> Progress:
 
 
 def shown(step: TrainingStep) -> dict:
-    """What the bar shows of a step."""
+    """The fields of the bar after a step."""
     left = step.seconds * (1 / step.progress - 1)
     speed = step.bytes_per_second
     return {"step": step.number, "bits": step.bits_per_byte, "speed": speed, "left": left}
 
 
 def prediction_table(bits: dict[str, float], unseen: int) -> Table:
-    """How well each model predicts text that none of them has seen."""
+    """Bits per byte of each model on text that none of them has seen."""
     table = _table(
         f"Predicting {unseen:,} held-out bytes", ["model"], ["bits per byte", "size next to 8 bits"]
     )
@@ -60,21 +60,21 @@ def prediction_table(bits: dict[str, float], unseen: int) -> Table:
 SHORT = {"PyTorch SDPA": "SDPA", "plain PyTorch": "plain"}
 
 
-def exactness_table(findings: list[Finding]) -> Table:
+def exactness_table(errors: list[LayerErrors]) -> Table:
     """Errors against the float64 reference, layer by layer."""
     table = _table(
         "Distance from the float64 reference",
         ["layer", "dtype", "who"],
         ["output\nmax", "\nRMS", "gradient\nmax", "\nRMS"],
     )
-    for position, group in groupby(findings, lambda finding: finding[:2]):
+    for position, group in groupby(errors, lambda one: one[:2]):
         table.add_section()
-        for label, finding in zip(chain([position], repeat(("", ""))), group):  # noqa: B905
+        for number, one in enumerate(group):
             table.add_row(
-                *label,
-                SHORT.get(finding.who, finding.who),  # the table should fit 80 columns
-                *(f"{value:.1e}" for value in (*finding.output, *finding.gradient)),
-                style="bold" if finding.who == "saccade" else "",
+                *(("", "") if number else position),
+                SHORT.get(one.who, one.who),  # the table should fit 80 columns
+                *(f"{value:.1e}" for value in (*one.output, *one.gradient)),
+                style="bold" if one.who == "saccade" else "",
             )
     return table
 
@@ -100,8 +100,8 @@ def comparison_table(measured: list[Measured], pattern: str) -> Table:
     of_pattern = [one for one in measured if one.pattern == pattern]
     for length, group in groupby(of_pattern, lambda one: one.length):
         table.add_section()
-        for label, one in zip(chain([f"{length:,}"], repeat("")), group):  # noqa: B905
-            style = "bold" if one.who == "saccade" else ""
+        for number, one in enumerate(group):
+            label, style = "" if number else f"{length:,}", "bold" if one.who == "saccade" else ""
             table.add_row(label, one.who, *_cells(one), style=style)
     return table
 

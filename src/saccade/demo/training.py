@@ -24,7 +24,7 @@ MAX_BYTES = 6_000_000
 # One huge file must not be most of the text.
 MAX_FILE_BYTES = 200_000
 MIN_BYTES = 8_192
-HELD_OUT_SHARE = 0.1
+HELD_OUT_FRACTION = 0.1
 # From this many files on, whole files are held out; of fewer, the end of each.
 MANY_FILES = 20
 
@@ -41,11 +41,11 @@ class TextError(ValueError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is trained on and what is not.
+    """A text, split into what is trained on and what is held out.
 
     Attributes:
         training: bytes that the model learns from.
-        held_out: bytes that it never sees before it is judged.
+        held_out: bytes that it never learns from.
         source: where they come from, in words.
         num_files: how many files they were read from.
         split: how the held-out bytes were chosen, in words.
@@ -78,8 +78,8 @@ def gather(path: Path | None, context: int) -> Corpus:
     if not contents:
         advice = "give --text a file or folder" if path is None else "is it a folder of text files?"
         raise TextError(f"{source}: no text found there; {advice}")
-    if size < MIN_BYTES or size * HELD_OUT_SHARE <= context:
-        least = max(MIN_BYTES, int(context / HELD_OUT_SHARE) + 1)
+    if size < MIN_BYTES or size * HELD_OUT_FRACTION <= context:
+        least = max(MIN_BYTES, int(context / HELD_OUT_FRACTION) + 1)
         raise TextError(f"{source}: {size:,} bytes of text; the demo needs at least {least:,}")
     training, held_out, split = _split(contents)
     return Corpus(_tensor(training), _tensor(held_out), source, len(contents), split)
@@ -128,14 +128,14 @@ def _read(root: Path, files: list[Path]) -> list[bytes]:
 
 
 def _split(contents: list[bytes]) -> tuple[bytes, bytes, str]:
-    """Training bytes, held-out bytes, and how they were parted."""
-    every = round(1 / HELD_OUT_SHARE)
+    """Training bytes, held-out bytes, and how they were split."""
+    every = round(1 / HELD_OUT_FRACTION)
     if len(contents) >= MANY_FILES:
         held_out = contents[::every]
         training = [content for index, content in enumerate(contents) if index % every]
-        # Large files may fall to one side, so the share is only about right.
+        # Large files may fall to one side, so the fraction is only about right.
         return b"\n".join(training), b"\n".join(held_out), f"{len(held_out)} whole files"
-    cuts = [len(content) - int(len(content) * HELD_OUT_SHARE) for content in contents]
+    cuts = [len(content) - int(len(content) * HELD_OUT_FRACTION) for content in contents]
     training = [content[:cut] for content, cut in zip(contents, cuts, strict=True)]
     held_out = [content[cut:] for content, cut in zip(contents, cuts, strict=True)]
     where = "the last tenth of it" if len(contents) == 1 else "the last tenth of each file"
@@ -151,7 +151,7 @@ def spread_windows(
 ) -> UInt8[Tensor, "windows window_bytes"]:
     """Windows of context + 1 bytes, evenly spread over the text and not overlapping.
 
-    In each of them the last `context` bytes are to be predicted; every model is judged on these.
+    In each of them the last `context` bytes are to be predicted; all models are compared on these.
     """
     available = (len(content) - 1) // context
     count = max(1, min(available, wanted_bytes // context))
@@ -161,7 +161,7 @@ def spread_windows(
 
 # ---- training ------------------------------------------------------------------------------------
 
-WARM_UP = 0.05  # the share of the training in which the learning rate rises
+WARM_UP = 0.05  # the fraction of training in which the learning rate rises
 FINAL_RATE = 0.05  # of the highest learning rate
 MAX_GRADIENT = 1.0
 WEIGHT_DECAY = 0.1
@@ -181,7 +181,7 @@ class TrainingSchedule(NamedTuple):
 
 
 class TrainingStep(NamedTuple):
-    """One training step, seen from outside.
+    """The state of the training after a step.
 
     Attributes:
         number: counted from 1.
@@ -214,8 +214,7 @@ def train(
         tokens = random_windows(content, model.shape.context, schedule.batch, generator)
         bits = learn(model, optimizer, tokens)
         number += 1
-        share = 1 / min(number, SMOOTHING)
-        recent = bits if number == 1 else recent + share * (bits - recent)
+        recent = bits if number == 1 else recent + (bits - recent) / min(number, SMOOTHING)
         seconds = time.perf_counter() - begin
         progress = number / schedule.steps if schedule.steps else seconds / schedule.seconds
         speed = number * schedule.batch * model.shape.context / seconds
@@ -243,7 +242,7 @@ def next_byte_loss(
 
 
 def rate(progress: float) -> float:
-    """The learning rate as a share of the highest: up in a line, down in a half cosine."""
+    """The learning rate as a fraction of the highest: up in a line, down in a half cosine."""
     if progress < WARM_UP:
         return (progress + 0.01) / (WARM_UP + 0.01)
     fallen = (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP))) / 2

@@ -20,7 +20,7 @@ from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.ops.linear_attention.triton import configs as linear_configs
 
 TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
-# Masks of which most tiles are hidden or clean, so that the loop over the others counts little.
+# Masks of which most tiles are hidden or full, so that the loop over partial tiles counts little.
 READ_BY_PAIR = ("blocks", "dense")
 # Kernels whose warps have roles, and what runs on while their exponents are computed.
 ROLES = {
@@ -97,11 +97,11 @@ def excuse(compiled: Compiled) -> str:
     if which.startswith("hopper_backward") and call.score != "none":
         return "changed scores and their derivatives have no registers beside the gradients"
     if which == "hopper_backward_queries" and usage.looped <= FEW:
-        return "a few numbers of its walk, read once a tile, have no registers beside the gradients"
+        return "a few numbers, read once a tile, have no registers beside the gradients"
     if which == "hopper_forward" and call.head_dim <= 64 and usage.looped <= FEW:
         return "a few weights, as two programs share the registers of a multiprocessor"
     if which == "hopper_forward" and call.mask == "causal" and usage.looped <= FEW:
-        return "a number of its walk, read once a tile, as each consumer has edges of its own"
+        return "a number, read once a tile, as each consumer has its own partial tiles"
     if which not in configs.PASSES:
         return ""
     if call.mask in READ_BY_PAIR:
