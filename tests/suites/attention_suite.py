@@ -12,7 +12,7 @@ from torch import Tensor
 
 import saccade
 from saccade.testing import Case, assert_exact, oracle, poisoned
-from saccade.testing.kinds import MASKS, SCORES, Description
+from saccade.testing.cases import MASKS, SCORES, Description
 from saccade.testing.strategies import LAYOUTS, descriptions
 
 implementation = fixture_of(IMPLEMENTATIONS)

@@ -99,7 +99,7 @@ def _run(case: Case, name: str, with_lse: bool, config: object) -> dict[str, Ten
     leaves = case.leaves()
     output, lse = case.call(leaves, implementation=name, **given)
     if with_lse:
-        return case.with_gradients(leaves, output, lse)
+        return case.with_gradients(leaves, {"output": output, "lse": lse})
     grad = case.grads["output"].to(output.dtype)
     found = torch.autograd.grad(output, list(leaves.values()), grad)
     gradients = {f"grad_{leaf}": tensor for leaf, tensor in zip(leaves, found, strict=True)}

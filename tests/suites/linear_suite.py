@@ -21,7 +21,7 @@ from saccade.testing import (
     make_linear_case,
     poisoned,
 )
-from saccade.testing.linear_cases import DECAYS, LinearDescription
+from saccade.testing.linear import DECAYS, LinearDescription
 from saccade.testing.strategies import LAYOUTS
 
 HEADS = [(2, 2, 2), (4, 2, 2), (2, 2, 4), (4, 1, 2), (1, 1, 3)]

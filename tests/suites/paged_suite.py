@@ -12,7 +12,7 @@ from implementations import BF16, F32, F64, PAGED_IMPLEMENTATIONS, Implementatio
 
 import saccade
 from saccade.testing import PagedDescription, assert_exact, make_paged_case, oracle, poisoned
-from saccade.testing.kinds import MASKS, SCORES
+from saccade.testing.cases import MASKS, SCORES
 from saccade.testing.paged import MEMORIES
 
 F8, I8 = torch.float8_e4m3fn, torch.int8

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from saccade.ops.attention.cpu import backward, dense_tile, flash_tile, host
+from saccade.ops.attention.cpu import dense_tile, flash_tile, host
 from saccade.testing import Case, assert_exact, make_case, oracle, tolerances
-from saccade.testing.kinds import MASKS
+from saccade.testing.cases import MASKS
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
@@ -171,14 +171,15 @@ def test_a_missing_scale_in_flash_is_noticed(monkeypatch):
 
 
 def _of_output_only(
-    case: Case, leaves: dict[str, torch.Tensor], output: torch.Tensor, lse: torch.Tensor
+    case: Case, leaves: dict[str, torch.Tensor], results: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Results whose loss does not use the lse, as in most models: flash serves the backward."""
+    output = results["output"]
     found = torch.autograd.grad(
         output, list(leaves.values()), case.grads["output"].to(output.dtype)
     )
     gradients = {f"grad_{name}": part for name, part in zip(leaves, found, strict=True)}
-    return {"output": output.detach(), "lse": lse.detach(), **gradients}
+    return {"output": output.detach(), "lse": results["lse"].detach(), **gradients}
 
 
 def test_output_alone_is_exact_too(monkeypatch):
@@ -195,7 +196,7 @@ GRADIENTS = ["query", "key", "value", "sinks"]
 def test_a_wrong_factor_in_a_gradient_is_noticed(monkeypatch, name, factor):
     change_results(
         monkeypatch,
-        backward,
+        host,
         "differentiate",
         lambda found: found._replace(**{name: getattr(found, name) * factor}),
     )
@@ -205,24 +206,24 @@ def test_a_wrong_factor_in_a_gradient_is_noticed(monkeypatch, name, factor):
 @pytest.mark.parametrize("score", ["bias", "head_bias", "key_bias", "batch_bias"])
 @pytest.mark.parametrize("factor", [1 + 1e-3, 0.5, 0.0])
 def test_a_wrong_factor_in_the_gradient_of_a_bias_is_noticed(monkeypatch, score, factor):
-    def change(found: backward.DenseGradients) -> backward.DenseGradients:
+    def change(found: host.DenseGradients) -> host.DenseGradients:
         return found._replace(tables={k: v * factor for k, v in found.tables.items()})
 
-    change_results(monkeypatch, backward, "differentiate", change)
+    change_results(monkeypatch, host, "differentiate", change)
     check_notices(case_of(mask="causal", score=score), "grad_bias")
 
 
 def test_gradients_of_swapped_heads_are_noticed(monkeypatch):
     change_results(
-        monkeypatch, backward, "differentiate", lambda found: found._replace(key=found.key.flip(1))
+        monkeypatch, host, "differentiate", lambda found: found._replace(key=found.key.flip(1))
     )
     check_notices(case_of(), "grad_key")
 
 
 def test_a_missing_gradient_of_the_lse_is_noticed(monkeypatch):
-    original = backward.differentiate
+    original = host.differentiate
     monkeypatch.setattr(
-        backward,
+        host,
         "differentiate",
         lambda dense, results, wanted: original(dense, results._replace(grad_lse=None), wanted),
     )

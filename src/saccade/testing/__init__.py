@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 from saccade.runtime.arguments import checked as checked
 from saccade.testing.cases import Case as Case
+from saccade.testing.cases import Description as Description
 from saccade.testing.cases import make_case as make_case
-from saccade.testing.kinds import Description as Description
-from saccade.testing.linear_cases import LinearCase as LinearCase
-from saccade.testing.linear_cases import make_linear_case as make_linear_case
-from saccade.testing.linear_oracle import assert_linear_exact as assert_linear_exact
-from saccade.testing.linear_oracle import linear_oracle as linear_oracle
-from saccade.testing.memory import poisoned as poisoned
+from saccade.testing.cases import poisoned as poisoned
+from saccade.testing.linear import LinearCase as LinearCase
+from saccade.testing.linear import assert_linear_exact as assert_linear_exact
+from saccade.testing.linear import linear_oracle as linear_oracle
+from saccade.testing.linear import make_linear_case as make_linear_case
 from saccade.testing.oracle import assert_exact as assert_exact
 from saccade.testing.oracle import oracle as oracle
 from saccade.testing.oracle import tolerances as tolerances

@@ -1,4 +1,4 @@
-"""Oracle: the float64 answer, and how far from it an implementation may be.
+"""The oracle: the answer in float64, and how far from it an implementation may be.
 
 The bound is derived for each number, in two parts (contract item 5):
 
@@ -25,8 +25,7 @@ from saccade.modifiers.expression import Coordinates
 from saccade.ops.attention import reference
 from saccade.ops.paged_attention import reference as paged_reference
 from saccade.runtime.spec import Inputs, Variant, accumulate_dtype
-from saccade.runtime.validation import prepare, with_seed
-from saccade.testing.cases import Case, padded
+from saccade.testing.cases import Case
 from saccade.testing.paged import PagedCase
 
 CONFIDENCE = 6.0  # standard deviations
@@ -40,14 +39,22 @@ def oracle(case: Case | PagedCase) -> dict[str, Tensor]:
 
 def tolerances(case: Case | PagedCase, exact: dict[str, Tensor]) -> dict[str, Tensor]:
     """For each result, the error that is allowed to each of its numbers."""
-    plain = case.run_plain()
     spread = _paged_spread(case) if isinstance(case, PagedCase) else _spread(case)
-    allowed = {}
+    return bounds(exact, case.run_plain(), spread, case.tensors["query"].dtype)
+
+
+def bounds(
+    exact: dict[str, Tensor],
+    plain: dict[str, Tensor],
+    spread: dict[str, Tensor],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """The allowed errors, from plain PyTorch's results and the spread of rounding errors."""
+    allowed, unit = {}, torch.finfo(dtype).eps / 2
     for name, truth in exact.items():
         error = (plain[name].double() - truth)[truth.isfinite()].abs()
         error = error[error.isfinite()]  # plain PyTorch overflows where float64 does not
         worst = error.max() if error.numel() else torch.tensor(0.0, dtype=torch.float64)
-        unit = torch.finfo(case.tensors["query"].dtype).eps / 2
         allowed[name] = AGAINST_PLAIN * worst + CONFIDENCE * spread[name] + unit * truth.abs()
     return allowed
 
@@ -88,12 +95,7 @@ def assert_within(
 def _spread(case: Case) -> dict[str, Tensor]:
     """For each result, the standard deviation (at most) of its rounding errors."""
     leaves = {name: leaf.detach() for name, leaf in case.leaves(torch.float64).items()}
-    positional, keywords = case.arguments(leaves)
-    torch.manual_seed(case.description.seed)
-    inputs, variant, _, _ = prepare(
-        *padded(positional), return_lse=True, deterministic=False, config=None, **keywords
-    )
-    inputs = with_seed(inputs, variant)
+    inputs, variant = case.prepared(leaves)
     dense, at, reachable = reference.lay_out(inputs)
     scores, visible, value = reference.score_pairs(dense, variant, at, reachable)
     output, lse = reference.attend(dense, variant, at, reachable)
@@ -105,21 +107,19 @@ def _spread(case: Case) -> dict[str, Tensor]:
     forward = _forward(dense, variant, (scores, visible, value), lse, units)
     (of_inputs, of_sums, of_one), terms, weights = units, forward.terms, forward.weights
     lse = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
-    group = dense.query.shape[1] // max(dense.key.shape[1], 1)
-    key = dense.key.nan_to_num(0, 0, 0).repeat_interleave(group, 1)
-    query = dense.query.nan_to_num(0, 0, 0)
+    query, key, kv_heads = forward.query, forward.key, dense.key.shape[1]
     dots = grad_output * output
     row_dot = dots.sum(-1, keepdim=True).abs() + grad_lse.abs().unsqueeze(-1)
     grad_weights = (grad_output @ value.mT).abs()
     of_row_dot = (of_inputs + of_sums) * dots.square().sum(-1, keepdim=True).sqrt()
-    of_grad_weights = of_sums * _root(grad_output, value.mT)
+    of_grad_weights = of_sums * root(grad_output, value.mT)
     grad_terms = (grad_weights + row_dot) * terms + weights * (of_row_dot + of_grad_weights)
     found = {
         "output": forward.output,
         "lse": forward.lse,
-        "grad_query": abs(variant.scale) * _root(grad_terms, key),
-        "grad_key": abs(variant.scale) * _grouped(_root(grad_terms.mT, query), group),
-        "grad_value": _grouped(_root(terms.mT, grad_output), group),
+        "grad_query": abs(variant.scale) * root(grad_terms, key),
+        "grad_key": abs(variant.scale) * grouped(root(grad_terms.mT, query), kv_heads),
+        "grad_value": grouped(root(terms.mT, grad_output), kv_heads),
     }
     if inputs.sinks is not None:
         sink_weights = (inputs.sinks.view(1, -1, 1, 1) - lse).exp()
@@ -135,8 +135,10 @@ def _spread(case: Case) -> dict[str, Tensor]:
 
 
 class _Forward(NamedTuple):
-    """Standard deviations of the forward pass's rounding errors, and what they come from."""
+    """Standard deviations of the forward pass's rounding errors, and the tensors behind them."""
 
+    query: Tensor  # finite, in float64
+    key: Tensor  # the same, for each query head
     weights: Tensor
     terms: Tensor  # of each pair's weight
     output: Tensor
@@ -160,16 +162,16 @@ def _forward(
     query = dense.query.nan_to_num(0, 0, 0)
     # Products add up in at least 16 partial sums: that many numbers fill a vector register.
     steps = max(query.shape[-1] / 16, 1.0)
-    products = abs(variant.scale) * steps**0.5 * _root(query, key.mT)
+    products = abs(variant.scale) * steps**0.5 * root(query, key.mT)
     of_scores = of_one * (products + scores.nan_to_num(0, 0, 0).abs() + lse.abs())
     # An error of a score, or of the lse, is a relative error of the pair's weight.
     terms = weights * (of_inputs + of_sums + of_scores)
     of_lse = (weights * of_scores).sum(-1) + of_sums + of_one * lse.squeeze(-1).abs()
-    return _Forward(weights, terms, _root(terms, value), of_lse)
+    return _Forward(query, key, weights, terms, root(terms, value), of_lse)
 
 
 def _paged_spread(case: PagedCase) -> dict[str, Tensor]:
-    """The same for a call over pages, which has no gradients."""
+    """`_spread` of a call over pages, which has no gradients."""
     inputs, variant = case.prepared(torch.float64)
     dense, at, reachable = paged_reference.lay_out(inputs, torch.float64)
     scored = reference.score_pairs(dense, variant, at, reachable)
@@ -206,11 +208,13 @@ def _units(
     return torch.finfo(dtype).eps / 2, of_one * (channels + rows + keys) ** 0.5, of_one
 
 
-def _root(weights: Tensor, rows: Tensor) -> Tensor:
+def root(weights: Tensor, rows: Tensor) -> Tensor:
     """Root of the sum of squared terms of weights · rows."""
     return (weights.square() @ rows.square()).sqrt()
 
 
-def _grouped(per_query_head: Tensor, group: int) -> Tensor:
-    """Root-sum-square over the query heads of each kv head."""
-    return per_query_head.square().unflatten(1, (-1, max(group, 1))).sum(2).sqrt()
+def grouped(per_head: Tensor, heads: int) -> Tensor:
+    """Root-sum-square over the heads that share one of `heads`."""
+    if heads == 0:
+        return per_head
+    return per_head.square().unflatten(1, (heads, -1)).sum(2).sqrt()

@@ -1,4 +1,4 @@
-"""Paged cases: random problems over pages, in a pool whose unused slots hold NaN."""
+"""Random problems of attention over pages, in a pool whose unused slots hold NaN."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from saccade.ops.paged_attention.api import attention_paged
 from saccade.runtime.spec import PagedInputs, Variant
 from saccade.runtime.validation import prepare_paged
 from saccade.scores import Score
-from saccade.testing.kinds import MASKS, SCORES, Description, bias_shape
+from saccade.testing.cases import MASKS, SCORES, Description, bias_shape
 
 MEMORIES = ("pages_first", "slots_first", "heads_first", "interleaved")
 
 
 @dataclass(frozen=True)
 class PagedDescription:
-    """All that a paged case is made from.
+    """What a random case over pages is made from.
 
     `lengths` are (query, key) lengths, one pair a sequence; `memory` says what lies outermost in
     the pool; `page_dtype` None is query's; `scattered`: pages lie in random order.
@@ -90,7 +90,7 @@ class PagedCase:
         return {"output": output, "lse": lse}
 
     def prepared(self, dtype: torch.dtype | None = None) -> tuple[PagedInputs, Variant]:
-        """What implementations take."""
+        """The inputs and variant that implementations take."""
         arguments = self.arguments(dtype)
         options = {name: arguments.pop(name) for name in ("mask", "score", "scale")}
         inputs, variant, _, _ = prepare_paged(
@@ -99,7 +99,7 @@ class PagedCase:
         return inputs, variant
 
     def run_plain(self) -> dict[str, Tensor]:
-        """The same in plain PyTorch with every step in the case's own dtype: the yardstick."""
+        """The results of plain PyTorch with every step in the case's own dtype, to compare with."""
         inputs, variant = self.prepared()
         output, lse = reference.attention_paged(inputs, variant, sums=self.description.dtype)
         return {"output": output, "lse": lse}
@@ -151,9 +151,10 @@ def _page_table(
 ) -> tuple[Tensor, int]:
     """A table whose entries behind each sequence's end are no pages, and the size of its pool."""
     counts = -(-kv_lens // d.page_size)
-    num_pages = int(counts.sum()) + 3  # some belong to nobody
-    order = torch.randperm(num_pages, generator=generator) if d.scattered else None
-    order = torch.arange(num_pages) if order is None else order
+    num_pages = int(counts.sum()) + 3  # some belong to no sequence
+    order = torch.arange(num_pages)
+    if d.scattered:
+        order = torch.randperm(num_pages, generator=generator)
     table = torch.full((len(d.lengths), int(counts.max()) + 1), -7, dtype=torch.int32)
     ends = counts.cumsum(0)
     for sequence, (count, end) in enumerate(zip(counts.tolist(), ends.tolist(), strict=True)):
@@ -164,7 +165,7 @@ def _page_table(
 def _pool(
     d: PagedDescription, name: str, rows: Tensor, table: Tensor, kv_lens: Tensor
 ) -> dict[str, Tensor]:
-    """Pages, and scales where they hold eight bits; slots that nobody uses hold NaN."""
+    """Pages, and scales where they hold eight bits; unused slots hold NaN."""
     used = torch.zeros(rows.shape[0], rows.shape[2], dtype=torch.bool)
     for sequence, kv_len in enumerate(kv_lens.tolist()):
         row = torch.arange(kv_len)

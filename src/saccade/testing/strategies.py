@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from saccade.testing.cases import Case, make_case
-from saccade.testing.kinds import MASKS, SCORES, Description
+from saccade.testing.cases import MASKS, SCORES, Case, Description, make_case
 
 LAYOUTS = ("contiguous", "permuted", "sliced", "strided_last", "expanded")
 

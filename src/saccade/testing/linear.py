@@ -1,4 +1,4 @@
-"""Linear oracle: the float64 answer of a linear case, and how far from it one may be.
+"""Linear attention: random problems, their answer in float64, and how far from it one may be.
 
 The bound is that of `oracle.py`: 1.1 · (the worst error of plain PyTorch in the same dtype) plus
 six standard deviations of rounding in each number's own sum of terms.
@@ -18,34 +18,175 @@ and so on; rounding errors of each product's terms travel on to the next product
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.ops.linear_attention import reference
+from saccade.ops.linear_attention.api import linear_attention, linear_attention_varlen
 from saccade.ops.linear_attention.reference import ReferenceRows
-from saccade.runtime.spec import LinearVariant, accumulate_dtype
-from saccade.testing.linear_cases import LinearCase
-from saccade.testing.oracle import AGAINST_PLAIN, CONFIDENCE, assert_within
+from saccade.ops.linear_attention.validation import Prepared, prepare
+from saccade.runtime.spec import LinearState, LinearVariant, accumulate_dtype
+from saccade.testing.cases import Differentiable, laid_out, normal_of, offsets_of
+from saccade.testing.oracle import assert_within, bounds, grouped, root
+
+DECAYS = ("none", "heads", "rows")
+
+
+@dataclass(frozen=True)
+class LinearDescription:
+    """What a random case of linear attention is made from.
+
+    `lengths` are (query, key) lengths: one pair a sequence; a dense case uses the first. `heads`
+    are those of query, key and value. `padded`: key lengths are drawn, and what lies behind them
+    is NaN.
+    """
+
+    batch: int = 2
+    heads: tuple[int, int, int] = (2, 2, 2)
+    lengths: tuple[tuple[int, int], ...] = ((24, 24),)
+    head_dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    packed: bool = False
+    causal: bool = True
+    align: str = "bottom_right"
+    feature_map: str = "elu+1"
+    normalize: str = "sum"
+    eps: float = 1e-3
+    scale: float = 1.0
+    decay: str = "none"
+    state: bool = False
+    padded: bool = False
+    layout: str = "contiguous"
+    seed: int = 0
+    device: str = "cpu"
+
+    @property
+    def state_heads(self) -> int:
+        """Heads of the state."""
+        return max(self.heads[1:])
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Query rows and key rows, of all sequences if packed."""
+        used = self.lengths if self.packed else self.lengths[:1]
+        return sum(q for q, _ in used), sum(k for _, k in used)
+
+
+@dataclass
+class LinearCase(Differentiable):
+    """A random problem: tensors that can have gradients, and everything else of the call."""
+
+    description: LinearDescription
+    tensors: dict[str, Tensor]  # query, key, value; decay, kv and key_sum where the case has them
+    key_lengths: Tensor | None
+    cu_seqlens: tuple[Tensor, Tensor] | None
+    grads: dict[str, Tensor] = field(default_factory=dict)  # of output, last kv, last key_sum
+
+    def arguments(self, leaves: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+        """Positional and keyword arguments of the public call."""
+        d = self.description
+        keywords: dict[str, Any] = {
+            name: getattr(d, name)
+            for name in ("causal", "align", "feature_map", "normalize", "eps", "scale")
+        }
+        if d.state:
+            keywords["initial_state"] = LinearState(leaves["kv"], leaves["key_sum"])
+        if self.key_lengths is not None:
+            keywords["key_lengths"] = self.key_lengths
+        keywords["decay"] = leaves.get("decay")
+        positional = [leaves["query"], leaves["key"], leaves["value"], *(self.cu_seqlens or ())]
+        return positional, keywords
+
+    def call(self, leaves: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
+        """Output and last state by the public call."""
+        positional, keywords = self.arguments(leaves)
+        function: Any = linear_attention_varlen if self.cu_seqlens else linear_attention
+        output, state = function(*positional, return_state=True, **keywords, **more)
+        return {"output": output, "kv": state.kv, "key_sum": state.key_sum}
+
+    def run(
+        self, implementation: str, dtype: torch.dtype | None = None, **more: Any
+    ) -> dict[str, Tensor]:
+        """Output, last state and every gradient, by name."""
+        leaves = self.leaves(dtype)
+        return self.with_gradients(leaves, self.call(leaves, implementation=implementation, **more))
+
+    def prepared(self, leaves: dict[str, Tensor]) -> Prepared:
+        """The checked call."""
+        positional, keywords = self.arguments(leaves)
+        return prepare(*positional, return_state=True, **keywords)
+
+    def run_plain(self) -> dict[str, Tensor]:
+        """The results of plain PyTorch with every step in the case's own dtype, to compare with."""
+        leaves = self.leaves()
+        prepared = self.prepared(leaves)
+        found = reference.attention(*prepared[:2], sums=self.description.dtype)
+        results = {"output": found.output, "kv": found.kv, "key_sum": found.key_sum}
+        return self.with_gradients(leaves, results)
+
+
+def make_linear_case(description: LinearDescription | None = None, **changes: Any) -> LinearCase:
+    """A linear case from its description (or from keyword arguments that make one)."""
+    d = description or LinearDescription(**changes)
+    generator = torch.Generator().manual_seed(d.seed)
+    normal = normal_of(generator, d.device, d.dtype)
+    rows_q, rows_k = d.rows
+    batches = () if d.packed else (d.batch,)
+    sequences = len(d.lengths) if d.packed else d.batch
+    shapes = {
+        "query": (d.heads[0], rows_q, d.head_dim),
+        "key": (d.heads[1], rows_k, d.head_dim),
+        "value": (d.heads[2], rows_k, d.value_dim),
+    }
+    tensors = {
+        name: laid_out(normal, (*batches, *shape), d.layout, d.packed)
+        for name, shape in shapes.items()
+    }
+    wide = accumulate_dtype(d.dtype)
+    if d.decay != "none":
+        shape = (d.state_heads,)
+        if d.decay == "rows":
+            shape = (rows_k, *shape) if d.packed else (*batches, *shape, rows_k)
+        tensors["decay"] = -normal(*shape, dtype=wide).abs() / 8
+    states = (sequences, d.state_heads, d.head_dim)
+    if d.state:  # as if keys with positive features had come before
+        tensors["kv"] = normal(*states, d.value_dim, dtype=wide)
+        tensors["key_sum"] = normal(*states, dtype=wide).abs() + 1
+    case = LinearCase(d, tensors, None, offsets_of(d.lengths, d.device) if d.packed else None)
+    if d.padded and not d.packed:
+        case.key_lengths = _pad(case, generator)
+    heads = max(d.heads)
+    shape = (rows_q, heads) if d.packed else (*batches, heads, rows_q)
+    case.grads = {
+        "output": normal(*shape, d.value_dim).double(),
+        "kv": normal(*states, d.value_dim, dtype=wide).double(),
+        "key_sum": normal(*states, dtype=wide).double(),
+    }
+    return case
+
+
+def _pad(case: LinearCase, generator: torch.Generator) -> Tensor:
+    """Draw key lengths, and put NaN behind them: no result may show it."""
+    d = case.description
+    kv_len = d.rows[1]
+    lengths = torch.randint(0, kv_len + 1, (d.batch,), generator=generator).to(d.device)
+    hidden = torch.arange(kv_len, device=d.device) >= lengths.view(-1, 1, 1)
+    for name in ("key", "value", "decay"):
+        if name == "decay" and d.decay != "rows":
+            continue
+        tensor = case.tensors[name].clone(memory_format=torch.contiguous_format)
+        where = hidden if name == "decay" else hidden.unsqueeze(-1)
+        case.tensors[name] = tensor.masked_fill(where, torch.nan)
+    return lengths
 
 
 def linear_oracle(case: LinearCase) -> dict[str, Tensor]:
     """Output, last state and gradients of a case by the reference in float64."""
     return case.run("reference", torch.float64)
-
-
-def linear_tolerances(case: LinearCase, exact: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For each result, the error that is allowed to each of its numbers."""
-    plain, spread = case.run_plain(), _spread(case)
-    unit = torch.finfo(case.description.dtype).eps / 2
-    allowed = {}
-    for name, truth in exact.items():
-        error = (plain[name].double() - truth)[truth.isfinite()].abs()
-        error = error[error.isfinite()]  # plain PyTorch overflows where float64 does not
-        worst = error.max() if error.numel() else torch.tensor(0.0, dtype=torch.float64)
-        allowed[name] = AGAINST_PLAIN * worst + CONFIDENCE * spread[name] + unit * truth.abs()
-    return allowed
 
 
 def assert_linear_exact(case: LinearCase, implementation: str, **more: Any) -> None:
@@ -55,7 +196,8 @@ def assert_linear_exact(case: LinearCase, implementation: str, **more: Any) -> N
         AssertionError: naming the result, the worst error and what was allowed.
     """
     exact, got = linear_oracle(case), case.run(implementation, **more)
-    assert_within(got, exact, linear_tolerances(case, exact), str(case.description))
+    allowed = bounds(exact, case.run_plain(), _spread(case), case.description.dtype)
+    assert_within(got, exact, allowed, str(case.description))
 
 
 class _Units(NamedTuple):
@@ -95,7 +237,7 @@ def _spread(case: LinearCase) -> dict[str, Tensor]:
 def _spread_dense(
     case: LinearCase, inputs: Any, variant: LinearVariant, grads: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The same for dense inputs in float64, by a plain product with virtual keys and queries."""
+    """`_spread` of dense inputs in float64, by a plain product with virtual keys and queries."""
     rows = reference.lay_out(inputs, variant, torch.float64)
     query, key, value, log_decay = _as_product(rows)
     length = query.shape[-1] + value.shape[-1] + query.shape[2] + key.shape[2]
@@ -106,9 +248,9 @@ def _spread_dense(
     weights = query @ key.mT * log_decay
     exponents = log_decay.clamp(min=1e-300).log().abs().masked_fill(log_decay == 0, 0)
     of_weights = (unit.inputs + one * (2 + exponents)) * weights.abs()
-    of_weights = of_weights + unit.sums * _root(query, key.mT) * log_decay
+    of_weights = of_weights + unit.sums * root(query, key.mT) * log_decay
     sums = weights @ value
-    of_sums = _root(of_weights, value) + (unit.inputs + unit.sums) * _root(weights, value)
+    of_sums = root(of_weights, value) + (unit.inputs + unit.sums) * root(weights, value)
     real = rows.query.shape[2]
     found = {
         "kv": of_sums[:, :, real:, :-1],
@@ -201,13 +343,13 @@ def _gradients(
     query, key, value, log_decay, weights = product
     channels = key.shape[-1]
     pairs = arriving @ value.mT
-    of_pairs = _root(of_arriving, value.mT) + (unit.inputs + unit.sums) * _root(arriving, value.mT)
+    of_pairs = root(of_arriving, value.mT) + (unit.inputs + unit.sums) * root(arriving, value.mT)
     pairs, of_pairs = pairs * log_decay, of_pairs * log_decay
     products = unit.inputs + unit.sums
-    of_query = _root(of_pairs, key) + products * _root(pairs, key)
-    of_key = _root(of_pairs.mT, query) + products * _root(pairs.mT, query)
-    of_value = _root(of_weights.mT, arriving) + _root(weights.mT, of_arriving)
-    of_value = of_value + products * _root(weights.mT, arriving)
+    of_query = root(of_pairs, key) + products * root(pairs, key)
+    of_key = root(of_pairs.mT, query) + products * root(pairs.mT, query)
+    of_value = root(of_weights.mT, arriving) + root(weights.mT, of_arriving)
+    of_value = of_value + products * root(weights.mT, arriving)
     found["grad_query"], found["grad_key"] = of_query[:, :, :real], of_key[:, :, channels:]
     found["grad_value"] = of_value[:, :, channels:, :-1]
     found["grad_kv"] = of_value[:, :, :channels, :-1]
@@ -252,10 +394,10 @@ def _narrowed(
             slope = slope.abs().repeat_interleave(spread.shape[1] // max(of_heads, 1), 1)
             factor = abs(variant.scale) if name == "query" else 1.0
             spread = spread * slope * factor * (1 + unit)
-        found[f"grad_{name}"] = _grouped(spread, of_heads)
+        found[f"grad_{name}"] = grouped(spread, of_heads)
     state_heads = inputs.state_heads
     for name in ("grad_kv", "grad_key_sum", "grad_decay"):
-        found[name] = _grouped(found[name], state_heads)
+        found[name] = grouped(found[name], state_heads)
     for name in ("kv", "key_sum"):
         group = found[name].shape[1] // max(state_heads, 1)
         found[name] = found[name][:, :: max(group, 1)]
@@ -274,18 +416,6 @@ def _first_of_group(states: Tensor, heads: int) -> Tensor:
     return spread
 
 
-def _root(weights: Tensor, rows: Tensor) -> Tensor:
-    """Root of the sum of squared terms of weights · rows."""
-    return (weights.square() @ rows.square()).sqrt()
-
-
 def _root_sum(terms: Tensor) -> Tensor:
     """Root of the sum of squares over the last dimension, which stays."""
     return terms.square().sum(-1, keepdim=True).sqrt()
-
-
-def _grouped(per_head: Tensor, heads: int) -> Tensor:
-    """Root-sum-square over the heads that share one."""
-    if heads == 0:
-        return per_head
-    return per_head.square().unflatten(1, (heads, -1)).sum(2).sqrt()
