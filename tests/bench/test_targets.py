@@ -17,16 +17,14 @@ from saccade.bench.targets import (
     GPU_TARGETS,
     TARGETS,
     AgainstPeer,
-    Bytes,
     Copying,
     History,
     Memory,
     Published,
     Reading,
+    SameAmount,
     Sum,
-    Tiles,
     Time,
-    Tokens,
     Unmeasured,
     compare_with_targets,
     still_missing,
@@ -76,7 +74,7 @@ def complete(targets=TARGETS):
             others = ()
             if isinstance(target.yardstick, Sum):
                 others = target.yardstick.others[case]
-            if isinstance(target.yardstick, (Tiles, Tokens, Bytes)):
+            if isinstance(target.yardstick, SameAmount):
                 others = (target.yardstick.other,)
             for other in others:
                 times[subject, other] = time_of(other)
@@ -248,7 +246,7 @@ def test_a_tile_s_time_is_judged():
         result(full, "saccade/triton", tiles[full] * 2.0),
         result(window, "saccade/triton", tiles[window] * 3.0),
     ]
-    value = Tiles(full).value(History(found), "saccade/triton", window, "forward")
+    value = SameAmount("tiles", full).value(History(found), "saccade/triton", window, "forward")
     assert value == pytest.approx(1.5)
 
 

@@ -297,11 +297,11 @@ class LinearBenchCase(BenchCase):
 
     @property
     def mask(self) -> str:
-        """What result files say in a mask's place."""
+        """The text that result files hold as the mask."""
         return "linear causal"
 
     def flops(self, which_pass: str) -> int:
-        """Operations in chunks of 64 rows; a backward pass is two sweeps that share nothing.
+        """Operations in chunks of 64 rows; a backward pass is two sweeps with nothing in common.
 
         Forward: each row meets the state twice (4 · head_dim · value_dim) and its chunk twice.
         Backward: the state five times, and the chunk as often as gradients of it need products.
@@ -322,7 +322,7 @@ class StepCase(LinearBenchCase):
 
     @property
     def mask(self) -> str:
-        """What result files say in a mask's place."""
+        """The text that result files hold as the mask."""
         return "linear step"
 
     def flops(self, which_pass: str) -> int:

@@ -7,7 +7,7 @@ and the length, as in ``cpu-causal-bf16-d64-4k``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from saccade.bench.case import (
@@ -222,11 +222,6 @@ DEFAULT_CASES = {
     "gpu": ("gpu-*-d128-1k", "gpu-*-d128-4k", "gpu-*-d128-16k", "gpu-decode-*"),
 }
 """A minute's look at a machine: what is measured when no case is named."""
-
-
-def split(values: Iterable[str]) -> list[str]:
-    """The names in options that may be given several times and may hold commas."""
-    return [name.strip() for value in values for name in value.split(",") if name.strip()]
 
 
 def machine(device_type: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,20 +19,16 @@ def split(values: Sequence[str] | None) -> list[str]:
     return [name.strip() for value in values or () for name in value.split(",") if name.strip()]
 
 
-CASES = typer.Option(
-    "--cases", "-c", help="Cases by name or glob; several times or with commas.", callback=split
+def _names(*flags: str, text: str) -> Any:
+    return typer.Option(*flags, help=text, callback=split)
+
+
+CASES = _names("--cases", "-c", text="Cases by name or glob; several times or with commas.")
+WHO = _names("--who", "-w", text="Peers by name or glob, such as 'saccade/*,sdpa'.")
+PASS = _names(
+    "--pass", text="forward, backward, forward+backward; both: the first and the last of these."
 )
-WHO = typer.Option(
-    "--who", "-w", help="Peers by name or glob, such as 'saccade/*,sdpa'.", callback=split
-)
-PASS = typer.Option(
-    "--pass",
-    help="forward, backward, forward+backward; both: the first and the last of these.",
-    callback=split,
-)
-DTYPE = typer.Option(
-    "--dtype", help="Of the chosen cases only those: fp32, bf16, fp16, fp64.", callback=split
-)
+DTYPE = _names("--dtype", text="Of the chosen cases only those: fp32, bf16, fp16, fp64.")
 ROUNDS = typer.Option("--rounds", min=1, help="How often each peer has its turn.")
 LIMIT = typer.Option(
     "--limit", min=0, help="Seconds after which a case ends, but not before 3 rounds."
@@ -73,12 +69,8 @@ TRAINING = typer.Option(
     "--training",
     help="Measure training steps of a Llama-like model instead: sdpa and saccade, by --who.",
 )
-LENGTHS = typer.Option(
-    "--lengths", help="With --training: of the sequences, such as 2k,8k,32k.", callback=split
-)
-MODES = typer.Option(
-    "--modes", help="With --training: eager, compiled; both by default.", callback=split
-)
+LENGTHS = _names("--lengths", text="With --training: of the sequences, such as 2k,8k,32k.")
+MODES = _names("--modes", text="With --training: eager, compiled; both by default.")
 LIST = typer.Option("--list", help="List the cases for this device and end.")
 LIST_PEERS = typer.Option("--list-peers", help="List the peers, with reasons, and end.")
 

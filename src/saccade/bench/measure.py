@@ -19,15 +19,7 @@ from saccade.bench.check import check, exact
 from saccade.bench.peers import Call, Peer, runnable
 from saccade.bench.results import Absence, Result, first_line, record
 from saccade.bench.terminal import Bar
-from saccade.bench.timing import (
-    Clock,
-    GpuClock,
-    HostClock,
-    Timing,
-    TimingPlan,
-    WallClock,
-    rotate,
-)
+from saccade.bench.timing import Clock, HostClock, Timing, TimingPlan, clock_of, rotate
 
 ONE_TURN = TimingPlan(rounds=1, sample_seconds=0.0, warm_seconds=0.0)
 
@@ -56,12 +48,6 @@ class Settings:
     memory: bool | None = None
     graph: bool = False
     cold: bool = False
-
-    def clock(self) -> Clock:
-        """The clock for the device."""
-        if self.device.type == "cuda":
-            return GpuClock(self.device, graph=self.graph, cold=self.cold)
-        return WallClock()
 
     def plan_for(self, case: BenchCase) -> TimingPlan:
         """How long to time a case: where memory is the point, one turn each says enough."""
@@ -136,7 +122,7 @@ def measure(
     bar: Bar,
 ) -> Iterator[tuple[list[Result], list[Absence]]]:
     """Measure case by case; each one's results come as soon as they are there."""
-    clock = settings.clock()
+    clock = clock_of(settings.device, graph=settings.graph, cold=settings.cold)
     for case in cases:
         chosen = passes_of(case, passes)
         if not chosen:

@@ -60,7 +60,7 @@ def commit() -> str | None:
     """The commit of the source that runs, "+" behind it where files differ; None outside of git."""
     here = Path(__file__)
     try:
-        _git("ls-files", "--error-unmatch", here.name)  # or it is somebody else's repository
+        _git("ls-files", "--error-unmatch", here.name)  # or it is another repository
         changed = _git("status", "--porcelain", "--untracked-files=no", ":/src")
         return _git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):

@@ -101,9 +101,9 @@ def one_by_one(model: Any, work: Work) -> list[list[int]]:
     """One request after the other, by transformers' generate with its own cache and attention."""
     found = []
     for prompt in work.prompts:
-        given = torch.tensor([prompt])
+        tokens = torch.tensor([prompt])
         output = model.generate(
-            input_ids=given, attention_mask=torch.ones_like(given), do_sample=False,
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
             max_new_tokens=work.new_tokens, pad_token_id=0,
         )  # fmt: skip
         found.append(output[0, len(prompt) :].tolist())

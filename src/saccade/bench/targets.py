@@ -8,7 +8,7 @@ only with times of the same run, in which both took turns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from statistics import geometric_mean
@@ -144,44 +144,23 @@ class Sum(Yardstick):
         return sum(history.alike(ours, other).median_ms for other in parts)
 
 
-@dataclass(frozen=True)
-class _SameAmount(Yardstick):
-    """The subject's own time in another case, had it as much of something."""
+AMOUNTS: dict[str, Callable[[BenchCase], int]] = {
+    "tiles": lambda case: case.tiles(TILE),  # that hold a visible pair
+    "tokens": lambda case: case.query_len,
+    "bytes": lambda case: case.bytes,  # that a forward pass moves at least
+}
 
+
+@dataclass(frozen=True)
+class SameAmount(Yardstick):
+    """The subject's own time in another case, had it as many tiles, tokens or bytes."""
+
+    of: str  # one of AMOUNTS
     other: str
 
-    def amount(self, case: BenchCase) -> int:
-        """How much of it a case has."""
-        raise NotImplementedError
-
     def _milliseconds(self, history: History, ours: Result, *others: Result) -> float:
-        other = history.alike(ours, self.other)
-        amounts = [self.amount(CASES[name]) for name in (ours.case["name"], self.other)]
-        return other.median_ms * (amounts[0] / amounts[1])
-
-
-class Tiles(_SameAmount):
-    """The time in another case with as many tiles that hold a visible pair."""
-
-    def amount(self, case: BenchCase) -> int:
-        """Tiles of (query rows, key rows)."""
-        return case.tiles(TILE)
-
-
-class Tokens(_SameAmount):
-    """The time in another case with as many tokens."""
-
-    def amount(self, case: BenchCase) -> int:
-        """Query rows."""
-        return case.query_len
-
-
-class Bytes(_SameAmount):
-    """The time in another case with as many bytes."""
-
-    def amount(self, case: BenchCase) -> int:
-        """What a forward pass moves at least."""
-        return case.bytes
+        amount, other = AMOUNTS[self.of], history.alike(ours, self.other)
+        return other.median_ms * (amount(CASES[ours.case["name"]]) / amount(CASES[self.other]))
 
 
 class Copying(Yardstick):
@@ -352,7 +331,7 @@ CPU_TARGETS = (
     Target("Linear attention reaches at least 0.30 of torch.bmm's rate, forward and backward.",
            MATRIX, AgainstPeer("bmm"), 1 / 0.30, ("forward+backward",)),
     Target("Linear attention takes at most 1.2 times as long for a token at up to 256k as at 4k.",
-           LONG_LINEAR, Tokens("cpu-linear-length-fp32-d64-4k"), 1.2, TRAINED),
+           LONG_LINEAR, SameAmount("tokens", "cpu-linear-length-fp32-d64-4k"), 1.2, TRAINED),
 )  # fmt: skip
 
 GPU_TARGETS = (
@@ -368,7 +347,8 @@ GPU_TARGETS = (
            BOTH, TRITON),
     Target("Triton kernels take at most 1.2 times as long for a visible tile under a window, "
            "documents and blocks as without a mask.",
-           (WINDOW, DOCUMENTS, BLOCKS), Tiles("gpu-full-bf16-d128-16k"), 1.2, BOTH, TRITON),
+           (WINDOW, DOCUMENTS, BLOCKS), SameAmount("tiles", "gpu-full-bf16-d128-16k"), 1.2, BOTH,
+           TRITON),
     Target("Sixteen packed sequences of 1k take at most 1.05 of the dense batch's time.",
            tuple(EQUAL_PARTS.others), EQUAL_PARTS, 1.05, BOTH, TRITON),
     Target("One packed sequence of 8k with 64 of 128 takes at most 1.15 of its parts' sum.",
@@ -396,8 +376,8 @@ GPU_TARGETS = (
            LARGE_PAGES, AgainstPeer("saccade/scattered-256"), 1.03, FORWARD,
            "saccade/scattered-16"),
     Target("A byte of one sequence of 128k with 63 of 1k takes at most 1.1 times as long as in "
-           "64 of 4k.", _pages("32x8", "131072+63x1024"), Bytes(MANY_EQUAL), 1.1, FORWARD,
-           SCATTERED),
+           "64 of 4k.", _pages("32x8", "131072+63x1024"), SameAmount("bytes", MANY_EQUAL), 1.1,
+           FORWARD, SCATTERED),
     Target("Pages in fp8 take at most 1/1.7 of the time in bfloat16.",
            tuple(IN_FP8.others), IN_FP8, 1 / 1.7, FORWARD, SCATTERED),
     Target("Triton kernels take at most 1.08 of their dense time for chunks of a prompt over "

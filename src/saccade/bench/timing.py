@@ -117,6 +117,11 @@ class HostClock:
         return taken / repeats / self.calls
 
 
+def clock_of(device: torch.device, *, graph: bool = False, cold: bool = False) -> Clock:
+    """The clock for a device; `graph` and `cold` are those of `GpuClock`."""
+    return GpuClock(device, graph=graph, cold=cold) if device.type == "cuda" else WallClock()
+
+
 def wait(device: torch.device) -> None:
     """Wait until a GPU has done what it was given; a CPU has."""
     if device.type == "cuda":

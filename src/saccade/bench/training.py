@@ -22,7 +22,7 @@ from torch import Tensor
 from saccade.bench.case import CAUSAL, SHORT_DTYPES, BenchCase, short
 from saccade.bench.peers import ours
 from saccade.bench.results import Absence, Result, first_line, record
-from saccade.bench.timing import GpuClock, Runnable, Timing, TimingPlan, WallClock, rotate
+from saccade.bench.timing import Runnable, Timing, TimingPlan, clock_of, rotate
 
 OPTIMIZER = "AdamW, fused, learning rate 1e-4"
 LEARNING_RATE = 1e-4  # at 3e-4 the first steps of a wide model diverge
@@ -279,9 +279,8 @@ def _measure(
     say(f"{case.name}, {mode}: in turns ...")
     for run in runs.values():  # compiled code may compile anew once others have come
         run()
-    clock = GpuClock(device) if device.type == "cuda" else WallClock()
     candidates = {who: Runnable(run) for who, run in runs.items()}
-    timings = rotate(candidates, clock, plan) if candidates else {}
+    timings = rotate(candidates, clock_of(device), plan) if candidates else {}
     results = _results(work, mode, timings, courses, device, models.num_parameters)
     del models, runs, candidates
     _forget(device)

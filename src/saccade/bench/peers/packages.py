@@ -144,9 +144,9 @@ def _tune_quickly(tuner: Any) -> None:
         named = dict(tuner.nargs)
 
         def compile_one(config: Any) -> None:
-            asked = {**named, **meta, **config.all_kwargs(), "warmup": True}
+            options = {**named, **meta, **config.all_kwargs(), "warmup": True}
             try:
-                tuner.fn.run(**asked)
+                tuner.fn.run(**options)
             except Exception:  # it will fail again where it is timed, which Triton expects
                 return
 

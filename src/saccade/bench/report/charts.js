@@ -3,7 +3,7 @@
 const charts = {
   ...JSON.parse(document.getElementById("data").textContent),
   part: (name) => document.getElementById(name),
-  hidden: new Set(), // whom the legend has switched off
+  hidden: new Set(), // peers that the legend has switched off
 
   // The selects that choose points, in the order in which one narrows down the next.
   fields: [
@@ -202,7 +202,7 @@ const charts = {
     buttons.find((button) => button.dataset.who === focused)?.focus();
   },
 
-  // Under a pointer: everybody's value at the nearest length.
+  // Under a pointer: every peer's value at the nearest length.
   follow({ svg, box, lengths, across }, series, chosen) {
     const tip = document.createElement("div"), cursor = drawing.element("path", { class: "cursor" });
     tip.id = "tip";

@@ -47,7 +47,7 @@ def milliseconds(value: float) -> Cell:
 
 
 def percent(share: float | None) -> Cell:
-    """A share of the whole, which is 1."""
+    """A fraction in percent."""
     return number(share and 100 * share, "{:.0f} %")
 
 
