@@ -48,29 +48,17 @@ PROMPT_BYTES = 64
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What one run of the demo does, within its budget of wall-clock time.
+    """What one run of the demo does, within its budget of wall-clock time."""
 
-    Attributes:
-        total_seconds: by then the comparison is done; lengths that would take longer are left out.
-        training_seconds: how long it trains where no number of steps is asked for.
-        batch: texts in one training step.
-        learning_rate: the highest one, after the warm-up.
-        held_out_bytes: how many unseen bytes are predicted.
-        new_bytes: how long the generated text is.
-        lengths: sequence lengths of the comparison.
-        window_lengths: those of them that are also compared under a sliding window.
-        rounds: measurements of each time, interleaved.
-    """
-
-    total_seconds: float
-    training_seconds: float
-    held_out_bytes: int
-    lengths: tuple[int, ...]
-    window_lengths: tuple[int, ...]
-    rounds: int
-    batch: int = 2
-    learning_rate: float = 3e-3
-    new_bytes: int = 200
+    total_seconds: float  # then the comparison ends; lengths that would take longer are left out
+    training_seconds: float  # where no number of steps is asked for
+    held_out_bytes: int  # how many unseen bytes are predicted
+    lengths: tuple[int, ...]  # of sequences that are compared
+    window_lengths: tuple[int, ...]  # those of them that are compared under a window as well
+    rounds: int = 3  # measurements of each time
+    batch: int = 2  # texts in one training step
+    learning_rate: float = 3e-3  # the highest one, after the warm-up
+    new_bytes: int = 200  # how long the generated text is
     shape: DemoModelShape = field(default_factory=DemoModelShape)
 
 
@@ -80,7 +68,6 @@ QUICK = DemoSettings(
     held_out_bytes=40_000,
     lengths=(1024, 2048),
     window_lengths=(1024, 2048),
-    rounds=3,
 )
 FULL = DemoSettings(
     batch=4,
@@ -89,7 +76,6 @@ FULL = DemoSettings(
     held_out_bytes=200_000,
     lengths=(1024, 2048, 4096, 8192, 16384),
     window_lengths=(1024, 2048, 4096, 8192),
-    rounds=3,
 )
 
 INPUT, RUN = "What it reads", "How it runs"
@@ -98,12 +84,10 @@ TextOption = typer.Option(
     help="A file, or a folder of text files, to learn from. "
     "Without it: the sources of Python's standard library.",
     rich_help_panel=INPUT,
-    show_default=False,
 )
 PromptOption = typer.Option(
     help="What the trained model writes on from. Without it: a piece of held-out text.",
     rich_help_panel=INPUT,
-    show_default=False,
 )
 QuickOption = typer.Option(
     "--quick",
@@ -119,7 +103,6 @@ StepsOption = typer.Option(
     "give the same model.",
     min=1,
     rich_help_panel=RUN,
-    show_default=False,
 )
 OutputOption = typer.Option(
     help="Where the model, the numbers and the plot go.",

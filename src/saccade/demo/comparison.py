@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -235,14 +236,10 @@ def peak_bytes() -> int:
 
 def available_bytes() -> int:
     """The memory that is free for new work, or half of all where only that is known."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (ValueError, OSError, AttributeError):
-        return 4 * 2**30  # Windows has no sysconf; most laptops have twice this
+    for pages, divisor in (("SC_AVPHYS_PAGES", 1), ("SC_PHYS_PAGES", 2)):
+        with suppress(ValueError, OSError, AttributeError):
+            return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") // divisor
+    return 4 * 2**30  # Windows has no sysconf; most laptops have twice this
 
 
 HEADS = 2
@@ -254,25 +251,15 @@ PLAIN_LIMIT = 3 * 2**30  # of bytes; more would take laptops into their swap
 
 
 class Measured(NamedTuple):
-    """What one contender took at one length, or why that is not known.
+    """What one contender took at one length, or why that is not known."""
 
-    Attributes:
-        pattern: "causal" or "window 256".
-        length: of the sequence.
-        who: the contender.
-        forward_ms: the median of the rounds.
-        backward_ms: the median of the rounds.
-        peak_bytes: extra memory of both passes together, None where it could not be measured.
-        left_out: why nothing was measured, "" where it was.
-    """
-
-    pattern: str
-    length: int
-    who: str
-    forward_ms: float = 0.0
+    pattern: str  # "causal" or "window 256"
+    length: int  # of the sequence
+    who: str  # the contender
+    forward_ms: float = 0.0  # the median of the rounds
     backward_ms: float = 0.0
-    peak_bytes: int | None = None
-    left_out: str = ""
+    peak_bytes: int | None = None  # extra memory of both passes; None: it could not be measured
+    left_out: str = ""  # why nothing was measured
 
 
 def measure_lengths(

@@ -34,23 +34,14 @@ Hidden = Float[Tensor, "batch rows width"]
 
 @dataclass(frozen=True)
 class DemoModelShape:
-    """The sizes of the byte model.
+    """The sizes of the byte model."""
 
-    Attributes:
-        width: channels of the residual stream.
-        query_heads: heads of queries.
-        kv_heads: heads of keys and values; each serves query_heads / kv_heads of the former.
-        hidden: channels inside each MLP.
-        windows: for each layer, how many bytes back it sees; None means all of them.
-        context: the longest text that it is trained on, in bytes.
-    """
-
-    width: int = 192
+    width: int = 192  # channels of the residual stream
     query_heads: int = 6
-    kv_heads: int = 2
-    hidden: int = 384
-    windows: tuple[int | None, ...] = (64, None, None)
-    context: int = 256
+    kv_heads: int = 2  # each serves query_heads / kv_heads of the former
+    hidden: int = 384  # channels inside each MLP
+    windows: tuple[int | None, ...] = (64, None, None)  # bytes back that each layer sees; None: all
+    context: int = 256  # bytes of the longest text that it is trained on
 
     @property
     def head_dim(self) -> int:

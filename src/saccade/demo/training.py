@@ -41,21 +41,13 @@ class TextError(ValueError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, split into what is trained on and what is held out.
-
-    Attributes:
-        training: bytes that the model learns from.
-        held_out: bytes that it never learns from.
-        source: where they come from, in words.
-        num_files: how many files they were read from.
-        split: how the held-out bytes were chosen, in words.
-    """
+    """A text, split into what is trained on and what is held out."""
 
     training: UInt8[Tensor, " bytes"]
     held_out: UInt8[Tensor, " held_out_bytes"]
-    source: str
+    source: str  # where they come from, in words
     num_files: int
-    split: str
+    split: str  # how the held-out bytes were chosen, in words
 
 
 def gather(path: Path | None, context: int) -> Corpus:
@@ -181,21 +173,13 @@ class TrainingSchedule(NamedTuple):
 
 
 class TrainingStep(NamedTuple):
-    """The state of the training after a step.
+    """The state of the training after a step."""
 
-    Attributes:
-        number: counted from 1.
-        progress: how much of the training is done, from 0 to 1.
-        bits_per_byte: the recent training loss.
-        bytes_per_second: the recent speed.
-        seconds: since training began.
-    """
-
-    number: int
-    progress: float
-    bits_per_byte: float
-    bytes_per_second: float
-    seconds: float
+    number: int  # counted from 1
+    progress: float  # how much of the training is done, from 0 to 1
+    bits_per_byte: float  # the recent training loss
+    bytes_per_second: float  # the recent speed
+    seconds: float  # since training began
 
 
 def train(

@@ -1,1 +1,1 @@
-"""Kernels compiled without a GPU, for all architectures: what they take, and how they are tuned."""
+"""Compile kernels for every architecture without a GPU, check what they use, and tune them."""

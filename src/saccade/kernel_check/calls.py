@@ -88,7 +88,7 @@ PASSES = {**ATTENTION_PASSES, **PAGED_PASSES, **LINEAR_PASSES}
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 
 StartPass = Callable[[str, KernelConfig | None], None]
-"""Has the library start one of PASSES, with a config or by its own choice."""
+"""Starts one of PASSES in the library, with a config or with the one that it chooses."""
 
 
 class KernelCall(NamedTuple):
@@ -108,7 +108,7 @@ class KernelCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tells the call from others of the same sizes."""
+        """A name in which calls of one catalogue differ."""
         extras = [self.score] if self.score != "none" else []
         extras += ["dropout"] if self.dropout_p else []
         extras += ["packed"] if self.packed else []
@@ -117,7 +117,7 @@ class KernelCall(NamedTuple):
         return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
 
     def is_short(self) -> bool:
-        """Whether its rows see few keys, as the library will find."""
+        """Whether its rows see few keys, which the library looks at when it chooses a config."""
         mask = None if self.mask in TABLES else self._mask(CPU)
         length = self.length // 2 if self.packed else self.length
         return mask is not None and is_short(mask.key, mask.captured, length, length)
@@ -177,7 +177,7 @@ class KernelCall(NamedTuple):
         return None
 
     def prepared(self, device: torch.device) -> StartPass:
-        """Make the tensors, and zeros for what a forward pass would have given."""
+        """Make the tensors, and zeros for a forward pass's results; start passes with these."""
         inputs, variant = self.make(device)
         output, lse = (result.zero_() for result in empty_results(inputs))
 
@@ -206,7 +206,7 @@ class KernelCall(NamedTuple):
 
 @contextmanager
 def _backward_of(which: str) -> Iterator[Callable[..., object]]:
-    """The backward pass, which takes the form that `which` names whatever the sizes are."""
+    """The backward pass, made to take the form that `which` names whatever the sizes are."""
     if not which.startswith("hopper"):
         from saccade.ops.attention.triton import host
 
@@ -241,7 +241,7 @@ class PagedCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tells the call from others of the same sizes."""
+        """A name in which calls of one catalogue differ."""
         extras = [self.pages] if self.pages else []
         short = "short chunk" if self.query_len > 1 else "decode"
         extras += ["chunk" if self.query_len >= LONG_CHUNK else short, f"p{self.page_size}"]
@@ -281,7 +281,7 @@ class PagedCall(NamedTuple):
         return masks.causal() if self.mask == "causal" else None
 
     def prepared(self, device: torch.device) -> StartPass:
-        """Make the tensors."""
+        """Make the tensors; start passes with these."""
         inputs, variant = self.make(device)
 
         def start(which: str, config: KernelConfig | None) -> None:
@@ -323,7 +323,7 @@ class LinearCall(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tells the call from others of the same sizes."""
+        """A name in which calls of one catalogue differ."""
         extras = ["decay"] if self.decay else []
         extras += ["segments"] if self.batch * self.heads < 16 else []
         extras += ["shared"] if self.group > 1 else []
@@ -339,7 +339,7 @@ class LinearCall(NamedTuple):
         return LinearInputs(query, key, key.clone(), decay), variant
 
     def prepared(self, device: torch.device) -> StartPass:
-        """Make the tensors, and memory for what a forward pass would have given."""
+        """Make the tensors, and memory for a forward pass's results; start passes with these."""
         inputs, variant = self.make(device)
         results = empty_linear_results(inputs, variant)
 

@@ -1,4 +1,4 @@
-"""Compile cache: what compiled kernels take, kept in a file (docs/kernels.json) by what they are.
+"""A file (docs/kernels.json) that keeps the registers and memory of every kernel by its key.
 
 What a kernel takes follows from its source and the compiler. So a kernel that did not change is not
 compiled again, but for one in SAMPLE, which shows whether the file tells the truth; which ones
@@ -50,7 +50,7 @@ class Compiled(NamedTuple):
 
 
 def read(file: Path, triton: str) -> dict[str, Sequence[int]]:
-    """What is known of kernels that this version of Triton compiled; nothing without a file.
+    """The entries of a version of Triton; none where there is no file.
 
     Raises:
         ValueError: naming the file, for one that holds something else.
@@ -67,7 +67,7 @@ def read(file: Path, triton: str) -> dict[str, Sequence[int]]:
 
 
 def trusted(known: Known) -> dict[str, Sequence[int]]:
-    """What need not be compiled again: all but the sample."""
+    """The entries whose kernels are not compiled again: all but the sample."""
     everything = hashlib.sha256("".join(sorted(known)).encode()).digest()
     return {
         key: entry
@@ -90,12 +90,12 @@ def write(file: Path, results: Iterable[Compiled], triton: str) -> None:
 
 
 def unknown(known: Known, results: Sequence[Compiled]) -> int:
-    """How many kernels were compiled because the file does not know them."""
+    """How many kernels were compiled because the file has no entry for them."""
     return sum(one.key not in known for one in results)
 
 
 def faults(file: Path, known: Known, results: Sequence[Compiled]) -> list[str]:
-    """The kernels of which the file is wrong."""
+    """A line for each kernel whose entry differs from what was compiled."""
     return [
         f"{file}: has {Usage(*known[one.key])} for {one.job.architecture} {one.kernel} "
         f"({one.job.call.name}), which takes {one.usage}"
@@ -133,7 +133,7 @@ def compiler_inputs(launch: Launch, arguments: Arguments, architecture: str) -> 
 
 
 def _hints(attributes: Mapping[tuple[int, ...], list[list[Any]]]) -> str:
-    """What is relied on; that addresses and numbers are multiples of 16 goes without saying."""
+    """The hints that Triton gets about arguments; of those that are only multiples of 16, where."""
     others = [(path, hints) for path, hints in sorted(attributes.items()) if len(hints) > 1]
     return f"{sorted(attributes)}{others or ''}"
 
@@ -173,7 +173,7 @@ def code_of(function: jit.JITCallable) -> str:
 
 
 class _Dependencies(jit.DependenciesFinder):
-    """Triton's search for what a function uses, of one function alone.
+    """Triton's search for the functions and constants that one function uses.
 
     Triton adds the constants of those called functions that were hashed before: which ones these
     are depends on what else the process has compiled.
@@ -195,7 +195,7 @@ def code_text(source: str) -> str:
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes imports and statements away that are only a text."""
+    """Removes imports, and statements that are only a text."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         """A docstring, or what stands for itself."""

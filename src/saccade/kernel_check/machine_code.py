@@ -1,4 +1,4 @@
-"""Machine code: what a compiled kernel takes, read from its binary, and faults found there."""
+"""Read a compiled kernel's registers, memory, spills and known faults from its binary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Usage(NamedTuple):
 
 
 def usage(compiled: Any) -> Usage:
-    """What a compiled kernel takes; read from its binary, as no driver can be asked."""
+    """What a compiled kernel takes, read from its binary: without a GPU no driver tells."""
     columns = getattr(compiled.metadata, "tmem_size", None) or 0
     shared = compiled.metadata.shared
     if "amdgcn" in compiled.asm:

@@ -1,4 +1,4 @@
-"""Report: what is wrong with what was compiled, and tables of it."""
+"""Judge compiled kernels as defaults, and show them: tables for the terminal, JSON, Markdown."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CAPTION = (
 
 
 def fault(compiled: Compiled) -> str:
-    """What speaks against a kernel as a default; "" if nothing does."""
+    """Why a kernel should not be a default; "" if nothing is wrong with it."""
     usage, architecture = compiled.usage, compiled.job.architecture
     if usage is None:
         return compiled.error.splitlines()[0]
@@ -60,7 +60,7 @@ def _excesses(usage: Usage, architecture: str) -> list[str]:
 
 
 def _lacks(compiled: Compiled) -> list[str]:
-    """What the machine code of a kernel whose warps have roles must hold."""
+    """What is missing from the machine code of a kernel whose warps have roles."""
     usage = compiled.usage
     kernel = compiled.kernel.split(",")[0]
     if usage is None or kernel not in ROLES:
@@ -127,7 +127,7 @@ def config_text(config: Sequence[int]) -> str:
 
 
 def kilobytes(count: int) -> str:
-    """A size as people compare it with a limit."""
+    """A size in KB, or in bytes below one."""
     return f"{count / 1024:.0f} KB" if count >= 1024 or not count else f"{count} B"
 
 
@@ -181,7 +181,7 @@ def _line(compiled: Compiled) -> str:
 
 
 def to_json(results: Iterable[Compiled], triton: str) -> str:
-    """Everything that is known of what was compiled."""
+    """All results as JSON."""
     rows: list[dict[str, Any]] = []
     for compiled in results:
         usage = compiled.usage

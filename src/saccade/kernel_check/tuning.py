@@ -37,7 +37,7 @@ PASS_OF = {
 
 
 class Task(NamedTuple):
-    """One entry of the tables that is to be found, and the call that it is timed on."""
+    """An entry of the tables of configs that is searched, and the call that it is timed on."""
 
     problem: KernelProblem
     call: KernelCall
@@ -53,7 +53,7 @@ class Task(NamedTuple):
 
 
 class MeasuredConfig(NamedTuple):
-    """What is known of one candidate."""
+    """A candidate, and what was measured of it."""
 
     config: KernelConfig
     milliseconds: float = math.inf  # inf: it was not timed
@@ -84,7 +84,7 @@ def whole_config(which: str, config: KernelConfig) -> KernelConfig:
 def classified(
     problem: KernelProblem, config: KernelConfig, compiled: Sequence[Compiled]
 ) -> MeasuredConfig:
-    """A candidate as its compilation (NaN-safe, and without) leaves it, before it is timed."""
+    """A candidate after it was compiled (NaN-safe, and not), before it is timed."""
     if not compiled:
         return MeasuredConfig(config, reason="was not compiled")
     used = [result.usage for result in compiled if result.usage is not None]
