@@ -7,6 +7,7 @@ whole on every rank, though each computed a part, are partial sums, which DTenso
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,7 +29,7 @@ def any_sharded(*tensors: Any) -> bool:
 
 
 class Where(NamedTuple):
-    """Which dimension of a tensor holds batch entries, and which holds heads."""
+    """Which dimension of a tensor counts batch entries, and which counts heads."""
 
     batch: int | None
     heads: int | None
@@ -42,7 +43,7 @@ OF_NEITHER = Where(None, None)
 
 
 class Split:
-    """How a call is cut: by batch, by heads or not at all along each dimension of a mesh."""
+    """How a call is split along each dimension of a mesh: by batch, by heads or not at all."""
 
     def __init__(self, query: Any, where: Where) -> None:
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -52,14 +53,14 @@ class Split:
                 f"query: got {type(query).__name__} beside DTensors, takes a DTensor as well"
             )
         self.mesh, self.placements = query.device_mesh, query.placements
-        self.kinds: list[str | None] = []
+        self.split_by: list[str | None] = []  # for each dimension of the mesh
         for placement in self.placements:
             if isinstance(placement, Shard) and placement.dim % query.dim() == where.batch:
-                self.kinds.append(BATCH)
+                self.split_by.append(BATCH)
             elif isinstance(placement, Shard) and placement.dim % query.dim() == where.heads:
-                self.kinds.append(HEADS)
+                self.split_by.append(HEADS)
             elif isinstance(placement, Replicate):
-                self.kinds.append(None)
+                self.split_by.append(None)
             else:
                 takes = "Shard(0) (batch), " * (where.batch == 0) + "Shard(1) (heads)"
                 raise ValueError(
@@ -68,49 +69,52 @@ class Split:
                 )
         # Asked one by one: torch 2.11 does not trace a mesh's shape.
         self.sizes = [self.mesh.size(dim) for dim in range(self.mesh.ndim)]
-        self.head_shards = 1
-        for size, kind in zip(self.sizes, self.kinds, strict=True):
-            self.head_shards *= size if kind == HEADS else 1
+        by_heads = [size for size, by in zip(self.sizes, self.split_by, strict=True) if by == HEADS]
+        self.head_shards = math.prod(by_heads)
         if query.shape[1] % self.head_shards:
             raise ValueError(
                 f"query: got {query.shape[1]} heads on {self.head_shards} shards, takes a number "
                 f"of heads that {self.head_shards} divides"
             )
-        self.heads = self.part(HEADS, query.shape[1])
+        self.heads = self.range_of(HEADS, query.shape[1])
 
     @property
     def by_batch(self) -> bool:
         """Whether ranks have different batch entries."""
-        return BATCH in self.kinds
+        return BATCH in self.split_by
 
-    def part(self, kind: str, size: int) -> ShardRange:
-        """What this rank has of so many batch entries or heads, as DTensor cuts them."""
+    def range_of(self, what: str, size: int) -> ShardRange:
+        """Which of so many batch entries or heads this rank has, as DTensor splits them."""
         start, here = 0, size
-        for dim, (ranks, cut) in enumerate(zip(self.sizes, self.kinds, strict=True)):
-            if cut == kind:
+        for dim, (ranks, by) in enumerate(zip(self.sizes, self.split_by, strict=True)):
+            if by == what:
                 chunk = -(-here // ranks)
                 first = min(chunk * self.mesh.get_local_rank(dim), here)
                 start, here = start + first, min(chunk, here - first)
         return ShardRange(start, here, size)
+
+    def placements_of(self, where: Where) -> list[Any]:
+        """How a tensor with these dimensions lies on the mesh where it is split as the query is."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        dims = [where.batch if by == BATCH else where.heads if by else None for by in self.split_by]
+        return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
     def local(self, name: str, tensor: Any, where: Where, *, whole_heads: bool = False) -> Any:
         """This rank's part of a tensor, wherever its other parts are; None of None.
 
         A plain tensor is one that every rank has.
         """
-        from torch.distributed.tensor import Partial, Replicate, Shard
+        from torch.distributed.tensor import Partial
 
         if tensor is None:
             return None
         tensor = self._distributed(name, tensor)
-        wanted, gradients = [], []
-        for kind in self.kinds:
-            dim = where.batch if kind == BATCH else where.heads if kind == HEADS else None
-            if kind == HEADS and whole_heads:
-                dim = None
-            wanted.append(Replicate() if dim is None else Shard(dim))
-            computed = Partial() if kind is not None else Replicate()
-            gradients.append(computed if dim is None else Shard(dim))
+        wanted = self.placements_of(where._replace(heads=None) if whole_heads else where)
+        gradients = [  # of what is whole on ranks that each computed a part
+            Partial() if by is not None and placement.is_replicate() else placement
+            for by, placement in zip(self.split_by, wanted, strict=True)
+        ]
         if tensor.requires_grad or tensor.placements != tuple(wanted):  # adds up partial sums, too
             tensor = tensor.redistribute(self.mesh, wanted)
         return tensor.to_local(grad_placements=tuple(gradients))
@@ -149,16 +153,13 @@ class Split:
 
     def in_place(self, name: str, tensor: Any, where: Where) -> Any:
         """This rank's part of a tensor whose memory is used as it is: nothing may be moved."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor import DTensor
 
         if tensor is None:
             return None
-        wanted = []
-        for kind in self.kinds:
-            dim = where.batch if kind == BATCH else where.heads if kind == HEADS else None
-            wanted.append(Replicate() if dim is None else Shard(dim))
+        wanted = self.placements_of(where)
         placed = tensor.placements if isinstance(tensor, DTensor) else None
-        if placed is None and all(place.is_replicate() for place in wanted):
+        if placed is None and all(placement.is_replicate() for placement in wanted):
             return tensor
         if placed != tuple(wanted) or tensor.device_mesh != self.mesh:
             got = "a plain tensor" if placed is None else f"the placements {list(placed)}"
@@ -167,25 +168,20 @@ class Split:
 
     def modified(self, name: str, modifier: Modified, batch: int) -> Modified:
         """A mask or score as this rank's part of the call sees it."""
-        captured = modifier.captured
-        tensors = tuple(self.local(name, each, OF_NEITHER) for each in captured.tensors)
-        parts = self.part(BATCH, batch), self.heads
-        found = restricted(modifier.key, captured._replace(tensors=tensors), *parts)
-        return type(modifier)(*found)
+        tensors = tuple(self.local(name, each, OF_NEITHER) for each in modifier.captured.tensors)
+        captured, batches = modifier.captured._replace(tensors=tensors), self.range_of(BATCH, batch)
+        return type(modifier)(*restricted(modifier.key, captured, batches, self.heads))
 
     def joined(self, tensor: Tensor, where: Where, batch: int, heads: int) -> Any:
         """This rank's part of a result as the DTensor that all ranks have."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor import DTensor
 
-        shape, placements = list(tensor.shape), []
+        shape = list(tensor.shape)
         for dim, size in ((where.batch, batch), (where.heads, heads)):
             if dim is not None:
                 shape[dim] = size
-        for kind in self.kinds:
-            dim = where.batch if kind == BATCH else where.heads if kind == HEADS else None
-            placements.append(Replicate() if dim is None else Shard(dim))
         return DTensor.from_local(
-            tensor, self.mesh, placements, run_check=False,
+            tensor, self.mesh, self.placements_of(where), run_check=False,
             shape=torch.Size(shape), stride=_strides(shape, tensor.stride()),
         )  # fmt: skip
 
@@ -218,8 +214,8 @@ def attention(
     local = [split.local("query", query, where)]
     local += [split.rows(*named, where) for named in (("key", key), ("value", value))]
     names = "cu_seqlens_q", "cu_seqlens_k"
-    places = [split.local(*named, OF_NEITHER) for named in zip(names, offsets, strict=False)]
-    output, lse = call(*local, *places, **_prepared(split, batch, options))
+    local += [split.local(*named, OF_NEITHER) for named in zip(names, offsets, strict=False)]
+    output, lse = call(*local, **_prepared(split, batch, options))
     found = split.joined(output, where, query.shape[0], query.shape[1])
     if not options["return_lse"]:
         return found

@@ -42,7 +42,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Variant(NamedTuple):
-    """Which attention: mask and score by key, with what they captured, and the plain numbers."""
+    """The function of a call: mask and score by key, with what they captured, scale and dropout."""
 
     mask: str
     score: str
@@ -94,13 +94,13 @@ class PagedInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward pass gives: one gradient for each input that can have one."""
+    """The results of a backward pass: one gradient for each input that can have one."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     sinks: Tensor | None
-    tables: dict[int, Tensor]  # by place among the score's captured tensors
+    tables: dict[int, Tensor]  # by index among the score's captured tensors
 
 
 def heads_inside(rows: Tensor) -> bool:
@@ -119,16 +119,23 @@ def empty_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def empty_rows(query: Tensor, value_dim: int, packed: bool) -> tuple[Tensor, Tensor]:
     """Memory for output and lse of a query; see `empty_results`."""
-    wide = accumulate_dtype(query.dtype)
+    output = empty_output(query, query.shape[1], value_dim, packed)
+    return output, query.new_empty(row_shape(output, packed), dtype=accumulate_dtype(query.dtype))
+
+
+def empty_output(query: Tensor, heads: int, value_dim: int, packed: bool) -> Tensor:
+    """Memory for an output of so many heads."""
     if packed:
-        tokens, heads = query.shape[:2]
-        lse = query.new_empty(heads, tokens, dtype=wide)
-        return query.new_empty(tokens, heads, value_dim), lse
-    batch, heads, length = query.shape[:3]
-    lse = query.new_empty(batch, heads, length, dtype=wide)
+        return query.new_empty(query.shape[0], heads, value_dim)
+    batch, _, length = query.shape[:3]
     if heads_inside(query):
-        return query.new_empty(batch, length, heads, value_dim).transpose(1, 2), lse
-    return query.new_empty(batch, heads, length, value_dim), lse
+        return query.new_empty(batch, length, heads, value_dim).transpose(1, 2)
+    return query.new_empty(batch, heads, length, value_dim)
+
+
+def row_shape(output: Tensor, packed: bool) -> tuple[int, ...]:
+    """The shape of one number for each row: [batch, heads, length], packed [heads, tokens]."""
+    return (output.shape[1], output.shape[0]) if packed else tuple(output.shape[:3])
 
 
 def empty_gradients(inputs: Inputs) -> Gradients:
@@ -150,7 +157,7 @@ class KernelConfig:
 
     Attributes:
         query_tile: query rows that are computed at once; on a GPU a power of two of at least 16.
-        kv_tile: key rows that are computed (on a CPU: judged) at once; as query_tile.
+        kv_tile: key rows that are computed (on a CPU: classified) at once; as query_tile.
         num_warps: warps of 32 threads that share a tile, a power of two; a CPU has none.
         num_stages: tiles that are loaded ahead of use, this one included; a CPU loads none ahead.
         backward: the config of the backward pass; None leaves all of it to the implementation.
@@ -172,23 +179,23 @@ class KernelConfig:
             raise ValueError(f"backward: got {self.backward!r}, takes a KernelConfig or None")
 
     def __repr__(self) -> str:
-        given = {name: getattr(self, name) for name in (*CONFIG_NUMBERS, "backward")}
-        shown = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
+        values = {name: getattr(self, name) for name in (*CONFIG_NUMBERS, "backward")}
+        shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
         return f"KernelConfig({shown})"
 
     def numbers(self) -> list[int]:
         """The numbers of this config, then those of its backward pass if it has one."""
-        own = [getattr(self, name) for name in CONFIG_NUMBERS]
-        return own if self.backward is None else own + self.backward.numbers()
+        found = [getattr(self, name) for name in CONFIG_NUMBERS]
+        return found if self.backward is None else found + self.backward.numbers()
 
     @staticmethod
     def of_numbers(numbers: Sequence[int]) -> KernelConfig:
         """The inverse of `numbers`."""
-        own, rest = numbers[: len(CONFIG_NUMBERS)], numbers[len(CONFIG_NUMBERS) :]
-        return KernelConfig(*own, backward=KernelConfig.of_numbers(rest) if rest else None)
+        first, rest = numbers[: len(CONFIG_NUMBERS)], numbers[len(CONFIG_NUMBERS) :]
+        return KernelConfig(*first, backward=KernelConfig.of_numbers(rest) if rest else None)
 
 
-# A CPU takes tiles of any length; what a GPU takes its implementation says.
+# A CPU takes tiles of any length; for a GPU the implementation checks them.
 LARGEST = {"query_tile": 2**31 - 1, "kv_tile": 2**31 - 1, "num_warps": 64, "num_stages": 64}
 CONFIG_NUMBERS = tuple(LARGEST)
 
@@ -253,8 +260,7 @@ class Problem(NamedTuple):
         return 2 * pairs * (self.head_dim + self.value_dim)
 
 
-# ---- linear spec ---------------------------------------------------------------------------------
-# What a call of linear attention asks for; the values that carry such a call.
+# ---- linear attention ----------------------------------------------------------------------------
 
 FUSED_MAPS = ("elu+1", "relu", "exp", "identity")
 """Feature maps that implementations apply themselves, channel by channel."""
@@ -264,7 +270,7 @@ ALIGNMENTS = ("bottom_right", "top_left")
 
 
 class LinearState(NamedTuple):
-    """All that linear attention keeps of the past: sums over the keys seen so far.
+    """The state of linear attention: sums over the keys seen so far.
 
     Attributes:
         kv: [batch, state_heads, feature_dim, value_dim]: the sum of key features times values.
@@ -325,7 +331,7 @@ class LinearInputs(NamedTuple):
 
 
 class LinearVariant(NamedTuple):
-    """Which linear attention: plain values only, in the order of the operator's arguments."""
+    """The function of a call: plain values only, in the order of the operator's arguments."""
 
     causal: bool
     align: str
@@ -336,7 +342,7 @@ class LinearVariant(NamedTuple):
 
 
 class LinearResults(NamedTuple):
-    """What a forward pass gives.
+    """The results of a forward pass.
 
     `normaliser`: [batch, heads, query_len] ([heads, tokens] if packed), each row's sum of scores
     before `eps` comes in; without a normaliser it has no elements.
@@ -362,18 +368,10 @@ class LinearGradients(NamedTuple):
 def empty_linear_results(inputs: LinearInputs, variant: LinearVariant) -> LinearResults:
     """Memory for the results, laid out as every implementation lays it out."""
     query, value_dim = inputs.query, inputs.value.shape[-1]
-    wide, heads = accumulate_dtype(query.dtype), inputs.heads
-    if inputs.packed:
-        output = query.new_empty(query.shape[0], heads, value_dim)
-        rows: tuple[int, ...] = (heads, query.shape[0])
-    else:
-        batch, _, length = query.shape[:3]
-        rows = (batch, heads, length)
-        if heads_inside(query):
-            output = query.new_empty(batch, length, heads, value_dim).transpose(1, 2)
-        else:
-            output = query.new_empty(batch, heads, length, value_dim)
-    normaliser = query.new_empty((0,) if variant.normalize == "none" else rows, dtype=wide)
+    wide, packed = accumulate_dtype(query.dtype), inputs.packed
+    output = empty_output(query, inputs.heads, value_dim, packed)
+    rows = (0,) if variant.normalize == "none" else row_shape(output, packed)
+    normaliser = query.new_empty(rows, dtype=wide)
     states = (inputs.num_sequences, inputs.state_heads, query.shape[-1])
     return LinearResults(
         output,
