@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv_cache.pool import at_once
-from saccade.runtime.arguments import values_readable
+from saccade.runtime.arguments import INTEGERS, check_tensor, values_readable
 from saccade.runtime.spec import QUANTISED
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -213,11 +213,7 @@ def _checked_pools(name: str, pools: Sequence[Tensor]) -> list[Tensor]:
 
 def _check_numbers(name: str, numbers: Tensor, pools: Sequence[Tensor]) -> None:
     takes = "a tensor [moves] of int32 or int64"
-    if not isinstance(numbers, Tensor) or numbers.dtype not in (torch.int32, torch.int64):
-        got = numbers.dtype if isinstance(numbers, Tensor) else type(numbers).__name__
-        raise TypeError(f"{name}: got {got}, takes {takes}")
-    if numbers.dim() != 1:
-        raise ValueError(f"{name}: got shape {tuple(numbers.shape)}, takes {takes}")
+    check_tensor(name, numbers, takes, dtypes=INTEGERS, num_dims=1)
     if not pools or not values_readable(numbers) or numbers.numel() == 0:
         return
     least, most, num_pages = int(numbers.min()), int(numbers.max()), pools[0].shape[0]

@@ -10,7 +10,14 @@ from torch import Tensor
 from saccade.kv_cache.storage import quantised
 from saccade.rotary import check_rotary, rotated
 from saccade.runtime import backends
-from saccade.runtime.arguments import check_flag, check_pages, check_scales, values_readable
+from saccade.runtime.arguments import (
+    INTEGERS,
+    check_flag,
+    check_pages,
+    check_scales,
+    check_tensor,
+    values_readable,
+)
 from saccade.runtime.custom_op import EXACT_STRIDES
 from saccade.runtime.spec import DTYPES
 
@@ -134,8 +141,7 @@ def _write_fake(*arguments: object) -> None:
 def _check_tokens(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
     for name, rows, dim in (("key", key, "head_dim"), ("value", value, "value_dim")):
         takes = f"[tokens, kv_heads, {dim}]"
-        if not isinstance(rows, Tensor):
-            raise TypeError(f"{name}: got {type(rows).__name__}, takes a tensor {takes}")
+        check_tensor(name, rows, f"a tensor {takes}")
         if rows.dim() != 3:
             raise ValueError(f"{name}: got shape {tuple(rows.shape)}, takes {takes}")
         if rows.dtype not in DTYPES:
@@ -159,10 +165,7 @@ def _check_tokens(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Te
 
 def _check_slots(slot_mapping: Tensor, key: Tensor, key_pages: Tensor) -> None:
     takes = "a tensor [tokens] of int32 or int64"
-    if not isinstance(slot_mapping, Tensor):
-        raise TypeError(f"slot_mapping: got {type(slot_mapping).__name__}, takes {takes}")
-    if slot_mapping.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"slot_mapping: got {slot_mapping.dtype}, takes {takes}")
+    check_tensor("slot_mapping", slot_mapping, takes, dtypes=INTEGERS)
     if tuple(slot_mapping.shape) != (key.shape[0],):
         raise ValueError(
             f"slot_mapping: got shape {tuple(slot_mapping.shape)}, takes ({key.shape[0]},)"

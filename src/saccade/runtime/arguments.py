@@ -11,7 +11,7 @@ import contextvars
 import difflib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from saccade.modifiers.expression import Captured
 from saccade.modifiers.modifier import Extents, misfit
 from saccade.runtime.spec import DTYPES, QUANTISED, Inputs, KernelConfig, PagedInputs
 
-# ---- elsewhere -----------------------------------------------------------------------------------
-# What other libraries call an option, and what to write here.
+# ---- options of other libraries ------------------------------------------------------------------
 
 OPTIONS = (
     "mask", "causal", "score", "scale", "sinks", "dropout_p", "return_lse", "deterministic",
@@ -90,6 +89,29 @@ def values_readable(tensor: Tensor) -> bool:
     if any(torch._C._get_dispatch_mode(mode) is not None for mode in TRACING):
         return False
     return type(tensor) is Tensor and (tensor.device.type == "cpu" or _checked.get())
+
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    takes: str,
+    *,
+    dtypes: Sequence[torch.dtype] = (),
+    num_dims: int | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Refuse what is no tensor, or not of these dtypes, dimensions and (query's) device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, takes {takes}")
+    if dtypes and tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: got {tensor.dtype}, takes {takes}")
+    if num_dims is not None and tensor.dim() != num_dims:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, takes {takes}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: got {tensor.device}, takes query's {device}")
 
 
 DENSE_SHAPES = {
@@ -227,14 +249,9 @@ OFFSETS = (
 def check_offsets(name: str, offsets: Tensor, num_tokens: int, device: torch.device) -> None:
     """Refuse sequence offsets that are not 0 … tokens, or fewer, ascending."""
     takes = OFFSETS
-    if not isinstance(offsets, Tensor):
-        raise TypeError(f"{name}: got {type(offsets).__name__}, takes {takes}")
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"{name}: got {offsets.dtype}, takes {takes}")
-    if offsets.dim() != 1 or offsets.shape[0] < 1:
+    check_tensor(name, offsets, takes, dtypes=(torch.int32,), num_dims=1, device=device)
+    if offsets.shape[0] < 1:
         raise ValueError(f"{name}: got shape {tuple(offsets.shape)}, takes {takes}")
-    if offsets.device != device:
-        raise ValueError(f"{name}: got {offsets.device}, takes query's {device}")
     if offsets.shape[0] == 1 and num_tokens:
         raise ValueError(f"{name}: got no sequence for {num_tokens} tokens, takes {takes}")
     if not values_readable(offsets):
@@ -315,10 +332,7 @@ def check_whole_number(name: str, value: object, *, least: int) -> None:
 
 def integers(name: str, tensor: Tensor, num_dims: int) -> Tensor:
     """The tensor, if it is one of whole numbers with so many dimensions."""
-    whole = isinstance(tensor, Tensor) and tensor.dtype in (torch.int32, torch.int64)
-    if not whole:
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}: got {got}, takes a tensor of int32 or int64")
+    check_tensor(name, tensor, "a tensor of int32 or int64", dtypes=INTEGERS)
     if tensor.dim() != num_dims:
         raise ValueError(f"{name}: got {tensor.dim()} dimensions, takes {num_dims}")
     return tensor
@@ -326,9 +340,8 @@ def integers(name: str, tensor: Tensor, num_dims: int) -> Tensor:
 
 def bools(name: str, tensor: Tensor) -> Tensor:
     """The tensor with four dimensions, if it is one of bools with at most as many."""
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}: got {got}, takes a tensor of torch.bool (True = visible)")
+    takes = "a tensor of torch.bool (True = visible)"
+    check_tensor(name, tensor, takes, dtypes=(torch.bool,))
     if tensor.dim() > 4:
         raise ValueError(f"{name}: got {tensor.dim()} dimensions, takes at most 4")
     return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -336,10 +349,15 @@ def bools(name: str, tensor: Tensor) -> Tensor:
 
 def floats(name: str, tensor: Tensor) -> Tensor:
     """The tensor, if it is a floating-point one."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name}: got {got}, takes a floating-point tensor")
+    check_floating_point(name, tensor, "a floating-point tensor")
     return tensor
+
+
+def check_floating_point(name: str, tensor: object, takes: str) -> None:
+    """Refuse what is no floating-point tensor."""
+    check_tensor(name, tensor, takes)
+    if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+        raise TypeError(f"{name}: got {tensor.dtype}, takes {takes}")
 
 
 # ---- pages ------------------------------------------------------------------------------------
@@ -366,8 +384,7 @@ def check_paged(inputs: PagedInputs) -> None:
 def _check_query(inputs: PagedInputs) -> None:
     query, packed = inputs.query, inputs.cu_seqlens_q is not None
     takes = PACKED_QUERY if packed else DENSE_QUERY
-    if not isinstance(query, Tensor):
-        raise TypeError(f"query: got {type(query).__name__}, takes a tensor {takes}")
+    check_tensor("query", query, f"a tensor {takes}")
     if query.dim() != (3 if packed else 4):
         raise ValueError(f"query: got shape {tuple(query.shape)}, takes {takes}")
     if query.dtype not in DTYPES:
@@ -382,8 +399,7 @@ def check_pages(
         ("key_pages", key_pages, KEY_PAGES),
         ("value_pages", value_pages, VALUE_PAGES),
     ):
-        if not isinstance(pages, Tensor):
-            raise TypeError(f"{name}: got {type(pages).__name__}, takes a tensor {takes}")
+        check_tensor(name, pages, f"a tensor {takes}")
         if pages.dim() != 4:
             raise ValueError(f"{name}: got shape {tuple(pages.shape)}, takes {takes}")
         if pages.dtype != dtype and pages.dtype not in QUANTISED:
@@ -432,9 +448,7 @@ def check_scales(
             continue
         if pages.dtype not in QUANTISED:
             raise TypeError(f"{name}: got scales for pages of {pages.dtype}, takes None there")
-        if not isinstance(scales, Tensor) or not scales.is_floating_point():
-            got = scales.dtype if isinstance(scales, Tensor) else type(scales).__name__
-            raise TypeError(f"{name}: got {got}, takes {PAGE_SCALES}")
+        check_floating_point(name, scales, PAGE_SCALES)
         if scales.shape != pages.shape[:3]:
             raise ValueError(
                 f"{name}: got shape {tuple(scales.shape)}, takes {tuple(pages.shape[:3])}"
@@ -448,18 +462,9 @@ LENS = "an int32 tensor [batch] of lengths, the new tokens included"
 
 
 def _check_table(inputs: PagedInputs) -> None:
-    for name, tensor, dims, takes in (
-        ("page_table", inputs.page_table, 2, TABLE),
-        ("kv_lens", inputs.kv_lens, 1, LENS),
-    ):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, takes {takes}")
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"{name}: got {tensor.dtype}, takes {takes}")
-        if tensor.dim() != dims:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, takes {takes}")
-        if tensor.device != inputs.query.device:
-            raise ValueError(f"{name}: got {tensor.device}, takes query's {inputs.query.device}")
+    device, int32 = inputs.query.device, (torch.int32,)
+    check_tensor("page_table", inputs.page_table, TABLE, dtypes=int32, num_dims=2, device=device)
+    check_tensor("kv_lens", inputs.kv_lens, LENS, dtypes=int32, num_dims=1, device=device)
     offsets = inputs.cu_seqlens_q
     batch = inputs.query.shape[0] if offsets is None else offsets.shape[0] - 1
     for name, tensor in (("page_table", inputs.page_table), ("kv_lens", inputs.kv_lens)):
