@@ -393,5 +393,5 @@ def test_all_committed_results_paint_at_once(browser, tmp_path):
 )
 def test_a_rate_has_no_thousands(rate, text):
     found = result("gpu-full-bf16-d128-4k", "saccade/hopper", **rate)
-    point = collect.Point(0, "", "", found, None, None, 1.0, {})
+    point = collect.Point(0, found, None, None, 1.0, {})
     assert sections._rate_text(point) == text

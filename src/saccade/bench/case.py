@@ -286,6 +286,11 @@ def short(length: int) -> str:
     return f"{length / 1024:g}k" if length >= 1024 and length % 512 == 0 else str(length)
 
 
+def one_or_both(query: int, kv: int) -> str:
+    """The sizes of queries and of keys, once if they are equal: 32/8, or 32."""
+    return str(query) if query == kv else f"{query}/{kv}"
+
+
 CHUNK = 64  # rows of a chunk where operations are counted, as `saccade.explain` counts
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.bench.case import SHORT_DTYPES, short
-from saccade.bench.report.collect import OURS, kind_of, machine_of
-from saccade.bench.results import Result, latest
+from saccade.bench.results import OURS, Result, latest
 
 Series = dict[str, list[tuple[int, float]]]  # who -> (length, TFLOP/s or tokens/s)
 
@@ -82,8 +81,8 @@ def plot(results: Sequence[Result], path: Path) -> None:
     if singles:
         _draw_singles(figure.add_subplot(grid[-1, :]), singles, styles)
     what = "throughput by length" if curves else "attention beside peers"
-    members = [result for run in latest(results).values() for result in run.values()]
-    machines = "; ".join(dict.fromkeys(map(machine_of, members)))
+    drawn_results = [result for run in latest(results).values() for result in run.values()]
+    machines = "; ".join(dict.fromkeys(result.machine for result in drawn_results))
     figure.suptitle(f"{machines}: {what}", fontsize=11)
     drawn = {who for members in (*curves.values(), *dict(singles).values()) for who in members}
     handles = [
@@ -136,7 +135,7 @@ def _singles(results: Sequence[Result]) -> list[tuple[str, dict[str, float]]]:
 def _panel(result: Result, which_pass: str) -> tuple[str, str]:
     case = result.case
     dtype = SHORT_DTYPES.get(case["dtype"], case["dtype"])
-    return f"{dtype} d{case['head_dim']}", f"{kind_of(result)}, {which_pass}"
+    return f"{dtype} d{case['head_dim']}", f"{result.kind}, {which_pass}"
 
 
 def _styles(results: Sequence[Result]) -> dict[str, tuple[str, str]]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import saccade
-from saccade.bench.case import PASSES, BenchCase
+from saccade.bench.case import PASSES, SHORT_DTYPES, BenchCase
 from saccade.bench.timing import Timing
 
 PACKAGES = (
@@ -73,6 +73,9 @@ def _git(*arguments: str) -> str:
     ).stdout.strip()
 
 
+# How the names of peers begin that are saccade: its choice, and its kernels by name.
+OURS = ("saccade/", "triton/", "hopper/")
+
 CASE_FIELDS = (
     "name", "batch", "query_heads", "kv_heads", "query_len", "kv_len",
     "head_dim", "value_dim", "dtype", "mask",
@@ -121,6 +124,36 @@ class Result:
     first_seconds: float | None = None
     losses: list[float] | None = None
     gradient_norms: list[float] | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is of one of saccade's implementations, but for the reference."""
+        return self.who.startswith(OURS) and self.who != "saccade/reference"
+
+    @property
+    def machine(self) -> str:
+        """The device, with its threads where they compute."""
+        if "cuda" in self.versions and not self.case["name"].startswith("cpu-"):
+            return self.device
+        return f"{self.device}, {self.threads} thread{'s' if self.threads != 1 else ''}"
+
+    @property
+    def kind(self) -> str:
+        """The mask, and what else the case's name says: packed, grouped, decode ..."""
+        words, text = self.case["name"].split("-"), self.case["mask"]
+        dtype = SHORT_DTYPES.get(self.case["dtype"], self.case["dtype"])
+        label = "-".join(words[1 : words.index(dtype)] if dtype in words else words[1:])
+        return text if not label or label in text.replace(" ", "") else f"{text} ({label})"
+
+    @property
+    def rate(self) -> float:
+        """The throughput in `unit`; 0 where there is none."""
+        return self.gbps or self.tflops or 0.0
+
+    @property
+    def unit(self) -> str:
+        """The unit of the throughput; "" where there is none."""
+        return "GB/s" if self.gbps is not None else "" if self.tflops is None else "TFLOP/s"
 
     def line(self) -> str:
         """The result as it stands in a file; fields that were not measured are left out.

@@ -19,9 +19,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from saccade.bench.case import BenchCase
+from saccade.bench.case import BenchCase, one_or_both
 from saccade.bench.peers import Peer
-from saccade.bench.report.collect import one_or_both
 from saccade.bench.results import Absence, Result, latest
 from saccade.bench.targets import Verdict, number_text
 

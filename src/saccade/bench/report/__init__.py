@@ -156,18 +156,18 @@ def _targets(verdicts: dict[str, list[Verdict]]) -> str:
 
 
 def _limits(found: Sequence[Point]) -> str:
-    unknown = dict.fromkeys(point.machine for point in found if point.limit is None)
+    unknown = dict.fromkeys(point.result.machine for point in found if point.limit is None)
     note = f"No limit is known for {'; '.join(unknown)}." if unknown else ""
     return _section(sections.limits(found), note)
 
 
 def _errors(found: Sequence[Point]) -> str:
     lacking = dict.fromkeys(
-        point.machine
+        point.result.machine
         for point in found
         if point.result.error is None
         and point.result.which_pass in ("forward", "decode")
-        and collect.is_ours(point.result.who)
+        and point.result.ours
     )
     note = (
         f"Some forward passes ({'; '.join(lacking)}) have no error: their files were written "

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.bench.case import SHORT_DTYPES
+from saccade.bench.case import one_or_both
 from saccade.bench.peers import all_peers
-from saccade.bench.results import Result, files_of, read, runs_of
+from saccade.bench.results import OURS, Result, files_of, read, runs_of
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,6 @@ def limit_of(device: str) -> Limit | None:
     return next((limit for limit in LIMITS if limit.device == device), None)
 
 
-# How the names of peers begin that are saccade: its choice, and its kernels by name.
-OURS = ("saccade/", "triton/", "hopper/")
-
-
 class Source(NamedTuple):
     """Results, and the name of where they come from."""
 
@@ -67,8 +63,6 @@ class Point(NamedTuple):
 
     Attributes:
         source: the number of its source.
-        machine: the device, with its threads where these matter.
-        kind: what is visible, in words.
         limit: of the machine; None where it is unknown.
         share: of that limit, 0 to 1; None where it is unknown, and of what has no rate.
         against_fastest: the time over that of the fastest in its run.
@@ -76,28 +70,11 @@ class Point(NamedTuple):
     """
 
     source: int
-    machine: str
-    kind: str
     result: Result
     limit: Limit | None
     share: float | None
     against_fastest: float
     members: dict[str, Result]
-
-    @property
-    def ours(self) -> bool:
-        """Whether it is one of saccade's implementations."""
-        return is_ours(self.result.who)
-
-    @property
-    def rate(self) -> float:
-        """The throughput in `unit`; 0 where there is none."""
-        return self.result.gbps or self.result.tflops or 0.0
-
-    @property
-    def unit(self) -> str:
-        """The unit of the throughput; "" where there is none."""
-        return rate_unit(self.result)
 
 
 def gather(path: Path) -> list[Source]:
@@ -117,24 +94,22 @@ def gather(path: Path) -> list[Source]:
 def points(sources: Sequence[Source]) -> list[Point]:
     """The last result of each peer in each case and pass, source by source, machine by machine."""
     return [
-        _point(index, machine, members[who], members)
+        _point(index, members[who], members)
         for index, source in enumerate(sources)
-        for machine, results in by_machine([source]).items()
+        for results in by_machine([source]).values()
         for runs in runs_of(results).values()
         # A peer that is not in the last run has its last result, and its company, in an older one.
         for who, members in {who: members for members in runs for who in members}.items()
     ]
 
 
-def _point(source: int, machine: str, result: Result, members: dict[str, Result]) -> Point:
+def _point(source: int, result: Result, members: dict[str, Result]) -> Point:
     times = [member.median_ms for who, member in members.items() if who not in yardsticks()]
     fastest = min(times or [member.median_ms for member in members.values()])
     limit = limit_of(result.device)
-    most = limit.most(result) if limit and rate_unit(result) else None
-    point = Point(
-        source, machine, kind_of(result), result, limit, None, result.median_ms / fastest, members
-    )
-    return point._replace(share=point.rate / most if most else None)
+    most = limit.most(result) if limit and result.unit else None
+    share = result.rate / most if most else None
+    return Point(source, result, limit, share, result.median_ms / fastest, members)
 
 
 def by_machine(sources: Sequence[Source]) -> dict[str, list[Result]]:
@@ -142,7 +117,7 @@ def by_machine(sources: Sequence[Source]) -> dict[str, list[Result]]:
     groups: dict[str, list[Result]] = defaultdict(list)
     for source in sources:
         for result in source.results:
-            groups[machine_of(result)].append(result)
+            groups[result.machine].append(result)
     return groups
 
 
@@ -152,47 +127,18 @@ def yardsticks() -> frozenset[str]:
     return frozenset(peer.who for peer in all_peers() if not peer.computes_attention)
 
 
-def is_ours(who: str) -> bool:
-    """Whether a peer is one of saccade's implementations, but for the reference, which is slow."""
-    return who.startswith(OURS) and who != "saccade/reference"
-
-
-def machine_of(result: Result) -> str:
-    """The device; threads are of no matter where a GPU computes."""
-    if "cuda" in result.versions and not result.case["name"].startswith("cpu-"):
-        return result.device
-    return f"{result.device}, {result.threads} thread{'s' if result.threads != 1 else ''}"
-
-
-def kind_of(result: Result) -> str:
-    """The mask, and behind it what else the case's name says: packed, grouped, decode ..."""
-    case = result.case
-    words = case["name"].split("-")
-    dtype = SHORT_DTYPES.get(case["dtype"], case["dtype"])
-    label = "-".join(words[1 : words.index(dtype)] if dtype in words else words[1:])
-    mask = case["mask"].replace(" ", "")
-    return case["mask"] if not label or label in mask else f"{case['mask']} ({label})"
-
-
-def rate_unit(result: Result) -> str:
-    """The unit of a result's throughput; "" where it has none."""
-    if result.gbps is not None:
-        return "GB/s"
-    return "" if result.tflops is None else "TFLOP/s"
-
-
 def chart_data(sources: Sequence[Source], found: Sequence[Point]) -> dict[str, Any]:
     """What the page's charts draw, as JSON; charts.js reads these names."""
     runs: dict[str, int] = {}
     rows = []
     for point in found:
         result, case, limit = point.result, point.result.case, point.limit
-        if not point.unit:
+        if not result.unit:
             continue
         rows.append(
             {
-                "machine": point.machine,
-                "kind": point.kind,
+                "machine": result.machine,
+                "kind": result.kind,
                 "dtype": case["dtype"],
                 "dim": one_or_both(case["head_dim"], case["value_dim"]),
                 "pass": result.which_pass,
@@ -205,8 +151,8 @@ def chart_data(sources: Sequence[Source], found: Sequence[Point]) -> dict[str, A
                 "length": case["kv_len"],
                 "heads": f"{case['batch']} × {one_or_both(case['query_heads'], case['kv_heads'])}",
                 "ms": result.median_ms,
-                "rate": point.rate,
-                "unit": point.unit,
+                "rate": result.rate,
+                "unit": result.unit,
                 "share": point.share,
                 "limit": limit.most(result) if limit else None,
                 "limitSource": limit.source if limit else None,
@@ -216,8 +162,3 @@ def chart_data(sources: Sequence[Source], found: Sequence[Point]) -> dict[str, A
             }
         )
     return {"sources": [source.label for source in sources], "points": rows}
-
-
-def one_or_both(query: int, kv: int) -> str:
-    """The sizes of queries and of keys, once if they are equal: 32/8, or 32."""
-    return str(query) if query == kv else f"{query}/{kv}"

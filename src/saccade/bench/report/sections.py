@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from saccade.bench.report import collect
 from saccade.bench.report.collect import Point, Source
-from saccade.bench.results import Result, runs_of
+from saccade.bench.results import OURS, Result, runs_of
 from saccade.bench.targets import Verdict, number_text, still_missing
 
 
@@ -105,8 +105,8 @@ def tiles(found: Sequence[Point], verdicts: dict[str, list[Verdict]]) -> str:
     for machine, points in _by_machine(found).items():
         facts = []
         for unit in ("TFLOP/s", "GB/s"):
-            ours = [point for point in points if point.ours and point.unit == unit]
-            if best := max(ours, key=lambda point: point.rate, default=None):
+            ours = [point for point in points if point.result.ours and point.result.unit == unit]
+            if best := max(ours, key=lambda point: point.result.rate, default=None):
                 of = f", {100 * best.share:.0f} % of the limit" if best.share is not None else ""
                 facts.append((_rate_text(best), f"`{best.result.case['name']}`{of}"))
         # A device with other threads is two machines, and its targets have one verdict.
@@ -208,7 +208,9 @@ def memory(found: Sequence[Point]) -> Table:
 def calls(found: Sequence[Point]) -> Table:
     """Times without a rate: the host's part of a call, first calls, serving."""
     rows = [
-        (*_place(point), milliseconds(point.result.median_ms)) for point in found if not point.unit
+        (*_place(point), milliseconds(point.result.median_ms))
+        for point in found
+        if not point.result.unit
     ]
     return Table("Times without a rate", ("machine", "case", "what", "who", "ms"), rows)
 
@@ -217,14 +219,14 @@ def limits(found: Sequence[Point]) -> Table:
     """The limit that shares refer to, and the most that each of saccade's passes reached of it."""
     best: dict[tuple[str, str, str], Point] = {}
     for point in found:
-        if point.share is not None and point.ours:
-            key = (point.machine, point.result.case["dtype"], point.result.which_pass)
+        if point.share is not None and point.result.ours:
+            key = (point.result.machine, point.result.case["dtype"], point.result.which_pass)
             if key not in best or point.share > (best[key].share or 0):
                 best[key] = point
     rows = []
     for (machine, dtype, which_pass), point in best.items():
         assert point.limit is not None  # a share is of something
-        most = number(point.limit.most(point.result), f"{{:.4g}} {point.unit}")
+        most = number(point.limit.most(point.result), f"{{:.4g}} {point.result.unit}")
         rows.append(
             (
                 Cell(machine), Cell(dtype), Cell(which_pass), most,
@@ -242,7 +244,7 @@ def machines(sources: Sequence[Source]) -> Table:
     for source in sources:
         for result in source.results:
             versions = ", ".join(f"{name} {which}" for name, which in result.versions.items())
-            groups[collect.machine_of(result), versions].append((result, source.label))
+            groups[result.machine, versions].append((result, source.label))
     rows = []
     for (machine, versions), members in groups.items():
         dates = sorted(result.date[:10] for result, _ in members)
@@ -270,7 +272,7 @@ def everything(found: Sequence[Point]) -> Table:
             (
                 *_place(point), milliseconds(result.median_ms), Cell(spread),
                 number(result.rounds, "{:.0f}"), number(point.against_fastest, "{:.2f}"),
-                number(point.rate if point.unit else None, f"{{:.3g}} {point.unit}"),
+                number(result.rate if result.unit else None, f"{{:.3g}} {result.unit}"),
                 percent(point.share), number(result.error, "{:.1e}"),
                 number(result.peak_mb, "{:.1f}"), Cell(result.date[:10]),
             )
@@ -284,29 +286,29 @@ def everything(found: Sequence[Point]) -> Table:
 
 def _place(point: Point) -> tuple[Cell, Cell, Cell, Cell]:
     name = point.result.case["name"]
-    who = Cell(point.result.who, mark="ours" if point.ours else "")
-    return Cell(point.machine), Cell(f"`{name}`"), Cell(point.result.which_pass), who
+    who = Cell(point.result.who, mark="ours" if point.result.ours else "")
+    return Cell(point.result.machine), Cell(f"`{name}`"), Cell(point.result.which_pass), who
 
 
 def _ratios(members: dict[str, Result]) -> Iterator[tuple[str, float]]:
     """The time of saccade's fastest over each peer's in a run."""
-    ours = [item.median_ms for who, item in members.items() if collect.is_ours(who)]
+    ours = [item.median_ms for item in members.values() if item.ours]
     for who, peer in members.items():
-        timed = collect.rate_unit(peer) and who not in collect.yardsticks()
-        if ours and timed and not who.startswith(collect.OURS):
+        timed = peer.unit and who not in collect.yardsticks()
+        if ours and timed and not who.startswith(OURS):
             yield who, min(ours) / peer.median_ms
 
 
 def _by_machine(found: Sequence[Point]) -> dict[str, list[Point]]:
     groups: dict[str, list[Point]] = defaultdict(list)
     for point in found:
-        groups[point.machine].append(point)
+        groups[point.result.machine].append(point)
     return groups
 
 
 def _rate_text(point: Point) -> str:
     """The rate, in a unit in which it has no thousands, and no zero before the point."""
-    rate, unit = point.rate, point.unit
+    rate, unit = point.result.rate, point.result.unit
     if unit == "TFLOP/s" and rate < 1:
         return f"{1000 * rate:.3g} GFLOP/s"
     if unit == "GB/s" and rate >= 1000:
