@@ -36,7 +36,8 @@ class Deferred:
         """What was noted, done: Triton's own object. It imports Triton."""
         with _LOCK:
             if "_resolved" not in self.__dict__:
-                self.__dict__["_resolved"] = self._resolve()
+                made = self._resolve()  # meanwhile a class's methods may have resolved it
+                self.__dict__.setdefault("_resolved", made)
             return self.__dict__["_resolved"]
 
     def _resolve(self) -> Any:
