@@ -237,8 +237,8 @@ def test_models_whose_layers_slide_in_part_give_pages_back(name, monkeypatch):
     assert cache.pages is not None
     assert cache.pages.windows == (None, 7)
     assert cache.pages.num_pages == (2 * 40, 2 * 10)  # though 125 tokens take 32 pages
-    assert cache.pages.groups[1].statistics().released > 20
-    assert cache.pages.groups[0].statistics().released == 0
+    assert cache.pages.groups[1].counts["released"] > 20
+    assert cache.pages.groups[0].counts["released"] == 0
     cache.pages.check()
 
 

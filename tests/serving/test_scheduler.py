@@ -34,12 +34,12 @@ def request(number, prompt, new_tokens=4, followers=0):
 
 def carry_out(scheduler, plan):
     """What an engine does with a plan; the requests that are done now."""
-    scheduler.commit(plan.shares)
+    scheduler.commit(plan.chunks)
     done = []
-    for share in plan.shares:
-        if share.draws:
-            everyone = [share.request, *share.request.followers]
-            scheduler.fork(share.request)
+    for chunk in plan.chunks:
+        if chunk.draws:
+            everyone = [chunk.request, *chunk.request.followers]
+            scheduler.fork(chunk.request)
             for each in everyone:
                 if each.accept(7) is not None:
                     scheduler.remove(each)
@@ -48,8 +48,8 @@ def carry_out(scheduler, plan):
     return done
 
 
-def shares_of(plan):
-    return [(share.request.number, share.start, share.stop) for share in plan.shares]
+def chunks_of(plan):
+    return [(chunk.request.number, chunk.start, chunk.stop) for chunk in plan.chunks]
 
 
 def test_prompts_are_read_in_chunks_beside_requests_that_write():
@@ -60,7 +60,7 @@ def test_prompts_are_read_in_chunks_beside_requests_that_write():
     for _ in range(3):
         plans.append(scheduler.plan())
         carry_out(scheduler, plans[-1])
-    assert [shares_of(plan) for plan in plans] == [
+    assert [chunks_of(plan) for plan in plans] == [
         [(0, 0, 3), (1, 0, 5)],
         [(0, 3, 4), (1, 5, 12)],
         [(0, 4, 5), (1, 12, 13)],
@@ -73,7 +73,7 @@ def test_equal_beginnings_are_found_once_they_are_written():
     carry_out(scheduler, scheduler.plan())
     later = request(1, [1, 2, 3, 4, 9])
     scheduler.add(later)
-    assert shares_of(scheduler.plan()) == [(0, 6, 7), (1, 4, 5)]
+    assert chunks_of(scheduler.plan()) == [(0, 6, 7), (1, 4, 5)]
     assert later.computed_from_cache == 4
 
 
@@ -133,7 +133,7 @@ def test_one_request_alone_without_pages_is_an_error_that_loses_nothing(monkeypa
         with pytest.raises(OutOfPagesError):
             scheduler.plan()
     cache.check()
-    assert shares_of(scheduler.plan()) == [(0, 0, 6)]
+    assert chunks_of(scheduler.plan()) == [(0, 0, 6)]
 
 
 REQUESTS = st.tuples(
@@ -205,9 +205,9 @@ def test_everyone_is_served_whatever_happens(
 
 def check_plan(scheduler, plan, rows):
     """Bounds are kept, and the oldest that runs takes part."""
-    assert sum(stop - start for _, start, stop in shares_of(plan)) == len(plan.slots[0]) <= rows
-    assert all(start < stop for _, start, stop in shares_of(plan))
+    assert sum(stop - start for _, start, stop in chunks_of(plan)) == len(plan.slots[0]) <= rows
+    assert all(start < stop for _, start, stop in chunks_of(plan))
     assert sum(each.width for each in scheduler.running) <= 3
-    assert scheduler.running[0] in [share.request for share in plan.shares]
+    assert scheduler.running[0] in [chunk.request for chunk in plan.chunks]
     numbers = [each.number for each in scheduler.running]
     assert numbers == sorted(numbers)

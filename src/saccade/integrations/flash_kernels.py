@@ -1,4 +1,4 @@
-"""Flash kernels: saccade in the place of PyTorch's own FlashAttention, by its registry.
+"""Flash kernels: saccade instead of PyTorch's own FlashAttention, by PyTorch's registry.
 
 `scaled_dot_product_attention` chooses a backend in C++. After
 `torch.nn.attention.activate_flash_attention_impl("saccade")` the backend called flash is saccade,
@@ -25,7 +25,7 @@ BACKWARD = "_scaled_dot_product_flash_attention_backward"
 
 
 class Handle:
-    """What PyTorch's registry keeps while these kernels are in place."""
+    """What PyTorch's registry keeps while these kernels are registered."""
 
     def __init__(self, library: torch.library.Library) -> None:
         self.library: torch.library.Library | None = library
@@ -54,7 +54,7 @@ def register() -> None:
 
 
 def take_the_place(device: str = "CUDA") -> Handle:
-    """Register both kernels for a kind of device; what comes back removes them."""
+    """Register both kernels for a device type; the handle removes them."""
     library = torch.library.Library("aten", "IMPL", device)
     library.impl(FORWARD, forward, device)
     library.impl(BACKWARD, backward, device)

@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
         attn_mask: broadcastable to (N, ..., Hq, L, S): bool (True = visible), or of query's dtype,
             added to the scaled scores; the latter is differentiable. Or a `CausalBias` of
             `torch.nn.attention.bias`.
-        dropout_p: the share of weights that is dropped, always.
+        dropout_p: the probability that a weight is dropped, in evaluation too.
         is_causal: a row sees the keys up to its own number, counted from the first on.
         scale: 1 / sqrt(E) where None.
         enable_gqa: H need only divide Hq.
@@ -78,8 +78,8 @@ def enable() -> None:
 
     Calls that saccade does not serve go where they went before: nested tensors and other
     subclasses, devices without an implementation, and all calls while `sdpa_kernel` or one of its
-    switches has turned a backend off, as somebody has chosen then. Calling it twice changes
-    nothing.
+    switches has turned a backend off, since the caller has then chosen another. Calling it twice
+    changes nothing.
 
     >>> saccade.integrations.sdpa.enable()
     """
@@ -306,7 +306,7 @@ def _four_dimensions(tensor: Tensor, batch: torch.Size) -> Tensor:
 
 
 # ---- the patch -----------------------------------------------------------------------------------
-# What stands at `torch.nn.functional.scaled_dot_product_attention` after `enable`.
+# The object at `torch.nn.functional.scaled_dot_product_attention` after `enable`.
 #
 # Programs know that function by its identity. A handler of calls (`__torch_function__` of a tensor
 # or of a mode) compares `func` with torch.nn.functional.scaled_dot_product_attention or with what
@@ -316,7 +316,7 @@ def _four_dimensions(tensor: Tensor, batch: torch.Size) -> Tensor:
 
 
 class Patch:
-    """Callable in the place of PyTorch's function: asks `serve`, and else calls that function.
+    """Replaces PyTorch's function: asks `serve`, and calls that function where it declines.
 
     Args:
         serve: gives the output of a call, or None for what PyTorch is to serve.
@@ -331,12 +331,12 @@ class Patch:
 
     def __call__(self, *arguments: Any, **options: Any) -> Tensor:
         """The output: ours while active, unless handlers look at the call or it is traced."""
-        given = (*arguments, *options.values())
-        if not is_handled(given):
+        values = (*arguments, *options.values())
+        if not is_handled(values):
             output = self.attempt(*arguments, **options)
             if output is not None:
                 return output
-        if not may_be_handled(given):
+        if not may_be_handled(values):
             return self.before(*arguments, **options)
         if torch.compiler.is_compiling():
             setattr(torch.nn.functional, NAME, self.before)
@@ -354,7 +354,7 @@ class Patch:
         return self.serve(*arguments, **options)
 
     def put(self) -> None:
-        """Stand in the function's place from now on."""
+        """Replace the function from now on."""
         if not self.active:
             self.before, self.active = getattr(torch.nn.functional, NAME), True
             operator = _builtins._find_builtin(self.before)
@@ -363,14 +363,14 @@ class Patch:
             setattr(torch.nn.functional, NAME, self)
 
     def take_away(self) -> None:
-        """Give the function its place back, unless somebody else has taken it since."""
+        """Put the function back, unless it has been replaced again since."""
         self.active = False
         if getattr(torch.nn.functional, NAME) is self:
             setattr(torch.nn.functional, NAME, self.before)
 
     @contextmanager
     def _out_of_the_way(self) -> Iterator[None]:
-        """PyTorch's function in its place, for handlers; other threads meanwhile call it, too."""
+        """Put PyTorch's function back while handlers run; other threads meanwhile call it, too."""
         with self._lock:
             self._away += 1
             if getattr(torch.nn.functional, NAME) is self:
@@ -385,7 +385,7 @@ class Patch:
                     setattr(torch.nn.functional, NAME, self)
 
     def __eq__(self, other: object) -> bool:
-        """Whether it is PyTorch's function, whose place this has."""
+        """Equal to PyTorch's function, which this replaces."""
         return other is self or other is ORIGINAL
 
     def __hash__(self) -> int:
@@ -416,22 +416,22 @@ class _Last(TorchFunctionMode):
         return func(*args, **options)
 
 
-def is_handled(given: tuple[Any, ...]) -> bool:
+def is_handled(values: tuple[Any, ...]) -> bool:
     """Whether a mode or a tensor's type looks at calls with these arguments.
 
     Not counted are the mode of `torch.set_default_device`, which looks at what makes tensors, and
     CausalBias, which we understand.
     """
-    if not may_be_handled(given):
+    if not may_be_handled(values):
         return False
-    if any(not is_causal_bias(value) and has_handler(value) for value in given):
+    if any(not is_causal_bias(value) and has_handler(value) for value in values):
         return True
     return any(type(mode) is not DeviceContext for mode in _modes())
 
 
-def may_be_handled(given: tuple[Any, ...]) -> bool:
+def may_be_handled(values: tuple[Any, ...]) -> bool:
     """Whether PyTorch asks a mode or a tensor's type; in compiled code it tells no modes."""
-    return torch._C._is_torch_function_mode_enabled() or has_torch_function(given)
+    return torch._C._is_torch_function_mode_enabled() or has_torch_function(values)
 
 
 def _is_exporting() -> bool:

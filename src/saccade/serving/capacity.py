@@ -1,4 +1,4 @@
-"""Capacity: what the machine gives an engine: how many pages, and how many threads.
+"""Capacity: how many pages an engine has on a machine, and how many threads.
 
 PyTorch takes a thread for each core. Where other programs keep the cores busy, or two cores are
 halves of one, its threads wait for one another at every operation and fewer of them are faster.
@@ -23,7 +23,7 @@ EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)  # beside these lie scales, in fl
 
 
 class Capacity(NamedTuple):
-    """What the caller said of pages; None where the engine chooses."""
+    """What the caller chose; None where the engine chooses."""
 
     num_pages: int | None
     memory: int | None
@@ -35,7 +35,7 @@ class Capacity(NamedTuple):
 def make_capacity(
     capacity: Capacity, model: PackedModel, *, sequences: int, longest: int, rows: int, swaps: bool
 ) -> PagedCache:
-    """A cache with as many pages for each kind of layer as it should have.
+    """A cache with as many pages for each group of layers as it can use and the machine has.
 
     Args:
         sequences, longest: how many run at once, and the tokens of the longest.
@@ -66,14 +66,14 @@ def make_capacity(
 def _num_pages(
     capacity: Capacity, model: PackedModel, dtype: Any, useful: dict[int | None, int]
 ) -> dict[int | None, int]:
-    """Pages for each kind of layer: in the same proportion as they are useful."""
+    """Pages for each group of layers, in proportion to what it can use."""
     if capacity.num_pages is not None:
         if capacity.memory is not None:
             raise ValueError("memory: got it beside num_pages, takes one of the two")
-        given = capacity.num_pages
-        check_number("num_pages", given, least=1)
+        pages = capacity.num_pages
+        check_number("num_pages", pages, least=1)
         return {
-            window: given if window is None else min(given, most) for window, most in useful.items()
+            window: pages if window is None else min(pages, most) for window, most in useful.items()
         }
     of_page = {
         window: page_bytes(model.shape, dtype, capacity.page_size, model.windows.count(window))

@@ -28,7 +28,7 @@ class RequestStatistics:
         to_first_token: from its arrival to its first new token; None before that.
         total: from its arrival to its end, or until now.
         tokens_per_second: new tokens after the first, over the time since the first.
-        preemptions: how often it gave up its place; recomputed_tokens: what that cost.
+        preemptions: how often it was preempted; recomputed_tokens: what that cost.
         pages: the most pages that it held.
     """
 
@@ -54,9 +54,9 @@ class EngineStatistics:
         waiting, running, done: requests.
         steps: forward passes. rows: tokens computed in them.
         prompt_tokens, cached_tokens, new_tokens: of the requests that were started.
-        preemptions: how often a request gave up its place.
+        preemptions: how often a request was preempted.
         busy: the time spent in steps. tokens_per_second: new tokens over that time.
-        pages: of all kinds of layers. cache: `saccade.PagedCache.statistics()`.
+        pages: of all groups of layers. cache: `saccade.PagedCache.statistics()`.
     """
 
     waiting: int
@@ -143,10 +143,10 @@ class Generated:
 
 
 class Completion:
-    """One submitted request. Whoever waits for it drives the engine, with all its other requests.
+    """One submitted request. Waiting for it takes the engine's steps, with all other requests.
 
     Iterating gives pieces of text as they come (token numbers, if the engine has no tokenizer);
-    each piece is given once, whoever iterates.
+    each piece is given once, to one iterator.
 
     >>> for piece in engine.submit("Once upon a time"):
     ...     print(piece, end="", flush=True)
@@ -162,14 +162,14 @@ class Completion:
 
     def tokens(self) -> Iterator[int]:
         """The new tokens, as they come; always from the first one on."""
-        given = 0
+        count = 0
         while True:
             done = self.done  # looked at before, or the last ones might be missed
             generated = self._request.generated
-            yield from generated[given : (given := len(generated))]
+            yield from generated[count : (count := len(generated))]
             if done:
                 return self._raise_error()
-            self._wait_beyond(given)
+            self._wait_beyond(count)
 
     def texts(self) -> Iterator[str]:
         """Pieces of text, as soon as nothing that follows can change them.

@@ -72,7 +72,7 @@ def check_number(name: str, value: object, *, least: int | None) -> None:
 
 
 class Dice:
-    """A request's own random numbers: one for each token, and the same ones from the same seed."""
+    """Random numbers of one request: one for each token, equal for equal seeds."""
 
     def __init__(self, seed: int):
         # Random takes a negative number for its positive twin, and a text as it stands.
@@ -123,9 +123,9 @@ def _draw(logits: Tensor, draws: list[Draw]) -> Tensor:
     )
     reached = weights.cumsum(-1)
     wanted = column([d.number for d in draws], torch.float64) * reached[:, -1:]
-    place = (reached <= wanted).sum(-1, keepdim=True)
+    index = (reached <= wanted).sum(-1, keepdim=True)
     last = ((weights > 0).sum(-1, keepdim=True) - 1).clamp_min(0)  # a row of NaN has none
-    return tokens.gather(1, torch.minimum(place, last)).squeeze(1)
+    return tokens.gather(1, torch.minimum(index, last)).squeeze(1)
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ class TextStream:
 
     def piece(self) -> str:
         """The text that became certain since the last call."""
-        whole = self.stopped or self._finished
-        end = len(self.text) - (0 if whole else self._held_back())
+        final = self.stopped or self._finished
+        end = len(self.text) - (0 if final else self._held_back())
         piece = self.text[self._given : end]
         self._given = max(self._given, end)
         return piece
@@ -203,9 +203,9 @@ class TextStream:
         searched_from = max(len(self.text) - longest + 1, 0)
         self.text += text
         found = [self.text.find(stop, searched_from) for stop in self._stop_strings]
-        places = [place for place in found if place >= 0]
-        if places:
-            self.text, self.stopped = self.text[: min(places)], True
+        starts = [start for start in found if start >= 0]
+        if starts:
+            self.text, self.stopped = self.text[: min(starts)], True
 
     def _held_back(self) -> int:
         """How many characters at the end begin a stop string."""

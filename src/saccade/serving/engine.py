@@ -28,7 +28,7 @@ from saccade.serving.request import (
     read_limits,
     read_prompt,
 )
-from saccade.serving.scheduler import Preemption, Scheduler, Share, StepPlan
+from saccade.serving.scheduler import Chunk, Preemption, Scheduler, StepPlan
 
 R = TypeVar("R")
 
@@ -36,27 +36,27 @@ UNUSED = Draw(Sampling(), 0.0)  # of a row that is only looked at
 
 
 class Drawn(NamedTuple):
-    """What a share's last row gave to its request and those that follow it.
+    """Tokens drawn from the logits of a chunk's last row, for its request and its followers.
 
-    `tokens` is empty where the logits are no numbers.
+    `tokens` is empty where a logit is NaN or inf.
     """
 
-    share: Share
+    chunk: Chunk
     requests: list[Request]
     tokens: list[int]
 
     @property
-    def sound(self) -> bool:
-        """Whether the model gave numbers."""
+    def finite(self) -> bool:
+        """Whether the logits were finite."""
         return bool(self.tokens)
 
 
 class Worker:
-    """Plans a step, computes it, looks at what came, and hands it out.
+    """Takes a step: plans it, computes it, checks the logits and hands out tokens.
 
-    An exception in any line of that, an interrupt too, loses no request: all that is kept of one
-    is what it was asked and what it has written. The next call begins again from there, and finds
-    most of what was computed in the prefix cache.
+    An exception or interrupt in any line of that loses no request: all that is kept of a request
+    is its prompt and what it has written. The next call begins again from there, and finds most of
+    what was computed in the prefix cache.
 
     Args:
         options: of `saccade.attention_paged`.
@@ -69,10 +69,10 @@ class Worker:
         self._model, self._cache, self._scheduler = model, cache, scheduler
         self._options = options
         self._counts = Counts()
-        # Those that no step has seen yet: submitting waits for no step that is being computed.
+        # Requests that no step has seen yet: submitting waits for no step that is being computed.
         self._submitted: deque[Request] = deque()
         self._lock = threading.RLock()
-        self._torn = False  # whether an exception now leaves a step half done
+        self._half_done = False  # whether an exception now leaves a step half done
 
     def submit(self, request: Request) -> None:
         """One more request, with those that follow it; from any thread."""
@@ -80,7 +80,7 @@ class Worker:
 
     def step(self) -> bool:
         """Take one step; False if there was nothing to do."""
-        return self._alone(self._take_step)
+        return self._exclusively(self._take_step)
 
     def cancel(self, request: Request) -> None:
         """End a request that is not wanted any more."""
@@ -90,12 +90,12 @@ class Worker:
                 self._take_in()
                 self._end(request, "cancelled")
 
-        self._alone(cancelled)
+        self._exclusively(cancelled)
 
     def statistics(self) -> EngineStatistics:
         """What there is now, and what was done so far."""
         with self._lock:
-            self._mend()
+            self._recover()
             return completion.of_engine(
                 self._counts,
                 waiting=len(self._scheduler.waiting) + len(self._submitted),
@@ -105,18 +105,18 @@ class Worker:
                 cache=self._cache,
             )
 
-    def _alone(self, work: Callable[[], R]) -> R:
+    def _exclusively(self, work: Callable[[], R]) -> R:
         """Do something that changes the engine, while no other thread does."""
         with self._lock:
-            self._mend()
-            self._torn = True
+            self._recover()
+            self._half_done = True
             result = work()
-            self._torn = False
+            self._half_done = False
             return result
 
-    def _mend(self) -> None:
-        """Begin again with everybody who is not done, if an exception left a step half done."""
-        if not self._torn:
+    def _recover(self) -> None:
+        """Begin again with all requests that are not done, if a step is left half done."""
+        if not self._half_done:
             return
         for request in self._scheduler.recover():
             try:
@@ -126,7 +126,7 @@ class Worker:
                 reason, error = "error", problem
             if reason is not None:
                 self._end(request, reason, error)
-        self._torn = False
+        self._half_done = False
 
     def _take_in(self) -> None:
         while self._submitted:
@@ -141,43 +141,43 @@ class Worker:
         if plan is None:
             return False
         drawn = self._compute(plan)
-        # Others may find what was computed once it is seen to have given numbers.
-        self._scheduler.commit([each.share for each in drawn if each.sound])
+        # Other requests may find what was computed only if its logits are finite.
+        self._scheduler.commit([each.chunk for each in drawn if each.finite])
         for each in drawn:
-            if each.sound and each.share.draws:
-                self._scheduler.fork(each.share.request)
+            if each.finite and each.chunk.draws:
+                self._scheduler.fork(each.chunk.request)
         self._counts.steps += 1
         self._counts.rows += plan.slots[0].shape[0]
         for each in drawn:
-            if not each.sound:
+            if not each.finite:
                 self._fail(each)
-            elif each.share.draws:
+            elif each.chunk.draws:
                 for request, token in zip(each.requests, each.tokens, strict=True):
                     self._accept(request, token)
         self._counts.busy += time.perf_counter() - begin
         return True
 
     def _compute(self, plan: StepPlan) -> list[Drawn]:
-        """The forward pass, and tokens from the last row of each share."""
+        """The forward pass, and tokens from the last row of each chunk."""
         step = BatchStep(self._cache, plan, self._model.numbers, self._options)
         logits = self._model.logits(step)
-        rows, draws, everyone = [], list[Draw](), list[list[Request]]()
-        for row, share in enumerate(plan.shares):
-            requests = [share.request, *share.request.followers]
-            wanted = [each.draw() for each in requests] if share.draws else [UNUSED]
-            everyone.append(requests)
+        rows, draws, drawing = [], list[Draw](), list[list[Request]]()
+        for row, chunk in enumerate(plan.chunks):
+            requests = [chunk.request, *chunk.request.followers]
+            wanted = [each.draw() for each in requests] if chunk.draws else [UNUSED]
+            drawing.append(requests)
             rows += [row] * len(wanted)
             draws += wanted
-        if len(rows) > len(plan.shares):
+        if len(rows) > len(plan.chunks):
             logits = logits[rows]
-        tokens: list[list[int]] = [[] for _ in plan.shares]
+        tokens: list[list[int]] = [[] for _ in plan.chunks]
         for row, token in zip(rows, choose(logits, draws), strict=True):
             if token is not None:
                 tokens[row].append(token)
-        return [Drawn(*each) for each in zip(plan.shares, everyone, tokens, strict=True)]
+        return [Drawn(*each) for each in zip(plan.chunks, drawing, tokens, strict=True)]
 
     def _accept(self, request: Request, token: int) -> None:
-        """Hand a request its new token. What goes wrong with it harms no other request."""
+        """Hand a request its new token; an error in that ends this request alone."""
         first = not request.generated
         try:
             reason = request.accept(token)
@@ -192,12 +192,12 @@ class Worker:
             self._end(request, reason)
 
     def _fail(self, drawn: Drawn) -> None:
-        """End a request, and those that wait for its prompt, whose logits are no numbers."""
+        """End a request whose logits are NaN or inf, and those that wait for its prompt."""
         error = FloatingPointError(
             "logits: the model gave NaN or inf for this request; pages that it computed or shared "
             "are not used again"
         )
-        self._scheduler.distrust(drawn.share.request)
+        self._scheduler.forget_computed(drawn.chunk.request)
         for request in reversed(drawn.requests):
             self._end(request, "error", error)
 
@@ -218,8 +218,8 @@ class Engine:
         model: a causal language model of transformers, on any device; it is put into
             evaluation mode, and its attention implementation is set to "saccade".
         tokenizer: its tokenizer; None where prompts are token numbers and no text is wanted.
-        num_pages: pages for each kind of layer (with one sliding window, or none); those that
-            slide get no more than they can use. None: as many as `memory` holds.
+        num_pages: pages for each group of layers with the same sliding window, or without one;
+            sliding layers get no more than they can use. None: as many as `memory` holds.
         memory: bytes for keys and values. None: room for `max_sequences` of the greatest length,
             at most 1 GiB (on a GPU 80 % of the memory that is free).
         page_size: tokens of a page.
@@ -294,7 +294,7 @@ class Engine:
 
         Args:
             prompt: text, or token numbers.
-            max_new_tokens: None: as many as max_length leaves capacity for.
+            max_new_tokens: None: as many as max_length leaves room for.
             temperature, top_k, top_p, seed: how tokens are drawn; greedy unless a temperature is
                 given. Equal seeds give equal numbers, whatever else the engine serves.
             stop: texts at which a request ends; they are not part of its text.

@@ -1,9 +1,8 @@
 """Model: a Hugging Face causal model, called with packed rows of many sequences.
 
 A model whose attention goes through transformers' interface hands its rows to `BatchStep.attend`,
-layer by layer (`saccade.integrations.transformers`). Everything that layers share, that is slots,
-tables and offsets, is made once a step. A `Probe` in the place of a step asks layers what they
-keep.
+layer by layer (`saccade.integrations.transformers`). Slots, tables and offsets, which all layers
+use, are made once a step. A `Probe` instead of a step records what layers keep.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ class BatchStep:
     ):  # fmt: skip
         self._cache, self._layers, self._options = cache, layers, options
         self._slots = plan.slots
-        sequences = [share.request.sequence for share in plan.shares]
+        sequences = [chunk.request.sequence for chunk in plan.chunks]
         self._tables = cache.tables([sequence for sequence in sequences if sequence is not None])
         ends = [0]
         tokens: list[int] = []
         positions: list[int] = []
         last_rows: list[int] = []
-        for share in plan.shares:
-            tokens += share.request.tokens_between(share.start, share.stop)
-            positions += range(share.start, share.stop)
+        for chunk in plan.chunks:
+            tokens += chunk.tokens
+            positions += range(chunk.start, chunk.stop)
             ends.append(len(tokens))
             last_rows.append(len(tokens) - 1)
         device = cache.device
@@ -72,17 +71,17 @@ class BatchStep:
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write a layer's new keys and values, and attend over all of each sequence."""
         layer = self._layers[layer_index]
-        pages, kind = self._cache.pages(layer), self._cache.addresses[layer].group
+        pages, group = self._cache.pages(layer), self._cache.addresses[layer].group
         scales: dict[str, Any] = {
             "key_scales": pages.key_scales,
             "value_scales": pages.value_scales,
         }
         saccade.write_kv_cache(
             key[0].transpose(0, 1), value[0].transpose(0, 1), pages.key_pages, pages.value_pages,
-            self._slots[kind], **scales,
+            self._slots[group], **scales,
         )  # fmt: skip
         output = saccade.attention_paged(
-            query[0].transpose(0, 1), pages.key_pages, pages.value_pages, *self._tables[kind],
+            query[0].transpose(0, 1), pages.key_pages, pages.value_pages, *self._tables[group],
             cu_seqlens_q=self._offsets, mask=mask, score=score, scale=scale, sinks=sinks,
             **scales, **self._options,
         )  # fmt: skip
@@ -101,9 +100,9 @@ class LayerShape:
 
 
 class Probe:
-    """Stands in the place of a `BatchStep` once, to learn what layers a model has.
+    """Records the sizes of a model's attention layers, called once instead of a `BatchStep`.
 
-    Asking the layers themselves needs no knowledge of how an architecture names its sizes.
+    So no knowledge is needed of how an architecture names its sizes.
     """
 
     def __init__(self) -> None:
@@ -207,7 +206,7 @@ class PackedModel:
     def whole_logits(
         self, prompts: Int[Tensor, "batch rows"], step: Any
     ) -> Float[Tensor, "batch rows vocabulary"]:
-        """The same with a step's attention, which is given sequences as they are."""
+        """The same with a step's attention, over sequences that are not packed."""
         return self._model(input_ids=prompts, use_cache=False, saccade_step=step).logits
 
     @torch.inference_mode()
@@ -288,7 +287,7 @@ ROUNDINGS = 4.0  # of the dtype, where that happens to change nothing
 
 
 class AlonePass:
-    """A step over sequences side by side, each whole, that keeps nothing and asks the reference."""
+    """A step over complete sequences, by the reference; it keeps nothing."""
 
     def attend(
         self, layer_index: int, query: Rows, key: Rows, value: Rows, **options: Any
@@ -319,7 +318,7 @@ def check_packed_passes(model: PackedModel, page_size: int, options: Mapping[str
         packed, first = _packed(model, prompts, page_size, options)
     plain, again, packed = (each.flatten(0, 1).double() for each in (plain, again, packed))
     compared = plain.isfinite().all(1) & again.isfinite().all(1)
-    compared[:first] = False  # the first chunk of all has nobody before it
+    compared[:first] = False  # rows of the first chunk follow no other sequence
     if not compared.any():
         return
     unit = (plain - plain.mean(1, keepdim=True)).norm(dim=1)
@@ -365,12 +364,12 @@ def _packed(
     while (plan := scheduler.plan()) is not None:
         step = BatchStep(cache, plan, model.numbers, options)
         step.last_rows = torch.arange(step.input_ids.shape[1], device=model.device)
-        shares = model.logits(step).split([share.stop - share.start for share in plan.shares])
-        scheduler.commit(plan.shares)
-        for share, logits in zip(plan.shares, shares, strict=True):
-            found[share.request.number].append(logits)
-            if share.draws:
-                scheduler.remove(share.request)
+        chunks = model.logits(step).split([chunk.rows for chunk in plan.chunks])
+        scheduler.commit(plan.chunks)
+        for chunk, logits in zip(plan.chunks, chunks, strict=True):
+            found[chunk.request.number].append(logits)
+            if chunk.draws:
+                scheduler.remove(chunk.request)
     return torch.stack([torch.cat(each) for each in found]), rows
 
 

@@ -1,4 +1,4 @@
-"""Request: one prompt, how it is to go on, how far it has come; and what callers ask, checked."""
+"""Request: one prompt, its options and its progress; and the checks of both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from saccade.serving.decoding import Dice, Draw, Sampling, TextStream, Tokenizer
 
 
 class RequestState(enum.Enum):
-    """Where a request stands."""
+    """What a request waits for, or does."""
 
     WAITING = "waiting"  # for its turn, with no pages
     RUNNING = "running"
@@ -144,7 +144,7 @@ class Request:
             self.stream.finish()
         self.times.finished = time.perf_counter()
         self.reason, self.error = reason, error
-        self.state = RequestState.DONE  # the last: whoever sees it sees all the rest
+        self.state = RequestState.DONE  # the last, for other threads
 
 
 Prompt = str | Sequence[int] | Tensor
@@ -221,14 +221,14 @@ def read_token(name: str, token: object, vocabulary: int) -> int:
 
 
 def read_stop_tokens(
-    given: Iterable[int] | None, of_model: frozenset[int], vocabulary: int
+    tokens: Iterable[int] | None, of_model: frozenset[int], vocabulary: int
 ) -> frozenset[int]:
     """The tokens at which a request ends."""
-    if given is None:
+    if tokens is None:
         return of_model
-    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
-        raise TypeError(f"stop_tokens: got {type(given).__name__}, takes a list of token numbers")
-    tokens = given.tolist() if isinstance(given, Tensor) else given
+    if isinstance(tokens, (str, Mapping)) or not isinstance(tokens, Iterable):
+        raise TypeError(f"stop_tokens: got {type(tokens).__name__}, takes a list of token numbers")
+    tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     return frozenset(read_token("stop_tokens", token, vocabulary) for token in tokens)
 
 

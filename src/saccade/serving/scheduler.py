@@ -1,7 +1,7 @@
-"""Scheduler: who takes part in the next step, and who gives up pages when there are too few.
+"""Scheduler: which requests take part in the next step, and which give up pages if they are few.
 
-Plain Python over a `PagedCache`; it knows no model. Older requests go first and are never
-displaced by younger ones, so every request is served: the oldest can always have all pages.
+Plain Python over a `PagedCache`, without a model. Older requests go first and are never preempted
+by younger ones, so every request is served: the oldest can always have all pages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Preemption = Literal["swap", "recompute"]
 by_age = operator.attrgetter("number")
 
 
-class Share(NamedTuple):
-    """A request's part in a step: its tokens start … stop - 1 are computed."""
+class Chunk(NamedTuple):
+    """A chunk of a request's tokens, start … stop - 1, that is computed in one step."""
 
     request: Request
     start: int
@@ -33,12 +33,26 @@ class Share(NamedTuple):
         """Whether the logits of its last row give a new token."""
         return self.stop == self.request.num_tokens
 
+    @property
+    def rows(self) -> int:
+        """How many tokens they are."""
+        return self.stop - self.start
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens themselves."""
+        return self.request.tokens_between(self.start, self.stop)
+
+    @classmethod
+    def next_of(cls, request: Request, rows: int) -> Chunk:
+        """The next tokens of a request, at most so many."""
+        return cls(request, request.computed, request.computed + min(rows, request.left))
+
 
 class StepPlan(NamedTuple):
-    """One step: the shares in the order of their rows, and the slots of these in each kind of
-    layer."""
+    """One step: chunks in the order of their rows, and the rows' slots in each group of layers."""
 
-    shares: list[Share]
+    chunks: list[Chunk]
     slots: list[Tensor]
 
 
@@ -49,8 +63,8 @@ class Scheduler:
         cache: where their keys and values go.
         max_batch_tokens: rows of one step; longer prompts are cut into chunks.
         max_sequences: requests that run at once.
-        preemption: what becomes of the pages of a displaced request: they are swapped to the host
-            (or given up, where the host is full), or given up and computed again.
+        preemption: what becomes of the pages of a preempted request: they are swapped to the host
+            (or freed, where the host is full), or freed and computed again.
     """
 
     def __init__(
@@ -65,7 +79,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = 0
         self._cache = cache
-        # Whoever is not done, by number: all else can be made anew from that.
+        # Requests that are not done, by number: all else can be made anew from them.
         self._living: dict[int, Request] = {}
         self._max_batch_tokens, self._max_sequences = max_batch_tokens, max_sequences
         self._preemption = preemption
@@ -80,14 +94,13 @@ class Scheduler:
         return request.number in self._living
 
     def pages_for(self, tokens: int) -> list[int]:
-        """The most pages that a sequence holds while it grows to so many tokens, by kind."""
+        """The most pages of each group that a sequence holds while it grows to so many tokens."""
         size, rows = self._cache.page_size, self._max_batch_tokens
         return [most_pages(tokens, window, size, rows) for window in self._cache.windows]
 
     def add(self, request: Request) -> None:
         """One more request that waits, with those that follow it."""
-        everyone = (request, *request.followers)
-        self._living.update({each.number: each for each in everyone})
+        self._living.update({each.number: each for each in (request, *request.followers)})
         bisect.insort(self.waiting, request, key=by_age)
 
     def plan(self) -> StepPlan | None:
@@ -101,37 +114,36 @@ class Scheduler:
         """
         admitting = True
         while True:
-            shares = self._of_running()
+            chunks = self._chunks_of_running()
             if admitting:
-                shares += self._admitted(self._max_batch_tokens - sum(map(_rows, shares)))
-            if not shares:
+                chunks += self._admit(self._max_batch_tokens - sum(chunk.rows for chunk in chunks))
+            if not chunks:
                 return None
             try:
-                slots = self._cache.append({_sequence(s.request): _tokens(s) for s in shares})
+                slots = self._cache.append({_sequence(c.request): c.tokens for c in chunks})
             except OutOfPagesError:
                 if len(self.running) == 1:
                     raise
-                self._displace_youngest()
+                self._preempt_youngest()
                 admitting = False
                 continue
-            for request, _, stop in shares:
+            for request, _, stop in chunks:
                 request.most_pages = max(request.most_pages, sum(self.pages_for(stop)))
-            return StepPlan(shares, slots)
+            return StepPlan(chunks, slots)
 
-    def commit(self, shares: Sequence[Share]) -> None:
-        """These shares are computed: their keys and values are written, and others may find
-        them."""
-        for request, start, stop in shares:
+    def commit(self, chunks: Sequence[Chunk]) -> None:
+        """Note that chunks are computed: other requests may find their keys and values."""
+        for request, start, stop in chunks:
             request.computed = stop
             if stop // self._cache.page_size > start // self._cache.page_size:
                 self._cache.commit(_sequence(request))
 
-    def distrust(self, request: Request) -> None:
-        """What a request computed, or found, is wrong: nobody is to find it any more."""
+    def forget_computed(self, request: Request) -> None:
+        """Take the pages that a request computed or found out of the prefix cache."""
         self._cache.forget(_sequence(request))
 
     def recover(self) -> list[Request]:
-        """Let everybody who is not done wait without pages, after an exception anywhere in a step.
+        """Let all requests that are not done wait without pages, after an exception in a step.
 
         Little is lost: full pages that were computed before are found again.
 
@@ -161,7 +173,7 @@ class Scheduler:
             del request.followers[0]
 
     def remove(self, request: Request) -> None:
-        """A request that is done, or is not wanted any more; its pages are let go of."""
+        """Forget a request that is done or cancelled, and free its pages."""
         self._living.pop(request.number, None)
         if request.sequence is not None:
             self._cache.free(request.sequence)
@@ -177,40 +189,37 @@ class Scheduler:
             request.followers = []
             self.add(leader)
 
-    def _of_running(self) -> list[Share]:
-        rows, shares = self._max_batch_tokens, []
-        nearly = [request for request in self.running if request.left == 1]
-        prompts = [request for request in self.running if request.left > 1]
-        for request in nearly + prompts:
-            count = min(rows, request.left)
-            if count:
-                shares.append(Share(request, request.computed, request.computed + count))
-                rows -= count
-        return shares
+    def _chunks_of_running(self) -> list[Chunk]:
+        rows, chunks = self._max_batch_tokens, []
+        for request in sorted(self.running, key=lambda request: request.left > 1):
+            chunk = Chunk.next_of(request, rows)
+            if chunk.rows:
+                chunks.append(chunk)
+                rows -= chunk.rows
+        return chunks
 
-    def _admitted(self, rows: int) -> list[Share]:
-        """Start requests that wait, in their order, as long as there are rows, places and pages."""
-        shares = []
-        places = self._max_sequences - sum(request.width for request in self.running)
-        while self.waiting and rows > 0 and self.waiting[0].width <= places:
+    def _admit(self, rows: int) -> list[Chunk]:
+        """Start waiting requests in their order, while there are rows, sequences and pages left."""
+        chunks = []
+        left = self._max_sequences - sum(request.width for request in self.running)
+        while self.waiting and rows > 0 and self.waiting[0].width <= left:
             request = self.waiting[0]
-            if not self._brought_in(request):
+            if not self._bring_in(request):
                 break
             del self.waiting[0]
             self._run(request)
-            count = min(rows, request.left)
-            shares.append(Share(request, request.computed, request.computed + count))
-            rows, places = rows - count, places - request.width
-        return shares
+            chunks.append(Chunk.next_of(request, rows))
+            rows, left = rows - chunks[-1].rows, left - request.width
+        return chunks
 
     def _run(self, request: Request) -> None:
         request.state = RequestState.RUNNING
         bisect.insort(self.running, request, key=by_age)
 
-    def _brought_in(self, request: Request) -> bool:
+    def _bring_in(self, request: Request) -> bool:
         """Give a request its sequence on the device, if all of its tokens have room there."""
         if request.state is RequestState.SWAPPED:
-            if self.running and not self._spares(self.pages_for(request.num_tokens)):
+            if self.running and not self._has_room_for(self.pages_for(request.num_tokens)):
                 return False
             try:
                 self._cache.swap_in(_sequence(request))
@@ -219,11 +228,11 @@ class Scheduler:
                     raise
                 return False
             return True
-        if self.running and not self._spares([1] * len(self._cache.windows)):
+        if self.running and not self._has_room_for([1] * len(self._cache.windows)):
             return False
         sequence = self._cache.allocate(request.tokens)
         found = self._cache.length(sequence)
-        if self.running and not self._spares(self._missing(request.num_tokens, found)):
+        if self.running and not self._has_room_for(self._missing(request.num_tokens, found)):
             self._cache.free(sequence)
             return False
         request.sequence, request.computed = sequence, found
@@ -233,23 +242,25 @@ class Scheduler:
         return True
 
     def _missing(self, tokens: int, computed: int) -> list[int]:
-        """Pages that a sequence lacks of those that it needs, by kind."""
+        """Pages of each group that a sequence needs and does not hold."""
         wanted, held = self.pages_for(tokens), self.pages_for(computed)
         return [max(most - now, 0) for most, now in zip(wanted, held, strict=True)]
 
-    def _spares(self, wanted: list[int]) -> bool:
-        """Whether so many pages of each kind are left when all that run have theirs, and one more
-        each to go on."""
+    def _has_room_for(self, wanted: list[int]) -> bool:
+        """Whether so many pages of each group are left beside those that running requests need.
+
+        Each of them needs what its tokens take, and one more page to go on.
+        """
         promised = [self._missing(request.num_tokens, request.computed) for request in self.running]
         return all(
-            available - sum(of_kind) - len(promised) >= pages
-            for available, pages, *of_kind in zip(
+            available - sum(of_group) - len(promised) >= pages
+            for available, pages, *of_group in zip(
                 self._cache.available(), wanted, *promised, strict=True
             )
         )
 
-    def _displace_youngest(self) -> None:
-        """Take the pages of the youngest request that runs; it waits for its next turn."""
+    def _preempt_youngest(self) -> None:
+        """Take the pages of the youngest request that runs, and let it wait."""
         request = self.running[-1]
         sequence, state = _sequence(request), RequestState.WAITING
         if self._preemption == "swap":
@@ -279,14 +290,6 @@ def most_pages(tokens: int, window: int | None, page_size: int, max_batch_tokens
     return -(-tokens // page_size)
 
 
-def _rows(share: Share) -> int:
-    return share.stop - share.start
-
-
-def _tokens(share: Share) -> list[int]:
-    return share.request.tokens_between(share.start, share.stop)
-
-
 def _sequence(request: Request) -> int:
-    assert request.sequence is not None  # whoever runs, or is swapped, has one
+    assert request.sequence is not None  # it runs, or is swapped
     return request.sequence

@@ -59,24 +59,24 @@ def own_functions(feature_map: Any) -> tuple[Callable[[Tensor], Tensor], ...]:
 
 
 def in_our_terms(feature_map: Any) -> Any:
-    """What `saccade.linear_attention` takes as its feature_map for somebody's map.
+    """What `saccade.linear_attention` takes as its feature_map, for any map.
 
     It is the map's `saccade_map`; its functions where there is none (a map of the library's own
     class), or where a subclass, an assignment or a hook has changed what they compute.
     """
-    kinds = type(feature_map).__mro__
-    made = _first(kinds, "saccade_map")
+    classes = type(feature_map).__mro__
+    made = _first(classes, "saccade_map")
     names = ("__call__", "forward", "forward_queries", "forward_keys")
-    changed = any(_first(kinds, name) < made or name in vars(feature_map) for name in names)
+    changed = any(_first(classes, name) < made or name in vars(feature_map) for name in names)
     hooked = any(getattr(feature_map, name, None) for name in HOOKS)
-    if made == len(kinds) or changed or hooked:
+    if made == len(classes) or changed or hooked:
         return own_functions(feature_map)
     return feature_map.saccade_map
 
 
-def _first(kinds: tuple[type, ...], name: str) -> int:
-    """The place of the first class that defines a name; behind the last where none does."""
-    return next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
+def _first(classes: tuple[type, ...], name: str) -> int:
+    """The index of the first class that defines a name; behind the last where none does."""
+    return next((i for i, each in enumerate(classes) if name in vars(each)), len(classes))
 
 
 class ActivationFunctionFeatureMap(FeatureMap):
@@ -109,7 +109,7 @@ elu_feature_map = activation_function_feature_map(_elu_plus_one, name="elu+1")
 
 
 class _Random(FeatureMap):
-    """What random maps share: `omega` [query_dims, columns], and when it is drawn."""
+    """A map by a random matrix `omega` [query_dims, columns], which is drawn anew now and then."""
 
     omega: Tensor
 

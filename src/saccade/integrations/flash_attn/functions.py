@@ -118,11 +118,11 @@ def flash_attn_func(
     Args:
         q: (batch, seqlen_q, nheads, headdim).
         k, v: (batch, seqlen_k, nheads_k, headdim); nheads_k divides nheads.
-        dropout_p: the share of weights that is dropped.
+        dropout_p: the probability that a weight is dropped.
         softmax_scale: 1 / sqrt(headdim) where None.
-        causal: whether rows see what comes after them; the last query row and the last key row
-            stand side by side.
-        window_size: (left, right): rows seen before and after a row's own place; -1: all.
+        causal: whether rows behind a row are hidden from it; the last query row has the position
+            of the last key row.
+        window_size: (left, right): rows visible before and after a row's position; -1: all.
         softcap: greater than 0 bends scores into (-softcap, softcap).
         alibi_slopes: (nheads,) or (batch, nheads).
         deterministic: gradients with equal bits from run to run.
@@ -339,7 +339,7 @@ def index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Rows at their places; zeros where there is none.
+    """Rows put at indices; zeros everywhere else.
 
     Args:
         values: (tokens, ...). indices: (tokens,), each once.
@@ -380,10 +380,10 @@ def unpad_input(
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen), 1 where there is a token.
-        unused_mask: the same, 1 where there is room for a token that nobody attends to.
+        unused_mask: the same, 1 where there is room for a token that no token attends to.
 
     Returns:
-        tokens (total, ...); their places in the flattened batch; offsets int32 (batch + 1,); the
+        tokens (total, ...); their indices in the flattened batch; offsets int32 (batch + 1,); the
         longest length; and how many tokens each sequence has that are no unused ones. Reads the
         longest length from the device.
     """
@@ -406,14 +406,14 @@ def unpad_input_for_concatenated_sequences(
         The same as `unpad_input`, without the last, of the sequences.
     """
     total = attention_mask_in_length.sum(-1, keepdim=True)
-    place = torch.arange(attention_mask_in_length.shape[-1], device=total.device)
+    column = torch.arange(attention_mask_in_length.shape[-1], device=total.device)
     flat = attention_mask_in_length.flatten()
     lens = flat[flat.nonzero().flatten()].to(torch.int32)
-    return _laid_out(hidden_states, place < total, lens)
+    return _laid_out(hidden_states, column < total, lens)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The way back; where there is no token stand zeros.
+    """Padded sequences from packed tokens, with zeros where there is no token.
 
     Args:
         hidden_states: (total, ...). indices: as `unpad_input` gave them.
@@ -428,7 +428,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 def _laid_out(
     hidden_states: Tensor, kept: Tensor, lens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Tokens that are kept, their places, offsets of sequences of these lengths, the longest."""
+    """Tokens that are kept, their indices, offsets of sequences of these lengths, the longest."""
     indices = kept.flatten().nonzero().flatten()
     offsets = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)

@@ -46,15 +46,15 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Turn the first channels of each row by the angles of its place.
+    """Turn the first channels of each row by the angles of its position.
 
     Args:
         x: (batch, seqlen, nheads, headdim), or with cu_seqlens (total, nheads, headdim).
         cos, sin: (positions, rotary_dim / 2). Rows behind the last position are an error; on a
-            GPU, where nobody looks into tensors, what offsets in tensors place there is not turned.
+            GPU, whose tensors are not read, rows that offsets in tensors put there are not turned.
         interleaved: pairs are channels (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
         inplace: whether x itself is turned.
-        seqlen_offsets: the place of each sequence's first row, one for all or (batch,).
+        seqlen_offsets: the position of each sequence's first row, one for all or (batch,).
         cu_seqlens: (batch + 1,) offsets of packed sequences; rows behind the last stay.
         max_seqlen: the longest length; saccade does not need it.
 
@@ -67,20 +67,20 @@ def apply_rotary_emb(
         raise ValueError(
             f"cos, sin: got {list(cos.shape)} and {list(sin.shape)}, take (positions, pairs)"
         )
-    place, real = _places(x, seqlen_offsets, cu_seqlens)
-    there = (place >= 0) & (place < len(cos))
+    position, real = _positions(x, seqlen_offsets, cu_seqlens)
+    there = (position >= 0) & (position < len(cos))
     if cu_seqlens is None and not (isinstance(seqlen_offsets, Tensor) and seqlen_offsets.dim()):
         first = whole("seqlen_offsets", seqlen_offsets)
         _check_room(first, first + x.shape[1], len(cos))
-    elif place.device.type == "cpu" and place.numel() and not torch.compiler.is_compiling():
-        places = place[real] if bool(real.any()) else place.new_zeros(1)
-        _check_room(int(places.min()), int(places.max()) + 1, len(cos))
-    turn, place = (there & real).unsqueeze(-1), place.clamp(0, max(len(cos) - 1, 0))
+    elif position.device.type == "cpu" and position.numel() and not torch.compiler.is_compiling():
+        positions = position[real] if bool(real.any()) else position.new_zeros(1)
+        _check_room(int(positions.min()), int(positions.max()) + 1, len(cos))
+    turn, position = (there & real).unsqueeze(-1), position.clamp(0, max(len(cos) - 1, 0))
     angles: Any
     if len(cos):
-        angles = torch.where(turn, cos[place], 1), torch.where(turn, sin[place], 0)
+        angles = torch.where(turn, cos[position], 1), torch.where(turn, sin[position], 0)
     else:
-        angles = tuple(cos.new_full((len(place), cos.shape[1]), n) for n in (1, 0))
+        angles = tuple(cos.new_full((len(position), cos.shape[1]), n) for n in (1, 0))
     turned = saccade.apply_rotary(
         x.flatten(0, -3), angles, interleaved=flag("interleaved", interleaved)
     ).view(x.shape)
@@ -156,11 +156,11 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles of places, kept as long as they serve, and the rotation by them, in place.
+    """Rotation by the angles of positions, in place; the angles are kept for later calls.
 
     Args:
         dim: channels that are turned.
-        base: the slowest pair turns by about 1 / base a place.
+        base: the slowest pair turns by about 1 / base from one position to the next.
         interleaved: as of `apply_rotary_emb`.
         scale_base: of xPos, which also scales queries up and keys down; None: no scale.
         device: of the frequencies.
@@ -198,20 +198,20 @@ class RotaryEmbedding(nn.Module):
         return (self._pairs(device) + 0.4 * self.dim) / (1.4 * self.dim)
 
     def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> None:
-        """Make the tables anew where they are too short, elsewhere, or of another dtype."""
+        """Make the tables anew if they are too short, on another device, or of another dtype."""
         cached = self._cos_cached
         if cached is not None and seqlen <= self._seq_len_cached:
             stale = self.training and cached.is_inference()
             if cached.device == device and cached.dtype == dtype and not stale:
                 return
         self._seq_len_cached = seqlen
-        place = torch.arange(seqlen, device=device, dtype=torch.float32)
-        # In float32 even where the module was cast since: places times frequencies are large.
-        angles = torch.outer(place, self._compute_inv_freq(device))
+        position = torch.arange(seqlen, device=device, dtype=torch.float32)
+        # In float32 even where the module was cast since: positions times frequencies are large.
+        angles = torch.outer(position, self._compute_inv_freq(device))
         if self.scale_base is None:
             self._cos_cached, self._sin_cached = angles.cos().to(dtype), angles.sin().to(dtype)
             return
-        power = (place - seqlen // 2) / self.scale_base
+        power = (position - seqlen // 2) / self.scale_base
         scale = self._compute_scale(device) ** power.unsqueeze(-1)
         self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = (
             table.to(dtype)
@@ -235,8 +235,8 @@ class RotaryEmbedding(nn.Module):
             qkv: as of `apply_rotary_emb_qkv_`; with kv queries alone, (batch, seqlen, nheads,
                 headdim).
             kv: (batch, seqlen, 2, nheads, headdim).
-            seqlen_offset: the place of each sequence's first row, one for all or (batch,).
-            max_seqlen: how many places tables are made for; with a tensor for seqlen_offset it is
+            seqlen_offset: the position of each sequence's first row, one for all or (batch,).
+            max_seqlen: how many positions the tables have; with a tensor for seqlen_offset it is
                 needed once.
 
         Returns:
@@ -270,8 +270,8 @@ def _check_room(first: int, end: int, positions: int) -> None:
         raise ValueError(f"cos, sin: got {positions} positions, take at least {end}")
 
 
-def _places(x: Tensor, seqlen_offsets: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The place of each row, flat, and whether it belongs to a sequence."""
+def _positions(x: Tensor, seqlen_offsets: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The position of each row, flat, and whether it belongs to a sequence."""
     many = isinstance(seqlen_offsets, Tensor) and seqlen_offsets.dim() > 0
     first: Any = seqlen_offsets if many else whole("seqlen_offsets", seqlen_offsets)
     takes = 4 if cu_seqlens is None else 3
@@ -282,8 +282,8 @@ def _places(x: Tensor, seqlen_offsets: Any, cu_seqlens: Tensor | None) -> tuple[
         raise ValueError(f"seqlen_offsets: got {list(first.shape)}, takes a number or [{batch}]")
     row = torch.arange(x.shape[-3], device=x.device)
     if cu_seqlens is None:
-        place = (first[:, None] if many else first) + row.expand(batch, -1)
-        return place.reshape(-1), torch.ones_like(place, dtype=torch.bool).reshape(-1)
+        position = (first[:, None] if many else first) + row.expand(batch, -1)
+        return position.reshape(-1), torch.ones_like(position, dtype=torch.bool).reshape(-1)
     owner = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
     real = (owner < batch) & (row >= cu_seqlens[0])
     owner = owner.clamp(max=max(batch - 1, 0))

@@ -24,8 +24,8 @@ class AttentionStep(Protocol):
 
     An engine calls ``model(input_ids, position_ids=…, saccade_step=step, use_cache=False)`` with
     the tokens of all its sequences laid side by side in one row. Every attention layer then calls
-    `attend` in place of attending, and ignores the attention mask: which tokens are whose only
-    the step knows.
+    `attend` instead of attending, and ignores the attention mask: only the step knows which tokens
+    belong to which sequence.
     """
 
     def attend(
@@ -96,7 +96,7 @@ def attention_forward(  # breaks function-length: most of it is the docstring
         attention_mask: what the mask function made, a bool tensor [batch, 1 or query_heads,
             query_len, kv_len] (True = visible), or a floating-point one, which is added to the
             scores. None: what `is_causal` and `sliding_window` say.
-        dropout: the share of weights that is dropped. scaling: the factor of the scores.
+        dropout: the probability that a weight is dropped. scaling: the factor of the scores.
         sliding_window: tokens a row sees, itself included; only where there is no mask.
         softcap: bend scores into (-softcap, softcap).
         s_aux: [query_heads] sinks.
@@ -237,8 +237,8 @@ def _unmasked(query_len: int, kv_len: int, causal: bool, window: int | None) -> 
     """What a layer hides when its model made no mask.
 
     Raises:
-        ValueError: where the first query row could stand at the first key as well as further on:
-            peers disagree, so nobody can mean it.
+        ValueError: where the position of the first query row is not known: other implementations
+            disagree about it.
     """
     if causal and query_len not in (1, kv_len):
         raise ValueError(

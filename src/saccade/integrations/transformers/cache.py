@@ -80,7 +80,7 @@ class PagedRows(Deferred):
     def __new__(
         cls, pages: Tensor, scales: Tensor | None, step: PagedStep, dtype: Any
     ) -> PagedRows:
-        """Rows that are gathered when somebody computes with them."""
+        """Rows that are gathered when an operation computes with them."""
         shape = (step.table.shape[0], pages.shape[1], step.first + step.count, pages.shape[3])
         made = Deferred.empty_shell(cls, shape, dtype, pages.device)
         made.pages, made.scales, made.step = pages, scales, step
@@ -134,11 +134,11 @@ class PagedLayer(CacheLayerMixin):
         pages = self._cache.write(self._number, key_states, value_states, step)
         before = self._cache.step_before(self._number)
         self.length += step.count
-        if step.first == 0:  # all there is was just given
+        if step.first == 0:  # the new rows are all there are
             return key_states, value_states
         if before is None:
             return paged_rows(pages, step, key_states.dtype)
-        # What was let go of just now still lies where it did: nobody has taken pages since.
+        # Pages that were freed just now are unchanged: none have been taken since.
         key, value = paged_rows(pages, before, key_states.dtype)
         return torch.cat([key, key_states], 2), torch.cat([value, value_states], 2)
 
@@ -182,7 +182,7 @@ class PagedGenerationCache(Cache):
 
     Args:
         num_layers: of the model.
-        num_pages: pages for each kind of layer, by its window, or one number for every kind.
+        num_pages: pages for each group of layers, by its window, or one number for every group.
         windows: for each layer the tokens that a token sees before itself, or None where it sees
             everything; None: all layers do.
         page_size: 1 to 1024 tokens.
@@ -210,7 +210,7 @@ class PagedGenerationCache(Cache):
         self.windows = [None] * num_layers if windows is None else list(windows)
         self.pages: saccade.PagedCache | None = None
         self.sequences: list[int] = []
-        self._steps: list[PagedStep] | None = None  # by kind of layer
+        self._steps: list[PagedStep] | None = None  # by group of layers
         self._before: list[PagedStep | None] = []  # the same for what was there before a long chunk
 
     @classmethod
@@ -228,7 +228,7 @@ class PagedGenerationCache(Cache):
 
         Args:
             model: a causal language model of transformers.
-            num_pages: pages for each kind of layer; or instead
+            num_pages: pages for each group of layers; or instead
             max_tokens: of the longest sequence, prompt and padding included (sliding layers get
                 as many pages as their window makes use of), and
             batch_size: how many there are (times beams or returned sequences).
@@ -304,10 +304,10 @@ class PagedGenerationCache(Cache):
             for each in zip(slots, *zip(*tables, strict=True), strict=True)
         ]
         self._before = [
-            PagedStep(0, length, slots[kind], *before[kind])
+            PagedStep(0, length, slots[group], *before[group])
             if before is not None and each
             else None
-            for kind, each in enumerate(outgrown)
+            for group, each in enumerate(outgrown)
         ]
 
     def step_before(self, layer: int) -> PagedStep | None:

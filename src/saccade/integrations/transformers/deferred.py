@@ -39,7 +39,7 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do to the tensor that is meant what is asked.
+        """Run the operation on the tensor that is described.
 
         Raises:
             NotImplementedError: for a change in place, which the description would not show.
@@ -74,10 +74,10 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
     return dict(zip(names, args, strict=False)) | (kwargs or {})
 
 
-def changes_any(func: Any, given: dict[str, Any], kind: type) -> bool:
-    """Whether an operator changes, in place, something of a kind."""
+def changes_any(func: Any, arguments: dict[str, Any], of: type) -> bool:
+    """Whether an operator changes an argument of a class in place."""
     return func._schema.is_mutable and any(
-        argument.is_write and isinstance(given.get(argument.name), kind)
+        argument.is_write and isinstance(arguments.get(argument.name), of)
         for argument in func._schema.arguments
     )
 
@@ -133,19 +133,19 @@ class MaskTensor(Deferred):
         Raises:
             ValueError: for what takes it for numbers, naming the model. (Of a TypeError Python's
                 operators would make another message, and an answer of `==`.)
-            NotImplementedError: for a change in place of what others may hold.
+            NotImplementedError: for a change in place of memory that other tensors may share.
         """
-        given = arguments_of(func, args, kwargs)
-        masks = {name: found for name, value in given.items() if (found := masks_in(value))}
+        arguments = arguments_of(func, args, kwargs)
+        masks = {name: found for name, value in arguments.items() if (found := masks_in(value))}
         packet = func.overloadpacket
         chooses = set(masks) <= CHOOSES_BY.get(packet, set())
-        if packet in FILLS and chooses and given["mask"].says_visible:
+        if packet in FILLS and chooses and arguments["mask"].says_visible:
             raise ValueError(complaint(f"torch.ops.{func} of what it shows"))
         if packet in LOOKS_ONLY or chooses:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        sound = _all_bool(packet, given)
-        if changes_any(func, given, MaskTensor):
-            if not (sound and given["self"].owned):
+        sound = _all_bool(packet, arguments)
+        if changes_any(func, arguments, MaskTensor):
+            if not (sound and arguments["self"].owned):
                 return super().__torch_dispatch__(func, types, args, kwargs)  # which refuses
             super().__torch_dispatch__(func, types, (args[0].written, *args[1:]), kwargs)
             return args[0]
@@ -172,7 +172,7 @@ class WrittenMask(MaskTensor):
 
     Args:
         written: the bool tensor.
-        owned: whether nobody else relies on it, so that it may be changed in place.
+        owned: whether no other tensor shares its memory, so that it may be changed in place.
         says_visible: whether True is visible, and not hidden.
     """
 
@@ -206,11 +206,11 @@ def masks_in(value: Any) -> list[MaskTensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, MaskTensor)]
 
 
-def _all_bool(packet: Any, given: dict[str, Any]) -> bool:
+def _all_bool(packet: Any, arguments: dict[str, Any]) -> bool:
     """Whether all that an operator's result is made of is bool: -inf would turn into True."""
-    if given.get("dtype") not in (None, torch.bool):
+    if arguments.get("dtype") not in (None, torch.bool):
         return False
-    for value in tree_flatten([given.get(name) for name in MADE_OF])[0]:
+    for value in tree_flatten([arguments.get(name) for name in MADE_OF])[0]:
         if isinstance(value, Tensor):
             sound = value.dtype == torch.bool
         else:  # padding turns False into 0 on the way here
@@ -221,7 +221,7 @@ def _all_bool(packet: Any, given: dict[str, Any]) -> bool:
 
 
 def complaint(found: str) -> str:
-    """What to say of a model that computes with a mask: who does, and what to use instead."""
+    """The message for a model that computes with a mask: which module does, what to use instead."""
     layer, model = _who()
     return (
         f"attn_implementation: got 'saccade' for {model}, whose {layer} computes with an attention "

@@ -1,6 +1,6 @@
 """Masks: what transformers asks a mask function for, kept as a description.
 
-transformers calls the mask function once for each kind of layer in each forward pass. The answer
+transformers calls the mask function once for each type of layer in each forward pass. The answer
 is a `LazyMask`, which has the shape of the mask and none of its memory. The attention function asks
 it for a mask of saccade; that is worked out once, at the first layer that asks.
 
@@ -61,7 +61,7 @@ def padding(real: Tensor, kv_len: int, kv_offset: int, device: torch.device) -> 
 
 
 def conjunction(parts: Iterable[Visible]) -> Visible:
-    """What all parts show; None stands for everything."""
+    """The mask of what is visible in all parts; None where nothing is hidden."""
     hiding = [part for part in parts if part is not None]
     return functools.reduce(operator.and_, hiding) if hiding else None
 

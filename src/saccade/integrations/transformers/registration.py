@@ -112,8 +112,8 @@ def guard() -> bool:
 def admit() -> bool:
     """Let continuous batching take saccade's attention, where it would refuse it.
 
-    transformers 5.17 takes any attention of the name "paged|…"; later versions have a list, which
-    nobody can add to, in one method.
+    transformers 5.17 takes any attention of the name "paged|…"; later versions have a fixed list
+    in one method.
 
     Returns:
         Whether there was a method to change.

@@ -72,7 +72,7 @@ class Backend(AttentionBackend):
 
 @dataclass
 class Step(AttentionMetadata):
-    """What all layers share in one step of the engine.
+    """Metadata of one step of the engine, the same for all layers.
 
     Attributes:
         num_tokens: rows that count; behind them may lie padding.
