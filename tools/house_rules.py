@@ -25,6 +25,7 @@ MAX_FILE_LINES = 500  # only a warning: a file ends where its idea ends
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 110
 MAX_KERNEL_ARGUMENTS = 20
+MAX_KERNEL_BOOLEANS = 3
 
 # Rules that are printed and break nothing.
 WARNINGS = {"file-length"}
@@ -122,6 +123,22 @@ def kernel_arguments(source: Source) -> Iterator[Finding]:
             yield function.lineno, f"{message}; what belongs together is a NamedTuple"
 
 
+def kernel_booleans(source: Source) -> Iterator[Finding]:
+    """A kernel has few forms: what it does hangs on what it is given, not on a row of flags.
+
+    Fields of a NamedTuple that a kernel takes as META count like arguments.
+    """
+    metas = [node for node in source.tree.body if isinstance(node, ast.ClassDef)]
+    for kernel, flags in boolean_arguments(source.tree).items():
+        for types in map(types_of_fields, metas):
+            if fields_of_meta(kernel) and fields_of_meta(kernel) <= types.keys():
+                flags = flags - types.keys() | {name for name in types if types[name] == "bool"}
+        if len(flags) > MAX_KERNEL_BOOLEANS:
+            names = ", ".join(sorted(flags))
+            message = f"`{kernel.name}` takes {len(flags)} booleans, more than"
+            yield kernel.lineno, f"{message} {MAX_KERNEL_BOOLEANS}: {names}"
+
+
 def banned_name(source: Source) -> Iterator[Finding]:
     """A thing has one name everywhere."""
     # A kernel's body is walked twice, so findings are collected in a set.
@@ -187,6 +204,7 @@ RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
     file_length,
     function_length,
     kernel_arguments,
+    kernel_booleans,
     banned_name,
     banned_word,
     import_direction,
@@ -212,6 +230,105 @@ def is_kernel(function: Function) -> bool:
     """Whether Triton or Gluon compiles the function."""
     names = (ast.unparse(decorator).split("(")[0] for decorator in function.decorator_list)
     return any(name in {"triton.jit", "gluon.jit"} for name in names)
+
+
+def boolean_arguments(tree: ast.Module) -> dict[Function, set[str]]:
+    """The arguments of each kernel, and fields of its META, that are true or false: by their
+    default, by what a call in the same file passes, or as the kernel tests them alone."""
+    kernels = {kernel.name: kernel for kernel in functions(tree) if is_kernel(kernel)}
+    flags = {kernel: tested_alone(kernel) | defaults(kernel) for kernel in kernels.values()}
+    calls = [
+        (kernel, kernels[callee], dict(zip(names_of(kernels[callee]), passed, strict=False)))
+        for kernel in kernels.values()
+        for callee, passed in passed_arguments(kernel)
+        if callee in kernels
+    ]
+    known = -1
+    while known != (known := sum(map(len, flags.values()))):
+        for caller, callee, passed in calls:
+            for name, value in passed.items():
+                if isinstance(value, ast.Constant) and isinstance(value.value, bool):
+                    flags[callee].add(name)
+                elif name in flags[callee] and (text := own_name(value, caller)):
+                    flags[caller].add(text)
+    return {kernel: found - counted(kernel) for kernel, found in flags.items()}
+
+
+def tested_alone(kernel: Function) -> set[str]:
+    """Arguments that stand alone in a condition, or beside `and`, `or` and `not`."""
+    found = set()
+    for node in ast.walk(kernel):
+        tests: list[ast.expr] = []
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            tests = [node.test]
+        elif isinstance(node, ast.BoolOp):
+            tests = node.values
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            tests = [node.operand]
+        found |= {own_name(test, kernel) for test in tests}
+    return found - {""}
+
+
+def counted(kernel: Function) -> set[str]:
+    """Arguments that are compared with something or calculated with: numbers, not booleans."""
+    found = set()
+    for node in ast.walk(kernel):
+        if isinstance(node, ast.Compare):
+            found |= {own_name(side, kernel) for side in (node.left, *node.comparators)}
+        elif isinstance(node, ast.BinOp) and not isinstance(node.op, ast.BitAnd | ast.BitOr):
+            found |= {own_name(side, kernel) for side in (node.left, node.right)}
+    return found - {""}
+
+
+def defaults(kernel: Function) -> set[str]:
+    """Arguments whose default is a boolean."""
+    pairs = zip(reversed(kernel.args.args), reversed(kernel.args.defaults), strict=False)
+    return {
+        argument.arg
+        for argument, default in pairs
+        if isinstance(default, ast.Constant) and isinstance(default.value, bool)
+    }
+
+
+def passed_arguments(kernel: Function) -> Iterator[tuple[str, list[ast.expr]]]:
+    """What a kernel calls, by name, with its positional arguments: `f(a)`, and `(f, (a,))`, which
+    is how Gluon starts the roles of warps."""
+    for node in ast.walk(kernel):
+        match node:
+            case ast.Call(func=ast.Name(id=callee), args=passed):
+                yield callee, passed
+            case ast.Tuple(elts=[ast.Name(id=callee), ast.Tuple(elts=passed)]):
+                yield callee, passed
+
+
+def own_name(node: ast.expr, kernel: Function) -> str:
+    """The argument that an expression is, or the field of META; "" for anything else."""
+    match node:
+        case ast.Name(id=name) if name in names_of(kernel):
+            return name
+        case ast.Attribute(value=ast.Name(id="META"), attr=field):
+            return f"META.{field}"
+    return ""
+
+
+def names_of(function: Function) -> list[str]:
+    """The names of a function's arguments."""
+    return [argument.arg for argument in arguments(function)]
+
+
+def fields_of_meta(kernel: Function) -> set[str]:
+    """The fields of META that a kernel names."""
+    nodes = (node for node in ast.walk(kernel) if isinstance(node, ast.Attribute))
+    return {own_name(node, kernel) for node in nodes} - {""}
+
+
+def types_of_fields(node: ast.ClassDef) -> dict[str, str]:
+    """The types of a NamedTuple's fields, as those of META."""
+    return {
+        f"META.{field.target.id}": ast.unparse(field.annotation)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
 
 
 def find_banned_names(tree: ast.AST, banned: dict[str, str], layer: str) -> Iterator[Finding]:

@@ -92,6 +92,39 @@ def test_kernel_arguments(tmp_path, decorator):
     assert violations(tmp_path, path, host_function) == []
 
 
+FEW_BOOLEANS = """
+class SweepMeta(NamedTuple):
+    CAUSAL: bool
+    STARTED: bool
+    TILES: int
+
+@triton.jit
+def sweep(view, meant, META: tl.constexpr, CHAINED: tl.constexpr, last=0):
+    if CHAINED and META.CAUSAL and META.TILES:
+        fold(view, meant + 1)
+"""
+MANY_BOOLEANS = {
+    "a field of META": FEW_BOOLEANS.replace("TILES: int", "TILES: bool"),
+    "a default": FEW_BOOLEANS.replace("last=0", "last=False"),
+    "a condition": FEW_BOOLEANS.replace("meant + 1", "1 if view else 2"),
+    "a number that is counted with": FEW_BOOLEANS.replace("meant + 1", "1 if meant else meant + 1"),
+    "what a callee tests": FEW_BOOLEANS.replace("meant + 1", "meant")
+    + "@triton.jit\ndef fold(view, STORE):\n    if not STORE:\n        pass\n",
+    "what a role of warps is given": FEW_BOOLEANS
+    + "@gluon.jit\ndef start(a, b, c, d):\n    warps([(role, (a, b, c, d))])\n"
+    + "@gluon.jit\ndef role(a, b, c, d):\n    return role(True, False, True, False)\n",
+}
+
+
+@pytest.mark.parametrize("case", MANY_BOOLEANS)
+def test_kernel_booleans(tmp_path, case):
+    path = "src/saccade/ops/linear_attention/triton/chunk_scan.py"
+    assert violations(tmp_path, path, FEW_BOOLEANS) == []
+    found = [rule for _, rule in violations(tmp_path, path, MANY_BOOLEANS[case])]
+    expected = {"a number that is counted with": 0, "what a role of warps is given": 2}
+    assert found == ["kernel-booleans"] * expected.get(case, 1)
+
+
 @pytest.mark.parametrize(
     "text",
     [

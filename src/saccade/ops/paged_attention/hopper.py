@@ -161,12 +161,12 @@ NO_PAGE = gl.constexpr(-1)  # outside of any pool, where TMA finds zeros
 class PrefillMeta(NamedTuple):
     """How the kernel runs, known when it is compiled."""
 
-    KV_TILE: Any
-    CONSUMERS: Any
-    STAGES: Any
-    QUERY_STAGES: Any
-    CONSUMER_REGISTERS: Any
-    PRODUCER_REGISTERS: Any
+    KV_TILE: int
+    CONSUMERS: int
+    STAGES: int
+    QUERY_STAGES: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
 
 
 @gluon.jit(do_not_specialize=["rules"])

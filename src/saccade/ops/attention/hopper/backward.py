@@ -18,7 +18,7 @@ Source: FlashAttention-3 (Shah et al. 2024), appendix B; its algorithm is FlashA
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from saccade.gpu.hopper.pipeline import (
     as_operand,
@@ -58,9 +58,9 @@ from saccade.ops.attention.hopper.softmax import ROWS, as_matrix, pad_rows, plac
 class BackwardMeta(NamedTuple):
     """How the kernels of the backward pass run, known when they are compiled."""
 
-    STAGES: Any
-    CONSUMER_REGISTERS: Any
-    PRODUCER_REGISTERS: Any
+    STAGES: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
 
 
 @gluon.jit(do_not_specialize=["rules"])

@@ -13,7 +13,7 @@ algorithm is in `consume` and `fold_tile`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from saccade.gpu.hopper.pipeline import (
     as_operand,
@@ -63,14 +63,14 @@ from saccade.ops.attention.hopper.softmax import (
 class ForwardMeta(NamedTuple):
     """How the kernel runs, known when it is compiled; see `configs.KernelSchedule`."""
 
-    CONSUMERS: Any
-    STAGES: Any
-    QUERY_STAGES: Any
-    CONSUMER_REGISTERS: Any
-    PRODUCER_REGISTERS: Any
-    OVERLAP_SOFTMAX: Any
-    EXACT_MAX: Any
-    SKIP_MASKED_TILE: Any
+    CONSUMERS: int
+    STAGES: int
+    QUERY_STAGES: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    OVERLAP_SOFTMAX: bool
+    EXACT_MAX: bool
+    SKIP_MASKED_TILE: bool
 
 
 @gluon.jit(do_not_specialize=["rules"])

@@ -99,18 +99,18 @@ from saccade.ops.linear_attention.hopper.program import (
 class KeyGradientMeta(NamedTuple):
     """What is known of the call, and how the kernel runs, when it is compiled."""
 
-    HEADS_PER_QUERY: Any
-    HEAD_DIM: Any
-    VALUE_DIM: Any
-    BLOCKS: Any
-    SEGMENTS: Any
-    BOTTOM_RIGHT: Any
-    STARTED: Any
-    FEATURE_MAP: Any
+    HEADS_PER_QUERY: int
+    HEAD_DIM: int
+    VALUE_DIM: int
+    BLOCKS: int
+    SEGMENTS: int
+    BOTTOM_RIGHT: bool
+    STARTED: bool
+    FEATURE_MAP: str
     SCALE: Any
-    STAGES: Any
-    CONSUMER_REGISTERS: Any
-    MAPPER_REGISTERS: Any
+    STAGES: int
+    CONSUMER_REGISTERS: int
+    MAPPER_REGISTERS: int
 
 
 @gluon.jit

@@ -56,23 +56,23 @@ from saccade.ops.linear_attention.triton.chunk_scan import divisor_of
 class LinearForwardMeta(NamedTuple):
     """What is known of the call, and how the kernel runs, when it is compiled."""
 
-    HEADS_PER_QUERY: Any
-    HEADS_PER_KEY: Any
-    HEADS_PER_VALUE: Any
-    GROUP: Any
-    HEAD_DIM: Any
-    VALUE_DIM: Any
-    BLOCKS: Any
-    TILES: Any
-    SEGMENTS: Any
-    BOTTOM_RIGHT: Any
-    FEATURE_MAP: Any
+    HEADS_PER_QUERY: int
+    HEADS_PER_KEY: int
+    HEADS_PER_VALUE: int
+    GROUP: int
+    HEAD_DIM: int
+    VALUE_DIM: int
+    BLOCKS: int
+    TILES: int
+    SEGMENTS: int
+    BOTTOM_RIGHT: bool
+    FEATURE_MAP: str
     SCALE: Any
-    NORMALIZE: Any
-    STAGES: Any
-    OUTPUT_STAGES: Any
-    CONSUMER_REGISTERS: Any
-    MAPPER_REGISTERS: Any
+    NORMALIZE: str
+    STAGES: int
+    OUTPUT_STAGES: int
+    CONSUMER_REGISTERS: int
+    MAPPER_REGISTERS: int
 
 
 @gluon.jit(do_not_specialize=["eps"])

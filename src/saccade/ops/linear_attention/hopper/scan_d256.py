@@ -79,24 +79,24 @@ HALF = gl.constexpr(128)  # inner channels that are narrowed at once
 class WideMeta(NamedTuple):
     """What is known of the call, and how the kernel runs, when it is compiled."""
 
-    HEADS_PER_A: Any
-    HEADS_PER_B: Any
-    HEADS_PER_C: Any
-    HEADS_PER_OWN: Any
-    GROUP: Any
-    HEAD_DIM: Any
-    VALUE_DIM: Any
-    TILES: Any
-    SEGMENTS: Any
-    PASS: Any
-    BOTTOM_RIGHT: Any
-    STARTED: Any
-    FEATURE_MAP: Any
+    HEADS_PER_A: int
+    HEADS_PER_B: int
+    HEADS_PER_C: int
+    HEADS_PER_OWN: int
+    GROUP: int
+    HEAD_DIM: int
+    VALUE_DIM: int
+    TILES: int
+    SEGMENTS: int
+    PASS: str
+    BOTTOM_RIGHT: bool
+    STARTED: bool
+    FEATURE_MAP: str
     SCALE: Any
-    NORMALIZE: Any
-    STAGES: Any
-    CONSUMER_REGISTERS: Any
-    MAPPER_REGISTERS: Any
+    NORMALIZE: str
+    STAGES: int
+    CONSUMER_REGISTERS: int
+    MAPPER_REGISTERS: int
 
 
 @gluon.jit(do_not_specialize=["eps"])

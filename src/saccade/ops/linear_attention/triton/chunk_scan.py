@@ -33,7 +33,7 @@ decay as in RetNet (Sun et al. 2023), equations 5 to 7.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from saccade.gpu.device_ops import maximum
 from saccade.gpu.features import in_units, load_features, load_number, narrow, where_also
@@ -62,33 +62,33 @@ from saccade.ops.linear_attention.triton.chunk_state import (
 class SweepMeta(NamedTuple):
     """What is known of a sweep when it is compiled: heads that share an operand, channels, pass."""
 
-    HEADS_PER_A: Any
-    HEADS_PER_B: Any
-    HEADS_PER_C: Any
-    HEADS_PER_THROUGH: Any
-    GROUP: Any
-    STATE_HEADS: Any
-    SEGMENTS: Any
-    INNER: Any
-    INNER_WIDTH: Any
-    OUTER: Any
-    OUTER_TILE: Any
-    TILES: Any
-    CHUNK: Any
-    PASS: Any
-    CAUSAL: Any
-    BOTTOM_RIGHT: Any
-    STARTED: Any
-    NORMALIZE: Any
-    PRECISION: Any
-    BEFORE: Any
-    AFTER: Any
-    NUMBERS: Any
-    PARTS: Any = None
+    HEADS_PER_A: int
+    HEADS_PER_B: int
+    HEADS_PER_C: int
+    HEADS_PER_THROUGH: int
+    GROUP: int
+    STATE_HEADS: int
+    SEGMENTS: int
+    INNER: int
+    INNER_WIDTH: int
+    OUTER: int
+    OUTER_TILE: int
+    TILES: int
+    CHUNK: int
+    PASS: str
+    CAUSAL: bool
+    BOTTOM_RIGHT: bool
+    STARTED: bool
+    NORMALIZE: str
+    PRECISION: str
+    BEFORE: bool
+    AFTER: bool
+    NUMBERS: bool
+    PARTS: int = None
 
 
 @triton.jit
-def linear_sweep(
+def linear_sweep(  # breaks kernel-booleans: one kernel serves four passes
     a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, after,
     META: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def linear_sweep(
 
 
 @triton.jit
-def visit(
+def visit(  # breaks kernel-booleans: META is that of linear_sweep
     a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, position, state,
     META: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +262,7 @@ def visit(
 
 
 @triton.jit
-def add_others(
+def add_others(  # breaks kernel-booleans: META is that of linear_sweep
     b, c, factors, minus_delta, batch, head, first, seen, decay_factor, inner, outer, state,
     META: tl.constexpr, DECAYED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip

@@ -168,27 +168,27 @@ PARTS = tl.constexpr(16)  # of a sum of rows, each of them the sum of some
 class CollectMeta(NamedTuple):
     """What is known of the sums over one side when their kernel is compiled."""
 
-    HEADS_PER_ROWS: Any
-    HEADS_PER_OTHERS: Any
-    GROUP: Any
-    STATE_HEADS: Any
-    SEGMENTS: Any
-    INNER: Any
-    INNER_WIDTH: Any
-    OUTER: Any
-    OUTER_TILE: Any
-    TILES: Any
-    CHUNK: Any
-    QUERIES: Any
-    CAUSAL: Any
-    BOTTOM_RIGHT: Any
-    STARTED: Any
-    NORMALIZE: Any
-    PRECISION: Any
+    HEADS_PER_ROWS: int
+    HEADS_PER_OTHERS: int
+    GROUP: int
+    STATE_HEADS: int
+    SEGMENTS: int
+    INNER: int
+    INNER_WIDTH: int
+    OUTER: int
+    OUTER_TILE: int
+    TILES: int
+    CHUNK: int
+    QUERIES: bool
+    CAUSAL: bool
+    BOTTOM_RIGHT: bool
+    STARTED: bool
+    NORMALIZE: str
+    PRECISION: str
 
 
 @triton.jit
-def linear_collect(
+def linear_collect(  # breaks kernel-booleans: three say which rows exist, for queries and keys
     rows, others, factors, weights, sequence, after, META: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of channels of one state, over one segment."""
@@ -218,7 +218,7 @@ def linear_collect(
 
 
 @triton.jit
-def collect_chunk(
+def collect_chunk(  # breaks kernel-booleans: META is that of linear_collect
     rows, others, factors, weights, sequence, at, bounds, start, inner, outer, matrix, vector,
     META: tl.constexpr,
 ):  # fmt: skip

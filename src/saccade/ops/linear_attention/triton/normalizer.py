@@ -97,24 +97,24 @@ def count(
 class CountMeta(NamedTuple):
     """What is known of the sums of scores when their kernel is compiled."""
 
-    HEADS_PER_QUERY: Any
-    HEADS_PER_KEY: Any
-    GROUP: Any
-    STATE_HEADS: Any
-    SEGMENTS: Any
-    INNER: Any
-    INNER_WIDTH: Any
-    CHUNK: Any
-    OF_SEGMENTS: Any
-    CAUSAL: Any
-    BOTTOM_RIGHT: Any
-    STARTED: Any
-    PRECISION: Any
-    MAPS: Any
+    HEADS_PER_QUERY: int
+    HEADS_PER_KEY: int
+    GROUP: int
+    STATE_HEADS: int
+    SEGMENTS: int
+    INNER: int
+    INNER_WIDTH: int
+    CHUNK: int
+    OF_SEGMENTS: int
+    CAUSAL: bool
+    BOTTOM_RIGHT: bool
+    STARTED: bool
+    PRECISION: str
+    MAPS: bool
 
 
 @triton.jit
-def linear_count(
+def linear_count(  # breaks kernel-booleans: three say which rows exist
     query, key, totals, mapped_query, mapped_key, sequence, before, after, META: tl.constexpr,
 ):  # fmt: skip
     """One program: all rows of a head, or of one segment of them, cut for chunks of OF_SEGMENTS."""

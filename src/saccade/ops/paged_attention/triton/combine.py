@@ -9,7 +9,7 @@ Source: Flash-Decoding (Dao et al. 2023); Milakov and Gimelshein 2018 for rescal
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from saccade.gpu.language import gdc_wait, tl, triton
 from saccade.gpu.online_softmax import finish_softmax
@@ -21,15 +21,15 @@ from saccade.ops.paged_attention.triton.split_kv import BEGUN, NOTE_SIZE, PROGRA
 class CombineMeta(NamedTuple):
     """How the kernel runs, known when it is compiled; `merge_partials` says what each is."""
 
-    ROWS: Any
-    ROW_PARTS: Any
-    PARTIALS: Any
-    AT_ONCE: Any
-    LONG: Any
-    LEAST: Any
-    SPLITS: Any
-    WORK_TILES: Any
-    CHAINED: Any
+    ROWS: int
+    ROW_PARTS: int
+    PARTIALS: int
+    AT_ONCE: int
+    LONG: bool
+    LEAST: int
+    SPLITS: int
+    WORK_TILES: int
+    CHAINED: bool
 
 
 @triton.jit

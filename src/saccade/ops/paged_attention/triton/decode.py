@@ -124,17 +124,17 @@ class Partials(NamedTuple):
 class DecodeMeta(NamedTuple):
     """How the kernel runs, known when it is compiled; `attention_pages` says what each is."""
 
-    PRECISION: Any
-    QUERY_TILE: Any
-    KV_TILE: Any
-    AT_ONCE: Any
-    LONG: Any
-    LEAST: Any
-    SPLITS: Any
-    WORK_TILES: Any
-    PAIRED: Any
-    CHAINED: Any
-    AHEAD: Any
+    PRECISION: str
+    QUERY_TILE: int
+    KV_TILE: int
+    AT_ONCE: int
+    LONG: bool
+    LEAST: int
+    SPLITS: int
+    WORK_TILES: int
+    PAIRED: int
+    CHAINED: bool
+    AHEAD: bool
     PARTIAL_STAGES: Any
 
 
