@@ -186,13 +186,22 @@ def as_numbers(tile, DTYPE: tl.constexpr):
     return tile.to(DTYPE)
 
 
-# Both halves of two pairs in one register: bytes 0, 2, 1, 3, then two conversions of two numbers.
+# PTX of `as_halves` for float8_e4m3fn. $2 holds two pairs: bytes 0 and 1, bytes 2 and 3.
+#   prmt   sorted = bytes 0, 2, 1, 3: the first of both pairs, then the second of both
+#   mov    low = its lower half, the first ones; high = its upper half, the second ones
+#   cvt    $0 = the first ones, $1 = the second ones, two float16 each
 HALVES_OF_FP8: Any = tl.constexpr(
     """{ .reg .b32 sorted; .reg .b16 low, high;
     prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {low, high}, sorted;
     cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"""
 )
-# 1024 to 2047 are the float16 whose last ten bits count: 1024 + (number + 128), less 1152.
+# PTX of `as_halves` for int8. The float16 from 1024 to 2047 count by their last ten bits, so the
+# upper byte 0x64 beside a lower byte n is 1024 + n.
+#   xor    biased = number + 128 in each of the four bytes, from 0 to 255
+#   mov    less = -1152, twice in float16: what 1024 + (number + 128) is too large by
+#   prmt   low = (byte 0, 0x64, byte 2, 0x64): the first ones as 1024 + biased, two float16
+#   prmt   high = (byte 1, 0x64, byte 3, 0x64): the second ones
+#   add    $0 = the first ones, $1 = the second ones; nothing is rounded
 HALVES_OF_INT8: Any = tl.constexpr(
     """{ .reg .b32 biased, low, high, less;
     xor.b32 biased, $2, 0x80808080; mov.b32 less, 0xE480E480;

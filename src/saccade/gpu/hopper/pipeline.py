@@ -242,6 +242,7 @@ def here(number):
 
     Descriptors of products that do not change would else be kept in registers, one for each 16
     channels, and there are none to spare."""
+    # $0 = $1. What assembly gives is unknown to compilers, and is_pure=False keeps it in its place.
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -270,6 +271,8 @@ def wait_for_stores(RUNNING: gl.constexpr = 0):
 @gluon.jit
 def wait_for_sums():
     """Wait until this partition's additions are in memory, where another program may add more."""
+    # Wait until of the bulk copies that this thread has committed 0 are left, their writes done
+    # (`store_wait` below waits for their reads alone). $0 = 0: assembly has to give something.
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
         pack=1,
@@ -280,6 +283,8 @@ def wait_for_sums():
 @gluon.jit
 def count_at(pointer):
     """A number in memory as it is now; asked for at once, and waited for where it is used."""
+    # $0 = the 32 bits at the address $1. relaxed.gpu: as the programs of the GPU see it, so never
+    # from the L1, where it might be old; and later loads need not wait for it.
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32,
         is_pure=False, pack=1,
@@ -289,6 +294,7 @@ def count_at(pointer):
 @gluon.jit
 def flag_at(pointer):
     """The same of a number that this program alone writes; mostly it comes from the L1."""
+    # $0 = the 32 bits at the address $1. relaxed.cta: as this program sees it, so from the L1 too.
     return gl.inline_asm_elementwise(
         "ld.relaxed.cta.global.b32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32,
         is_pure=False, pack=1,
@@ -350,6 +356,8 @@ def by_twos(SUMS):
 def as_operand(weights, dtype: gl.constexpr, SUMS: gl.constexpr):
     """Weights as a product takes them from registers: two neighbours of a row in each."""
     if by_twos(SUMS) and weights.dtype == gl.float32:
+        # $1, $2: two neighbours. cvt puts its first operand into the upper half of $0, its second
+        # one into the lower half, each rounded to the nearest.
         if dtype == gl.bfloat16:
             weights = gl.inline_asm_elementwise(
                 "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [weights], dtype=gl.bfloat16,

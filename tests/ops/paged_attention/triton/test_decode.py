@@ -249,6 +249,18 @@ def store_halves(pairs, found, PTX: tl.constexpr):
     tl.store(found + 256 + numbers, halves[1])
 
 
+@interpreted
+@pytest.mark.parametrize("dtype", [I8, F8], ids=["int8", "fp8"])
+def test_pairs_are_taken_apart_exactly(dtype: torch.dtype) -> None:
+    numbers = torch.arange(256).to(torch.uint8)
+    pairs = torch.stack([numbers, numbers.flip(0)], 1)
+    found = torch.empty(2, 256, dtype=F16)
+    store_halves[(1,)](pairs.view(paged_kind.PAIRS[dtype]), found, False)  # type: ignore[index]
+    wanted = pairs.view(dtype).to(F16).T
+    known = wanted.isfinite()  # the interpreter has no NaN among eight bits
+    assert torch.equal(found[known], wanted[known])
+
+
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 

@@ -107,66 +107,70 @@ def exponent_factor(rules):
     return LOG2_E if rules.score is not None else rules.scale * LOG2_E
 
 
+# PTX of `lazy_rescale`. A thread has two numbers of one row ($8, $9) and two of another ($10, $11).
+# It gives what shrinks each row ($0, $1 and $2, $3) and what raises its lazy maxima ($4, $5 and $6,
+# $7). The four threads that have the same two rows are neighbours.
+LAZY_RESCALE = gl.constexpr(
+    "{ .reg .pred p; .reg .f32 a, b, t; .reg .b32 k; "
+    "max.f32 a, $8, $9; "  # a, b: the larger number of each row
+    "max.f32 b, $10, $11; "
+    "mov.f32 $0, 0f3F800000; "  # 1 and 0, unless what follows finds something else
+    "mov.f32 $2, 0f3F800000; "
+    "mov.f32 $4, 0f00000000; "
+    "mov.f32 $6, 0f00000000; "
+    "max.f32 t, a, b; "
+    "setp.gt.f32 p, t, 0f43800000; "  # is it above 256,
+    "vote.sync.any.pred p, p, 0xffffffff; "  # here or in another thread of the warp?
+    "@!p bra.uni DONE; "  # mostly in none, and the whole warp goes past the rest
+    "shfl.sync.bfly.b32 t, a, 1, 0x1f, 0xffffffff; "  # the largest number of the first row,
+    "max.f32 a, a, t; "  # in all four threads that have some of it
+    "shfl.sync.bfly.b32 t, a, 2, 0x1f, 0xffffffff; "
+    "max.f32 a, a, t; "
+    "shfl.sync.bfly.b32 t, b, 1, 0x1f, 0xffffffff; "  # and of the second row
+    "max.f32 b, b, t; "
+    "shfl.sync.bfly.b32 t, b, 2, 0x1f, 0xffffffff; "
+    "max.f32 b, b, t; "
+    "mov.b32 k, a; "  # k: the exponent among the bits of a, that is log2 a rounded down,
+    "shr.u32 k, k, 23; "
+    "sub.s32 k, k, 127; "
+    "setp.gt.f32 p, a, 0f43800000; "  # or 0 where the row has nothing above 256
+    "selp.b32 k, k, 0, p; "
+    "cvt.rn.f32.s32 $4, k; "  # the lazy maxima rise by k
+    "sub.s32 k, 127, k; "  # the bits of 2 to the power of -k
+    "shl.b32 k, k, 23; "
+    "setp.ge.f32 p, a, 0f7B800000; "  # from 2^120 on NaN: the end of float32 is near
+    "selp.b32 k, 0x7FFFFFFF, k, p; "
+    "mov.b32 $0, k; "
+    "mov.b32 k, b; "  # the same for the second row
+    "shr.u32 k, k, 23; "
+    "sub.s32 k, k, 127; "
+    "setp.gt.f32 p, b, 0f43800000; "
+    "selp.b32 k, k, 0, p; "
+    "cvt.rn.f32.s32 $6, k; "
+    "sub.s32 k, 127, k; "
+    "shl.b32 k, k, 23; "
+    "setp.ge.f32 p, b, 0f7B800000; "
+    "selp.b32 k, 0x7FFFFFFF, k, p; "
+    "mov.b32 $2, k; "
+    "DONE: "
+    "mov.f32 $1, $0; "  # both numbers of a row get the same
+    "mov.f32 $3, $2; "
+    "mov.f32 $5, $4; "
+    "mov.f32 $7, $6; }"
+)
+
+
 @gluon.jit
 def lazy_rescale(sums):
     """What shrinks a tile and everything before, as sums of its weights by thread tell, and by how
-    much that raises the lazy maxima: 1 and 0, unless a sum of the warp exceeds 256.
+    much that raises the lazy maxima: 1 and 0, unless a sum of the row exceeds 256.
 
-    Sums near the end of float32 are made NaN, and the tile of query rows is done once more.
+    Sums near the end of float32 are made NaN, and the tile of query rows is done once more. Tests
+    compare it with plain Triton (`plain_lazy_rescale`, tests/ops/attention/hopper/test_softmax.py).
     """
     return gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .f32 a, b, t;
-        .reg .b32 k;
-        max.f32 a, $8, $9;
-        max.f32 b, $10, $11;
-        mov.f32 $0, 0f3F800000;
-        mov.f32 $2, 0f3F800000;
-        mov.f32 $4, 0f00000000;
-        mov.f32 $6, 0f00000000;
-        max.f32 t, a, b;
-        setp.gt.f32 p, t, 0f43800000;
-        vote.sync.any.pred p, p, 0xffffffff;
-        @!p bra.uni DONE;
-        shfl.sync.bfly.b32 t, a, 1, 0x1f, 0xffffffff;
-        max.f32 a, a, t;
-        shfl.sync.bfly.b32 t, a, 2, 0x1f, 0xffffffff;
-        max.f32 a, a, t;
-        shfl.sync.bfly.b32 t, b, 1, 0x1f, 0xffffffff;
-        max.f32 b, b, t;
-        shfl.sync.bfly.b32 t, b, 2, 0x1f, 0xffffffff;
-        max.f32 b, b, t;
-        mov.b32 k, a;
-        shr.u32 k, k, 23;
-        sub.s32 k, k, 127;
-        setp.gt.f32 p, a, 0f43800000;
-        selp.b32 k, k, 0, p;
-        cvt.rn.f32.s32 $4, k;
-        sub.s32 k, 127, k;
-        shl.b32 k, k, 23;
-        setp.ge.f32 p, a, 0f7B800000;
-        selp.b32 k, 0x7FFFFFFF, k, p;
-        mov.b32 $0, k;
-        mov.b32 k, b;
-        shr.u32 k, k, 23;
-        sub.s32 k, k, 127;
-        setp.gt.f32 p, b, 0f43800000;
-        selp.b32 k, k, 0, p;
-        cvt.rn.f32.s32 $6, k;
-        sub.s32 k, 127, k;
-        shl.b32 k, k, 23;
-        setp.ge.f32 p, b, 0f7B800000;
-        selp.b32 k, 0x7FFFFFFF, k, p;
-        mov.b32 $2, k;
-        DONE:
-        mov.f32 $1, $0;
-        mov.f32 $3, $2;
-        mov.f32 $5, $4;
-        mov.f32 $7, $6;
-        }""",
-        "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f", [sums], dtype=(gl.float32, gl.float32),
-        is_pure=False, pack=4,
+        LAZY_RESCALE, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f", [sums],
+        dtype=(gl.float32, gl.float32), is_pure=False, pack=4,
     )  # fmt: skip
 
 
@@ -189,11 +193,13 @@ def spread(numbers, tile):
 
 @gluon.constexpr_function
 def multiply_in_assembly(numbers):
-    """Inline assembly: so many numbers of a thread times as many others, unless those are 1. A
-    thread has two rows, and two numbers of each by turns."""
+    """PTX: so many numbers of a thread ($0 on) times as many factors ($(2 · numbers) on), unless
+    all factors of the warp are 1. A thread has two rows, and two numbers of each by turns."""
     lines = ["{", ".reg .pred p;", ".reg .pred q;"]
+    # p: the first row's factor is not 1 (or NaN), or the second row's
     lines += [f"setp.neu.f32 p, ${2 * numbers}, 0f3F800000;"]
     lines += [f"setp.neu.or.f32 p, ${2 * numbers + 2}, 0f3F800000, p;"]
+    # q: p of any thread of the warp; mostly of none, and the whole warp goes past the products
     lines += ["vote.sync.any.pred q, p, 0xffffffff;", "@!q bra.uni DONE;"]
     lines += [f"mul.f32 ${n}, ${n}, ${2 * numbers + n};" for n in range(numbers)]
     return "\n".join([*lines, "DONE:", "}"])
@@ -201,13 +207,16 @@ def multiply_in_assembly(numbers):
 
 @gluon.constexpr_function
 def multiply_operands(numbers):
-    """Its operands: results, which are the first numbers at first, and the others."""
+    """Its operands: results, which begin as the numbers; the numbers; the factors."""
     return ",".join(["=f"] * numbers + [str(n) for n in range(numbers)] + ["f"] * numbers)
 
 
 @gluon.jit
 def rescaled(tile, rescale):
-    """A tile times numbers of each row; a warp that finds nothing but 1 among them goes past it."""
+    """A tile times numbers of each row; a warp that finds nothing but 1 among them goes past it.
+
+    Tests compare it with a plain product (tests/ops/attention/hopper/test_softmax.py).
+    """
     NUMBERS: gl.constexpr = tile.shape[0] * tile.shape[1] // (32 * gl.num_warps())
     ASSEMBLY: gl.constexpr = multiply_in_assembly(NUMBERS)
     OPERANDS: gl.constexpr = multiply_operands(NUMBERS)
