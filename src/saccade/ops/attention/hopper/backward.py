@@ -321,15 +321,16 @@ def add_tile(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, PAIRS)
     OF_KEY: gl.constexpr = mma_layout(rings.keys.memory.shape[4])
     OF_VALUE: gl.constexpr = mma_layout(rings.values.memory.shape[4])
+    # Half of the keys and values: [ROWS, HEAD_WIDTH] and [ROWS, VALUE_WIDTH].
     key_half = as_matrix(rings.keys.memory.index(here(iteration - iteration))).slice(
         WHICH * ROWS, ROWS
     )
     value_half = as_matrix(rings.values.memory.index(here(iteration - iteration))).slice(
         WHICH * ROWS, ROWS
     )
-    query_tile = as_matrix(rings.queries.at(iteration))
-    grad_tile = as_matrix(rings.grad_outputs.at(iteration))
-    nothing = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
+    query_tile = as_matrix(rings.queries.at(iteration))  # [QUERY_TILE, HEAD_WIDTH]
+    grad_tile = as_matrix(rings.grad_outputs.at(iteration))  # [QUERY_TILE, VALUE_WIDTH]
+    nothing = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)  # pairs, here and below
     # The sooner the better, but twice as many pairs leave no registers for it any sooner.
     SOON: gl.constexpr = QUERY_TILE == ROWS
     if LATER and SOON:
@@ -337,7 +338,7 @@ def add_tile(
 
     rings.queries.wait(iteration)
     starts = rings.starts.index(rings.queries.stage(iteration)).reshape([2 * QUERY_TILE])
-    score_start = starts.slice(0, QUERY_TILE).load(COLUMNS)
+    score_start = starts.slice(0, QUERY_TILE).load(COLUMNS)  # [QUERY_TILE]
     if rules.score is None:  # noqa: SIM108
         scores = nothing + score_start[None, :]
     else:
@@ -351,6 +352,7 @@ def add_tile(
     scores = warpgroup_mma_wait(1, deps=[scores])
     weights, slopes = weigh(scores, score_start, rules, scratch, at, tile_range, index)
     operand = as_operand(weights, query_tile.dtype, OF_VALUE)
+    # [ROWS, VALUE_WIDTH]
     of_value = warpgroup_mma(operand, grad_tile, of_value, is_async=True)
     grad_weights, slopes = warpgroup_mma_wait(1, deps=[grad_weights, slopes])
     grad_scores = (slopes * grad_weights).to(query_tile.dtype)
@@ -363,7 +365,7 @@ def add_tile(
     if LATER and not SOON:
         semaphore = read_semaphore(rules, scratch, at, tile_range, index - 1, WHICH)
         partial_dq = multiply_grad_scores(rings, iteration - 1, WHICH)
-    of_key = warpgroup_mma(operand, query_tile, of_key, is_async=True)
+    of_key = warpgroup_mma(operand, query_tile, of_key, is_async=True)  # [ROWS, HEAD_WIDTH]
     if LATER:
         of_value, partial_dq = warpgroup_mma_wait(1, deps=[of_value, partial_dq])
         added = add_partial_dq(

@@ -258,8 +258,9 @@ def add_weights(
     """
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
     PAIRS: gl.constexpr = mma_layout(QUERY_TILE)
+    # [KV_TILE, HEAD_WIDTH]; a consumer has all 64 keys, so KV_TILE is ROWS
     key_tile = as_matrix(rings.keys.memory.index(here(iteration - iteration)))
-    query_tile = as_matrix(rings.queries.at(iteration))
+    query_tile = as_matrix(rings.queries.at(iteration))  # [QUERY_TILE, HEAD_WIDTH]
     if LATER:
         rings.grad_outputs.wait(iteration - 1)
         of_value = add_rows(weights, as_matrix(rings.grad_outputs.at(iteration - 1)), of_value)
@@ -288,8 +289,9 @@ def add_grad_scores(
     """The same for the gradients of keys, from grad_scores. PARTS: of the channels of values."""
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
     PAIRS: gl.constexpr = mma_layout(QUERY_TILE)
+    # [KV_TILE, VALUE_WIDTH]
     value_tile = as_matrix(rings.values.memory.index(here(iteration - iteration)))
-    grad_tile = as_matrix(rings.grad_outputs.at(iteration))
+    grad_tile = as_matrix(rings.grad_outputs.at(iteration))  # [QUERY_TILE, VALUE_WIDTH]
     if LATER:
         of_key = add_rows(grad_scores, as_matrix(rings.queries.at(iteration - 1)), of_key)
     rings.queries.wait(iteration)

@@ -125,7 +125,7 @@ def consume(
         rows = first_row + gl.arange(0, ROWS, OF_ROWS)
         # +inf makes all weights of a row 0.
         lse = load_numbers(lse_log2, batch, query_head, rows, query_len, float("inf"))
-        dot = load_numbers(row_dot, batch, query_head, rows, query_len, 0.0)
+        dot = load_numbers(row_dot, batch, query_head, rows, query_len, 0.0)  # [ROWS], as lse
         at = (batch, query_head, first_row, query_len, kv_len)
         queries, grad_outputs = rings.queries[WHICH], rings.grad_outputs[WHICH]
         queries.wait(tile_iteration)
@@ -186,9 +186,10 @@ def add_tile(
     """
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
     PAIRS: gl.constexpr = mma_layout(KV_TILE)
+    # [ROWS, HEAD_WIDTH] and [ROWS, VALUE_WIDTH]
     query_tile = as_matrix(rings.queries[WHICH].memory.index(here(iteration - iteration)))
     grad_tile = as_matrix(rings.grad_outputs[WHICH].memory.index(here(iteration - iteration)))
-    nothing = gl.zeros([ROWS, KV_TILE], gl.float32, PAIRS)
+    nothing = gl.zeros([ROWS, KV_TILE], gl.float32, PAIRS)  # pairs, here and below
     if LATER:
         sums = add_rows(grad_scores, as_matrix(rings.keys.at(iteration - 1)), sums)
     rings.keys.wait(iteration)

@@ -312,7 +312,7 @@ def attend(
     VALUE_WIDTH: gl.constexpr = values.memory.shape[4]
     SCORES: gl.constexpr = mma_layout(KV_TILE)
     SUMS: gl.constexpr = mma_layout(VALUE_WIDTH)
-    query_tile = as_matrix(queries.at(tile_iteration))
+    query_tile = as_matrix(queries.at(tile_iteration))  # [ROWS, HEAD_WIDTH], in shared memory
     begin, partials = 0, num_partial(tile_range)
     if SKIP_MASKED_TILE:
         begin, partials = own_partial_tiles(rules, at, tile_range, KV_TILE)
@@ -325,16 +325,16 @@ def attend(
     queries.wait(tile_iteration)
     keys.wait(kv_iteration)
     token = multiply_keys(query_tile, as_matrix(keys.at(kv_iteration)), SCORES)
-    scores = warpgroup_mma_wait(0, deps=[token])
+    scores = warpgroup_mma_wait(0, deps=[token])  # [ROWS, KV_TILE]
     keys.release(kv_iteration)
     scores = change_and_hide(scores, rules, at, tile_range, begin, partials)
-    lazy_max = no_lazy_max(scores)
+    lazy_max = no_lazy_max(scores)  # [ROWS, 8]: numbers of each row by thread
     lazy_max, rescale = raise_lazy_max(scores, rules, lazy_max)
     weights = weights_of(scores, rules, lazy_max)
     weighted_sum = gl.zeros([ROWS, VALUE_WIDTH], gl.float32, SUMS)
     state = (
         lazy_max,
-        sum_by_thread(weights),
+        sum_by_thread(weights),  # [ROWS, 8]
         weighted_sum,
         as_operand(weights, query_tile.dtype, SUMS),
         rescale,  # 0, unknown to the compiler: else it moves the product with it elsewhere
@@ -350,6 +350,7 @@ def attend(
     values.wait(kv_iteration)
     weighted_sum = rescaled(weighted_sum, rescale)
     token = warpgroup_mma(weights, as_matrix(values.at(kv_iteration)), weighted_sum, is_async=True)
+    # [ROWS] from here on
     row_max = gl.convert_layout(gl.max(lazy_max, 1), gl.SliceLayout(1, SCORES))
     row_max = gl.where(row_max == NOTHING, float("-inf"), row_max)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, SCORES))
@@ -380,7 +381,7 @@ def fold_tile(
     sum_token = warpgroup_mma(
         weights, as_matrix(values.at(kv_iteration)), weighted_sum, is_async=True
     )
-    scores = warpgroup_mma_wait(1, deps=[scores_token])
+    scores = warpgroup_mma_wait(1, deps=[scores_token])  # [ROWS, KV_TILE]
     scores = change_and_hide(scores, rules, at, tile_range, index, partials)
     if not OVERLAP_SOFTMAX:
         weighted_sum, scores = warpgroup_mma_wait(0, deps=[sum_token, scores])

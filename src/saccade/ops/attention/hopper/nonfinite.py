@@ -100,19 +100,19 @@ def fold_part(
     kv_rows = kv_start + gl.arange(0, NAN_SAFE_ROWS, gl.SliceLayout(0, RIGHT))[None, :]
     for first in range(0, HEAD_DIM, CHANNELS):
         channels = first + gl.arange(0, CHANNELS, gl.SliceLayout(0, LEFT))[None, :]
-        queries = gl.load(
+        queries = gl.load(  # [ROWS, CHANNELS]
             row_pointers(query, batch, query_head, rows, channels),
             mask=(rows < query_len) & (channels < HEAD_DIM), other=0.0,
         )  # fmt: skip
         channels = first + gl.arange(0, CHANNELS, gl.SliceLayout(1, RIGHT))[:, None]
-        keys = gl.load(
+        keys = gl.load(  # [CHANNELS, NAN_SAFE_ROWS]
             kv_pointers(key, batch, kv_head, kv_rows, channels, kv_len, PAGE_SIZE),
             mask=(kv_rows < kv_len) & (channels < HEAD_DIM), other=0.0,
         )  # fmt: skip
         scores = mma_v2(queries, keys, scores)
     rows = kv_start + gl.arange(0, NAN_SAFE_ROWS, gl.SliceLayout(1, RIGHT))[:, None]
     channels = first_channel + gl.arange(0, CHANNELS, gl.SliceLayout(0, RIGHT))[None, :]
-    values = gl.load(
+    values = gl.load(  # [NAN_SAFE_ROWS, CHANNELS]
         kv_pointers(value, batch, kv_head, rows, channels, kv_len, PAGE_SIZE),
         mask=(rows < kv_len) & (channels < VALUE_DIM), other=0.0,
     )  # fmt: skip

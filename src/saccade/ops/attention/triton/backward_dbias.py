@@ -87,19 +87,20 @@ def add_pairs(
         query_rows = query_start + tl.arange(0, QUERY_TILE)
         kv_rows = kv_start + tl.arange(0, KV_TILE)
         kv_head = head // HEADS_PER_KV_HEAD
-        query_tile = load_rows(
+        query_tile = load_rows(  # [QUERY_TILE, HEAD_WIDTH]
             forward.query, batch, head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
         )
-        grad_tile = load_rows(
+        grad_tile = load_rows(  # [QUERY_TILE, VALUE_WIDTH]
             forward.grad_output, batch, head, query_rows, query_len, VALUE_DIM, VALUE_WIDTH, False
         )
-        key_tile = load_rows(
+        key_tile = load_rows(  # [KV_TILE, HEAD_WIDTH]
             forward.key, batch, kv_head, kv_rows, kv_len, HEAD_DIM, HEAD_WIDTH, False
         )
-        value_tile = load_rows(
+        value_tile = load_rows(  # [KV_TILE, VALUE_WIDTH]
             forward.value, batch, kv_head, kv_rows, kv_len, VALUE_DIM, VALUE_WIDTH, False
         )
         lse_log2, row_dot = load_statistics(forward, batch, head, query_rows, query_len, False)
+        # Pairs, here and below: [QUERY_TILE, KV_TILE].
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         pairs = (batch, head, query_rows[:, None], kv_rows[None, :], kv_len - query_len)
         inside = (kv_rows < kv_len)[None, :] & (query_rows < query_len)[:, None]

@@ -195,11 +195,11 @@ def add_tile(
     of_key, of_value = grads
     query_rows = query_start + tl.arange(0, QUERY_TILE)
     kv_rows = kv_start + tl.arange(0, key_tile.shape[0])
-    query_tile = load_tile(
+    query_tile = load_tile(  # [QUERY_TILE, HEAD_WIDTH]
         forward.query, batch, query_head, query_start, query_len, QUERY_TILE, HEAD_DIM,
         key_tile.shape[1], not PARTIAL, True,
     )  # fmt: skip
-    grad_tile = load_tile(
+    grad_tile = load_tile(  # [QUERY_TILE, VALUE_WIDTH]
         forward.grad_output, batch, query_head, query_start, query_len, QUERY_TILE, VALUE_DIM,
         value_tile.shape[1], not PARTIAL, True,
     )  # fmt: skip
@@ -224,6 +224,7 @@ def add_tile(
         elif rules.mask.visible is not None:
             inside = True
 
+    # Pairs, here and below: [KV_TILE, QUERY_TILE].
     scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
     pairs = (batch, query_head, query_rows[None, :], kv_rows[:, None], kv_len - query_len)
     weights, derivative, visible = weigh(scores, lse_log2[None, :], nonfinite, inside, rules, pairs)
@@ -235,15 +236,17 @@ def add_tile(
         )
         kept_weights = weights * factors
         grad_weights = grad_weights * factors
-    of_value = tl.dot(
+    of_value = tl.dot(  # [KV_TILE, VALUE_WIDTH]
         kept_weights.to(grad_tile.dtype), grad_tile, of_value, input_precision=PRECISION
     )
     if not NAN_SAFE and grad_query is None:
         visible = True  # 0 · NaN is NaN, which is seen in the end
     grad_scores = differentiate(weights, grad_weights, row_dot[None, :], derivative, visible)
     grad_scores = grad_scores.to(query_tile.dtype)
+    # [KV_TILE, HEAD_WIDTH]
     of_key = tl.dot(grad_scores, query_tile, of_key, input_precision=PRECISION)
     if grad_query is not None:
+        # [QUERY_TILE, HEAD_WIDTH]
         share = tl.dot(tl.trans(grad_scores), key_tile, input_precision=PRECISION) * rules.scale
         add_rows(grad_query, batch, query_head, query_rows, added_len, share, HEAD_DIM)
     return of_key, of_value

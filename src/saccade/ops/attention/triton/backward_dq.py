@@ -134,11 +134,11 @@ def add_tile(
     query_tile, grad_tile, lse_log2, row_dot = rows
     query_rows = query_start + tl.arange(0, query_tile.shape[0])
     kv_rows = kv_start + tl.arange(0, KV_TILE)
-    key_tile = load_tile(
+    key_tile = load_tile(  # [KV_TILE, HEAD_WIDTH]
         forward.key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1],
         not PARTIAL,
     )  # fmt: skip
-    value_tile = load_tile(
+    value_tile = load_tile(  # [KV_TILE, VALUE_WIDTH]
         forward.value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, grad_tile.shape[1],
         not PARTIAL,
     )  # fmt: skip
@@ -154,6 +154,7 @@ def add_tile(
         if NAN_SAFE or rules.score is not None:
             inside = inside & (query_rows < query_len)[:, None]
 
+    # Pairs, here and below: [QUERY_TILE, KV_TILE].
     scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
     pairs = (batch, query_head, query_rows[:, None], kv_rows[None, :], kv_len - query_len)
     weights, derivative, visible = weigh(scores, lse_log2[:, None], nonfinite, inside, rules, pairs)
@@ -163,4 +164,5 @@ def add_tile(
     if not NAN_SAFE:
         visible = True  # 0 · NaN is NaN, which is seen in the end
     grad_scores = differentiate(weights, grad_weights, row_dot[:, None], derivative, visible)
+    # [QUERY_TILE, HEAD_WIDTH]
     return tl.dot(grad_scores.to(key_tile.dtype), key_tile, of_query, input_precision=PRECISION)

@@ -68,7 +68,7 @@ def attention_forward(
     )
     tile_range = if_present(tile_range, query_start < query_len)
 
-    row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)
+    row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)  # [QUERY_TILE] each
     weighted_sum = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
     state = (row_max, row_sum, weighted_sum)
     if not ONE_LOOP and (rules.mask.visible is not None or tile_range.num_full > 0):
@@ -143,11 +143,11 @@ def fold_tile(
     batch, query_head, kv_head, query_rows, query_len, kv_len = at
     row_max, row_sum, weighted_sum = state
     kv_rows = kv_start + tl.arange(0, KV_TILE)
-    key_tile = load_tile(
+    key_tile = load_tile(  # [KV_TILE, HEAD_WIDTH]
         key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not PARTIAL,
         ahead=ahead,
     )  # fmt: skip
-    value_tile = load_tile(
+    value_tile = load_tile(  # [KV_TILE, VALUE_WIDTH]
         value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, weighted_sum.shape[1],
         not PARTIAL, ahead=ahead,
     )  # fmt: skip
@@ -157,6 +157,7 @@ def fold_tile(
         query_tile = without(nonfinite_query, query_tile)
         value_tile = without(nonfinite_value, value_tile)
 
+    # [QUERY_TILE, KV_TILE]
     scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
     shift = kv_len - query_len
     if rules.score is not None:
@@ -183,7 +184,7 @@ def fold_tile(
     if rules.dropout is not None:
         keep = kept(rules.dropout, batch, query_head, query_rows, kv_start, KV_TILE)
         weights = tl.where(keep, weights, 0.0)
-    weighted_sum = tl.dot(
+    weighted_sum = tl.dot(  # [QUERY_TILE, VALUE_WIDTH]
         weights.to(value_tile.dtype), value_tile, weighted_sum * rescale[:, None],
         input_precision=PRECISION,
     )  # fmt: skip

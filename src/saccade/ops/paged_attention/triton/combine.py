@@ -92,7 +92,7 @@ def merge_partials(
                 other=float("-inf"),
             )
             sums = tl.load(partials.sums + partials.softmax + entry * 2 + 1, mask=exists, other=0.0)
-            weighted = tl.load(
+            weighted = tl.load(  # [PARTIALS, VALUE_WIDTH]
                 partials.sums + (entry[:, None] * VALUE_WIDTH + channels),
                 mask=exists[:, None], other=0.0,
             )  # fmt: skip

@@ -179,7 +179,7 @@ def attention_pages(
             query, key, batch, unit_head, tile, tl.arange(0, META.QUERY_TILE),
             GROUP, HEADS_IN_TILE, TOKENS,
         )  # fmt: skip
-        query_tile = load_rows(
+        query_tile = load_rows(  # [QUERY_TILE, HEAD_WIDTH]
             query, batch, at[2][:, None], at[3], at[4], HEAD_DIM, HEAD_WIDTH, False
         )
         row_max, row_sum = start_softmax(sinks, at[2], META.QUERY_TILE)
@@ -289,10 +289,10 @@ def fold_pages(
     position = slots_of(page, kv_start, ROWS, PAGE_SIZE)
     kv_rows = kv_start + tl.arange(0, ROWS)
     exists = (kv_rows < kv_len)[:, None]
-    stored_keys = load_slots(
+    stored_keys = load_slots(  # [ROWS, HEAD_WIDTH // PACKED]
         key, kv_head, position, exists, HEAD_DIM // PACKED, HEAD_WIDTH // PACKED, not PARTIAL
     )
-    stored_values = load_slots(
+    stored_values = load_slots(  # [ROWS, VALUE_WIDTH // PACKED]
         value, kv_head, position, exists, VALUE_DIM // PACKED, VALUE_WIDTH // PACKED, not PARTIAL
     )
     value_factors = None
@@ -317,7 +317,7 @@ def fold_pages(
         else:
             values = without(nonfinite, values)
 
-    if PAIRED:
+    if PAIRED:  # scores: [QUERY_TILE, ROWS]
         scores = paired_scores(query_tile, stored_keys, PAIRED == BY_PTX)
     else:
         key_tile = as_numbers(stored_keys, query_tile.dtype)
@@ -349,7 +349,7 @@ def fold_pages(
     else:
         if value_scales is not None and tl.float16 != query_tile.dtype:
             weights = weights * value_factors[None, :]
-        sums = tl.dot(
+        sums = tl.dot(  # [QUERY_TILE, VALUE_WIDTH]
             weights.to(query_tile.dtype), values, sums * rescale[:, None],
             input_precision=PRECISION,
         )  # fmt: skip
