@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,10 +137,10 @@ def answers(choice: Choice, config: KernelConfig | None = None) -> Iterator[str]
         if reason is not None:
             yield f"  {name}: no, {reason}"
             continue
-        said = ["yes, not asked for", choice.not_preferred[name]]
+        answer = ["yes, not asked for", choice.not_preferred[name]]
         if name == choice.chosen:
-            said = ["yes, taken", config and str(config), choice.note]
-        yield f"  {name}: {', '.join(filter(None, said))}"
+            answer = ["yes, taken", config and str(config), choice.note]
+        yield f"  {name}: {', '.join(filter(None, answer))}"
 
 
 def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Explanation:
@@ -162,71 +162,70 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
     >>> print(saccade.explain(saccade.attention, query, key, value, causal=True))
     """
     plain = inspect.unwrap(function)
-    validated = next((call for known, call in VALIDATED.items() if known is plain), None)
-    if validated is None:
-        takes = ", ".join(f"saccade.{each.__name__}" for each in VALIDATED)
+    validation = next((found for known, found in VALIDATIONS.items() if known is plain), None)
+    if validation is None:
+        takes = ", ".join(f"saccade.{each.__name__}" for each in VALIDATIONS)
         got = getattr(function, "__name__", type(function).__name__)
         raise TypeError(f"function: got {got}, takes one of {takes}, and then a call's arguments")
     bound = inspect.signature(function).bind(*arguments, **options)
     bound.apply_defaults()
-    given = dict(bound.arguments)
-    if unknown := given.pop("unknown", None):
+    call = dict(bound.arguments)
+    if unknown := call.pop("unknown", None):
         raise unknown_options(unknown)
-    if plain in (attention_varlen, linear_attention_varlen) and given["cu_seqlens_q"] is None:
+    if plain in (attention_varlen, linear_attention_varlen) and call["cu_seqlens_q"] is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
-    implementation = given.pop("implementation")
-    inputs, variant, problem, config = validated(given)
-    passes = ("step", None) if plain is linear_attention_step else ("forward", "backward")
-    if problem.operation == "paged_attention":
-        passes = ("forward", None)
-    forward, backward = (of and explained(problem, implementation, of) for of in passes)
-    assert forward
+    implementation = call.pop("implementation")
+    inputs, variant, problem, config = validation.validate(call)
+    choices = [explained(problem, implementation, of) for of in validation.passes]
+    forward, backward = (*choices, None)[:2]
+    assert forward is not None
     if isinstance(problem, LinearProblem):
         costs = None, problem.flops, problem.bytes
     else:
         pairs = _visible_pairs(inputs, variant, problem)
         costs = pairs, problem.flops(pairs), problem.bytes
-    return Explanation(problem, forward, backward or None, config, *costs)
+    return Explanation(problem, forward, backward, config, *costs)
 
 
-def _validated(given: dict[str, Any]) -> tuple[Any, Any, Problem, KernelConfig | None]:
+def _validated(call: dict[str, Any]) -> tuple[Any, Any, Problem, KernelConfig | None]:
     """A call of `attention` or `attention_varlen`, validated."""
-    given["mask"] = with_causal(given["mask"], given.pop("causal"))
-    tensors = [given.pop(name) for name in ("query", "key", "value")]
+    call["mask"] = with_causal(call["mask"], call.pop("causal"))
+    tensors = [call.pop(name) for name in ("query", "key", "value")]
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    packing = [given.pop(name, None) for name in names]
-    return prepare(*tensors, *packing, **given)
+    packing = [call.pop(name, None) for name in names]
+    return prepare(*tensors, *packing, **call)
 
 
-def _validated_paged(given: dict[str, Any]) -> tuple[Any, Any, Problem, KernelConfig | None]:
+def _validated_paged(call: dict[str, Any]) -> tuple[Any, Any, Problem, KernelConfig | None]:
     """A call of `attention_paged`, validated."""
-    given["mask"] = with_causal(given["mask"], given.pop("causal"))
-    inputs = PagedInputs(**{name: given.pop(name) for name in PagedInputs._fields})
-    return prepare_paged(inputs, **given)
+    call["mask"] = with_causal(call["mask"], call.pop("causal"))
+    inputs = PagedInputs(**{name: call.pop(name) for name in PagedInputs._fields})
+    return prepare_paged(inputs, **call)
 
 
-def _validated_linear(given: dict[str, Any]) -> tuple[Any, Any, LinearProblem, KernelConfig | None]:
-    """A call of `linear_attention` or `linear_attention_varlen`, validated."""
-    options = given.pop("options", {})
+def _validated_linear(call: dict[str, Any]) -> tuple[Any, Any, LinearProblem, KernelConfig | None]:
+    """A call of linear attention, validated; of one step, as far as the choice looks at it."""
+    options = call.pop("options", {})
     if unknown := set(options) - set(LinearOptions.__annotations__):
         raise TypeError(f"linear_attention_varlen: got the unknown arguments {sorted(unknown)}")
-    prepared = linear_validation.prepare(**given, **options)
-    return prepared.inputs, prepared.variant, prepared.problem, prepared.config
+    arguments = {name: call[name] for name in call if name not in ("state", "state_index")}
+    return linear_validation.prepare(**arguments, **options)[:4]
 
 
-def _validated_step(given: dict[str, Any]) -> tuple[Any, Any, LinearProblem, KernelConfig | None]:
-    """A call of `linear_attention_step`, validated as far as the choice looks at it."""
-    del given["state"], given["state_index"]
-    return _validated_linear(given)
+class Validation(NamedTuple):
+    """How the arguments of a public function are validated, and which passes it has."""
+
+    validate: Callable[[dict[str, Any]], tuple[Any, Any, Any, Any]]
+    passes: tuple[str, ...] = ("forward", "backward")
 
 
-VALIDATED: dict[Callable[..., Any], Callable[[dict[str, Any]], tuple[Any, Any, Any, Any]]] = {
-    attention: _validated,
-    attention_varlen: _validated,
-    attention_paged: _validated_paged,
-    linear_attention: _validated_linear,
-    linear_attention_varlen: _validated_linear,
-    linear_attention_step: _validated_step,
+VALIDATIONS: dict[Callable[..., Any], Validation] = {
+    attention: Validation(_validated),
+    attention_varlen: Validation(_validated),
+    attention_paged: Validation(_validated_paged, ("forward",)),
+    linear_attention: Validation(_validated_linear),
+    linear_attention_varlen: Validation(_validated_linear),
+    linear_attention_step: Validation(_validated_linear, ("step",)),
 }
 
 

@@ -48,17 +48,17 @@ class ModifierModule(torch.nn.Module, Generic[Kind]):
         self.names: list[str] = []
         tensors = list(modifier.captured.tensors)
         labels = dict(_labels(modifier.key))
-        for place, tensor in enumerate(tensors):
-            first = next(index for index, known in enumerate(tensors) if known is tensor)
-            if first < place:  # read in two places
+        for index, tensor in enumerate(tensors):
+            first = next(other for other, known in enumerate(tensors) if known is tensor)
+            if first < index:  # the expression reads it twice
                 self.names.append(self.names[first])
                 continue
-            label = labels.get(place, "")
-            name = label if label and not hasattr(self, label) else f"captured_{place}"
-            self._own(name, tensor, persistent)
+            label = labels.get(index, "")
+            name = label if label and not hasattr(self, label) else f"captured_{index}"
+            self._add(name, tensor, persistent)
             self.names.append(name)
 
-    def _own(self, name: str, tensor: Tensor, persistent: bool) -> None:
+    def _add(self, name: str, tensor: Tensor, persistent: bool) -> None:
         if isinstance(tensor, torch.nn.Parameter):
             self.register_parameter(name, tensor)
         elif tensor.requires_grad:

@@ -20,7 +20,7 @@ from saccade.modifiers import evaluate, intervals
 from saccade.modifiers.expression import parse, slots
 from saccade.modifiers.form import form_of
 from saccade.modifiers.intervals import rows
-from saccade.modifiers.triton_source import judging_function
+from saccade.modifiers.triton_source import tile_function
 from saccade.testing import make_case
 
 in_interpreter = pytest.mark.skipif(
@@ -190,7 +190,7 @@ def test_subtle_masks_are_never_classified_wrongly(name):
     check_alike(mask, (2, 8), False, seen)
     check_alike(mask, (4, 4), True, seen, coarse=True)
     for most in (0, 1, 2):
-        text = judging_function("classify", parse(mask.key), slots(mask.key), most)
+        text = tile_function("classify", parse(mask.key), slots(mask.key), most)
         assert text.spans_read <= most
 
 

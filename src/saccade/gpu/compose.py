@@ -60,13 +60,13 @@ class ScoreFunctions(NamedTuple):
 def mask_functions(key: str) -> MaskFunctions:
     """Compose the functions of a mask."""
     expression, order = parse(key), slots(key)
-    classify = triton_source.judging_function("classify", expression, order)
+    classify = triton_source.tile_function("classify", expression, order)
     texts = [
         triton_source.function("visible", expression, order, len(expression) - 1, score=False),
         classify.text,
     ]
     if classify.spans_read > 1:
-        texts.append(triton_source.judging_function("coarse_classify", expression, order, 1).text)
+        texts.append(triton_source.tile_function("coarse_classify", expression, order, 1).text)
     module = _executed("".join(texts))
     coarse_classify = module["coarse_classify" if classify.spans_read > 1 else "classify"]
     return MaskFunctions(module["visible"], module["classify"], coarse_classify, *classify[1:])

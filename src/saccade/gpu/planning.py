@@ -269,7 +269,7 @@ def varies_by(functions: MaskFunctions, variant: Variant) -> tuple[bool, bool]:
 
     def differs(axis: str) -> bool:
         return any(
-            found.place < 0 or values[found.place].shape[found.dim] > 1
+            found.slot < 0 or values[found.slot].shape[found.dim] > 1
             for found in functions.dependences
             if found.axis == axis
         )

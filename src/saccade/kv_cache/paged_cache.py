@@ -99,7 +99,7 @@ class PagedCache:
             num_pages.
         window: tokens that a token sees before itself, as in `masks.window(window)`: pages behind
             it are let go, and `attend` applies the mask. None: everything is seen.
-        windows: in the place of num_layers and window, a window or None for each layer.
+        windows: instead of num_layers and window, a window or None for each layer.
         prefix_caching: whether full pages are found again by equal beginnings.
 
     Attributes:
@@ -377,7 +377,7 @@ class PagedCache:
 
     @locked
     def check(self) -> None:
-        """Look whether every page is where the state says, and all groups have the same sequences.
+        """Check that every page is counted once, and that all groups have the same sequences.
 
         Raises:
             AssertionError: saying what is broken.

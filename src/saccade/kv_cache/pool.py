@@ -3,7 +3,7 @@
 An interrupt (KeyboardInterrupt, or what another signal's handler raises) can come between any two
 instructions of Python. So a call of a cache works out first what will be, and then enters it
 `at_once`. All that it does before or after that, such as counting who holds a page, can be done
-again from what is entered: a flag says that it may be half done, and the next call mends it before
+again from what is entered: a flag marks it as perhaps half done, and the next call mends it before
 anything else.
 """
 

@@ -30,14 +30,14 @@ def write(
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:
             continue
-        place = (slot // page_size, slice(None), slot % page_size)
+        at = (slot // page_size, slice(None), slot % page_size)
         for row, pages, scales in (
             (key[token], key_pages, key_scales),
             (value[token], value_pages, value_scales),
         ):
             if scales is not None:
-                row, scales[place] = quantised(row, pages.dtype)
-            pages[place] = row.to(pages.dtype)
+                row, scales[at] = quantised(row, pages.dtype)
+            pages[at] = row.to(pages.dtype)
 
 
 def move(pools: Sequence[Tensor], source: Tensor, target: Tensor) -> None:

@@ -133,7 +133,7 @@ class Group:
             held.digests.append(self.index.publish(page, before, tokens))
 
     def forget(self, held: PageList) -> None:
-        """Let nobody find what lies in a sequence's pages, nor the same tokens elsewhere."""
+        """Take a sequence's full pages, and others of the same tokens, out of the prefix index."""
         self.torn = True
         for digest in held.digests:
             page = self.index.page_of.get(digest)
@@ -370,7 +370,7 @@ class GroupGrowth:
     """New tokens of any number of sequences in one group, and the pages that they need.
 
     spare: None, or pages that no token sees any more are not taken, and their tokens have slots of
-        -1: those behind the window of the token that stands so many before the end.
+        -1: those behind the window of the token that is so many before the end.
     """
 
     def __init__(self, group: Group, tokens: Mapping[int, Tokens], spare: int | None):

@@ -186,7 +186,7 @@ torch.library.impl("saccade::move_pages", "CompositeExplicitAutograd", _move)
 
 @torch.library.register_fake("saccade::move_pages")
 def _move_fake(pools: list[Tensor], source: Tensor, target: Tensor) -> None:
-    """Changes in place only: nothing to say of results."""
+    """No results: it changes tensors in place."""
 
 
 def _across(old: Tensor, new: Tensor, source: Tensor, target: Tensor) -> None:

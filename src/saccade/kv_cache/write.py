@@ -135,7 +135,7 @@ torch.library.impl("saccade::write_kv_cache", "CUDA", _write_on_gpu)
 
 @torch.library.register_fake("saccade::write_kv_cache")
 def _write_fake(*arguments: object) -> None:
-    """Changes in place only: nothing to say of results."""
+    """No results: it changes tensors in place."""
 
 
 def _check_tokens(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Derivatives: how the result of a score grows with the score, and with what it reads.
+"""Derivatives: of a score's result by the score and by the captured tensors that it reads.
 
 Rules of differentiation, applied to the steps of an expression from the last to the first; the
 derivative is an expression of the same variables and captured values.
@@ -30,7 +30,7 @@ LN_2 = math.log(2)
 
 
 class Derivatives:
-    """Derivatives of an expression's result, as steps behind its own.
+    """Derivatives of an expression's result, as further steps behind the expression's.
 
     Attributes:
         expression: the steps of the score, then those that its derivatives need besides.
@@ -206,7 +206,7 @@ def change_with_slopes(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """The changed scores, and what `change_backward` will need: a step is computed once for both.
 
-    wanted: the slots of the captured tensors whose gradients will be asked for.
+    wanted: the slots of the captured tensors whose gradients will be needed.
     """
     found = derivatives(key)
     results = [found.result, *_numbers(found, wanted)]
@@ -229,7 +229,7 @@ def change_backward(
 
     Args:
         visible: which pairs are; what a derivative gives elsewhere, NaN perhaps, is left out.
-        wanted: the slots of the captured tensors whose gradients are asked for.
+        wanted: the slots of the captured tensors whose gradients are needed.
         values: what `change_with_slopes` gave besides; None: it is computed here.
 
     Returns:

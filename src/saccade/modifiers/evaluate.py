@@ -1,7 +1,7 @@
-"""Evaluation: what an expression gives for tensors of rows, in plain PyTorch.
+"""Evaluation: compute an expression on tensors of rows, in plain PyTorch.
 
 Whole numbers are int64. Real ones have the dtype of the scores; in a mask, which knows no scores,
-they are float32, as in kernels. What mask and score functions may call beside operators stands
+they are float32, as in kernels. The functions that masks and scores may call beside operators are
 here too: `take`, and functions of numbers with one meaning on every implementation.
 """
 
@@ -148,7 +148,7 @@ def evaluate(
     """What each step gives, as tensors that broadcast to the pairs of `at`.
 
     visible: pairs through which autograd carries gradients; through others none, not even NaN.
-    wanted: the steps that are asked for, with all that they are made of; None: all.
+    wanted: the steps to compute, with all that they are made of; None: all.
 
     Raises:
         IndexError: where a captured tensor is read outside of its entries.

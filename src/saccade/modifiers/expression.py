@@ -72,7 +72,7 @@ class Step(NamedTuple):
         return int(self.detail) if self.kind == WHOLE else float(self.detail)
 
     def text(self) -> str:
-        """The step as it stands in a key."""
+        """The step as a key spells it."""
         return " ".join(filter(None, [self.op, self.detail, *map(str, self.operands)]))
 
 
@@ -178,7 +178,7 @@ class ExpressionBuilder:
     ) -> int:
         """Add an expression, whose slots come after so many; give its result.
 
-        variables: the steps that stand for some of its variables.
+        variables: the steps that replace some of its variables.
         """
         added: list[int] = []
         for step in expression:
@@ -205,9 +205,8 @@ class ExpressionBuilder:
 
 
 @functools.lru_cache(maxsize=1024)  # functions that compute the same are traced again and again
-def _only(given: tuple[Step, ...], result: int) -> tuple[Expression, tuple[tuple[str, int], ...]]:
-    """The steps that one of them needs, in the order of a tile range to it, as
-    `ExpressionBuilder.expression`."""
+def _only(steps: tuple[Step, ...], result: int) -> tuple[Expression, tuple[tuple[str, int], ...]]:
+    """The steps that a result needs, operands first; see `ExpressionBuilder.expression`."""
     order: list[int] = []
     waiting, seen = [(result, False)], set()
     while waiting:
@@ -217,13 +216,13 @@ def _only(given: tuple[Step, ...], result: int) -> tuple[Expression, tuple[tuple
         elif number not in seen:
             seen.add(number)
             waiting.append((number, True))
-            waiting += [(of, False) for of in reversed(given[number].operands)]
+            waiting += [(of, False) for of in reversed(steps[number].operands)]
     indices = {number: index for index, number in enumerate(order)}
     slots: dict[tuple[str, int], int] = {}
     used = {"t": 0, "i": 0, "f": 0}
-    steps = []
+    found = []
     for number in order:
-        step = given[number]
+        step = steps[number]
         detail = step.detail
         if step.op == "number" or step.op in READS:
             if step.slot not in slots:
@@ -232,8 +231,8 @@ def _only(given: tuple[Step, ...], result: int) -> tuple[Expression, tuple[tuple
             _, colon, rest = detail.partition(":")
             detail = f"{step.slot[0]}{slots[step.slot]}{colon}{rest}"
         operands = tuple(indices[of] for of in step.operands)
-        steps.append(step._replace(operands=operands, detail=detail))
-    return tuple(steps), tuple(slots)
+        found.append(step._replace(operands=operands, detail=detail))
+    return tuple(found), tuple(slots)
 
 
 def _kind(op: str, detail: str, kinds: list[str]) -> str:
@@ -277,7 +276,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant(function: Function) -> Function:
-    """Remember what a function gives; to a graph, which knows its arguments, that is a constant.
+    """Cache a function's results; where torch.compile knows its arguments, a result is a constant.
 
     Dynamo looks for its mark at plain functions only, and warns of caches that it would trace.
     """

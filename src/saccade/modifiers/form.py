@@ -1,4 +1,4 @@
-"""Form: a function's expression for captured values of given kinds, whatever they are.
+"""Form: a function's expression for captured values of known types and any value.
 
 The form depends on no value, so torch.compile may take it for a constant and pass values through
 its graph; and built-in masks and scores, whose values have names, are traced once for all calls.
@@ -6,7 +6,7 @@ its graph; and built-in masks and scores, whose values have names, are traced on
 A function that reaches tensors by itself is followed while the graph is made. A graph cannot run
 `trace`: it holds no dictionaries of tensors by identity, and no errors that are looked at. But
 torch.compile follows Python that does little. So rows are `Taped` meanwhile, which only write down
-what is done with them, and the tensors that it is done with stay the graph's own. What was written
+what is done with them, and the tensors that it is done with stay in the graph. What was written
 down is text and numbers, constants to a graph; outside of it they are played once to the symbols
 of `trace`, and give the same expression as ever.
 """
@@ -30,7 +30,7 @@ DTYPES = {"b": torch.bool, "i": torch.int32, "l": torch.int64, "f": torch.float3
 
 
 class Form(NamedTuple):
-    """A key, and which of the values that a function is given stand in its slots.
+    """A key, and which of the values that a function is called with fill its slots.
 
     A slot of a number holds (index, value): an index among those values, or -1 and the number that
     the function itself brings.
@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 
 def kind_of(value: object) -> str:
-    """The kind of a value that a function may be given: its letter, and a tensor's dimensions.
+    """The kind of a value that a function may capture: its letter, and a tensor's dimensions.
 
     Raises:
         TypeError: for a value that is neither a tensor nor a number.
@@ -74,13 +74,13 @@ def form_of(
     score: bool = False,
     built_in: bool = False,
 ) -> Form:
-    """The form of a function that is given values of these kinds.
+    """The form of a function that is called with values of these kinds.
 
     built_in: tensors keep the names of the function's parameters, whose sizes must be those of the
-        call, and numbers in the function are part of the code.
+        call, and numbers in the function are written into the code.
 
     Raises:
-        TypeError: if the function reads tensors that it is not given.
+        TypeError: if the function reads tensors that are no arguments of it.
     """
     if not built_in:
         _check_reach(function)
@@ -135,7 +135,7 @@ class Unknown(NamedTuple):
 
 
 def placeholders(kinds: Sequence[str]) -> list[Any]:
-    """What a function is given to be traced for values of these kinds."""
+    """The arguments with which a function is traced for values of these kinds."""
     return [_placeholder(kind) for kind in kinds]
 
 
@@ -169,7 +169,7 @@ class Tape:
         return Taped(self, len(self.entries) - 1)
 
     def operand(self, value: Any) -> tuple[Any, ...]:
-        """How a value stands on the tape."""
+        """A value as the tape notes it."""
         if isinstance(value, Taped):
             return ENTRY, value._entry
         if isinstance(value, Tensor):
@@ -307,7 +307,7 @@ def _form_of_tape(
 
 
 def _value(operand: tuple[Any, ...], found: Sequence[Any], captured: Sequence[Any]) -> Any:
-    """What an operand stands for."""
+    """The value of an operand."""
     kind, value = operand[0], operand[-1]
     if kind == SEVERAL:
         return tuple(_value(each, found, captured) for each in value)

@@ -1,4 +1,4 @@
-"""Intervals: what a mask makes of whole tiles, from the first and last rows of each.
+"""Intervals: classify whole tiles under a mask from the first and last rows of each.
 
 Each step of an expression becomes an interval, the smallest and largest number that it can give in
 a tile, or for truths whether any pair can be true and whether every pair is. The verdict is
@@ -68,7 +68,7 @@ class Truth(NamedTuple):
     certain: Any
 
 
-Value = Span | Truth | None  # None: not understood
+Value = Span | Truth | None  # None: nothing is known
 
 
 class IntervalRules(ABC):
@@ -76,7 +76,7 @@ class IntervalRules(ABC):
 
     Attributes:
         most_spans: a read that varies in a tile along more dimensions, or farther than the tile's
-            rows, is not understood; None: all reads are.
+            rows, is left unknown; None: no read is.
     """
 
     def __init__(self, expression: Expression, most_spans: int | None = None):
@@ -88,7 +88,7 @@ class IntervalRules(ABC):
 
     @abstractmethod
     def literal(self, value: Any) -> Any:
-        """A number or truth that stands in the code."""
+        """A number or truth that the code contains."""
 
     @abstractmethod
     def leaf(self, step: Step) -> Span:
@@ -108,7 +108,7 @@ class IntervalRules(ABC):
         NaN where nothing bounds them; of truths whether all are true, and whether any is."""
 
     def verdict(self) -> Truth:
-        """What the last step says of tiles."""
+        """The truth of the last step."""
         found: list[Value] = []
         for step in self.expression:
             found.append(self._value(step, [found[number] for number in step.operands]))
@@ -272,7 +272,7 @@ class IntervalRules(ABC):
         return self._computed(step, spans)
 
     def _computed(self, step: Step, spans: list[Span]) -> Span | None:
-        """What an operation gives, of numbers of its own kind."""
+        """The numbers that an operation on numbers of one kind gives."""
         op, a, b = step.op, spans[0], spans[-1]
         if op in ("real", *FUNCTIONS):
             found = self._each(op, a)._replace(rows="")
@@ -448,8 +448,8 @@ class _TensorRules(IntervalRules):
                 nearest = step.op == "take"
                 picks.append(index.low.clamp(0, size - 1) if nearest else inside(index.low, size))
                 continue
-            entries, place = _entries(index, lows, dim)
-            picks.append(place)
+            entries, pick = _entries(index, lows, dim)
+            picks.append(pick)
             ends = lows, highs
             lows = _folded(ends[0], dim, entries, largest=False)
             highs = _folded(ends[1], dim, entries, largest=True)

@@ -46,7 +46,7 @@ class RowBound(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Rows of a call, and how many keys stand before the first query row's position."""
+    """Rows of a call, and how many keys come before the first query row's position."""
 
     query_len: int
     kv_len: int
@@ -72,7 +72,7 @@ class RowBuilder(ExpressionBuilder):
         raise NotImplementedError
 
     def add(self, op: str, *operands: int, detail: str = "") -> int:
-        """As the builder's; a comparison of rows turned round by ~ is another one."""
+        """The number of a step; ~ of a comparison of rows is the opposite comparison."""
         if op == "~" and operands[0] in self._bounds:
             upper, shifted, number = self._bounds[operands[0]]
             return self._bound(RowBound(not upper, shifted, -number - 1))
@@ -197,7 +197,7 @@ class RowBuilder(ExpressionBuilder):
         return steps
 
     def without_offsets(self, table: Tensor, indices: list[int]) -> tuple[Tensor, list[int]]:
-        """A read at rows that start behind the table's first entries, as one of its later part."""
+        """A read that skips the first entries of a table, as a read of the entries behind them."""
         if self.lengths is None:
             return table, indices
         lengths = dict(zip(("query_row", "kv_row"), self.lengths[:2], strict=True))
@@ -287,7 +287,7 @@ def consists_of(key: str, names: frozenset[str]) -> bool:
 def contiguity_of(key: str) -> str | None:
     """Which range of keys the rows see under a mask; None: perhaps it has holes.
 
-    What is said holds for classes on whole tiles, too: for one tile of queries, the tiles of keys
+    The range holds for classes of whole tiles, too: for one tile of queries, the tiles of keys
     that may hold a visible pair are neighbours, and for one tile of keys the tiles of queries are.
     A verdict on a comparison of rows grows or shrinks with each of them; that on & is the
     intersection of two ranges; that on | of two prefixes is the longer one.

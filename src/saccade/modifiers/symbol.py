@@ -1,6 +1,6 @@
-"""Symbols: what rows, scores and all that follows from them are while a function is traced.
+"""Symbols: the values that a mask or score function computes with while it is traced.
 
-Operators and functions of PyTorch's note a step each; some functions are written here with a few.
+Operators and functions of PyTorch's add a step each; some functions are composed of a few here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Untraceable(TypeError):
 
 
 def _line_of_user() -> str:
-    """Where the traced function stands in its file."""
+    """The file and line of the traced function that is running."""
     package, torch_itself = str(Path(__file__).parents[1]), str(Path(str(torch.__file__)).parent)
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((package, torch_itself)):
@@ -69,7 +69,7 @@ class Symbol:
         return {TRUTH: torch.bool, WHOLE: torch.int64, REAL: torch.float32}[kind]
 
     def dim(self) -> int:
-        """No dimensions: a symbol stands for one pair."""
+        """A symbol is a number of one pair, without dimensions."""
         return 0
 
     ndim = property(dim)
@@ -215,14 +215,14 @@ def call(trace: Trace, name: str, args: Sequence[Any], options: dict[str, Any]) 
 def as_kind(trace: Trace, value: Any, kind: str) -> Symbol:
     """A value as a truth, a whole or a real number."""
     number = trace.constant(value)
-    given = trace.steps[number].kind
-    if given == kind:
+    known = trace.steps[number].kind
+    if known == kind:
         return trace.symbol(number)
     if kind == TRUTH:
         return trace.symbol(trace.add("~", trace.add("==", number, trace.literal(0))))
     if kind == REAL:
         return trace.symbol(trace.add("real", number))
-    if given == TRUTH:
+    if known == TRUTH:
         return trace.symbol(trace.add("where", number, trace.literal(1), trace.literal(0)))
     return trace.symbol(trace.add("whole", number))
 

@@ -92,7 +92,7 @@ class Trace(RowBuilder):
     """The steps of one function, with the tensors and numbers that it captured."""
 
     def __init__(self, lengths: Lengths | None = None, labels: dict[int, str] | None = None):
-        """Labels: the names of tensors by identity, if numbers are to be part of the code."""
+        """labels: names of tensors by identity, where numbers are written into the code."""
         super().__init__(lengths)
         self.labels = labels
         self.tensors: list[Tensor] = []
@@ -133,7 +133,7 @@ class Trace(RowBuilder):
             self.computed[id(memory)] = memory
 
     def constant(self, value: Any) -> int:
-        """The step that stands for what a symbol meets."""
+        """The step of a value that a symbol is combined with."""
         if isinstance(value, Symbol):
             if value._trace is not self:
                 raise Untraceable("a row of another trace is used")
@@ -294,11 +294,11 @@ def trace(
         captured: tensors and numbers that it takes besides.
         offsets: what is added to query_row and kv_row: the positions of the first rows.
         lengths: where the expression is to hold for these alone: what is always so falls away,
-            and rows are aligned as they stand.
+            and rows are aligned as they are numbered.
         score: whether it changes scores, and gives numbers, or is a mask, and gives truths.
         known: whether captured numbers stay what they are.
-        built_in: whether tensors are named as the function's parameters are, and its own numbers
-            are part of the code.
+        built_in: whether tensors are named as the function's parameters are, and numbers in the
+            function are written into the code.
 
     Raises:
         TypeError: naming the line of the function that does what cannot be known.

@@ -51,8 +51,8 @@ def function(
     writer = _PairWriter(expression, slots)
     for number in sorted(needed(expression, result)):
         writer.write(number, expression[number])
-    given = writer.names[result]
-    answer = f"as_score({given}, score)" if score else f"as_bool({given}, kv_row)"
+    answer = writer.names[result]
+    answer = f"as_score({answer}, score)" if score else f"as_bool({answer}, kv_row)"
     parameters = f"score, {ARGUMENTS}" if score else ARGUMENTS
     return _text(name, parameters, [*writer.lines, f"return {answer}"])
 
@@ -60,8 +60,8 @@ def function(
 def offset_function(
     name: str, expression: Expression, slots: list[tuple[str, int]], read: int
 ) -> str:
-    """A device function: the offset of the entry that a read takes, in a table of its own sizes and
-    steps, for every pair of a tile."""
+    """A device function: the offset of the entry that each pair reads, in a table with sizes and
+    steps."""
     writer = _PairWriter(expression, slots)
     step = expression[read]
     for number in sorted(needed(expression, *step.operands)):
@@ -169,11 +169,11 @@ def _literal(value: bool | int | float) -> str:
 
 
 class Dependence(NamedTuple):
-    """What a verdict depends on beside rows: captured tensors by slot and dimension; a dimension
-    of -1 means that the number itself is used."""
+    """A batch entry or head on which a verdict depends: the slot and dimension of the captured
+    tensor that is read at it; -1 where the number itself is used."""
 
     axis: str
-    place: int
+    slot: int
     dim: int
 
 
@@ -193,12 +193,12 @@ class TileVerdict(NamedTuple):
     dependences: frozenset[Dependence]
 
 
-def judging_function(
+def tile_function(
     name: str, expression: Expression, slots: list[tuple[str, int]], most_spans: int = 2
 ) -> TileVerdict:
     """A device function that classifies whole tiles.
 
-    most_spans: tables that are read along more row axes than that are not understood.
+    most_spans: reads along more row axes than that make a tile "perhaps".
     """
     writer = _TileWriter(expression, slots, most_spans)
     possible, certain = writer.verdict()
@@ -241,8 +241,7 @@ class _Line(NamedTuple):
 
 
 def _live(lines: list[_Line]) -> list[_Line]:
-    """Lines without those that the last one does not need: of what was not understood, and reads,
-    which programs that make no plan must not hold."""
+    """The lines that the last one needs: programs that make no plan must not hold other reads."""
     found, wanted = [], {"return"}
     for line in reversed(lines):
         if not wanted.isdisjoint(line.names.split(", ")):
@@ -304,14 +303,14 @@ class _TileWriter(IntervalRules):
         self, step: Step, indices: Sequence[Span | None]
     ) -> tuple[str, str, frozenset[Dependence]]:
         """A captured tensor, where the indices that are known lead in it, and what by."""
-        place = self.slots.index(step.slot)
-        data, offset, read_at = f"data[{place}]", "0", set()
+        slot = self.slots.index(step.slot)
+        data, offset, read_at = f"data[{slot}]", "0", set()
         for dim, (index, number) in enumerate(zip(indices, step.operands, strict=True)):
             if index is None or not index.known:
                 continue
             axis = self.expression[number].op
             if axis in ("batch", "head"):
-                read_at.add(Dependence(axis, place, dim))
+                read_at.add(Dependence(axis, slot, dim))
             counted = "nearest" if step.op == "take" or self.natural[number] else "entry"
             offset += f" + {counted}({index.low}, {data}, {dim})"
         return data, offset, frozenset(read_at)

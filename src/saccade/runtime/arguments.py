@@ -184,7 +184,7 @@ SCALES = "0 or a number of 1e-30 to 1e+30 in size"
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """The factor of the scores: 1/sqrt(head_dim) unless given."""
+    """The factor of the scores: 1/sqrt(head_dim) where it is None."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
     return check_scale(scale, " or None (1/sqrt(head_dim))")
@@ -284,7 +284,7 @@ def check_max_length(name: str, length: int | None, offsets: Tensor) -> int | No
 def resolve_config(
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None, device: torch.device
 ) -> KernelConfig | None:
-    """The config for this device: the one given, or its capability's entry of a mapping."""
+    """The config for this device: the argument, or its capability's entry in a mapping."""
     if config is None or isinstance(config, KernelConfig):
         return config
     takes = "a KernelConfig, or a mapping from (major, minor) to KernelConfig"
@@ -292,7 +292,7 @@ def resolve_config(
         raise TypeError(f"config: got {type(config).__name__}, takes {takes}")
     for capability, entry in config.items():
         pair = isinstance(capability, tuple) and len(capability) == 2
-        if not pair or not all(type(part) is int for part in capability):
+        if not pair or not all(type(number) is int for number in capability):
             raise TypeError(f"config: got the key {capability!r}, takes {takes}")
         if not isinstance(entry, KernelConfig):
             raise TypeError(f"config: got {type(entry).__name__} for {capability}, takes {takes}")

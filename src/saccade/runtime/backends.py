@@ -1,7 +1,7 @@
 """Backends: one ordered list of (operation, pass, backend), and why each can or cannot serve.
 
-The first backend that gives no reason against itself is taken, for each pass on its own. One that
-is named serves every pass of the call, or the call raises.
+Each pass takes the first backend that gives no reason against itself. A named backend serves every
+pass of the call, or the call raises.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The backward pass of an operation: an operator of its own.
+    """The backward pass of an operation: a second operator.
 
     Attributes:
         schema: the arguments before the inputs: gradients of results, then the kept results.
@@ -70,7 +70,7 @@ class Operation:
     Attributes:
         name: the operator's, in the namespace saccade.
         inputs: the NamedTuple of its tensors, in the order of `tensors`.
-        variant_of: the inverse of what made the plain values: which variant they stand for.
+        variant_of: the variant that tables and plain values were made of.
         prepare: the backend's forward pass for calls like this one, of (inputs, variant).
         run: all results, from the operator's arguments.
         empty: memory for all results.
@@ -191,12 +191,12 @@ class Operation:
             return found
         inputs, tables = saved[:end], saved[end + len(gradient.kept) :]
         kept = saved[end : end + len(gradient.kept)]
-        given = iter(call(ctx.wanted, ctx.plain, *arrived, *kept, *inputs, *tables))
+        gradients = iter(call(ctx.wanted, ctx.plain, *arrived, *kept, *inputs, *tables))
         for position in gradient.inputs:
             if inputs[position] is not None:
-                found[position] = next(given)
+                found[position] = next(gradients)
         for position in ctx.wanted:
-            found[end + position] = next(given)
+            found[end + position] = next(gradients)
         return found
 
     def call_backward(self, wanted: list[int], plain: Sequence[Any], *tensors: Any) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Shards: calls on DTensors, each rank computing the batch entries or heads that it holds.
 
-No rank needs another's rows for that, so a call takes the ranks' own tensors, and what it gives is
+No rank needs another's rows for that, so a call takes each rank's local tensors, and its result is
 sharded as its query is. Masks and scores see the numbers of the whole call. Gradients of what is
 whole on every rank, though each computed a part, are partial sums, which DTensor adds up.
 """

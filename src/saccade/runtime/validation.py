@@ -1,4 +1,4 @@
-"""Validation: check every argument of a call and turn them into what implementations take."""
+"""Validation: check every argument of a call and make the values that implementations take."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from saccade.runtime.spec import Inputs, KernelConfig, PagedInputs, Problem, Var
 from saccade.scores import AnyScore, Score, as_score
 
 # ---- autocast ------------------------------------------------------------------------------------
-# Inputs take its dtype once, when they are checked, and nothing is cast after that.
-#
-# Implementations widen what they multiply, and autocast would narrow it again.
+# Inputs take its dtype once, when they are checked. After that it is off: implementations widen
+# what they multiply, and autocast would narrow it again.
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +53,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 def computed_without(function: Callable[P, R]) -> Callable[P, R]:
-    """A pass on the CPU, with autocast off in it."""
+    """Make a pass on the CPU run with autocast off."""
 
     @functools.wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
@@ -72,10 +71,10 @@ def _is_on(device: torch.device) -> bool:
 CAUSAL = causal()
 
 
-def with_causal(mask: AnyMask, asked: bool) -> AnyMask:
-    """What a call's mask and its `causal` ask for together: pairs that both of them show."""
-    arguments.check_flag("causal", asked)
-    if not asked:
+def with_causal(mask: AnyMask, causal: bool) -> AnyMask:
+    """The mask of a call with the option `causal`: pairs that both of them show."""
+    arguments.check_flag("causal", causal)
+    if not causal:
         return mask
     return CAUSAL if mask is None else as_mask(mask) & CAUSAL
 
@@ -98,7 +97,7 @@ def prepare(
     deterministic: bool,
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None,
 ) -> tuple[Inputs, Variant, Problem, KernelConfig | None]:
-    """Check every argument and turn them into what implementations take."""
+    """Check every argument of a dense or packed call; give its values and its config."""
     packed = cu_seqlens_q is not None
     shapes = arguments.PACKED_SHAPES if packed else arguments.DENSE_SHAPES
     query, key, value = cast(query, key, value)
@@ -129,10 +128,10 @@ def _variant(
     device: torch.device,
     batch_invariant: bool = False,
 ) -> Variant:
-    """Mask and score by key, once what they captured is known to fit.
+    """Mask and score by key, with captured tensors that fit the call.
 
-    Whether all sequences have one row, lengths on a GPU do not tell: where bits are to be the same
-    in any batch, the mask stays.
+    Where results must have the same bits in any batch, a causal mask of one row is kept: lengths
+    on a GPU cannot tell whether other sequences of the batch have more.
     """
     mask, score = as_mask(mask), as_score(score)
     if extents.query_len == 1 and mask.key == CAUSAL.key and not batch_invariant:
@@ -145,7 +144,7 @@ def _variant(
 def _fitting(
     argument: str, modifier: Mask | Score, extents: Extents, device: torch.device
 ) -> Captured:
-    """What a mask or score captured, with all dimensions, once it is known to fit."""
+    """The captured tensors of a mask or score, checked, with a dimension for each index."""
     if not modifier.captured.tensors:
         return modifier.captured
     captured = expanded(modifier.key, modifier.captured)
@@ -163,7 +162,7 @@ def prepare_paged(
     return_lse: bool,
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None,
 ) -> tuple[PagedInputs, Variant, Problem, KernelConfig | None]:
-    """The same for a call over pages."""
+    """Check every argument of a call over pages; give its values and its config."""
     inputs = inputs._replace(query=cast(inputs.query)[0])
     longest_q, offsets = None, inputs.cu_seqlens_q
     if offsets is not None and isinstance(inputs.query, Tensor) and inputs.query.dim() == 3:
