@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from saccade.serving.request import Request, RequestState
-
-if TYPE_CHECKING:
-    from saccade import PagedCache
 
 CacheStatistics = Any  # saccade.PagedCache.statistics()'s; the class itself has no public name
 
@@ -107,21 +104,6 @@ def of_request(request: Request) -> RequestStatistics:
         preemptions=request.preemptions,
         recomputed_tokens=request.recomputed,
         pages=request.most_pages,
-    )
-
-
-def of_engine(
-    counts: Counts, *, waiting: int, running: int, preemptions: int, pages: int, cache: PagedCache
-) -> EngineStatistics:
-    """What an engine holds now, and what it has done so far."""
-    return EngineStatistics(
-        waiting=waiting,
-        running=running,
-        preemptions=preemptions,
-        pages=pages,
-        tokens_per_second=counts.new_tokens / counts.busy if counts.busy else 0.0,
-        cache=cache.statistics(),
-        **vars(counts),
     )
 
 

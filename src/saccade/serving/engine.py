@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 from typing_extensions import Unpack
 
 from saccade import PagedCache
-from saccade.serving import completion
 from saccade.serving.capacity import Capacity, make_capacity
 from saccade.serving.completion import Completion, Counts, EngineStatistics, Generated
 from saccade.serving.decoding import Draw, Sampling, TextStream, Tokenizer, check_number, choose
@@ -96,13 +95,15 @@ class Worker:
         """What there is now, and what was done so far."""
         with self._lock:
             self._recover()
-            return completion.of_engine(
-                self._counts,
+            counts = self._counts
+            return EngineStatistics(
                 waiting=len(self._scheduler.waiting) + len(self._submitted),
                 running=len(self._scheduler.running),
                 preemptions=self._scheduler.preemptions,
                 pages=sum(self._cache.num_pages),
-                cache=self._cache,
+                tokens_per_second=counts.new_tokens / counts.busy if counts.busy else 0.0,
+                cache=self._cache.statistics(),
+                **vars(counts),
             )
 
     def _exclusively(self, work: Callable[[], R]) -> R:

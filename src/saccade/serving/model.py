@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import saccade
+from saccade import integrations
 from saccade.serving.decoding import Sampling
 from saccade.serving.request import Limits, Request
 from saccade.serving.scheduler import Scheduler, StepPlan
@@ -158,7 +159,7 @@ class PackedModel:
     """
 
     def __init__(self, model: Any):
-        saccade.integrations.transformers.register()
+        integrations.transformers.register()
         self.name = type(model).__name__
         _check_kind(model)
         model.set_attn_implementation("saccade")
