@@ -226,7 +226,7 @@ def kernel_name(launch: Launch, which: str) -> str:
         return f"hopper_linear_wide_{launch.constants['PASS']}"
     if which.startswith("hopper"):
         return f"hopper_{name}"
-    if "PASS" in launch.constants:  # the sweep of linear attention is one kernel for all of them
+    if "PASS" in launch.constants:  # a scan of linear attention serves two of them
         return f"linear_{launch.constants['PASS']}"
     if which == "shared":
         name = name.replace("backward_keys", "backward_shared")

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from saccade.gpu.hopper.pipeline import warpgroup_mma
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.language import gl, gluon, tl, triton
@@ -42,7 +40,12 @@ from saccade.ops.linear_attention.hopper.program import (
     start_sums,
     state_number,
 )
-from saccade.ops.linear_attention.triton.chunk_scan import linear_sweep
+from saccade.ops.linear_attention.triton.chunk_scan import (
+    GRAD_QUERY,
+    OUTPUT,
+    linear_forward_scan,
+    linear_reverse_scan,
+)
 from saccade.ops.linear_attention.triton.passes import LinearBackwardInputs, Passes, State, sums
 
 
@@ -178,20 +181,12 @@ STAGES = 6  # of two operands
 CONSUMER_REGISTERS, MAPPER_REGISTERS = 168, 56
 
 
-def empty_states(passes: Passes, split: HeadSplit) -> State:
-    """Memory for the states of each segment."""
-    spec, query = passes.spec, passes.inputs.query
-    counts = spec.sequences, spec.state_heads, split.segments, spec.head_dim
-    matrix = query.new_empty(*counts, spec.value_dim, dtype=torch.float32)
-    return matrix, query.new_empty(counts, dtype=torch.float32)
-
-
 def collect_keys(passes: Passes, split: HeadSplit, less_one: bool = False) -> State:
     """Of keys and values. less_one: of features of keys less 1."""
     if split.blocks == WIDE:
         return Passes.collect(passes, None, split.segments)
     spec, inputs = passes.spec, passes.inputs
-    matrix, vector = empty_states(passes, split)
+    matrix, vector = passes.empty_states(split.segments)
 
     def make() -> Launch:
         constants = {
@@ -223,7 +218,7 @@ def collect_keys(passes: Passes, split: HeadSplit, less_one: bool = False) -> St
 def collect_queries(passes: Passes, split: HeadSplit, given: LinearBackwardInputs) -> State:
     """Of queries and gradients of the output, each with the factor and −δ of its row."""
     spec, inputs = passes.spec, passes.inputs
-    matrix, vector = empty_states(passes, split)
+    matrix, vector = passes.empty_states(split.segments)
 
     def make() -> Launch:
         constants = split.constants(spec)
@@ -254,8 +249,8 @@ def collect_queries(passes: Passes, split: HeadSplit, given: LinearBackwardInput
     return matrix, vector
 
 
-# ---- again ---------------------------------------------------------------------------------------
-# Triton sweeps of linear attention, where a row may have made nonfinite rows before it.
+# ---- NaN-safe ------------------------------------------------------------------------------------
+# Triton scans of linear attention, where a row may have made nonfinite rows before it.
 #
 # NaN or inf in a row, a value say, reaches all rows of its chunk in a product, as 0 · NaN is NaN.
 # Where the sums of a head hold such, all of its rows are computed once more, with the care of
@@ -264,16 +259,22 @@ def collect_queries(passes: Passes, split: HeadSplit, given: LinearBackwardInput
 
 @triton.jit
 def linear_nan_safe(
-    nonfinite, a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before,
-    META: tl.constexpr,
+    nonfinite, query, key, value, grad_output, factors, minus_delta, totals, dots, result, eps,
+    sequence, before, META: tl.constexpr,
 ):  # fmt: skip
-    """As `linear_sweep`, of segments of which one of PARTS numbers is not 0. States after segments
-    stay as they are: NaN in either case."""
+    """A scan of segments of which one of PARTS numbers of `nonfinite` is not 0. States after
+    segments stay as they are: NaN in either case."""
     segment = tl.program_id(0) // META.TILES
     part = tl.arange(0, triton.next_power_of_2(META.PARTS))
     flags = tl.load(nonfinite + segment * META.PARTS + part, mask=part < META.PARTS, other=0)
     if tl.max(flags, 0) > 0:
-        linear_sweep(
-            a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, None,
-            META,
-        )  # fmt: skip
+        if META.PASS == OUTPUT or META.PASS == GRAD_QUERY:
+            linear_forward_scan(
+                query, key, value, grad_output, factors, minus_delta, totals, dots, result, eps,
+                sequence, before, None, META,
+            )  # fmt: skip
+        else:
+            linear_reverse_scan(
+                query, key, value, grad_output, factors, minus_delta, totals, dots, result, eps,
+                sequence, before, None, META,
+            )  # fmt: skip

@@ -13,7 +13,7 @@ long sequences of few heads whose chunks would begin elsewhere. Steps are those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,23 +72,39 @@ from saccade.runtime.spec import (
     empty_linear_results,
 )
 
+INNER = 4 * BLOCK_CHANNELS  # channels of a and b in scan_d256.py, whether they exist or not
+OUTER = 2 * BLOCK_CHANNELS  # channels of the result that a program computes there
+WIDEST = 2 * BLOCK_CHANNELS  # channels of a state's side in the other kernels
 
-class LinearSchedule(NamedTuple):
-    """How the kernel runs."""
 
-    stages: int  # of queries, keys and values
-    output_stages: int
+class Schedule(NamedTuple):
+    """How a kernel runs."""
+
+    stages: int  # of rows
     consumer_registers: int
     mapper_registers: int
+    output_stages: int | None = None
+
+    def constants(self) -> dict[str, int]:
+        """What a kernel is compiled for."""
+        constants = {
+            "STAGES": self.stages,
+            "CONSUMER_REGISTERS": self.consumer_registers,
+            "MAPPER_REGISTERS": self.mapper_registers,
+        }
+        return constants | ({"OUTPUT_STAGES": self.output_stages} if self.output_stages else {})
 
 
-FORWARD_SCHEDULE = LinearSchedule(3, 2, 168, 56)
+OF_OUTPUT = Schedule(3, 168, 56, 2)
+OF_QUERIES = Schedule(2, 168, 56, 1)  # rows take the rest of shared memory
+OF_KEYS = Schedule(2, 176, 48)
+OF_WIDE = Schedule(2, 208, 48)
 
 
 def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
     inputs = aligned(inputs)
-    passes = passes_of(inputs, variant, KernelConfig(kv_tile=BLOCK_CHANNELS))
+    passes = HopperPasses(*passes_of(inputs, variant, KernelConfig(kv_tile=BLOCK_CHANNELS)))
     results = empty_linear_results(inputs, variant)
     before, after = initial_of(passes), None
     split = HeadSplit.of(passes.spec)
@@ -99,216 +115,8 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
         before, last = chained(passes, parts, before, split.segments, False)
         results.kv.copy_(last[0])
         results.key_sum.copy_(last[1])
-    LinearHopperForward(passes, results, before, after, split).run()
+    passes.output(split, results, (before, after))
     return results
-
-
-class LinearHopperForward(NamedTuple):
-    """One forward pass under way."""
-
-    passes: Passes
-    results: LinearResults
-    before: State | None
-    after: State | None
-    split: HeadSplit
-
-    def run(self) -> None:
-        """Write the results, and once more what a nonfinite value may have reached."""
-        spec = self.passes.spec
-        shape = spec.sequences, spec.heads, self.split.segments, self.split.parts
-        nonfinite = self.results.output.new_empty(shape, dtype=torch.int32)
-        if self.split.blocks == WIDE:
-            self._wide().start(self.passes, self.before, self.after, self.split.segments, nonfinite)
-        else:
-            self._sweep(nonfinite)
-        totals = (
-            self._totals()
-        )  # of queries and keys alone: no value makes nonfinite them, so they are kept
-        self.passes.output(
-            self.results.output, totals, self.before, None, self.split.segments,
-            totals is not None, Recompute(linear_nan_safe, nonfinite),
-        )  # fmt: skip
-
-    def _totals(self) -> Tensor | None:
-        return None if self.passes.spec.variant.normalize == "none" else self.results.normaliser
-
-    def _wide(self) -> WidePass:
-        return WidePass(
-            "output", *self.passes.inputs[:3], self.results.output, totals=self._totals()
-        )
-
-    def _states(self) -> list[Tensor]:
-        return there_are((*(self.before or ()), *(self.after or ())))
-
-    def _sweep(self, nonfinite: Tensor) -> None:
-        passes, totals = self.passes, self._totals()
-        spec, inputs = passes.spec, passes.inputs
-        split = self.split
-        schedule, output = FORWARD_SCHEDULE, self.results.output
-
-        def make() -> Launch:
-            constants = {
-                "HEADS_PER_QUERY": passes.share(spec.query_heads),
-                "HEADS_PER_KEY": passes.share(spec.key_heads),
-                "HEADS_PER_VALUE": passes.share(spec.value_heads),
-                "GROUP": spec.group,
-                **split.constants(spec),
-                "SCALE": spec.variant.scale,
-                "NORMALIZE": spec.variant.normalize,
-                "STAGES": schedule.stages,
-                "OUTPUT_STAGES": schedule.output_stages,
-                "CONSUMER_REGISTERS": schedule.consumer_registers,
-                "MAPPER_REGISTERS": schedule.mapper_registers,
-            }
-            return Launch(linear_forward, constants, {"num_warps": 4}, meta=LinearForwardMeta)
-
-        def arguments() -> tuple[Any, ...]:
-            lengths = inputs.key_lengths
-            return (
-                *moved((*inputs[:3], output)),
-                Kept(totals, lengths, nonfinite),
-                sums(self.before),
-                sums(self.after),
-                sizes(spec, spec.heads),
-                spec.variant.eps,
-            )
-
-        tensors = (*passes.known(), *there_are((output, totals, nonfinite)), *self._states())
-        key = "hopper", split, self.before is None, schedule
-        launch = remembered(spec.launches, key, make)
-        launch(split.programs(spec, spec.heads), spec.device, tensors, arguments)
-
-
-# ---- heads of more than 128 channels -------------------------------------------------------------
-
-INNER = 4 * BLOCK_CHANNELS  # channels of a and b, whether they exist or not
-OUTER = 2 * BLOCK_CHANNELS  # channels of the result that a program computes
-
-
-class WideSchedule(NamedTuple):
-    """How the kernel runs."""
-
-    stages: int  # of a, b and c
-    consumer_registers: int
-    mapper_registers: int
-
-
-WIDE_SCHEDULE = WideSchedule(2, 208, 48)
-
-
-class WidePass(NamedTuple):
-    """What a pass reads and writes."""
-
-    name: str
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    result: Tensor
-    own: Tensor | None = None  # what a gradient of features is of, before it is mapped
-    given: LinearBackwardInputs | None = None
-    totals: Tensor | None = None  # sums of scores, written with the output
-
-    def start(
-        self, passes: Passes, before: State | None, after: State | None, segments: int,
-        nonfinite: Tensor,
-    ) -> None:  # fmt: skip
-        """Start the kernel. nonfinite: flags to be written, of each 64 channels of the result."""
-        spec = passes.spec
-        tiles = self.parts // 2
-        schedule = WIDE_SCHEDULE
-
-        def make() -> Launch:
-            constants = {
-                **self._shares(passes),
-                "GROUP": spec.group,
-                "HEAD_DIM": spec.head_dim,
-                "VALUE_DIM": spec.value_dim,
-                "TILES": tiles,
-                "SEGMENTS": segments,
-                "PASS": self.name,
-                "BOTTOM_RIGHT": spec.bottom_right,
-                "STARTED": spec.started,
-                "FEATURE_MAP": spec.variant.feature_map,
-                "SCALE": spec.variant.scale,
-                "NORMALIZE": spec.variant.normalize,
-                "STAGES": schedule.stages,
-                "CONSUMER_REGISTERS": schedule.consumer_registers,
-                "MAPPER_REGISTERS": schedule.mapper_registers,
-            }
-            return Launch(linear_wide, constants, {"num_warps": 4}, meta=WideMeta)
-
-        def arguments() -> tuple[Any, ...]:
-            lengths = passes.inputs.key_lengths
-            return (
-                *self._described(),
-                self._numbers(),
-                Kept(self.totals, lengths, nonfinite),
-                sums(before),
-                sums(after),
-                sizes(spec, spec.heads),
-                spec.variant.eps,
-            )
-
-        rows = there_are((self.a, self.b, self.c, self.own, self.result, self.totals, nonfinite))
-        numbers = [] if self.given is None else there_are(self.given[:3])
-        states = (*(before or ()), *(after or ()))
-        strides = tuple(operand.stride() for operand in rows)
-        key = "hopper wide", self.name, segments, before is None, after is None, schedule, strides
-        launch = remembered(spec.launches, key, make)
-        programs = spec.sequences * spec.heads * tiles * segments
-        launch(programs, spec.device, (*passes.known(), *rows, *numbers, *states), arguments)
-
-    @property
-    def parts(self) -> int:
-        """Blocks of 64 channels of the result that programs have."""
-        return 2 * -(-self.result.shape[-1] // OUTER)
-
-    def _shares(self, passes: Passes) -> dict[str, int]:
-        operands = {"A": self.a, "B": self.b, "C": self.c, "OWN": self.own}
-        return {
-            f"HEADS_PER_{name}": 1 if rows is None else passes.share(rows.shape[1])
-            for name, rows in operands.items()
-        }
-
-    def _described(self) -> Iterator[Any]:
-        """All rows as TMA moves them: 64 of them, and so many channels."""
-        for rows, channels in (
-            (self.a, INNER), (self.b, INNER), (self.c, OUTER), (self.own, BLOCK_CHANNELS),
-            (self.result, BLOCK_CHANNELS),
-        ):  # fmt: skip
-            if rows is None:
-                yield None
-            else:
-                yield descriptor(rows, Box.of(rows, False, BLOCK_CHANNELS, channels))
-
-    def _numbers(self) -> RowNumbers | None:
-        if self.given is None:
-            return None
-        return RowNumbers(self.given.factors, self.given.minus_delta)
-
-
-WIDEST = 2 * BLOCK_CHANNELS  # channels of a state's side in kernels of their own
-
-
-class GradientSchedule(NamedTuple):
-    """How a kernel runs."""
-
-    stages: int  # of rows
-    consumer_registers: int
-    mapper_registers: int
-
-    def constants(self) -> dict[str, int]:
-        """What a kernel is compiled for."""
-        return {
-            "STAGES": self.stages,
-            "CONSUMER_REGISTERS": self.consumer_registers,
-            "MAPPER_REGISTERS": self.mapper_registers,
-        }
-
-
-OF_QUERIES = GradientSchedule(2, 168, 56)
-OF_KEYS = GradientSchedule(2, 176, 48)
-OUTPUT_STAGES = 1  # of gradients of queries: rows take the rest of shared memory
 
 
 def backward(
@@ -322,9 +130,8 @@ def backward(
     grad_key_sum: Tensor | None,
 ) -> LinearGradients:
     """Gradients of the inputs, the same bits in every run."""
-    passes = HopperPasses(
-        *passes_of(aligned(inputs), variant, KernelConfig(kv_tile=BLOCK_CHANNELS))
-    )
+    passes = passes_of(aligned(inputs), variant, KernelConfig(kv_tile=BLOCK_CHANNELS))
+    passes = HopperPasses(*passes)
     grad_output = readable(grad_output)
     split = split_of(passes.spec, keys=False)
     if variant.normalize == "none" or split is None or is_wide(passes.spec):
@@ -349,8 +156,41 @@ def is_wide(spec: LinearCallSpec) -> bool:
     return max(spec.head_dim, spec.value_dim) > WIDEST
 
 
+class WidePass(NamedTuple):
+    """What a pass of scan_d256.py reads and writes, with that file's names."""
+
+    name: str
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    result: Tensor
+    source: Tensor | None = None  # what a gradient of features is of, before it is mapped
+    given: LinearBackwardInputs | None = None
+    totals: Tensor | None = None  # sums of scores, written with the output
+
+    @property
+    def parts(self) -> int:
+        """Blocks of 64 channels of the result that programs have."""
+        return 2 * -(-self.result.shape[-1] // OUTER)
+
+    def described(self) -> Iterator[Any]:
+        """All rows as TMA moves them: 64 of them, and so many channels."""
+        for rows, channels in (
+            (self.a, INNER), (self.b, INNER), (self.c, OUTER), (self.source, BLOCK_CHANNELS),
+            (self.result, BLOCK_CHANNELS),
+        ):  # fmt: skip
+            if rows is None:
+                yield None
+            else:
+                yield descriptor(rows, Box.of(rows, False, BLOCK_CHANNELS, channels))
+
+
 class HopperPasses(Passes):
-    """One call under way."""
+    """One call under way, and the kernels for Hopper that can be started for it.
+
+    Each of them writes flags for what a nonfinite value may have reached, which a Triton kernel
+    then computes once more.
+    """
 
     def gradient_segments(self, keys: bool) -> int:
         """Into how many parts sequences are cut for gradients of queries, or of keys and values."""
@@ -368,147 +208,233 @@ class HopperPasses(Passes):
         balanced = bool(is_balanced(variant.feature_map, variant.normalize))
         return collect_keys(self, split, balanced)
 
+    def output(
+        self, split: HeadSplit, results: LinearResults, states: tuple[State | None, State | None]
+    ) -> None:
+        """Write the output, sums of scores and, from states to start from, the last ones."""
+        totals = None if self.spec.variant.normalize == "none" else results.normaliser
+        if split.blocks == WIDE:
+            wide = WidePass("output", *self.inputs[:3], results.output, totals=totals)
+            recompute = self._wide(wide, *states, split.segments)
+        else:
+            recompute = self._output(split, results.output, totals, *states)
+        # No value spoils the sums of scores, which are of queries and keys alone: they are kept.
+        self.scan(
+            "output", results.output, (states[0], None), split.segments, recompute, totals=totals,
+            counted=totals is not None,
+        )  # fmt: skip
+
     def grad_query(
-        self, given: LinearBackwardInputs, result: Tensor, dots: Tensor | None, before: State |
-        None, segments: int, recompute: Recompute | None = None,
+        self, given: LinearBackwardInputs, result: Tensor, dots: Tensor | None,
+        before: State | None, segments: int,
     ) -> None:  # fmt: skip
         """Write the gradients of queries, one for each output head."""
-        split = split_of(self.spec, keys=False)
+        split, recompute = split_of(self.spec, keys=False), None
         if split is not None and is_wide(self.spec):
             rows = given.grad_output, self.inputs.value, self.inputs.key
-            wide = WidePass("grad_query", *rows, result, self._own(self.inputs.query), given)
+            wide = WidePass("grad_query", *rows, result, self._source(self.inputs.query), given)
             recompute = self._wide(wide, before, None, segments)
         elif split is not None:
             recompute = self._grad_query(split, given, result, before)
             # Done again from the first state on: segments may start from others than Triton's.
             recompute = recompute._replace(nonfinite=recompute.nonfinite.flatten(2))
             before, segments = initial_of(self), 1
-        super().grad_query(given, result, dots, before, segments, recompute)
+        self.scan("grad_query", result, (before, None), segments, recompute, given=given, dots=dots)
 
     def grad_key_value(
         self, given: LinearBackwardInputs, results: tuple[Tensor, Tensor], dots: Tensor | None,
-        before: State | None, after: State | None, segments: int, recompute: Recompute | None =
-        None,
+        before: State | None, after: State | None, segments: int,
     ) -> None:  # fmt: skip
         """Write the gradients of keys and of values, and of the first states."""
         split = split_of(self.spec, keys=True)
-        if split is not None and is_wide(self.spec):
-            self._wide_key_value(given, results, before, after, segments)
+        if split is None:
+            super().grad_key_value(given, results, dots, before, after, segments)
             return
-        if split is not None:
-            recompute, after = self._grad_key_value(split, given, results, before, after), None
-        super().grad_key_value(given, results, dots, before, after, segments, recompute)
-
-    def _wide_key_value(
-        self, given: LinearBackwardInputs, results: tuple[Tensor, Tensor], before: State | None,
-        after: State | None, segments: int,
-    ) -> None:  # fmt: skip
         query, key, value = self.inputs[:3]
-        wide = WidePass(
-            "grad_key", value, given.grad_output, query, results[0], self._own(key), given
-        )
-        recompute = self._wide(wide, before, after, segments)
-        self.grad_key(given, results[0], None, before, None, segments, recompute)
-        wide = WidePass("grad_value", key, query, given.grad_output, results[1], None, given)
-        recompute = self._wide(wide, before, None, segments)
-        self.grad_value(given, results[1], before, segments, recompute)
+        if is_wide(self.spec):
+            rows = value, given.grad_output, query
+            wide = WidePass("grad_key", *rows, results[0], self._source(key), given)
+            of_keys = self._wide(wide, before, after, segments)
+            rows = key, query, given.grad_output
+            wide = WidePass("grad_value", *rows, results[1], None, given)
+            of_values = self._wide(wide, before, None, segments)
+        else:
+            of_keys = of_values = self._grad_key_value(split, given, results, before, after)
+        start = before, None
+        self.scan("grad_key", results[0], start, segments, of_keys, given=given, dots=dots)
+        self.scan("grad_value", results[1], start, segments, of_values, given=given)
+
+    # ---- launches -----------------------------------------------------------------------------
 
     def _wide(
         self, wide: WidePass, before: State | None, after: State | None, segments: int
     ) -> Recompute:
-        shape = self.spec.sequences, self.spec.heads, segments, wide.parts
-        nonfinite = self.inputs.query.new_empty(shape, dtype=torch.int32)
-        wide.start(self, before, after, segments, nonfinite)
-        return Recompute(linear_nan_safe, nonfinite)
+        spec, recompute = self.spec, self._recompute(segments, wide.parts)
+        operands = {"A": wide.a, "B": wide.b, "C": wide.c, "OWN": wide.source}
 
-    def _own(self, rows: Tensor) -> Tensor | None:
-        """Rows that a gradient goes through the feature map of, if it does more than scale."""
-        return None if self.spec.variant.feature_map == "identity" else rows
+        def constants() -> dict[str, Any]:
+            return {
+                **{f"HEADS_PER_{name}": 1 if rows is None else self.share(rows.shape[1])
+                   for name, rows in operands.items()},
+                "GROUP": spec.group,
+                "HEAD_DIM": spec.head_dim,
+                "VALUE_DIM": spec.value_dim,
+                "TILES": wide.parts // 2,
+                "SEGMENTS": segments,
+                "PASS": wide.name,
+                "BOTTOM_RIGHT": spec.bottom_right,
+                "STARTED": spec.started,
+                "FEATURE_MAP": spec.variant.feature_map,
+                "SCALE": spec.variant.scale,
+                "NORMALIZE": spec.variant.normalize,
+                **OF_WIDE.constants(),
+            }  # fmt: skip
+
+        def arguments() -> tuple[Any, ...]:
+            return (
+                *wide.described(),
+                None if wide.given is None else numbers_of(wide.given),
+                Kept(wide.totals, self.inputs.key_lengths, recompute.nonfinite),
+                sums(before), sums(after), sizes(spec, spec.heads), spec.variant.eps,
+            )  # fmt: skip
+
+        rows = there_are((*operands.values(), wide.result, wide.totals))
+        programs = spec.sequences * spec.heads * (wide.parts // 2) * segments
+        key = "wide", wide.name, segments, before is None, after is None, *strides_of(rows)
+        tensors = (
+            *rows,
+            *(wide.given or ())[:3],
+            recompute.nonfinite,
+            *(before or ()),
+            *(after or ()),
+        )
+        self._launch(linear_wide, WideMeta, key, constants, programs, tensors, arguments)
+        return recompute
+
+    def _output(
+        self, split: HeadSplit, output: Tensor, totals: Tensor | None, before: State | None,
+        after: State | None,
+    ) -> Recompute:  # fmt: skip
+        spec, recompute = self.spec, self._recompute(split.segments, split.parts)
+
+        def constants() -> dict[str, Any]:
+            return self._operands() | split.constants(spec) | OF_OUTPUT.constants() | {
+                "SCALE": spec.variant.scale, "NORMALIZE": spec.variant.normalize,
+            }  # fmt: skip
+
+        def arguments() -> tuple[Any, ...]:
+            return (
+                *moved((*self.inputs[:3], output)),
+                Kept(totals, self.inputs.key_lengths, recompute.nonfinite),
+                sums(before), sums(after), sizes(spec, spec.heads), spec.variant.eps,
+            )  # fmt: skip
+
+        tensors = output, totals, recompute.nonfinite, *(before or ()), *(after or ())
+        key, programs = ("output", split, before is None), split.programs(spec, spec.heads)
+        self._launch(
+            linear_forward, LinearForwardMeta, key, constants, programs, tensors, arguments
+        )
+        return recompute
 
     def _grad_query(
         self, split: HeadSplit, given: LinearBackwardInputs, result: Tensor, before: State | None
     ) -> Recompute:
-        spec, nonfinite = self.spec, self._nonfinite(split)
+        spec, recompute = self.spec, self._recompute(split.segments, split.parts)
         query, key, value = self.inputs[:3]
         output, normaliser = given.quotient or (None, None)
 
-        def make() -> Launch:
-            constants = {
-                "HEADS_PER_QUERY": self.share(spec.query_heads),
-                "HEADS_PER_KEY": self.share(spec.key_heads),
-                "HEADS_PER_VALUE": self.share(spec.value_heads),
-                "GROUP": spec.group,
-                **self._constants(split),
-                "NORMALIZE": spec.variant.normalize,
-                **OF_QUERIES.constants(),
-                "OUTPUT_STAGES": OUTPUT_STAGES,
-            }
-            return Launch(
-                linear_backward_queries, constants, {"num_warps": 4}, meta=QueryGradientMeta
-            )
+        def constants() -> dict[str, Any]:
+            more = {"NORMALIZE": spec.variant.normalize, **OF_QUERIES.constants()}
+            return self._operands() | self._of_gradients(split) | more
 
         def arguments() -> tuple[Any, ...]:
-            kept = Kept(
-                normaliser, self.inputs.key_lengths,
-                nonfinite,
-            )  # fmt: skip
             return (
                 *moved((query, given.grad_output, key, value)),
                 None if output is None else next(moved((output,))),
                 *moved((result,)),
-                RowNumbers(given.factors, given.minus_delta),
-                kept, sums(before), sizes(spec, spec.heads), spec.variant.eps,
+                numbers_of(given),
+                Kept(normaliser, self.inputs.key_lengths, recompute.nonfinite),
+                sums(before), sizes(spec, spec.heads), spec.variant.eps,
             )  # fmt: skip
 
-        rows = there_are((*given[:3], *(given.quotient or ()), result, nonfinite))
-        strides = given.grad_output.stride(), None if output is None else output.stride()
-        cache_key = "hopper grad_query", split, before is None, OF_QUERIES, strides
-        tensors = (*self.known(), *rows, *(before or ()))
-        launch = remembered(spec.launches, cache_key, make)
-        launch(split.programs(spec, spec.heads), spec.device, tensors, arguments)
-        return Recompute(linear_nan_safe, nonfinite)
+        rows = *given[:3], output, normaliser, result, recompute.nonfinite
+        strides = strides_of(there_are((given.grad_output, output)))
+        self._launch(
+            linear_backward_queries, QueryGradientMeta,
+            ("grad_query", split, before is None, *strides), constants,
+            split.programs(spec, spec.heads), (*rows, *(before or ())), arguments,
+        )  # fmt: skip
+        return recompute
 
     def _grad_key_value(
         self, split: HeadSplit, given: LinearBackwardInputs, results: tuple[Tensor, Tensor],
         before: State | None, after: State | None,
     ) -> Recompute:  # fmt: skip
-        spec, nonfinite = self.spec, self._nonfinite(split)
+        spec, recompute = self.spec, self._recompute(split.segments, split.parts)
         query, key, value = self.inputs[:3]
 
-        def make() -> Launch:
-            constants = {
-                "HEADS_PER_QUERY": self.share(spec.query_heads),
-                **self._constants(split),
-                **OF_KEYS.constants(),
-            }
-            return Launch(linear_backward_keys, constants, {"num_warps": 4}, meta=KeyGradientMeta)
+        def constants() -> dict[str, Any]:
+            heads = {"HEADS_PER_QUERY": self.share(spec.query_heads)}
+            return heads | self._of_gradients(split) | OF_KEYS.constants()
 
         def arguments() -> tuple[Any, ...]:
             return (
                 *moved((query, given.grad_output, key, value, *results)),
-                RowNumbers(given.factors, given.minus_delta),
-                Kept(None, self.inputs.key_lengths, nonfinite),
+                numbers_of(given),
+                Kept(None, self.inputs.key_lengths, recompute.nonfinite),
                 sums(before), sums(after), sizes(spec, spec.heads),
             )  # fmt: skip
 
-        states = (*(before or ()), *(after or ()))
-        strides = given.grad_output.stride()
-        cache_key = "hopper keys", split, before is None, after is None, OF_KEYS, strides
-        tensors = (*self.known(), *there_are(given[:3]), *results, nonfinite, *states)
-        launch = remembered(spec.launches, cache_key, make)
-        launch(split.programs(spec, spec.heads), spec.device, tensors, arguments)
-        return Recompute(linear_nan_safe, nonfinite)
+        rows = *given[:3], *results, recompute.nonfinite, *(before or ()), *(after or ())
+        self._launch(
+            linear_backward_keys, KeyGradientMeta,
+            ("grad_key_value", split, before is None, after is None, given.grad_output.stride()),
+            constants, split.programs(spec, spec.heads), rows, arguments,
+        )  # fmt: skip
+        return recompute
 
-    def _constants(self, split: HeadSplit) -> dict[str, Any]:
+    def _launch(
+        self, kernel: Any, meta: type[tuple[Any, ...]], key: Any,
+        constants: Callable[[], dict[str, Any]], programs: int, tensors: Sequence[Tensor | None],
+        arguments: Callable[[], tuple[Any, ...]],
+    ) -> None:  # fmt: skip
+        launch = remembered(
+            self.spec.launches, ("hopper", key),
+            lambda: Launch(kernel, constants(), {"num_warps": 4}, meta=meta),
+        )  # fmt: skip
+        launch(programs, self.spec.device, (*self.known(), *there_are(tensors)), arguments)
+
+    def _operands(self) -> dict[str, int]:
+        """How many output heads share each operand, and each state."""
         spec = self.spec
-        constants = {
-            **split.constants(spec), "STARTED": spec.started, "SCALE": spec.variant.scale,
-        }  # fmt: skip
+        return {
+            "HEADS_PER_QUERY": self.share(spec.query_heads),
+            "HEADS_PER_KEY": self.share(spec.key_heads),
+            "HEADS_PER_VALUE": self.share(spec.value_heads),
+            "GROUP": spec.group,
+        }
+
+    def _of_gradients(self, split: HeadSplit) -> dict[str, Any]:
+        constants = split.constants(self.spec)
         del constants["TILES"]  # one
-        return constants
+        return constants | {"STARTED": self.spec.started, "SCALE": self.spec.variant.scale}
 
-    def _nonfinite(self, split: HeadSplit) -> Tensor:
-        """Memory for flags."""
-        spec = self.spec
-        shape = spec.sequences, spec.heads, split.segments, split.parts
-        return self.inputs.query.new_empty(shape, dtype=torch.int32)
+    def _source(self, rows: Tensor) -> Tensor | None:
+        """Rows that a gradient goes through the feature map of, if it does more than scale."""
+        return None if self.spec.variant.feature_map == "identity" else rows
+
+    def _recompute(self, segments: int, parts: int) -> Recompute:
+        """Memory for flags, and the kernel that reads them."""
+        shape = self.spec.sequences, self.spec.heads, segments, parts
+        flags = self.inputs.query.new_empty(shape, dtype=torch.int32)
+        return Recompute(linear_nan_safe, flags)
+
+
+def numbers_of(given: LinearBackwardInputs) -> RowNumbers:
+    """What each query row has in the backward pass, as kernels take it."""
+    return RowNumbers(given.factors, given.minus_delta)
+
+
+def strides_of(rows: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """The strides of tensors, which kernels are compiled for."""
+    return tuple(each.stride() for each in rows)

@@ -1,26 +1,28 @@
-"""Linear attention, chunk scan: chunk by chunk along the rows, with the running state in registers.
+"""Linear attention, chunk scans: along the rows in chunks, with the running state in registers.
 
 Every pass over a call has this one form, for rows p of one side and rows r of the other:
 
     result_p = Σ_r (a_p · b_r + α_p β_r) · fade(p, r) · c_r
 
 The sum over rows of earlier chunks is kept as a state, of b_r and c_r; pairs within a chunk are
-multiplied out. Queries and keys are numbered by *place*: key row n has place n, a query row has
-the place of the last key that it sees. The four passes are
+multiplied out. Queries and keys are numbered by *position*: that of key row n is n, that of a query
+row is the one of the last key that it sees. The four passes are
 
-    pass          a           b           c           α, β        direction
-    output        φ(query)    φ(key)      value       –           forwards
-    grad_query    grad        value       φ(key)      −δ, 1       forwards
-    grad_key      value       grad        φ̂(query)    1, −δ       backwards
-    grad_value    φ(key)      φ̂(query)    grad        –           backwards
+    pass          a           b           c           α, β        scan
+    output        φ(query)    φ(key)      value       –           forward
+    grad_query    grad        value       φ(key)      −δ, 1       forward
+    grad_key      value       grad        φ̂(query)    1, −δ       reverse
+    grad_value    φ(key)      φ̂(query)    grad        –           reverse
 
 with φ̂(query) = φ(query) / divisor and δ = (grad · output) · ∂divisor/∂total: gradients are those of
 plain products with values [value, 1]. The divisor goes with the features, and last of all with
 grad_query, so that values and their gradients are everywhere multiplied as they lie in memory.
 
-The state is held as [values, keys], channels of each: whichever of b and c is plain stands on the
-left of its product, where Triton cannot take what was computed and then transposed. A program
-computes one tile of the result's channels.
+So the forward scan goes along the queries and adds up keys and values, the reverse scan goes along
+the keys, from the last one, and adds up queries and gradients. The state is held as [values, keys],
+channels of each: whichever of b and c is plain stands on the left of its product, where Triton
+cannot take what was computed and then transposed. A program computes one tile of the result's
+channels.
 
 Source: Katharopoulos et al. 2020, sections 3.2 and 3.3; chunks as in Hua et al. 2022, section 3.3;
 decay as in RetNet (Sun et al. 2023), equations 5 to 7.
@@ -36,36 +38,44 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from saccade.gpu.device_ops import maximum
-from saccade.gpu.features import in_units, load_features, load_number, narrow, where_also
+from saccade.gpu.features import load_features, load_number, narrow, where_also
 from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import (
     any_nonfinite,
-    nonfinite_rows,
     pad_rows,
     row_pointers,
     tile_pointers,
-    wide,
-    without,
 )
 from saccade.ops.linear_attention.triton.chunk_state import (
-    bounds_of,
+    add_rows,
+    chunks_of,
     decays_of,
     keep_sums,
     keys_at,
+    program_of,
     queries_at,
+    scores_of,
     start_sums,
-    state_of,
+    state_number,
     summed_decay_until,
+    times_sums,
+    weighed,
 )
 
+OUTPUT, GRAD_QUERY = tl.constexpr("output"), tl.constexpr("grad_query")
+GRAD_KEY, GRAD_VALUE = tl.constexpr("grad_key"), tl.constexpr("grad_value")
 
-class SweepMeta(NamedTuple):
-    """What is known of a sweep when it is compiled: heads that share an operand, channels, pass."""
 
-    HEADS_PER_A: int
-    HEADS_PER_B: int
-    HEADS_PER_C: int
-    HEADS_PER_THROUGH: int
+class ScanMeta(NamedTuple):
+    """What is known of a scan when it is compiled: heads that share an operand, channels, pass.
+
+    INNER: the channels of a, of all rows; OUTER: those of the result, in TILES of OUTER_TILE.
+    ALIGN: "top_left" or "bottom_right", or "all" where every row sees all keys.
+    """
+
+    HEADS_PER_QUERY: int
+    HEADS_PER_KEY: int
+    HEADS_PER_VALUE: int
     GROUP: int
     STATE_HEADS: int
     SEGMENTS: int
@@ -76,328 +86,336 @@ class SweepMeta(NamedTuple):
     TILES: int
     CHUNK: int
     PASS: str
-    CAUSAL: bool
-    BOTTOM_RIGHT: bool
+    ALIGN: str
     STARTED: bool
+    COUNTED: bool  # whether `totals` are known, and not to be written
     NORMALIZE: str
     PRECISION: str
-    BEFORE: bool
-    AFTER: bool
-    NUMBERS: bool
-    PARTS: int = None
+    PARTS: int | None = None
+
+
+# ---- forward -------------------------------------------------------------------------------------
 
 
 @triton.jit
-def linear_sweep(  # breaks kernel-booleans: one kernel serves four passes
-    a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, before, after,
-    META: tl.constexpr,
+def linear_forward_scan(
+    query, key, value, grad_output, factors, minus_delta, totals, dots, result, eps, sequence,
+    before, after, META: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of channels of all rows of a head, or of one segment of them.
+    """One program: a tile of channels of the output or of grad_query, for one segment of a head.
 
-    factors, minus_delta: Views of 1 / divisor and −δ where a pass has them. numbers: a View of one
-    number for each row, written if NUMBERS: sums of scores with the output, and with a gradient its
-    dot product with the features, for each tile of channels. through: the rows that a gradient is
-    of (Operand). before, after: states (Sums) that the segment starts from and ends with. Without
-    CAUSAL every row reads the state before, in which all rows of the other side are.
+    query, key, value, grad_output: Operands; the output has no grad_output. factors, minus_delta:
+    Views of 1 / divisor and −δ of each query row, or None. totals: a View of sums of scores, for
+    the output, or None. dots: a View of features · gradient, for each row of a gradient and tile,
+    or None. before, after: states (Sums) that the segment starts from and ends with, or None.
     """
-    BACKWARDS: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_QUERY
-    AUGMENTED: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_VALUE
-    HEADS: tl.constexpr = META.STATE_HEADS if BACKWARDS else META.STATE_HEADS * META.GROUP
-    program = tl.program_id(0)
-    tile, segment = program % META.TILES, (program // META.TILES) % META.SEGMENTS
-    head = (program // (META.TILES * META.SEGMENTS)) % HEADS
-    batch = program // (META.TILES * META.SEGMENTS * HEADS)
-    state_head = head if BACKWARDS else head // META.GROUP
-    bounds = bounds_of(sequence, batch, META.BOTTOM_RIGHT)
+    HEADS: tl.constexpr = META.STATE_HEADS * META.GROUP
+    GRADIENT: tl.constexpr = META.PASS == GRAD_QUERY
+    KEYS: tl.constexpr = META.OUTER if GRADIENT else META.INNER
+    VALUES: tl.constexpr = META.INNER if GRADIENT else META.OUTER
+    batch, head, tile, segment, bounds, inner, outer = program_of(sequence, HEADS, META)
     pad_rows(result, 0.0, META.OUTER, META.OUTER_TILE)
-    if META.NUMBERS and META.PASS == OUTPUT:
-        pad_rows(numbers, 0.0, 1, 1)
-    inner, outer = (
-        tl.arange(0, META.INNER_WIDTH),
-        tile * META.OUTER_TILE + tl.arange(0, META.OUTER_TILE),
-    )
-    at = (batch, head, state_head, tile)
-
-    number = (
-        wide(state_of(sequence, batch)) * META.STATE_HEADS + state_head
-    ) * META.SEGMENTS + segment
-    keys, values, KEYS, VALUES = inner, outer, META.INNER, META.OUTER
-    if AUGMENTED:
-        keys, values, KEYS, VALUES = outer, inner, META.OUTER, META.INNER
-    state = start_sums(before, number, keys, values, KEYS, VALUES, META.BEFORE)
-    chunks = tl.cdiv(bounds[5], META.CHUNK)
-    of_segment = tl.cdiv(chunks, META.SEGMENTS)
-    num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
+    if totals is not None and not META.COUNTED:
+        pad_rows(totals, 0.0, 1, 1)
+    keys, values = inner, outer
+    if GRADIENT:
+        keys, values = outer, inner
+    number = state_number(sequence, batch, head // META.GROUP, segment, META)
+    state = start_sums(before, number, keys, values, KEYS, VALUES)
+    first, num_chunks = chunks_of(bounds, segment, META)
     for index in range(0, num_chunks):
-        chunk = segment * of_segment + (num_chunks - 1 - index if BACKWARDS else index)
-        state = visit(
-            a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, (at, bounds,
-            bounds[4] + chunk * META.CHUNK, inner, outer), state, META, False,
+        state = visit_queries(
+            query, key, value, grad_output, factors, minus_delta, totals, dots, result, eps,
+            sequence, (batch, head, tile, bounds, keys, values),
+            bounds[4] + (first + index) * META.CHUNK, state, META, False,
         )  # fmt: skip
-    if META.CAUSAL and any_nonfinite(state[0]):
+    if META.ALIGN != "all" and any_nonfinite(state[0]):
         # NaN or inf: within its chunk it may have reached rows that do not see it. NaN-safe again.
-        state = start_sums(before, number, keys, values, KEYS, VALUES, META.BEFORE)
+        state = start_sums(before, number, keys, values, KEYS, VALUES)
         for index in tl.range(0, num_chunks, num_stages=1):
-            chunk = segment * of_segment + (num_chunks - 1 - index if BACKWARDS else index)
-            state = visit(
-                a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, (at, bounds,
-                bounds[4] + chunk * META.CHUNK, inner, outer), state, META, True,
+            state = visit_queries(
+                query, key, value, grad_output, factors, minus_delta, totals, dots, result, eps,
+                sequence, (batch, head, tile, bounds, keys, values),
+                bounds[4] + (first + index) * META.CHUNK, state, META, True,
             )  # fmt: skip
-    if META.AFTER:
-        mine = (head % META.GROUP == 0) | BACKWARDS
+    if after is not None:
+        mine = head % META.GROUP == 0
         keep_sums(after, number, keys, values, state[0], state[1], mine, KEYS, VALUES)
 
 
 @triton.jit
-def visit(  # breaks kernel-booleans: META is that of linear_sweep
-    a, b, c, factors, minus_delta, result, numbers, through, eps, sequence, position, state,
-    META: tl.constexpr, NAN_SAFE: tl.constexpr,
+def visit_queries(
+    query, key, value, grad_output, factors, minus_delta, totals, dots, result, eps, sequence, work,
+    start, state, META: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of one chunk; the state with the chunk added to it.
+    """Store the results of one chunk of queries; the state with the chunk's keys added to it.
 
-    position: (which heads and tile, the sequence's bounds, the first place of the chunk, channels).
+    work: batch entry, head and tile, the sequence's bounds, channels of keys and of values. start:
+    the first position of the chunk.
     """
-    BACKWARDS: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_QUERY
-    AUGMENTED: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_VALUE
+    GRADIENT: tl.constexpr = META.PASS == GRAD_QUERY
+    CAUSAL: tl.constexpr = META.ALIGN != "all"
     DECAYED: tl.constexpr = sequence.summed_decay is not None
-    COUNTED: tl.constexpr = META.PASS == OUTPUT and factors is not None
-    at, bounds, start, inner, outer = position
-    batch, head, state_head, tile = at
+    KEYS: tl.constexpr = META.OUTER if GRADIENT else META.INNER
+    VALUES: tl.constexpr = META.INNER if GRADIENT else META.OUTER
+    batch, head, tile, bounds, keys, values = work
     matrix, vector = state
     positions = start + tl.arange(0, META.CHUNK)
-    common = head * META.GROUP if BACKWARDS else head  # the first output head that is concerned
-    if BACKWARDS:
-        first, others_first = start, start - bounds[0]
-        _, exist, seen = keys_at(bounds, positions)
-        _, _, others_seen = queries_at(bounds, positions, META.STARTED, META.CAUSAL)
-    else:
-        first, others_first = start - bounds[0], start
-        _, exist, seen = queries_at(bounds, positions, META.STARTED, META.CAUSAL)
-        _, _, others_seen = keys_at(bounds, positions)
-    own = 0.0, 1.0
-    if AUGMENTED:  # asked for early, as nothing hides how long it takes
-        own = load_own(
-            through, factors, batch, common, first, seen, outer, META.HEADS_PER_THROUGH, META.OUTER,
-            META.PASS == GRAD_QUERY and META.NORMALIZE != "none",
+    first = start - bounds[0]
+    _, exist, seen = queries_at(bounds, positions, META.STARTED, CAUSAL)
+    _, _, keys_seen = keys_at(bounds, positions)
+    source = 0.0, 1.0
+    if GRADIENT:  # asked for early, as nothing hides how long it takes
+        source = load_source(
+            query, factors, batch, head, first, seen, keys, META.HEADS_PER_QUERY, KEYS,
+            META.NORMALIZE != "none",
         )  # fmt: skip
-    decay_factor = others_seen.to(tl.float32)
+    decay_factor = keys_seen.to(tl.float32)
     if DECAYED:
-        until, whole = decays_of(sequence, batch, state_head, start, META.CHUNK)
-        decay_factor = tl.exp(until if BACKWARDS else whole - until)
+        until, whole = decays_of(sequence, batch, head // META.GROUP, start, META.CHUNK)
+        decay_factor = tl.exp(whole - until)
     # Later rows read the state before the chunk, which is narrowed before the chunk is added.
-    narrowed, factor = narrow(matrix, b.rows.ptr.dtype.element_ty, 0 if AUGMENTED else 1)
-    if META.CAUSAL:
+    narrowed, factor = narrow(matrix, key.rows.ptr.dtype.element_ty, 0 if GRADIENT else 1)
+    if CAUSAL:
         if DECAYED:
             state = matrix * tl.exp(whole), vector * tl.exp(whole)
-        state, others = add_others(
-            b, c, factors, minus_delta, batch, common, others_first, others_seen, decay_factor,
-            inner, outer, state, META, DECAYED, NAN_SAFE,
+        state, others = add_rows(
+            key, value, None, None, batch, head, start, keys_seen, decay_factor, keys, values,
+            state, META.HEADS_PER_KEY, META.HEADS_PER_VALUE, KEYS, VALUES, DECAYED, not
+            META.COUNTED, NAN_SAFE, META.PRECISION,
         )  # fmt: skip
-    a_wide = load_features(
-        a, factors, batch, common, first, seen, inner, META.HEADS_PER_A, META.INNER, False, False
-    )
     total = tl.zeros([META.CHUNK], tl.float32)
-    if META.PASS == OUTPUT:
-        total = total_of(factors, a_wide, vector, batch, common, first, seen)
-    a_tile = a_wide.to(a.rows.ptr.dtype.element_ty)
-    extra = seen.to(tl.float32)
-    if AUGMENTED:
+    if GRADIENT:
+        a_tile = load_features(
+            grad_output, None, batch, head, first, seen, values, 1, VALUES, False, False
+        )
         found = tl.dot(a_tile, narrowed, input_precision=META.PRECISION) * factor
-        if META.PASS == GRAD_QUERY:
-            extra = load_number(minus_delta, batch, common, first + tl.arange(0, META.CHUNK), seen)
+        extra = load_number(minus_delta, batch, head, first + tl.arange(0, META.CHUNK), seen)
         found += extra[:, None] * vector[None, :]
     else:
+        a_wide = load_features(
+            query, None, batch, head, first, seen, keys, META.HEADS_PER_QUERY, KEYS, False, False
+        )
+        if META.COUNTED:
+            total = load_number(totals, batch, head, first + tl.arange(0, META.CHUNK), seen)
+        else:
+            total = tl.sum(a_wide.to(tl.float32) * vector[None, :], 1)
+        a_tile, extra = a_wide.to(query.rows.ptr.dtype.element_ty), seen.to(tl.float32)
         found = times_sums(a_tile, narrowed, factor, META.PRECISION)
-    if DECAYED:
-        if META.CAUSAL:
-            left = tl.exp(whole - until if BACKWARDS else until)
-            found = found * left[:, None]
-            if not COUNTED:
-                total = total * left
-        elif BACKWARDS:  # as far as a key has faded when rows see it: at the end
-            end = summed_decay_until(sequence, batch, state_head, bounds[2])
-            left = tl.exp(
-                (end - summed_decay_until(sequence, batch, state_head, positions)).to(tl.float32)
-            )
-            found = found * left[:, None]
-    if META.CAUSAL:
-        meet = positions[None, :] <= positions[:, None]
-        if BACKWARDS:
-            meet = positions[None, :] >= positions[:, None]
-        for member in tl.static_range(META.GROUP if BACKWARDS else 1):
-            if member > 0:
-                state, others = add_others(
-                    b, c, factors, minus_delta, batch, common + member, others_first, others_seen,
-                    decay_factor, inner, outer, state, META, DECAYED, NAN_SAFE,
-                )  # fmt: skip
-            plain, features, unit, other_extra, nonfinite = others
-            if AUGMENTED:
-                scores = tl.dot(a_tile, plain, input_precision=META.PRECISION)
-                scores += extra[:, None] * other_extra[None, :]
-            else:
-                scores = tl.dot(a_tile, tl.trans(features), input_precision=META.PRECISION) * unit
-            if DECAYED:
-                gap = until[:, None] - until[None, :]
-                gap = -gap if BACKWARDS else gap
-                scores *= tl.exp(tl.minimum(gap, 0.0))
-            if NAN_SAFE:
-                scores = tl.where(nonfinite[None, :], float("nan"), scores)
-            scores = tl.where(meet, scores, 0.0)
-            if META.PASS == OUTPUT and not COUNTED:
-                total += tl.sum(scores, 1)
-            scores, factor = narrow(scores, plain.dtype, 1)
-            if AUGMENTED:
-                found += tl.dot(scores, features, input_precision=META.PRECISION) * (factor * unit)
-            else:
-                found += tl.dot(scores, tl.trans(plain), input_precision=META.PRECISION) * factor
-    store_result(
-        result, numbers, through, own, eps, (batch, head, tile), first, exist, seen, outer, found,
-        total, META.OUTER, META.PASS, META.NORMALIZE, META.NUMBERS,
-    )  # fmt: skip
+    if CAUSAL:
+        if DECAYED:
+            found = found * tl.exp(until)[:, None]
+            if not META.COUNTED:
+                total = total * tl.exp(until)
+        scores = scores_of(a_tile, extra, others, GRADIENT, META.PRECISION)
+        if DECAYED:
+            scores *= tl.exp(tl.minimum(until[:, None] - until[None, :], 0.0))
+        if NAN_SAFE:
+            scores = tl.where(others[4][None, :], float("nan"), scores)
+        scores = tl.where(positions[None, :] <= positions[:, None], scores, 0.0)
+        if not GRADIENT and not META.COUNTED:
+            total += tl.sum(scores, 1)
+        found += weighed(scores, others, GRADIENT, META.PRECISION)
+    if GRADIENT:
+        store_gradient(
+            result, dots, query, source, (batch, head, tile), first, exist, seen, keys, found, KEYS,
+            META.NORMALIZE != "none",
+        )  # fmt: skip
+    else:
+        store_output(
+            result, totals, eps, (batch, head, tile), first, exist, seen, values, found, total,
+            VALUES, META.NORMALIZE, META.COUNTED,
+        )  # fmt: skip
     return state
 
 
-# ---- a chunk of the other side -------------------------------------------------------------------
-# What it adds to a state (matrix [values, keys], vector [keys]), and products with states.
+# ---- reverse -------------------------------------------------------------------------------------
 
 
 @triton.jit
-def add_others(  # breaks kernel-booleans: META is that of linear_sweep
-    b, c, factors, minus_delta, batch, head, first, seen, decay_factor, inner, outer, state,
-    META: tl.constexpr, DECAYED: tl.constexpr, NAN_SAFE: tl.constexpr,
+def linear_reverse_scan(
+    query, key, value, grad_output, factors, minus_delta, totals, dots, result, eps, sequence,
+    before, after, META: tl.constexpr,
 ):  # fmt: skip
-    """The state with a chunk of the other side added to it, and the chunk: its rows as they are
-    [channels, rows], its features [rows, channels] and what they are to be multiplied by, β, and
-    which of its rows are nonfinite."""
-    matrix, vector = state
-    OF_QUERIES: tl.constexpr = META.PASS != OUTPUT and META.PASS != GRAD_QUERY
-    FACTORED: tl.constexpr = OF_QUERIES and META.NORMALIZE != "none"
-    extra = seen.to(tl.float32)
-    if META.PASS == GRAD_KEY:
-        extra = load_number(minus_delta, batch, head, first + tl.arange(0, seen.shape[0]), seen)
-    if META.PASS == GRAD_QUERY or META.PASS == GRAD_KEY:  # a constexpr is in no tuple
-        wide = load_features(
-            c,
-            factors,
-            batch,
-            head,
-            first,
-            seen,
-            outer,
-            META.HEADS_PER_C,
-            META.OUTER,
-            False,
-            FACTORED,
-        )
-        plain = load_features(
-            b, factors, batch, head, first, seen, inner, META.HEADS_PER_B, META.INNER, True, False
-        )
-    else:
-        wide = load_features(
-            b,
-            factors,
-            batch,
-            head,
-            first,
-            seen,
-            inner,
-            META.HEADS_PER_B,
-            META.INNER,
-            False,
-            FACTORED,
-        )
-        plain = load_features(
-            c, factors, batch, head, first, seen, outer, META.HEADS_PER_C, META.OUTER, True, False
-        )
-    nonfinite = seen
-    if NAN_SAFE:
-        nonfinite = nonfinite_rows(wide) | nonfinite_rows(tl.trans(plain))
-        nonfinite = nonfinite | ((tl.abs(extra) < float("inf")) == 0)
-        plain = tl.where(nonfinite[None, :], tl.zeros_like(plain), plain)
-        wide, extra = without(nonfinite, wide), tl.where(nonfinite, 0.0, extra)
-    summed_decay = wide
-    if DECAYED:
-        summed_decay = wide.to(tl.float32) * decay_factor[:, None]
-    if META.PASS == GRAD_KEY:
-        vector += tl.sum(summed_decay.to(tl.float32) * extra[:, None], 0)
-    elif META.PASS == GRAD_QUERY or (META.PASS == OUTPUT and factors is None):
-        vector += tl.sum(summed_decay.to(tl.float32), 0)
-    features, unit = in_units(wide, plain.dtype, FACTORED)
-    summed_decay, decayed_unit = in_units(summed_decay, plain.dtype, FACTORED)
-    matrix += tl.dot(plain, summed_decay, input_precision=META.PRECISION) * decayed_unit
-    if NAN_SAFE:
-        poison = tl.where(tl.max(nonfinite.to(tl.int32), 0) > 0, float("nan"), 0.0)
-        matrix, vector = matrix + poison, vector + poison
-    return (matrix, vector), (plain, features, unit, extra, nonfinite)
+    """One program: a tile of channels of grad_key or grad_value, for one segment of a head.
 
-
-@triton.jit
-def times_sums(tile, sums, factor, PRECISION: tl.constexpr):
-    """Rows times narrowed sums [channels, inner]: [rows, channels]."""
-    found = tl.dot(tile, tl.trans(sums), input_precision=PRECISION)
-    if tile.dtype == tl.float16:
-        found = found * tl.trans(factor)
-    return found
-
-
-@triton.jit
-def total_of(totals, features, vector, batch, head, first, seen):
-    """Sums of scores of adjacent rows: those that were counted, or those with earlier keys."""
-    if totals is not None:
-        total = load_number(totals, batch, head, first + tl.arange(0, seen.shape[0]), seen)
-    else:
-        total = tl.sum(features.to(tl.float32) * vector[None, :], 1)
-    return total
-
-
-# ---- finish --------------------------------------------------------------------------------------
-# What becomes of a sweep's sums before they are stored.
-
-OUTPUT, GRAD_QUERY = tl.constexpr("output"), tl.constexpr("grad_query")
-GRAD_KEY, GRAD_VALUE = tl.constexpr("grad_key"), tl.constexpr("grad_value")
-
-
-@triton.jit
-def store_result(
-    result, numbers, through, own, eps, at, first, exist, seen, outer, found, total,
-    OUTER: tl.constexpr, PASS: tl.constexpr, NORMALIZE: tl.constexpr, NUMBERS: tl.constexpr,
-):  # fmt: skip
-    """Divide by the normaliser, or go back through the feature map, and store; 0 where hidden.
-
-    own: what `load_own` gave for a gradient.
+    Arguments as in `linear_forward_scan`, heads those of the state. The state is the gradient of
+    the forward scan's: `before` is the one behind the segment, `after` the one in front of it.
     """
-    raw, factor = own
+    GRAD_OF_KEY: tl.constexpr = META.PASS == GRAD_KEY
+    KEYS: tl.constexpr = META.OUTER if GRAD_OF_KEY else META.INNER
+    VALUES: tl.constexpr = META.INNER if GRAD_OF_KEY else META.OUTER
+    batch, head, tile, segment, bounds, inner, outer = program_of(sequence, META.STATE_HEADS, META)
+    pad_rows(result, 0.0, META.OUTER, META.OUTER_TILE)
+    keys, values = inner, outer
+    if GRAD_OF_KEY:
+        keys, values = outer, inner
+    number = state_number(sequence, batch, head, segment, META)
+    state = start_sums(before, number, keys, values, KEYS, VALUES)
+    first, num_chunks = chunks_of(bounds, segment, META)
+    for index in range(0, num_chunks):
+        state = visit_keys(
+            query, key, value, grad_output, factors, minus_delta, dots, result, sequence,
+            (batch, head, tile, bounds, keys, values),
+            bounds[4] + (first + (num_chunks - 1 - index)) * META.CHUNK, state, META, False,
+        )  # fmt: skip
+    if META.ALIGN != "all" and any_nonfinite(state[0]):  # NaN-safe again
+        state = start_sums(before, number, keys, values, KEYS, VALUES)
+        for index in tl.range(0, num_chunks, num_stages=1):
+            state = visit_keys(
+                query, key, value, grad_output, factors, minus_delta, dots, result, sequence,
+                (batch, head, tile, bounds, keys, values),
+                bounds[4] + (first + (num_chunks - 1 - index)) * META.CHUNK, state, META, True,
+            )  # fmt: skip
+    if after is not None:
+        keep_sums(after, number, keys, values, state[0], state[1], True, KEYS, VALUES)
+
+
+@triton.jit
+def visit_keys(
+    query, key, value, grad_output, factors, minus_delta, dots, result, sequence, work, start,
+    state, META: tl.constexpr, NAN_SAFE: tl.constexpr,
+):  # fmt: skip
+    """Store the results of one chunk of keys; the state with the chunk's queries added to it.
+
+    work, start: as in `visit_queries`, of a head of the state; GROUP query heads share it.
+    """
+    GRAD_OF_KEY: tl.constexpr = META.PASS == GRAD_KEY
+    CAUSAL: tl.constexpr = META.ALIGN != "all"
+    DECAYED: tl.constexpr = sequence.summed_decay is not None
+    KEYS: tl.constexpr = META.OUTER if GRAD_OF_KEY else META.INNER
+    VALUES: tl.constexpr = META.INNER if GRAD_OF_KEY else META.OUTER
+    batch, head, tile, bounds, keys, values = work
+    matrix, vector = state
+    positions = start + tl.arange(0, META.CHUNK)
+    query_head, first_query = head * META.GROUP, start - bounds[0]
+    _, exist, seen = keys_at(bounds, positions)
+    _, _, queries_see = queries_at(bounds, positions, META.STARTED, CAUSAL)
+    source = 0.0, 1.0
+    if GRAD_OF_KEY:  # asked for early, as nothing hides how long it takes
+        source = load_source(
+            key, None, batch, query_head, start, seen, keys, META.HEADS_PER_KEY, KEYS, False
+        )
+    decay_factor = queries_see.to(tl.float32)
+    if DECAYED:
+        until, whole = decays_of(sequence, batch, head, start, META.CHUNK)
+        decay_factor = tl.exp(until)
+    # Earlier rows read the state behind the chunk, which is narrowed before the chunk is added.
+    narrowed, factor = narrow(matrix, key.rows.ptr.dtype.element_ty, 0 if GRAD_OF_KEY else 1)
+    if CAUSAL:
+        if DECAYED:
+            state = matrix * tl.exp(whole), vector * tl.exp(whole)
+        state, others = add_rows(
+            query, grad_output, factors, minus_delta, batch, query_head, first_query, queries_see,
+            decay_factor, keys, values, state, META.HEADS_PER_QUERY, 1, KEYS, VALUES, DECAYED,
+            GRAD_OF_KEY, NAN_SAFE, META.PRECISION,
+        )  # fmt: skip
+    extra = seen.to(tl.float32)
+    if GRAD_OF_KEY:
+        a_tile = load_features(
+            value, None, batch, query_head, start, seen, values, META.HEADS_PER_VALUE, VALUES,
+            False, False,
+        )  # fmt: skip
+        found = tl.dot(a_tile, narrowed, input_precision=META.PRECISION) * factor
+        found += extra[:, None] * vector[None, :]
+    else:
+        a_tile = load_features(
+            key, None, batch, query_head, start, seen, keys, META.HEADS_PER_KEY, KEYS, False, False
+        ).to(key.rows.ptr.dtype.element_ty)
+        found = times_sums(a_tile, narrowed, factor, META.PRECISION)
+    if DECAYED:
+        if CAUSAL:
+            left = tl.exp(whole - until)
+        else:  # as far as a key has faded when rows see it: at the end
+            end = summed_decay_until(sequence, batch, head, bounds[2])
+            since = end - summed_decay_until(sequence, batch, head, positions)
+            left = tl.exp(since.to(tl.float32))
+        found = found * left[:, None]
+    if CAUSAL:
+        for member in tl.static_range(META.GROUP):
+            if member > 0:
+                state, others = add_rows(
+                    query, grad_output, factors, minus_delta, batch, query_head + member,
+                    first_query, queries_see, decay_factor, keys, values, state,
+                    META.HEADS_PER_QUERY, 1, KEYS, VALUES, DECAYED, GRAD_OF_KEY, NAN_SAFE,
+                    META.PRECISION,
+                )  # fmt: skip
+            scores = scores_of(a_tile, extra, others, GRAD_OF_KEY, META.PRECISION)
+            if DECAYED:
+                scores *= tl.exp(tl.minimum(-(until[:, None] - until[None, :]), 0.0))
+            if NAN_SAFE:
+                scores = tl.where(others[4][None, :], float("nan"), scores)
+            scores = tl.where(positions[None, :] >= positions[:, None], scores, 0.0)
+            found += weighed(scores, others, GRAD_OF_KEY, META.PRECISION)
+    at = batch, head, tile
+    if GRAD_OF_KEY:
+        store_gradient(result, dots, key, source, at, start, exist, seen, keys, found, KEYS, False)
+    else:
+        store_shown(result, batch, head, start, exist, seen, values, found, VALUES)
+    return state
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def store_output(
+    output, totals, eps, at, first, exist, seen, values, found, total, VALUES: tl.constexpr,
+    NORMALIZE: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Store weighted sums divided by the normaliser, and the sums of scores unless COUNTED."""
     batch, head, tile = at
-    offsets = tl.arange(0, exist.shape[0])
-    rows = first + offsets
-    if PASS == OUTPUT:
-        total = tl.where(seen, total, 0.0)
-        if NUMBERS:
-            first_tile = where_also(exist, tile == 0)
-            tl.store(row_pointers(numbers, batch, head, rows, 0), total, mask=first_tile)
-        if NORMALIZE != "none":
-            divisor = divisor_of(total, eps, NORMALIZE)
-            factor = 1.0 / divisor
-            found = tl.where((divisor == 0)[:, None], 0.0, found * factor[:, None])
-    if PASS == GRAD_QUERY or PASS == GRAD_KEY:  # noqa: SIM109 (a constexpr is in no tuple)
-        mapped = raw.to(tl.float32)
-        if through.apply is not None:
-            mapped = through.apply(mapped, 0.0)
-        if PASS == GRAD_QUERY and NORMALIZE != "none":
-            found = found * factor[:, None]
-        if through.scale is not None:
-            found = found * through.scale
-        if NUMBERS:
-            inside = seen[:, None] & (outer < OUTER)[None, :]
-            dots = tl.sum(tl.where(inside, mapped * found, 0.0), 1)
-            tiles: tl.constexpr = (OUTER + outer.shape[0] - 1) // outer.shape[0]
-            tl.store(row_pointers(numbers, batch, head * tiles + tile, rows, 0), dots, mask=exist)
-        if through.derivative is not None:
-            found = found * through.derivative(mapped)
-    pointers = tile_pointers(result, batch, head, first, outer[None, :], exist.shape[0], True)
+    total = tl.where(seen, total, 0.0)
+    if totals is not None and not COUNTED:
+        first_tile = where_also(exist, tile == 0)
+        rows = first + tl.arange(0, exist.shape[0])
+        tl.store(row_pointers(totals, batch, head, rows, 0), total, mask=first_tile)
+    if NORMALIZE != "none":
+        divisor = divisor_of(total, eps, NORMALIZE)
+        factor = 1.0 / divisor
+        found = tl.where((divisor == 0)[:, None], 0.0, found * factor[:, None])
+    store_shown(output, batch, head, first, exist, seen, values, found, VALUES)
+
+
+@triton.jit
+def store_gradient(
+    result, dots, operand, source, at, first, exist, seen, keys, found, KEYS: tl.constexpr,
+    FACTORED: tl.constexpr,
+):  # fmt: skip
+    """Go back through the feature map of an operand, and store; with `dots`, features · gradient.
+
+    source: what `load_source` gave.
+    """
+    raw, factor = source
+    batch, head, tile = at
+    mapped = raw.to(tl.float32)
+    if operand.apply is not None:
+        mapped = operand.apply(mapped, 0.0)
+    if FACTORED:
+        found = found * factor[:, None]
+    if operand.scale is not None:
+        found = found * operand.scale
+    if dots is not None:
+        inside = seen[:, None] & (keys < KEYS)[None, :]
+        products = tl.sum(tl.where(inside, mapped * found, 0.0), 1)
+        tiles: tl.constexpr = (KEYS + keys.shape[0] - 1) // keys.shape[0]
+        rows = first + tl.arange(0, exist.shape[0])
+        pointers = row_pointers(dots, batch, head * tiles + tile, rows, 0)
+        tl.store(pointers, products, mask=exist)
+    if operand.derivative is not None:
+        found = found * operand.derivative(mapped)
+    store_shown(result, batch, head, first, exist, seen, keys, found, KEYS)
+
+
+@triton.jit
+def store_shown(
+    result, batch, head, first, exist, seen, channels, found, DIM: tl.constexpr
+):  # fmt: skip
+    """Store a tile of results, 0 in rows that exist and are hidden."""
+    pointers = tile_pointers(result, batch, head, first, channels[None, :], exist.shape[0], True)
     shown, hidden = seen[:, None], (exist & (seen == 0))[:, None]
-    if OUTER == 0 or OUTER // outer.shape[0] * outer.shape[0] != OUTER:
-        inside = (outer < OUTER)[None, :]
+    if DIM == 0 or DIM // channels.shape[0] * channels.shape[0] != DIM:
+        inside = (channels < DIM)[None, :]
         shown, hidden = shown & inside, hidden & inside
     narrowed = found.to(result.ptr.dtype.element_ty)
     tl.store(pointers, narrowed, mask=shown)
@@ -405,17 +423,17 @@ def store_result(
 
 
 @triton.jit
-def load_own(
-    through, factors, batch, head, first, seen, channels,
+def load_source(
+    operand, factors, batch, head, first, seen, channels,
     HEADS_PER: tl.constexpr, DIM: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
-    """The rows that a gradient is of, as they are, and the factors of its own, if FACTORED."""
+    """The rows that a gradient is of, as they are, and their factors, if FACTORED."""
     offsets = tl.arange(0, seen.shape[0])
     inside = seen[:, None]
     if DIM == 0 or DIM // channels.shape[0] * channels.shape[0] != DIM:
         inside = inside & (channels < DIM)[None, :]
     pointers = tile_pointers(
-        through.rows, batch, head // HEADS_PER, first, channels[None, :], seen.shape[0], True
+        operand.rows, batch, head // HEADS_PER, first, channels[None, :], seen.shape[0], True
     )
     raw, factor = tl.load(pointers, mask=inside, other=0.0), 1.0
     if FACTORED:

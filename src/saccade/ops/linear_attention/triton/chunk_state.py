@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from saccade.gpu.features import in_units, load_features, load_number, where_also
+from saccade.gpu.features import in_units, load_features, load_number, narrow, where_also
 from saccade.gpu.language import tl, triton
 from saccade.gpu.packing import offset
-from saccade.gpu.tensor_view import num_rows, wide
+from saccade.gpu.tensor_view import nonfinite_rows, num_rows, wide, without
 
 
 class Sequence(NamedTuple):
@@ -49,11 +49,11 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def bounds_of(sequence, batch, BOTTOM_RIGHT: tl.constexpr):
+def bounds_of(sequence, batch, ALIGN: tl.constexpr):
     """A sequence in places: that of the first query row; how many query rows, key rows, and keys
     that are there; the first place, and how many there are."""
     query_len, kv_len = num_rows(sequence.queries, batch), num_rows(sequence.keys, batch)
-    shift = kv_len - query_len if BOTTOM_RIGHT else 0 * kv_len
+    shift = kv_len - query_len if ALIGN == "bottom_right" else 0 * kv_len
     num_keys = kv_len
     if sequence.lengths is not None:
         num_keys = tl.minimum(kv_len, tl.load(sequence.lengths + batch).to(tl.int32))
@@ -122,13 +122,11 @@ def sums_at(sums, number, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr
 
 
 @triton.jit
-def start_sums(
-    sums, number, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr, STATE: tl.constexpr
-):
-    """Sums to add to: of nothing, or those that lie in memory if STATE."""
+def start_sums(sums, number, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """Sums to add to: those that lie in memory, or zeros."""
     matrix = tl.zeros([values.shape[0], keys.shape[0]], tl.float32)
     vector = tl.zeros([keys.shape[0]], tl.float32)
-    if STATE:
+    if sums is not None:
         at, exists, vector_at, vector_exists = sums_at(sums, number, keys, values, KEYS, VALUES)
         matrix += tl.load(at, mask=exists, other=0.0).to(tl.float32)
         vector += tl.load(vector_at, mask=vector_exists, other=0.0).to(tl.float32)
@@ -137,13 +135,13 @@ def start_sums(
 
 @triton.jit
 def keep_sums(
-    sums, number, keys, values, matrix, vector, mine, KEYS: tl.constexpr, VALUES: tl.constexpr
+    sums, number, keys, values, matrix, vector, writes, KEYS: tl.constexpr, VALUES: tl.constexpr
 ):
-    """Write sums, if they are this program's to write."""
+    """Write sums, if the program `writes`: of several that have the same, one."""
     at, exists, vector_at, vector_exists = sums_at(sums, number, keys, values, KEYS, VALUES)
     element: tl.constexpr = sums.matrix.dtype.element_ty
-    tl.store(at, matrix.to(element), mask=where_also(exists, mine))
-    tl.store(vector_at, vector.to(element), mask=where_also(vector_exists, mine))
+    tl.store(at, matrix.to(element), mask=where_also(exists, writes))
+    tl.store(vector_at, vector.to(element), mask=where_also(vector_exists, writes))
 
 
 # ---- fading ------------------------------------------------------------------------------------
@@ -159,10 +157,130 @@ def decays_of(sequence, batch, head, start, CHUNK: tl.constexpr):
     return until, whole
 
 
-PARTS = tl.constexpr(16)  # of a sum of rows, each of them the sum of some
+# ---- programs ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def program_of(sequence, HEADS: tl.constexpr, META: tl.constexpr):
+    """A program's batch entry, head, tile and segment; its sequence's bounds; inner channels, and
+    those of its tile."""
+    program = tl.program_id(0)
+    tile, segment = program % META.TILES, (program // META.TILES) % META.SEGMENTS
+    head = (program // (META.TILES * META.SEGMENTS)) % HEADS
+    batch = program // (META.TILES * META.SEGMENTS * HEADS)
+    bounds = bounds_of(sequence, batch, META.ALIGN)
+    inner = tl.arange(0, META.INNER_WIDTH)
+    outer = tile * META.OUTER_TILE + tl.arange(0, META.OUTER_TILE)
+    return batch, head, tile, segment, bounds, inner, outer
+
+
+@triton.jit
+def state_number(sequence, batch, state_head, segment, META: tl.constexpr):
+    """Which of the states in memory a program's segment starts from, and ends with."""
+    of_head = wide(state_of(sequence, batch)) * META.STATE_HEADS + state_head
+    return of_head * META.SEGMENTS + segment
+
+
+@triton.jit
+def chunks_of(bounds, segment, META: tl.constexpr):
+    """The first chunk of a segment, and how many it has."""
+    chunks = tl.cdiv(bounds[5], META.CHUNK)
+    of_segment = tl.cdiv(chunks, META.SEGMENTS)
+    first = segment * of_segment
+    return first, tl.maximum(tl.minimum(of_segment, chunks - first), 0)
+
+
+# ---- a chunk ------------------------------------------------------------------------------------
+# What its rows add to a state, and what rows of the other side find in them and in the state.
+
+
+@triton.jit
+def add_rows(
+    mapped, plain, factors, weights, batch, head, first, seen, decay_factor, keys, values, state,
+    HEADS_PER_MAPPED: tl.constexpr, HEADS_PER_PLAIN: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, DECAYED: tl.constexpr, SUMMED: tl.constexpr, NAN_SAFE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state with a chunk of keys and values added to it, or of queries and gradients.
+
+    mapped: the Operand of features, each row times its number of `factors` if there are any. plain:
+    the one of values or gradients. weights: β of each row; None: 1. SUMMED: whether the vector of
+    the state is wanted.
+
+    Returns:
+        The state, and the chunk: plain rows [channels, rows], features [rows, channels], what they
+        are to be multiplied by, β, and which rows are nonfinite.
+    """
+    matrix, vector = state
+    extra = seen.to(tl.float32)
+    if weights is not None:
+        extra = load_number(weights, batch, head, first + tl.arange(0, seen.shape[0]), seen)
+    wide_rows = load_features(
+        mapped, factors, batch, head, first, seen, keys, HEADS_PER_MAPPED, KEYS, False, factors is
+        not None,
+    )  # fmt: skip
+    plain_rows = load_features(
+        plain, None, batch, head, first, seen, values, HEADS_PER_PLAIN, VALUES, True, False
+    )
+    nonfinite = seen
+    if NAN_SAFE:
+        nonfinite = nonfinite_rows(wide_rows) | nonfinite_rows(tl.trans(plain_rows))
+        nonfinite = nonfinite | ((tl.abs(extra) < float("inf")) == 0)
+        plain_rows = tl.where(nonfinite[None, :], tl.zeros_like(plain_rows), plain_rows)
+        wide_rows, extra = without(nonfinite, wide_rows), tl.where(nonfinite, 0.0, extra)
+    decayed = wide_rows
+    if DECAYED:
+        decayed = wide_rows.to(tl.float32) * decay_factor[:, None]
+    if SUMMED:
+        if weights is not None:
+            vector += tl.sum(decayed.to(tl.float32) * extra[:, None], 0)
+        else:
+            vector += tl.sum(decayed.to(tl.float32), 0)
+    features, unit = in_units(wide_rows, plain_rows.dtype, factors is not None)
+    decayed, decayed_unit = in_units(decayed, plain_rows.dtype, factors is not None)
+    matrix += tl.dot(plain_rows, decayed, input_precision=PRECISION) * decayed_unit
+    if NAN_SAFE:
+        poison = tl.where(tl.max(nonfinite.to(tl.int32), 0) > 0, float("nan"), 0.0)
+        matrix, vector = matrix + poison, vector + poison
+    return (matrix, vector), (plain_rows, features, unit, extra, nonfinite)
+
+
+@triton.jit
+def scores_of(a_tile, extra, others, OF_PLAIN: tl.constexpr, PRECISION: tl.constexpr):
+    """a · b + α β of all pairs of a chunk: b is what is plain, or the features."""
+    plain, features, unit, other_extra, _ = others
+    if OF_PLAIN:
+        scores = tl.dot(a_tile, plain, input_precision=PRECISION)
+        scores += extra[:, None] * other_extra[None, :]
+    else:
+        scores = tl.dot(a_tile, tl.trans(features), input_precision=PRECISION) * unit
+    return scores
+
+
+@triton.jit
+def weighed(scores, others, FEATURES: tl.constexpr, PRECISION: tl.constexpr):
+    """The sum of rows c by their scores: c is the features, or what is plain."""
+    plain, features, unit, _, _ = others
+    scores, factor = narrow(scores, plain.dtype, 1)
+    if FEATURES:
+        found = tl.dot(scores, features, input_precision=PRECISION) * (factor * unit)
+    else:
+        found = tl.dot(scores, tl.trans(plain), input_precision=PRECISION) * factor
+    return found
+
+
+@triton.jit
+def times_sums(tile, sums, factor, PRECISION: tl.constexpr):
+    """Rows times narrowed sums [channels, inner]: [rows, channels]."""
+    found = tl.dot(tile, tl.trans(sums), input_precision=PRECISION)
+    if tile.dtype == tl.float16:
+        found = found * tl.trans(factor)
+    return found
 
 
 # ---- collecting --------------------------------------------------------------------------------
+
+PARTS = tl.constexpr(16)  # of a sum of rows, each of them the sum of some
 
 
 class CollectMeta(NamedTuple):
@@ -180,45 +298,34 @@ class CollectMeta(NamedTuple):
     TILES: int
     CHUNK: int
     QUERIES: bool
-    CAUSAL: bool
-    BOTTOM_RIGHT: bool
+    ALIGN: str
     STARTED: bool
     NORMALIZE: str
     PRECISION: str
 
 
 @triton.jit
-def linear_collect(  # breaks kernel-booleans: three say which rows exist, for queries and keys
+def linear_collect(
     rows, others, factors, weights, sequence, after, META: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of channels of one state, over one segment."""
-    program = tl.program_id(0)
-    tile, segment = program % META.TILES, (program // META.TILES) % META.SEGMENTS
-    head = (program // (META.TILES * META.SEGMENTS)) % META.STATE_HEADS
-    batch = program // (META.TILES * META.SEGMENTS * META.STATE_HEADS)
-    bounds = bounds_of(sequence, batch, META.BOTTOM_RIGHT)
-    inner, outer = (
-        tl.arange(0, META.INNER_WIDTH),
-        tile * META.OUTER_TILE + tl.arange(0, META.OUTER_TILE),
-    )
-    matrix, _ = start_sums(after, 0, inner, outer, META.INNER, META.OUTER, False)
+    batch, head, _, segment, bounds, inner, outer = program_of(sequence, META.STATE_HEADS, META)
+    matrix, _ = start_sums(None, 0, inner, outer, META.INNER, META.OUTER)
     vector = tl.zeros([PARTS, META.INNER_WIDTH], tl.float32)
-    chunks = tl.cdiv(bounds[5], META.CHUNK)
-    of_segment = tl.cdiv(chunks, META.SEGMENTS)
-    num_chunks = tl.maximum(tl.minimum(of_segment, chunks - segment * of_segment), 0)
+    first, num_chunks = chunks_of(bounds, segment, META)
     for index in range(0, num_chunks):
-        chunk = segment * of_segment + (num_chunks - 1 - index if META.QUERIES else index)
+        chunk = first + (num_chunks - 1 - index if META.QUERIES else index)
         matrix, vector = collect_chunk(
             rows, others, factors, weights, sequence, (batch, head), bounds, bounds[4] + chunk *
             META.CHUNK, inner, outer, matrix, vector, META,
         )  # fmt: skip
-    number = (wide(batch) * META.STATE_HEADS + head) * META.SEGMENTS + segment
+    number = state_number(sequence, batch, head, segment, META)
     # Every tile writes the vector: to one place, and the same.
     keep_sums(after, number, inner, outer, matrix, tl.sum(vector, 0), True, META.INNER, META.OUTER)
 
 
 @triton.jit
-def collect_chunk(  # breaks kernel-booleans: META is that of linear_collect
+def collect_chunk(
     rows, others, factors, weights, sequence, at, bounds, start, inner, outer, matrix, vector,
     META: tl.constexpr,
 ):  # fmt: skip
@@ -227,49 +334,31 @@ def collect_chunk(  # breaks kernel-booleans: META is that of linear_collect
     batch, head = at
     positions = start + tl.arange(0, META.CHUNK)
     if META.QUERIES:
-        here, _, seen = queries_at(bounds, positions, META.STARTED, META.CAUSAL)
+        row_numbers, _, seen = queries_at(bounds, positions, META.STARTED, META.ALIGN != "all")
     else:
-        here, _, seen = keys_at(bounds, positions)
+        row_numbers, _, seen = keys_at(bounds, positions)
     first = start - bounds[0] if META.QUERIES else start
     decay_factor = seen.to(tl.float32)
-    if sequence.summed_decay is not None and (META.CAUSAL or not META.QUERIES):
+    if sequence.summed_decay is not None and (META.ALIGN != "all" or not META.QUERIES):
         until, whole = decays_of(sequence, batch, head, start, META.CHUNK)
         decay_factor = tl.exp(until if META.QUERIES else whole - until)
         matrix, vector = matrix * tl.exp(whole), vector * tl.exp(whole)
     for member in tl.static_range(META.GROUP if META.QUERIES else 1):
-        common = head * META.GROUP + member
-        wide = load_features(
-            rows,
-            factors,
-            batch,
-            common,
-            first,
-            seen,
-            inner,
-            META.HEADS_PER_ROWS,
-            META.INNER,
-            False,
-            FACTORED,
-        )
-        tile_of_others = load_features(
-            others,
-            factors,
-            batch,
-            common,
-            first,
-            seen,
-            outer,
-            META.HEADS_PER_OTHERS,
-            META.OUTER,
-            True,
-            False,
-        )
-        summed_decay = wide.to(tl.float32) * decay_factor[:, None]
-        narrowed, unit = in_units(summed_decay, tile_of_others.dtype, FACTORED)
-        matrix += tl.dot(tile_of_others, narrowed, input_precision=META.PRECISION) * unit
+        query_head = head * META.GROUP + member
+        features = load_features(
+            rows, factors, batch, query_head, first, seen, inner, META.HEADS_PER_ROWS, META.INNER,
+            False, FACTORED,
+        )  # fmt: skip
+        plain = load_features(
+            others, factors, batch, query_head, first, seen, outer, META.HEADS_PER_OTHERS,
+            META.OUTER, True, False,
+        )  # fmt: skip
+        decayed = features.to(tl.float32) * decay_factor[:, None]
+        narrowed, unit = in_units(decayed, plain.dtype, FACTORED)
+        matrix += tl.dot(plain, narrowed, input_precision=META.PRECISION) * unit
         if META.QUERIES:
-            summed_decay = summed_decay * load_number(weights, batch, common, here, seen)[:, None]
-        vector += in_parts(summed_decay)
+            decayed = decayed * load_number(weights, batch, query_head, row_numbers, seen)[:, None]
+        vector += in_parts(decayed)
     return matrix, vector
 
 

@@ -14,7 +14,7 @@ from saccade.runtime.spec import KernelConfig
 
 
 class LinearConfig(NamedTuple):
-    """How a sweep runs."""
+    """How a scan runs."""
 
     tile: int  # channels of the result that a program computes
     chunk: int  # rows that are multiplied out pair by pair
@@ -23,7 +23,7 @@ class LinearConfig(NamedTuple):
     loading: int = 1  # stages of kernels that do little but load
 
 
-BACKWARDS = ("grad_key", "grad_value")  # the sweeps from the last row to the first
+REVERSE = ("grad_key", "grad_value")  # the scans from the last row to the first
 SPILLING = "its tiles wait for a GPU; part lies in the loop that repeats what met NaN or inf"
 
 # Columns: configs.WIDTHS.
@@ -84,9 +84,9 @@ def collecting(config: LinearConfig, group: int) -> LinearConfig:
 
 
 def sharing(config: LinearConfig, which: str, group: int) -> LinearConfig:
-    """How a sweep runs where query heads share a state: gradients are summed over one such head
+    """How a scan runs where query heads share a state: gradients are summed over one such head
     after the other, and a pipeline would hold rows of all of them (698 KB for eight of 256)."""
-    return config._replace(num_stages=1) if which in BACKWARDS and group > 1 else config
+    return config._replace(num_stages=1) if which in REVERSE and group > 1 else config
 
 
 def counting(config: LinearConfig) -> LinearConfig:

@@ -1,10 +1,10 @@
 """Linear attention by Triton kernels: the body that the operators run on GPUs.
 
-    causal:      one sweep; if programs are few, segments of the length side by side, each from the
+    causal:      one scan; if programs are few, segments of the length side by side, each from the
                  state that the ones before it left (two phases)
     not causal:  the states of all keys first, which then every row reads
 
-The backward pass is three sweeps of the same kernel (chunk_scan.py) and saves nothing but a
+The backward pass is three scans (chunk_scan.py) and saves nothing but a
 number for each row.
 """
 
@@ -58,7 +58,10 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
     if counted := counts_first(passes):
         mapped = count(passes, results.normaliser, before, after, segments)
         after = None if after is None else (after[0], torch.empty_like(after[1]))
-    passes.output(results.output, totals, before, after, segments, counted, mapped=mapped)
+    passes.scan(
+        "output", results.output, (before, after), segments, totals=totals, counted=counted,
+        mapped=mapped,
+    )  # fmt: skip
     return results
 
 
@@ -182,7 +185,7 @@ def _zeros(passes: Passes) -> tuple[Tensor, Tensor]:
 def ending_of(
     passes: Passes, grad_kv: Tensor | None, grad_key_sum: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """The gradients of the last state, from which the backward sweeps start."""
+    """The gradients of the last state, from which the backward scans start."""
     if grad_kv is None and grad_key_sum is None:
         return None
     matrix, vector = _zeros(passes)

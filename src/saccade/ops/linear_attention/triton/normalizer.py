@@ -2,7 +2,7 @@
 
     total_p = φ(query_p) · Σ_r fade(p, r) φ(key_r)
 
-A sweep of the output takes these sums along, and maps rows where it multiplies them. But each tile
+A scan for the output takes these sums along, and maps rows where it multiplies them. But each tile
 of channels has a program of its own, and with many tiles all that would be done as often as there
 are tiles.
 """
@@ -106,25 +106,22 @@ class CountMeta(NamedTuple):
     INNER_WIDTH: int
     CHUNK: int
     OF_SEGMENTS: int
-    CAUSAL: bool
-    BOTTOM_RIGHT: bool
+    ALIGN: str
     STARTED: bool
     PRECISION: str
     MAPS: bool
 
 
 @triton.jit
-def linear_count(  # breaks kernel-booleans: three say which rows exist
+def linear_count(
     query, key, totals, mapped_query, mapped_key, sequence, before, after, META: tl.constexpr,
 ):  # fmt: skip
     """One program: all rows of a head, or of one segment of them, cut for chunks of OF_SEGMENTS."""
     program = tl.program_id(0)
-    segment, head = (
-        program % META.SEGMENTS,
-        (program // META.SEGMENTS) % (META.STATE_HEADS * META.GROUP),
-    )
+    segment = program % META.SEGMENTS
+    head = (program // META.SEGMENTS) % (META.STATE_HEADS * META.GROUP)
     batch = program // (META.SEGMENTS * META.STATE_HEADS * META.GROUP)
-    bounds = bounds_of(sequence, batch, META.BOTTOM_RIGHT)
+    bounds = bounds_of(sequence, batch, META.ALIGN)
     pad_rows(totals, 0.0, 1, 1)
     inner = tl.arange(0, META.INNER_WIDTH)
     number = (wide(batch) * META.STATE_HEADS + head // META.GROUP) * META.SEGMENTS + segment
@@ -139,82 +136,57 @@ def linear_count(  # breaks kernel-booleans: three say which rows exist
     for index in range(0, num_chunks):
         start = bounds[4] + (segment * of_segment + index) * META.CHUNK
         positions = start + tl.arange(0, META.CHUNK)
-        rows, exist, seen = queries_at(bounds, positions, META.STARTED, META.CAUSAL)
+        rows, exist, seen = queries_at(bounds, positions, META.STARTED, True)
         _, keys_exist, keys_seen = keys_at(bounds, positions)
-        asked = load_features(
+        query_features = load_features(
             query, None, batch, head, start - bounds[0], seen, inner, META.HEADS_PER_QUERY,
             META.INNER, False, False,
         )  # fmt: skip
-        total = tl.sum(asked.to(tl.float32) * vector[None, :], 1)
-        features = load_features(
-            key,
-            None,
-            batch,
-            head,
-            start,
-            keys_seen,
-            inner,
-            META.HEADS_PER_KEY,
-            META.INNER,
+        total = tl.sum(query_features.to(tl.float32) * vector[None, :], 1)
+        key_features = load_features(
+            key, None, batch, head, start, keys_seen, inner, META.HEADS_PER_KEY, META.INNER, False,
             False,
-            False,
-        )
+        )  # fmt: skip
         element: tl.constexpr = key.rows.ptr.dtype.element_ty
         if META.MAPS:
-            mine, first = where_also(exist, head % META.HEADS_PER_QUERY == 0), start - bounds[0]
+            writes, first = where_also(exist, head % META.HEADS_PER_QUERY == 0), start - bounds[0]
             store_rows(
-                mapped_query,
-                batch,
-                head // META.HEADS_PER_QUERY,
-                first,
-                mine,
-                inner,
-                asked,
-                META.INNER,
-            )
-            mine = where_also(keys_exist, head % META.HEADS_PER_KEY == 0)
+                mapped_query, batch, head // META.HEADS_PER_QUERY, first, writes, inner,
+                query_features, META.INNER,
+            )  # fmt: skip
+            writes = where_also(keys_exist, head % META.HEADS_PER_KEY == 0)
             store_rows(
-                mapped_key,
-                batch,
-                head // META.HEADS_PER_KEY,
-                start,
-                mine,
-                inner,
-                features,
+                mapped_key, batch, head // META.HEADS_PER_KEY, start, writes, inner, key_features,
                 META.INNER,
-            )
-        summed_decay = features.to(tl.float32)
+            )  # fmt: skip
+        decayed = key_features.to(tl.float32)
         if sequence.summed_decay is not None:
             until, whole = decays_of(sequence, batch, head // META.GROUP, start, META.CHUNK)
             total *= tl.exp(until)
-            vector, summed_decay = (
-                vector * tl.exp(whole),
-                summed_decay * tl.exp(whole - until)[:, None],
-            )
-        vector += tl.sum(summed_decay, 0)
-        scores = tl.dot(
-            asked.to(element), tl.trans(features.to(element)), input_precision=META.PRECISION
-        )
+            vector, decayed = vector * tl.exp(whole), decayed * tl.exp(whole - until)[:, None]
+        vector += tl.sum(decayed, 0)
+        left, right = query_features.to(element), tl.trans(key_features.to(element))
+        scores = tl.dot(left, right, input_precision=META.PRECISION)
         if sequence.summed_decay is not None:
             scores *= tl.exp(tl.minimum(until[:, None] - until[None, :], 0.0))
         total += tl.sum(tl.where(positions[None, :] <= positions[:, None], scores, 0.0), 1)
         at = row_pointers(totals, batch, head, rows, 0)
         tl.store(at, tl.where(seen, total, 0.0), mask=exist)
     if after is not None:
-        mine = where_also(inner < META.INNER, head % META.GROUP == 0)
-        tl.store(after + number * META.INNER + inner, vector, mask=mine)
+        writes = where_also(inner < META.INNER, head % META.GROUP == 0)
+        tl.store(after + number * META.INNER + inner, vector, mask=writes)
 
 
 @triton.jit
-def store_rows(rows, batch, head, first, mine, channels, features, DIM: tl.constexpr):
+def store_rows(rows, batch, head, first, writes, channels, features, DIM: tl.constexpr):
     """Store adjacent rows from `first` on, where they are this program's."""
-    pointers = tile_pointers(rows, batch, head, first, channels[None, :], mine.shape[0], True)
-    inside = mine[:, None] & (channels < DIM)[None, :]
+    pointers = tile_pointers(rows, batch, head, first, channels[None, :], writes.shape[0], True)
+    inside = writes[:, None] & (channels < DIM)[None, :]
     tl.store(pointers, features.to(rows.ptr.dtype.element_ty), mask=inside)
 
 
 # ---- row dot -------------------------------------------------------------------------------------
-# What all sweeps of a backward pass need of each query row.
+# What all scans of a backward pass need of each query row.
 #
 #     factor = 1 / divisor
 #     minus_delta = −(grad_output · output) · ∂divisor/∂total

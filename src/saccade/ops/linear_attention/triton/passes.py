@@ -1,8 +1,7 @@
-"""Passes: the sweeps of linear attention, started with the rows that each of them reads."""
+"""Passes: the kernels of linear attention, started with the rows that each of them reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,11 @@ from saccade.gpu.kernel_args import Extent, number_strides, row_strides, there_a
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.call_spec import remembered
-from saccade.ops.linear_attention.triton.chunk_scan import SweepMeta, linear_sweep
+from saccade.ops.linear_attention.triton.chunk_scan import (
+    ScanMeta,
+    linear_forward_scan,
+    linear_reverse_scan,
+)
 from saccade.ops.linear_attention.triton.chunk_state import (
     CollectMeta,
     Sequence,
@@ -21,7 +24,7 @@ from saccade.ops.linear_attention.triton.chunk_state import (
     linear_collect,
 )
 from saccade.ops.linear_attention.triton.configs import (
-    BACKWARDS,
+    REVERSE,
     LinearConfig,
     choose,
     collecting,
@@ -178,7 +181,7 @@ class LinearBackwardInputs(NamedTuple):
 class Recompute(NamedTuple):
     """What does a pass once more where a flag says so."""
 
-    kernel: Any  # takes the flags, and what linear_sweep takes of rows and states
+    kernel: Any  # takes the flags, and what a scan takes but `after`
     nonfinite: Tensor  # int32 [sequences, heads, segments, parts]
 
 
@@ -190,8 +193,8 @@ def sums(state: State | None) -> Sums | None:
     return Sums(matrix, vector)
 
 
-class Rows(NamedTuple):
-    """One call under way."""
+class Passes(NamedTuple):
+    """One call under way: its rows as kernels take them, and the kernels that can be started."""
 
     spec: LinearCallSpec
     inputs: LinearInputs
@@ -238,6 +241,13 @@ class Rows(NamedTuple):
         """Gradients of the output, as they are."""
         return plain(self.query_side(given.grad_output))
 
+    def gradients(self, given: LinearBackwardInputs | None, name: str) -> tuple[Any, ...]:
+        """What a pass reads of gradients: those of the output, 1 / divisor and −δ."""
+        if given is None:
+            return None, None, None
+        delta = None if name == "grad_value" else self.per_row(given.minus_delta)
+        return self.grad(given), self.factors(given), delta
+
     def factors(self, given: LinearBackwardInputs) -> Any:
         """1 / divisor, where there is one."""
         return None if given.factors is None else self.per_row(given.factors)
@@ -250,23 +260,18 @@ class Rows(NamedTuple):
         """A View of rows beside the keys."""
         return self.spec.side(rows, self.inputs.cu_seqlens_k, keys=True)
 
-    def per_row(self, numbers: Tensor) -> Any:
-        """A View of one number for each query row."""
-        return self.spec.numbers(numbers, self.inputs.cu_seqlens_q, keys=False)
-
-
-class Passes(Rows):
-    """One call under way, and what can be started for it."""
+    def per_row(self, numbers: Tensor, keys: bool = False) -> Any:
+        """A View of one number for each query row, or each key row."""
+        inputs = self.inputs
+        offsets = inputs.cu_seqlens_k if keys else inputs.cu_seqlens_q
+        return self.spec.numbers(numbers, offsets, keys)
 
     # ---- sums over one side -------------------------------------------------------------------
 
     def collect(self, given: LinearBackwardInputs | None, segments: int) -> State:
         """The states of each segment alone: of keys, or of queries where gradients are given."""
         spec = self.spec
-        counts = spec.sequences, spec.state_heads, segments, spec.head_dim
-        empty = self.inputs.query.new_empty
-        matrix = empty(*counts, spec.value_dim, dtype=torch.float32)
-        vector = empty(counts, dtype=torch.float32)
+        matrix, vector = self.empty_states(segments)
         tiles = self.tiles(spec.value_dim)
         of_keys, of_queries = (spec.key_heads, spec.value_heads), (spec.query_heads, spec.heads)
         shares = of_keys if given is None else of_queries
@@ -301,148 +306,90 @@ class Passes(Rows):
         launch(programs, spec.device, tensors, arguments)
         return matrix, vector
 
-    # ---- sweeps -------------------------------------------------------------------------------
+    def empty_states(self, segments: int) -> State:
+        """Memory for the states of each segment."""
+        counts = self.spec.sequences, self.spec.state_heads, segments, self.spec.head_dim
+        empty = self.inputs.query.new_empty
+        matrix = empty(*counts, self.spec.value_dim, dtype=torch.float32)
+        return matrix, empty(counts, dtype=torch.float32)
 
-    def output(
-        self, output: Tensor, totals: Tensor | None, before: State | None, after: State | None,
-        segments: int, counted: bool, recompute: Recompute | None = None,
-        mapped: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """Write the output and, where wanted, each row's sum of scores and the last states.
-
-        counted: the sums of scores are known. The last states have no sum of keys then. mapped:
-        features of queries and keys, where they are known, too.
-        """
-        spec = self.spec
-
-        def operands() -> tuple[Any, ...]:
-            numbers = None if totals is None else self.per_row(totals)
-            rows = self.queries(), self.keys()
-            if mapped is not None:
-                sides = self.query_side(mapped[0]), self.key_side(mapped[1])
-                rows = plain(sides[0]), plain(sides[1])
-            known, numbers = (numbers, None) if counted else (None, numbers)
-            written = self.query_side(output), numbers
-            return (*rows, self.values(), known, None, *written, None, spec.variant.eps)
-
-        heads = spec.query_heads, spec.key_heads, spec.value_heads, 1
-        more = there_are((output, totals, *(mapped or ())))
-        numbered = totals is not None and not counted
-        self._sweep("output", operands, more, heads, (before, after), segments, numbered, recompute)
+    # ---- scans --------------------------------------------------------------------------------
 
     def grad_query(
-        self, given: LinearBackwardInputs, result: Tensor, dots: Tensor | None, before: State |
-        None, segments: int, recompute: Recompute | None = None,
+        self, given: LinearBackwardInputs, result: Tensor, dots: Tensor | None,
+        before: State | None, segments: int,
     ) -> None:  # fmt: skip
         """Write the gradients of queries, one for each output head."""
-
-        def operands() -> tuple[Any, ...]:
-            numbers = None if dots is None else self.per_row(dots)
-            rows = self.grad(given), self.values(), self.keys()
-            more = self.factors(given), self.per_row(given.minus_delta)
-            written = self.query_side(result), numbers
-            return (*rows, *more, *written, self.queries(), 0.0)
-
-        spec = self.spec
-        heads = spec.heads, spec.value_heads, spec.key_heads, spec.query_heads
-        more = there_are((*given[:3], result, dots))
-        ends, numbered = (before, None), dots is not None
-        self._sweep("grad_query", operands, more, heads, ends, segments, numbered, recompute)
-
-    def grad_key(
-        self, given: LinearBackwardInputs, result: Tensor, dots: Tensor | None, before: State |
-        None, after: State | None, segments: int, recompute: Recompute | None = None,
-    ) -> None:  # fmt: skip
-        """Write the gradients of keys, one for each head of the state, and of the first states."""
-        spec = self.spec
-
-        def operands() -> tuple[Any, ...]:
-            numbers = None
-            if dots is not None:
-                numbers = spec.numbers(dots, self.inputs.cu_seqlens_k, keys=True)
-            rows = self.values(), self.grad(given), self.queries()
-            more = self.factors(given), self.per_row(given.minus_delta)
-            written = self.key_side(result), numbers
-            return (*rows, *more, *written, self.keys(), 0.0)
-
-        heads = spec.value_heads, spec.heads, spec.query_heads, spec.key_heads
-        more = there_are((*given[:3], result, dots))
-        ends, numbered = (before, after), dots is not None
-        self._sweep("grad_key", operands, more, heads, ends, segments, numbered, recompute)
-
-    def grad_value(
-        self, given: LinearBackwardInputs, result: Tensor, before: State | None, segments: int,
-        recompute: Recompute | None = None,
-    ) -> None:  # fmt: skip
-        """Write the gradients of values, one for each head of the state."""
-        spec = self.spec
-
-        def operands() -> tuple[Any, ...]:
-            rows = (
-                self.keys(),
-                self.queries(),
-                self.grad(given),
-            )
-            more = self.factors(given), None, self.key_side(result)
-            return (*rows, *more, None, None, 0.0)
-
-        heads = spec.key_heads, spec.query_heads, spec.heads, 1
-        more = there_are((*given[:3], result))
-        self._sweep("grad_value", operands, more, heads, (before, None), segments, False, recompute)
+        self.scan("grad_query", result, (before, None), segments, given=given, dots=dots)
 
     def grad_key_value(
         self, given: LinearBackwardInputs, results: tuple[Tensor, Tensor], dots: Tensor | None,
-        before: State | None, after: State | None, segments: int, recompute: Recompute | None =
-        None,
+        before: State | None, after: State | None, segments: int,
     ) -> None:  # fmt: skip
         """Write the gradients of keys and of values, and of the first states."""
-        self.grad_key(given, results[0], dots, before, after, segments, recompute)
-        self.grad_value(given, results[1], before, segments, recompute)
+        self.scan("grad_key", results[0], (before, after), segments, given=given, dots=dots)
+        self.scan("grad_value", results[1], (before, None), segments, given=given)
 
-    def _sweep(
-        self, which: str, operands: Any, more: Several[Tensor], heads: tuple[int, ...],
-        states: tuple[State | None, State | None], segments: int, numbered: bool,
-        recompute: Recompute | None = None,
+    def scan(
+        self, name: str, result: Tensor, states: tuple[State | None, State | None], segments: int,
+        recompute: Recompute | None = None, *, given: LinearBackwardInputs | None = None,
+        totals: Tensor | None = None, dots: Tensor | None = None, counted: bool = False,
+        mapped: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
+        """Write the result of a pass: one for each output head, or for each head of the state.
+
+        states: that segments start from, and to be written; `counted`, they have no sum of keys.
+        totals: sums of scores of the output's rows, written unless they are `counted`. dots: to be
+        written, features · gradient. mapped: features of queries and keys, where they are known.
+        """
         spec, (before, after) = self.spec, states
         inner, outer = spec.head_dim, spec.value_dim
-        if which in ("grad_query", "grad_key"):
+        if name in ("grad_query", "grad_key"):
             inner, outer = outer, inner
-        tiles = self.tiles(outer)
-        shares = zip(("A", "B", "C", "THROUGH"), heads, strict=True)
+        of_keys, tiles = name in REVERSE, self.tiles(outer)
+        rows = there_are((*(given or ())[:3], result, totals, dots, *(mapped or ())))
+        absent = (before is None, after is None, totals is None, dots is None, recompute is None)
         parts = {} if recompute is None else {"PARTS": recompute.nonfinite.shape[-1]}
-        strides = tuple(rows.stride() for rows in more)
         launch = self.launch(
-            linear_sweep if recompute is None else recompute.kernel,
-            SweepMeta,
-            (which, segments, before is None, after is None, numbered, recompute is None, strides),
-            sharing(spec.config, which, spec.group),
-            **parts,
-            **{f"HEADS_PER_{name}": self.share(count) for name, count in shares},
+            recompute.kernel if recompute else linear_reverse_scan if of_keys else
+            linear_forward_scan,
+            ScanMeta,
+            (name, segments, counted, absent, tuple(each.stride() for each in rows)),
+            sharing(spec.config, name, spec.group),
+            HEADS_PER_QUERY=self.share(spec.query_heads),
+            HEADS_PER_KEY=self.share(spec.key_heads),
+            HEADS_PER_VALUE=self.share(spec.value_heads),
+            SEGMENTS=segments,
             INNER=inner,
             INNER_WIDTH=next_width(inner),
             OUTER=outer,
             OUTER_TILE=self._tile(outer),
             TILES=tiles,
-            SEGMENTS=segments,
-            PASS=which,
+            PASS=name,
+            COUNTED=counted,
             NORMALIZE=spec.variant.normalize,
-            BEFORE=before is not None,
-            AFTER=after is not None and recompute is None,
-            NUMBERS=numbered,
-        )
+            **parts,
+        )  # fmt: skip
 
         def arguments() -> tuple[Any, ...]:
-            ends = sums(before), sums(after)
-            given = operands()
+            query, key = self.queries(), self.keys()
+            if mapped is not None:
+                query, key = plain(self.query_side(mapped[0])), plain(self.key_side(mapped[1]))
+            numbers = (
+                None if totals is None else self.per_row(totals),
+                None if dots is None else self.per_row(dots, of_keys),
+            )
+            into = self.key_side(result) if of_keys else self.query_side(result)
+            read = query, key, self.values(), *self.gradients(given, name), *numbers, into
+            more = spec.variant.eps, self.sequence(), sums(before)
             if recompute is not None:
-                given, ends = (recompute.nonfinite, *given), ends[:1]
-            return (*given, self.sequence(), *ends)
+                return (recompute.nonfinite, *read, *more)
+            return (*read, *more, sums(after))
 
         flags = None if recompute is None else recompute.nonfinite
-        tensors = (*self.known(), *more, *there_are((*(before or ()), *(after or ()), flags)))
-        count = spec.state_heads if which in BACKWARDS else spec.heads
-        launch(spec.sequences * count * segments * tiles, spec.device, tensors, arguments)
+        tensors = (*self.known(), *rows, *there_are((*(before or ()), *(after or ()), flags)))
+        heads = spec.state_heads if of_keys else spec.heads
+        launch(spec.sequences * heads * segments * tiles, spec.device, tensors, arguments)
 
     # ---- launches -----------------------------------------------------------------------------
 
@@ -463,8 +410,7 @@ class Passes(Rows):
                 "GROUP": spec.group,
                 "STATE_HEADS": spec.state_heads,
                 "CHUNK": config.chunk,
-                "CAUSAL": spec.variant.causal,
-                "BOTTOM_RIGHT": spec.bottom_right,
+                "ALIGN": spec.variant.align if spec.variant.causal else "all",
                 "STARTED": spec.started,
                 "PRECISION": spec.precision,
             }
