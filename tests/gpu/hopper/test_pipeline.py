@@ -5,7 +5,8 @@ What waits (`wait_for_sums`) gives nothing to compare; the tests of gradients in
 
 # Triton's language has no types that a checker follows.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+# pyright: reportFunctionMemberAccess=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ class PageReader(NamedTuple):
     ) -> PageReader:
         """The pages of one sequence."""
         size, most = inputs.page_size, inputs.key_pages.shape[0]
-        if not 0 <= kv_len <= inputs.page_table.shape[1] * size:  # as nobody could look before
+        if not 0 <= kv_len <= inputs.page_table.shape[1] * size:  # not checked with the call
             takes = f"0 to {inputs.page_table.shape[1] * size}"
             raise ValueError(f"kv_lens: got {kv_len}, takes {takes}")
         numbers = inputs.page_table[sequence, : -(-kv_len // size)].tolist()

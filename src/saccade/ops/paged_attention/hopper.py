@@ -1,4 +1,4 @@
-"""Attention over pages with Hopper kernels: the body that the operator runs on capability 9.0.
+"""Attention over pages by Hopper kernels, as the operator starts them on capability 9.0.
 
 Decoding reads each key once and does little with it: the Triton kernels for sequences of few
 query rows read as fast as the memory gives. Sequences of many rows, chunks of prompts, have a

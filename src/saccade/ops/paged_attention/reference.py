@@ -1,4 +1,4 @@
-"""Attention over pages, written out: gather every sequence's keys, then attend as ever.
+"""Attention over pages, written out: gather every sequence's keys, then attend.
 
     row j of sequence b lies in page page_table[b, j // page_size], slot j % page_size
 

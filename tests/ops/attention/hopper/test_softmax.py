@@ -2,7 +2,8 @@
 
 # Triton's language has no types that a checker follows.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportAssignmentType=false
+# pyright: reportFunctionMemberAccess=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class _Scored(NamedTuple):
     visible: Tensor | None
     kept: Tensor | None  # 1 where dropout keeps a weight, which is divided by 1 - dropout_p, else 0
     slopes: Sequence[Tensor] | None  # see change_with_slopes
-    fresh: bool  # whether `changed` is nobody else's: a score may give what it captured
+    fresh: bool  # whether `changed` may be overwritten: a score may give what it captured
 
     def less(self, numbers: Tensor) -> Tensor:
         """The changed scores less a number of each row, in their memory if that is free."""

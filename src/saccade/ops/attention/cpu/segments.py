@@ -210,7 +210,7 @@ class Segment(NamedTuple):
 
 
 def check_ends(name: str, ends: Sequence[int], num_tokens: int) -> None:
-    """Refuse offsets that nobody could look at before: they lead out of the tensors."""
+    """Refuse offsets that lead out of the tensors: their values were not checked with the call."""
     ascend = all(first <= second for first, second in itertools.pairwise([0, *ends, num_tokens]))
     if not ascend or ends[0] != 0:
         raise ValueError(f"{name}: got {ends} for {num_tokens} tokens, takes {OFFSETS}")

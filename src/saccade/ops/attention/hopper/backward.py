@@ -107,8 +107,8 @@ def produce(
 ):  # fmt: skip
     """Load what consumers will need, as soon as there is room for it.
 
-    APART: who releases queries does not release gradients of outputs with them. Then gradients
-    leave through the memory of keys and values, so all else comes before these.
+    APART: gradients of outputs are released apart from queries. Gradients of keys and values then
+    leave through the memory of keys and values, so these are loaded last.
 
     In the end it writes gradients of rows that belong to no sequence.
     """
@@ -122,7 +122,7 @@ def produce(
     while number < num_tiles(schedule):
         if scratch.semaphores is None:
             program = program_of_keys(schedule, number)
-        else:  # last tiles add first, so they come first: nobody waits for who has not begun
+        else:  # last tiles add first, so they come first: a program waits for running ones only
             program = program_of(schedule, number)
         batch, kv_head, tile, slot = key.find(program, key.data, KV_TILE)
         kv_start = tile * KV_TILE
@@ -170,7 +170,7 @@ def produce(
                     iteration += 1
                 work_iteration += 1
             tile_iteration += 1
-        # No sooner: who has a number and does not begin may keep others waiting.
+        # No sooner: a program with a number that does not begin may keep others waiting.
         number = next_number(schedule, number)
     # A work tile for no keys: there is nothing left.
     rings.work_tiles.acquire(work_iteration)
@@ -312,7 +312,7 @@ def add_tile(
     Whatever the consumer computes itself, it computes while a product runs:
 
         scores and grad_weights → exponents, under grad_weights → of_value → grad_scores, under
-        of_value → partial sum of the tile before, of_key → share out, under of_key
+        of_value → partial sum of the tile before, of_key → add it, under of_key
 
     LATER: the partial sum of the tile before is to be computed.
     """
@@ -428,7 +428,7 @@ def finish(sums, desc, view, schedule, at, memory, DIM: gl.constexpr):
         as_matrix(memory).store(numbers)
         kv_batch, kv_row = schedule.origin(batch, view.data)
         store(desc, [kv_batch, kv_head, kv_row + first_row, 0], memory)
-    else:  # rows past the end are another sequence's, or nobody's
+    else:  # rows past the end may be another sequence's
         row, channel = places_of(numbers, first_row, 0)
         pointers = row_pointers(view, batch, kv_head, row, channel)
         gl.store(pointers, numbers, mask=(row < kv_len) & (channel < DIM))

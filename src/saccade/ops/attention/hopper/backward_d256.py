@@ -113,7 +113,7 @@ def wait_for_sums_of(RUNNING: gl.constexpr, sums):
 def finish_wide(
     sums, factor, desc, view, schedule, at, memory, flag, DIM: gl.constexpr, NAN_SAFE: gl.constexpr
 ):  # fmt: skip
-    """Write the gradients of 64 rows through memory that nobody else reads any more, and wait until
+    """Write the gradients of 64 rows through memory that is read no more, and wait until
     it may be filled again."""
     batch, head, first_row, length = at
     wait_for_each_other()
@@ -136,7 +136,7 @@ def _finish(
     numbers = sums.to(dtype)
     if first_row + ROWS <= length:
         as_matrix(memory).slice(FIRST, sums.shape[1], dim=1).store(numbers)
-    else:  # rows past the end are another sequence's, or nobody's
+    else:  # rows past the end may be another sequence's
         row, channel = places_of(numbers, first_row, FIRST)
         pointers = row_pointers(view, batch, head, row, channel)
         gl.store(pointers, numbers, mask=(row < length) & (channel < DIM))

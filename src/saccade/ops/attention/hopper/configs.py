@@ -16,7 +16,7 @@ from saccade.runtime.spec import Inputs, Variant
 ROWS = 64  # query rows of a consumer, as in forward.py
 SHARED_MEMORY = 227 << 10  # bytes of one program
 REGISTERS = 65536  # of a multiprocessor
-L2_BYTES = 32 << 20  # keys and values of heads that take turns: most of the L2
+L2_BYTES = 32 << 20  # keys and values of heads that are worked on together: most of the L2
 HEADS_AT_ONCE = 64
 ADDED_BYTES = 1 << 10  # for barriers and work tiles
 LONG, SHORT = 12288, 1024  # of keys
@@ -108,12 +108,12 @@ def choose(problem: HopperProblem) -> KernelSchedule:
 def heads_at_once(
     masked: bool, heads: int, slots: int, multiprocessors: int, group: int, size: int
 ) -> int:
-    """How many query heads take turns, their longest rows first.
+    """How many query heads are worked on together, their longest rows first.
 
     Without a mask all rows are equally long: one head after the other meets its keys in the L2.
-    Else as many as fit it, 64 at most: more are slower at 512, by 3 % at width 128. All turns are
-    of equally many heads: the last one of 9, 9, …, 9 and 1 heads began long rows when all others
-    were done, which took an eighth of the time of 64 heads of 4k.
+    Else as many as fit it, 64 at most: more are slower at 512, by 3 % at width 128. All rounds
+    are of equally many heads: the last one of 9, 9, …, 9 and 1 heads began long rows when all
+    others were done, which took an eighth of the time of 64 heads of 4k.
 
     heads: query heads of all sequences. slots: tiles of query rows of a head. group: query heads of
     a kv head. size: bytes of the keys and values of a kv head.
@@ -174,13 +174,13 @@ class BackwardSchedule(NamedTuple):
 
     def shared_memory(self, width: int) -> int:
         """Bytes of shared memory, for elements of 2 bytes: keys, values and the way out of their
-        gradients; queries, gradients of outputs and of scores; shares in float32."""
+        gradients; queries, gradients of outputs and of scores; partial sums in float32."""
         keys = 2 * width * (2 * self.kv_tile + self.kv_tile)
         of_stage = 2 * self.query_tile * (2 * width + self.kv_tile) + 8 * self.query_tile
         return keys + self.stages * of_stage + 4 * self.query_tile * width + ADDED_BYTES
 
     def shared_memory_apart(self, head_width: int, value_width: int) -> int:
-        """The same where gradients of queries are a pass of their own: there are no shares, slopes
+        """Bytes where gradients of queries are a pass of their own: no partial sums, slopes
         in place of gradients of scores, and the gradients of keys and values leave through the
         memory of values and keys, if that is as wide."""
         widths = head_width + value_width
@@ -197,8 +197,8 @@ BACKWARD_OVERRIDE: BackwardSchedule | None = None
 def choose_backward(problem: BackwardProblem) -> BackwardSchedule:
     """The schedule of a backward pass.
 
-    Heads take turns where one of them keeps most multiprocessors busy, and under a mask from a
-    quarter of that on: at 16k it gave 3 to 4 %, at 2k it took as much.
+    Few heads are worked on together where one keeps most multiprocessors busy, and under a mask
+    from a quarter of that on: at 16k it gave 3 to 4 %, at 2k it took as much.
     """
     if BACKWARD_OVERRIDE is not None:
         return BACKWARD_OVERRIDE
@@ -206,7 +206,7 @@ def choose_backward(problem: BackwardProblem) -> BackwardSchedule:
         # At 1k and 4k it gives a twentieth under a causal mask, and nothing without one.
         at_once_mb = 32 if problem.masked else 0
         return BackwardSchedule(64, 2, 240, 24, "dynamic", at_once_mb, WIDE_KV_TILE)
-    # With 128 queries and no shares ptxas finds too few registers, and waits for each product.
+    # With 128 queries and no partial sums ptxas has too few registers, and waits for each product.
     query_tile = 128 if problem.head_width == 64 and not ordered(problem) else 64
     long = problem.kv_len >= (LONG // 4 if problem.masked else LONG)
     at_once_mb = 32 if long and not in_key_order(problem) else 0
@@ -232,7 +232,7 @@ class BackwardProblem(NamedTuple):
 
 def apart(problem: BackwardProblem) -> bool:
     """Whether gradients of queries are a pass of their own for want of registers: above 128
-    channels, a consumer has none for shares beside the gradients of keys or values."""
+    channels, a consumer has none for partial sums beside the gradients of keys or values."""
     return max(problem.head_width, problem.value_width) > 128
 
 
@@ -256,19 +256,19 @@ class QuerySchedule(NamedTuple):
 def ordered(problem: BackwardProblem) -> bool:
     """Whether gradients of queries are a pass of their own, in the order of keys.
 
-    It is for equal bits where shares cannot take turns, and above 128 channels: two of the products
-    are done again.
+    It is for equal bits where partial sums have no key order, and above 128
+    channels: two of the products are done again.
     """
     return apart(problem) or (problem.deterministic and problem.contiguity is None)
 
 
 def in_key_order(problem: BackwardProblem) -> bool:
-    """Whether shares of gradients of queries are added in the order of keys.
+    """Whether partial sums of the gradients of queries are added in the order of keys.
 
-    Who comes before whom must be known without looking: a row sees one stretch of keys. It is for
+    Which tile comes before which must be known beforehand: a row sees one range of keys. It is for
     equal bits; under a causal mask at width 128 it is also faster, by a tenth at 512 and a
-    twentieth at 1k, as who comes first writes and nobody has to write zeros before. At 4k it takes
-    a tenth more.
+    twentieth at 1k, as the first one is written and no zeros need be there before. At 4k it
+    takes a tenth more.
     """
     faster = problem.causal and problem.head_width == 128 and problem.kv_len <= SHORT
     if apart(problem) or problem.contiguity is None:
@@ -277,7 +277,7 @@ def in_key_order(problem: BackwardProblem) -> bool:
 
 
 def heads_in_key_order(slots: int, multiprocessors: int) -> int:
-    """How many kv heads take turns where shares do: as many as busy all multiprocessors.
+    """How many kv heads are worked on together in key order: as many as busy all multiprocessors.
 
     Programs that begin at the same time stand at tiles of keys of different heads then, and none
     of them waits for another one. slots: tiles of keys of a head.

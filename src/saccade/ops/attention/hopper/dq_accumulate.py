@@ -3,7 +3,7 @@
 A backward pass is three kernels. `attention_backward_begin` gives each query row what the others
 read, `attention_backward` (backward.py) adds, `attention_backward_end` makes gradients of the sums.
 They share a scratch in memory, cut into slots of as many query rows of one head as `backward` takes
-at once. No two sequences share a slot, so rows past an end harm nobody.
+at once. No two sequences share a slot, so rows past an end do no harm.
 
 In `backward`, each consumer multiplies half of a tile's partial sum, its *part*, and TMA adds it to
 memory in float32. Without semaphores, parts are added as they come. With semaphores they are added
@@ -70,7 +70,7 @@ class BackwardScratch(NamedTuple):
     dq_accumulate: Any
     # int32 in memory: whether hidden rows may have made nonfinite something; None: they cannot
     flag: Any
-    semaphores: Any = None  # int32 in memory, by part: whose turn it is; None: in any order
+    semaphores: Any = None  # int32 in memory, by part; None: parts are added in any order
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def packed_slot(batch, head, data, TILE: tl.constexpr):
 def first_semaphore(
     mask, batch, head, tile, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr
 ):  # fmt: skip
-    """Whose turn it is to begin with: the last tile of keys of which a tile of queries may see
+    """What a semaphore begins with: the last tile of keys of which a tile of queries may see
     something, as `dq_accumulate.py` writes it down. lengths: of queries and keys."""
     tile_range = mask.tile_range(
         mask, batch, head, tile, tile * QUERY_TILE, lengths, QUERY_TILE, KV_TILE, True
@@ -110,7 +110,7 @@ def from_the_end():
 @triton.jit(do_not_specialize=["mask"])
 def attention_backward_begin(
     output, grad_output, logsumexp, grad_lse, lse_log2, row_dot,  # Views; grad_lse may be None
-    key, mask, scratch, starts, factor,  # key and mask are None unless there are turns
+    key, mask, scratch, starts, factor,  # key and mask are None unless there are semaphores
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def attention_backward_begin(
     the work, it writes what sums of scores and of grad_weights start at: -lse · factor, -row_dot.
 
     A row that saw nothing starts at -inf, which makes all its weights 0. Shares of the gradients
-    of queries are added to zeros, unless they have turns.
+    of queries are added to zeros, unless there are semaphores.
     """
     batch, head, tile, _ = output.find(from_the_end(), output.data, QUERY_TILE)
     slot = scratch.slot(batch, head, output.data, QUERY_TILE) + tile
@@ -174,8 +174,8 @@ def add_partial_dq(
     dq_desc, rings, rules, scratch, at, tile_range, index, partial_dq, semaphore, added, WHICH:
     gl.constexpr
 ):  # fmt: skip
-    """Start to add a partial sum of the gradients of queries to memory, in its turn if there are
-    turns.
+    """Start to add a partial sum of the gradients of queries to memory, in key order if
+    there are semaphores.
 
     In the order of registers, 16 bytes of each thread side by side, so that no two threads want
     the same bank of shared memory; `attention_backward_end` undoes that order.
@@ -195,8 +195,7 @@ def add_partial_dq(
     if scratch.semaphores is None:
         add(dq_desc, [part * memory.shape[0], 0], memory)
     else:
-        # A tile range of no tiles visits one and has nothing to add: its turn has passed, as it
-        # were.
+        # A tile range of no tiles visits one and has nothing to add: it waits for nothing.
         first, end = first_and_end(tile_range)
         mine = gl.where(first == end, NEVER, key_tile(rings, at[2]))
         while semaphore >> 1 > mine:
@@ -218,7 +217,8 @@ def part_of(rules, scratch, at, tile_range, index, WHICH: gl.constexpr):
 
 @gluon.jit
 def query_tile_of(rules, scratch, tile_range, index):
-    """The tile of queries that is visited as number `index`: in their order if there are turns."""
+    """The tile of queries that is visited as number `index`: in their order if there are
+    semaphores."""
     if scratch.semaphores is None:
         tile = tile_of(rules, tile_range, index)
     else:
@@ -239,8 +239,8 @@ def may_hide(scratch, tile_range, index, tile):
 
 @gluon.jit
 def may_wait(query, key):
-    """Whether programs may wait for each other: turns are handed on among the tiles of a sequence,
-    and packed sequences share none of theirs if their offsets ascend. Asked by one warp."""
+    """Whether programs may wait for each other: the tiles of a sequence do, and packed sequences
+    share no tile if their offsets ascend. One warp finds it out."""
     sound = gl.program_id(0) >= 0
     if len(query.data) > 2:  # packed
         lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -257,7 +257,7 @@ def key_tile(rings, key_row):
 
 @gluon.jit
 def read_semaphore(rules, scratch, at, tile_range, index, WHICH: gl.constexpr):
-    """Ask whose turn it is to add to a tile of queries; long before it matters, as this takes
+    """Ask which tile of keys adds next to a tile of queries; long before it matters, as this takes
     long."""
     if scratch.semaphores is None:
         semaphore = 0
@@ -298,7 +298,7 @@ def attention_backward_end(
         position = (slot.to(tl.int64) * PARTS + part) * (PART_ROWS * WIDTH)
         if scratch.semaphores is None:
             partial_dq = tl.load(scratch.dq_accumulate + (position + numbers))
-        else:  # who comes first writes; where nobody came, nobody wrote
+        else:  # the first part was written; where none was, memory holds anything
             written = tl.load(scratch.semaphores + slot * PARTS + part) & 1 == 0
             partial_dq = tl.load(
                 scratch.dq_accumulate + (position + numbers), mask=written, other=0.0

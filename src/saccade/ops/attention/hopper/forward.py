@@ -1,7 +1,7 @@
 """Attention forward on Hopper: one warp loads tiles by TMA, groups of four warps compute.
 
-Source: FlashAttention-3 (Shah et al. 2024), algorithm 2 without its turns; the online softmax is
-that of `saccade.gpu.online_softmax`. What is fed to it, and in which order, is in `produce`; the
+Source: FlashAttention-3 (Shah et al. 2024), algorithm 2 without its ping-pong; the online softmax
+is that of `saccade.gpu.online_softmax`. What is fed to it, and in which order, is in `produce`; the
 algorithm is in `consume` and `fold_tile`.
 """
 
@@ -240,7 +240,7 @@ def load_queries(query_desc, rings, first, iteration, SKIP_MASKED_TILE: gl.const
 
 @gluon.jit
 def consumer_rows(WHICH: gl.constexpr, iteration, SKIP_MASKED_TILE: gl.constexpr):
-    """Which 64 rows of a tile a consumer takes: by turns if some have less to do than others."""
+    """Which 64 rows of a tile a consumer takes: alternating if some have less to do."""
     return (WHICH + iteration) & 1 if SKIP_MASKED_TILE else WHICH
 
 
@@ -292,7 +292,7 @@ def consume(
 
 @gluon.jit
 def work_tile_of(rings, iteration):
-    """What a turn is about, as it was scheduled."""
+    """The work tile of an iteration, as it was scheduled."""
     rings.work_tiles.wait(iteration)
     LAYOUT: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
     return read_work_tile(rings.work_tiles.at(iteration).load(LAYOUT))
@@ -364,7 +364,7 @@ def fold_tile(
     query_tile, keys, values, rules, at, tile_range, index, partials, kv_iteration, state,
     OVERLAP_SOFTMAX: gl.constexpr, EXACT_MAX: gl.constexpr,
 ):  # fmt: skip
-    """Weigh the tile of keys after turn kv_iteration, while the values of kv_iteration are summed
+    """Weigh the tile of keys after kv_iteration, while the values of kv_iteration are summed
     up.
 
     If OVERLAP_SOFTMAX, the exponents are computed under that sum; else other consumers' are.

@@ -1,4 +1,4 @@
-"""Attention by Hopper kernels: the body that the operators run on GPUs of capability 9.0.
+"""Attention by Hopper kernels, as the operators start them on GPUs of capability 9.0.
 
 The forward pass is prepared once for calls like one another, as in
 `saccade.ops.attention.triton.host`; gradients are in `saccade.ops.attention.hopper.gradients`.
@@ -78,7 +78,7 @@ class HopperForward:
         self.programs = min(queries.programs(tile), chosen.programs * spec.multiprocessors)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
-        """Output and lse of a call of this kind."""
+        """Output and lse of a call like the one that was prepared."""
         output, lse = self.output(), self.lse()
         numbers = tile_scheduler.counter_of(self.device)
         plan, tensors = NO_PLAN, (*inputs[:3], output, lse, numbers)

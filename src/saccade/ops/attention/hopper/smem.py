@@ -87,8 +87,9 @@ def make_rows(query_desc, output_desc, CONSUMERS: gl.constexpr, QUERY_STAGES: gl
 
 @aggregate
 class BackwardRings:
-    """The same of the backward pass. Gradients of outputs and of scores have the turns of queries:
-    who releases queries releases the former too, and has read the latter of the turn before."""
+    """Rings of the backward pass. Gradients of outputs and of scores go with the queries: releasing
+    queries releases their gradients of outputs too, and means that the gradients of scores of the
+    iteration before were read."""
 
     work_tiles: Ring
     keys: Ring
@@ -202,8 +203,8 @@ def make_key_rings(
 
 @aggregate
 class QueryRings:
-    """All that the roles of the pass for gradients of queries share. Gradients of outputs have the
-    turns of queries: who releases queries releases them too."""
+    """All that the roles of the pass for gradients of queries share. Gradients of outputs go with
+    the queries: a consumer that releases queries releases them too."""
 
     work_tiles: Ring
     queries: gl.tuple  # a ring for each consumer

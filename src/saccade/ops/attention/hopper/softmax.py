@@ -253,7 +253,7 @@ def along_rows(numbers, tile):
 
 @gluon.jit
 def places_of(tile, first_row, first_column):
-    """The places of a tile's numbers: a column of rows, and a row of columns."""
+    """The coordinates of a tile's numbers: a column of rows, and a row of columns."""
     LAYOUT: gl.constexpr = tile.type.layout
     rows = first_row + gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
     columns = first_column + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
@@ -279,7 +279,7 @@ def finish(
         output_batch, output_row = schedule.origin(batch, output.data)
         position = (output_batch, query_head, output_row + first_row)
         store_in_parts(output_desc, position, attended, memory)
-    else:  # rows past the end are another sequence's, or nobody's
+    else:  # rows past the end may be another sequence's
         row, channel = places_of(attended, first_row, 0)
         pointers = row_pointers(output, batch, query_head, row, channel)
         gl.store(pointers, attended, mask=(row < query_len) & (channel < VALUE_DIM))

@@ -1,4 +1,4 @@
-"""Backward, common: weights and gradients of a tile of pairs, the same for every backward kernel.
+"""Weights and gradients of a tile of pairs, as every backward kernel computes them.
 
 A tile lies either way: query rows as a column and key rows as a row, or the other way round. All
 that depends on rows comes in already shaped, so nothing here knows which way it lies.
@@ -71,7 +71,7 @@ def weigh(scores, lse_log2, nonfinite, inside, rules, at):
     is a plain True; the compiler removes both.
 
     at: (batch, head, query rows, key rows, shift). nonfinite: pairs that hold NaN or inf, or None.
-    inside: pairs inside the sequences on a partial tile tile, True where nothing comes of others,
+    inside: pairs inside the sequences on a partial tile, True where nothing comes of others,
     or None where all pairs are visible.
     """
     batch, head, query_rows, kv_rows, shift = at

@@ -113,7 +113,7 @@ def add_pairs(
 
 
 # ---- backward captured ---------------------------------------------------------------------------
-# Each pair adds its share.
+# The gradient of any other captured tensor: each pair adds what it gives to the entry it reads.
 #
 # Pairs of a tile that read one entry add up before they touch memory; programs meet in atomic
 # additions, so the order of sums differs from run to run. A bias over pairs has a kernel without

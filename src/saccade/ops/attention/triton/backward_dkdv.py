@@ -53,8 +53,8 @@ def attention_backward_keys(
 
     CHAINED: it may start while kernels before it run. Where the one for queries makes the row
     statistics (under a mask), it is waited for before they are read; elsewhere they were there
-    before that one's programs let this one start, and it is waited for at the end, so that who
-    follows finds both done.
+    before that one's programs let this one start, and it is waited for at the end, so that
+    kernels that follow find both done.
     """
     program = tl.program_id(0)
     if NAN_SAFE:

@@ -1,4 +1,4 @@
-"""Call kinds: what calls of one kind share; it is worked out once and remembered."""
+"""CallSpec: what calls of equal shapes, strides and dtypes share, worked out once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import KernelProblem
 from saccade.runtime.spec import Inputs, KernelConfig, LinearInputs, Variant, precision
 
-# ---- reach ---------------------------------------------------------------------------------------
-# About how many a query row sees. Where they are few, other tiles are faster.
+# ---- how many keys a query row sees, about: where they are few, other tiles are faster -----------
 
 FEW = 1024
 CELLS = 64  # along each side, at most: the answer may be rough
@@ -60,7 +59,7 @@ def _cells(length: int, dim: int) -> Span:
 
 
 NOTHING: Mapping[str, Any] = {}
-MOST_KINDS = 1024  # kinds of calls that are kept prepared
+MOST_PREPARED = 1024  # passes, the oldest of which go first
 
 
 class CallSpec(NamedTuple):
@@ -77,7 +76,7 @@ class CallSpec(NamedTuple):
 
     @staticmethod
     def of(inputs: Inputs, find: Any = packing.packed_program_by_heads) -> CallSpec:
-        """The kind of a call, from its tensors; `find` as in `arguments.view`."""
+        """What a call shares with others, from its tensors; `find` as in `kernel_args.view`."""
         geometry = Geometry.of(inputs)
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         packed = inputs.cu_seqlens_q is not None
@@ -95,7 +94,7 @@ class CallSpec(NamedTuple):
         return CallSpec(geometry, packed, device, arch, count, constants, strides, find)
 
     def problem(self, which: str, call: tuple[Inputs, Variant]) -> KernelProblem:
-        """What the config of one of this kind's kernels depends on."""
+        """What the config of one of its kernels depends on."""
         width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
         inputs, variant = call
         wide, masked = inputs.query.dtype == torch.float32, variant.mask != ""
@@ -182,7 +181,7 @@ def remembered(memory: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any
     """What a memory holds under a key; if it holds nothing, made now, in place of the oldest."""
     found = memory.get(key)
     if found is None:
-        if len(memory) >= MOST_KINDS:
+        if len(memory) >= MOST_PREPARED:
             memory.pop(next(iter(memory)), None)
         found = memory[key] = make()
     return found

@@ -1,6 +1,6 @@
 """Attention forward: one pass over the keys, nothing of size query_len x kv_len in memory.
 
-Source: FlashAttention-2 (Dao 2023), algorithm 1. docs/forward.md tile ranges through this file.
+Source: FlashAttention-2 (Dao 2023), algorithm 1. docs/forward.md walks through this file.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.

@@ -69,7 +69,7 @@ class TritonForward:
         self.output, self.lse = map(memory_like, empty_results(inputs))
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
-        """Output and lse of a call of this kind."""
+        """Output and lse of a call like the one that was prepared."""
         if not self.unit_channels:
             inputs = with_unit_channels(inputs)
         output, lse = self.output(), self.lse()
@@ -119,7 +119,7 @@ FEW_QUERIES = 64  # rows of queries that one program of the ordered form takes, 
 
 
 class Launches(NamedTuple):
-    """The kernels of a backward pass of one kind."""
+    """The kernels of the backward pass of calls like one another."""
 
     spec: CallSpec
     statistics: Launch | None  # None where the queries' kernel makes them
@@ -130,7 +130,7 @@ class Launches(NamedTuple):
     over_keys: Planner  # for queries
     programs: tuple[int, int, int, int]  # of statistics, keys, NaN-safe, queries
     alone: bool  # whether calls have no tensors but query, key and value, and need no plan
-    tables: dict[int, Launch]  # by place among the score's captured tensors
+    tables: dict[int, Launch]  # by position among the score's captured tensors
     gradients: tuple[Callable[[], Tensor], ...]  # memory for those of query, key and value
 
 

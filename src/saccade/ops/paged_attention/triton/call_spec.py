@@ -1,7 +1,7 @@
 """CallSpec of a call over pages: its Views, and the passes over its sequences.
 
 A pass has one tile size. Dense queries are all alike, so they take one; packed ones take one pass
-for sequences of few query rows and one for those of many, since nobody but the device knows which
+for sequences of few query rows and one for those of many, since only the device knows which
 are which. What a sequence gets depends on its own number of query rows, so that it gets the same
 in any batch.
 """
@@ -54,7 +54,7 @@ class PagedCallSpec(NamedTuple):
 
     @staticmethod
     def of(inputs: PagedInputs) -> PagedCallSpec:
-        """The kind of a call, from its tensors."""
+        """What a call shares with others, from its tensors."""
         query, packed = inputs.query, inputs.cu_seqlens_q is not None
         length = query.shape[0] if packed else query.shape[2]
         heads, kv_heads = query.shape[1], inputs.key_pages.shape[1]

@@ -1,4 +1,4 @@
-"""Attention over pages: programs that tile range along their shares of all sequences' keys.
+"""Attention over pages: programs that each compute a share of all sequences' keys.
 
 A tile's rows are query rows × the query heads of one key head, so keys and values are read once
 for a group of heads. Source: FlashAttention-2 (Dao 2023), algorithm 1; Flash-Decoding (Dao et al.

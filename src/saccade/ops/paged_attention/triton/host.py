@@ -1,10 +1,10 @@
-"""Attention over pages by Triton kernels: the body that the operator runs on GPUs.
+"""Attention over pages by Triton kernels, as the operator starts them on GPUs.
 
     (plan) → attention → merge        for sequences of few query rows, and again for those of many,
                                       unless these take the dense kernel
 
-A kind of call is prepared once, as in `ops/attention/api.py`. Nothing is read by the host, and what
-a call allocates depends on shapes only, so it can be captured in a CUDA graph.
+Calls like one another are prepared once, as in `ops/attention/triton/host.py`. Nothing is read by
+the host, and what a call allocates depends on shapes only, so it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class PagedForward:
         return PassLaunches(spec, of, inputs.query.device)
 
     def __call__(self, inputs: PagedInputs, variant: Variant) -> tuple[Tensor, Tensor]:
-        """Output and lse of a call of this kind."""
+        """Output and lse of a call like the one that was prepared."""
         if not self.regular:
             inputs = made_regular(inputs)
         output, lse = self.output(), self.lse()

@@ -1,20 +1,20 @@
 """Split KV: which share of the keys each program of attention over pages computes.
 
-Work is counted in units. An *work tile* is one tile of query rows of one key head: a unit to set it
+Work is counted in units. A *work tile* is one tile of query rows of one key head: a unit to set it
 up, and one for each tile of keys that it visits. A *group* is some work tiles of equal units: all
 of a sequence, or all heads of a tile of query rows. Laid end to end, work tiles make a line, which
-programs cut into equal shares; or each work tile is cut at places of its own. A program computes
+programs cut into equal shares; or each work tile is cut at positions of its own. A program computes
 its share split by split, a split being what lies in one work tile.
 
 A split that is a whole work tile is written to the output. Others leave partial results. Where
 there are few work tiles, merging programs find each one's by themselves; where there
 are many, notes tell them which belong together. Where the line is cut into P shares there are at
-most two partial results a program, however many sequences there are:
+most two partial results a program, however many sequences there are, in memory at position
 
-    place P + m: of the work tile that program m began and did not end
-    place m: of the work tile that program m went on with
+    P + m: of the work tile that program m began and did not end
+    m: of the work tile that program m went on with
 
-Where work tiles are cut on their own, a program has one split, whose place is m.
+Where work tiles are cut on their own, a program has one split, whose position is m.
 
 Nothing here is read by the host. Source: the equal payloads of FlashMLA's and stream-K's schedules
 (Osama et al. 2023, section 4), with a sequence's keys in place of a matrix's depth.
@@ -54,7 +54,7 @@ GROUPS = tl.constexpr(0)  # how many there are
 HEADS = tl.constexpr(1)  # tiles beside each other: key heads, if one tile holds a group's heads
 PROGRAMS = tl.constexpr(2)
 SPLITS_IN_GRID = tl.constexpr(3)  # programs of a work tile, where work tiles are cut on their own
-BEGUN = tl.constexpr(4)  # place of program 0's work tile that was begun and not ended
+BEGUN = tl.constexpr(4)  # position of program 0's work tile that was begun and not ended
 FEWEST = tl.constexpr(5)  # sequences with more query rows than that are worked on,
 MOST = tl.constexpr(6)  # and at most as many as that
 PLAN = tl.constexpr(7)
@@ -204,10 +204,10 @@ def equal_shares(
     at least LEAST units. LONG: the line may have more units than 32 bits count.
 
     FEW: no more work tiles than programs. Then each begins with a program of its own, if no share
-        gets
-    longer by more than a sixteenth: who goes on to another work tile in the midst of a share waits
-    for memory once more, when others are done. Programs do all this before they read any key, so it
-    is kept short: fewer than MOST_AT_ONCE groups are counted once, and one needs no search.
+    gets longer by more than a sixteenth: a program that goes on to another work tile in the midst
+    of a share waits for memory once more, when others are done. Programs do all
+    this before they read any key, so it is kept short: fewer than MOST_AT_ONCE groups are counted
+    once, and one needs no search.
     """
     num_groups, programs = schedule.data[GROUPS], schedule.data[PROGRAMS]
     none = wide(program) * 0 if LONG else program * 0
@@ -309,7 +309,7 @@ def note_of_program(schedule, notes, program, group, index, offset, budget, shar
 # What `schedule.begin` answers for a program, these answer for a work tile. A program that merges
 # asks before partial results are there, and need not be told by those that compute them.
 
-# ---- work tiles: (schedule, query, key, group, index) → parts (0: it was not cut), the first p----
+# ---- work tiles: (schedule, query, key, group, index) → parts (0: not cut), first program ------
 
 
 @triton.jit
