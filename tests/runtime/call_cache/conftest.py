@@ -1,4 +1,4 @@
-"""What every test of recall starts with, and what several ask for."""
+"""Fixtures: an empty call cache, and offsets and lengths that cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sees the operators that a call runs."""
+"""Which modes, transforms and tensor types see the operators that a call runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of other libraries write, and what they are told."""
+"""Options and calls as users of other libraries write them, and the errors that help."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_options_of_others_are_answered(options, said):
         ),
         (
             {"mask": lambda b, h, q, k: q >= k and k > 2},
-            r"cannot branch on a row, at test_elsewhere\.py:\d+: .*write & \| ~ for and, or, not",
+            r"branch on a row, at test_other_libraries\.py:\d+: .*write & \| ~ for and, or, not",
         ),
     ],
 )
