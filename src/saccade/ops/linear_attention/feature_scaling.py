@@ -172,9 +172,9 @@ def _common(inputs: LinearInputs, of_key: Tensor, start: Tensor) -> _Units:
         last = torch.maximum(of_key.amax(-1), start) if of_key.shape[-1] else start
         rows = last.unsqueeze(-1).expand_as(of_key)
         return _Units(rows, rows, last)
-    place = sequence_of(of_key.shape[0], inputs.cu_seqlens_k)
-    last = start.scatter_reduce(0, place.unsqueeze(-1).expand_as(of_key), of_key, "amax")
-    return _Units(last[place], last[place], last)
+    sequence = sequence_of(of_key.shape[0], inputs.cu_seqlens_k)
+    last = start.scatter_reduce(0, sequence.unsqueeze(-1).expand_as(of_key), of_key, "amax")
+    return _Units(last[sequence], last[sequence], last)
 
 
 def _running(inputs: LinearInputs, of_key: Tensor, start: Tensor) -> _Units:
@@ -185,18 +185,18 @@ def _running(inputs: LinearInputs, of_key: Tensor, start: Tensor) -> _Units:
     if of_key.shape[0] == 0:
         return _Units(of_key, of_key, start)
     offsets = ends_of(inputs.cu_seqlens_k, of_key.shape[0])
-    place = sequence_of(of_key.shape[0], offsets)
+    sequence = sequence_of(of_key.shape[0], offsets)
     # One maximum over all tokens, in which each sequence stands above those before it.
     absent = of_key == -torch.inf
     height = of_key.masked_fill(absent, 0).double()
     height = height - height.amin(0)
-    lifted = (height + 1).masked_fill(absent, 0) + place.unsqueeze(-1) * (height.amax(0) + 2)
-    rows = torch.maximum(of_key.gather(0, lifted.cummax(0).indices), start[place])
-    first = (offsets[place] == torch.arange(len(place), device=place.device)).unsqueeze(-1)
+    lifted = (height + 1).masked_fill(absent, 0) + sequence.unsqueeze(-1) * (height.amax(0) + 2)
+    rows = torch.maximum(of_key.gather(0, lifted.cummax(0).indices), start[sequence])
+    first = (offsets[sequence] == torch.arange(len(sequence), device=sequence.device)).unsqueeze(-1)
     empty = (offsets[1:] == offsets[:-1]).unsqueeze(-1)
     return _Units(
         rows,
-        torch.where(first, start[place], rows.roll(1, 0)),
+        torch.where(first, start[sequence], rows.roll(1, 0)),
         torch.where(empty, start, rows[(offsets[1:] - 1).clamp(min=0)]),
     )
 

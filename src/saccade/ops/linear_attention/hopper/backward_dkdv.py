@@ -276,7 +276,7 @@ def weights_of(
     scores, size, rings, iteration, OF_VALUES: gl.constexpr, LESS_ONE: gl.constexpr,
     BLOCKS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Scores as weights; a key is seen by the queries of its own place and later ones. With them
+    """Scores as weights; a key is seen by the queries of its own position and later ones. With them
     the number of each row that ones add something by: see features.py."""
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
     LEFT: gl.constexpr = 0 if BLOCKS == 2 else WHICH
@@ -334,7 +334,7 @@ def finished(
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
     found, number = tile
     if not OF_VALUES:
-        SOURCE: gl.constexpr = TILE if BLOCKS == 2 else WHICH  # block, and who mapped it
+        SOURCE: gl.constexpr = TILE if BLOCKS == 2 else WHICH  # block, and the mapper of it
         vector = rings.numbers_of(iteration, SOURCE, SUM).load(gl.SliceLayout(0, LAYOUT))
         found = found + vector[None, :]
         if FEATURE_MAP == "elu+1":
@@ -448,7 +448,7 @@ def map_queries(
             total += sum_over_threads(added, rings.scratch.index(WHICH))
         else:
             parts += added
-    if not KEYS_TOO:  # nobody needs the sum before the end
+    if not KEYS_TOO:  # the sum is not needed before the end
         total += sum_over_threads(parts, rings.scratch.index(WHICH))
     if after is not None:
         gl.store(after.vector + at, total, mask=inside)

@@ -55,12 +55,12 @@ class RowNumbers(NamedTuple):
     minus_delta: Any
 
 
-# ---- places -------------------------------------------------------------------------------------
+# ---- positions -------------------------------------------------------------------------------
 
 
 @gluon.jit
 def position_of(first, chunks, iteration, BACKWARDS: gl.constexpr):
-    """The first place of the chunk that is visited in a turn."""
+    """The first position of the chunk that is visited in an iteration."""
     if BACKWARDS:
         iteration = chunks - 1 - iteration
     return first + iteration * ROWS
@@ -68,13 +68,13 @@ def position_of(first, chunks, iteration, BACKWARDS: gl.constexpr):
 
 @gluon.jit
 def keys_seen(num_keys):
-    """From which place on, and up to which one, keys are there to be seen."""
+    """From which position on, and up to which one, keys are there to be seen."""
     return 0 * num_keys, num_keys
 
 
 @gluon.jit
 def queries_seeing(sizes, shift, num_keys, exists, STARTED: gl.constexpr):
-    """From which place on, and up to which one, queries exist and see something: nothing before
+    """From which position on, and up to which one, queries exist and see something: nothing before
     the first key, unless a state came before it (STARTED)."""
     begin, end = shift, shift + sizes.query_len
     if not STARTED:
@@ -85,7 +85,7 @@ def queries_seeing(sizes, shift, num_keys, exists, STARTED: gl.constexpr):
 
 @gluon.jit
 def within(bounds, position, ROWS_OF: gl.constexpr):
-    """Which of 64 places lie in such bounds, rows as in a layout."""
+    """Which of 64 positions lie in such bounds, rows as in a layout."""
     positions = position + gl.arange(0, ROWS, ROWS_OF)
     return (positions >= bounds[0]) & (positions < bounds[1])
 
@@ -182,20 +182,20 @@ def sum_at(
 
 @gluon.jit
 def unit_of(sizes, batch, head, shift):
-    """Where a head's numbers begin, counted by place."""
+    """Where a head's numbers begin, counted by position."""
     return wide(batch * sizes.heads + head) * sizes.query_len - shift
 
 
 @gluon.jit
 def numbers_at(numbers, unit, queries, position, ROWS_OF: gl.constexpr):
-    """Numbers of the queries at 64 places, 0 where these see nothing."""
+    """Numbers of the queries at 64 positions, 0 where these see nothing."""
     rows = unit + position + gl.arange(0, ROWS, ROWS_OF)
     return gl.load(numbers + rows, mask=within(queries, position, ROWS_OF), other=0.0)
 
 
 @gluon.jit
 def factors_at(given, unit, queries, position, SCALE: gl.constexpr, ROWS_OF: gl.constexpr):
-    """scale / divisor of the queries at 64 places."""
+    """scale / divisor of the queries at 64 positions."""
     factor = gl.full([ROWS], SCALE, gl.float32, ROWS_OF)
     if given.factors is not None:
         factor = factor * numbers_at(given.factors, unit, queries, position, ROWS_OF)
@@ -240,7 +240,7 @@ class SweepRings:
     mapped: gl.shared_memory_descriptor  # a barrier for each stage
     shared: gl.shared_memory_descriptor  # two barriers: consumers wrote their sums, and read all
     numbers: gl.shared_memory_descriptor  # for each stage and mapper, 64 of each of five kinds
-    parts: gl.shared_memory_descriptor  # for two turns and each block, 64 numbers of two kinds
+    parts: gl.shared_memory_descriptor  # for two iterations and each block, 64 numbers of two kinds
     narrowed: gl.shared_memory_descriptor  # sums: a tile for each consumer and block of them
     outputs: gl.shared_memory_descriptor  # a tile for each stage and consumer
     scratch: gl.shared_memory_descriptor  # for each mapper, sums of its threads' own rows
@@ -260,18 +260,18 @@ class SweepRings:
 
     @gluon.jit
     def tile_of(self, iteration, what, block):
-        """A tile of a turn."""
+        """A tile of an iteration."""
         return self.tiles.tile_of(iteration, 2 * what + block)
 
     @gluon.jit
     def say_mapped(self, iteration):
-        """One partition has mapped its part of a turn."""
+        """One partition has mapped its part of an iteration."""
         fence_async_shared()
         mbarrier.arrive(self.mapped.index(self.tiles.stage(iteration)), count=1)
 
     @gluon.jit
     def wait_for_mapped(self, iteration):
-        """Wait until all of a turn is there, and mapped."""
+        """Wait until all of an iteration is there, and mapped."""
         self.tiles.wait(iteration)
         mbarrier.wait(
             self.mapped.index(self.tiles.stage(iteration)), self.tiles.round(iteration) & 1
@@ -279,7 +279,7 @@ class SweepRings:
 
     @gluon.jit
     def say_written(self, iteration):
-        """One consumer has written what both read in a turn."""
+        """One consumer has written what both read in an iteration."""
         mbarrier.arrive(self.shared.index(iteration * 0), count=1)
 
     @gluon.jit
@@ -289,7 +289,7 @@ class SweepRings:
 
     @gluon.jit
     def say_read(self, iteration):
-        """One consumer needs the sums of a turn no more."""
+        """One consumer needs the sums of an iteration no more."""
         mbarrier.arrive(self.shared.index(iteration * 0 + 1), count=1)
 
     @gluon.jit
@@ -305,14 +305,16 @@ class SweepRings:
 
     @gluon.jit
     def numbers_of(self, iteration, which, spec):
-        """Where a turn's numbers of one kind are that one of the mappers put there."""
+        """Where an iteration's numbers of one kind are that one of the mappers put there."""
         return self.numbers.index(6 * (2 * self.tiles.stage(iteration) + which) + spec)
 
     @gluon.jit
     def parts_of(self, iteration, which, spec):
-        """Where a turn's numbers of one kind are that one of the consumers put there. Who puts
-        those of the next turn but one there has waited for the other's of the turn between, which
-        were written when this turn's had been read."""
+        """Where an iteration's numbers of one kind are that one of the consumers put there.
+
+        They may be overwritten two iterations later: until then this consumer has waited for the
+        other's numbers of the iteration between, which were written when these had been read.
+        """
         return self.parts.index(4 * (iteration & 1) + 2 * which + spec)
 
     @gluon.jit
@@ -332,7 +334,7 @@ class SweepRings:
 
     @gluon.jit
     def wait_for_end(self, iteration):
-        """Wait until both mappers have said that all turns before this one are mapped."""
+        """Wait until both mappers have said that all iterations before this one are mapped."""
         mbarrier.wait(
             self.mapped.index(self.tiles.stage(iteration)), self.tiles.round(iteration) & 1
         )

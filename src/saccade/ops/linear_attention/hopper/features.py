@@ -127,7 +127,7 @@ def map_features(
             key_sum += gl.sum(widened(features), 0)
         else:
             parts += sum_in_threads(widened(features), LAYOUT)
-    if not QUERIES:  # who has none needs no sum before the end
+    if not QUERIES:  # without queries the sum is not needed before the end
         key_sum += gl.sum(parts, 0)
     if after is not None:
         mine = inside & (head % GROUP == 0) & (tile_of_values(TILES, SEGMENTS) == 0)
@@ -140,7 +140,7 @@ def no_rows(LAYOUT: gl.constexpr):
     return gl.zeros([ROWS // 4, BLOCK], gl.float32, LAYOUT)
 
 
-# Who adds up such rows has all of a column.
+# The layout in which a thread adds up all of a column of such rows.
 COLUMNS = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [1, 4], [0, 1]))
 
 
@@ -414,7 +414,7 @@ def without_line(sums, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def with_line(sums, rings, iteration, WHICH: gl.constexpr):
-    """R, of R' and the G that a turn would find."""
+    """R, of R' and the G that an iteration would find."""
     rings.wait_for_end(iteration)
     line = rings.parts_of(0 * iteration, WHICH, 0).load(gl.SliceLayout(0, mma_layout(BLOCK)))
     whole = ()

@@ -3,8 +3,8 @@
 One partition loads rows and maps all that a program multiplies as features: all channels of queries
 and of keys, or the 128 that the program has of one of them. It keeps the sum of features and, of
 the output, finds what each query's scores with it sum up to. A chunk is loaded when consumers are
-done with the one two turns before, which they are later than the chunk between is mapped: a warp
-that only loads would take registers and wait as long.
+done with the one two iterations before. They are so later than the chunk between is mapped, so a
+warp that only loads would take registers and wait as long.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
@@ -303,7 +303,7 @@ def load_own(
     HEADS_PER_OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Load the rows that gradients are of, if there are any, when those of the chunk before are
-    read. Who asks waits so long."""
+    read, for which this waits."""
     own_desc = descs[3]
     if own_desc is not None:
         row = position
@@ -333,7 +333,7 @@ class WideRings:
     A stage is a chunk of a, b and c (scan_d256.py), mapped where they lie; that they are, and
     that numbers stand beside them, is what `mapped` says."""
 
-    a: Ring  # [rows, inner channels]; who releases it releases b and c
+    a: Ring  # [rows, inner channels]; its release is that of b and c too
     b: Ring
     c: Ring  # [rows, channels of both consumers]
     own: Ring  # one stage: the rows that a gradient is of, a tile for each consumer
@@ -359,26 +359,26 @@ class WideRings:
 
     @gluon.jit
     def wait(self, iteration):
-        """Wait until a turn has been loaded."""
+        """Wait until an iteration has been loaded."""
         self.a.wait(iteration)
         self.b.wait(iteration)
         self.c.wait(iteration)
 
     @gluon.jit
     def say_mapped(self, iteration):
-        """All of a turn is mapped."""
+        """All of an iteration is mapped."""
         fence_async_shared()
         mbarrier.arrive(self.mapped.index(self.a.stage(iteration)), count=1)
 
     @gluon.jit
     def wait_for_mapped(self, iteration):
-        """Wait until all of a turn is there, and mapped."""
+        """Wait until all of an iteration is there, and mapped."""
         self.wait(iteration)
         mbarrier.wait(self.mapped.index(self.a.stage(iteration)), self.a.round(iteration) & 1)
 
     @gluon.jit
     def parts_of(self, iteration):
-        """A turn's totals, [parts, rows]."""
+        """An iteration's totals, [parts, rows]."""
         PARTS: gl.constexpr = self.totals.shape[0] // self.a.full.shape[0]
         SHAPE: gl.constexpr = in_stages(self.a.full.shape[0], [PARTS, self.totals.shape[1]])
         LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -387,13 +387,13 @@ class WideRings:
 
     @gluon.jit
     def part_of(self, iteration, which):
-        """One part of a turn's totals."""
+        """One part of an iteration's totals."""
         PARTS: gl.constexpr = self.totals.shape[0] // self.a.full.shape[0]
         return self.totals.index(PARTS * self.a.stage(iteration) + which)
 
     @gluon.jit
     def numbers_of(self, iteration, spec):
-        """Where a turn's numbers of one kind are."""
+        """Where an iteration's numbers of one kind are."""
         return self.numbers.index(2 * self.a.stage(iteration) + spec)
 
     @gluon.jit

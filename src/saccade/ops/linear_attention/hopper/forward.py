@@ -159,7 +159,7 @@ def produce(
 def load_blocks(
     ring, iteration, desc, one, other, row, channel, HEADS_PER: gl.constexpr, BLOCKS: gl.constexpr
 ):  # fmt: skip
-    """Load all blocks of a turn: of one head and another, or of channels of one head."""
+    """Load all blocks of an iteration: of one head and another, or of channels of one head."""
     ring.expect(iteration, desc)
     for block in gl.static_range(ring.memory.shape[0] // ring.full.shape[0]):
         if BLOCKS > 1:
@@ -285,7 +285,7 @@ def fold_chunk(products, rings, iteration, NORMALIZE: gl.constexpr, WHICH: gl.co
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
     if NORMALIZE != "none":
         total = gl.sum(scores, 1)
-        for which in gl.static_range(2 if BLOCKS == 2 else 1):  # one for each who maps this head
+        for which in gl.static_range(2 if BLOCKS == 2 else 1):  # one for each mapper of this head
             total += rings.totals_of(iteration, LEFT + which).load(gl.SliceLayout(1, LAYOUT))
     values = rings.values.tile_of(iteration, WHICH)
     weights = as_operand(scores, values.dtype, LAYOUT)
@@ -325,7 +325,7 @@ class LinearRings:
     """All that producer and consumers of linear attention share; a stage is two tiles.
 
     Queries and keys are mapped where they lie; that they are, and that totals stand beside them,
-    is what `mapped` says. Who releases keys releases queries and values with them."""
+    is what `mapped` says. Keys are released with queries and values."""
 
     queries: Ring
     keys: Ring
@@ -347,18 +347,18 @@ class LinearRings:
 
     @gluon.jit
     def say_mapped(self, iteration):
-        """One partition has mapped its part of a turn's queries and keys."""
+        """One partition has mapped its part of an iteration's queries and keys."""
         fence_async_shared()
         mbarrier.arrive(self.mapped.index(self.keys.stage(iteration)), count=1)
 
     @gluon.jit
     def wait_for_mapped(self, iteration):
-        """Wait until all of a turn's queries and keys are mapped."""
+        """Wait until all of an iteration's queries and keys are mapped."""
         mbarrier.wait(self.mapped.index(self.keys.stage(iteration)), self.keys.round(iteration) & 1)
 
     @gluon.jit
     def totals_of(self, iteration, which):
-        """Where a turn's totals are that one of the mappers found."""
+        """Where an iteration's totals are that one of the mappers found."""
         return self.totals.index(2 * self.keys.stage(iteration) + which)
 
 

@@ -6,7 +6,7 @@ many blocks of keys' channels a head has:
     1   two heads of up to 64 channels, one for each consumer
     2   one head of up to 128 channels of keys, and 128 channels of its values (a tile)
 
-Queries and keys are numbered by place, as in `saccade.ops.linear_attention.triton.chunk_state`.
+Queries and keys are numbered by position, as in `saccade.ops.linear_attention.triton.chunk_state`.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
@@ -68,7 +68,7 @@ class LinearSizes(NamedTuple):
 class Kept(NamedTuple):
     """Numbers in memory beside the rows."""
 
-    normaliser: Any  # float32 [batch, heads, query_len]: sums of scores; None: nobody wants them
+    normaliser: Any  # float32 [batch, heads, query_len]: sums of scores; None: not wanted
     lengths: Any  # int64 [batch]: how many keys are there; None: all
     nonfinite: Any  # int32 [batch, heads, SEGMENTS, blocks of values]: whether NaN or inf got in
 
@@ -110,7 +110,7 @@ def channel_of(
 def chunks_of(
     sizes, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, KEYS: gl.constexpr = False
 ):  # fmt: skip
-    """The first place of this program's segment, how many chunks it has, and the first query's.
+    """The first position of this program's segment, how many chunks it has, and the first query's.
 
     Chunks begin where the first row of the result does, which is a query's, or one of KEYS, or a
     multiple of 64 before: what TMA writes to must not begin before a tensor. A segment without any
@@ -280,7 +280,7 @@ class HeadSplit(NamedTuple):
 
 def unlike_triton(spec: LinearCallSpec, keys: bool) -> bool:
     """Whether chunks that begin where the queries do, or keys, are not those of Triton kernels,
-    which begin with whoever comes first."""
+    which begin with the first row of either side."""
     shift = spec.kv_len - spec.query_len if spec.bottom_right else 0
     return (-shift if keys else shift) > 0 and shift % BLOCK_CHANNELS > 0
 

@@ -1,12 +1,13 @@
 """Linear attention, chunk states: where rows meet, and the sums over all rows or a segment of them.
 
-Key row n has place n, a query row has the place of the last key that it sees. A query before the
-first key has a negative place, one behind the last key (aligned at the top left) a larger one.
+The position of key row n is n, that of a query row is the one of the last key that it sees. A query
+before the first key has a negative one, one behind the last key (aligned at the top left) a larger
+one.
 
     keys:     Σ φ(key) valueᵀ and Σ φ(key)      queries:    Σ φ̂(query) gradᵀ and Σ −δ φ̂(query)
 
 with φ̂ and δ as in chunk_scan.py. Without causality these are the states that every row reads.
-With it they let segments of a long sequence be swept side by side, each from the state that the
+With it they let segments of a long sequence be scanned side by side, each from the state that the
 ones before it left.
 """
 
@@ -45,13 +46,13 @@ class Sums(NamedTuple):
     vector: Any
 
 
-# ---- places ------------------------------------------------------------------------------------
+# ---- positions -------------------------------------------------------------------------------
 
 
 @triton.jit
 def bounds_of(sequence, batch, ALIGN: tl.constexpr):
     """A sequence in places: that of the first query row; how many query rows, key rows, and keys
-    that are there; the first place, and how many there are."""
+    that are there; the first position, and how many there are."""
     query_len, kv_len = num_rows(sequence.queries, batch), num_rows(sequence.keys, batch)
     shift = kv_len - query_len if ALIGN == "bottom_right" else 0 * kv_len
     num_keys = kv_len
@@ -63,7 +64,7 @@ def bounds_of(sequence, batch, ALIGN: tl.constexpr):
 
 @triton.jit
 def queries_at(bounds, positions, STARTED: tl.constexpr, CAUSAL: tl.constexpr):
-    """Query rows at places, which of them exist, and which of those have something to see."""
+    """Query rows at positions, which of them exist, and which of those have something to see."""
     rows = positions - bounds[0]
     exist = (rows >= 0) & (rows < bounds[1])
     see = exist
@@ -76,7 +77,7 @@ def queries_at(bounds, positions, STARTED: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def keys_at(bounds, positions):
-    """Key rows at places, which of them exist, and which of those are there to be seen."""
+    """Key rows at positions, which of them exist, and which of those are there to be seen."""
     return (
         positions,
         (positions >= 0) & (positions < bounds[2]),
@@ -86,7 +87,7 @@ def keys_at(bounds, positions):
 
 @triton.jit
 def summed_decay_until(sequence, batch, head, positions):
-    """The sum of decay over all keys up to these places, them included, in float64."""
+    """The sum of decay over all keys up to these positions, them included, in float64."""
     inside = tl.minimum(tl.maximum(positions + 1, 0), num_rows(sequence.keys, batch))
     if sequence.offsets is not None:
         inside = inside + offset(sequence.keys.data, batch)
@@ -149,7 +150,7 @@ def keep_sums(
 
 @triton.jit
 def decays_of(sequence, batch, head, start, CHUNK: tl.constexpr):
-    """Within a chunk: the logarithm of how far the state has faded at each place, and over all."""
+    """Within a chunk: the logarithm of the state's decay up to each position, and over all."""
     positions = start + tl.arange(0, CHUNK)
     before = summed_decay_until(sequence, batch, head, start - 1)
     until = (summed_decay_until(sequence, batch, head, positions) - before).to(tl.float32)

@@ -32,7 +32,7 @@ from saccade.ops.linear_attention.triton.configs import (
 )
 from saccade.runtime.spec import KernelConfig, LinearInputs, LinearVariant, precision
 
-SHORTEST_SEGMENT = 512  # places: shorter ones cost more states than they save time
+SHORTEST_SEGMENT = 512  # positions: shorter ones cost more states than they save time
 RESIDENT_WARPS = 8  # of one multiprocessor, as each thread holds as many registers as it can
 NO_STEPS = (0, 0, 0)
 
@@ -200,7 +200,7 @@ class Passes(NamedTuple):
     inputs: LinearInputs
     summed_decay: Tensor | None
     slots: Tensor | None = None
-    num_states: int = 0  # of the memory that slots say the places of
+    num_states: int = 0  # of the memory that slots say the positions of
 
     def known(self) -> list[Tensor]:
         """The tensors that every kernel may read."""
