@@ -127,12 +127,7 @@ def linear_attention(  # breaks function-length: most of it is the docstring
         "eps": eps, "scale": scale, "decay": decay, "key_lengths": key_lengths,
         "initial_state": initial_state, "return_state": return_state, "config": config,
     }  # fmt: skip
-    if shards.sharded(query, key, value, state=initial_state):
-        tensors = {"query": query, "key": key, "value": value}
-        options["implementation"] = implementation
-        return shards.attention(linear_attention, tensors, (), options)
-    output, state = _attend((query, key, value), options, implementation)
-    return (output, state) if return_state else output
+    return _call(linear_attention, (query, key, value), (), options, implementation)
 
 
 @overload
@@ -192,12 +187,24 @@ def linear_attention_varlen(
         raise TypeError(f"linear_attention_varlen: got the unknown arguments {sorted(unknown)}")
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     options["return_state"] = return_state
-    if shards.sharded(query, key, value, state=options.get("initial_state")):
-        tensors = {"query": query, "key": key, "value": value}
+    rows = query, key, value
+    return _call(linear_attention_varlen, rows, offsets, options, implementation)
+
+
+def _call(
+    function: Callable[..., Any],
+    rows: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor, ...],
+    options: dict[str, Any],
+    implementation: str | None,
+) -> Any:
+    """What a call returns; of DTensors, each rank calls the function on its part."""
+    if shards.sharded(*rows, state=options.get("initial_state")):
+        tensors = dict(zip(TENSOR_NAMES, rows, strict=False))
         options["implementation"] = implementation
-        return shards.attention(linear_attention_varlen, tensors, offsets, options)
-    output, state = _attend((query, key, value, *offsets), options, implementation)
-    return (output, state) if return_state else output
+        return shards.attention(function, tensors, offsets, options)
+    output, state = _attend((*rows, *offsets), options, implementation)
+    return (output, state) if options["return_state"] else output
 
 
 def _attend(

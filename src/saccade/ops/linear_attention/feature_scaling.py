@@ -121,6 +121,11 @@ def sequence_of(num_tokens: int, offsets: Tensor) -> Tensor:
     return found.clamp(max=max(offsets.shape[0] - 2, 0))
 
 
+def hidden_keys(lengths: Tensor, kv_len: int) -> Tensor:
+    """Which keys lie past the end of their sequence, [batch, 1, kv_len]."""
+    return torch.arange(kv_len, device=lengths.device) >= lengths.view(-1, 1, 1)
+
+
 def padding_of(num_tokens: int, offsets: Tensor) -> Tensor:
     """Which packed tokens belong to no sequence, as they are behind the last offset."""
     return torch.arange(num_tokens, device=offsets.device) >= offsets[-1]
@@ -162,8 +167,7 @@ def _countable(inputs: LinearInputs, of_key: Tensor) -> Tensor:
         return of_key.masked_fill(hidden.unsqueeze(-1), -torch.inf)
     if inputs.key_lengths is None:
         return of_key
-    row = torch.arange(of_key.shape[-1], device=of_key.device)
-    return of_key.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), -torch.inf)
+    return of_key.masked_fill(hidden_keys(inputs.key_lengths, of_key.shape[-1]), -torch.inf)
 
 
 def _common(inputs: LinearInputs, of_key: Tensor, start: Tensor) -> _Units:

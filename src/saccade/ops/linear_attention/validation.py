@@ -21,6 +21,7 @@ from saccade.ops.linear_attention.feature_scaling import (
     Scaling,
     check_features,
     ends_of,
+    hidden_keys,
     padding_of,
     scale_features,
     sequence_of,
@@ -157,8 +158,7 @@ def _mapped(
     if isinstance(maps[0], str) and maps[0] == maps[1]:
         return inputs, maps[0], None
     if inputs.key_lengths is not None:  # a hidden key must not be seen by the map either
-        row = torch.arange(inputs.key.shape[2], device=inputs.key.device)
-        hidden = row >= inputs.key_lengths.view(-1, 1, 1)
+        hidden = hidden_keys(inputs.key_lengths, inputs.key.shape[2])
         inputs = inputs._replace(key=inputs.key.masked_fill(hidden.unsqueeze(-1), 0))
     if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:  # nor padding
         of_query = padding_of(inputs.query.shape[0], inputs.cu_seqlens_q).view(-1, 1, 1)
@@ -341,8 +341,7 @@ def check_decay(inputs: LinearInputs) -> None:
         return
     seen = decay.detach()
     if inputs.key_lengths is not None and seen.dim() == 3:
-        row = torch.arange(inputs.key.shape[2], device=seen.device)
-        seen = seen.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
+        seen = seen.masked_fill(hidden_keys(inputs.key_lengths, inputs.key.shape[2]), 0)
     if inputs.cu_seqlens_k is not None and seen.dim() == 2:
         row = torch.arange(seen.shape[0], device=seen.device)
         seen = seen.masked_fill((row >= inputs.cu_seqlens_k[-1]).unsqueeze(-1), 0)  # padding

@@ -18,6 +18,7 @@ from saccade.ops.attention.cpu.segments import Segment, clear_padding, parts_of
 from saccade.ops.linear_attention.cpu import backward as linear_backward
 from saccade.ops.linear_attention.cpu import forward as linear_forward
 from saccade.ops.linear_attention.cpu.forward import ChunkState, DenseRows, RowStep, steps_of
+from saccade.ops.linear_attention.feature_scaling import hidden_keys
 from saccade.runtime.spec import (
     KernelConfig,
     LinearGradients,
@@ -155,8 +156,7 @@ def _states(
 def _decay_gradient(inputs: LinearInputs, decay: Tensor) -> Tensor:
     """The gradient for each key row, or, of a constant decay, for each head; 0 where hidden."""
     if inputs.key_lengths is not None:
-        row = torch.arange(inputs.key.shape[2], device=decay.device)
-        decay = decay.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
+        decay = decay.masked_fill(hidden_keys(inputs.key_lengths, inputs.key.shape[2]), 0)
     if inputs.decay is None or inputs.decay.dim() > 1:
         return decay
     return decay.sum(0) if inputs.packed else decay.sum((0, 2))

@@ -18,7 +18,12 @@ from torch import Tensor
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch
 from saccade.ops.attention.triton.call_spec import remembered, with_unit_channels
-from saccade.ops.linear_attention.feature_scaling import ends_of, padding_of, sequence_of
+from saccade.ops.linear_attention.feature_scaling import (
+    ends_of,
+    hidden_keys,
+    padding_of,
+    sequence_of,
+)
 from saccade.ops.linear_attention.triton.chunk_state import NUMBERS, linear_chain
 from saccade.ops.linear_attention.triton.normalizer import count, counts_first, given_of
 from saccade.ops.linear_attention.triton.passes import (
@@ -93,15 +98,15 @@ def gradients_by(
             gradients[:3], (spec.heads, spec.state_heads, spec.state_heads), strict=True
         )
     )
-    dots = _Dots(passes) if inputs.decay is not None else None
+    query_dots, key_dots = (None, None) if inputs.decay is None else _memory_for_dots(passes)
 
     segments = passes.gradient_segments(keys=False)
     before = initial_of(passes)
     starts, last = before, None
-    if segments > 1 or not variant.causal or (dots and ending is not None):
+    if segments > 1 or not variant.causal or (key_dots is not None and ending is not None):
         starts, last = key_states(passes, before, segments)
         starts = starts if segments > 1 or not variant.causal else before
-    passes.grad_query(given, of_query, dots and dots.query, starts, segments)
+    passes.grad_query(given, of_query, query_dots, starts, segments)
 
     first = None
     if inputs.initial_kv is not None:
@@ -112,7 +117,7 @@ def gradients_by(
         ends, after = ending, first
     else:
         (ends, first), after = _query_states(passes, given, ending, segments), None
-    passes.grad_key_value(given, (of_key, of_value), dots and dots.key, ends, after, segments)
+    passes.grad_key_value(given, (of_key, of_value), key_dots, ends, after, segments)
 
     for into, found in zip(gradients[:3], (of_query, of_key, of_value), strict=True):
         if into is not found:
@@ -121,10 +126,10 @@ def gradients_by(
         for into, found in zip(gradients[4:], first, strict=True):
             assert into is not None
             into.copy_(found)
-    if dots is None:
+    if key_dots is None:
         return gradients
     flow = _flow(ending, last) if variant.causal else _flow(first, before)
-    return gradients._replace(decay=decay_gradient(inputs, variant, dots.query, dots.key, flow))
+    return gradients._replace(decay=decay_gradient(inputs, variant, query_dots, key_dots, flow))
 
 
 def step(
@@ -233,22 +238,19 @@ def _flow(gradients: State | None, states: State | None) -> Tensor | None:
     return matrix + (gradients[1].double() * states[1]).sum(2)
 
 
-class _Dots:
-    """Features · their gradients, for each row that counts, tile of channels and head."""
+def _memory_for_dots(passes: Passes) -> tuple[Tensor | None, Tensor]:
+    """Memory for features · their gradients of queries (causal calls) and of keys.
 
-    def __init__(self, passes: Passes):
-        spec = passes.spec
-        tiles = passes.tiles(spec.head_dim)
-        self.query = None
-        if spec.variant.causal:
-            self.query = self._memory(passes, spec.heads * tiles, spec.query_len)
-        self.key = self._memory(passes, spec.state_heads * tiles, spec.kv_len)
+    One number for each row, tile of channels and head.
+    """
+    spec, tiles = passes.spec, passes.tiles(passes.spec.head_dim)
 
-    @staticmethod
-    def _memory(passes: Passes, heads: int, length: int) -> Tensor:
-        spec = passes.spec
+    def memory(heads: int, length: int) -> Tensor:
         shape = (heads, length) if spec.packed else (spec.sequences, heads, length)
         return passes.inputs.query.new_zeros(shape, dtype=torch.float32)
+
+    of_queries = memory(spec.heads * tiles, spec.query_len) if spec.variant.causal else None
+    return of_queries, memory(spec.state_heads * tiles, spec.kv_len)
 
 
 def chained(
@@ -318,8 +320,7 @@ def summed_decay_of(inputs: LinearInputs) -> Tensor | None:
     else:
         rows = decay.double().transpose(0, 1) if inputs.packed else decay.double()
     if inputs.key_lengths is not None:
-        row = torch.arange(kv_len, device=decay.device)
-        rows = rows.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
+        rows = rows.masked_fill(hidden_keys(inputs.key_lengths, kv_len), 0)
     summed_decay = rows.new_zeros(*rows.shape[:-1], kv_len + 1)
     torch.cumsum(rows, -1, out=summed_decay[..., 1:])
     return summed_decay
@@ -372,8 +373,7 @@ def decay_gradient(
     if flow is not None:
         summed = summed + flow.unsqueeze(-1)
     if inputs.key_lengths is not None:
-        row = torch.arange(summed.shape[-1], device=summed.device)
-        summed = summed.masked_fill(row >= inputs.key_lengths.view(-1, 1, 1), 0)
+        summed = summed.masked_fill(hidden_keys(inputs.key_lengths, summed.shape[-1]), 0)
     if inputs.decay.dim() == 1:
         summed = summed.sum((0, 2))
     return summed.to(inputs.decay.dtype)
@@ -417,14 +417,13 @@ def _packed(inputs: LinearInputs, given: Tensor, flow: Tensor | None, from_end: 
 
 
 def _positions(inputs: LinearInputs, variant: LinearVariant) -> tuple[Tensor, Tensor]:
-    """For each query row the last key row that it sees, and whether there is one."""
+    """For each query row of a causal call the last key row that it sees, and whether it has one."""
     query, key = inputs.query, inputs.key
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         query_len, kv_len = query.shape[2], key.shape[2]
         row = torch.arange(query_len, device=query.device)
         shift = kv_len - query_len if variant.align == "bottom_right" else 0
-        position = row + shift if variant.causal else row * 0 + kv_len - 1
-        return position.clamp(0, max(kv_len - 1, 0)), position >= 0
+        return (row + shift).clamp(0, max(kv_len - 1, 0)), row + shift >= 0
     ends_q = ends_of(inputs.cu_seqlens_q, query.shape[0])
     ends_k = ends_of(inputs.cu_seqlens_k, key.shape[0])
     sequence = sequence_of(query.shape[0], ends_q)
@@ -432,7 +431,7 @@ def _positions(inputs: LinearInputs, variant: LinearVariant) -> tuple[Tensor, Te
     query_len = (ends_q[1:] - ends_q[:-1])[sequence]
     kv_len = (ends_k[1:] - ends_k[:-1])[sequence]
     shift = kv_len - query_len if variant.align == "bottom_right" else 0 * row
-    position = row + shift if variant.causal else kv_len - 1
+    position = row + shift
     seeing = (position >= 0) & (kv_len > 0) & (row < query_len)
     position = torch.minimum(position, kv_len - 1).clamp(min=0) + ends_k[sequence]
     return position.clamp(max=max(key.shape[0] - 1, 0)), seeing
