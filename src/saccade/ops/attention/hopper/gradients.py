@@ -53,7 +53,7 @@ LONGEST_SIDE = 256  # of what TMA moves at once
 
 
 class BackwardInputs(NamedTuple):
-    """What a pass is given beside the inputs."""
+    """What a backward pass takes beside the inputs: results of the forward pass, and gradients."""
 
     output: Tensor
     lse: Tensor
@@ -102,18 +102,18 @@ def backward(
         None if grad_lse is None else grad_lse.stride(), len(wanted_tables) > 0, deterministic,
         configs.BACKWARD_OVERRIDE,
     )  # fmt: skip
-    given = output, lse, grad_output, grad_lse, wanted_tables, deterministic
 
-    def prepare() -> Backward:
+    def prepare() -> HopperBackward:
         problem = backward_problem(inputs, variant, deterministic)
         call = aligned(inputs), variant, lse, grad_output
-        return Backward(*call, problem, len(wanted_tables) > 0)
+        return HopperBackward(*call, problem, len(wanted_tables) > 0)
 
     prepared = remembered(_backwards, key, prepare)
-    return prepared(inputs, variant, config, *given)
+    passed = BackwardInputs(output, lse, grad_output, grad_lse)
+    return prepared(inputs, variant, config, passed, wanted_tables, deterministic)
 
 
-class Backward:
+class HopperBackward:
     """The backward pass of calls like one another, prepared."""
 
     def __init__(
@@ -157,7 +157,7 @@ class Backward:
         self.factor = LOG2_E.value if scored else 1.0 / variant.scale
         self.begin, self.main, self.end = self._launches(inputs)
         call = inputs, variant
-        self.repeat_keys = spec.launch(
+        self.nan_safe_keys = spec.launch(
             nonfinite.attention_backward_nan_safe_keys, "backward_keys", call, None
         )
         of_queries: Any = nonfinite.attention_backward_nan_safe_queries
@@ -170,10 +170,10 @@ class Backward:
         self.order = self._order(problem.query_len)
         total = spec.geometry.keys.programs(self.schedule.kv_tile)
         self.programs = min(total, spec.multiprocessors)
-        self.own_queries = None
+        self.query_pass = None
         if self.apart:
             rows = grad_output, gradients[0]
-            self.own_queries = Queries(spec, inputs, variant, rows, self.nan_safe)
+            self.query_pass = WideQueryPass(spec, inputs, variant, rows, self.nan_safe)
 
     def _launches(self, inputs: Inputs) -> tuple[Launch, Launch, Launch]:
         """The kernels that are Hopper's own."""
@@ -236,26 +236,23 @@ class Backward:
         inputs: Inputs,
         variant: Variant,
         config: KernelConfig,
-        output: Tensor,
-        lse: Tensor,
-        grad_output: Tensor,
-        grad_lse: Tensor | None,
+        passed: BackwardInputs,
         wanted_tables: Sequence[int],
         deterministic: bool,
     ) -> Gradients:
         """As `backward`, for calls like this one."""
         if self.copies:
-            grad_output = grad_output.clone(memory_format=torch.contiguous_format)
+            copy = passed.grad_output.clone(memory_format=torch.contiguous_format)
+            passed = passed._replace(grad_output=copy)
         made: Any = [None if make is None else make() for make in self.makers]
         inputs, memory = aligned(inputs), BackwardMemory(*made)
-        given = BackwardInputs(output, lse, grad_output, grad_lse)
-        HopperBackwardCall(self, inputs, variant, given, memory).run()
+        HopperBackwardCall(self, inputs, variant, passed, memory).run()
         found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
         if not self.rest:
             return found
         launches = triton_host.prepare(inputs, variant, config, deterministic)
         assert memory.lse_log2 is not None and memory.row_dot is not None
-        results = triton_host.ForwardResults(*given, memory.lse_log2, memory.row_dot)
+        results = triton_host.ForwardResults(*passed, memory.lse_log2, memory.row_dot)
         rest = triton_host.TritonBackwardCall(inputs, variant, launches, results)
         tables = {
             position: rest.table(position, rest.known(), config) for position in wanted_tables
@@ -263,16 +260,16 @@ class Backward:
         return found._replace(sinks=rest.sinks(), tables=tables)
 
 
-_backwards: dict[Any, Backward] = {}
+_backwards: dict[Any, HopperBackward] = {}
 
 
 class HopperBackwardCall(NamedTuple):
     """One backward pass under way."""
 
-    prepared: Backward
+    prepared: HopperBackward
     inputs: Inputs
     variant: Variant
-    given: BackwardInputs
+    passed: BackwardInputs
     memory: BackwardMemory
 
     def run(self) -> None:
@@ -280,7 +277,7 @@ class HopperBackwardCall(NamedTuple):
         prepared, memory = self.prepared, self.memory
         spec, slots = prepared.spec, prepared.slots
         brought = self.inputs[:3] if prepared.alone else tensors_of(self.inputs, self.variant)
-        known = (*brought, *there_are((*self.given, *memory)))
+        known = (*brought, *there_are((*self.passed, *memory)))
         prepared.begin(slots, spec.device, known, self._begin_arguments)
         plan = prepared.planner(self.inputs, self.variant)
         counters: tuple[Tensor, ...] = ()
@@ -292,13 +289,13 @@ class HopperBackwardCall(NamedTuple):
         )  # fmt: skip
         if memory.dq_accumulate is not None:
             prepared.end(slots, spec.device, known, self._end_arguments)
-        if prepared.own_queries is not None:
-            prepared.own_queries(
-                self.inputs, self.variant, self.given.grad_output, memory, known, counters
+        if prepared.query_pass is not None:
+            prepared.query_pass(
+                self.inputs, self.variant, self.passed.grad_output, memory, known, counters
             )
         if memory.flag is not None:
-            programs = spec.geometry.keys.programs(prepared.repeat_keys.constants["KV_TILE"])
-            prepared.repeat_keys(programs, spec.device, known, self._again_keys_arguments)
+            programs = spec.geometry.keys.programs(prepared.nan_safe_keys.constants["KV_TILE"])
+            prepared.nan_safe_keys(programs, spec.device, known, self._nan_safe_keys_arguments)
         self._start_queries(known)
 
     def _start_queries(self, known: tuple[Tensor, ...]) -> None:
@@ -306,7 +303,7 @@ class HopperBackwardCall(NamedTuple):
         prepared, memory = self.prepared, self.memory
         launch = prepared.queries
         programs = prepared.spec.geometry.queries.programs(launch.constants["QUERY_TILE"])
-        if prepared.ordered and prepared.own_queries is None:
+        if prepared.ordered and prepared.query_pass is None:
             plan = prepared.over_keys(self.inputs, self.variant)
             tensors = (*known, *plan.tensors)
             launch(
@@ -314,10 +311,10 @@ class HopperBackwardCall(NamedTuple):
                 lambda: self._queries_arguments(plan.argument()),
             )  # fmt: skip
         elif memory.flag is not None:
-            launch(programs, prepared.spec.device, known, self._again_queries_arguments)
+            launch(programs, prepared.spec.device, known, self._nan_safe_queries_arguments)
 
     def _begin_arguments(self) -> tuple[Any, ...]:
-        output, lse, grad_output, grad_lse = self.given
+        output, lse, grad_output, grad_lse = self.passed
         return (
             self._rows(output),
             self._rows(grad_output),
@@ -337,7 +334,7 @@ class HopperBackwardCall(NamedTuple):
         prepared, inputs, memory = self.prepared, self.inputs, self.memory
         packed = prepared.spec.packed
         moved = (
-            inputs.query, inputs.key, inputs.value, self.given.grad_output, memory.starts,
+            inputs.query, inputs.key, inputs.value, self.passed.grad_output, memory.starts,
             memory.dq_accumulate, memory.of_key, memory.of_value,
         )  # fmt: skip
         return (
@@ -361,7 +358,7 @@ class HopperBackwardCall(NamedTuple):
         of_queries = self._rows(self.memory.of_query)
         return of_queries, self._scratch(), self.variant.scale
 
-    def _again_keys_arguments(self) -> tuple[Any, ...]:
+    def _nan_safe_keys_arguments(self) -> tuple[Any, ...]:
         of_key, of_value = self.memory[1:3]
         gradients = self._of_keys(of_key), self._of_keys(of_value)
         return self._flag(), self._forward(), *gradients, self._rules()
@@ -371,7 +368,7 @@ class HopperBackwardCall(NamedTuple):
         changes = rules(self.inputs, self.variant, plan)
         return self._forward(), of_queries, changes, None, None, None  # statistics are there
 
-    def _again_queries_arguments(self) -> tuple[Any, ...]:
+    def _nan_safe_queries_arguments(self) -> tuple[Any, ...]:
         of_queries = self._rows(self.memory.of_query)
         return self._flag(), self._forward(), of_queries, self._rules()
 
@@ -408,7 +405,7 @@ class HopperBackwardCall(NamedTuple):
     def _forward(self) -> SavedForward:
         return SavedForward(
             *self.prepared.spec.inputs(self.inputs),
-            self._rows(self.given.grad_output),
+            self._rows(self.passed.grad_output),
             self._numbers(self.memory.lse_log2),
             self._numbers(self.memory.row_dot),
         )
@@ -423,7 +420,7 @@ class HopperBackwardCall(NamedTuple):
 # ---- gradients of queries above 128 channels, as a pass of their own -----------------------------
 
 
-class Queries:
+class WideQueryPass:
     """The pass of calls like one another, which comes after the one for keys and values."""
 
     def __init__(

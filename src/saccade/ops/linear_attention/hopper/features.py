@@ -33,7 +33,13 @@ from saccade.ops.linear_attention.hopper.program import (
     tile_of_values,
 )
 
+# The PTX below works on two bfloat16 in a register: the first is its lower half, the second its
+# upper one. tests/ops/linear_attention/hopper/test_features.py compares it with plain Triton.
+#
 # e^x of the two numbers of $1, in float32.
+#   shl, and   low, high = the numbers in float32, of which bfloat16 is the upper half
+#   mul        … times log2 e
+#   ex2        2 to the power of that
 EXPONENTIALS = """\
     shl.b32 low, $1, 16;
     and.b32 high, $1, 0xffff0000;
@@ -44,6 +50,10 @@ EXPONENTIALS = """\
 """
 # As `features.elu_plus_one`, two numbers at a time: e^x in float32, the tangent in bfloat16, where
 # it is rounded as its sum would be. The lesser of two rounded numbers is the lesser one rounded.
+#   cvt        grown = e^x in bfloat16; the second number comes first, into the upper half
+#   mov        one = 1, twice; tangent = 0, twice
+#   max, add   tangent = max(x, 0) + 1
+#   min.NaN    $0 = the lesser of both, or NaN if one is
 ELU_PLUS_ONE = gl.constexpr(f"""{{
     .reg .b32 low, high, grown, tangent, one;
 {EXPONENTIALS}    cvt.rn.bf16x2.f32 grown, high, low;
@@ -54,6 +64,9 @@ ELU_PLUS_ONE = gl.constexpr(f"""{{
     min.NaN.bf16x2 $0, grown, tangent;
 }}""")
 # The same less a number c, 0 or 1, of which $2 has 1 − c twice, and $3 and $4 c each.
+#   sub, cvt   grown = e^x − c
+#   max, add   above = max(x, 0) + (1 − c)
+#   min.NaN    $0 = the lesser of both, or NaN if one is
 ELU = gl.constexpr(f"""{{
     .reg .b32 low, high, grown, above;
 {EXPONENTIALS}    sub.f32 low, low, $3;
@@ -64,7 +77,12 @@ ELU = gl.constexpr(f"""{{
     add.rn.bf16x2 above, above, $2;
     min.NaN.bf16x2 $0, grown, above;
 }}""")
+# $0 = the bits of $1 where those of $2 are set: $2 is all ones for a number that is kept, else 0.
 KEEP = gl.constexpr("and.b32 $0, $1, $2;")
+# The lesser of 1 and each number of $2, in float32.
+#   mov        slope = 1, twice
+#   min.NaN    slope = the lesser of both, or NaN
+#   and, shl   $1 = its upper half and $0 = its lower one, as the upper half of a float32
 AT_MOST_ONE = gl.constexpr("""{
     .reg .b32 slope, high;
     mov.b32 slope, 0x3f803f80;
@@ -73,7 +91,9 @@ AT_MOST_ONE = gl.constexpr("""{
     shl.b32 $0, slope, 16;
     mov.b32 $1, high;
 }""")
+# $0 = $1 in the lower half and $2 in the upper half, each rounded to the nearest bfloat16.
 NARROW = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+# $0, $1 = the lower and the upper half of $2, each as the upper half of a float32.
 WIDEN = gl.constexpr("""{
     .reg .b32 high;
     and.b32 high, $2, 0xffff0000;
