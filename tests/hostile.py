@@ -241,7 +241,7 @@ def no_memory_of_calls() -> Iterator[None]:
 
     kept: list[tuple[Any, str]] = [
         (call_cache, "_calls"), (triton_host, "_forwards"), (triton_host, "_launches"),
-        (linear_host, "_kinds"), (paged_host, "_forwards"), (hopper_host, "_forwards"),
+        (linear_host, "_call_specs"), (paged_host, "_forwards"), (hopper_host, "_forwards"),
         (hopper_gradients, "_backwards"),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:

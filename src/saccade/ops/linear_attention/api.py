@@ -200,7 +200,7 @@ def _call(
 ) -> Any:
     """What a call returns; of DTensors, each rank calls the function on its part."""
     if shards.sharded(*rows, state=options.get("initial_state")):
-        tensors = dict(zip(TENSOR_NAMES, rows, strict=False))
+        tensors: dict[str, Any] = dict(zip(TENSOR_NAMES, rows, strict=False))
         options["implementation"] = implementation
         return shards.attention(function, tensors, offsets, options)
     output, state = _attend((*rows, *offsets), options, implementation)

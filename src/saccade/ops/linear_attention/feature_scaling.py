@@ -76,7 +76,7 @@ def scale_features(
     running: whether units grow along the keys, which the inputs' decay then tells of. Else all keys
     have those of the largest.
     """
-    given, wide = inputs.query.dtype, accumulate_dtype(inputs.query.dtype)
+    dtype, wide = inputs.query.dtype, accumulate_dtype(inputs.query.dtype)
     with without_autocast(inputs.query.device):  # exponents are as exact as the sums are
         query, of_query = _scaled("query", maps[0], inputs.query.to(wide))
         key, of_key = _scaled("key", maps[1], inputs.key.to(wide))
@@ -102,11 +102,11 @@ def scale_features(
         initial = (_finite(given_units) - _finite(first)).masked_fill(given_units == -torch.inf, 0)
     # The largest of a row's features may be much smaller than that of another, and a product of two
     # rows small in both: float16 would lose it.
-    narrow = wide if given == torch.float16 else given
+    narrow = wide if dtype == torch.float16 else dtype
     inputs = inputs._replace(
         query=query.to(narrow), key=key.to(narrow), value=inputs.value.to(narrow)
     )
-    return inputs, Scaling(of_query, units.last.repeat_interleave(group, 1), initial, given)
+    return inputs, Scaling(of_query, units.last.repeat_interleave(group, 1), initial, dtype)
 
 
 def ends_of(offsets: Tensor, num_tokens: int) -> Tensor:

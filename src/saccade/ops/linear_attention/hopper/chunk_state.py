@@ -215,7 +215,7 @@ def collect_keys(passes: Passes, split: HeadSplit, less_one: bool = False) -> St
     return matrix, vector
 
 
-def collect_queries(passes: Passes, split: HeadSplit, given: LinearBackwardInputs) -> State:
+def collect_queries(passes: Passes, split: HeadSplit, upstream: LinearBackwardInputs) -> State:
     """Of queries and gradients of the output, each with the factor and −δ of its row."""
     spec, inputs = passes.spec, passes.inputs
     matrix, vector = passes.empty_states(split.segments)
@@ -235,16 +235,16 @@ def collect_queries(passes: Passes, split: HeadSplit, given: LinearBackwardInput
 
     def arguments() -> tuple[Any, ...]:
         return (
-            *moved((inputs.query, given.grad_output)),
-            RowNumbers(given.factors, given.minus_delta),
+            *moved((inputs.query, upstream.grad_output)),
+            RowNumbers(upstream.factors, upstream.minus_delta),
             Kept(None, inputs.key_lengths, None),
             sums((matrix, vector)),
             sizes(spec, spec.heads),
         )
 
-    key = "hopper collect queries", split, given.grad_output.stride()
+    key = "hopper collect queries", split, upstream.grad_output.stride()
     launch = remembered(spec.launches, key, make)
-    tensors = (*passes.known(), *there_are(given[:3]), matrix, vector)
+    tensors = (*passes.known(), *there_are(upstream[:3]), matrix, vector)
     launch(split.programs(spec, spec.heads), spec.device, tensors, arguments)
     return matrix, vector
 

@@ -54,7 +54,7 @@ from saccade.ops.linear_attention.triton.host import (
     passes_of,
 )
 from saccade.ops.linear_attention.triton.host import step as step
-from saccade.ops.linear_attention.triton.normalizer import given_of
+from saccade.ops.linear_attention.triton.normalizer import upstream_of
 from saccade.ops.linear_attention.triton.passes import (
     LinearBackwardInputs,
     LinearCallSpec,
@@ -135,11 +135,11 @@ def backward(
     grad_output = readable(grad_output)
     split = split_of(passes.spec, keys=False)
     if variant.normalize == "none" or split is None or is_wide(passes.spec):
-        given = given_of(passes, output, normaliser, grad_output)
+        upstream = upstream_of(passes, output, normaliser, grad_output)
     else:
         numbers = torch.empty_like(normaliser), torch.empty_like(normaliser)
-        given = LinearBackwardInputs(grad_output, *numbers, (readable(output), normaliser))
-    return gradients_by(passes, given, ending_of(passes, grad_kv, grad_key_sum))
+        upstream = LinearBackwardInputs(grad_output, *numbers, (readable(output), normaliser))
+    return gradients_by(passes, upstream, ending_of(passes, grad_kv, grad_key_sum))
 
 
 def split_of(spec: LinearCallSpec, keys: bool) -> HeadSplit | None:
@@ -165,7 +165,7 @@ class WidePass(NamedTuple):
     c: Tensor
     result: Tensor
     source: Tensor | None = None  # what a gradient of features is of, before it is mapped
-    given: LinearBackwardInputs | None = None
+    upstream: LinearBackwardInputs | None = None
     totals: Tensor | None = None  # sums of scores, written with the output
 
     @property
@@ -197,13 +197,13 @@ class HopperPasses(Passes):
         split = split_of(self.spec, keys)
         return super().gradient_segments(keys) if split is None else split.segments
 
-    def collect(self, given: LinearBackwardInputs | None, segments: int) -> State:
-        """The states of each segment alone: of keys, or of queries where gradients are given."""
-        split = split_of(self.spec, keys=given is not None)
+    def collect(self, upstream: LinearBackwardInputs | None, segments: int) -> State:
+        """The states of each segment alone: of keys, or of queries where there are gradients."""
+        split = split_of(self.spec, keys=upstream is not None)
         if split is None or is_wide(self.spec):
-            return super().collect(given, segments)
-        if given is not None:
-            return collect_queries(self, split, given)
+            return super().collect(upstream, segments)
+        if upstream is not None:
+            return collect_queries(self, split, upstream)
         variant = self.spec.variant
         balanced = bool(is_balanced(variant.feature_map, variant.normalize))
         return collect_keys(self, split, balanced)
@@ -225,44 +225,46 @@ class HopperPasses(Passes):
         )  # fmt: skip
 
     def grad_query(
-        self, given: LinearBackwardInputs, result: Tensor, dots: Tensor | None,
+        self, upstream: LinearBackwardInputs, result: Tensor, dots: Tensor | None,
         before: State | None, segments: int,
     ) -> None:  # fmt: skip
         """Write the gradients of queries, one for each output head."""
         split, recompute = split_of(self.spec, keys=False), None
         if split is not None and is_wide(self.spec):
-            rows = given.grad_output, self.inputs.value, self.inputs.key
-            wide = WidePass("grad_query", *rows, result, self._source(self.inputs.query), given)
+            rows = upstream.grad_output, self.inputs.value, self.inputs.key
+            wide = WidePass("grad_query", *rows, result, self._source(self.inputs.query), upstream)
             recompute = self._wide(wide, before, None, segments)
         elif split is not None:
-            recompute = self._grad_query(split, given, result, before)
+            recompute = self._grad_query(split, upstream, result, before)
             # Done again from the first state on: segments may start from others than Triton's.
             recompute = recompute._replace(nonfinite=recompute.nonfinite.flatten(2))
             before, segments = initial_of(self), 1
-        self.scan("grad_query", result, (before, None), segments, recompute, given=given, dots=dots)
+        self.scan(
+            "grad_query", result, (before, None), segments, recompute, upstream=upstream, dots=dots
+        )
 
     def grad_key_value(
-        self, given: LinearBackwardInputs, results: tuple[Tensor, Tensor], dots: Tensor | None,
+        self, upstream: LinearBackwardInputs, results: tuple[Tensor, Tensor], dots: Tensor | None,
         before: State | None, after: State | None, segments: int,
     ) -> None:  # fmt: skip
         """Write the gradients of keys and of values, and of the first states."""
         split = split_of(self.spec, keys=True)
         if split is None:
-            super().grad_key_value(given, results, dots, before, after, segments)
+            super().grad_key_value(upstream, results, dots, before, after, segments)
             return
         query, key, value = self.inputs[:3]
         if is_wide(self.spec):
-            rows = value, given.grad_output, query
-            wide = WidePass("grad_key", *rows, results[0], self._source(key), given)
+            rows = value, upstream.grad_output, query
+            wide = WidePass("grad_key", *rows, results[0], self._source(key), upstream)
             of_keys = self._wide(wide, before, after, segments)
-            rows = key, query, given.grad_output
-            wide = WidePass("grad_value", *rows, results[1], None, given)
+            rows = key, query, upstream.grad_output
+            wide = WidePass("grad_value", *rows, results[1], None, upstream)
             of_values = self._wide(wide, before, None, segments)
         else:
-            of_keys = of_values = self._grad_key_value(split, given, results, before, after)
+            of_keys = of_values = self._grad_key_value(split, upstream, results, before, after)
         start = before, None
-        self.scan("grad_key", results[0], start, segments, of_keys, given=given, dots=dots)
-        self.scan("grad_value", results[1], start, segments, of_values, given=given)
+        self.scan("grad_key", results[0], start, segments, of_keys, upstream=upstream, dots=dots)
+        self.scan("grad_value", results[1], start, segments, of_values, upstream=upstream)
 
     # ---- launches -----------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class HopperPasses(Passes):
         def arguments() -> tuple[Any, ...]:
             return (
                 *wide.described(),
-                None if wide.given is None else numbers_of(wide.given),
+                None if wide.upstream is None else numbers_of(wide.upstream),
                 Kept(wide.totals, self.inputs.key_lengths, recompute.nonfinite),
                 sums(before), sums(after), sizes(spec, spec.heads), spec.variant.eps,
             )  # fmt: skip
@@ -303,7 +305,7 @@ class HopperPasses(Passes):
         key = "wide", wide.name, segments, before is None, after is None, *strides_of(rows)
         tensors = (
             *rows,
-            *(wide.given or ())[:3],
+            *(wide.upstream or ())[:3],
             recompute.nonfinite,
             *(before or ()),
             *(after or ()),
@@ -337,11 +339,11 @@ class HopperPasses(Passes):
         return recompute
 
     def _grad_query(
-        self, split: HeadSplit, given: LinearBackwardInputs, result: Tensor, before: State | None
+        self, split: HeadSplit, upstream: LinearBackwardInputs, result: Tensor, before: State | None
     ) -> Recompute:
         spec, recompute = self.spec, self._recompute(split.segments, split.parts)
         query, key, value = self.inputs[:3]
-        output, normaliser = given.quotient or (None, None)
+        output, normaliser = upstream.quotient or (None, None)
 
         def constants() -> dict[str, Any]:
             more = {"NORMALIZE": spec.variant.normalize, **OF_QUERIES.constants()}
@@ -349,16 +351,16 @@ class HopperPasses(Passes):
 
         def arguments() -> tuple[Any, ...]:
             return (
-                *moved((query, given.grad_output, key, value)),
+                *moved((query, upstream.grad_output, key, value)),
                 None if output is None else next(moved((output,))),
                 *moved((result,)),
-                numbers_of(given),
+                numbers_of(upstream),
                 Kept(normaliser, self.inputs.key_lengths, recompute.nonfinite),
                 sums(before), sizes(spec, spec.heads), spec.variant.eps,
             )  # fmt: skip
 
-        rows = *given[:3], output, normaliser, result, recompute.nonfinite
-        strides = strides_of(there_are((given.grad_output, output)))
+        rows = *upstream[:3], output, normaliser, result, recompute.nonfinite
+        strides = strides_of(there_are((upstream.grad_output, output)))
         self._launch(
             linear_backward_queries, QueryGradientMeta,
             ("grad_query", split, before is None, *strides), constants,
@@ -367,7 +369,7 @@ class HopperPasses(Passes):
         return recompute
 
     def _grad_key_value(
-        self, split: HeadSplit, given: LinearBackwardInputs, results: tuple[Tensor, Tensor],
+        self, split: HeadSplit, upstream: LinearBackwardInputs, results: tuple[Tensor, Tensor],
         before: State | None, after: State | None,
     ) -> Recompute:  # fmt: skip
         spec, recompute = self.spec, self._recompute(split.segments, split.parts)
@@ -379,16 +381,16 @@ class HopperPasses(Passes):
 
         def arguments() -> tuple[Any, ...]:
             return (
-                *moved((query, given.grad_output, key, value, *results)),
-                numbers_of(given),
+                *moved((query, upstream.grad_output, key, value, *results)),
+                numbers_of(upstream),
                 Kept(None, self.inputs.key_lengths, recompute.nonfinite),
                 sums(before), sums(after), sizes(spec, spec.heads),
             )  # fmt: skip
 
-        rows = *given[:3], *results, recompute.nonfinite, *(before or ()), *(after or ())
+        rows = *upstream[:3], *results, recompute.nonfinite, *(before or ()), *(after or ())
         self._launch(
             linear_backward_keys, KeyGradientMeta,
-            ("grad_key_value", split, before is None, after is None, given.grad_output.stride()),
+            ("grad_key_value", split, before is None, after is None, upstream.grad_output.stride()),
             constants, split.programs(spec, spec.heads), rows, arguments,
         )  # fmt: skip
         return recompute
@@ -430,9 +432,9 @@ class HopperPasses(Passes):
         return Recompute(linear_nan_safe, flags)
 
 
-def numbers_of(given: LinearBackwardInputs) -> RowNumbers:
+def numbers_of(upstream: LinearBackwardInputs) -> RowNumbers:
     """What each query row has in the backward pass, as kernels take it."""
-    return RowNumbers(given.factors, given.minus_delta)
+    return RowNumbers(upstream.factors, upstream.minus_delta)
 
 
 def strides_of(rows: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -41,7 +41,7 @@ _FLOAT32 = ((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1))
 
 
 def choose(
-    architecture: str, width: int, wide: bool, given: KernelConfig | None, group: int = 1,
+    architecture: str, width: int, wide: bool, requested: KernelConfig | None, group: int = 1,
     forward: bool = False,
 ) -> LinearConfig:  # fmt: skip
     """The config of a call, or of its output alone if `forward`: `kv_tile` of what the caller gave
@@ -51,7 +51,7 @@ def choose(
     of them: 608 columns of 512 for four heads.
 
     Raises:
-        ValueError: for a given number that no kernel can have.
+        ValueError: for a requested number that no kernel can have.
     """
     column = next(column for column, widest in enumerate(WIDTHS) if width <= widest)
     row = _FLOAT32 if wide else _HALF.get(architecture, _TENSOR_CORES)
@@ -63,14 +63,14 @@ def choose(
         config = config._replace(loading=3)
     if architecture == "sm_100" and group > 1:
         config = config._replace(chunk=min(config.chunk, 32))
-    if given is None:
+    if requested is None:
         return config
-    check(given)
+    check(requested)
     return LinearConfig(
-        given.query_tile or config.tile,
-        given.kv_tile or config.chunk,
-        given.num_warps or config.num_warps,
-        given.num_stages or config.num_stages,
+        requested.query_tile or config.tile,
+        requested.kv_tile or config.chunk,
+        requested.num_warps or config.num_warps,
+        requested.num_stages or config.num_stages,
         config.loading,
     )
 

@@ -25,7 +25,7 @@ from saccade.ops.linear_attention.feature_scaling import (
     sequence_of,
 )
 from saccade.ops.linear_attention.triton.chunk_state import NUMBERS, linear_chain
-from saccade.ops.linear_attention.triton.normalizer import count, counts_first, given_of
+from saccade.ops.linear_attention.triton.normalizer import count, counts_first, upstream_of
 from saccade.ops.linear_attention.triton.passes import (
     LinearBackwardInputs,
     LinearCallSpec,
@@ -44,7 +44,7 @@ from saccade.runtime.spec import (
     empty_linear_results,
 )
 
-_kinds: dict[Any, LinearCallSpec] = {}
+_call_specs: dict[Any, LinearCallSpec] = {}
 
 
 def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) -> LinearResults:
@@ -82,12 +82,12 @@ def backward(
 ) -> LinearGradients:
     """Gradients of the inputs, the same bits in every run."""
     passes = passes_of(inputs, variant, config)
-    given = given_of(passes, output, normaliser, grad_output)
-    return gradients_by(passes, given, ending_of(passes, grad_kv, grad_key_sum))
+    upstream = upstream_of(passes, output, normaliser, grad_output)
+    return gradients_by(passes, upstream, ending_of(passes, grad_kv, grad_key_sum))
 
 
 def gradients_by(
-    passes: Passes, given: LinearBackwardInputs, ending: State | None
+    passes: Passes, upstream: LinearBackwardInputs, ending: State | None
 ) -> LinearGradients:
     """Gradients of the inputs by such passes. ending: those of the last state."""
     spec, inputs, variant = passes.spec, passes.inputs, passes.spec.variant
@@ -106,7 +106,7 @@ def gradients_by(
     if segments > 1 or not variant.causal or (key_dots is not None and ending is not None):
         starts, last = key_states(passes, before, segments)
         starts = starts if segments > 1 or not variant.causal else before
-    passes.grad_query(given, of_query, query_dots, starts, segments)
+    passes.grad_query(upstream, of_query, query_dots, starts, segments)
 
     first = None
     if inputs.initial_kv is not None:
@@ -116,8 +116,8 @@ def gradients_by(
     if segments == 1 and variant.causal:
         ends, after = ending, first
     else:
-        (ends, first), after = _query_states(passes, given, ending, segments), None
-    passes.grad_key_value(given, (of_key, of_value), key_dots, ends, after, segments)
+        (ends, first), after = _query_states(passes, upstream, ending, segments), None
+    passes.grad_key_value(upstream, (of_key, of_value), key_dots, ends, after, segments)
 
     for into, found in zip(gradients[:3], (of_query, of_key, of_value), strict=True):
         if into is not found:
@@ -167,7 +167,7 @@ def passes_of(
     """A call, ready for its passes: for the output alone if `forward`."""
     inputs = with_unit_channels(inputs)
     key = signature(inputs, variant, config), forward
-    spec = remembered(_kinds, key, lambda: LinearCallSpec.of(inputs, variant, config, forward))
+    spec = remembered(_call_specs, key, lambda: LinearCallSpec.of(inputs, variant, config, forward))
     return Passes(spec, inputs, summed_decay_of(inputs))
 
 
@@ -208,10 +208,10 @@ def key_states(
 
 
 def _query_states(
-    passes: Passes, given: LinearBackwardInputs, ending: State | None, segments: int
+    passes: Passes, upstream: LinearBackwardInputs, ending: State | None, segments: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The gradients of the states after segments, and those of the first states."""
-    parts = passes.collect(given, segments)
+    parts = passes.collect(upstream, segments)
     if passes.spec.variant.causal:
         return chained(passes, parts, ending, segments, True)
     ends = parts[0].squeeze(2), parts[1].squeeze(2)
@@ -359,17 +359,17 @@ def decay_gradient(
     """
     assert inputs.decay is not None
     heads = inputs.state_heads
-    given = _by_state_head(of_keys.double(), heads)
+    dots = _by_state_head(of_keys.double(), heads)
     if of_queries is not None:
         queries = _by_state_head(of_queries.double(), heads)
         positions, seeing = _positions(inputs, variant)
-        at_keys = torch.zeros_like(given)
-        if given.shape[-1] and queries.shape[-1]:
+        at_keys = torch.zeros_like(dots)
+        if dots.shape[-1] and queries.shape[-1]:
             at_keys.index_add_(-1, positions, queries.masked_fill(~seeing, 0))
-        given = at_keys - given
+        dots = at_keys - dots
     if inputs.cu_seqlens_k is not None:
-        return _packed(inputs, given, flow, variant.causal)
-    summed = _sum_along(given, variant.causal)
+        return _packed(inputs, dots, flow, variant.causal)
+    summed = _sum_along(dots, variant.causal)
     if flow is not None:
         summed = summed + flow.unsqueeze(-1)
     if inputs.key_lengths is not None:
@@ -393,10 +393,10 @@ def _by_state_head(dots: Tensor, heads: int) -> Tensor:
     return dots.unflatten(-2, (heads, -1)).sum(-2)
 
 
-def _packed(inputs: LinearInputs, given: Tensor, flow: Tensor | None, from_end: bool) -> Tensor:
+def _packed(inputs: LinearInputs, dots: Tensor, flow: Tensor | None, from_end: bool) -> Tensor:
     """Sums along all tokens, as sums along each sequence."""
     assert inputs.cu_seqlens_k is not None and inputs.decay is not None
-    tokens = given.shape[-1]
+    tokens = dots.shape[-1]
     ends = ends_of(inputs.cu_seqlens_k, tokens)
     sequence = sequence_of(tokens, ends)
 
@@ -405,8 +405,8 @@ def _packed(inputs: LinearInputs, given: Tensor, flow: Tensor | None, from_end: 
         edges = ends[1:] if from_end else ends[:-1]
         return summed[:, :-1] - summed[:, edges][:, sequence]
 
-    nonfinite = ~given.isfinite()  # NaN stays in its sequence
-    summed = along(given.masked_fill(nonfinite, 0))
+    nonfinite = ~dots.isfinite()  # NaN stays in its sequence
+    summed = along(dots.masked_fill(nonfinite, 0))
     summed = summed.masked_fill(along(nonfinite.double()) > 0, torch.nan)
     if flow is not None:
         summed = summed + flow.transpose(0, 1)[:, sequence]

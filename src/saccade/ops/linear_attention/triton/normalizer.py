@@ -219,7 +219,7 @@ ROW_DOT_TILE = 64
 # ---- rows --------------------------------------------------------------------------------------
 
 
-def given_of(
+def upstream_of(
     passes: Passes, output: Tensor, normaliser: Tensor, grad_output: Tensor
 ) -> LinearBackwardInputs:
     """The output's gradients, 1 / divisor and −δ."""

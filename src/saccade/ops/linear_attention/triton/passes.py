@@ -63,7 +63,7 @@ class LinearCallSpec(NamedTuple):
     def of(
         inputs: LinearInputs, variant: LinearVariant, config: KernelConfig, forward: bool = False
     ) -> LinearCallSpec:
-        """The kind of a call, or of its output alone if `forward`."""
+        """The sizes and the config of a call, or of its output alone if `forward`."""
         query, key, value = inputs[:3]
         rows = 0 if inputs.packed else 2
         head_dim, value_dim = query.shape[-1], value.shape[-1]
@@ -237,20 +237,20 @@ class Passes(NamedTuple):
         """Values, as they are."""
         return plain(self.key_side(self.inputs.value))
 
-    def grad(self, given: LinearBackwardInputs) -> Any:
+    def grad(self, upstream: LinearBackwardInputs) -> Any:
         """Gradients of the output, as they are."""
-        return plain(self.query_side(given.grad_output))
+        return plain(self.query_side(upstream.grad_output))
 
-    def gradients(self, given: LinearBackwardInputs | None, name: str) -> tuple[Any, ...]:
+    def gradients(self, upstream: LinearBackwardInputs | None, name: str) -> tuple[Any, ...]:
         """What a pass reads of gradients: those of the output, 1 / divisor and −δ."""
-        if given is None:
+        if upstream is None:
             return None, None, None
-        delta = None if name == "grad_value" else self.per_row(given.minus_delta)
-        return self.grad(given), self.factors(given), delta
+        delta = None if name == "grad_value" else self.per_row(upstream.minus_delta)
+        return self.grad(upstream), self.factors(upstream), delta
 
-    def factors(self, given: LinearBackwardInputs) -> Any:
+    def factors(self, upstream: LinearBackwardInputs) -> Any:
         """1 / divisor, where there is one."""
-        return None if given.factors is None else self.per_row(given.factors)
+        return None if upstream.factors is None else self.per_row(upstream.factors)
 
     def query_side(self, rows: Tensor) -> Any:
         """A View of rows beside the queries."""
@@ -268,18 +268,18 @@ class Passes(NamedTuple):
 
     # ---- sums over one side -------------------------------------------------------------------
 
-    def collect(self, given: LinearBackwardInputs | None, segments: int) -> State:
-        """The states of each segment alone: of keys, or of queries where gradients are given."""
+    def collect(self, upstream: LinearBackwardInputs | None, segments: int) -> State:
+        """The states of each segment alone: of keys, or of queries where there are gradients."""
         spec = self.spec
         matrix, vector = self.empty_states(segments)
         tiles = self.tiles(spec.value_dim)
         of_keys, of_queries = (spec.key_heads, spec.value_heads), (spec.query_heads, spec.heads)
-        shares = of_keys if given is None else of_queries
+        shares = of_keys if upstream is None else of_queries
         launch = self.launch(
             linear_collect,
             CollectMeta,
-            ("collect", segments, given and given.grad_output.stride()),
-            collecting(spec.config, 1 if given is None else spec.group),
+            ("collect", segments, upstream and upstream.grad_output.stride()),
+            collecting(spec.config, 1 if upstream is None else spec.group),
             HEADS_PER_ROWS=self.share(shares[0]),
             HEADS_PER_OTHERS=self.share(shares[1]),
             INNER=spec.head_dim,
@@ -288,20 +288,20 @@ class Passes(NamedTuple):
             OUTER_TILE=self._tile(spec.value_dim),
             TILES=tiles,
             SEGMENTS=segments,
-            QUERIES=given is not None,
+            QUERIES=upstream is not None,
             NORMALIZE=spec.variant.normalize,
         )
 
         def arguments() -> tuple[Any, ...]:
-            if given is None:
+            if upstream is None:
                 read = self.keys(), self.values(), None, None
             else:
-                weights = self.per_row(given.minus_delta)
-                mapped = self.queries(), self.grad(given)
-                read = (*mapped, self.factors(given), weights)
+                weights = self.per_row(upstream.minus_delta)
+                mapped = self.queries(), self.grad(upstream)
+                read = (*mapped, self.factors(upstream), weights)
             return (*read, self.sequence(), Sums(matrix, vector))
 
-        tensors = (*self.known(), *there_are((given or ())[:3]), matrix, vector)
+        tensors = (*self.known(), *there_are((upstream or ())[:3]), matrix, vector)
         programs = spec.sequences * spec.state_heads * segments * tiles
         launch(programs, spec.device, tensors, arguments)
         return matrix, vector
@@ -316,23 +316,23 @@ class Passes(NamedTuple):
     # ---- scans --------------------------------------------------------------------------------
 
     def grad_query(
-        self, given: LinearBackwardInputs, result: Tensor, dots: Tensor | None,
+        self, upstream: LinearBackwardInputs, result: Tensor, dots: Tensor | None,
         before: State | None, segments: int,
     ) -> None:  # fmt: skip
         """Write the gradients of queries, one for each output head."""
-        self.scan("grad_query", result, (before, None), segments, given=given, dots=dots)
+        self.scan("grad_query", result, (before, None), segments, upstream=upstream, dots=dots)
 
     def grad_key_value(
-        self, given: LinearBackwardInputs, results: tuple[Tensor, Tensor], dots: Tensor | None,
+        self, upstream: LinearBackwardInputs, results: tuple[Tensor, Tensor], dots: Tensor | None,
         before: State | None, after: State | None, segments: int,
     ) -> None:  # fmt: skip
         """Write the gradients of keys and of values, and of the first states."""
-        self.scan("grad_key", results[0], (before, after), segments, given=given, dots=dots)
-        self.scan("grad_value", results[1], (before, None), segments, given=given)
+        self.scan("grad_key", results[0], (before, after), segments, upstream=upstream, dots=dots)
+        self.scan("grad_value", results[1], (before, None), segments, upstream=upstream)
 
     def scan(
         self, name: str, result: Tensor, states: tuple[State | None, State | None], segments: int,
-        recompute: Recompute | None = None, *, given: LinearBackwardInputs | None = None,
+        recompute: Recompute | None = None, *, upstream: LinearBackwardInputs | None = None,
         totals: Tensor | None = None, dots: Tensor | None = None, counted: bool = False,
         mapped: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
@@ -347,7 +347,7 @@ class Passes(NamedTuple):
         if name in ("grad_query", "grad_key"):
             inner, outer = outer, inner
         of_keys, tiles = name in REVERSE, self.tiles(outer)
-        rows = there_are((*(given or ())[:3], result, totals, dots, *(mapped or ())))
+        rows = there_are((*(upstream or ())[:3], result, totals, dots, *(mapped or ())))
         absent = (before is None, after is None, totals is None, dots is None, recompute is None)
         parts = {} if recompute is None else {"PARTS": recompute.nonfinite.shape[-1]}
         launch = self.launch(
@@ -380,7 +380,7 @@ class Passes(NamedTuple):
                 None if dots is None else self.per_row(dots, of_keys),
             )
             into = self.key_side(result) if of_keys else self.query_side(result)
-            read = query, key, self.values(), *self.gradients(given, name), *numbers, into
+            read = query, key, self.values(), *self.gradients(upstream, name), *numbers, into
             more = spec.variant.eps, self.sequence(), sums(before)
             if recompute is not None:
                 return (recompute.nonfinite, *read, *more)
