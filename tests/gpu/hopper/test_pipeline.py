@@ -14,17 +14,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-from saccade.gpu import launcher
-from saccade.gpu.hopper import pipeline
 from saccade.gpu.hopper.pipeline import as_operand, count_at, flag_at, here
+from saccade.gpu.language import INTERPRETED, gl, gluon, tl, triton
 from saccade.ops.attention.hopper.forward import mma_layout
 
-interpreted = pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="it takes the interpreter")
 NUMBERS = torch.tensor([3, -7, 2**31 - 1, -(2**31)], dtype=torch.int32)
 
 
@@ -107,7 +101,9 @@ class TestOnGpu:
     ) -> None:
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("this GPU is no Hopper")
-        monkeypatch.setattr(pipeline, "INSTALLED", pipeline.INSTALLED._replace(conversions=by_twos))
+        names = as_operand.jit.fn.__globals__
+        workarounds = names["INSTALLED"]._replace(conversions=by_twos)
+        monkeypatch.setitem(names, "INSTALLED", workarounds)
         plain, assembled = torch.zeros(2, 64, 64, dtype=dtype, device="cuda")
         plain_operand[(1,)](weights().cuda(), plain, 64 * 64)
         assembled_operand[(1,)](weights().cuda(), assembled, by_twos, num_warps=4)

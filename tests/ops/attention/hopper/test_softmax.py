@@ -11,12 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-from saccade.gpu import launcher
+from saccade.gpu.language import INTERPRETED, gl, gluon, tl, triton
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import lazy_rescale, rescaled, sum_by_thread
 
@@ -84,7 +79,7 @@ def run(kernel, tile: torch.Tensor, **options: int) -> list[torch.Tensor]:
     return [each.cpu() for each in found]
 
 
-@pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
+@pytest.mark.skipif(not INTERPRETED, reason="it takes the interpreter")
 @pytest.mark.parametrize("large", ["none", "some", "all"])
 def test_plain_triton_raises_by_whole_powers_of_two(large: str) -> None:
     tile = tile_of(64, large)

@@ -11,12 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-from saccade.gpu import launcher
+from saccade.gpu.language import INTERPRETED, gl, gluon, tl, triton
 from saccade.ops.linear_attention.hopper.features import (
     at_most_one,
     mapped,
@@ -79,7 +74,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor, rtol: float = 0.0) -> None:
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=0, equal_nan=True)
 
 
-@pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
+@pytest.mark.skipif(not INTERPRETED, reason="it takes the interpreter")
 def test_plain_triton_maps_as_torch_does() -> None:
     wide, narrow = run(plain, "cpu")
     numbers = rows().float()
