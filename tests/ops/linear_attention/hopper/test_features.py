@@ -70,8 +70,8 @@ def run(kernel, device: str, **options: int) -> tuple[torch.Tensor, torch.Tensor
     return wide.cpu(), narrow.cpu()
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor, rtol: float = 0.0) -> None:
-    torch.testing.assert_close(found, wanted, rtol=rtol, atol=0, equal_nan=True)
+def same(found: torch.Tensor, wanted: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> None:
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, equal_nan=True)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="it takes the interpreter")
@@ -95,5 +95,6 @@ def test_assembly_gives_what_plain_triton_does() -> None:
         pytest.skip("this GPU is no Hopper")
     wanted, found = run(plain, "cuda"), run(assembled, "cuda", num_warps=4)
     same(found[0], wanted[0])
-    same(found[1][:2], wanted[1][:2], 2.0**-7)  # e^x may be rounded otherwise
+    # e^x may be rounded otherwise, which shows where 1 is taken from it.
+    same(found[1][:2], wanted[1][:2], 2.0**-7, 2.0**-22)
     same(found[1][2:], wanted[1][2:])
