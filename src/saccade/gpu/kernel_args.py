@@ -9,7 +9,6 @@ from torch import Tensor
 
 from saccade.gpu import packing, tensor_view, tile_ranges
 from saccade.gpu.compose import mask_functions, score_functions
-from saccade.gpu.language import tl
 from saccade.gpu.rules import Dropout, Rules, Score, one, unchanged
 from saccade.gpu.signature import Length, Stride
 from saccade.gpu.tensor_view import View
@@ -84,7 +83,7 @@ def view(
     steps = strides[:2]
     if strides[2] != 1:  # rows of channels, which are loaded 16 bytes at once
         steps = Stride(steps[0]), Stride(steps[1])
-    step = tl.constexpr(strides[2])
+    step = Stride(strides[2])
     if offsets is None:
         data: tuple[Any, ...] = (Length(extent.length), extent.heads)
         return View(tensor, steps, step, tensor_view.dense, tensor_view.dense_program, data)

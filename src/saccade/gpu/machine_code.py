@@ -105,14 +105,15 @@ def find(
     kernel: Function, arguments: Arguments, options: Mapping[str, Any], architecture: str
 ) -> tuple[MachineCode | tuple[Any, str], str]:
     """A variant's machine code and where it came from; else Triton's kernel, and why it is that."""
-    address = address_of(kernel, arguments, options, architecture)
+    told = stored_code.told_triton()  # then what is stored is not what was asked for
+    address = None if told else address_of(kernel, arguments, options, architecture)
     if address is not None:
-        for found, origin in (
-            (_shipped(kernel, arguments, options, architecture), PACKAGE),
-            (stored_code.cached(address), CACHE),
-        ):
-            if found is not None:
-                return found, origin
+        shipped = _shipped(kernel, arguments, options, architecture)
+        if shipped is not None:
+            return shipped, PACKAGE
+        cached = stored_code.cached(address)
+        if cached is not None:
+            return cached, CACHE
     made = compiled(kernel, arguments, options, architecture)
     from saccade.gpu import triton_compiler
 
@@ -138,16 +139,13 @@ def _shipped(
 
 
 def address_of(
-    kernel: Function, arguments: Arguments, options: Mapping[str, Any], architecture: str | None
+    kernel: Function, arguments: Arguments, options: Mapping[str, Any], architecture: str
 ) -> str | None:
-    """What a variant is known by where machine code is stored; None: it is not looked for there.
+    """What a variant is known by where machine code is stored.
 
-    So it is with functions that are not this library's, whose code the address does not know, and
-    where the environment tells Triton to compile otherwise.
+    None: it has functions that are not this library's, whose code the address would not know.
     """
     functions = (value for value in (kernel, *arguments.key) if isinstance(value, Function))
-    if architecture is None or stored_code.told_triton():
-        return None
     if not all(function.is_ours for function in functions):
         return None
     return stored_code.address_of(repr(kernel), arguments.text, dict(options), architecture)

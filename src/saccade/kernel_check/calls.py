@@ -84,6 +84,9 @@ LINEAR_PASSES = {
         "hopper_linear_wide_grad_value",
     ),
 }  # fmt: skip
+BACKWARD, HOPPER_BACKWARD = "backward", "hopper_backward"
+"""Passes of gradients in the form that the library chooses for the sizes of a call."""
+
 PASSES = {**ATTENTION_PASSES, **PAGED_PASSES, **LINEAR_PASSES}
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 
@@ -198,7 +201,7 @@ class KernelCall(NamedTuple):
                     with _backward_of(which) as backward:
                         backward(
                             inputs, variant, numbers, output, lse, gradient, None, captured,
-                            not which.endswith("shared"),
+                            not which.endswith(("shared", BACKWARD)),
                         )  # fmt: skip
 
         return start
@@ -207,6 +210,12 @@ class KernelCall(NamedTuple):
 @contextmanager
 def _backward_of(which: str) -> Iterator[Callable[..., object]]:
     """The backward pass, made to take the form that `which` names whatever the sizes are."""
+    if which in (BACKWARD, HOPPER_BACKWARD):  # the form that the library chooses
+        from saccade.ops.attention.hopper import gradients as hopper_host
+        from saccade.ops.attention.triton import host as triton_host
+
+        yield (triton_host if which == BACKWARD else hopper_host).backward
+        return
     if not which.startswith("hopper"):
         from saccade.ops.attention.triton import host
 

@@ -182,7 +182,6 @@ class HopperBackward:
         rows = {"QUERY_TILE": self.tile, "HEAD_WIDTH": self.width}
         of_begin = {"VALUE_WIDTH": next_width(value_dim), "KV_TILE": configs.BACKWARD_KV_TILE}
         of_main = {
-            "HEADS_PER_KV_HEAD": self.spec.constants["HEADS_PER_KV_HEAD"],
             "HEAD_DIM": head_dim,
             "STAGES": self.schedule.stages,
             "NAN_SAFE": self.nan_safe,
@@ -223,7 +222,7 @@ class HopperBackward:
         of_query_head = (
             8 * self.width * query_len
         )  # queries, gradients of outputs, float32 partial sums
-        of_kv_head = of_query_head * self.spec.constants["HEADS_PER_KV_HEAD"]
+        of_kv_head = of_query_head * self.spec.heads_per_kv_head
         heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
         keys = self.spec.geometry.keys
         if self.in_key_order:
@@ -352,6 +351,7 @@ class HopperBackwardCall(NamedTuple):
                 *prepared.order,
             ),
             self._scratch(),
+            prepared.spec.heads_per_kv_head,
         )
 
     def _end_arguments(self) -> tuple[Any, ...]:
@@ -361,16 +361,20 @@ class HopperBackwardCall(NamedTuple):
     def _nan_safe_keys_arguments(self) -> tuple[Any, ...]:
         of_key, of_value = self.memory[1:3]
         gradients = self._of_keys(of_key), self._of_keys(of_value)
-        return self._flag(), self._forward(), *gradients, self._rules()
+        heads = self.prepared.spec.heads_per_kv_head
+        return self._flag(), self._forward(), *gradients, self._rules(), heads
 
     def _queries_arguments(self, plan: tuple[Any, ...]) -> tuple[Any, ...]:
         of_queries = self._rows(self.memory.of_query)
         changes = rules(self.inputs, self.variant, plan)
-        return self._forward(), of_queries, changes, None, None, None  # statistics are there
+        statistics_are_there = None, None, None
+        heads = self.prepared.spec.heads_per_kv_head
+        return self._forward(), of_queries, changes, *statistics_are_there, heads
 
     def _nan_safe_queries_arguments(self) -> tuple[Any, ...]:
         of_queries = self._rows(self.memory.of_query)
-        return self._flag(), self._forward(), of_queries, self._rules()
+        heads = self.prepared.spec.heads_per_kv_head
+        return self._flag(), self._forward(), of_queries, self._rules(), heads
 
     # ---- arguments that several kernels take ---------------------------------------------------
 
@@ -442,7 +446,6 @@ class WideQueryPass:
             Box.of(of_query, spec.packed, configs.ROWS, widths[0]),
         )
         constants = {
-            "HEADS_PER_KV_HEAD": spec.constants["HEADS_PER_KV_HEAD"],
             "HEAD_DIM": head_dim,
             "VALUE_DIM": value_dim,
             "STAGES": chosen.stages,
@@ -457,7 +460,7 @@ class WideQueryPass:
         queries = spec.geometry.queries
         heads = configs.heads_at_once(
             variant.mask != "", queries.heads * queries.sequences, queries.slots(tile),
-            spec.multiprocessors, spec.constants["HEADS_PER_KV_HEAD"],
+            spec.multiprocessors, spec.heads_per_kv_head,
             2 * sum(widths) * spec.geometry.lengths()[1],
         )  # fmt: skip
         self.order = tile_scheduler.order_of(queries, tile, heads)
@@ -489,6 +492,7 @@ class WideQueryPass:
                     *self.order,
                     memory.flag,
                 ),
+                spec.heads_per_kv_head,
             )
 
         self.launch(self.programs, spec.device, (*known, *plan.tensors, *counters), arguments)

@@ -53,7 +53,6 @@ class HopperForward:
         self.launch = Launch(
             attention_forward,
             {
-                "HEADS_PER_KV_HEAD": spec.constants["HEADS_PER_KV_HEAD"],
                 "HEAD_DIM": head_dim,
                 "VALUE_DIM": value_dim,
                 "CONSUMERS": chosen.consumers,
@@ -71,7 +70,7 @@ class HopperForward:
         queries, tile = spec.geometry.queries, chosen.query_tile
         heads = configs.heads_at_once(
             problem.masked, queries.heads * queries.sequences, queries.slots(tile),
-            spec.multiprocessors, spec.constants["HEADS_PER_KV_HEAD"],
+            spec.multiprocessors, spec.heads_per_kv_head,
             2 * sum(widths) * spec.geometry.lengths()[1],
         )  # fmt: skip
         self.order = tile_scheduler.order_of(queries, tile, heads)
@@ -108,6 +107,7 @@ class HopperForward:
                     *self.order,
                     numbers,
                 ),
+                self.spec.heads_per_kv_head,
             )
 
         tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)

@@ -81,7 +81,6 @@ class CallSpec(NamedTuple):
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         packed = inputs.cu_seqlens_q is not None
         constants = {
-            "HEADS_PER_KV_HEAD": geometry.queries.heads // max(geometry.keys.heads, 1),
             "HEAD_DIM": head_dim,
             "VALUE_DIM": value_dim,
             "HEAD_WIDTH": next_width(head_dim),
@@ -92,6 +91,12 @@ class CallSpec(NamedTuple):
         strides = tuple(row_strides(tensor, packed) for tensor in inputs[:3])
         arch, count = architecture(inputs.query), multiprocessors(inputs.query)
         return CallSpec(geometry, packed, device, arch, count, constants, strides, find)
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        """Query heads that share a head of keys and values."""
+        queries, keys = self.geometry
+        return queries.heads // max(keys.heads, 1)
 
     def problem(self, which: str, call: tuple[Inputs, Variant]) -> KernelProblem:
         """What the config of one of its kernels depends on."""

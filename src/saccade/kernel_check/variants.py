@@ -1,0 +1,235 @@
+"""Variants: the kernels that calls with the library's own masks, scores and options reach.
+
+They are found by making such calls and looking at what would be launched, so what is listed here is
+what a user's call looks for: `saccade kernels --list` prints it, `--warm` compiles it into the
+user's cache, `make wheel` into the package (tools/compile_wheel.py).
+
+A variant knows no length, batch, number of heads or stride; only whether dense lengths are
+multiples of 16, and which schedule a length chooses. So a few lengths reach all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from saccade.gpu import machine_code, stored_code
+from saccade.gpu.launcher import Launch
+from saccade.gpu.signature import Arguments
+from saccade.gpu.stored_code import MachineCode
+from saccade.kernel_check import worker
+from saccade.kernel_check.calls import CPU, Call, KernelCall, LinearCall, PagedCall
+
+SHIPPED = ("sm_80", "sm_90", "sm_100", "sm_120")  # that a wheel holds machine code for
+MASKS = ("none", "causal", "window")
+LENGTHS = (512, 4096, 16384)  # of every schedule that a length chooses
+HEADS = 2  # of calls that are made here; no variant depends on it
+NOT_ALIGNED = 1  # that much longer, a length is no multiple of 16
+SAMPLE = 6  # kernels of a wheel that is made to be looked at
+
+
+class Variant(NamedTuple):
+    """A kernel that a call reaches."""
+
+    address: str
+    kernel: str
+    of: str  # the call that reached it first
+
+
+class Reached(NamedTuple):
+    """A call, and what of it is started."""
+
+    call: Call
+    passes: tuple[str, ...]
+
+
+def calls(architecture: str) -> Iterator[Reached]:
+    """Calls that reach all variants of an architecture."""
+    halves = ("fp16",) if architecture == "sm_75" else ("bf16", "fp16")
+    hopper = architecture == "sm_90"
+    for dtype in halves:
+        for dim, value_dim in ((64, 0), (96, 0), (128, 0), (192, 128), (256, 0)):
+            for mask in MASKS:
+                yield from _dense(dim, value_dim, dtype, mask, hopper)
+                packed = KernelCall(
+                    dim, dtype, mask, packed=True, heads=HEADS, kv_heads=HEADS, value_dim=value_dim
+                )
+                yield Reached(packed, _passes(hopper, value_dim))
+        for dim in (64, 128):
+            softcap = KernelCall(dim, dtype, "causal", "softcap", heads=HEADS, kv_heads=HEADS)
+            yield Reached(softcap, _passes(hopper, 0))
+        yield from _paged(dtype, hopper)
+        yield from _linear(dtype, hopper)
+    for dim in (64, 128):
+        for mask in MASKS[:2]:
+            wide = KernelCall(dim, "fp32", mask, heads=HEADS, kv_heads=HEADS)
+            yield Reached(wide, ("forward", "backward"))
+
+
+def _dense(dim: int, value_dim: int, dtype: str, mask: str, hopper: bool) -> Iterator[Reached]:
+    for length in LENGTHS:
+        for more in (0, NOT_ALIGNED):
+            call = KernelCall(
+                dim, dtype, mask, batch=1, heads=HEADS, kv_heads=HEADS, length=length + more,
+                value_dim=value_dim,
+            )  # fmt: skip
+            yield Reached(call, _passes(hopper, value_dim))
+
+
+def _passes(hopper: bool, value_dim: int) -> tuple[str, ...]:
+    if not hopper:
+        return "forward", "backward"
+    return "hopper", "backward" if value_dim else "hopper_backward"
+
+
+def _paged(dtype: str, hopper: bool) -> Iterator[Reached]:
+    for dim in (64, 128, 256):
+        for page_size in (16, 64):
+            for heads in ((32, 8), (32, 32), (16, 8), (28, 4), (40, 8), (64, 8)):
+                decode = PagedCall(dim, dtype, "none", page_size, heads=heads[0], kv_heads=heads[1])
+                yield Reached(decode, ("paged", "write"))
+                for query_len in (20, 1024):
+                    chunk = decode._replace(mask="causal", query_len=query_len)
+                    long = hopper and query_len > 20
+                    yield Reached(chunk, ("hopper_paged",) if long else ("paged",))
+
+
+def _linear(dtype: str, hopper: bool) -> Iterator[Reached]:
+    for dim in (64, 128):
+        for length in (1024, 8192):
+            call = LinearCall(dim, dtype, length=length, batch=1, heads=16)
+            backend = "hopper_linear" if hopper and dtype == "bf16" else "linear"
+            yield Reached(call, (backend, f"{backend} backward", "linear step"))
+
+
+def reach(
+    architecture: str, on_variant: Callable[[Variant, Launch, Arguments], None], kernels: str = "*"
+) -> None:
+    """Hand over each variant once, in a process that does not interpret kernels.
+
+    kernels: only those whose names a glob fits.
+    """
+    seen: set[str] = set()
+    at = ""
+
+    def look(launch: Launch, make: Callable[[], Arguments]) -> None:
+        if not fnmatchcase(launch.kernel.__name__, kernels):
+            return
+        arguments = make()
+        address = machine_code.address_of(launch.kernel, arguments, launch.options, architecture)
+        assert address is not None, "a kernel of the library's own"
+        if address not in seen:
+            seen.add(address)
+            on_variant(Variant(address, launch.kernel.__name__, at), launch, arguments)
+
+    worker.intercept_launches(architecture, look)
+    for call, passes in calls(architecture):
+        start = call.prepared(CPU)
+        for which in passes:
+            at = f"{which}: {call.name}"
+            start(which, None)
+
+
+def variants_of(architecture: str, kernels: str = "*") -> list[Variant]:
+    """All variants of an architecture."""
+    return [Variant(*fields) for fields in _ask(architecture, kernels, "list", 0, 1)]
+
+
+def compile_variants(
+    architecture: str,
+    kernels: str,
+    processes: int,
+    on_done: Callable[[Variant, float], None],
+    most: int | None = None,
+) -> dict[str, MachineCode]:
+    """Compile variants of an architecture, some at a time; those that Triton has to start are left.
+
+    on_done: called with each one and how long it took, by several threads.
+    most: so many of them, spread over all.
+
+    Raises:
+        RuntimeError: if a compiling process died, with the last line that it wrote.
+    """
+    codes: dict[str, MachineCode] = {}
+
+    def run(part: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            where = f"{folder} {most or 0}"
+            for *fields, seconds in _ask(architecture, kernels, where, part, processes):
+                variant = Variant(*fields)
+                file = Path(folder) / variant.address
+                if file.exists():
+                    codes[variant.address] = MachineCode.unpacked(file.read_bytes())
+                on_done(variant, seconds)
+
+    with ThreadPoolExecutor(processes) as threads:
+        list(threads.map(run, range(processes)))
+    return codes
+
+
+def _ask(
+    architecture: str, kernels: str, what: str, part: int, parts: int
+) -> Iterator[Sequence[Any]]:
+    """Lines that a process answers with."""
+    command = [sys.executable, "-m", "saccade.kernel_check.variants", architecture, kernels, what,
+               str(part), str(parts)]  # fmt: skip
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        subprocess.Popen(
+            command, env=worker.worker_environment(), stdout=subprocess.PIPE, stderr=errors,
+            text=True,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdout
+        try:
+            for line in process.stdout:
+                yield json.loads(line)
+        except BaseException:
+            process.kill()
+            raise
+        if status := process.wait():
+            errors.seek(0)
+            said = [line.strip() for line in errors if line.strip()] or ["it said nothing"]
+            raise RuntimeError(f"a compiling process ended with {status}: {said[-1]}")
+
+
+def main(architecture: str, kernels: str, what: str, part: int, parts: int) -> None:
+    """List variants, or compile every so many-th of them into a folder."""
+    import time
+
+    folder, _, most = what.rpartition(" ")
+    found: list[tuple[Variant, Launch, Arguments]] = []
+    reach(architecture, lambda *one: found.append(one), kernels)
+    if what == "list":
+        for variant, *_ in found:
+            print(json.dumps(variant), flush=True)
+        return
+    from saccade.gpu import triton_compiler
+
+    if int(most):
+        found = found[:: max(len(found) // int(most), 1)][: int(most)]
+    target = triton_compiler.target_of(architecture)
+    for variant, launch, arguments in found[part::parts]:
+        begin = time.perf_counter()
+        made = triton_compiler.compiled(launch.kernel, arguments, launch.options, target)
+        if not triton_compiler.needs_triton(made.metadata):
+            code = triton_compiler.machine_code_of(made)
+            (Path(folder) / variant.address).write_bytes(code.packed())
+        print(json.dumps([*variant, time.perf_counter() - begin]), flush=True)
+
+
+def keep_all(codes: dict[str, MachineCode]) -> None:
+    """Put machine code into the user's cache."""
+    for address, code in codes.items():
+        stored_code.keep(address, code)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
