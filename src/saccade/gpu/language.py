@@ -92,23 +92,25 @@ def _find(path: str) -> Any:
 
 
 class Value(Deferred):
-    """What is the same wherever it is written the same."""
+    """What is the same wherever it is written the same; its text is made once."""
+
+    text: str
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and repr(self) == repr(other)
+        return self is other or (isinstance(other, Value) and self.text == other.text)
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 class Constant(Value):
     """`tl.constexpr(value)`."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return repr(self.value)
+        self.value, self.text = value, f"constexpr({value!r})"
 
     def _resolve(self) -> Any:
         return tl.constexpr.resolve()(resolved(self.value))
@@ -119,14 +121,12 @@ class Call(Value):
 
     def __init__(self, called: Deferred, arguments: tuple[Any, ...], options: dict[str, Any]):
         self.called, self.arguments, self.options = called, arguments, options
+        given = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())]
+        self.text = f"{called!r}({', '.join(given)})"
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """The call, noted."""
         return _called(self, arguments, options)
-
-    def __repr__(self) -> str:
-        given = [*map(repr, self.arguments), *(f"{k}={v!r}" for k, v in self.options.items())]
-        return f"{self.called!r}({', '.join(given)})"
 
     def _resolve(self) -> Any:
         options = {name: resolved(value) for name, value in self.options.items()}

@@ -20,6 +20,7 @@ from saccade.runtime.validation import strides_fit_tma
 
 SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
 NVMMASharedLayout = gl.NVMMASharedLayout
+PLAIN = NVMMASharedLayout(0, 32)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -49,7 +50,7 @@ class Box(NamedTuple):
     @staticmethod
     def plain(rows: int, columns: int, at_once: int) -> Box:
         """Some whole rows of a contiguous float32 matrix, which lie the same in shared memory."""
-        return Box((rows, columns), (columns, 1), (at_once, columns), NVMMASharedLayout(0, 32))
+        return Box((rows, columns), (columns, 1), (at_once, columns), PLAIN)
 
 
 @functools.cache
