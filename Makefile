@@ -13,7 +13,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; pytest brings its own workers.
 .NOTPARALLEL:
-.PHONY: help demo bench docs test test-quick test-newest test-training browser check kernels kernels-known test-gpu clean
+.PHONY: help demo bench docs test test-quick test-newest test-training browser check kernels kernels-known wheel test-gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -140,6 +140,10 @@ kernels: $(DEV_STAMP) $(NEWEST_STAMP) ## compile what changed in the kernels, fo
 kernels-known: $(DEV_STAMP) $(NEWEST_STAMP) ## the same, and write what was found: docs/kernels.md and docs/kernels.json
 	@$(BIN)/saccade kernels --arch all $(KNOWN) --markdown docs/kernels.md
 	@PYTHONPATH=$(NEWEST) $(BIN)/saccade kernels --arch all $(KNOWN) $(NEWEST_ONLY)
+
+# Without machine code, `pip wheel .` makes one in a moment; its kernels are compiled when first used.
+wheel: $(DEV_STAMP) ## build a wheel that holds machine code (ARCH=sm_90 ARGS=--sample: in minutes)
+	@$(BIN)/python tools/compile_wheel.py $(if $(ARCH),--arch $(ARCH)) $(ARGS)
 
 # Installs nothing: it tests the torch that is there, in .venv or, without one, in PYTHON.
 test-gpu: ## run the tests that need an NVIDIA GPU, in the torch that is installed

@@ -85,6 +85,15 @@ MARKDOWN = typer.Option(
     help="Write tables between the marks of this file; with --check, compare them.",
 )
 JSON = typer.Option("--json", dir_okay=False, help="Write all that was found to this file.")
+LIST = typer.Option(
+    "--list",
+    help="List the variants that the library's own masks, scores and options reach; their number "
+    "last. Nothing is compiled.",
+)
+WARM = typer.Option(
+    "--warm",
+    help="Compile them into your cache, so that no call of them compiles anything.",
+)
 KNOWN = typer.Option(
     "--known",
     dir_okay=False,
@@ -101,6 +110,8 @@ def kernels(
     markdown: Annotated[Path | None, MARKDOWN] = None,
     json: Annotated[Path | None, JSON] = None,
     known: Annotated[Path | None, KNOWN] = None,
+    listed: Annotated[bool, LIST] = False,
+    warm: Annotated[bool, WARM] = False,
     jobs: Annotated[int | None, JOBS] = None,
 ) -> None:
     """Compile the GPU kernels, with or without a GPU, and show what they take.
@@ -116,7 +127,17 @@ def kernels(
       saccade kernels -a sm_80,sm_90 -k 'backward_*'
       saccade kernels --arch all --check    [dim]exit 1 if a default config spills[/dim]
       saccade kernels --arch all --markdown docs/kernels.md
+      saccade kernels --list --arch sm_90   [dim]all variants, and how many there are[/dim]
+      saccade kernels --warm -k 'attention_*' [dim]so that no later call compiles[/dim]
     """
+    if listed or warm:
+        with _mistakes_end("kernels"):
+            if head_dim is not None or check or markdown or json or known:
+                raise ValueError("--list and --warm take --arch, --kernel and --jobs alone")
+            _list(_architectures(arch), kernel, Console()) if listed else _warm(
+                _architectures(arch), kernel, jobs, Console()
+            )
+        return
     with _mistakes_end("kernels") as version:
         from saccade.kernel_check import catalogue, compile_cache, report, worker
 
@@ -147,6 +168,36 @@ def kernels(
         _check(results, compile_cache.faults(known, kept, results) if known else [], console)
         if markdown is not None:
             report.compare_markdown(markdown, results, version)
+
+
+def _list(architectures: Sequence[str], kernels: str, console: Console) -> None:
+    """Print every variant with the call that reaches it, then how many there are."""
+    from saccade.kernel_check import variants
+
+    for architecture in architectures:
+        with console.status(f"looking at calls on {architecture}"):
+            found = variants.variants_of(architecture, kernels)
+        for variant in found:
+            _print(
+                console, f"{architecture} {variant.address[:12]} {variant.kernel} ({variant.of})"
+            )
+        _print(console, f"{architecture}: {len(found)} variants", "bold")
+
+
+def _warm(architectures: Sequence[str], kernels: str, jobs: int | None, console: Console) -> None:
+    """Compile variants into the user's cache."""
+    from saccade.gpu import stored_code
+    from saccade.kernel_check import variants
+
+    if stored_code.cache() is None:
+        raise ValueError("--warm: the cache is turned off, as SACCADE_CACHE is empty")
+    for architecture in architectures:
+        begin = time.perf_counter()
+        codes = variants.compile_with_progress(architecture, kernels, jobs, console)
+        variants.keep_all(codes)
+        seconds = time.perf_counter() - begin
+        text = f"{architecture}: {len(codes)} variants in {stored_code.cache()}, {seconds:.0f} s"
+        _print(console, text)
 
 
 def _architectures(names: Sequence[str] | None) -> tuple[str, ...]:

@@ -20,6 +20,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
 from saccade.gpu import machine_code, stored_code
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments
@@ -140,6 +143,26 @@ def reach(
 def variants_of(architecture: str, kernels: str = "*") -> list[Variant]:
     """All variants of an architecture."""
     return [Variant(*fields) for fields in _ask(architecture, kernels, "list", 0, 1)]
+
+
+def compile_with_progress(
+    architecture: str,
+    kernels: str,
+    processes: int | None,
+    console: Console,
+    most: int | None = None,
+) -> dict[str, MachineCode]:
+    """Compile variants while a bar shows how far it has got; by default on every core."""
+    with console.status(f"looking at calls on {architecture}"):
+        total = len(variants_of(architecture, kernels))
+    columns = *Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[at]}")
+    with Progress(SpinnerColumn(), *columns, console=console, transient=True) as bar:
+        task = bar.add_task(architecture, total=min(most or total, total), at="")
+
+        def show(variant: Variant, seconds: float) -> None:
+            bar.update(task, advance=1, at=f"{variant.kernel} {variant.of}")
+
+        return compile_variants(architecture, kernels, processes or worker.cores(), show, most)
 
 
 def compile_variants(

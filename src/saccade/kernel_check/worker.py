@@ -55,7 +55,7 @@ def compile_with_progress(
             at = f"{result.job.architecture} {result.kernel} {result.job.call.name}"
             bar.update(task, advance=1, at=at)
 
-        return compile_all(jobs, processes or _cores(), show, known)
+        return compile_all(jobs, processes or cores(), show, known)
 
 
 def compile_all(
@@ -146,7 +146,8 @@ def worker_environment() -> dict[str, str]:
     return environment
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many processes run side by side here."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
