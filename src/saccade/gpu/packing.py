@@ -22,10 +22,10 @@ def offset(data, sequence):
 
 
 @triton.jit
-def packed(batch, strides, step, data):
+def packed(batch, strides, STEP: tl.constexpr, data):
     """The first row's place (in elements), and how many rows there are."""
     first = offset(data, batch)
-    return wide(first) * step, tl.maximum(offset(data, batch + 1) - first, 0)
+    return wide(first) * STEP, tl.maximum(offset(data, batch + 1) - first, 0)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ LARGEST_LIMIT = 2**30
 
 
 @triton.jit
-def paged(batch, strides, step, data):
+def paged(batch, strides, STEP: tl.constexpr, data):
     """No first row's place, as rows lie apart; and how many rows there are: no more than the table
     names pages for, whatever stands there."""
     return wide(0), tl.minimum(tl.maximum(tl.load(data[2] + batch), 0), data[3])

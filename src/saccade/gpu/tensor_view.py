@@ -41,7 +41,7 @@ class View(NamedTuple):
 
     ptr: Any
     strides: tuple[int, int]  # batch, head
-    step: Any  # from row to row
+    step: Any  # from row to row; known when compiling, but for what TMA loads
     position: Any  # dense or packed: where a sequence lives
     find: Any  # dense_program, packed_program, …: what a program works on
     data: tuple[Any, ...]  # what the functions need
@@ -60,7 +60,7 @@ def wide(number):
 
 
 @triton.jit
-def dense(batch, strides, step, data):
+def dense(batch, strides, STEP: tl.constexpr, data):
     """The first row's place (in elements), and how many rows there are."""
     return wide(batch) * strides[0], data[0]
 

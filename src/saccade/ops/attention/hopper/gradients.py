@@ -31,7 +31,7 @@ from saccade.gpu.kernel_args import (
 from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import Planner
-from saccade.gpu.signature import ALIGNMENT
+from saccade.gpu.signature import ALIGNMENT, Stride
 from saccade.ops.attention.hopper import backward_d256_dq, configs, dq_accumulate, nonfinite
 from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
 from saccade.ops.attention.hopper.backward_d256 import attention_backward_keys
@@ -128,7 +128,7 @@ class HopperBackward:
         self.copies = not strides_fit_tma(grad_output)  # gradients of a sum have no strides
         if self.copies:
             grad_output = torch.empty(grad_output.shape, dtype=grad_output.dtype, device="meta")
-        self.spec = spec = CallSpec.of(inputs, packing.packed_program)
+        self.spec = spec = CallSpec.of(inputs, packing.packed_program, Stride)
         self.alone = brings_three(inputs, variant)
         self.nan_safe = variant.mask != "" or spec.packed
         self.rest = inputs.sinks is not None or wants_tables
@@ -388,7 +388,10 @@ class HopperBackwardCall(NamedTuple):
 
     def _of_keys(self, rows: Tensor) -> Any:
         spec = self.prepared.spec
-        return view(rows, spec.steps(rows), spec.geometry.keys, self.inputs.cu_seqlens_k)
+        return view(
+            rows, spec.steps(rows), spec.geometry.keys, self.inputs.cu_seqlens_k,
+            make_step=spec.make_step,
+        )  # fmt: skip
 
     def _flag(self) -> Any:
         assert self.memory.flag is not None  # else nothing is repeated

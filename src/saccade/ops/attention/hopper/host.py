@@ -17,6 +17,7 @@ from saccade.gpu.hopper.descriptors import Box, aligned, descriptor
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
 from saccade.gpu.launcher import Launch
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
+from saccade.gpu.signature import Stride
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import kernel_problem
 from saccade.ops.attention.hopper.forward import ForwardMeta, attention_forward
@@ -29,7 +30,7 @@ class HopperForward:
     """The forward pass of calls like one another, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant):
-        self.spec = spec = CallSpec.of(inputs, packing.packed_program)
+        self.spec = spec = CallSpec.of(inputs, packing.packed_program, Stride)
         self.device = inputs.query.device
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         problem = kernel_problem(inputs, variant)

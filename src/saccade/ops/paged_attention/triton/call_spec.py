@@ -23,6 +23,7 @@ from saccade.gpu.kernel_args import (
     row_strides,
     view,
 )
+from saccade.gpu.language import Constant
 from saccade.gpu.launcher import current_device, next_width
 from saccade.gpu.planning import varies_by
 from saccade.gpu.signature import Stride
@@ -192,8 +193,9 @@ class PagedCallSpec(NamedTuple):
                 return None
             page, head, slot = memory.stride()[:3]
             # Nothing in it may be None, or Triton (3.6) cannot tell that there is a View.
-            steps = (Stride(page), Stride(head))
-            return View(memory, steps, Stride(slot), pages.paged, pages.paged, data)
+            # A page's step is known when compiling, as each row may need its product.
+            steps: Any = (Constant(page), Stride(head))
+            return View(memory, steps, Constant(slot), pages.paged, pages.paged, data)
 
         return tuple(
             map(
