@@ -80,7 +80,9 @@ def test_explain_says_what_triton_starts(monkeypatch: pytest.MonkeyPatch) -> Non
     [hopper] = [each for each in backends.candidates("attention") if each.name == "hopper"]
     problem: Any = SimpleNamespace(device="cuda")
     assert hopper.note(problem) is None
-    loaded = SimpleNamespace(name="attention_forward", by_triton="it wants scratch memory")
+    loaded = SimpleNamespace(
+        name="attention_forward", by_triton="it wants scratch memory", origin="the cache"
+    )
     monkeypatch.setattr(machine_code, "_variants", {1: loaded})
     assert "of attention_forward, it wants scratch memory" in str(hopper.note(problem))
     problem.device = "cpu"

@@ -186,18 +186,17 @@ def _say(kernel: Function, architecture: str, seconds: float) -> None:
 
 
 def remark() -> str | None:
-    """What is to be said of launches, of the kernels that were loaded in this process."""
+    """What is to be said of the kernels that were loaded in this process; None: none was."""
+    counts = Counter(found.origin for found in _variants.values())
+    if not counts:
+        return None
+    came = " and ".join(f"{count} from {origin}" for origin, count in counts.items())
+    said = f"machine code of {sum(counts.values())} kernels so far: {came}"
     for found in _variants.values():
         if found.by_triton:
-            return (
-                f"but started by Triton's own launcher, slower: of {found.name}, {found.by_triton}"
-            )
-    return None
-
-
-def origins() -> dict[str, int]:
-    """How many kernels this process loaded, by where their machine code came from."""
-    return dict(Counter(found.origin for found in _variants.values()))
+            by_triton = f"of {found.name}, {found.by_triton}"
+            return f"{said}, but started by Triton's own launcher, slower: {by_triton}"
+    return said
 
 
 _variants: dict[Any, Variant] = {}

@@ -1,0 +1,304 @@
+"""Machine code that is stored: found by what it was made of, and refused where that is unknown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from saccade.gpu import driver, language, machine_code, stored_code
+from saccade.gpu.language import Function, tl, triton
+from saccade.gpu.launcher import Launch
+from saccade.gpu.signature import Arguments
+from saccade.gpu.stored_code import MachineCode
+
+CODE = MachineCode(
+    "attention_forward", bytes(range(256)) * 400, 8, 99_000, True,
+    (driver.TensorMapKind(3, 2, 9, (1, 1, 64, 64)),),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A package and a cache of this test's own, and nothing told to Triton."""
+    monkeypatch.setattr(stored_code, "COMPILED", tmp_path / "compiled")
+    monkeypatch.setenv("SACCADE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored_code, "told_triton", lambda: "")
+    for remembered in (stored_code.shipped, stored_code.cache):
+        remembered.cache_clear()
+    yield tmp_path
+    stored_code.shipped.cache_clear()
+    stored_code.cache.cache_clear()
+
+
+def test_what_was_stored_is_what_is_read() -> None:
+    stored = CODE.packed()
+    assert MachineCode.unpacked(stored) == CODE
+    assert len(stored) < len(CODE.code) // 10
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "code", "another", "head"])
+def test_what_is_damaged_is_refused(damage: str) -> None:
+    head, _, rest = CODE.packed().partition(b"\n")
+    other = CODE._replace(code=CODE.code[::-1]).packed().partition(b"\n")[2]
+    stored = {
+        "cut": head + b"\n" + rest[:-9], "empty": b"", "code": head + b"\n" + rest[:40] + rest[44:],
+        "another": head + b"\n" + other, "head": head[5:] + b"\n" + rest,
+    }[damage]  # fmt: skip
+    with pytest.raises(ValueError):
+        MachineCode.unpacked(stored)
+
+
+def test_the_package_serves_its_own_sources_alone(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stored_code.shipped("sm_90") is None
+    codes = {letter * 64: CODE._replace(name=letter) for letter in "abc"}
+    size = stored_code.write_shipped(stored_code.COMPILED, "sm_90", codes, "a test")
+    assert size == sum(file.stat().st_size for file in stored_code.COMPILED.iterdir())
+    stored_code.shipped.cache_clear()
+    found = stored_code.shipped("sm_90")
+    assert found is not None
+    assert {address: found.find(address) for address in codes} == codes
+    assert found.find("d" * 64) is None and stored_code.shipped("sm_80") is None
+
+    stored_code.shipped.cache_clear()
+    monkeypatch.setattr(stored_code, "source_digest", lambda: "of edited kernels")
+    with pytest.warns(UserWarning, match="made from other sources"):
+        assert stored_code.shipped("sm_90") is None
+
+
+def test_a_damaged_variant_of_the_package_is_not_used() -> None:
+    stored_code.write_shipped(stored_code.COMPILED, "sm_90", {"a": CODE, "b": CODE}, "a test")
+    file = stored_code.COMPILED / "sm_90.code"
+    whole = bytearray(file.read_bytes())
+    whole[-20] ^= 1
+    file.write_bytes(whole)
+    found = stored_code.shipped("sm_90")
+    assert found is not None and found.find("a") == CODE
+    with pytest.warns(UserWarning, match="damaged and not used"):
+        assert found.find("b") is None
+
+
+def test_the_cache_keeps_and_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stored_code.cached("a") is None
+    stored_code.keep("a", CODE)
+    assert stored_code.cached("a") == CODE
+    folder = stored_code.cache()
+    assert folder is not None and [file.name for file in folder.iterdir()] == ["a"]
+    (folder / "a").write_bytes(b"cut short")
+    assert stored_code.cached("a") is None
+    monkeypatch.setattr(stored_code, "MOST_CACHED", 8)
+    for number in range(20):
+        stored_code.keep(f"{number:02}", CODE)
+        os.utime(folder / f"{number:02}", (number, number))
+    left = {file.name for file in folder.iterdir()}
+    assert len(left) <= 8 and "19" in left
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (elsewhere / "file").write_text("")
+    for where in (str(elsewhere / "file"), ""):  # "": turned off
+        monkeypatch.setenv("SACCADE_CACHE", where)
+        stored_code.cache.cache_clear()
+        stored_code.keep("a", CODE)
+        assert stored_code.cached("a") is None
+
+
+def test_triton_that_is_told_otherwise_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for name in list(os.environ):
+        if name.startswith(("TRITON_", "PTXAS_", "MLIR_", "LLVM_")):
+            monkeypatch.delenv(name)
+    stored_code.told_triton.cache_clear()
+    assert stored_code.told_triton() == ""
+    for name in ("TRITON_PTXAS_PATH", "PTXAS_OPTIONS", "DISABLE_LLVM_OPT", "TRITON_DEBUG"):
+        with monkeypatch.context() as told:
+            told.setenv(name, "1")
+            stored_code.told_triton.cache_clear()
+            assert stored_code.told_triton() == name
+    stored_code.told_triton.cache_clear()
+
+
+# ---- where a variant is looked for --------------------------------------------------------------
+
+
+@triton.jit
+def of_a_test(pointer, SIZE: tl.constexpr):
+    tl.store(pointer + SIZE, 1.0)
+
+
+def ours(name: str = "kernel") -> Function:
+    """A function that this library might have."""
+
+    def fn(pointer: Any, SIZE: Any) -> None:
+        pass
+
+    fn.__module__, fn.__name__, fn.__qualname__ = "saccade.ops.somewhere", name, name
+    return Function(triton.jit, fn)
+
+
+ARGUMENTS = Arguments([torch.zeros(8)], [8])
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that Triton was asked for, which it pretends to compile."""
+    pytest.importorskip("triton")
+    from saccade.gpu import triton_compiler
+
+    asked: list[str] = []
+
+    def compiled(kernel: Function, *others: Any) -> Any:
+        asked.append(kernel.__name__)
+        return SimpleNamespace(metadata=None)
+
+    monkeypatch.setattr(triton_compiler, "compiled", compiled)
+    monkeypatch.setattr(triton_compiler, "needs_triton", lambda metadata: "")
+    monkeypatch.setattr(triton_compiler, "machine_code_of", lambda found: CODE)
+    return asked
+
+
+def test_a_variant_is_compiled_once_and_then_found(compiler: list[str]) -> None:
+    kernel, options = ours(), {"num_warps": 4}
+    for origin in (machine_code.COMPILER, machine_code.CACHE, machine_code.CACHE):
+        assert machine_code.find(kernel, ARGUMENTS, options, "sm_90") == (CODE, origin)
+    address = machine_code.address_of(kernel, ARGUMENTS, options, "sm_90")
+    assert address is not None
+    shipped = CODE._replace(name="shipped")
+    stored_code.write_shipped(stored_code.COMPILED, "sm_90", {address: shipped}, "a test")
+    stored_code.shipped.cache_clear()
+    found = machine_code.find(kernel, ARGUMENTS, options, "sm_90")
+    assert found == (shipped, machine_code.PACKAGE)
+    assert len(compiler) == 1
+
+
+def test_what_differs_is_compiled_for_itself(
+    compiler: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(**changed: Any) -> None:
+        asked = {
+            "kernel": ours(), "arguments": ARGUMENTS, "options": {"num_warps": 4},
+            "architecture": "sm_90", **changed,
+        }  # fmt: skip
+        machine_code.find(**asked)
+
+    for _ in range(2):
+        find()
+        find(kernel=ours("other"))
+        find(arguments=Arguments([torch.zeros(8)], [9]))
+        find(arguments=Arguments([torch.zeros(8).half()], [8]))
+        find(arguments=Arguments([torch.zeros(9)[1:]], [8]))
+        find(options={"num_warps": 8})
+        find(architecture="sm_100")
+    assert len(compiler) == 7
+    monkeypatch.setattr(stored_code, "source_digest", lambda: "of edited kernels")
+    find()
+    assert len(compiler) == 8
+
+
+def test_ada_runs_what_was_compiled_for_ampere(compiler: list[str]) -> None:
+    address = machine_code.address_of(ours(), ARGUMENTS, {}, "sm_80")
+    assert address is not None
+    stored_code.write_shipped(stored_code.COMPILED, "sm_80", {address: CODE}, "a test")
+    for architecture in ("sm_80", "sm_86", "sm_89"):
+        _, origin = machine_code.find(ours(), ARGUMENTS, {}, architecture)
+        assert origin == machine_code.PACKAGE
+    for architecture in ("sm_75", "sm_90", "sm_121"):
+        _, origin = machine_code.find(ours(), ARGUMENTS, {}, architecture)
+        assert origin == machine_code.COMPILER
+
+
+def test_functions_of_others_are_never_stored(compiler: list[str]) -> None:
+    """Their code may change, and nothing would tell."""
+    for kernel, arguments in ((of_a_test, ARGUMENTS), (ours(), Arguments([of_a_test], [8]))):
+        for _ in range(2):
+            _, origin = machine_code.find(kernel, arguments, {}, "sm_90")
+            assert origin == machine_code.COMPILER
+    assert len(compiler) == 4
+
+
+def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "saccade.gpu.triton_compiler", raising=False)
+    monkeypatch.delattr("saccade.gpu.triton_compiler", raising=False)
+    with pytest.raises(RuntimeError, match=r"kernel has to be compiled for sm_90.*pip install"):
+        machine_code.find(ours(), ARGUMENTS, {}, "sm_90")
+
+
+def test_a_compilation_that_takes_long_is_said(
+    compiler: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine_code.find(ours("quick"), ARGUMENTS, {}, "sm_90")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(machine_code, "SAID_FROM", 0.0)
+    machine_code.find(ours(), ARGUMENTS, {}, "sm_90")
+    said = capsys.readouterr().err
+    assert said.startswith("saccade: compiled kernel for sm_90 in ") and "kept in" in said
+
+
+# ---- the library's own calls, in a process that neither interprets nor imports Triton ------------
+
+CALLS = {
+    "dense": lambda calls: (calls.KernelCall(64, mask="causal"), "hopper", "hopper_backward"),
+    "window": lambda calls: (calls.KernelCall(128, mask="window", packed=True), "hopper"),
+    "triton": lambda calls: (calls.KernelCall(64, "fp32", "causal"), "forward", "backward"),
+    "pages": lambda calls: (calls.PagedCall(128), "paged", "write"),
+    "linear": lambda calls: (calls.LinearCall(128), "hopper_linear", "hopper_linear backward"),
+}
+
+
+@pytest.mark.parametrize("which", list(CALLS))
+def test_a_call_is_prepared_without_triton_and_known_in_every_process(which: str) -> None:
+    def addresses(seed: str) -> list[str]:
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, __file__, which], env=environment, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    found = addresses("1")
+    assert found == addresses("2") and len(set(found)) == len(found) > 0
+
+
+def main(which: str) -> None:
+    """Print what a call's kernels are known by; fails if Triton is imported."""
+    from saccade.gpu.hopper import tile_scheduler
+    from saccade.kernel_check import calls
+    from saccade.ops.attention.triton import call_spec
+
+    found: dict[str, None] = {}
+
+    def look(launch: Launch, programs: int, device: Any, tensors: Any, make: Any) -> None:
+        arguments = launch.arguments(make())
+        address = machine_code.address_of(launch.kernel, arguments, launch.options, "sm_90")
+        assert address is not None
+        found[address] = None
+
+    Launch.__call__ = look  # type: ignore[method-assign]
+    call_spec.architecture = lambda tensor: "sm_90"
+    call_spec.multiprocessors = lambda tensor: 132
+    counter = torch.zeros((), dtype=torch.int32)
+    tile_scheduler.counter_of = lambda device: counter
+    call, *passes = CALLS[which](calls)
+    start = call.prepared(calls.CPU)
+    for one in passes:
+        start(one, None)
+    assert not language.INTERPRETED and "triton" not in sys.modules, "Triton was imported"
+    print(json.dumps(list(found)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
