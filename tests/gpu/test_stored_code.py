@@ -145,7 +145,7 @@ def ours(name: str = "kernel") -> Function:
         pass
 
     fn.__module__, fn.__name__, fn.__qualname__ = "saccade.ops.somewhere", name, name
-    return Function(triton.jit, fn)
+    return Function(triton.jit, fn)  # pyright: ignore
 
 
 ARGUMENTS = Arguments([torch.zeros(8)], [8])
@@ -223,7 +223,7 @@ def test_functions_of_others_are_never_stored(compiler: list[str]) -> None:
     """Their code may change, and nothing would tell."""
     for kernel, arguments in ((of_a_test, ARGUMENTS), (ours(), Arguments([of_a_test], [8]))):
         for _ in range(2):
-            _, origin = machine_code.find(kernel, arguments, {}, "sm_90")
+            _, origin = machine_code.find(kernel, arguments, {}, "sm_90")  # pyright: ignore
             assert origin == machine_code.COMPILER
     assert len(compiler) == 4
 

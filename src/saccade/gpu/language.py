@@ -113,7 +113,7 @@ class Constant(Value):
         self.value, self.text = value, f"constexpr({value!r})"
 
     def _resolve(self) -> Any:
-        return tl.constexpr.resolve()(resolved(self.value))
+        return tl.constexpr.resolve()(resolved(self.value))  # pyright: ignore
 
 
 class Call(Value):

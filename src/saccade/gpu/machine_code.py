@@ -132,7 +132,7 @@ def _shipped(
     for one in (architecture, RUN_ON.get(architecture)):
         shipped = None if one is None else stored_code.shipped(one)
         if shipped is not None:
-            found = shipped.find(address_of(kernel, arguments, options, one) or "")
+            found = shipped.find(address_of(kernel, arguments, options, one) or "")  # pyright: ignore
             if found is not None:
                 return found
     return None

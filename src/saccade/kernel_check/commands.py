@@ -131,13 +131,7 @@ def kernels(
       saccade kernels --warm -k 'attention_*' [dim]so that no later call compiles[/dim]
     """
     if listed or warm:
-        with _mistakes_end("kernels"):
-            if head_dim is not None or check or markdown or json or known:
-                raise ValueError("--list and --warm take --arch, --kernel and --jobs alone")
-            _list(_architectures(arch), kernel, Console()) if listed else _warm(
-                _architectures(arch), kernel, jobs, Console()
-            )
-        return
+        return _ahead(listed, arch, kernel, jobs, (head_dim, markdown, json, known, check or None))
     with _mistakes_end("kernels") as version:
         from saccade.kernel_check import catalogue, compile_cache, report, worker
 
@@ -168,6 +162,24 @@ def kernels(
         _check(results, compile_cache.faults(known, kept, results) if known else [], console)
         if markdown is not None:
             report.compare_markdown(markdown, results, version)
+
+
+def _ahead(
+    listed: bool,
+    architectures: Sequence[str],
+    kernels: str,
+    jobs: int | None,
+    others: Sequence[object],
+) -> None:
+    """List variants, or compile them into the user's cache."""
+    with _mistakes_end("kernels"):
+        if any(option is not None for option in others):
+            raise ValueError("--list and --warm take --arch, --kernel and --jobs alone")
+        architectures = _architectures(arch)
+        if listed:
+            _list(architectures, kernels, Console())
+        else:
+            _warm(architectures, kernels, jobs, Console())
 
 
 def _list(architectures: Sequence[str], kernels: str, console: Console) -> None:

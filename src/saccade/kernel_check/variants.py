@@ -255,4 +255,4 @@ def keep_all(codes: dict[str, MachineCode]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))  # pyright: ignore

@@ -83,7 +83,7 @@ def test_lines_of_many_groups_and_units(monkeypatch: pytest.MonkeyPatch, at_once
     monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 3)
     monkeypatch.setattr(paged_kind, "MOST_UNITS", 0)
     monkeypatch.setattr(paged_kind, "MOST_AT_ONCE", at_once)
-    names = split_kv.equal_shares.jit.fn.__globals__  # what the compiled module reads
+    names = split_kv.equal_shares.jit.fn.__globals__  # what the compiled module reads  # pyright: ignore
     monkeypatch.setitem(names, "MOST_AT_ONCE", resolved(tl.constexpr(at_once)))
     check(make_paged_case(lengths=((1, 90), (1, 0), (1, 33), (1, 40), (1, 70)), kv_heads=1))
 
