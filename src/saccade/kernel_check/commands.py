@@ -166,7 +166,7 @@ def kernels(
 
 def _ahead(
     listed: bool,
-    architectures: Sequence[str],
+    arch: Sequence[str] | None,
     kernels: str,
     jobs: int | None,
     others: Sequence[object],
