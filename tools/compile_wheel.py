@@ -50,7 +50,7 @@ def main(
     shutil.rmtree(stored_code.COMPILED, ignore_errors=True)
     try:
         for architecture in asked:
-            begin, most = time.perf_counter(), variants.SAMPLE if sample else None
+            begin, most = time.perf_counter(), variants.SAMPLE if sample else 0
             codes = variants.compile_with_progress(architecture, "*", jobs, console, most)
             size = stored_code.write_shipped(stored_code.COMPILED, architecture, codes, made_by)
             seconds = time.perf_counter() - begin

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from saccade.gpu import driver, launcher, machine_code, planning
+from saccade.gpu import driver, language, launcher, machine_code, planning
 from saccade.gpu.hopper.descriptors import Box, descriptor
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments, Stride
@@ -340,7 +340,7 @@ def recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.skipif(
-    not launcher.INTERPRETED, reason="the kernels of CPU tensors are pretended here"
+    not language.INTERPRETED, reason="the kernels of CPU tensors are pretended here"
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["shared", "ordered"])

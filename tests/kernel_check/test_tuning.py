@@ -160,9 +160,9 @@ class MadeUpEvent:
 
 @pytest.mark.parametrize("which", ["forward", "backward_keys", "backward_queries"])
 def test_only_the_kernel_itself_is_timed(monkeypatch, which):
-    from saccade.gpu import launcher
+    from saccade.gpu import language, launcher
 
-    if not launcher.INTERPRETED:
+    if not language.INTERPRETED:
         pytest.skip("kernels run on the CPU under the interpreter only")
     monkeypatch.setattr(torch.cuda, "Event", MadeUpEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

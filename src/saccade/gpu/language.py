@@ -22,6 +22,12 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+__all__ = [
+    "INTERPRETED", "Call", "Constant", "Deferred", "Function", "Name", "Value", "aggregate",
+    "builtin_of_ours", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "resolved", "tl",
+    "triton",
+]  # fmt: skip
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 """Whether Triton's interpreter runs kernels on the CPU, as Triton itself reads it."""
 
@@ -113,7 +119,7 @@ class Constant(Value):
         self.value, self.text = value, f"constexpr({value!r})"
 
     def _resolve(self) -> Any:
-        return tl.constexpr.resolve()(resolved(self.value))  # pyright: ignore
+        return _find("triton.language.constexpr")(resolved(self.value))
 
 
 class Call(Value):

@@ -33,8 +33,8 @@ NO_SCRATCH = (0, 0)
 SAID_FROM = 1.0  # seconds from which on it is said that a kernel was compiled
 
 PACKAGE, CACHE, COMPILER = "the package", "the cache", "Triton's compiler"
-RUN_ON = {"sm_86": "sm_80", "sm_87": "sm_80", "sm_89": "sm_80"}
-"""Whose machine code an architecture runs as well, where its configs are the same."""
+RUN_ON = {"sm_86": ("sm_80",), "sm_87": ("sm_80",), "sm_89": ("sm_80",)}
+"""Whose machine code in the package an architecture runs too, where its configs are the same."""
 
 
 def formats_of(arguments: Arguments) -> list[str]:
@@ -108,12 +108,17 @@ def find(
     told = stored_code.told_triton()  # then what is stored is not what was asked for
     address = None if told else address_of(kernel, arguments, options, architecture)
     if address is not None:
-        shipped = _shipped(kernel, arguments, options, architecture)
-        if shipped is not None:
-            return shipped, PACKAGE
-        cached = stored_code.cached(address)
-        if cached is not None:
-            return cached, CACHE
+        for one in (architecture, *RUN_ON.get(architecture, ())):
+            shipped = stored_code.shipped(one)
+            if shipped is None:
+                continue
+            theirs = address_of(kernel, arguments, options, one)
+            found = shipped.find(theirs) if theirs else None
+            if found is not None:
+                return found, PACKAGE
+        found = stored_code.cached(address)
+        if found is not None:
+            return found, CACHE
     made = compiled(kernel, arguments, options, architecture)
     from saccade.gpu import triton_compiler
 
@@ -124,18 +129,6 @@ def find(
     if address is not None:
         stored_code.keep(address, found)
     return found, COMPILER
-
-
-def _shipped(
-    kernel: Function, arguments: Arguments, options: Mapping[str, Any], architecture: str
-) -> MachineCode | None:
-    for one in (architecture, RUN_ON.get(architecture)):
-        shipped = None if one is None else stored_code.shipped(one)
-        if shipped is not None:
-            found = shipped.find(address_of(kernel, arguments, options, one) or "")  # pyright: ignore
-            if found is not None:
-                return found
-    return None
 
 
 def address_of(

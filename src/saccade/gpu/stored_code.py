@@ -65,7 +65,10 @@ class MachineCode(NamedTuple):
             known = json.loads(head)
             code = lzma.decompress(rest)
             intact = hashlib.sha256(code).hexdigest() == known.pop("code")
-            maps = tuple(TensorMapKind(*kind[:3], tuple(kind[3])) for kind in known.pop("maps"))  # pyright: ignore
+            maps = tuple(
+                TensorMapKind(swizzle, size, kind, tuple(sides))
+                for swizzle, size, kind, sides in known.pop("maps")
+            )
             found = MachineCode(code=code, maps=maps, **known)
         except (ValueError, TypeError, KeyError, lzma.LZMAError) as error:
             raise ValueError(f"it cannot be read: {error}") from None

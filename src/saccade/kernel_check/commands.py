@@ -206,7 +206,8 @@ def _warm(architectures: Sequence[str], kernels: str, jobs: int | None, console:
     for architecture in architectures:
         begin = time.perf_counter()
         codes = variants.compile_with_progress(architecture, kernels, jobs, console)
-        variants.keep_all(codes)
+        for address, code in codes.items():
+            stored_code.keep(address, code)
         seconds = time.perf_counter() - begin
         text = f"{architecture}: {len(codes)} variants in {stored_code.cache()}, {seconds:.0f} s"
         _print(console, text)

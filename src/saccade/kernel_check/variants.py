@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from saccade.gpu import machine_code, stored_code
+from saccade.gpu import machine_code
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments
 from saccade.gpu.stored_code import MachineCode
@@ -140,69 +140,63 @@ def reach(
             start(which, None)
 
 
+class Request(NamedTuple):
+    """What a process is asked for: every so many-th variant, or those that `most` spreads over."""
+
+    architecture: str
+    kernels: str  # a glob
+    folder: str = ""  # where machine code goes; "": variants are listed and not compiled
+    most: int = 0  # of all of them; 0: all
+    part: int = 0
+    parts: int = 1
+
+
 def variants_of(architecture: str, kernels: str = "*") -> list[Variant]:
     """All variants of an architecture."""
-    return [Variant(*fields) for fields in _ask(architecture, kernels, "list", 0, 1)]
+    answers = _ask(Request(architecture, kernels))
+    next(answers)
+    return [Variant(*fields) for fields in answers]
 
 
 def compile_with_progress(
-    architecture: str,
-    kernels: str,
-    processes: int | None,
-    console: Console,
-    most: int | None = None,
+    architecture: str, kernels: str, processes: int | None, console: Console, most: int = 0
 ) -> dict[str, MachineCode]:
-    """Compile variants while a bar shows how far it has got; by default on every core."""
-    with console.status(f"looking at calls on {architecture}"):
-        total = len(variants_of(architecture, kernels))
-    columns = *Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[at]}")
-    with Progress(SpinnerColumn(), *columns, console=console, transient=True) as bar:
-        task = bar.add_task(architecture, total=min(most or total, total), at="")
+    """Compile variants while a bar shows how far it has got; by default on every core.
 
-        def show(variant: Variant, seconds: float) -> None:
-            bar.update(task, advance=1, at=f"{variant.kernel} {variant.of}")
+    Variants that Triton has to start are left out.
 
-        return compile_variants(architecture, kernels, processes or worker.cores(), show, most)
-
-
-def compile_variants(
-    architecture: str,
-    kernels: str,
-    processes: int,
-    on_done: Callable[[Variant, float], None],
-    most: int | None = None,
-) -> dict[str, MachineCode]:
-    """Compile variants of an architecture, some at a time; those that Triton has to start are left.
-
-    on_done: called with each one and how long it took, by several threads.
     most: so many of them, spread over all.
 
     Raises:
         RuntimeError: if a compiling process died, with the last line that it wrote.
     """
     codes: dict[str, MachineCode] = {}
+    parts = processes or worker.cores()
+    columns = *Progress.get_default_columns(), TimeElapsedColumn(), TextColumn("{task.fields[at]}")
+    with (
+        Progress(SpinnerColumn(), *columns, console=console, transient=True) as bar,
+        ThreadPoolExecutor(parts) as threads,
+    ):
+        task = bar.add_task(architecture, total=None, at="looking at calls")
 
-    def run(part: int) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            where = f"{folder} {most or 0}"
-            for *fields, seconds in _ask(architecture, kernels, where, part, processes):
-                variant = Variant(*fields)
-                file = Path(folder) / variant.address
-                if file.exists():
-                    codes[variant.address] = MachineCode.unpacked(file.read_bytes())
-                on_done(variant, seconds)
+        def run(part: int) -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                answers = _ask(Request(architecture, kernels, folder, most, part, parts))
+                bar.update(task, total=next(answers))
+                for fields in answers:
+                    variant = Variant(*fields)
+                    file = Path(folder) / variant.address
+                    if file.exists():
+                        codes[variant.address] = MachineCode.unpacked(file.read_bytes())
+                    bar.update(task, advance=1, at=f"{variant.kernel} {variant.of}")
 
-    with ThreadPoolExecutor(processes) as threads:
-        list(threads.map(run, range(processes)))
+        list(threads.map(run, range(parts)))
     return codes
 
 
-def _ask(
-    architecture: str, kernels: str, what: str, part: int, parts: int
-) -> Iterator[Sequence[Any]]:
-    """Lines that a process answers with."""
-    command = [sys.executable, "-m", "saccade.kernel_check.variants", architecture, kernels, what,
-               str(part), str(parts)]  # fmt: skip
+def _ask(request: Request) -> Iterator[Any]:
+    """What a process answers: how many variants there are, then each one."""
+    command = [sys.executable, "-m", "saccade.kernel_check.variants", json.dumps(request)]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         subprocess.Popen(
@@ -212,8 +206,7 @@ def _ask(
     ):  # fmt: skip
         assert process.stdout
         try:
-            for line in process.stdout:
-                yield json.loads(line)
+            yield from map(json.loads, process.stdout)
         except BaseException:
             process.kill()
             raise
@@ -223,36 +216,27 @@ def _ask(
             raise RuntimeError(f"a compiling process ended with {status}: {said[-1]}")
 
 
-def main(architecture: str, kernels: str, what: str, part: int, parts: int) -> None:
-    """List variants, or compile every so many-th of them into a folder."""
-    import time
-
-    folder, _, most = what.rpartition(" ")
+def main(request: Request) -> None:
+    """Answer a request."""
     found: list[tuple[Variant, Launch, Arguments]] = []
-    reach(architecture, lambda *one: found.append(one), kernels)
-    if what == "list":
-        for variant, *_ in found:
-            print(json.dumps(variant), flush=True)
-        return
+    reach(request.architecture, lambda *one: found.append(one), request.kernels)
+    if request.most:
+        found = found[:: max(len(found) // request.most, 1)][: request.most]
+    print(len(found), flush=True)
+    for variant, launch, arguments in found[request.part :: request.parts]:
+        if request.folder:
+            _compile(launch, arguments, request.architecture, Path(request.folder, variant.address))
+        print(json.dumps(variant), flush=True)
+
+
+def _compile(launch: Launch, arguments: Arguments, architecture: str, file: Path) -> None:
     from saccade.gpu import triton_compiler
 
-    if int(most):
-        found = found[:: max(len(found) // int(most), 1)][: int(most)]
     target = triton_compiler.target_of(architecture)
-    for variant, launch, arguments in found[part::parts]:
-        begin = time.perf_counter()
-        made = triton_compiler.compiled(launch.kernel, arguments, launch.options, target)
-        if not triton_compiler.needs_triton(made.metadata):
-            code = triton_compiler.machine_code_of(made)
-            (Path(folder) / variant.address).write_bytes(code.packed())
-        print(json.dumps([*variant, time.perf_counter() - begin]), flush=True)
-
-
-def keep_all(codes: dict[str, MachineCode]) -> None:
-    """Put machine code into the user's cache."""
-    for address, code in codes.items():
-        stored_code.keep(address, code)
+    made = triton_compiler.compiled(launch.kernel, arguments, launch.options, target)
+    if not triton_compiler.needs_triton(made.metadata):
+        file.write_bytes(triton_compiler.machine_code_of(made).packed())
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))  # pyright: ignore
+    main(Request(*json.loads(sys.argv[1])))

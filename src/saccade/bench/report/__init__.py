@@ -13,7 +13,8 @@ from string import Template
 
 import saccade
 from saccade.bench.report import collect, sections
-from saccade.bench.report.collect import Point, Source
+from saccade.bench.report.collect import Point
+from saccade.bench.report.collect import Source as Source
 from saccade.bench.report.collect import gather as gather
 from saccade.bench.report.sections import Cell, Table
 from saccade.bench.results import Result

@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("triton")
 
 from saccade import masks
-from saccade.gpu import launcher
+from saccade.gpu import language
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.kernel_args import mask_argument
 from saccade.gpu.language import tl, triton
@@ -30,7 +30,7 @@ from saccade.modifiers.normal_form import PREFIX, WITHIN, contiguity_of
 from saccade.ops.attention.hopper.dq_accumulate import first_semaphore
 from saccade.runtime.spec import Variant
 
-interpreted = pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
+interpreted = pytest.mark.skipif(not language.INTERPRETED, reason="it takes the interpreter")
 KV_TILE = 128
 
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 import saccade
-from saccade.gpu import launcher
+from saccade.gpu import language
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.configs import ARCHITECTURES
 from saccade.ops.linear_attention.triton import configs as linear_configs
@@ -16,7 +16,7 @@ from saccade.runtime.spec import LinearState
 from saccade.testing import assert_linear_exact, make_linear_case, poisoned
 
 interpreted = pytest.mark.skipif(
-    not launcher.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
+    not language.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
 )
 ONE_HEAD = {"batch": 1, "heads": (2, 1, 1)}
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 import saccade
-from saccade.gpu import launcher
+from saccade.gpu import language
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.paged_attention.triton import host as paged_host
 from saccade.ops.paged_attention.triton.call_spec import PagedCallSpec
@@ -25,7 +25,7 @@ MIXED = ((40, 70), (1, 33), (20, 20), (3, 9), (35, 90))
 SHORT = 30  # here; tiles have 32 rows and fewer
 
 interpreted = pytest.mark.skipif(
-    not launcher.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
+    not language.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
 )
 
 

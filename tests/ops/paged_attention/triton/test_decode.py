@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import saccade
 from saccade import masks
-from saccade.gpu import launcher
+from saccade.gpu import language
 from saccade.gpu.language import resolved, tl, triton
 from saccade.gpu.paged_view import as_halves
 from saccade.kv_cache import reference, write_triton
@@ -32,7 +32,7 @@ F8, I8 = torch.float8_e4m3fn, torch.int8
 MIXED = ((1, 33), (12, 12), (9, 30), (0, 5), (3, 0), (5, 2))
 
 interpreted = pytest.mark.skipif(
-    not launcher.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
+    not language.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
 )
 
 
@@ -83,7 +83,7 @@ def test_lines_of_many_groups_and_units(monkeypatch: pytest.MonkeyPatch, at_once
     monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 3)
     monkeypatch.setattr(paged_kind, "MOST_UNITS", 0)
     monkeypatch.setattr(paged_kind, "MOST_AT_ONCE", at_once)
-    names = split_kv.equal_shares.jit.fn.__globals__  # what the compiled module reads  # pyright: ignore
+    names = resolved(split_kv.equal_shares).fn.__globals__  # what the compiled module reads
     monkeypatch.setitem(names, "MOST_AT_ONCE", resolved(tl.constexpr(at_once)))
     check(make_paged_case(lengths=((1, 90), (1, 0), (1, 33), (1, 40), (1, 70)), kv_heads=1))
 

@@ -16,13 +16,13 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.gpu import launcher
+from saccade.gpu import language
 from saccade.gpu.language import tl, triton
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton import split_kv as schedule
 from saccade.ops.paged_attention.triton.split_kv import GROUPS, PLAN, SplitSchedule
 
-pytestmark = pytest.mark.skipif(not launcher.INTERPRETED, reason="it takes the interpreter")
+pytestmark = pytest.mark.skipif(not language.INTERPRETED, reason="it takes the interpreter")
 
 
 @triton.jit
