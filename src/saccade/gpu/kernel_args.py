@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from saccade.gpu import packing, tensor_view, tile_ranges
 from saccade.gpu.compose import mask_functions, score_functions
-from saccade.gpu.language import Constant
+from saccade.gpu.language import tl
 from saccade.gpu.rules import Dropout, Rules, Score, one, unchanged
 from saccade.gpu.signature import Length, Stride
 from saccade.gpu.tensor_view import View
@@ -76,17 +76,15 @@ class Geometry(NamedTuple):
 def view(
     tensor: Tensor | None, strides: tuple[int, int, int], extent: Extent,
     offsets: Tensor | None, find: Any = packing.packed_program,
-    make_step: Callable[[int], Any] = Constant,
 ) -> View:  # fmt: skip
     """A View of a tensor (None: of rows without memory); strides are batch, head and row.
 
     find: what a program works on, where sequences are packed.
-    make_step: of the step from row to row, a Constant, which addresses in loops want, or a Stride.
     """
     steps = strides[:2]
     if strides[2] != 1:  # rows of channels, which are loaded 16 bytes at once
         steps = Stride(steps[0]), Stride(steps[1])
-    step = make_step(strides[2])
+    step = tl.constexpr(strides[2])
     if offsets is None:
         data: tuple[Any, ...] = (Length(extent.length), extent.heads)
         return View(tensor, steps, step, tensor_view.dense, tensor_view.dense_program, data)

@@ -41,7 +41,7 @@ class View(NamedTuple):
 
     ptr: Any
     strides: tuple[int, int]  # batch, head
-    step: Any  # from row to row; known when compiling, but for what TMA loads
+    step: Any  # tl.constexpr, from row to row: addresses within a tile then cost next to nothing
     position: Any  # dense or packed: where a sequence lives
     find: Any  # dense_program, packed_program, …: what a program works on
     data: tuple[Any, ...]  # what the functions need

@@ -4,8 +4,10 @@ They are found by making such calls and looking at what would be launched, so wh
 what a user's call looks for: `saccade kernels --list` prints it, `--warm` compiles it into the
 user's cache, `make wheel` into the package (tools/compile_wheel.py).
 
-A variant knows no length, batch, number of heads or stride; only whether dense lengths are
-multiples of 16, and which schedule a length chooses. So a few lengths reach all of them.
+A variant knows no length and no batch; only whether dense lengths are multiples of 16, and which
+schedule a length chooses. So a few lengths reach all of them. It does know the step between rows and
+how many query heads share a kv head. So what is listed serves dense rows that are contiguous, in
+groups of GROUPS, and packed rows and pages of as many heads as HEADS says; others compile when used.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,7 +35,8 @@ from saccade.kernel_check.calls import CPU, Call, KernelCall, LinearCall, PagedC
 SHIPPED = ("sm_80", "sm_90", "sm_100", "sm_120")  # that a wheel holds machine code for
 MASKS = ("none", "causal", "window")
 LENGTHS = (512, 4096, 16384)  # of every schedule that a length chooses
-HEADS = 2  # of calls that are made here; no variant depends on it
+GROUPS = (1, 4, 8)  # query heads that share a kv head
+HEADS = ((32, 32), (32, 8), (16, 8), (28, 4), (40, 8), (64, 8))  # of packed rows and of pages
 NOT_ALIGNED = 1  # that much longer, a length is no multiple of 16
 SAMPLE = 6  # kernels of a wheel that is made to be looked at
 
@@ -54,36 +57,36 @@ class Reached(NamedTuple):
 
 
 def calls(architecture: str) -> Iterator[Reached]:
-    """Calls that reach all variants of an architecture."""
+    """Calls that reach the listed variants of an architecture."""
     halves = ("fp16",) if architecture == "sm_75" else ("bf16", "fp16")
     hopper = architecture == "sm_90"
     for dtype in halves:
         for dim, value_dim in ((64, 0), (96, 0), (128, 0), (192, 128), (256, 0)):
             for mask in MASKS:
-                yield from _dense(dim, value_dim, dtype, mask, hopper)
-                packed = KernelCall(
-                    dim, dtype, mask, packed=True, heads=HEADS, kv_heads=HEADS, value_dim=value_dim
-                )
-                yield Reached(packed, _passes(hopper, value_dim))
+                call = KernelCall(dim, dtype, mask, value_dim=value_dim)
+                for one in (*_dense(call), *_packed(call)):
+                    yield Reached(one, _passes(hopper, value_dim))
         for dim in (64, 128):
-            softcap = KernelCall(dim, dtype, "causal", "softcap", heads=HEADS, kv_heads=HEADS)
-            yield Reached(softcap, _passes(hopper, 0))
+            for call in _dense(KernelCall(dim, dtype, "causal", "softcap"), LENGTHS[1:2]):
+                yield Reached(call, _passes(hopper, 0))
         yield from _paged(dtype, hopper)
         yield from _linear(dtype, hopper)
     for dim in (64, 128):
         for mask in MASKS[:2]:
-            wide = KernelCall(dim, "fp32", mask, heads=HEADS, kv_heads=HEADS)
-            yield Reached(wide, ("forward", "backward"))
+            for call in _dense(KernelCall(dim, "fp32", mask), LENGTHS[1:2]):
+                yield Reached(call, ("forward", "backward"))
 
 
-def _dense(dim: int, value_dim: int, dtype: str, mask: str, hopper: bool) -> Iterator[Reached]:
-    for length in LENGTHS:
-        for more in (0, NOT_ALIGNED):
-            call = KernelCall(
-                dim, dtype, mask, batch=1, heads=HEADS, kv_heads=HEADS, length=length + more,
-                value_dim=value_dim,
-            )  # fmt: skip
-            yield Reached(call, _passes(hopper, value_dim))
+def _dense(call: KernelCall, lengths: Sequence[int] = LENGTHS) -> Iterator[KernelCall]:
+    for group in GROUPS:
+        for length in lengths:
+            for more in (0, NOT_ALIGNED):
+                yield call._replace(batch=1, heads=group, kv_heads=1, length=length + more)
+
+
+def _packed(call: KernelCall) -> Iterator[KernelCall]:
+    for heads, kv_heads in HEADS:
+        yield call._replace(packed=True, batch=1, heads=heads, kv_heads=kv_heads)
 
 
 def _passes(hopper: bool, value_dim: int) -> tuple[str, ...]:
@@ -95,7 +98,7 @@ def _passes(hopper: bool, value_dim: int) -> tuple[str, ...]:
 def _paged(dtype: str, hopper: bool) -> Iterator[Reached]:
     for dim in (64, 128, 256):
         for page_size in (16, 64):
-            for heads in ((32, 8), (32, 32), (16, 8), (28, 4), (40, 8), (64, 8)):
+            for heads in HEADS:
                 decode = PagedCall(dim, dtype, "none", page_size, heads=heads[0], kv_heads=heads[1])
                 yield Reached(decode, ("paged", "write"))
                 for query_len in (20, 1024):

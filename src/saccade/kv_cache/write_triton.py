@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade.gpu import paged_view, tensor_view
 from saccade.gpu.device_ops import as_fp8_bytes, as_int8, divided, row_scales
-from saccade.gpu.language import Constant, tl, triton
+from saccade.gpu.language import tl, triton
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.gpu.paged_view import slot_pointers
 from saccade.gpu.signature import Stride
@@ -180,7 +180,7 @@ def _rows(rows: Tensor | None) -> View | None:
         return None
     head = Stride(rows.stride(1) if rows.dim() == 3 else 0)
     data = rows.shape[0], 1
-    step = Constant(rows.stride(0))
+    step = tl.constexpr(rows.stride(0))
     return View(rows, (0, head), step, tensor_view.dense, tensor_view.dense_program, data)
 
 
@@ -189,7 +189,7 @@ def _pages(memory: Tensor | None) -> View | None:
     if memory is None:
         return None
     page, head, slot = memory.stride()[:3]
-    step, data = Constant(slot), (0,)
+    step, data = tl.constexpr(slot), (0,)
     return View(
         memory, (Stride(page), Stride(head)), step, paged_view.paged, paged_view.paged,
         data,

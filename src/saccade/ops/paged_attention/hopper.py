@@ -63,6 +63,7 @@ class HopperChunkLaunch:
         self.launch = Launch(
             attention_pages_forward,
             {
+                "HEADS_PER_KV_HEAD": spec.constants["GROUP"],
                 "HEAD_DIM": spec.constants["HEAD_DIM"],
                 "VALUE_DIM": spec.constants["VALUE_DIM"],
                 "HEAD_WIDTH": widths[0],
@@ -110,7 +111,6 @@ class HopperChunkLaunch:
                 tile_scheduler.with_gluon_search(Rules(*changes, None, variant.scale)),
                 inputs.sinks,
                 tile_scheduler.TileOrder(origin, taken, *self.order, taken),
-                self.spec.constants["GROUP"],
             )
 
         self.launch(self.programs, self.spec.device, (*tensors, taken), arguments)
@@ -172,7 +172,7 @@ class PrefillMeta(NamedTuple):
 @gluon.jit(do_not_specialize=["rules"])
 def attention_pages_forward(
     query_desc, key_desc, value_desc, output_desc, query, key, value, output, logsumexp, rules,
-    sinks, schedule, heads_per_kv_head, HEAD_DIM: gl.constexpr,
+    sinks, schedule, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr, HEAD_WIDTH: gl.constexpr, VALUE_WIDTH: gl.constexpr,
     META: gl.constexpr, PAGE_SIZE: gl.constexpr, FEWEST: gl.constexpr,
 ):  # fmt: skip
@@ -188,15 +188,15 @@ def attention_pages_forward(
         [
             (consume, (
                 output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                rings, heads_per_kv_head, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, False, False, 0,
+                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, False, False, 0,
             )),
             (consume, (
                 output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                rings, heads_per_kv_head, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, False, False, 1,
+                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, False, False, 1,
             )),
             (produce_pages, (
                 query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-                heads_per_kv_head, PAGE_SIZE,
+                HEADS_PER_KV_HEAD, PAGE_SIZE,
             )),
             (schedule_work, (
                 query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, FEWEST,
@@ -210,7 +210,7 @@ def attention_pages_forward(
 @gluon.jit
 def produce_pages(
     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-    heads_per_kv_head, PAGE_SIZE: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """As `forward.produce`. Pages of a tile are looked up before there is room for it."""
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
@@ -219,7 +219,7 @@ def produce_pages(
     while query_len > 0:
         batch, query_head, query_start = position
         query_batch, query_row = schedule.origin(batch, query.data)
-        kv_head = query_head // heads_per_kv_head
+        kv_head = query_head // HEADS_PER_KV_HEAD
         visits = num_visits(tile_range)
         for index in range(0, visits):
             kv_start = tile_from_last(rules, tile_range, index) * KV_TILE

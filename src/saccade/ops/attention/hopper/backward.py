@@ -67,7 +67,7 @@ class BackwardMeta(NamedTuple):
 def attention_backward(
     query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc, grad_key_desc,
     grad_value_desc, query, key, grad_key, grad_value, rules, schedule, scratch,
-    heads_per_kv_head, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     META: gl.constexpr, NAN_SAFE: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 128 keys of one head, one after the other."""
@@ -80,17 +80,17 @@ def attention_backward(
             (consume, (
                 dq_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
                 rules, schedule, scratch, rings,
-                heads_per_kv_head, HEAD_DIM, VALUE_DIM, NAN_SAFE, 0,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, NAN_SAFE, 0,
             )),
             (consume, (
                 dq_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
                 rules, schedule, scratch, rings,
-                heads_per_kv_head, HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
             )),
             (produce, (
                 query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
                 grad_key, grad_value, rules, schedule, scratch, rings,
-                heads_per_kv_head, HEAD_DIM, VALUE_DIM, False,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, False,
             )),
         ],
         [4, 1],
@@ -102,7 +102,7 @@ def attention_backward(
 def produce(
     query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
     grad_key, grad_value, rules, schedule, scratch, rings,
-    heads_per_kv_head, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     APART: gl.constexpr,
 ):  # fmt: skip
     """Load what consumers will need, as soon as there is room for it.
@@ -131,8 +131,8 @@ def produce(
             kv_batch, kv_row = schedule.origin(batch, key.data)
             query_batch, query_row = schedule.origin(batch, query.data)
             keys_at = [kv_batch, kv_head, kv_row + kv_start, 0]
-            for group_head in range(0, heads_per_kv_head):
-                query_head = kv_head * heads_per_kv_head + group_head
+            for group_head in range(0, HEADS_PER_KV_HEAD):
+                query_head = kv_head * HEADS_PER_KV_HEAD + group_head
                 tile_range = rules.mask.tile_range(
                     rules.mask, batch, query_head, slot, kv_start, (kv_len, query_len),
                     KV_TILE, QUERY_TILE, False,
@@ -185,7 +185,7 @@ def produce(
 def consume(
     dq_desc, grad_key_desc, grad_value_desc, query, key, grad_key, grad_value,
     rules, schedule, scratch, rings,
-    heads_per_kv_head, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     NAN_SAFE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute half of the keys of each tile that the producer schedules."""
@@ -200,9 +200,10 @@ def consume(
         rings.values.wait(tile_iteration)
         of_key = gl.zeros([ROWS, HEAD_WIDTH], gl.float32, mma_layout(HEAD_WIDTH))
         of_value = gl.zeros([ROWS, VALUE_WIDTH], gl.float32, mma_layout(VALUE_WIDTH))
-        for group_head in range(0, heads_per_kv_head):
-            if group_head > 0:
-                position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+        for group_head in range(0, HEADS_PER_KV_HEAD):
+            if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
+                if group_head > 0:
+                    position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
             work_iteration += 1
             batch, query_head, kv_start = position
             first_slot = scratch.slot(batch, query_head, query.data, QUERY_TILE)
@@ -225,7 +226,7 @@ def consume(
         rings.keys.release(tile_iteration)
         tile_iteration += 1
         batch, query_head, kv_start = position
-        kv_head = query_head // heads_per_kv_head
+        kv_head = query_head // HEADS_PER_KV_HEAD
         at = (batch, kv_head, kv_start + WHICH * ROWS, kv_len)
         if NAN_SAFE:
             note_nonfinite(scratch.flag, of_key)

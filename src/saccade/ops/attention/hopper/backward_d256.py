@@ -149,7 +149,7 @@ def _finish(
 def attention_backward_keys(
     query_desc, key_desc, value_desc, grad_output_desc, starts_desc, dq_desc, grad_key_desc,
     grad_value_desc, query, key, grad_key, grad_value, rules, schedule, scratch,
-    heads_per_kv_head, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     META: gl.constexpr, NAN_SAFE: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 64 keys of one head, one after the other. There are no partial sums."""
@@ -162,16 +162,16 @@ def attention_backward_keys(
         [
             (consume, (
                 grad_value_desc, query, grad_value, rules, schedule, scratch, rings,
-                heads_per_kv_head, VALUE_DIM, HEAD_DIM, NAN_SAFE, 0,
+                HEADS_PER_KV_HEAD, VALUE_DIM, HEAD_DIM, NAN_SAFE, 0,
             )),
             (consume, (
                 grad_key_desc, query, grad_key, rules, schedule, scratch, rings,
-                heads_per_kv_head, HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
             )),
             (produce, (
                 query_desc, key_desc, value_desc, grad_output_desc, starts_desc, query, key,
                 grad_key, grad_value, rules, schedule, scratch, rings,
-                heads_per_kv_head, HEAD_DIM, VALUE_DIM, True,
+                HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, True,
             )),
         ],
         [4, 1],
@@ -182,7 +182,7 @@ def attention_backward_keys(
 @gluon.jit
 def consume(
     grad_desc, query, grad, rules, schedule, scratch, rings,
-    heads_per_kv_head, DIM: gl.constexpr, OTHER_DIM: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, DIM: gl.constexpr, OTHER_DIM: gl.constexpr,
     NAN_SAFE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute one gradient of each tile of keys that the producer schedules: that of values (0),
@@ -195,9 +195,10 @@ def consume(
     while kv_len > 0:
         mine.wait(tile_iteration)
         sums = no_sums(PARTS)
-        for group_head in range(0, heads_per_kv_head):
-            if group_head > 0:
-                position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
+        for group_head in range(0, HEADS_PER_KV_HEAD):
+            if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
+                if group_head > 0:
+                    position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
             work_iteration += 1
             batch, query_head, kv_start = position
             at = (batch, query_head, kv_start, query_len, kv_len, 0)
@@ -207,7 +208,7 @@ def consume(
             iteration += num_visits(tile_range)
         factor = 1.0 if WHICH == 0 else rules.scale
         batch, query_head, kv_start = position
-        at = (batch, query_head // heads_per_kv_head, kv_start, kv_len)
+        at = (batch, query_head // HEADS_PER_KV_HEAD, kv_start, kv_len)
         # It leaves through the memory of what was multiplied.
         finish_wide(
             sums, factor, grad_desc, grad, schedule, at, rings.outputs[WHICH], scratch.flag,

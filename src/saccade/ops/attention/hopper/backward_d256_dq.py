@@ -44,7 +44,7 @@ from saccade.ops.attention.hopper.softmax import (
 @gluon.jit(do_not_specialize=["rules"])
 def attention_backward_queries(
     query_desc, key_desc, value_desc, grad_output_desc, grad_query_desc, query, key, grad_query,
-    lse_log2, row_dot, rules, schedule, heads_per_kv_head, HEAD_DIM: gl.constexpr,
+    lse_log2, row_dot, rules, schedule, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr, META: gl.constexpr, NAN_SAFE: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 128 query rows of one head, one after the other."""
@@ -61,7 +61,7 @@ def attention_backward_queries(
             )),
             (produce, (
                 query_desc, key_desc, value_desc, grad_output_desc, query, key, rules, schedule,
-                rings, heads_per_kv_head,
+                rings, HEADS_PER_KV_HEAD,
             )),
             (schedule_work, (query, key, grad_query, None, rules, schedule, rings, HEAD_DIM, 0)),
         ],
@@ -73,7 +73,7 @@ def attention_backward_queries(
 @gluon.jit
 def produce(
     query_desc, key_desc, value_desc, grad_output_desc, query, key, rules, schedule, rings,
-    heads_per_kv_head,
+    HEADS_PER_KV_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Load what consumers will need, as soon as there is room for it."""
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
@@ -83,7 +83,7 @@ def produce(
         batch, query_head, query_start = position
         query_batch, query_row = schedule.origin(batch, query.data)
         kv_batch, kv_row = schedule.origin(batch, key.data)
-        kv_head = query_head // heads_per_kv_head
+        kv_head = query_head // HEADS_PER_KV_HEAD
         visits = num_visits(tile_range)
         for index in range(0, visits):
             kv_start = tile_of(rules, tile_range, index) * KV_TILE

@@ -76,7 +76,7 @@ class ForwardMeta(NamedTuple):
 @gluon.jit(do_not_specialize=["rules"])
 def attention_forward(
     query_desc, key_desc, value_desc, output_desc, query, key, value, output, logsumexp, rules,
-    sinks, schedule, heads_per_kv_head, HEAD_DIM: gl.constexpr,
+    sinks, schedule, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of CONSUMERS · 64 rows of one head, one after the other."""
@@ -96,17 +96,17 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, heads_per_kv_head, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
                     META.EXACT_MAX, META.SKIP_MASKED_TILE, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, heads_per_kv_head, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
                     META.EXACT_MAX, META.SKIP_MASKED_TILE, 1,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-                    heads_per_kv_head, META.SKIP_MASKED_TILE,
+                    HEADS_PER_KV_HEAD, META.SKIP_MASKED_TILE,
                 )),
                 (schedule_work, (
                     query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, 0,
@@ -121,22 +121,22 @@ def attention_forward(
             [
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, heads_per_kv_head, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
                     META.EXACT_MAX, META.SKIP_MASKED_TILE, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, heads_per_kv_head, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
                     META.EXACT_MAX, META.SKIP_MASKED_TILE, 1,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, heads_per_kv_head, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
+                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
                     META.EXACT_MAX, META.SKIP_MASKED_TILE, 2,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-                    heads_per_kv_head, META.SKIP_MASKED_TILE,
+                    HEADS_PER_KV_HEAD, META.SKIP_MASKED_TILE,
                 )),
                 (schedule_work, (
                     query, key, output, logsumexp, rules, schedule, rings, VALUE_DIM, 0,
@@ -197,7 +197,7 @@ def schedule_work(
 @gluon.jit
 def produce(
     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
-    heads_per_kv_head, SKIP_MASKED_TILE: gl.constexpr,
+    HEADS_PER_KV_HEAD: gl.constexpr, SKIP_MASKED_TILE: gl.constexpr,
 ):  # fmt: skip
     """Load what consumers will need, as soon as there is room for it."""
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
@@ -207,7 +207,7 @@ def produce(
         batch, query_head, query_start = position
         query_batch, query_row = schedule.origin(batch, query.data)
         kv_batch, kv_row = schedule.origin(batch, key.data)
-        kv_head = query_head // heads_per_kv_head
+        kv_head = query_head // HEADS_PER_KV_HEAD
         visits = num_visits(tile_range)
         for index in range(0, visits):
             kv_start = tile_from_last(rules, tile_range, index) * KV_TILE
@@ -247,7 +247,7 @@ def consumer_rows(WHICH: gl.constexpr, iteration, SKIP_MASKED_TILE: gl.constexpr
 @gluon.jit
 def consume(
     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
-    heads_per_kv_head, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE:
+    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE:
     gl.constexpr, OVERLAP_SOFTMAX: gl.constexpr, EXACT_MAX: gl.constexpr, SKIP_MASKED_TILE:
     gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
@@ -282,7 +282,7 @@ def consume(
             gl.store(nonfinite, 0)
             attend_nan_safe(
                 query, key, value, output, logsumexp, rules, sinks, at, tile_range,
-                rings.keys.memory.shape[3], heads_per_kv_head, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
+                rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
             )  # fmt: skip
             wait_for_each_other()
         tile_iteration += 1

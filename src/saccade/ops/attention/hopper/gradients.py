@@ -31,7 +31,7 @@ from saccade.gpu.kernel_args import (
 from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import Planner
-from saccade.gpu.signature import ALIGNMENT, Stride
+from saccade.gpu.signature import ALIGNMENT
 from saccade.ops.attention.hopper import backward_d256_dq, configs, dq_accumulate, nonfinite
 from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
 from saccade.ops.attention.hopper.backward_d256 import attention_backward_keys
@@ -128,7 +128,7 @@ class HopperBackward:
         self.copies = not strides_fit_tma(grad_output)  # gradients of a sum have no strides
         if self.copies:
             grad_output = torch.empty(grad_output.shape, dtype=grad_output.dtype, device="meta")
-        self.spec = spec = CallSpec.of(inputs, packing.packed_program, Stride)
+        self.spec = spec = CallSpec.of(inputs, packing.packed_program)
         self.alone = brings_three(inputs, variant)
         self.nan_safe = variant.mask != "" or spec.packed
         self.rest = inputs.sinks is not None or wants_tables
@@ -182,6 +182,7 @@ class HopperBackward:
         rows = {"QUERY_TILE": self.tile, "HEAD_WIDTH": self.width}
         of_begin = {"VALUE_WIDTH": next_width(value_dim), "KV_TILE": configs.BACKWARD_KV_TILE}
         of_main = {
+            "HEADS_PER_KV_HEAD": self.spec.constants["HEADS_PER_KV_HEAD"],
             "HEAD_DIM": head_dim,
             "STAGES": self.schedule.stages,
             "NAN_SAFE": self.nan_safe,
@@ -222,7 +223,7 @@ class HopperBackward:
         of_query_head = (
             8 * self.width * query_len
         )  # queries, gradients of outputs, float32 partial sums
-        of_kv_head = of_query_head * self.spec.heads_per_kv_head
+        of_kv_head = of_query_head * self.spec.constants["HEADS_PER_KV_HEAD"]
         heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
         keys = self.spec.geometry.keys
         if self.in_key_order:
@@ -351,7 +352,6 @@ class HopperBackwardCall(NamedTuple):
                 *prepared.order,
             ),
             self._scratch(),
-            prepared.spec.heads_per_kv_head,
         )
 
     def _end_arguments(self) -> tuple[Any, ...]:
@@ -361,20 +361,16 @@ class HopperBackwardCall(NamedTuple):
     def _nan_safe_keys_arguments(self) -> tuple[Any, ...]:
         of_key, of_value = self.memory[1:3]
         gradients = self._of_keys(of_key), self._of_keys(of_value)
-        heads = self.prepared.spec.heads_per_kv_head
-        return self._flag(), self._forward(), *gradients, self._rules(), heads
+        return self._flag(), self._forward(), *gradients, self._rules()
 
     def _queries_arguments(self, plan: tuple[Any, ...]) -> tuple[Any, ...]:
         of_queries = self._rows(self.memory.of_query)
         changes = rules(self.inputs, self.variant, plan)
-        statistics_are_there = None, None, None
-        heads = self.prepared.spec.heads_per_kv_head
-        return self._forward(), of_queries, changes, *statistics_are_there, heads
+        return self._forward(), of_queries, changes, None, None, None  # statistics are there
 
     def _nan_safe_queries_arguments(self) -> tuple[Any, ...]:
         of_queries = self._rows(self.memory.of_query)
-        heads = self.prepared.spec.heads_per_kv_head
-        return self._flag(), self._forward(), of_queries, self._rules(), heads
+        return self._flag(), self._forward(), of_queries, self._rules()
 
     # ---- arguments that several kernels take ---------------------------------------------------
 
@@ -388,10 +384,7 @@ class HopperBackwardCall(NamedTuple):
 
     def _of_keys(self, rows: Tensor) -> Any:
         spec = self.prepared.spec
-        return view(
-            rows, spec.steps(rows), spec.geometry.keys, self.inputs.cu_seqlens_k,
-            make_step=spec.make_step,
-        )  # fmt: skip
+        return view(rows, spec.steps(rows), spec.geometry.keys, self.inputs.cu_seqlens_k)
 
     def _flag(self) -> Any:
         assert self.memory.flag is not None  # else nothing is repeated
@@ -449,6 +442,7 @@ class WideQueryPass:
             Box.of(of_query, spec.packed, configs.ROWS, widths[0]),
         )
         constants = {
+            "HEADS_PER_KV_HEAD": spec.constants["HEADS_PER_KV_HEAD"],
             "HEAD_DIM": head_dim,
             "VALUE_DIM": value_dim,
             "STAGES": chosen.stages,
@@ -463,7 +457,7 @@ class WideQueryPass:
         queries = spec.geometry.queries
         heads = configs.heads_at_once(
             variant.mask != "", queries.heads * queries.sequences, queries.slots(tile),
-            spec.multiprocessors, spec.heads_per_kv_head,
+            spec.multiprocessors, spec.constants["HEADS_PER_KV_HEAD"],
             2 * sum(widths) * spec.geometry.lengths()[1],
         )  # fmt: skip
         self.order = tile_scheduler.order_of(queries, tile, heads)
@@ -495,7 +489,6 @@ class WideQueryPass:
                     *self.order,
                     memory.flag,
                 ),
-                spec.heads_per_kv_head,
             )
 
         self.launch(self.programs, spec.device, (*known, *plan.tensors, *counters), arguments)

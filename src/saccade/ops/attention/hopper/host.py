@@ -17,7 +17,6 @@ from saccade.gpu.hopper.descriptors import Box, aligned, descriptor
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
 from saccade.gpu.launcher import Launch
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
-from saccade.gpu.signature import Stride
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import kernel_problem
 from saccade.ops.attention.hopper.forward import ForwardMeta, attention_forward
@@ -30,7 +29,7 @@ class HopperForward:
     """The forward pass of calls like one another, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant):
-        self.spec = spec = CallSpec.of(inputs, packing.packed_program, Stride)
+        self.spec = spec = CallSpec.of(inputs, packing.packed_program)
         self.device = inputs.query.device
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         problem = kernel_problem(inputs, variant)
@@ -54,6 +53,7 @@ class HopperForward:
         self.launch = Launch(
             attention_forward,
             {
+                "HEADS_PER_KV_HEAD": spec.constants["HEADS_PER_KV_HEAD"],
                 "HEAD_DIM": head_dim,
                 "VALUE_DIM": value_dim,
                 "CONSUMERS": chosen.consumers,
@@ -71,7 +71,7 @@ class HopperForward:
         queries, tile = spec.geometry.queries, chosen.query_tile
         heads = configs.heads_at_once(
             problem.masked, queries.heads * queries.sequences, queries.slots(tile),
-            spec.multiprocessors, spec.heads_per_kv_head,
+            spec.multiprocessors, spec.constants["HEADS_PER_KV_HEAD"],
             2 * sum(widths) * spec.geometry.lengths()[1],
         )  # fmt: skip
         self.order = tile_scheduler.order_of(queries, tile, heads)
@@ -108,7 +108,6 @@ class HopperForward:
                     *self.order,
                     numbers,
                 ),
-                self.spec.heads_per_kv_head,
             )
 
         tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)

@@ -47,7 +47,7 @@ def note_nonfinite(flag, tile):
 @gluon.jit
 def attend_nan_safe(
     query, key, value, output, logsumexp, rules, sinks, at, tile_range,
-    KV_TILE: gl.constexpr, heads_per_kv_head,
+    KV_TILE: gl.constexpr, HEADS_PER_KV_HEAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """All of the work of one consumer for one tile of query rows, and its results in memory."""
@@ -55,7 +55,7 @@ def attend_nan_safe(
         version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]
     )
     batch, query_head, first_row, query_len, _ = at
-    kv_head = query_head // heads_per_kv_head
+    kv_head = query_head // HEADS_PER_KV_HEAD
     for first_channel in range(0, VALUE_DIM, CHANNELS):
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, MMA))
@@ -155,7 +155,7 @@ def kv_pointers(view, batch, head, rows, channels, length, PAGE_SIZE: gl.constex
 @triton.jit(do_not_specialize=["rules"])
 def attention_backward_nan_safe_keys(
     flag, forward, grad_key, grad_value, rules,
-    heads_per_kv_head, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +163,7 @@ def attention_backward_nan_safe_keys(
     if tl.load(flag) != 0:
         differentiate_keys(
             forward, grad_key, grad_value, None, rules, None, tl.program_id(0), REPEAT,
-            heads_per_kv_head, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+            HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
             QUERY_TILE, KV_TILE, PRECISION, True, False,
         )  # fmt: skip
 
@@ -171,7 +171,7 @@ def attention_backward_nan_safe_keys(
 @triton.jit(do_not_specialize=["rules"])
 def attention_backward_nan_safe_queries(
     flag, forward, grad_query, rules,
-    heads_per_kv_head, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +179,7 @@ def attention_backward_nan_safe_queries(
     if tl.load(flag) != 0:
         attention_backward_queries(
             forward, grad_query, rules, None, None, None,
-            heads_per_kv_head, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+            HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
             QUERY_TILE, KV_TILE, PRECISION, False,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from saccade.ops.attention.triton.backward_common import differentiate, drop, lo
 @triton.jit(do_not_specialize=["rules", "grad_table", "sizes", "extents"])
 def attention_backward_bias(
     forward, grad_table, sizes, extents, rules,
-    heads_per_kv_head, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def attention_backward_bias(
                     total = add_pairs(
                         forward, rules, batch, head, query_index * QUERY_TILE, kv_index, lengths,
                         total,
-                        heads_per_kv_head, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+                        HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
                         QUERY_TILE, KV_TILE, PRECISION,
                     )  # fmt: skip
 
@@ -69,7 +69,7 @@ def broadcast_range(index, size, extent):
 @triton.jit
 def add_pairs(
     forward, rules, batch, head, query_start, kv_index, lengths, total,
-    heads_per_kv_head, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def add_pairs(
         kv_start = kv_index * KV_TILE
         query_rows = query_start + tl.arange(0, QUERY_TILE)
         kv_rows = kv_start + tl.arange(0, KV_TILE)
-        kv_head = head // heads_per_kv_head
+        kv_head = head // HEADS_PER_KV_HEAD
         query_tile = load_rows(  # [QUERY_TILE, HEAD_WIDTH]
             forward.query, batch, head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
         )
@@ -124,7 +124,7 @@ def add_pairs(
 def attention_backward_reads(
     forward, grad_table, rules, POSITION: tl.constexpr,
     ALONG_QUERIES: tl.constexpr, ALONG_KEYS: tl.constexpr,
-    heads_per_kv_head, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def attention_backward_reads(
             total = tl.zeros([QUERY_TILE, KV_TILE], tl.float32)
         total = add_pairs(
             forward, rules, batch, head, query_start, kv_index, lengths, total,
-            heads_per_kv_head, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+            HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
             QUERY_TILE, KV_TILE, PRECISION,
         )  # fmt: skip
         if ALONG_KEYS:

@@ -40,7 +40,7 @@ VERDICTS_AT_ONCE = tl.constexpr(16)
 def attention_backward_keys(
     forward, grad_key, grad_value, grad_query, rules,  # grad_query: float32, or None
     verdicts, num_verdicts,
-    heads_per_kv_head, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
     NAN_SAFE: tl.constexpr, CHAINED: tl.constexpr,
@@ -70,13 +70,13 @@ def attention_backward_keys(
                     differentiate_keys(
                         forward, grad_key, grad_value, grad_query, rules, verdicts,
                         position, verdict,
-                        heads_per_kv_head, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+                        HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
                         QUERY_TILE, KV_TILE, PRECISION, True, False,
                     )  # fmt: skip
     else:
         differentiate_keys(
             forward, grad_key, grad_value, grad_query, rules, verdicts, program, AS_IT_IS,
-            heads_per_kv_head, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+            HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
             QUERY_TILE, KV_TILE, PRECISION, False, CHAINED,
         )  # fmt: skip
 
@@ -84,7 +84,7 @@ def attention_backward_keys(
 @triton.jit
 def differentiate_keys(
     forward, grad_key, grad_value, grad_query, rules, verdicts, program, verdict,
-    heads_per_kv_head, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
     NAN_SAFE: tl.constexpr, CHAINED: tl.constexpr,
@@ -114,7 +114,7 @@ def differentiate_keys(
     grads = sum_over_queries(
         forward, grad_query, rules, (batch, kv_head, slot, kv_start, query_len, kv_len),
         (key_tile, value_tile), grads, present, added_len,
-        heads_per_kv_head, HEAD_DIM, VALUE_DIM, QUERY_TILE, KV_TILE, PRECISION, NAN_SAFE,
+        HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, QUERY_TILE, KV_TILE, PRECISION, NAN_SAFE,
         CHAINED,
     )  # fmt: skip
     if rules.mask.visible is not None and not NAN_SAFE:
@@ -132,14 +132,14 @@ def differentiate_keys(
 @triton.jit
 def sum_over_queries(
     forward, grad_query, rules, at, tiles, grads, present, added_len,
-    heads_per_kv_head, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
     NAN_SAFE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Add what every visited tile of every query head gives; none if not `present`."""
     batch, kv_head, slot, kv_start, query_len, kv_len = at
-    for group_head in range(0, heads_per_kv_head):
-        query_head = kv_head * heads_per_kv_head + group_head
+    for group_head in range(0, HEADS_PER_KV_HEAD):
+        query_head = kv_head * HEADS_PER_KV_HEAD + group_head
         tile_range = rules.mask.tile_range(
             rules.mask, batch, query_head, slot, kv_start, (kv_len, query_len),
             KV_TILE, QUERY_TILE, False,

@@ -32,7 +32,7 @@ from saccade.ops.attention.triton.backward_common import (
 @triton.jit(do_not_specialize=["rules"])
 def attention_backward_queries(
     forward, grad_query, rules, output, logsumexp, grad_lse,  # the last may be None, or all three
-    heads_per_kv_head, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -64,7 +64,7 @@ def attention_backward_queries(
             query_len, VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
         grad_tile = given[1]
-    at = (batch, query_head, query_head // heads_per_kv_head, query_start, query_len, kv_len)
+    at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_start, query_len, kv_len)
     tile_range = rules.mask.tile_range(
         rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
         QUERY_TILE, KV_TILE, True,

@@ -13,7 +13,6 @@ from torch import Tensor
 from saccade.gpu import packing
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import Geometry, number_strides, row_strides, view
-from saccade.gpu.language import Constant
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.modifiers import intervals
 from saccade.modifiers.evaluate import index_range
@@ -74,17 +73,15 @@ class CallSpec(NamedTuple):
     constants: dict[str, Any]  # of every kernel
     strides: tuple[tuple[int, int, int], ...]  # of query, key and value
     find: Any  # of Views of packed rows
-    make_step: Any  # of Views: whether steps between rows are known when compiling
 
     @staticmethod
-    def of(
-        inputs: Inputs, find: Any = packing.packed_program_by_heads, make_step: Any = Constant
-    ) -> CallSpec:
-        """What a call shares with others, from its tensors; the rest as in `kernel_args.view`."""
+    def of(inputs: Inputs, find: Any = packing.packed_program_by_heads) -> CallSpec:
+        """What a call shares with others, from its tensors; `find` as in `kernel_args.view`."""
         geometry = Geometry.of(inputs)
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         packed = inputs.cu_seqlens_q is not None
         constants = {
+            "HEADS_PER_KV_HEAD": geometry.queries.heads // max(geometry.keys.heads, 1),
             "HEAD_DIM": head_dim,
             "VALUE_DIM": value_dim,
             "HEAD_WIDTH": next_width(head_dim),
@@ -94,13 +91,7 @@ class CallSpec(NamedTuple):
         device = current_device(inputs.query)
         strides = tuple(row_strides(tensor, packed) for tensor in inputs[:3])
         arch, count = architecture(inputs.query), multiprocessors(inputs.query)
-        return CallSpec(geometry, packed, device, arch, count, constants, strides, find, make_step)
-
-    @property
-    def heads_per_kv_head(self) -> int:
-        """Query heads that share a head of keys and values."""
-        queries, keys = self.geometry
-        return queries.heads // max(keys.heads, 1)
+        return CallSpec(geometry, packed, device, arch, count, constants, strides, find)
 
     def problem(self, which: str, call: tuple[Inputs, Variant]) -> KernelProblem:
         """What the config of one of its kernels depends on."""
@@ -135,15 +126,15 @@ class CallSpec(NamedTuple):
         of_query, of_key, of_value = self.strides
         queries, keys = self.geometry
         return (
-            view(inputs.query, of_query, queries, inputs.cu_seqlens_q, self.find, self.make_step),
-            view(inputs.key, of_key, keys, inputs.cu_seqlens_k, self.find, self.make_step),
-            view(inputs.value, of_value, keys, inputs.cu_seqlens_k, self.find, self.make_step),
+            view(inputs.query, of_query, queries, inputs.cu_seqlens_q, self.find),
+            view(inputs.key, of_key, keys, inputs.cu_seqlens_k, self.find),
+            view(inputs.value, of_value, keys, inputs.cu_seqlens_k, self.find),
         )
 
     def rows(self, rows: Tensor, inputs: Inputs) -> Any:
         """A View of something that has rows of channels as the queries have."""
         queries, offsets = self.geometry.queries, inputs.cu_seqlens_q
-        return view(rows, self.steps(rows), queries, offsets, self.find, self.make_step)
+        return view(rows, self.steps(rows), queries, offsets, self.find)
 
     def steps(self, rows: Tensor) -> tuple[int, int, int]:
         """Strides of batch entry, head and row."""
@@ -153,7 +144,7 @@ class CallSpec(NamedTuple):
         """A View of something that has one number for each row of the queries."""
         strides = number_strides(numbers, self.packed)
         offsets = inputs.cu_seqlens_q
-        return view(numbers, strides, self.geometry.queries, offsets, self.find, self.make_step)
+        return view(numbers, strides, self.geometry.queries, offsets, self.find)
 
 
 def memory_like(tensor: Tensor) -> Callable[[], Tensor]:

@@ -36,7 +36,7 @@ from saccade.gpu.tile_ranges import (
 def attention_forward(
     query, key, value, output, logsumexp,  # Views
     rules, sinks,
-    heads_per_kv_head, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
     ONE_LOOP: tl.constexpr,
@@ -54,7 +54,7 @@ def attention_forward(
     query_tile = load_rows(
         query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
     )
-    at = (batch, query_head, query_head // heads_per_kv_head, query_rows, query_len, kv_len)
+    at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_rows, query_len, kv_len)
     tile_range = rules.mask.tile_range(
         rules.mask,
         batch,

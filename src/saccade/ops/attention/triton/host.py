@@ -92,7 +92,6 @@ class TritonForward:
                 self.spec.numbers(lse, inputs),
                 rules(inputs, variant, plan.argument()),
                 inputs.sinks,
-                self.spec.heads_per_kv_head,
             )
 
         self.launch(self.programs, self.spec.device, tensors, arguments)
@@ -309,7 +308,6 @@ class TritonBackwardCall(NamedTuple):
                 self._rules(plan),
                 verdicts,
                 programs,
-                spec.heads_per_kv_head,
             )
 
         tensors = (*known, *there_are((of_key, of_value, total, verdicts)), *plan.tensors)
@@ -323,15 +321,14 @@ class TritonBackwardCall(NamedTuple):
 
         def arguments() -> tuple[Any, ...]:
             of_queries = self._forward(), self._rows(of_query)
-            changes, heads = self._rules(plan), self.launches.spec.heads_per_kv_head
+            changes = self._rules(plan)
             if self.launches.statistics is not None:
-                return (*of_queries, changes, None, None, None, heads)
+                return (*of_queries, changes, None, None, None)
             return (
                 *of_queries, changes,
                 self._rows(results.output),
                 self._numbers(results.lse),
                 None if grad_lse is None else self._numbers(grad_lse),
-                heads,
             )  # fmt: skip
 
         tensors = (*known, of_query, *plan.tensors)
@@ -370,7 +367,6 @@ class TritonBackwardCall(NamedTuple):
                 tuple(table.shape),
                 (queries.batch, queries.heads),
                 rules(self.inputs, self.variant, by=position),
-                spec.heads_per_kv_head,
             )
 
         batches, heads, rows, keys = table.shape
@@ -402,7 +398,6 @@ class TritonBackwardCall(NamedTuple):
                 self._forward(),
                 (total, tuple(total.shape), tuple(map(Stride, total.stride()))),
                 rules(self.inputs, self.variant, by=position),
-                spec.heads_per_kv_head,
             )
 
         programs = spec.geometry.queries.programs(launch.constants["QUERY_TILE"])

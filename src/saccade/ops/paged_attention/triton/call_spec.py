@@ -23,7 +23,7 @@ from saccade.gpu.kernel_args import (
     row_strides,
     view,
 )
-from saccade.gpu.language import Constant
+from saccade.gpu.language import tl
 from saccade.gpu.launcher import current_device, next_width
 from saccade.gpu.planning import varies_by
 from saccade.gpu.signature import Stride
@@ -194,8 +194,9 @@ class PagedCallSpec(NamedTuple):
             page, head, slot = memory.stride()[:3]
             # Nothing in it may be None, or Triton (3.6) cannot tell that there is a View.
             # A page's step is known when compiling, as each row may need its product.
-            steps: Any = (Constant(page), Stride(head))
-            return View(memory, steps, Constant(slot), pages.paged, pages.paged, data)
+            steps: Any = (tl.constexpr(page), Stride(head))
+            step = tl.constexpr(slot)
+            return View(memory, steps, step, pages.paged, pages.paged, data)
 
         return tuple(
             map(

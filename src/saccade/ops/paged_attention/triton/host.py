@@ -238,7 +238,7 @@ class ChunkLaunch:
         config = chunk_config(spec, variant, given)
         constants = dict(spec.constants)
         self.page_size = constants.pop("PAGE_SIZE")
-        self.heads_per_kv_head = constants.pop("GROUP")
+        constants["HEADS_PER_KV_HEAD"] = constants.pop("GROUP")
         constants |= {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile, "ONE_LOOP": False}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         self.launch = Launch(attention_forward, constants, options)
@@ -258,7 +258,6 @@ class ChunkLaunch:
                 *self.spec.results(inputs, output, lse),
                 Rules(*changes, None, variant.scale),
                 inputs.sinks,
-                self.heads_per_kv_head,
             )
 
         self.launch(self.programs, self.spec.device, tensors, arguments)
