@@ -5,9 +5,9 @@ what a user's call looks for: `saccade kernels --list` prints it, `--warm` compi
 user's cache, `make wheel` into the package (tools/compile_wheel.py).
 
 A variant knows no length and no batch; only whether dense lengths are multiples of 16, and which
-schedule a length chooses. So a few lengths reach all of them. It does know the step between rows and
-how many query heads share a kv head. So what is listed serves dense rows that are contiguous, in
-groups of GROUPS, and packed rows and pages of as many heads as HEADS says; others compile when used.
+schedule a length chooses. So a few lengths reach all of them. It does know the step between rows
+and how many query heads share a kv head. So what is listed serves dense rows that are contiguous,
+in groups of GROUPS, and packed rows and pages of as many heads as HEADS says.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from saccade.kernel_check.calls import CPU, Call, KernelCall, LinearCall, PagedC
 SHIPPED = ("sm_80", "sm_90", "sm_100", "sm_120")  # that a wheel holds machine code for
 MASKS = ("none", "causal", "window")
 LENGTHS = (512, 4096, 16384)  # of every schedule that a length chooses
-GROUPS = (1, 4, 8)  # query heads that share a kv head
-HEADS = ((32, 32), (32, 8), (16, 8), (28, 4), (40, 8), (64, 8))  # of packed rows and of pages
+GROUPS = (1, 4)  # query heads that share a kv head
+HEADS = ((32, 32), (32, 8))  # of packed rows and of pages
 NOT_ALIGNED = 1  # that much longer, a length is no multiple of 16
 SAMPLE = 6  # kernels of a wheel that is made to be looked at
 
