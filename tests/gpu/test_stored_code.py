@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,39 @@ def test_a_damaged_variant_of_the_package_is_not_used() -> None:
     assert found is not None and found.find("a") == CODE
     with pytest.warns(UserWarning, match="damaged and not used"):
         assert found.find("b") is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"source": 1}', '{"places": [1]}'])
+def test_a_damaged_index_is_not_used(text: str) -> None:
+    stored_code.COMPILED.mkdir()
+    (stored_code.COMPILED / "sm_90.index").write_text(text)
+    with pytest.warns(UserWarning, match="sm_90.index is damaged and not used"):
+        assert stored_code.shipped("sm_90") is None
+
+
+def test_an_index_without_its_code_is_not_used() -> None:
+    stored_code.write_shipped(stored_code.COMPILED, "sm_90", {"a": CODE}, "a test")
+    (stored_code.COMPILED / "sm_90.code").unlink()
+    found = stored_code.shipped("sm_90")
+    with pytest.warns(UserWarning, match="sm_90.code is damaged and not used"):
+        assert found is not None and found.find("a") is None
+
+
+DECORATED = re.compile(r"^\s*@(triton\.jit|gluon\.jit|gluon\.constexpr_function|aggregate)", re.M)
+IMPORT = re.compile(r"^(import triton|from triton)\b", re.M)
+IMPORTERS = ("gpu/triton_compiler.py", "gpu/compiler_workarounds.py", "kernel_check/", "bench/")
+
+
+def test_all_device_code_counts_in_the_source_digest_and_imports_no_triton() -> None:
+    files = sorted(stored_code.PACKAGE.rglob("*.py"))
+    texts = {str(file.relative_to(stored_code.PACKAGE)): file.read_text() for file in files}
+    kernels = [name for name, text in texts.items() if DECORATED.search(text)]
+    assert len(kernels) > 30
+    marker = stored_code.IMPORTS_LANGUAGE.decode()
+    assert [name for name in kernels if marker not in texts[name]] == []
+    assert {name.split("/")[0] for name in kernels} <= {"gpu", "ops", "kv_cache"}
+    wrong = [name for name, text in texts.items() if IMPORT.search(text)]
+    assert [name for name in wrong if not name.startswith(IMPORTERS)] == []
 
 
 def test_the_cache_keeps_and_forgets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,16 +127,17 @@ class Shipped(NamedTuple):
         if address not in self.places:
             return None
         offset, size = self.places[address]
-        with self.file.open("rb") as file:
-            file.seek(offset)
-            stored = file.read(size)
         try:
-            return MachineCode.unpacked(stored)
-        except ValueError as error:
-            warnings.warn(
-                f"machine code in {self.file} is damaged and not used: {error}", stacklevel=2
-            )
+            with self.file.open("rb") as file:
+                file.seek(offset)
+                return MachineCode.unpacked(file.read(size))
+        except (OSError, ValueError) as error:
+            _warn_of_damage(self.file, error)
             return None
+
+
+def _warn_of_damage(file: Path, error: Exception) -> None:
+    warnings.warn(f"machine code in {file} is damaged and not used: {error}", stacklevel=3)
 
 
 @functools.cache
@@ -145,17 +146,21 @@ def shipped(architecture: str) -> Shipped | None:
     index = COMPILED / f"{architecture}.index"
     try:
         found = json.loads(index.read_text(encoding="utf-8"))
+        places = {address: (offset, size) for address, offset, size in found["places"]}
+        source, made_by = found["source"], found["made_by"]
     except FileNotFoundError:
         return None
-    if found["source"] != source_digest():
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        _warn_of_damage(index, error)
+        return None
+    if source != source_digest():
         warnings.warn(
             f"the machine code in {COMPILED} was made from other sources than those beside it, and "
             "is not used; kernels are compiled when they are first needed",
             stacklevel=2,
         )
         return None
-    places = {address: (offset, size) for address, offset, size in found["places"]}
-    return Shipped(index.with_suffix(".code"), places, found["made_by"])
+    return Shipped(index.with_suffix(".code"), places, made_by)
 
 
 def write_shipped(

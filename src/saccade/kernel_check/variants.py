@@ -198,7 +198,12 @@ def compile_with_progress(
 
 
 def _ask(request: Request) -> Iterator[Any]:
-    """What a process answers: how many variants there are, then each one."""
+    """What a process answers: how many variants there are, then each one.
+
+    Raises:
+        ValueError: for a glob that no kernel's name fits.
+        RuntimeError: if the process died, with the last line that it wrote.
+    """
     command = [sys.executable, "-m", "saccade.kernel_check.variants", json.dumps(request)]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
@@ -209,7 +214,10 @@ def _ask(request: Request) -> Iterator[Any]:
     ):  # fmt: skip
         assert process.stdout
         try:
-            yield from map(json.loads, process.stdout)
+            for answer in map(json.loads, process.stdout):
+                if answer == 0:
+                    raise ValueError(f"no variant's kernel fits {request.kernels!r}")
+                yield answer
         except BaseException:
             process.kill()
             raise

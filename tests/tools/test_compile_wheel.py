@@ -1,0 +1,64 @@
+"""A wheel that holds machine code: built from a copy of the tree, and looked into."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from saccade.gpu.stored_code import MachineCode
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_wheel_holds_what_its_own_sources_find(tmp_path: Path) -> None:
+    tree, wheels, installed = (tmp_path / name for name in ("tree", "wheels", "installed"))
+    tree.mkdir()
+    for name in ("src", "tools"):
+        leave = shutil.ignore_patterns("__pycache__", "compiled")
+        shutil.copytree(ROOT / name, tree / name, ignore=leave)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tree)
+    command = [sys.executable, "tools/compile_wheel.py", "--arch", "sm_90", "--sample"]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [*command, "--to", str(wheels)], cwd=tree, env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not (tree / "src/saccade/compiled").exists()  # a checkout has none
+    [wheel] = wheels.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    index = json.loads((installed / "saccade/compiled/sm_90.index").read_text())
+    codes = (installed / "saccade/compiled/sm_90.code").read_bytes()
+    assert 0 < len(index["places"]) <= 6 and index["made_by"].startswith("Triton ")
+    for _, offset, size in index["places"]:
+        assert MachineCode.unpacked(codes[offset : offset + size]).code[:4] == b"\x7fELF"
+
+    # The package that was installed serves them, and one whose kernels were edited does not.
+    program = (
+        "import warnings; warnings.simplefilter('ignore'); from saccade.gpu import stored_code;"
+        "found = stored_code.shipped('sm_90'); print(found and len(found.places))"
+    )
+
+    def served() -> str:
+        answer = subprocess.run(
+            [sys.executable, "-c", program], env={**environment, "PYTHONPATH": str(installed)},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return answer.stdout.strip()
+
+    assert served() == str(len(index["places"]))
+    kernel = installed / "saccade/ops/attention/hopper/forward.py"
+    kernel.write_text(kernel.read_text() + "\n# edited\n")
+    assert served() == "None"
