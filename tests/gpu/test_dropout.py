@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from saccade.gpu.kernel_args import Dropout, kept
 from saccade.gpu.language import tl, triton
-from saccade.gpu.rules import Dropout, kept
 from saccade.runtime import dropout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")

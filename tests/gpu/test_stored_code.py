@@ -107,7 +107,7 @@ def test_an_index_without_its_code_is_not_used() -> None:
 
 DECORATED = re.compile(r"^\s*@(triton\.jit|gluon\.jit|gluon\.constexpr_function|aggregate)", re.M)
 IMPORT = re.compile(r"^(import triton|from triton)\b", re.M)
-IMPORTERS = ("gpu/triton_compiler.py", "gpu/compiler_workarounds.py", "kernel_check/", "bench/")
+IMPORTERS = ("gpu/triton_compiler.py", "kernel_check/", "bench/")
 
 
 def test_all_device_code_counts_in_the_source_digest_and_imports_no_triton() -> None:

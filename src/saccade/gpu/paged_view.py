@@ -13,8 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from saccade.gpu.language import tl, triton
-from saccade.gpu.packing import offset, packed_program_by_heads
-from saccade.gpu.tensor_view import wide
+from saccade.gpu.tensor_view import offset, packed_program_by_heads, wide
 
 # A View's data for pages: table, how far apart its sequences are, lengths; how many rows the pages
 # that it names for a sequence hold, and how many pages there are, both `as_limit`.

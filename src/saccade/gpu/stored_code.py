@@ -30,7 +30,7 @@ from saccade.gpu.driver import TensorMapKind
 PACKAGE = Path(__file__).parent.parent
 COMPILED = PACKAGE / "compiled"  # only in a wheel
 IMPORTS_LANGUAGE = b"\nfrom saccade.gpu.language import "
-COMPILERS = ("language.py", "signature.py", "triton_compiler.py", "compiler_workarounds.py")
+COMPILERS = ("language.py", "signature.py", "triton_compiler.py")
 MOST_CACHED = 4096  # files of the cache: about 100 MB
 
 # What a user may tell Triton that changes neither code nor where it is kept.

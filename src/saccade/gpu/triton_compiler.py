@@ -1,14 +1,30 @@
 """Triton's compiler, asked for a named target without its driver: no GPU and no C compiler needed.
 
-The only file, with the workarounds beside it, that imports Triton's compiler, and it is imported
-when something has to be compiled. What is relied on of Triton stands here: `ASTSource`,
-`GluonASTSource`, `triton.compile`, and what a compiled kernel says of itself; in 3.6 to 3.9.
+The only file that imports Triton's compiler; it is imported when something has to be compiled. What
+is relied on of Triton is here: `ASTSource`, `GluonASTSource`, `triton.compile`, and what a compiled
+kernel says of itself; in 3.6 to 3.9.
+
+What Triton's own compiler does to our kernels is worked around here, by its version:
+
+    since  what Triton does                                       what that does to our kernels
+    3.7    has ptxas allocate registers by its level 2, against   Hopper kernels spill two to eight
+           a fault of ptxas 13 that it does not name              times as much
+    3.9    lets LLVM's SLP vectorizer gather scalars in vectors,  addresses take registers all at
+           which ptxas takes apart again                          once, which spill
+    3.9    converts two numbers that a loop carries to one        each tile of weights is turned
+           register, the wrong way round                          round before its product
+
+The first two are undone for our kernels alone: by an option of theirs, and by a hook that stands
+while they are compiled. The third is why `gpu/hopper/pipeline.py` converts by assembly there. What
+each costs on an H200: benchmarks/results/h200/triton_versions.txt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import triton
 from triton import knobs
@@ -16,7 +32,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from saccade.gpu import compiler_workarounds
 from saccade.gpu.driver import TensorMapKind
 from saccade.gpu.language import Function
 from saccade.gpu.signature import FUSED, Arguments, Signature
@@ -35,10 +50,10 @@ def compiled(
     form = GluonASTSource if kernel.is_gluon else ASTSource
     on_amd = target.backend == "hip"
     source = form(kernel.jit, *Signature.of(kernel.arg_names, arguments, on_amd))
-    asked = {**FUSED, **compiler_workarounds.options(target), "debug": knobs.runtime.debug}
+    asked = {**FUSED, **workaround_options(target), "debug": knobs.runtime.debug}
     if hasattr(knobs.compilation, "instrumentation_mode"):
         asked["instrumentation_mode"] = knobs.compilation.instrumentation_mode
-    with compiler_workarounds.applied(target):
+    with worked_around(target):
         return triton.compile(source, target=target, options={**asked, **options})
 
 
@@ -74,3 +89,100 @@ def machine_code_of(found: Any) -> MachineCode:
         metadata.name, found.asm["cubin"], metadata.num_warps, metadata.shared,
         bool(metadata.launch_pdl), tuple(maps),
     )  # fmt: skip
+
+
+class Workarounds(NamedTuple):
+    """Which of the three a version of Triton needs."""
+
+    register_level: bool = False
+    vectors: bool = False
+    conversions: bool = False
+
+
+BY_VERSION = {
+    "3.7": Workarounds(register_level=True),
+    "3.8": Workarounds(register_level=True),
+    "3.9": Workarounds(register_level=True, vectors=True, conversions=True),
+}
+INSTALLED = BY_VERSION.get(".".join(triton.__version__.split(".")[:2]), Workarounds())
+OWN_LEVEL = "--regAllocOptLevel=5"  # ptxas takes the last that it is given; from 4 on all are alike
+PIPELINE = "saccade: scalars stay scalars"  # what Triton knows kernels by that were compiled so
+
+_LOCK = threading.RLock()
+
+
+def needed(target: GPUTarget) -> Workarounds:
+    """What this Triton needs for a target."""
+    return INSTALLED if target.backend == "cuda" else Workarounds()
+
+
+def workaround_options(target: GPUTarget) -> dict[str, str]:
+    """Options for every kernel: none by most versions.
+
+    What a user has ptxas told (PTXAS_OPTIONS) stands behind ours, and so holds.
+    """
+    if not needed(target).register_level:
+        return {}
+    return {"ptx_options": " ".join(filter(None, (OWN_LEVEL, knobs.nvidia.ptxas_options)))}
+
+
+@contextmanager
+def worked_around(target: GPUTarget) -> Iterator[None]:
+    """Compile kernels without vectors meanwhile, unless a user's own hook stands there.
+
+    The hook is the whole process's, so one thread compiles at a time.
+    """
+    if not needed(target).vectors:
+        yield
+        return
+    with _LOCK:
+        if knobs.runtime.add_stages_inspection_hook is not None:
+            yield
+            return
+        hook: Any = _pipeline  # Triton's own type knows one of the two ways in which it is called
+        knobs.runtime.add_stages_inspection_hook = hook
+        try:
+            yield
+        finally:
+            knobs.runtime.add_stages_inspection_hook = None
+
+
+def _pipeline(*asked: Any) -> tuple[str, str] | None:
+    """Triton's hook: asked for nothing, a key; else it is given (backend, stages, …) to change."""
+    if not asked:
+        return PIPELINE, PIPELINE
+    stages: dict[str, Callable[[Any, Any], Any]] = asked[1]
+    stages["llir"] = _without_vectors(stages["llir"])
+    return None
+
+
+def _without_vectors(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The stage that makes LLVM's code, with its vectorizer of scalars turned off."""
+    from triton.backends.nvidia import compiler
+
+    def made(source: Any, metadata: Any) -> Any:
+        with _LOCK:
+            whole = compiler.llvm
+            compiler.llvm = _Scalars(whole)
+            try:
+                return make(source, metadata)
+            finally:
+                compiler.llvm = whole
+
+    return made
+
+
+class _Scalars:
+    """Triton's LLVM, which is told not to make vectors of scalars."""
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def optimize_module(self, *arguments: Any, **options: Any) -> Any:
+        """As Triton's, but for the vectorizer."""
+        return self._whole.optimize_module(
+            *arguments, **{**options, "disable_slp_vectorizer": True}
+        )

@@ -27,7 +27,7 @@ mma_v2 = hopper.mma_v2
 start_load: Any = Name(f"{tma}.async_load", f"{tma}.async_copy_global_to_shared")
 start_store: Any = Name(f"{tma}.async_store", f"{tma}.async_copy_shared_to_global")
 ir: Any = Name("triton._C.libtriton.ir")
-INSTALLED: Any = Name("saccade.gpu.compiler_workarounds.INSTALLED")
+INSTALLED: Any = Name("saccade.gpu.triton_compiler.INSTALLED")
 
 
 @builtin

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from saccade.gpu import tile_ranges
-from saccade.gpu.kernel_args import Extent
+from saccade.gpu.kernel_args import Extent, Rules
 from saccade.gpu.language import gl, gluon
-from saccade.gpu.rules import Rules
 from saccade.gpu.tensor_view import wide
 from saccade.gpu.tile_ranges import TileRange
 

@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from saccade.gpu import packing, tensor_view
+from saccade.gpu import tensor_view
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import SMALLEST_WIDTH, Box, descriptor, width_of
 from saccade.gpu.hopper.tile_scheduler import num_visits, tile_from_last
-from saccade.gpu.kernel_args import mask_argument, score_argument
+from saccade.gpu.kernel_args import Rules, mask_argument, score_argument
 from saccade.gpu.language import gl, gluon
 from saccade.gpu.launcher import Launch
-from saccade.gpu.rules import Rules
 from saccade.gpu.signature import ALIGNMENT
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper import configs
@@ -102,7 +101,9 @@ class HopperChunkLaunch:
         def arguments() -> tuple[Any, ...]:
             moved = (*loaded, output)
             changes = mask_argument(variant), score_argument(variant)
-            origin = packing.packed_origin if self.spec.queries.packed else tensor_view.dense_origin
+            origin = (
+                tensor_view.packed_origin if self.spec.queries.packed else tensor_view.dense_origin
+            )
             return (
                 *(descriptor(t, box) for t, box in zip(moved, self.boxes, strict=True)),
                 self.spec.rows(inputs),

@@ -44,9 +44,10 @@ from saccade.gpu.hopper.pipeline import (
 )
 from saccade.gpu.hopper.tile_scheduler import is_partial, tile_of
 from saccade.gpu.language import gl, gluon, tl, triton
-from saccade.gpu.packing import ascend, first_slot
 from saccade.gpu.tensor_view import (
     any_nonfinite,
+    ascend,
+    first_slot,
     num_rows,
     pad_rows,
     row_pointers,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.gpu import packing, tensor_view
+from saccade.gpu import tensor_view
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, width_of
 from saccade.gpu.kernel_args import (
@@ -128,7 +128,7 @@ class HopperBackward:
         self.copies = not strides_fit_tma(grad_output)  # gradients of a sum have no strides
         if self.copies:
             grad_output = torch.empty(grad_output.shape, dtype=grad_output.dtype, device="meta")
-        self.spec = spec = CallSpec.of(inputs, packing.packed_program)
+        self.spec = spec = CallSpec.of(inputs, tensor_view.packed_program)
         self.alone = brings_three(inputs, variant)
         self.nan_safe = variant.mask != "" or spec.packed
         self.rest = inputs.sinks is not None or wants_tables
@@ -347,7 +347,7 @@ class HopperBackwardCall(NamedTuple):
             self._of_keys(memory.of_value),
             tile_scheduler.with_gluon_search(rules(inputs, self.variant, plan)),
             tile_scheduler.TileOrder(
-                packing.packed_origin if packed else tensor_view.dense_origin,
+                tensor_view.packed_origin if packed else tensor_view.dense_origin,
                 counters[0] if counters else None,
                 *prepared.order,
             ),
@@ -484,7 +484,7 @@ class WideQueryPass:
                 spec.numbers(row_dot, inputs),
                 tile_scheduler.with_gluon_search(rules(inputs, variant, plan.argument())),
                 tile_scheduler.TileOrder(
-                    packing.packed_origin if spec.packed else tensor_view.dense_origin,
+                    tensor_view.packed_origin if spec.packed else tensor_view.dense_origin,
                     counters[0] if counters else None,
                     *self.order,
                     memory.flag,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.gpu import packing, tensor_view
+from saccade.gpu import tensor_view
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.descriptors import Box, aligned, descriptor
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
@@ -29,7 +29,7 @@ class HopperForward:
     """The forward pass of calls like one another, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant):
-        self.spec = spec = CallSpec.of(inputs, packing.packed_program)
+        self.spec = spec = CallSpec.of(inputs, tensor_view.packed_program)
         self.device = inputs.query.device
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         problem = kernel_problem(inputs, variant)
@@ -103,7 +103,7 @@ class HopperForward:
                 tile_scheduler.with_gluon_search(rules(inputs, variant, plan.argument())),
                 inputs.sinks,
                 tile_scheduler.TileOrder(
-                    packing.packed_origin if self.spec.packed else tensor_view.dense_origin,
+                    tensor_view.packed_origin if self.spec.packed else tensor_view.dense_origin,
                     numbers if self.counted else None,
                     *self.order,
                     numbers,

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from saccade.gpu.kernel_args import kept
 from saccade.gpu.language import gdc_launch_dependents, tl, triton
 from saccade.gpu.online_softmax import LOG2_E
-from saccade.gpu.rules import kept
 from saccade.gpu.tensor_view import load_numbers, load_rows, num_rows, row_pointers, store_numbers
 
 

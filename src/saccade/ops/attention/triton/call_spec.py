@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from saccade.gpu import packing
+from saccade.gpu import tensor_view
 from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import Geometry, number_strides, row_strides, view
 from saccade.gpu.launcher import Launch, current_device, next_width
@@ -75,7 +75,7 @@ class CallSpec(NamedTuple):
     find: Any  # of Views of packed rows
 
     @staticmethod
-    def of(inputs: Inputs, find: Any = packing.packed_program_by_heads) -> CallSpec:
+    def of(inputs: Inputs, find: Any = tensor_view.packed_program_by_heads) -> CallSpec:
         """What a call shares with others, from its tensors; `find` as in `kernel_args.view`."""
         geometry = Geometry.of(inputs)
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]

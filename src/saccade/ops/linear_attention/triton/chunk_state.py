@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 from saccade.gpu.features import in_units, load_features, load_number, narrow, where_also
 from saccade.gpu.language import tl, triton
-from saccade.gpu.packing import offset
-from saccade.gpu.tensor_view import nonfinite_rows, num_rows, wide, without
+from saccade.gpu.tensor_view import nonfinite_rows, num_rows, offset, wide, without
 
 
 class Sequence(NamedTuple):

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from saccade.gpu import paged_view
 from saccade.gpu.compose import mask_functions
-from saccade.gpu.kernel_args import mask_argument, score_argument
+from saccade.gpu.kernel_args import Rules, mask_argument, score_argument
 from saccade.gpu.language import tl
 from saccade.gpu.launcher import Launch
-from saccade.gpu.rules import Rules
 from saccade.gpu.tensor_view import View
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.call_spec import memory_like, remembered

@@ -14,7 +14,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from saccade.gpu import compiler_workarounds, triton_compiler
+from saccade.gpu import triton_compiler
 from saccade.gpu.signature import Arguments
 
 CUDA, HIP = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
@@ -22,9 +22,9 @@ CUDA, HIP = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 
 def pretend(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """A Triton of some version."""
-    table, known = compiler_workarounds.BY_VERSION, version.rpartition(".")[0]
+    table, known = triton_compiler.BY_VERSION, version.rpartition(".")[0]
     monkeypatch.setattr(
-        compiler_workarounds, "INSTALLED", table.get(known, compiler_workarounds.NONE)
+        triton_compiler, "INSTALLED", table.get(known, triton_compiler.Workarounds())
     )
 
 
@@ -48,7 +48,7 @@ def test_registers_are_allocated_by_the_level_of_ptxas(
 ) -> None:
     pretend(monkeypatch, version)
     monkeypatch.setattr(knobs.nvidia, "ptxas_options", users)
-    options = compiler_workarounds.options(target)
+    options = triton_compiler.workaround_options(target)
     expected = None if told is None else " ".join(filter(None, (told, users)))
     assert options.get("ptx_options") == expected
 
@@ -57,10 +57,10 @@ def test_the_table_says_what_the_installed_triton_does() -> None:
     from triton.backends.nvidia import compiler
 
     source = inspect.getsource(compiler)
-    assert ("--regAllocOptLevel=2" in source) is compiler_workarounds.INSTALLED.register_level
+    assert ("--regAllocOptLevel=2" in source) is triton_compiler.INSTALLED.register_level
     assert (
         "disable_slp_vectorizer=capability == 80" in source
-    ) is compiler_workarounds.INSTALLED.vectors
+    ) is triton_compiler.INSTALLED.vectors
 
 
 class Kernel:
@@ -94,7 +94,7 @@ def test_a_kernel_is_compiled_under_the_hook_and_nothing_else_is(
 ) -> None:
     pretend(monkeypatch, version)
     compile_one()
-    assert hooks == [compiler_workarounds._pipeline if there else None]
+    assert hooks == [triton_compiler._pipeline if there else None]
     assert knobs.runtime.add_stages_inspection_hook is None
 
 
@@ -108,7 +108,7 @@ def test_a_users_own_hook_stays(monkeypatch: pytest.MonkeyPatch, hooks: list[Any
 
 def test_a_failure_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "3.9.0")
-    with pytest.raises(ZeroDivisionError), compiler_workarounds.applied(CUDA):
+    with pytest.raises(ZeroDivisionError), triton_compiler.worked_around(CUDA):
         _ = 1 // 0
     assert knobs.runtime.add_stages_inspection_hook is None
 
@@ -137,13 +137,13 @@ def test_the_hook_turns_vectors_off_for_the_stage_alone(monkeypatch: pytest.Monk
         return source
 
     stages = {"ttir": make, "llir": make}
-    assert compiler_workarounds._pipeline(object(), stages, object(), object(), 90) is None
+    assert triton_compiler._pipeline(object(), stages, object(), object(), 90) is None
     assert stages["ttir"] is make and stages["llir"]("right", None) == "right"
     with pytest.raises(ValueError):
         stages["llir"]("wrong", None)
     assert compiler.llvm is whole
     assert given == [{"level": "O3", "disable_slp_vectorizer": True, "flags": ["one"]}] * 2
-    known_by = compiler_workarounds._pipeline()
+    known_by = triton_compiler._pipeline()
     assert known_by is not None and all(known_by)
 
 
@@ -153,7 +153,7 @@ def test_two_threads_compile_one_after_the_other(monkeypatch: pytest.MonkeyPatch
 
     def compile_some() -> None:
         for _ in range(50):
-            with compiler_workarounds.applied(CUDA):
+            with triton_compiler.worked_around(CUDA):
                 inside.append(1)
                 time.sleep(1e-4)  # for the others to come
                 most.append(len(inside))
