@@ -10,20 +10,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import saccade
+from saccade.bench import peers
 from saccade.bench.case import INT8_SCALE, BenchCase, Visibility
 from saccade.bench.cases import CASES
-from saccade.bench.check import GRADIENT_LIMITS, OUTPUT_LIMITS, check, exact
-from saccade.bench.measure import fit
-from saccade.bench.peers import (
-    Call,
-    Peer,
-    all_peers,
-    from_layout,
-    ours,
-    packages,
-    pytorch,
-    to_layout,
-)
+from saccade.bench.measure import GRADIENT_LIMITS, OUTPUT_LIMITS, check, exact, fit
+from saccade.bench.peers import Call, Peer, all_peers, from_layout, ours, pytorch, to_layout
 from saccade.bench.peers.pytorch import COPY_BYTES
 
 CPU = torch.device("cpu")
@@ -174,7 +165,7 @@ class FlashStandIn:
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
 def test_flash_attn_is_asked_for_the_case_s_mask(case):
-    call = packages.flash_attn(FlashStandIn, case, CPU)
+    call = peers.flash_attn(FlashStandIn, case, CPU)
     told = case.visibility.kind in ("prefix", "blocks") or case.name.startswith("tiny-documents")
     if told:
         assert "mask" in str(call)
@@ -425,8 +416,8 @@ def test_what_may_win_is_compiled_before_it_is_timed():
     configs = [config(BK=64, BV=64), config(8, BK=64, BV=64), config(BK=32, BV=64), config(1)]
     tuner = Tuner(configs)
     module: Any = SimpleNamespace(kernel=SimpleNamespace(fn=tuner), other=3)
-    packages.tune_quickly(module)
-    packages.tune_quickly(module)  # once is enough
+    peers.tune_quickly(module)
+    peers.tune_quickly(module)  # once is enough
     assert tuner.prune_configs({"T": 8}) == configs[:2]
     assert len(tuner.asked) == 2
     assert all(
@@ -438,7 +429,7 @@ def test_what_may_win_is_compiled_before_it_is_timed():
 def test_a_kernel_without_plausible_configs_keeps_all():
     pytest.importorskip("triton")
     tuner = Tuner([config(1), config(1, BK=16)])
-    packages.tune_quickly(SimpleNamespace(kernel=tuner))  # type: ignore[arg-type]
+    peers.tune_quickly(SimpleNamespace(kernel=tuner))  # type: ignore[arg-type]
     assert len(tuner.prune_configs({})) == 2
 
 
@@ -453,4 +444,4 @@ def test_a_kernel_without_plausible_configs_keeps_all():
     ],
 )
 def test_small_tiles_and_few_warps_are_left_out(plausible: bool, one: Any):
-    assert packages.is_plausible(one) is plausible
+    assert peers.is_plausible(one) is plausible

@@ -12,9 +12,8 @@ import pytest
 import served
 
 import saccade
-from saccade.serving.completion import Completion
 from saccade.serving.decoding import Sampling
-from saccade.serving.request import Limits, Request
+from saccade.serving.request import Completion, Limits, Request
 
 NEW = 5
 STOP = "7"

@@ -1,16 +1,19 @@
-"""The scheduler without a model: no request starves, no page is lost, whatever happens."""
+"""The scheduler without a model: no request starves, no page is lost; the fastest threads."""
 
+import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade import OutOfPagesError, PagedCache
 from saccade.serving.decoding import Sampling
 from saccade.serving.request import Limits, Request, RequestState
-from saccade.serving.scheduler import Scheduler
+from saccade.serving.scheduler import Scheduler, choose_threads
 
 SIZES: dict[str, Any] = {"kv_heads": 1, "head_dim": 1}
 
@@ -211,3 +214,23 @@ def check_plan(scheduler, plan, rows):
     assert scheduler.running[0] in [chunk.request for chunk in plan.chunks]
     numbers = [each.number for each in scheduler.running]
     assert numbers == sorted(numbers)
+
+
+@pytest.fixture
+def four() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("fastest", [1, 2, 4])
+def test_the_fastest_is_taken(four: None, fastest: int) -> None:
+    tried: list[int] = []
+
+    def work() -> None:
+        tried.append(torch.get_num_threads())
+        time.sleep(0.001 if tried[-1] == fastest else 0.02)
+
+    assert choose_threads(work) == torch.get_num_threads() == fastest
+    assert set(tried) == {1, 2, 4}

@@ -189,7 +189,7 @@ def test_integrations_keep_the_arguments_of_their_peers(tmp_path):
         ("ops/attention/cpu/host.py", "from ..triton import forward"),
         ("ops/paged_attention/cpu.py", "from saccade.ops.attention import autograd"),
         ("gpu/online_softmax.py", "from ..ops.attention.reference import softmax"),
-        ("gpu/hopper/pipeline.py", "import saccade.ops.paged_attention.triton.combine"),
+        ("gpu/hopper/pipeline.py", "import saccade.ops.paged_attention.triton.decode"),
         ("ops/attention/triton/forward.py", "import saccade.integrations.sdpa as sdpa"),
         ("ops/attention/triton/forward.py", "from ....bench import timing"),
         ("ops/attention/triton/forward.py", "from saccade.ops.attention.hopper import forward"),

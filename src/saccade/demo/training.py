@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from saccade.demo.model import VOCABULARY, ByteModel
-from saccade.serving import capacity
+from saccade.serving import scheduler
 
 # More than the full demo reads in its time; gathering it takes about a second.
 MAX_BYTES = 6_000_000
@@ -269,7 +269,7 @@ def choose_training_threads(model: ByteModel, batch: int) -> int:
         loss = next_byte_loss(model(tokens), tokens)
         return torch.autograd.grad(loss, list(model.parameters()))
 
-    return capacity.choose_threads(step)
+    return scheduler.choose_threads(step)
 
 
 # ---- counting, which a model must beat -----------------------------------------------------------

@@ -20,9 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from saccade.serving.capacity import choose_threads
-from saccade.serving.completion import Completion, EngineStatistics, Generated, RequestStatistics
 from saccade.serving.engine import Engine
+from saccade.serving.request import Completion, EngineStatistics, Generated, RequestStatistics
+from saccade.serving.scheduler import choose_threads
 
 ROWS = 12  # requests shown at once: a live table must fit the screen
 SHOWN = 48  # the last characters of a text that is being written

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 from typing_extensions import Unpack
 
 from saccade import PagedCache
-from saccade.serving.capacity import Capacity, make_capacity
-from saccade.serving.completion import Completion, Counts, EngineStatistics, Generated
 from saccade.serving.decoding import Draw, Sampling, TextStream, Tokenizer, check_number, choose
 from saccade.serving.model import BatchStep, PackedModel, check_packed_passes
 from saccade.serving.request import (
+    Completion,
+    Counts,
+    EngineStatistics,
+    Generated,
     Limits,
     Prompt,
     Request,
@@ -27,7 +29,14 @@ from saccade.serving.request import (
     read_limits,
     read_prompt,
 )
-from saccade.serving.scheduler import Chunk, Preemption, Scheduler, StepPlan
+from saccade.serving.scheduler import (
+    Capacity,
+    Chunk,
+    Preemption,
+    Scheduler,
+    StepPlan,
+    make_capacity,
+)
 
 R = TypeVar("R")
 

@@ -1,11 +1,20 @@
-"""Peers: everything that computes attention and can be timed, or says why it cannot."""
+"""Peers: everything that computes attention and can be timed, or says why it cannot.
+
+Packages that may be installed beside PyTorch are here; PyTorch's own attention and Saccade's have
+files of their own.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,10 +68,11 @@ class Peer:
 
 def all_peers() -> list[Peer]:
     """Every peer, in the order of the tables' columns."""
-    from saccade.bench.peers import ours, packages, pytorch
+    from saccade.bench import peers
+    from saccade.bench.peers import ours, pytorch
 
     return [
-        *ours.peers(), *pytorch.peers(), *packages.peers(), *pytorch.yardsticks(),
+        *ours.peers(), *pytorch.peers(), *peers.peers(), *pytorch.yardsticks(),
         *ours.paged_peers(),
     ]  # fmt: skip
 
@@ -133,3 +143,158 @@ def runnable(call: Call, which_pass: str, tensors: Tensors) -> Runnable:
         return Runnable(both, call.around)
     measures_host = which_pass.startswith("host")
     return Runnable(forward if measures_host else forward_without_gradients, call.around)
+
+
+Maker = Callable[[Any, BenchCase, torch.device], Call | str]
+
+
+def peers() -> list[Peer]:
+    """Each package that is known here, whether it is installed or not."""
+    return [
+        _peer("flash_attn", "flash_attn", "FlashAttention-2", flash_attn),
+        _peer("flash_attn_3", "flash_attn_interface", "FlashAttention-3", flash_attn),
+        _peer("xformers", "xformers.ops", "memory_efficient_attention", _xformers),
+        _peer("flash_attention_triton", "flash_attention_triton", "FlashAttention-2", _triton),
+        _peer("fla", "fla.ops.linear_attn", "chunk_linear_attn with normalize", _fla, "linear"),
+    ]
+
+
+def _peer(who: str, module_name: str, about: str, make: Maker, attention: str = "softmax") -> Peer:
+    package = module_name.split(".")[0]
+    note = ", tuned quickly; elu + 1 outside" if make is _fla else ""
+
+    def prepare(case: BenchCase, device: torch.device) -> Call | str:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name == package
+            return "not installed" if missing else f"import fails: {error}"
+        if device.type != "cuda":
+            return "it takes tensors on a GPU"
+        if attention == "softmax" and case.torch_dtype not in (torch.float16, torch.bfloat16):
+            return f"it takes float16 and bfloat16, not {case.dtype}"
+        return make(module, case, device)
+
+    installed = importlib.util.find_spec(package) is not None
+    about = f"{about}, by the package {package}{note}"
+    return Peer(who, about, prepare, by_default=installed, attention=(attention,))
+
+
+def flash_attn(module: Any, case: BenchCase, device: torch.device) -> Call | str:
+    """FlashAttention-2 and -3, whose functions take the same arguments."""
+    kind, documents = case.visibility.kind, case.visibility.documents
+    if kind not in ("full", "causal", "window") or (documents and not case.packed):
+        return f"it has no {case.mask} mask"
+    masked: dict[str, Any] = {
+        "causal": kind != "full",
+        "window_size": (case.visibility.size, 0) if kind == "window" else (-1, -1),
+    }
+    if case.packed:
+        offsets, longest = case.visibility.offsets(device), max(documents)
+
+        def packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return _first(
+                module.flash_attn_varlen_func(
+                    query, key, value, offsets, offsets, longest, longest, **masked
+                )
+            )
+
+        return Call(packed, "packed")
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _first(module.flash_attn_func(query, key, value, **masked))
+
+    return Call(run, "rows first")
+
+
+def _xformers(module: Any, case: BenchCase, device: torch.device) -> Call | str:
+    if case.query_heads != case.kv_heads:
+        return "its 4-D call takes equal numbers of query and kv heads"
+    if case.visibility.needs_table:
+        return f"not set up here for a {case.mask} mask"
+    bias = module.LowerTriangularMask() if case.visibility.kind == "causal" else None
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return module.memory_efficient_attention(query, key, value, attn_bias=bias)
+
+    return Call(run, "rows first")
+
+
+def _triton(module: Any, case: BenchCase, device: torch.device) -> Call | str:
+    if case.visibility.kind != "causal" or case.visibility.needs_table:
+        return f"its mask is always causal, not {case.mask}"
+    if case.query_heads != case.kv_heads:
+        return "it takes equal numbers of query and kv heads"
+    # [batch, heads, length, dim]; other dtypes than float16 it converts, there and back.
+    return Call(module.flash_attention_v2)
+
+
+def _first(result: Any) -> Tensor:
+    """Some versions give the output alone, others a tuple that begins with it."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+FLA_KERNELS = ("fla.ops.common.chunk_h", "fla.ops.common.chunk_o", "fla.ops.utils.cumsum")
+WARM_MS, TIMED_MS = 3, 15  # of each config; Triton's own are 25 and 100
+MOST_COMPILERS = 16
+
+
+def _fla(module: Any, case: BenchCase, device: torch.device) -> Call | str:
+    """chunk_linear_attn with its normaliser; features are taken outside, as it has none."""
+    if case.decodes:
+        return "chunk_linear_attn goes on from no state in place"
+    for name in FLA_KERNELS:
+        tune_quickly(importlib.import_module(name))
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key = (torch.nn.functional.elu(rows) + 1 for rows in (query, key))
+        return module.chunk_linear_attn(query, key, value, scale=1.0, normalize=True)[0]
+
+    return Call(run, "rows first")
+
+
+def tune_quickly(module: ModuleType) -> None:
+    """Have Triton tune a module's kernels among plausible configs alone, compiled side by side."""
+    for kernel in vars(module).values():
+        while kernel is not None and not hasattr(kernel, "prune_configs"):
+            kernel = getattr(kernel, "fn", None)
+        if kernel is not None and "prune_configs" not in vars(kernel):
+            _tune_quickly(kernel)
+
+
+def _tune_quickly(tuner: Any) -> None:
+    from triton.testing import do_bench
+
+    prune = tuner.prune_configs
+
+    def pruned(meta: dict[str, Any]) -> list[Any]:
+        configs = prune(meta)
+        kept = [config for config in configs if is_plausible(config)] or configs
+        named = dict(tuner.nargs)
+
+        def compile_one(config: Any) -> None:
+            options = {**named, **meta, **config.all_kwargs(), "warmup": True}
+            try:
+                tuner.fn.run(**options)
+            except Exception:  # it will fail again where it is timed, which Triton expects
+                return
+
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_COMPILERS)) as pool:
+            list(pool.map(compile_one, kept))
+        return kept
+
+    def bench(call: Any, quantiles: Any) -> Any:
+        return do_bench(call, warmup=WARM_MS, rep=TIMED_MS, quantiles=quantiles)
+
+    tuner.prune_configs, tuner.do_bench = pruned, bench
+
+
+def is_plausible(config: Any) -> bool:
+    """Whether a config may win on a GPU of today: not the small tiles, and no single warp."""
+    tiles = [config.kwargs[name] for name in ("BK", "BV") if name in config.kwargs]
+    rows = config.kwargs.get("BT")
+    if rows is not None:  # a sum along the rows
+        return rows >= 64 and config.num_warps >= 4 and config.num_stages in (1, 3)
+    if tiles and config.num_stages == 4:
+        return False
+    return min(tiles, default=64) >= 64 and config.num_warps > 1

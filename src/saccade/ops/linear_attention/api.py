@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from saccade.ops.linear_attention import reference, shards
+from saccade.ops.linear_attention import custom_op, reference
 from saccade.ops.linear_attention.custom_op import LINEAR
 from saccade.ops.linear_attention.validation import SIGNED_MAPS, prepare
 from saccade.runtime import backends, call_cache
@@ -199,10 +199,10 @@ def _call(
     implementation: str | None,
 ) -> Any:
     """What a call returns; of DTensors, each rank calls the function on its part."""
-    if shards.sharded(*rows, state=options.get("initial_state")):
+    if custom_op.sharded(*rows, state=options.get("initial_state")):
         tensors: dict[str, Any] = dict(zip(TENSOR_NAMES, rows, strict=False))
         options["implementation"] = implementation
-        return shards.attention(function, tensors, offsets, options)
+        return custom_op.attention_on_shards(function, tensors, offsets, options)
     output, state = _attend((*rows, *offsets), options, implementation)
     return (output, state) if options["return_state"] else output
 

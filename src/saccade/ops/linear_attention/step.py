@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.ops.linear_attention import shards
+from saccade.ops.linear_attention import custom_op
 from saccade.ops.linear_attention.api import FeatureMap
 from saccade.ops.linear_attention.custom_op import flatten, linear_step_op
 from saccade.ops.linear_attention.feature_scaling import Scaling
@@ -57,13 +57,13 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     >>> output = saccade.linear_attention_step(state, query, key, value)
     """
     _check_wishes(state, query, key, value, decay)
-    if shards.sharded(query, key, value, state=state):
+    if custom_op.sharded(query, key, value, state=state):
         options = {
             "state_index": state_index, "feature_map": feature_map, "normalize": normalize,
             "eps": eps, "scale": scale, "decay": decay, "implementation": implementation,
         }  # fmt: skip
         tensors = {"query": query, "key": key, "value": value}
-        return shards.step(linear_attention_step, state, tensors, options)
+        return custom_op.step_on_shards(linear_attention_step, state, tensors, options)
     _check_pools(state)
     index = _check_index(state, query, state_index)
     here = state if index is None else _picked(state, index)

@@ -33,8 +33,13 @@ from saccade.ops.paged_attention.triton.call_spec import (
     made_regular,
     signature,
 )
-from saccade.ops.paged_attention.triton.combine import CombineMeta, merge_partials
-from saccade.ops.paged_attention.triton.decode import DecodeMeta, Partials, attention_pages
+from saccade.ops.paged_attention.triton.decode import (
+    CombineMeta,
+    DecodeMeta,
+    Partials,
+    attention_pages,
+    merge_partials,
+)
 from saccade.ops.paged_attention.triton.split_kv import NOTE_SIZE, PLAN_ROW, plan_pages
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 
