@@ -1,5 +1,6 @@
 """The commands compile without a GPU, tell, and answer mistakes with what there is."""
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -96,3 +97,16 @@ def test_check_is_short_and_compares_a_table(tmp_path):
     assert done.exit_code == 2
     assert "list_tales" in done.output
     assert "saccade kernels --arch all --markdown" in done.output.replace("\n", " ")
+
+
+@needs_triton
+def test_what_is_known_of_other_kernels_stays(tmp_path):
+    file = tmp_path / "known.json"
+    usage = [64, 0, 1024, 0, 0, 0, 0, 0, 0]
+    version = importlib.import_module("triton").__version__
+    file.write_text(json.dumps({version: {"0" * 24: usage}, "9.9": {"a": usage}}))
+    arguments = "kernels", "-a", "sm_80", "-k", "list_tiles", "--jobs", "1", "--known", str(file)
+    assert run(*arguments).exit_code == 0
+    tables = json.loads(file.read_text())
+    assert len(tables[version]) > 1 and tables[version]["0" * 24] == usage
+    assert tables["9.9"] == {"a": usage}

@@ -26,19 +26,22 @@ RESULTS = [compiled(key, Usage(*entry)) for key, entry in KNOWN.items()]
 def test_what_is_written_is_read_again_by_version(tmp_path):
     file = tmp_path / "kernels.json"
     assert compile_cache.read(file, "3.6.0") == {}
-    compile_cache.write(file, RESULTS, "3.6.0")
-    compile_cache.write(file, RESULTS[:2], "3.9.0")
+    compile_cache.write(file, RESULTS, "3.6.0", {})
+    compile_cache.write(file, RESULTS[:2], "3.9.0", {})
     assert compile_cache.read(file, "3.6.0") == KNOWN
     assert len(compile_cache.read(file, "3.9.0")) == 2
     assert compile_cache.read(file, "4.0.0") == {}
-    compile_cache.write(file, RESULTS[:1], "3.6.0")  # what is no more is forgotten
+    compile_cache.write(file, RESULTS[:1], "3.6.0", {})  # what is no more is forgotten
     assert len(compile_cache.read(file, "3.6.0")) == 1
+    kept = compile_cache.read(file, "3.6.0")
+    compile_cache.write(file, RESULTS[1:], "3.6.0", kept)
+    assert compile_cache.read(file, "3.6.0") == KNOWN
     assert set(json.loads(file.read_text())) == {"3.6.0", "3.9.0"}
 
 
 def test_a_kernel_that_failed_is_not_known(tmp_path):
     file = tmp_path / "kernels.json"
-    compile_cache.write(file, [compiled("", None)], "3.6.0")
+    compile_cache.write(file, [compiled("", None)], "3.6.0", {})
     assert compile_cache.read(file, "3.6.0") == {}
 
 

@@ -67,13 +67,25 @@ def test_the_number_of_variants_is_printed_last() -> None:
 def test_options_that_would_be_ignored_are_refused(option: str, other: list[str]) -> None:
     done = run(option, *other)
     assert done.exit_code == 2
-    assert "--list and --warm take --arch, --kernel and --jobs alone" in done.output
+    assert "--list and --warm take --arch, --kernel, --call and --jobs alone" in done.output
 
 
 def test_a_kernel_of_no_such_name_is_refused() -> None:
     for option in ("--list", "--warm"):
         done = run(option, "--arch", "sm_80", "--kernel", "foward")
-        assert done.exit_code == 2 and "no variant's kernel fits 'foward'" in done.output
+        assert done.exit_code == 2 and "no variant whose kernel fits 'foward'" in done.output
+
+
+def test_calls_by_glob_reach_their_variants_alone() -> None:
+    found = variants.variants_of("sm_80", "*", ("paged: bf16 d64 none*p16", "linear step: fp16*"))
+    assert {variant.of.split(":")[0] for variant in found} == {"paged", "linear step"}
+    assert all("bf16 d64" in variant.of for variant in found if variant.kernel == "attention_pages")
+    everything = {variant.address for variant in variants.variants_of("sm_80")}
+    assert {variant.address for variant in found} < everything
+    done = run("--list", "--arch", "sm_80", "--call", "paged: bf8*")
+    assert done.exit_code == 2 and "whose call 'paged: bf8*'" in done.output
+    done = run("--call", "paged*")
+    assert done.exit_code == 2 and "--call goes with --list or --warm" in done.output
 
 
 def test_a_cache_that_is_off_cannot_be_warmed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The order of implementations, and that a named one never falls back."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 import saccade
 from saccade import KernelConfig
+from saccade.gpu import machine_code, stored_code
 from saccade.runtime import backends, call_cache
 from saccade.runtime.spec import Problem
 
@@ -74,6 +77,26 @@ def test_each_pass_has_its_own_choice(monkeypatch):
         misses
         == "implementation: hopper: gradients of keys and values leave through the same memory"
     )
+
+
+@pytest.mark.parametrize("has_code", [True, False])
+def test_without_triton_machine_code_serves(monkeypatch, has_code):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
+    monkeypatch.setattr(machine_code, "architecture_of", lambda index: "sm_90")
+    given = ("sm_90",) if has_code else ("sm_80",)
+    shipped = stored_code.Shipped(Path("sm_90.code"), {}, "a test")
+    monkeypatch.setattr(stored_code, "shipped", lambda name: shipped if name in given else None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    backends._triton_device_unsupported.cache_clear()  # type: ignore[attr-defined]
+    problem = PROBLEM._replace(device="cuda", device_index=0)
+    if has_code:
+        assert backends.choose(problem, "triton") == "triton"
+    else:
+        reason = str(backends.explained(problem).reasons["triton"])
+        assert "no machine code for this GPU" in reason
+    backends._triton_device_unsupported.cache_clear()  # type: ignore[attr-defined]
 
 
 def test_a_named_one_without_a_backward_pass_refuses_gradients(monkeypatch):

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from saccade.gpu import driver, stored_code
@@ -108,10 +108,7 @@ def find(
     told = stored_code.told_triton()  # then what is stored is not what was asked for
     address = None if told else address_of(kernel, arguments, options, architecture)
     if address is not None:
-        for one in (architecture, *RUN_ON.get(architecture, ())):
-            shipped = stored_code.shipped(one)
-            if shipped is None:
-                continue
+        for one, shipped in _shipped(architecture):
             theirs = address_of(kernel, arguments, options, one)
             found = shipped.find(theirs) if theirs else None
             if found is not None:
@@ -129,6 +126,19 @@ def find(
     if address is not None:
         stored_code.keep(address, found)
     return found, COMPILER
+
+
+def _shipped(architecture: str) -> Iterator[tuple[str, stored_code.Shipped]]:
+    """What comes with this package that an architecture runs, by the one it was compiled for."""
+    for one in (architecture, *RUN_ON.get(architecture, ())):
+        found = stored_code.shipped(one)
+        if found is not None:
+            yield one, found
+
+
+def comes_with(architecture: str) -> bool:
+    """Whether machine code that an architecture runs comes with this package."""
+    return any(True for _ in _shipped(architecture))
 
 
 def address_of(
@@ -159,7 +169,8 @@ def compiled(
             raise
         raise RuntimeError(
             f"{kernel.__name__} has to be compiled for {architecture}, as no machine code for this "
-            f"call comes with this installation of Saccade; that needs Triton (pip install triton)"
+            f"call comes with this installation of Saccade; it takes Triton (pip install triton) "
+            'or implementation="reference"'
         ) from None
     begin = time.perf_counter()
     target = triton_compiler.target_of(architecture)

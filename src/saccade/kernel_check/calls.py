@@ -108,6 +108,7 @@ class KernelCall(NamedTuple):
     kv_heads: int = 4
     length: int = SHORT
     value_dim: int = 0  # 0: as head_dim
+    heads_inside: bool = False  # [batch, length, heads, dim] in memory, as projections leave them
 
     @property
     def name(self) -> str:
@@ -117,6 +118,7 @@ class KernelCall(NamedTuple):
         extras += ["packed"] if self.packed else []
         extras += [f"{self.length} rows"] if self.length != SHORT else []
         extras += [f"values of {self.value_dim}"] if self.value_dim else []
+        extras += ["heads inside"] if self.heads_inside else []
         return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
 
     def is_short(self) -> bool:
@@ -128,13 +130,11 @@ class KernelCall(NamedTuple):
     def make(self, device: torch.device) -> tuple[Inputs, Variant]:
         """Tensors and options; packed rows are two sequences a batch entry."""
         query, key, value = (
-            torch.randn(shape, device=device).to(DTYPES[self.dtype]).requires_grad_()
-            if device.type == "cuda"
-            else torch.zeros(shape, dtype=DTYPES[self.dtype], requires_grad=True)
-            for shape in (
-                self._shape(self.heads, self.head_dim),
-                self._shape(self.kv_heads, self.head_dim),
-                self._shape(self.kv_heads, self.value_dim or self.head_dim),
+            self._rows(heads, dim, device)
+            for heads, dim in (
+                (self.heads, self.head_dim),
+                (self.kv_heads, self.head_dim),
+                (self.kv_heads, self.value_dim or self.head_dim),
             )
         )
         offsets = None
@@ -148,10 +148,18 @@ class KernelCall(NamedTuple):
         )  # fmt: skip
         return with_seed(inputs, variant), variant
 
-    def _shape(self, heads: int, dim: int) -> tuple[int, ...]:
+    def _rows(self, heads: int, dim: int, device: torch.device) -> Tensor:
+        shape = self.batch, heads, self.length, dim
         if self.packed:
-            return self.batch * self.length, heads, dim
-        return self.batch, heads, self.length, dim
+            shape = self.batch * self.length, heads, dim
+        elif self.heads_inside:
+            shape = self.batch, self.length, heads, dim
+        dtype = DTYPES[self.dtype]
+        if device.type == "cuda":
+            rows = torch.randn(shape, device=device).to(dtype)
+        else:  # nothing runs there: memory that is never touched takes none
+            rows = torch.empty(shape, dtype=dtype)
+        return (rows.transpose(1, 2) if self.heads_inside else rows).requires_grad_()
 
     def _mask(self, device: torch.device) -> Mask | None:
         rows = torch.arange(self.length, device=device)
@@ -182,7 +190,10 @@ class KernelCall(NamedTuple):
     def prepared(self, device: torch.device) -> StartPass:
         """Make the tensors, and zeros for a forward pass's results; start passes with these."""
         inputs, variant = self.make(device)
-        output, lse = (result.zero_() for result in empty_results(inputs))
+        output, lse = empty_results(inputs)
+        gradient = torch.empty_like(output)
+        if device.type == "cuda":
+            output, lse, gradient = output.zero_(), lse.zero_(), gradient.zero_()
 
         def start(which: str, config: KernelConfig | None) -> None:
             numbers = config or KernelConfig()
@@ -196,7 +207,6 @@ class KernelCall(NamedTuple):
 
                     host.prepared(inputs, variant, KernelConfig())(inputs, variant)
                 else:
-                    gradient = torch.zeros_like(output)
                     captured = [0] if which == "bias" else []
                     with _backward_of(which) as backward:
                         backward(

@@ -73,6 +73,9 @@ ARCH = typer.Option(
     "--arch", "-a", help="sm_90, gfx942, ...; several times or with commas; or all."
 )
 KERNEL = typer.Option("--kernel", "-k", help="Kernels by name or glob, such as 'backward_*'.")
+OF = typer.Option(
+    "--call", help="With --list or --warm: calls by glob, such as 'hopper*: bf16 d128 causal*'."
+)
 HEAD_DIM = typer.Option("--head-dim", "-d", min=1, help="Only calls of this head_dim.")
 CHECK = typer.Option(
     "--check",
@@ -98,7 +101,7 @@ KNOWN = typer.Option(
     "--known",
     dir_okay=False,
     help="Compile only what this file does not know, and a sample; add it to the file, or with "
-    "--check compare.",
+    "--check compare. Entries of other kernels stay, unless all kernels are asked for.",
 )
 
 
@@ -112,34 +115,33 @@ def kernels(
     known: Annotated[Path | None, KNOWN] = None,
     listed: Annotated[bool, LIST] = False,
     warm: Annotated[bool, WARM] = False,
+    call: Annotated[list[str] | None, OF] = None,
     jobs: Annotated[int | None, JOBS] = None,
 ) -> None:
     """Compile the GPU kernels, with or without a GPU, and show what they take.
 
-    Every kernel is compiled with its default config for each architecture: this
-    machine's GPU, or all of them where there is none. Shown are registers, spills
-    and shared memory.
+    Every kernel is compiled with its default config for each architecture: this machine's
+    GPU, or all where there is none. Shown are registers, spills and shared memory.
 
     [bold]Examples[/bold]
 
-      saccade kernels                       [dim]for this machine's GPU, or for all[/dim]
       saccade kernels --arch sm_75          [dim]as it will be on a T4[/dim]
       saccade kernels -a sm_80,sm_90 -k 'backward_*'
       saccade kernels --arch all --check    [dim]exit 1 if a default config spills[/dim]
       saccade kernels --arch all --markdown docs/kernels.md
       saccade kernels --list --arch sm_90   [dim]all variants, and how many there are[/dim]
       saccade kernels --warm -k 'attention_*' [dim]so that no later call compiles[/dim]
+      saccade kernels --warm --call '*: bf16 d128 causal*' [dim]only what such calls need[/dim]
     """
-    if listed or warm:
-        return _ahead(listed, arch, kernel, jobs, (head_dim, markdown, json, known, check or None))
+    if listed or warm or call:
+        others = head_dim, markdown, json, known, check or None
+        return _ahead((listed, warm), arch, (kernel, call or "*"), jobs, others)
     with _mistakes_end("kernels") as version:
         from saccade.kernel_check import catalogue, compile_cache, report, worker
 
         console = Console()
         wanted = catalogue.jobs(_architectures(arch), kernel, head_dim)
-        if check and known is not None and not known.exists():
-            raise ValueError(f"--known: {known} does not exist, so nothing can be compared with it")
-        kept = {} if known is None else compile_cache.read(known, version)
+        kept = {} if known is None else compile_cache.read(known, version, must_exist=check)
         begin = time.perf_counter()
         results = worker.compile_with_progress(wanted, jobs, console, compile_cache.trusted(kept))
         seconds = time.perf_counter() - begin
@@ -151,7 +153,8 @@ def kernels(
             json.write_text(report.to_json(results, version), encoding="utf-8")
         if not check:
             if known is not None:
-                compile_cache.write(known, results, version)
+                everything = wanted == catalogue.jobs(configs.ARCHITECTURES)
+                compile_cache.write(known, results, version, {} if everything else kept)
             if markdown is not None:
                 report.write_markdown(markdown, results, version)
             return
@@ -165,30 +168,35 @@ def kernels(
 
 
 def _ahead(
-    listed: bool,
+    asked: tuple[bool, bool],
     arch: Sequence[str] | None,
-    kernels: str,
+    wanted: tuple[str, Sequence[str]],
     jobs: int | None,
     others: Sequence[object],
 ) -> None:
-    """List variants, or compile them into the user's cache."""
+    """List variants, or compile them into the user's cache; wanted: globs of kernels and calls."""
     with _mistakes_end("kernels"):
+        listed, warm = asked
+        if not listed and not warm:
+            raise ValueError("--call goes with --list or --warm")
         if any(option is not None for option in others):
-            raise ValueError("--list and --warm take --arch, --kernel and --jobs alone")
+            raise ValueError("--list and --warm take --arch, --kernel, --call and --jobs alone")
         architectures = _architectures(arch)
         if listed:
-            _list(architectures, kernels, Console())
+            _list(architectures, wanted, Console())
         else:
-            _warm(architectures, kernels, jobs, Console())
+            _warm(architectures, wanted, jobs, Console())
 
 
-def _list(architectures: Sequence[str], kernels: str, console: Console) -> None:
+def _list(
+    architectures: Sequence[str], wanted: tuple[str, Sequence[str]], console: Console
+) -> None:
     """Print every variant with the call that reaches it, then how many there are."""
     from saccade.kernel_check import variants
 
     for architecture in architectures:
         with console.status(f"looking at calls on {architecture}"):
-            found = variants.variants_of(architecture, kernels)
+            found = variants.variants_of(architecture, *wanted)
         for variant in found:
             _print(
                 console, f"{architecture} {variant.address[:12]} {variant.kernel} ({variant.of})"
@@ -196,7 +204,12 @@ def _list(architectures: Sequence[str], kernels: str, console: Console) -> None:
         _print(console, f"{architecture}: {len(found)} variants", "bold")
 
 
-def _warm(architectures: Sequence[str], kernels: str, jobs: int | None, console: Console) -> None:
+def _warm(
+    architectures: Sequence[str],
+    wanted: tuple[str, Sequence[str]],
+    jobs: int | None,
+    console: Console,
+) -> None:
     """Compile variants into the user's cache."""
     from saccade.gpu import stored_code
     from saccade.kernel_check import variants
@@ -205,7 +218,7 @@ def _warm(architectures: Sequence[str], kernels: str, jobs: int | None, console:
         raise ValueError("--warm: the cache is turned off, as SACCADE_CACHE is empty")
     for architecture in architectures:
         begin = time.perf_counter()
-        codes = variants.compile_with_progress(architecture, kernels, jobs, console)
+        codes = variants.compile_with_progress(architecture, wanted[0], jobs, console, of=wanted[1])
         for address, code in codes.items():
             stored_code.keep(address, code)
         seconds = time.perf_counter() - begin

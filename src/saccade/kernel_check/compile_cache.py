@@ -49,13 +49,15 @@ class Compiled(NamedTuple):
 # ---- the file ------------------------------------------------------------------------------------
 
 
-def read(file: Path, triton: str) -> dict[str, Sequence[int]]:
-    """The entries of a version of Triton; none where there is no file.
+def read(file: Path, triton: str, must_exist: bool = False) -> dict[str, Sequence[int]]:
+    """The entries of a version of Triton; none where there is no file, unless it must exist.
 
     Raises:
-        ValueError: naming the file, for one that holds something else.
+        ValueError: naming the file, for one that holds something else, or is not there.
     """
     if not file.exists():
+        if must_exist:
+            raise ValueError(f"--known: {file} does not exist, so nothing can be compared with it")
         return {}
     try:
         entries = json.loads(file.read_text(encoding="utf-8")).get(triton, {})
@@ -76,10 +78,14 @@ def trusted(known: Known) -> dict[str, Sequence[int]]:
     }
 
 
-def write(file: Path, results: Iterable[Compiled], triton: str) -> None:
-    """Keep what was found; other versions of Triton keep what they have."""
+def write(file: Path, results: Iterable[Compiled], triton: str, others: Known) -> None:
+    """Keep what was found; other versions of Triton keep what they have.
+
+    others: entries of this version that stay beside it, where not all kernels were asked for.
+    """
     tables = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    tables[triton] = {one.key: list(one.usage) for one in results if one.usage is not None}
+    found = {one.key: list(one.usage) for one in results if one.usage is not None}
+    tables[triton] = {key: list(entry) for key, entry in others.items()} | found
     lines = [
         f' "{version}": {{\n'
         + ",\n".join(f'  "{key}": {json.dumps(entry)}' for key, entry in sorted(table.items()))

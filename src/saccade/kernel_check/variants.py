@@ -5,9 +5,10 @@ what a user's call looks for: `saccade kernels --list` prints it, `--warm` compi
 user's cache, `make wheel` into the package (tools/compile_wheel.py).
 
 A variant knows no length and no batch; only whether dense lengths are multiples of 16, and which
-schedule a length chooses. So a few lengths reach all of them. It does know the step between rows
-and how many query heads share a kv head. So what is listed serves dense rows that are contiguous,
-in groups of GROUPS, and packed rows and pages of as many heads as HEADS says.
+schedule a length chooses. So a few lengths reach all of them. It does know the step between rows,
+which is that of all heads together where heads lie beside channels (as projections leave them, and
+as dense gradients always lie), and how many query heads share a kv head. So what is listed serves
+as many heads as HEADS says. Forward passes of contiguous dense rows depend on their ratio alone.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ from saccade.kernel_check import worker
 from saccade.kernel_check.calls import CPU, Call, KernelCall, LinearCall, PagedCall
 
 SHIPPED = ("sm_80", "sm_90", "sm_100", "sm_120")  # that a wheel holds machine code for
+MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170}
+"""Of a GPU of each: linear attention cuts lengths into as many segments as keep all busy."""
+
 MASKS = ("none", "causal", "window")
 LENGTHS = (512, 4096, 16384)  # of every schedule that a length chooses
-GROUPS = (1, 4)  # query heads that share a kv head
-HEADS = ((32, 32), (32, 8))  # of packed rows and of pages
+HEADS = ((32, 32), (32, 8))  # query heads and kv heads
+LINEAR_HEADS = 16  # of which lengths up to 1,535 take two segments, and from 4,096 on eight
 NOT_ALIGNED = 1  # that much longer, a length is no multiple of 16
 SAMPLE = 6  # kernels of a wheel that is made to be looked at
 
@@ -78,10 +82,14 @@ def calls(architecture: str) -> Iterator[Reached]:
 
 
 def _dense(call: KernelCall, lengths: Sequence[int] = LENGTHS) -> Iterator[KernelCall]:
-    for group in GROUPS:
-        for length in lengths:
-            for more in (0, NOT_ALIGNED):
-                yield call._replace(batch=1, heads=group, kv_heads=1, length=length + more)
+    for heads, kv_heads in HEADS:
+        for inside in (False, True):
+            for length in lengths:
+                for more in (0, NOT_ALIGNED):
+                    yield call._replace(
+                        batch=1, heads=heads, kv_heads=kv_heads, length=length + more,
+                        heads_inside=inside,
+                    )  # fmt: skip
 
 
 def _packed(call: KernelCall) -> Iterator[KernelCall]:
@@ -109,18 +117,21 @@ def _paged(dtype: str, hopper: bool) -> Iterator[Reached]:
 
 def _linear(dtype: str, hopper: bool) -> Iterator[Reached]:
     for dim in (64, 128):
-        for length in (1024, 8192):
-            call = LinearCall(dim, dtype, length=length, batch=1, heads=16)
+        for length in (1024, 1024 + NOT_ALIGNED, 8192, 8192 + NOT_ALIGNED):
+            call = LinearCall(dim, dtype, length=length, batch=1, heads=LINEAR_HEADS)
             backend = "hopper_linear" if hopper and dtype == "bf16" else "linear"
             yield Reached(call, (backend, f"{backend} backward", "linear step"))
 
 
 def reach(
-    architecture: str, on_variant: Callable[[Variant, Launch, Arguments], None], kernels: str = "*"
+    architecture: str,
+    on_variant: Callable[[Variant, Launch, Arguments], None],
+    kernels: str = "*",
+    of: Sequence[str] = ("*",),
 ) -> None:
     """Hand over each variant once, in a process that does not interpret kernels.
 
-    kernels: only those whose names a glob fits.
+    kernels: only those whose names a glob fits. of: only calls that one of these globs fits.
     """
     seen: set[str] = set()
     at = ""
@@ -135,12 +146,15 @@ def reach(
             seen.add(address)
             on_variant(Variant(address, launch.kernel.__name__, at), launch, arguments)
 
-    worker.intercept_launches(architecture, look)
+    worker.intercept_launches(architecture, look, MULTIPROCESSORS.get(architecture, 100))
     for call, passes in calls(architecture):
-        start = call.prepared(CPU)
-        for which in passes:
-            at = f"{which}: {call.name}"
-            start(which, None)
+        names = {which: f"{which}: {call.name}" for which in passes}
+        asked = [which for which, name in names.items() if any(fnmatchcase(name, g) for g in of)]
+        if asked:
+            start = call.prepared(CPU)
+            for which in asked:
+                at = names[which]
+                start(which, None)
 
 
 class Request(NamedTuple):
@@ -148,27 +162,33 @@ class Request(NamedTuple):
 
     architecture: str
     kernels: str  # a glob
+    of: Sequence[str] = ("*",)  # globs of calls
     folder: str = ""  # where machine code goes; "": variants are listed and not compiled
     most: int = 0  # of all of them; 0: all
     part: int = 0
     parts: int = 1
 
 
-def variants_of(architecture: str, kernels: str = "*") -> list[Variant]:
-    """All variants of an architecture."""
-    answers = _ask(Request(architecture, kernels))
+def variants_of(architecture: str, kernels: str = "*", of: Sequence[str] = ("*",)) -> list[Variant]:
+    """All variants of an architecture, or some, by globs of kernels and of calls."""
+    answers = _ask(Request(architecture, kernels, of))
     next(answers)
     return [Variant(*fields) for fields in answers]
 
 
 def compile_with_progress(
-    architecture: str, kernels: str, processes: int | None, console: Console, most: int = 0
+    architecture: str,
+    kernels: str,
+    processes: int | None,
+    console: Console,
+    most: int = 0,
+    of: Sequence[str] = ("*",),
 ) -> dict[str, MachineCode]:
     """Compile variants while a bar shows how far it has got; by default on every core.
 
     Variants that Triton has to start are left out.
 
-    most: so many of them, spread over all.
+    most: so many of them, spread over all. of: globs of calls.
 
     Raises:
         RuntimeError: if a compiling process died, with the last line that it wrote.
@@ -184,7 +204,7 @@ def compile_with_progress(
 
         def run(part: int) -> None:
             with tempfile.TemporaryDirectory() as folder:
-                answers = _ask(Request(architecture, kernels, folder, most, part, parts))
+                answers = _ask(Request(architecture, kernels, of, folder, most, part, parts))
                 bar.update(task, total=next(answers))
                 for fields in answers:
                     variant = Variant(*fields)
@@ -216,7 +236,10 @@ def _ask(request: Request) -> Iterator[Any]:
         try:
             for answer in map(json.loads, process.stdout):
                 if answer == 0:
-                    raise ValueError(f"no variant's kernel fits {request.kernels!r}")
+                    asked = f"kernel fits {request.kernels!r}"
+                    if tuple(request.of) != ("*",):
+                        asked += f" and whose call {' or '.join(map(repr, request.of))}"
+                    raise ValueError(f"there is no variant whose {asked}")
                 yield answer
         except BaseException:
             process.kill()
@@ -230,7 +253,7 @@ def _ask(request: Request) -> Iterator[Any]:
 def main(request: Request) -> None:
     """Answer a request."""
     found: list[tuple[Variant, Launch, Arguments]] = []
-    reach(request.architecture, lambda *one: found.append(one), request.kernels)
+    reach(request.architecture, lambda *one: found.append(one), request.kernels, request.of)
     if request.most:
         found = found[:: max(len(found) // request.most, 1)][: request.most]
     print(len(found), flush=True)

@@ -172,7 +172,9 @@ def main() -> None:
 
 
 def intercept_launches(
-    architecture: str, on_launch: Callable[[Launch, Callable[[], Arguments]], None]
+    architecture: str,
+    on_launch: Callable[[Launch, Callable[[], Arguments]], None],
+    multiprocessors: int = 100,
 ) -> None:
     """Have this process hand its launches over from now on, as on a GPU of an architecture.
 
@@ -187,7 +189,7 @@ def intercept_launches(
 
     Launch.__call__ = hand_over  # type: ignore[method-assign]
     call_spec.architecture = lambda tensor: architecture
-    call_spec.multiprocessors = lambda tensor: 100  # so that work over pages is split
+    call_spec.multiprocessors = lambda tensor: multiprocessors  # many: work over pages is split
     tile_scheduler.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
 
 

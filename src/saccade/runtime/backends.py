@@ -224,8 +224,8 @@ def _triton_device_unsupported(device: str, index: int | None, dtype: torch.dtyp
         return f"tensors lie on {device}; it takes tensors on a GPU"
     if dtype == torch.float64:
         return "it takes float32, bfloat16 and float16, not float64"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    if importlib.util.find_spec("triton") is None and not _has_machine_code(device, index):
+        return "Triton is not installed, and no machine code for this GPU comes with Saccade"
     if interpreted and dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 wrongly"
     if device == "cuda" and not torch.cuda.is_available():
@@ -235,6 +235,16 @@ def _triton_device_unsupported(device: str, index: int | None, dtype: torch.dtyp
         if capability < (7, 5):
             return f"the GPU's capability is {capability}; it takes (7, 5) or newer"
     return None
+
+
+def _has_machine_code(device: str, index: int | None) -> bool:
+    """Whether kernels that were compiled ahead may do without Triton."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return False
+    from saccade.gpu import machine_code
+
+    current = torch.cuda.current_device() if index is None else index
+    return machine_code.comes_with(machine_code.architecture_of(current))
 
 
 def _cpu_unsupported(problem: AnyProblem) -> str | None:

@@ -1,0 +1,343 @@
+"""First calls and calls of new lengths on a GPU, by machine code that was compiled ahead.
+
+Usage: python tools/first_calls.py --compile FOLDER    (needs Triton, and no GPU)
+       python tools/first_calls.py FOLDER              (needs a GPU; Triton is hidden)
+
+--help says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HELP = """\
+Call the library as a wheel with machine code would, in fresh processes that can import no Triton
+and find no C compiler: each kind of call must give what the reference gives, and compile nothing.
+Then time first calls, and calls of lengths that were never seen beside lengths that were.
+"""
+EPILOG = """\
+FOLDER holds what a wheel holds in saccade/compiled, for the calls of this script (--compile).
+
+examples:
+  python tools/first_calls.py --compile out/first --jobs 16
+  python tools/first_calls.py out/first --json out/first_calls.jsonl
+
+Times are of the host. A first call is timed until the GPU has done it, in a process in which CUDA
+is up and saccade is imported. Lengths: the median of --lengths calls, the GPU idle before each.
+
+exit status: 0 if every result is right and nothing was compiled, else 1.
+"""
+DIM, HEADS, KV_HEADS, PAGE = 128, 32, 8, 16
+SHORTEST = {"linear": 8193}  # lengths are this, or OTHERS, and every second one that follows
+OTHERS = 2049
+RESERVED = 2**30  # bytes: a length that is new must not ask CUDA for memory
+
+
+class Kind(NamedTuple):
+    """A kind of call."""
+
+    name: str
+    of: tuple[str, ...]  # globs of the listed calls that reach its kernels
+    gradients: bool
+
+
+KINDS = (
+    Kind("dense", ("hopper*: bf16 d128 causal*rows",), True),
+    Kind("varlen", ("hopper*: bf16 d128 causal packed",), True),
+    Kind("decode", ("paged: bf16 d128 none decode p16",), False),
+    Kind("linear", ("hopper_linear*: bf16 d128 causal",), True),
+)
+
+
+# ---- compiling ahead -----------------------------------------------------------------------------
+
+
+def compile_ahead(folder: Path, architecture: str, jobs: int | None) -> int:
+    """Compile what the calls of this script need; the exit status."""
+    import triton
+    from rich.console import Console
+
+    from saccade.gpu import stored_code
+    from saccade.kernel_check import variants
+
+    console, begin = Console(), time.perf_counter()
+    globs = [glob for kind in KINDS for glob in kind.of]
+    codes = variants.compile_with_progress(architecture, "*", jobs, console, of=globs)
+    made_by = f"Triton {triton.__version__}"
+    size = stored_code.write_shipped(folder, architecture, codes, made_by)
+    seconds = time.perf_counter() - begin
+    console.print(f"{folder}: {len(codes)} variants, {size / 1e6:.1f} MB, {seconds:.0f} s")
+    return 0
+
+
+# ---- in a process of its own ---------------------------------------------------------------------
+
+
+def without_triton(folder: Path) -> None:
+    """Have this process use the machine code of a folder, and nothing else."""
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    from saccade.gpu import stored_code
+
+    stored_code.COMPILED = folder
+
+
+def loaded() -> int:
+    """How many kernels were loaded.
+
+    Raises:
+        AssertionError: if one of them was not in the folder, or there are none.
+    """
+    from saccade.gpu import machine_code, stored_code
+
+    origins = [variant.origin for variant in machine_code._variants.values()]
+    assert origins, "no kernel was started"
+    assert set(origins) == {machine_code.PACKAGE}, f"kernels came from {set(origins)}"
+    assert not any(variant.by_triton for variant in machine_code._variants.values())
+    cache = stored_code.cache()
+    assert cache is not None and not cache.exists(), f"{cache} was written"
+    return len(origins)
+
+
+def check(kind: str) -> int:
+    """Compare a kind of call with the reference; how many kernels it started."""
+    import torch
+
+    from saccade import linear_attention, testing
+    from saccade.testing.linear import _spread as linear_spread
+    from saccade.testing.oracle import assert_within, bounds, tolerances
+
+    options: dict[str, Any] = {
+        "head_dim": DIM, "value_dim": DIM, "dtype": torch.bfloat16, "device": "cuda",
+    }  # fmt: skip
+    case: Any
+    if kind == "decode":
+        paged = testing.make_paged_case(
+            lengths=((1, 700), (1, 1), (1, 2000), (1, 65)), page_size=PAGE, kv_heads=KV_HEADS,
+            group=HEADS // KV_HEADS, **options,
+        )  # fmt: skip
+        testing.assert_exact(paged, None)  # type: ignore[arg-type]
+        return loaded()
+    if kind == "linear":
+        case = testing.make_linear_case(
+            batch=1, heads=(16, 16, 16), lengths=((1025, 1025),), **options
+        )
+    elif kind == "varlen":
+        case = testing.make_case(
+            kv_heads=KV_HEADS, group=HEADS // KV_HEADS, mask="causal", packed=True,
+            lengths=((300, 300), (1, 1), (517, 517)), **options,
+        )  # fmt: skip
+    else:
+        case = testing.make_case(
+            batch=1, kv_heads=KV_HEADS, group=HEADS // KV_HEADS, mask="causal",
+            lengths=((1041, 1041),), **options,
+        )  # fmt: skip
+    for name in case.grads:  # of the output alone, as most calls have them
+        if name != "output":
+            case.grads[name].zero_()
+    leaves = case.leaves()
+    if kind == "linear":
+        positional, keywords = case.arguments(leaves)
+        output = linear_attention(*positional, **keywords)
+    else:
+        output, _ = case.call(leaves)
+    got = case.with_gradients(leaves, {"output": output})
+    kernels = loaded()
+    exact = case.run("reference", torch.float64)
+    if kind == "linear":
+        allowed = bounds(exact, case.run_plain(), linear_spread(case), torch.bfloat16)
+    else:
+        allowed = tolerances(case, exact)
+    assert_within(got, {name: exact[name] for name in got}, allowed, str(case.description))
+    return kernels
+
+
+def caller(kind: str) -> Callable[[int], tuple[Callable[[], Any], list[Any]]]:
+    """What makes, for a length, a call of this kind and its leaves."""
+    import torch
+
+    import saccade
+
+    def rows(*shape: int) -> Any:
+        return torch.randn(shape, device="cuda").bfloat16().requires_grad_(kind != "decode")
+
+    def make(length: int) -> tuple[Callable[[], Any], list[Any]]:
+        if kind == "decode":
+            pages = -(-length // PAGE)
+            table = torch.arange(4 * pages, dtype=torch.int32, device="cuda").view(4, pages)
+            lengths = torch.full((4,), length, dtype=torch.int32, device="cuda")
+            pool = [rows(4 * pages, KV_HEADS, PAGE, DIM) for _ in range(2)]
+            query = rows(4, HEADS, 1, DIM)
+            return lambda: saccade.attention_paged(query, *pool, table, lengths), []
+        if kind == "varlen":
+            given = [rows(length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+            sequences = 3 + length // 2 % 5
+            ends = [number * length // sequences for number in range(sequences + 1)]
+            offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+            return lambda: saccade.attention_varlen(*given, offsets, causal=True), given
+        if kind == "linear":
+            given = [rows(1, 16, length, DIM) for _ in range(3)]
+            return lambda: saccade.linear_attention(*given, causal=True), given
+        given = [rows(1, heads, length, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        return lambda: saccade.attention(*given, causal=True), given
+
+    return make
+
+
+def times(kind: Kind, lengths: int) -> dict[str, float]:
+    """Seconds of first calls, and of calls of new and of known lengths."""
+    import torch
+
+    held = torch.zeros(RESERVED, dtype=torch.uint8, device="cuda")
+    torch.ones(256, 256, device="cuda") @ torch.ones(256, 256, device="cuda")
+    make, found = caller(kind.name), {}
+    shortest = SHORTEST.get(kind.name, OTHERS)
+    del held
+
+    def seconds(run: Callable[[], Any], wait: bool) -> tuple[float, Any]:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        result = run()
+        if wait:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin, result
+
+    def both(length: int, wait: bool, calls: Any = None) -> tuple[float, float]:
+        """Of a forward pass without gradients, then of one with its backward pass."""
+        run, leaves = calls or make(length)
+        with torch.no_grad():
+            alone, output = seconds(run, wait)
+        if not leaves:
+            return alone, 0.0
+        given = torch.randn_like(output)
+        forward, output = seconds(run, wait)
+        backward, _ = seconds(lambda: torch.autograd.grad(output, leaves, given), wait)
+        return alone, forward + backward
+
+    found["first forward"], found["first both"] = both(shortest + 1024, True)
+    for length in (shortest - 1, shortest - 2, shortest - 17):  # both classes of alignment
+        both(length, False)
+    calls = {length: make(length) for length in range(shortest, shortest + 2 * lengths, 2)}
+    for name in ("new", "known"):
+        taken = [both(length, False, call) for length, call in calls.items()]
+        for which, values in zip(("forward", "both"), zip(*taken, strict=True), strict=True):
+            found[f"{name} {which}"] = statistics.median(values)
+    one = [both(shortest, False, calls[shortest]) for _ in range(lengths)]
+    for which, values in zip(("forward", "both"), zip(*one, strict=True), strict=True):
+        found[f"same {which}"] = statistics.median(values)
+    loaded()
+    return found
+
+
+def in_child(arguments: argparse.Namespace) -> int:
+    """Check or time one kind of call; one line of JSON on standard output."""
+    without_triton(arguments.folder)
+    import torch
+
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    import saccade
+
+    found: dict[str, Any] = {"import": time.perf_counter() - begin, "file": saccade.__file__}
+    kind = next(kind for kind in KINDS if kind.name == arguments.kind)
+    if arguments.checks:
+        found["kernels"] = check(kind.name)
+    else:
+        found |= times(kind, arguments.lengths)
+    assert "saccade.gpu.triton_compiler" not in sys.modules
+    print(json.dumps(found), flush=True)
+    return 0
+
+
+# ---- the process that starts them ----------------------------------------------------------------
+
+
+def ask(kind: Kind, folder: Path, *more: str) -> dict[str, Any] | str:
+    """What a process of its own finds of a kind of call; text: how it failed."""
+    with tempfile.TemporaryDirectory() as empty:
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name != "CC" and not name.startswith(("TRITON_", "SACCADE_"))
+        }
+        environment |= {"PATH": empty, "SACCADE_CACHE": f"{empty}/cache", "SACCADE_CONFIGS": ""}
+        command = [sys.executable, __file__, str(folder), "--kind", kind.name, *more]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return "\n".join(done.stderr.strip().splitlines()[-12:])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def shown(found: dict[str, Any], kind: Kind) -> str:
+    """A line of the table."""
+    passes = ("forward", "both") if kind.gradients else ("forward",)
+    lines = []
+    for which in passes:
+        first = f"{found[f'first {which}']:11.3f}"
+        rest = [f"{1e6 * found[f'{name} {which}']:11.0f}" for name in ("new", "known", "same")]
+        name = kind.name if which == "forward" else "  with gradients"
+        lines.append(f"{name:18}{first}{''.join(rest)}")
+    return "\n".join(lines)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Check every kind of call, then time it; the exit status."""
+    failed, begin = 0, time.perf_counter()
+    for kind in KINDS:
+        found = ask(kind, arguments.folder, "--checks")
+        if isinstance(found, str):
+            failed += 1
+            print(f"{kind.name}: FAILED\n{found}", flush=True)
+        else:
+            said = f"as the reference, {found['kernels']} kernels, none compiled"
+            print(f"{kind.name}: {said}", flush=True)
+    heads = ["first (s)", "new (us)", "known (us)", "same (us)"]
+    print(f"\n{'':18}" + "".join(f"{head:>11}" for head in heads))
+    for kind in KINDS:
+        found = ask(kind, arguments.folder, "--lengths", str(arguments.lengths))
+        if isinstance(found, str):
+            failed += 1
+            print(f"{kind.name}: FAILED\n{found}", flush=True)
+            continue
+        print(shown(found, kind), flush=True)
+        if arguments.json:
+            with arguments.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": kind.name, **found}) + "\n")
+    print(f"\n{time.perf_counter() - begin:.0f} s")
+    return 1 if failed else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        "first_calls.py", description=HELP, epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument("folder", type=Path, help="of machine code")
+    made.add_argument("--compile", action="store_true", help="make the folder, by Triton")
+    made.add_argument("--arch", default="sm_90", help="what it is compiled for (sm_90)")
+    made.add_argument("--jobs", type=int, help="compilers at a time; by default one a core")
+    made.add_argument("--lengths", type=int, default=60, help="how many are timed (60)")
+    made.add_argument("--json", type=Path, help="append what was found to this file")
+    for name in ("--kind", "--checks"):  # of the processes that this one starts
+        kind: dict[str, Any] = {"action": "store_true"} if name == "--checks" else {}
+        made.add_argument(name, help=argparse.SUPPRESS, **kind)
+    return made
+
+
+if __name__ == "__main__":
+    read = parser().parse_args()
+    read.folder = read.folder.resolve()
+    if read.compile:
+        sys.exit(compile_ahead(read.folder, read.arch, read.jobs))
+    sys.exit(in_child(read) if read.kind else main(read))
