@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import saccade
 from saccade import scores
 from saccade.modifiers import evaluate
-from saccade.modifiers.derivative import change_backward
+from saccade.modifiers.derivative import change_backward, change_with_slopes
 from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.modifier import expanded
@@ -212,9 +212,11 @@ def test_change_backward_agrees_with_autograd(chain):
     wanted = torch.autograd.grad(changed(score, raw), [raw, *tensors], grad)
     captured = expanded(score.key, score.captured)
     places = [k for k, t in enumerate(captured.tensors) if t.requires_grad]
-    found, taken = change_backward(
-        score.key, captured, raw.detach(), coordinates(), grad, None, places
-    )
+    with torch.no_grad():
+        _, values = change_with_slopes(
+            score.key, captured, raw.detach().clone(), coordinates(), places
+        )
+        found, taken = change_backward(score.key, captured, grad.clone(), None, values, places)
     torch.testing.assert_close(found, wanted[0])
     assert sorted(share.slot for share in taken) == places
     for share, tensor_grad in zip(sorted(taken), wanted[1:], strict=True):

@@ -16,7 +16,7 @@ import saccade
 from saccade import scores
 from saccade.masks import as_mask
 from saccade.modifiers import evaluate
-from saccade.modifiers.derivative import change_backward
+from saccade.modifiers.derivative import change_backward, change_with_slopes
 from saccade.modifiers.expression import Captured
 from saccade.scores import as_score
 
@@ -197,7 +197,9 @@ def test_every_operation_is_carried_back(name):
     raw = normal(*SHAPE, seed=5).requires_grad_()
     grad, at = normal(*SHAPE, seed=6), coordinates(SHAPE)
     wanted = [place for place, table in enumerate(tensors) if table.requires_grad]
-    found, taken = change_backward(score.key, captured, raw.detach(), at, grad, None, wanted)
+    with torch.no_grad():
+        _, values = change_with_slopes(score.key, captured, raw.detach().clone(), at, wanted)
+        found, taken = change_backward(score.key, captured, grad.clone(), None, values, wanted)
     changed = evaluate.change(score.key, captured, raw, at)
     leaves = [raw, *(tensors[place] for place in wanted)]
     exact = (

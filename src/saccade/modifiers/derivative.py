@@ -11,10 +11,9 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from saccade.modifiers.evaluate import evaluate, inside, keep, slices_of
+from saccade.modifiers.evaluate import as_scores, evaluate, inside, keep_, own, slices_of
 from saccade.modifiers.expression import (
     READS,
     REAL,
@@ -206,44 +205,44 @@ def change_with_slopes(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """The changed scores, and what `change_backward` will need: a step is computed once for both.
 
+    The scores are written over; the changed ones may be.
+
     wanted: the slots of the captured tensors whose gradients will be needed.
     """
     found = derivatives(key)
-    results = [found.result, *_numbers(found, wanted)]
-    values = evaluate(found.expression, captured, at, score, needed(found.expression, *results))
-    changed = values[found.result]
-    return changed.expand(torch.broadcast_shapes(changed.shape, score.shape)), values
+    numbers = _numbers(found, wanted)
+    needs = needed(found.expression, found.result, *numbers)
+    values = evaluate(found.expression, captured, at, score, needs, read={found.result, *numbers})
+    changed = as_scores(values[found.result], score)
+    if found.result in numbers:  # exp is its own derivative
+        changed = changed.clone()
+    return own(found.expression[found.result], changed), values
 
 
 def change_backward(
     key: str,
     captured: Captured,
-    score: Tensor,
-    at: Coordinates,
     grad: Tensor,
     visible: Tensor | None,
+    values: Sequence[Tensor] | None,
     wanted: Collection[int] = (),
-    values: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, list[Taken]]:
-    """Carry the gradient of changed scores back.
+    """Carry the gradient of changed scores back; it is written over.
 
     Args:
         visible: which pairs are; what a derivative gives elsewhere, NaN perhaps, is left out.
+        values: what `change_with_slopes` gave besides; None without a score.
         wanted: the slots of the captured tensors whose gradients are needed.
-        values: what `change_with_slopes` gave besides; None: it is computed here.
 
     Returns:
         The gradient of the scores before the change, and what wanted tensors get.
     """
-    if not key:
+    if values is None:
         return grad, []
     found = derivatives(key)
-    if values is None:
-        _, values = change_with_slopes(key, captured, score, at, wanted)
 
-    def through(slope: Tensor) -> Tensor:
-        product = (grad * slope).to(grad.dtype)
-        return product if visible is None else keep(product, visible)
+    def seen(product: Tensor) -> Tensor:
+        return product if visible is None else keep_(product, visible)
 
     taken = []
     for slot, (slope, read) in _reads(found, wanted).items():
@@ -253,10 +252,10 @@ def change_backward(
             bound = _nearest if step.op == "take" else inside
             indices = [bound(i, size) for i, size in zip(indices, table.shape, strict=True)]
             indices = [index.view((1,) * (4 - index.dim()) + index.shape) for index in indices]
-        taken.append(Taken(slot, through(values[slope]), indices))
+        taken.append(Taken(slot, seen((grad * values[slope]).to(grad.dtype)), indices))
     if found.of_score is None:
-        return torch.zeros_like(grad), taken
-    return through(values[found.of_score]), taken
+        return grad.zero_(), taken
+    return seen(grad.mul_(values[found.of_score])), taken
 
 
 def _reads(found: Derivatives, wanted: Collection[int]) -> dict[int, tuple[int, int]]:

@@ -8,7 +8,7 @@ here too: `take`, and functions of numbers with one meaning on every implementat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import torch
@@ -106,19 +106,21 @@ BITS = {
 }
 
 
-def keep(tile: Tensor, visible: Tensor) -> Tensor:
-    """A new tile that holds 0 where pairs are hidden. `visible` broadcasts to it."""
+def keep_(tile: Tensor, visible: Tensor) -> Tensor:
+    """Write 0 to a tile where pairs are hidden. `visible` broadcasts to it."""
     bits = BITS[tile.dtype]
-    return tile.view(bits).bitwise_and(_ones(visible, bits)).view(tile.dtype)
+    tile.view(bits).bitwise_and_(_ones(visible, bits))
+    return tile
 
 
-def hide(scores: Tensor, visible: Tensor) -> Tensor:
-    """New scores that are -inf where pairs are hidden. `visible` broadcasts to them."""
+def hide_(scores: Tensor, visible: Tensor) -> Tensor:
+    """Write -inf to scores where pairs are hidden. `visible` broadcasts to them."""
     bits = BITS[scores.dtype]
     seen = _ones(visible, bits)
     nothing = torch.tensor(-torch.inf, dtype=scores.dtype, device=scores.device).view(bits)
     hidden = seen.bitwise_not().bitwise_and_(nothing)
-    return scores.view(bits).bitwise_and(seen).bitwise_or_(hidden).view(scores.dtype)
+    scores.view(bits).bitwise_and_(seen).bitwise_or_(hidden)
+    return scores
 
 
 def _ones(visible: Tensor, bits: torch.dtype) -> Tensor:
@@ -135,6 +137,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     ">>": torch.bitwise_right_shift, "where": torch.where, "whole": torch.trunc,
     "real": torch.clone, **{name: getattr(torch, name) for name in FUNCTIONS},
 }  # fmt: skip
+# Those that can write over an operand: fresh memory costs a third of a pass over a tile.
+OVERWRITING = frozenset(("+", "-", "*", "/", "neg", "abs", "min", "max", *FUNCTIONS))
 
 
 def evaluate(
@@ -144,11 +148,14 @@ def evaluate(
     score: Tensor | None = None,
     wanted: Container[int] | None = None,
     visible: Tensor | None = None,
+    read: Collection[int] | None = None,
 ) -> list[Tensor]:
     """What each step gives, as tensors that broadcast to the pairs of `at`.
 
     visible: pairs through which autograd carries gradients; through others none, not even NaN.
     wanted: the steps to compute, with all that they are made of; None: all.
+    read: the steps whose results will be read. Others, and the score, are written over once no
+        step needs them; None: nothing is.
 
     Raises:
         IndexError: where a captured tensor is read outside of its entries.
@@ -156,6 +163,7 @@ def evaluate(
     device = at.batch.device
     real = torch.float32 if score is None else score.dtype
     values: list[Any] = []
+    last_reader = {} if read is None else _last_readers(expression, wanted, read)
     for number, step in enumerate(expression):
         if wanted is not None and number not in wanted:
             values.append(None)
@@ -170,12 +178,40 @@ def evaluate(
             value = captured.value(step.slot) if step.op == "number" else step.literal
             values.append(torch.tensor(value, dtype=dtype_of(step.kind, real), device=device))
         elif step.op in READS:
-            entries = read(step, captured.value(step.slot), operands)
+            entries = entries_of(step, captured.value(step.slot), operands)
             entries = entries.to(dtype_of(step.kind, real))
             values.append(_through(visible, entries) if step.kind == REAL else entries)
         else:
-            values.append(apply(step, operands, real))
+            free = [values[of] for of in step.operands if last_reader.get(of) == number]
+            values.append(apply(step, operands, real, free))
     return values
+
+
+def _last_readers(
+    expression: Expression, wanted: Container[int] | None, read: Collection[int]
+) -> dict[int, int]:
+    """The last step that needs each result in memory of its own that the caller does not read."""
+    last = {
+        of: number
+        for number, step in enumerate(expression)
+        if wanted is None or number in wanted
+        for of in step.operands
+    }
+    return {of: by for of, by in last.items() if of not in read and _is_own(expression[of])}
+
+
+def _is_own(step: Step) -> bool:
+    """Whether a step's result lies in memory that is no captured tensor's."""
+    return step.op == "score" or step.op in OPERATIONS
+
+
+def own(step: Step, result: Tensor) -> Tensor:
+    """A step's result, to be written over: as it is, or a copy of what is seen elsewhere too."""
+    return (
+        result
+        if _is_own(step) and result.is_contiguous()
+        else result.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _through(visible: Tensor | None, numbers: Tensor) -> Tensor:
@@ -183,8 +219,13 @@ def _through(visible: Tensor | None, numbers: Tensor) -> Tensor:
     return numbers if visible is None else torch.where(visible, numbers, numbers.detach())
 
 
-def apply(step: Step, operands: Sequence[Tensor], real: torch.dtype) -> Tensor:
-    """One operation, on operands of one kind."""
+def apply(
+    step: Step, operands: Sequence[Tensor], real: torch.dtype, free: Sequence[Tensor] = ()
+) -> Tensor:
+    """One operation, on operands of one kind.
+
+    free: operands that the result may be written over.
+    """
     first = 1 if step.op == "where" else 0
     dtypes = {tensor.dtype for tensor in operands[first:]}
     if step.kind == REAL or step.op == "whole" or (step.kind == TRUTH and real in dtypes):
@@ -194,7 +235,27 @@ def apply(step: Step, operands: Sequence[Tensor], real: torch.dtype) -> Tensor:
     else:
         wanted = next(iter(dtypes))
     operands = [*operands[:first], *(tensor.to(wanted) for tensor in operands[first:])]
+    if step.op in OVERWRITING and step.kind == REAL:
+        for each in free:
+            held = each.dtype == real and each.is_contiguous()
+            if held and all(_broadcasts(operand, each) for operand in operands):
+                return OPERATIONS[step.op](*operands, out=each)
     return OPERATIONS[step.op](*operands).to(dtype_of(step.kind, real))
+
+
+def _broadcasts(tensor: Tensor, to: Tensor) -> bool:
+    """Whether a tensor broadcasts to another's shape; `torch.broadcast_shapes` takes ten passes."""
+    if tensor.shape == to.shape:
+        return True
+    sides = zip(reversed(tensor.shape), reversed(to.shape), strict=False)
+    return tensor.dim() <= to.dim() and all(size in (1, whole) for size, whole in sides)
+
+
+def as_scores(changed: Tensor, score: Tensor) -> Tensor:
+    """Changed scores for every pair."""
+    if changed.shape == score.shape:
+        return changed
+    return changed.expand(torch.broadcast_shapes(changed.shape, score.shape))
 
 
 def dtype_of(kind: str, real: torch.dtype) -> torch.dtype:
@@ -202,7 +263,7 @@ def dtype_of(kind: str, real: torch.dtype) -> torch.dtype:
     return {TRUTH: torch.bool, WHOLE: torch.int64, REAL: real}[kind]
 
 
-def read(step: Step, table: Tensor, indices: Sequence[Tensor]) -> Tensor:
+def entries_of(step: Step, table: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """The entries of a captured tensor."""
     if step.op == "take":
         return take(table, *indices)
@@ -245,9 +306,16 @@ def change(
     score: Tensor,
     at: Coordinates,
     visible: Tensor | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
-    """The changed scores of a tile, in the dtype and shape of the scores; `visible` as above."""
+    """The changed scores of a tile, in the dtype and shape of the scores; `visible` as above.
+
+    overwrite: whether the scores may be written over, and the changed ones are to be.
+    """
     if not key:
         return score
-    changed = evaluate(parse(key), captured, at, score, visible=visible)[-1]
-    return changed.expand(torch.broadcast_shapes(changed.shape, score.shape))
+    expression = parse(key)
+    read = (len(expression) - 1,) if overwrite else None
+    changed = evaluate(expression, captured, at, score, visible=visible, read=read)[-1]
+    changed = as_scores(changed, score)
+    return own(expression[-1], changed) if overwrite else changed

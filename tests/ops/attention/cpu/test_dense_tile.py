@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import saccade
 from saccade import masks, scores
 from saccade.masks import Mask
 from saccade.modifiers import evaluate
@@ -237,3 +238,28 @@ def test_visible_has_as_few_dimensions_as_the_mask_varies_in():
     for name, shape in shapes.items():
         assert visible_in(name).shape == shape
     assert Captured() == VARIANTS["plain"].mask_captured
+
+
+@pytest.mark.parametrize("options", [{"score": scores.softcap(20.0)}, {"dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize("heads", [1, 8])
+def test_fine_tiles_leave_out_what_a_causal_mask_hides(monkeypatch, options, heads):
+    """Both passes compute 10 of 16 tiles where many heads go together; few heads are not cut up."""
+    computed = {"forward": 0, "backward": 0}
+
+    def counted(name: str) -> Any:
+        compute = getattr(dense_tile, name)
+
+        def call(*arguments: Any) -> Any:
+            (block,) = (each for each in arguments if isinstance(each, PairBlock))
+            sides = (block.batch, block.heads, block.query_rows, block.kv_rows)
+            computed[name] += torch.tensor([stop - start for start, stop in sides]).prod().item()
+            return compute(*arguments)
+
+        return call
+
+    for name in computed:
+        monkeypatch.setattr(dense_tile, name, counted(name))
+    rows = [normal(1, heads, 256, 8, seed=n).requires_grad_() for n in range(3)]
+    saccade.attention(*rows, mask=masks.causal(), **options).sum().backward()
+    pairs = heads * 256 * 256 * (10 if heads == 8 else 16) // 16
+    assert computed == {"forward": pairs, "backward": pairs}

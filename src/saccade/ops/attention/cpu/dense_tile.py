@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.modifiers import evaluate
 from saccade.modifiers.derivative import Taken, change_backward, change_with_slopes
-from saccade.modifiers.evaluate import hide, index_range
+from saccade.modifiers.evaluate import hide_, index_range
 from saccade.modifiers.expression import Coordinates
 from saccade.ops.attention.cpu.block_mask import Remembered
 from saccade.runtime import dropout
@@ -43,16 +43,10 @@ class PairBlock(NamedTuple):
 class _Scored(NamedTuple):
     """A rectangle after its scores are known."""
 
-    raw: Tensor  # scale · query · keyᵀ, [batch, heads, rows, keys]
-    changed: Tensor  # after the score change, -inf where hidden
+    changed: Tensor  # [batch, heads, rows, keys], -inf where hidden; may be written over
     visible: Tensor | None
     kept: Tensor | None  # 1 where dropout keeps a weight, which is divided by 1 - dropout_p, else 0
     slopes: Sequence[Tensor] | None  # see change_with_slopes
-    fresh: bool  # whether `changed` may be overwritten: a score may give what it captured
-
-    def less(self, numbers: Tensor) -> Tensor:
-        """The changed scores less a number of each row, in their memory if that is free."""
-        return self.changed.sub_(numbers) if self.fresh else self.changed.sub(numbers)
 
 
 def _score(
@@ -65,28 +59,26 @@ def _score(
     nonfinite: Tensor | None,
     wanted: Collection[int] | None = None,
 ) -> _Scored:
-    """wanted: in a backward pass, the captured tensors whose gradients are asked for."""
-    batch, heads, rows, _ = query.shape
-    raw = (_packed(query, key) @ key.transpose(-1, -2)).mul_(variant.scale)
-    raw = raw.view(batch, heads, rows, key.shape[2])
+    """The scores of scaled queries; wanted: in a backward pass, the captured tensors whose
+    gradients are asked for."""
+    changed = (_packed(query, key) @ key.transpose(-1, -2)).view(*query.shape[:3], key.shape[2])
     at = pair_block.coordinates()
-    slopes = None
-    if wanted is None or not variant.score:
-        changed = evaluate.change(variant.score, variant.score_captured, raw, at)
-    else:
-        changed, slopes = change_with_slopes(variant.score, variant.score_captured, raw, at, wanted)
-    fresh = changed is raw or nonfinite is not None
+    score, captured, slopes = variant.score, variant.score_captured, None
+    if score and wanted is None:
+        changed = evaluate.change(score, captured, changed, at, overwrite=True)
+    elif score and wanted is not None:
+        changed, slopes = change_with_slopes(score, captured, changed, at, wanted)
     if nonfinite is not None:
-        changed = changed.masked_fill(nonfinite, torch.nan)
+        changed.masked_fill_(nonfinite, torch.nan)
     seen = evaluate.visible(variant.mask, variant.mask_captured, at) if masked else None
-    if seen is not None and changed is raw:  # NaN would show, and be seen
-        changed = raw.add_(torch.where(seen, 0.0, -torch.inf).to(raw.dtype))
+    if seen is not None and not score and nonfinite is None:  # NaN would show, and be seen
+        changed.add_(torch.where(seen, 0.0, -torch.inf).to(changed.dtype))
     elif seen is not None:
-        changed, fresh = hide(changed, seen), True
+        hide_(changed, seen)
     kept = None
     if seed is not None:  # bytes become numbers ten times as fast as bools
-        kept = _kept(int(seed), pair_block, variant.dropout_p).view(torch.uint8).to(raw.dtype)
-    return _Scored(raw, changed, seen, kept, slopes, fresh)
+        kept = _kept(int(seed), pair_block, variant.dropout_p).view(torch.uint8).to(changed.dtype)
+    return _Scored(changed, seen, kept, slopes)
 
 
 def _kept(seed: int, pair_block: PairBlock, dropout_p: float) -> Tensor:
@@ -125,10 +117,11 @@ def forward(
     wide = accumulate_dtype(query.dtype)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     query, key, value, nonfinite = _set_nonfinite_apart(query, key, value, nan_safe)
-    scored = _score(query, key, variant, seed, pair_block, masked, nonfinite)
+    scaled = query * variant.scale
+    scored = _score(scaled, key, variant, seed, pair_block, masked, nonfinite)
     row_max = scored.changed.amax(-1, keepdim=True)
     row_max.masked_fill_(row_max == -torch.inf, 0)
-    weights = scored.less(row_max).exp_()
+    weights = scored.changed.sub_(row_max).exp_()
     row_sum = weights.sum(-1, keepdim=True)
     empty = row_sum == 0
     row_sum.masked_fill_(empty, 1)
@@ -178,8 +171,9 @@ def backward(
     query, key, value, nonfinite = _set_nonfinite_apart(
         query, key.to(wide), value.to(wide), nan_safe
     )
-    scored = _score(query, key, variant, seed, pair_block, masked, nonfinite, wanted)
-    weights = scored.less(lse.unsqueeze(-1)).exp_()
+    scaled = query * variant.scale  # the smaller factor: scores are not passed over for it
+    scored = _score(scaled, key, variant, seed, pair_block, masked, nonfinite, wanted)
+    weights = scored.changed.sub_(lse.unsqueeze(-1)).exp_()
     if nan_safe and scored.visible is not None:  # a NaN row must not reach what it does not see
         weights = weights.masked_fill(~scored.visible, 0)
     if scored.kept is not None:
@@ -195,12 +189,11 @@ def backward(
     if nan_safe and scored.visible is not None:
         grad_scores = grad_scores.masked_fill(~scored.visible, 0)
     grad_scores, taken = change_backward(
-        variant.score, variant.score_captured, scored.raw, pair_block.coordinates(), grad_scores,
-        scored.visible, wanted, scored.slopes,
-    )  # fmt: skip
-    grad_scores = _packed(grad_scores.mul_(variant.scale), key)
-    grad_query = (grad_scores @ key).view(query.shape)
-    grad_key = grad_scores.transpose(-1, -2) @ _packed(query, key)
+        variant.score, variant.score_captured, grad_scores, scored.visible, scored.slopes, wanted
+    )
+    grad_scores = _packed(grad_scores, key)
+    grad_query = (grad_scores @ key).view(query.shape).mul_(variant.scale)
+    grad_key = grad_scores.transpose(-1, -2) @ _packed(scaled, key)
     return Contributions(grad_query, grad_key, grad_value, taken)
 
 
