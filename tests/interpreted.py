@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.gpu.compose import mask_functions
-from saccade.gpu.kernel_args import Extent, mask_argument, score_argument, view
+from saccade.gpu.kernel_args import Extent, mask_argument, mask_functions, score_argument, view
 from saccade.gpu.language import tl, triton
 from saccade.gpu.launcher import plain
 from saccade.gpu.tensor_view import num_rows

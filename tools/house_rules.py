@@ -39,7 +39,7 @@ BANNED_FILE_NAMES = {"utils", "common", "helpers"}
 # triton: how calls are prepared and tiles are planned has nothing of Hopper in it, and kernels in
 # Triton serve what Hopper's do not, or have to repeat.
 BACKENDS = {"cpu", "triton", "hopper"}
-CALLS = {"api", "autograd", "custom_op", "step"}
+CALLS = {"api", "autograd", "custom_op"}
 TOP = {"kv_cache", "integrations", "serving", "bench", "demo", "kernel_check"}
 FORBIDDEN_IMPORTS = {
     "modifiers": TOP | CALLS | BACKENDS | {"reference", "runtime", "gpu"},

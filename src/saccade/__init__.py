@@ -15,7 +15,7 @@ from saccade.integrations.sdpa import (  # last: it is built on the names above
 from saccade.kv_cache.paged_cache import PagedCache as PagedCache
 from saccade.kv_cache.pool import OutOfPagesError as OutOfPagesError
 from saccade.kv_cache.storage import move_pages as move_pages
-from saccade.kv_cache.write import write_kv_cache as write_kv_cache
+from saccade.kv_cache.storage import write_kv_cache as write_kv_cache
 from saccade.modifier_module import ModifierModule as ModifierModule
 from saccade.modifiers.expression import Captured as _Captured
 from saccade.ops.attention.api import attention as attention
@@ -23,8 +23,8 @@ from saccade.ops.attention.api import attention_varlen as attention_varlen
 from saccade.ops.attention.merge import merge_states as merge_states
 from saccade.ops.flops import register as _register_flops
 from saccade.ops.linear_attention.api import linear_attention as linear_attention
+from saccade.ops.linear_attention.api import linear_attention_step as linear_attention_step
 from saccade.ops.linear_attention.api import linear_attention_varlen as linear_attention_varlen
-from saccade.ops.linear_attention.step import linear_attention_step as linear_attention_step
 from saccade.ops.paged_attention.api import attention_paged as attention_paged
 from saccade.rotary import apply_rotary as apply_rotary
 from saccade.runtime.spec import KernelConfig as KernelConfig

@@ -19,9 +19,9 @@ from saccade.ops.linear_attention import validation as linear_validation
 from saccade.ops.linear_attention.api import (
     LinearOptions,
     linear_attention,
+    linear_attention_step,
     linear_attention_varlen,
 )
-from saccade.ops.linear_attention.step import linear_attention_step
 from saccade.ops.paged_attention.api import attention_paged
 from saccade.runtime.arguments import OFFSETS, unknown_options, values_readable
 from saccade.runtime.backends import Choice, explained

@@ -9,9 +9,8 @@ import torch
 from rich.console import Console
 
 from saccade.bench.cases import CASES
-from saccade.bench.plot import curves_of, plot
+from saccade.bench.display import Bar, curves_of, footnotes, plot, results_table
 from saccade.bench.results import Absence, Result, append, case_fields, latest, read, record
-from saccade.bench.terminal import Bar, footnotes, results_table
 from saccade.bench.timing import Timing
 
 DESIGNED = {

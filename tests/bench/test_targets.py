@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from saccade.bench.cases import CASES
+from saccade.bench.display import targets_table
 from saccade.bench.peers.pytorch import COPY_BYTES
 from saccade.bench.results import Result, append, case_fields
 from saccade.bench.session import show_targets
@@ -29,7 +30,6 @@ from saccade.bench.targets import (
     compare_with_targets,
     still_missing,
 )
-from saccade.bench.terminal import targets_table
 
 FULL_1K, PACKED = "gpu-full-bf16-d128-1k", "gpu-packed-bf16-d128-16x1024"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 import saccade.integrations.transformers as integration
-from saccade.integrations.transformers import attention, registration
+from saccade.integrations.transformers import attention
 from saccade.integrations.transformers.deferred import MaskTensor, WrittenMask
 
 SMALL = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -115,20 +115,20 @@ def test_behind_the_check_the_mask_itself_refuses(name):
 def test_module_without_source_is_let_pass(monkeypatch):
     """As classes from a notebook: they may well ask the interface."""
     monkeypatch.setitem(sys.modules, "no_source", ModuleType("no_source"))
-    assert registration.why_not("no_source") is None and registration.why_not("not_there") is None
+    assert attention.why_not("no_source") is None and attention.why_not("not_there") is None
 
 
 def test_class_of_a_user_is_known_by_its_parents(monkeypatch):
     monkeypatch.setitem(sys.modules, "no_source", ModuleType("no_source"))
     mine: Any = type("Mine", (transformers.BloomModel,), {"__module__": "no_source"})
     with pytest.raises(ValueError, match="got 'saccade' for Mine, but"):
-        registration.refuse_unless_asking(mine)
+        attention.refuse_unless_asking(mine)
     fine: Any = type("Fine", (transformers.LlamaModel,), {"__module__": "no_source"})
-    registration.refuse_unless_asking(fine)
+    attention.refuse_unless_asking(fine)
 
 
 def test_other_names_are_not_looked_at():
-    assert registration.guard()
+    assert attention.guard()
     tiny = transformers.BloomForCausalLM(transformers.BloomConfig(**NOT_ASKING["Bloom"]))
     assert tiny.get_correct_attn_implementation("eager") == "eager"
     assert PreTrainedModel.get_correct_attn_implementation.__name__.startswith("get_correct")

@@ -21,9 +21,9 @@ from torch import Tensor
 from saccade.bench import processes
 from saccade.bench.case import BenchCase, Tensors
 from saccade.bench.cases import passes_of
+from saccade.bench.display import Bar
 from saccade.bench.peers import Call, Peer, from_layout, in_layout, runnable
 from saccade.bench.results import Absence, Result, first_line, record
-from saccade.bench.terminal import Bar
 from saccade.bench.timing import Clock, HostClock, Timing, TimingPlan, clock_of, rotate
 
 ONE_TURN = TimingPlan(rounds=1, sample_seconds=0.0, warm_seconds=0.0)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from saccade.bench import measure, plot, processes, results, serving, targets, terminal, training
+from saccade.bench import display, measure, models, processes, results, targets
 from saccade.bench import report as reporting
 from saccade.bench.cases import (
     CASES,
@@ -21,8 +21,8 @@ from saccade.bench.cases import (
     machine,
     passes_of,
 )
+from saccade.bench.display import console
 from saccade.bench.peers import Peer, all_peers, choose_peers, ours
-from saccade.bench.terminal import console
 from saccade.bench.timing import TimingPlan
 
 QUICK = TimingPlan(rounds=3, sample_seconds=0.005, warm_seconds=0.0, limit_seconds=20.0)
@@ -70,7 +70,7 @@ class Recorder:
         self.found: list[results.Result] = []
         self.absences: list[results.Absence] = []
         if image is not None:
-            plot.require(image)
+            display.require_plotting(image)
         self.known = reporting.gather(read) if page is not None and read is not None else []
 
     def add(self, new: list[results.Result], missing: Iterable[results.Absence] = ()) -> None:
@@ -84,10 +84,10 @@ class Recorder:
         """Show what was found and why some of it was not; write the image and the page."""
         if self.found:
             show(self.found)
-        for line in terminal.footnotes(self.absences):
+        for line in display.footnotes(self.absences):
             console().print(line)
         if self.image is not None and self.found:
-            plot.plot(self.found, self.image)
+            display.plot(self.found, self.image)
         if self.page is not None and self.found:
             write_page([*self.known, reporting.Source("this run", self.found)], self.page)
 
@@ -155,7 +155,7 @@ def settings(
 
 def show_cases(where: torch.device) -> None:
     """Print the named cases for a device."""
-    console().print(terminal.cases_table(listed_cases(where.type)))
+    console().print(display.cases_table(listed_cases(where.type)))
 
 
 def show_peers(where: torch.device) -> None:
@@ -167,7 +167,7 @@ def show_peers(where: torch.device) -> None:
         answers = {
             peer: None if peer.compiles else reason_against(peer, where) for peer in all_peers()
         }
-    console().print(terminal.peers_table(answers))
+    console().print(display.peers_table(answers))
 
 
 def reason_against(peer: Peer, where: torch.device) -> str | None:
@@ -188,7 +188,7 @@ def show_targets(path: Path) -> None:
     """Print how far a file of results, or all of a folder, shows targets reached; what it lacks."""
     found = [result for file in results.files_of(path) for result in results.read(file)]
     verdicts = targets.compare_with_targets(found)
-    console().print(terminal.targets_table(verdicts))
+    console().print(display.targets_table(verdicts))
     for line in targets.still_missing(verdicts):
         console().print(f"[bold]missing[/bold] {line}")
 
@@ -196,7 +196,7 @@ def show_targets(path: Path) -> None:
 def show_results(path: Path, image: Path | None, page: Path | None) -> None:
     """Show what a file, or every file of a folder, holds: on a page, else in a table a file."""
     if image is not None:
-        plot.require(image)
+        display.require_plotting(image)
     sources = reporting.gather(path)
     if page is not None:
         write_page(sources, page)
@@ -204,18 +204,18 @@ def show_results(path: Path, image: Path | None, page: Path | None) -> None:
         for source in sources:
             show_tables(source.results, source.label if len(sources) > 1 else "")
     if image is not None:
-        plot.plot([result for source in sources for result in source.results], image)
+        display.plot([result for source in sources for result in source.results], image)
 
 
 def show_tables(found: Sequence[results.Result], title: str = "") -> None:
     """Print the tables of results: training steps have their own."""
-    steps = [result for result in found if terminal.is_training(result)]
-    others = [result for result in found if not terminal.is_training(result)]
+    steps = [result for result in found if display.is_training(result)]
+    others = [result for result in found if not display.is_training(result)]
     if others:
-        console().print(terminal.results_table(others, title=title))
+        console().print(display.results_table(others, title=title))
     if steps:
-        console().print(terminal.speed_table(steps, "" if others else title))
-        console().print(terminal.course_table(steps))
+        console().print(display.speed_table(steps, "" if others else title))
+        console().print(display.course_table(steps))
 
 
 def run_calls(choice: Choice, where: torch.device, recorder: Recorder, *, host: bool) -> None:
@@ -233,13 +233,13 @@ def run_calls(choice: Choice, where: torch.device, recorder: Recorder, *, host: 
             names = choice.who or [ours.chosen(case, where), *(["sdpa"] if host else [])]
             recorder.add(*measured(case, choose_peers(names, all_peers()), where))
     unit = "µs" if host else "ms"
-    recorder.finish(lambda found: console().print(terminal.results_table(found, unit)))
+    recorder.finish(lambda found: console().print(display.results_table(found, unit)))
     recorder.require_results()
 
 
 def run_serving(folder: Path, recorder: Recorder) -> None:
     """Measure an engine that serves many requests, beside transformers' generate."""
-    recorder.add(serving.measure_serving(folder, say=console().print))
+    recorder.add(models.measure_serving(folder, say=console().print))
     recorder.finish(lambda found: None)  # it was said line by line
 
 
@@ -252,14 +252,14 @@ def run_training(
 ) -> None:
     """Measure training steps; what was found by then is kept and shown if it is interrupted."""
     where = options.device
-    works = training.workloads(machine(where.type), lengths)
-    who = training.chosen("--who", who, training.ATTENTIONS)
-    modes = training.chosen("--modes", modes, list(training.MODES))
-    training.require()
+    works = models.workloads(machine(where.type), lengths)
+    who = models.chosen("--who", who, models.ATTENTIONS)
+    modes = models.chosen("--modes", modes, list(models.MODES))
+    models.require_transformers()
     plan = dataclasses.replace(options.plan, sample_seconds=0.0)  # a turn is one step
     try:
         with console().status("") as status:
-            for found in training.measure_training(works, who, modes, where, plan, status.update):
+            for found in models.measure_training(works, who, modes, where, plan, status.update):
                 recorder.add(*found)
     finally:
         recorder.finish(show_tables)
@@ -283,9 +283,9 @@ def run(choice: Choice, options: measure.Settings, recorder: Recorder) -> None:
         * sum(options.expected_seconds(case, name) for name in passes_of(case, passes))
         for case in cases
     ]  # fmt: skip
-    with terminal.Bar(console(), [case.name for case in cases], seconds) as bar:
+    with display.Bar(console(), [case.name for case in cases], seconds) as bar:
         for found in measure.measure(cases, peers, passes, options, bar):
             recorder.add(*found)
             bar.case_done()
-    recorder.finish(lambda found: console().print(terminal.results_table(found)))
+    recorder.finish(lambda found: console().print(display.results_table(found)))
     recorder.require_results()

@@ -184,7 +184,7 @@ class Function(Deferred):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this library has its code, or wrote it (`compose.py`)."""
+        """Whether this library has its code, or wrote it (`kernel_args.py`)."""
         return self.__module__.partition(".")[0] == "saccade"
 
     def _resolve(self) -> Any:

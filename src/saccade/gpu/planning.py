@@ -10,8 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.gpu.compose import MaskFunctions, mask_functions
-from saccade.gpu.kernel_args import Geometry, mask_argument, tensors_of, view
+from saccade.gpu.kernel_args import (
+    Geometry,
+    MaskFunctions,
+    mask_argument,
+    mask_functions,
+    tensors_of,
+    view,
+)
 from saccade.gpu.language import tl, triton
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.gpu.tensor_view import num_rows, wide

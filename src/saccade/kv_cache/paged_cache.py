@@ -15,8 +15,7 @@ from torch import Tensor
 from saccade.kv_cache import sequences as changes
 from saccade.kv_cache.pool import locked
 from saccade.kv_cache.sequences import Change, Group, GroupGrowth, Tokens
-from saccade.kv_cache.storage import LayerPages, PageMemory, PageSizes
-from saccade.kv_cache.write import write_kv_cache
+from saccade.kv_cache.storage import LayerPages, PageMemory, PageSizes, write_kv_cache
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
 from saccade.ops.paged_attention.api import attention_paged

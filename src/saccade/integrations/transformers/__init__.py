@@ -44,9 +44,9 @@ require()
 from saccade.integrations.transformers.attention import (  # noqa: E402
     AttentionStep,
     attention_forward,
+    register,
 )
 from saccade.integrations.transformers.cache import PagedGenerationCache  # noqa: E402
 from saccade.integrations.transformers.masks import lazy_mask  # noqa: E402
-from saccade.integrations.transformers.registration import register  # noqa: E402
 
 __all__ = ["AttentionStep", "PagedGenerationCache", "attention_forward", "lazy_mask", "register"]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.gpu import tensor_view
-from saccade.gpu.compose import mask_functions
-from saccade.gpu.kernel_args import Geometry, number_strides, row_strides, view
+from saccade.gpu.kernel_args import Geometry, mask_functions, number_strides, row_strides, view
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.modifiers import intervals
 from saccade.modifiers.evaluate import index_range

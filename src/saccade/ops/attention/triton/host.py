@@ -20,8 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.gpu.compose import ReadFunctions, score_functions
-from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of, there_are, view
+from saccade.gpu.kernel_args import (
+    ReadFunctions,
+    brings_three,
+    rules,
+    score_functions,
+    signature,
+    tensors_of,
+    there_are,
+    view,
+)
 from saccade.gpu.launcher import Launch
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.gpu.signature import Stride

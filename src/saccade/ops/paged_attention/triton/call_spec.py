@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from saccade.gpu import paged_view as pages
-from saccade.gpu.compose import mask_functions
 from saccade.gpu.kernel_args import (
     Extent,
     kind_of_captured,
     mask_argument,
+    mask_functions,
     number_strides,
     row_strides,
     view,

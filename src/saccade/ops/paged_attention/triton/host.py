@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.gpu import paged_view
-from saccade.gpu.compose import mask_functions
-from saccade.gpu.kernel_args import Rules, mask_argument, score_argument
+from saccade.gpu.kernel_args import Rules, mask_argument, mask_functions, score_argument
 from saccade.gpu.language import tl
 from saccade.gpu.launcher import Launch
 from saccade.gpu.tensor_view import View

@@ -1,7 +1,4 @@
-"""The bench of training steps: what it computes is right, and one failure loses nothing else."""
-
-# Every result of training has losses.
-# pyright: reportArgumentType=false
+"""The bench of whole models: training steps are right, and an engine does real work."""
 
 import builtins
 import io
@@ -14,11 +11,17 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from saccade.bench import terminal, timing, training
+import saccade_cli
+from saccade.bench import display, models, timing
 from saccade.bench.command import bench
+from saccade.bench.models import SHAPES, Models, ModelShape, Workload
 from saccade.bench.results import read
 from saccade.bench.timing import TimingPlan
-from saccade.bench.training import SHAPES, Models, ModelShape, Workload
+from saccade.demo.model import ByteModel, DemoModelShape, export
+
+# Every result of training has losses.
+# pyright: reportArgumentType=false
+
 
 CPU = torch.device("cpu")
 ONCE = TimingPlan(rounds=3, sample_seconds=0.0, limit_seconds=0.0)
@@ -31,16 +34,16 @@ app.command()(bench)
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     monkeypatch.setitem(SHAPES, "cpu", TINY)
-    monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)  # so narrow a model needs more
+    monkeypatch.setattr(models, "LEARNING_RATE", 3e-3)  # so narrow a model needs more
 
 
 def run(*arguments):
     return CliRunner().invoke(app, ["--training", *arguments, "--device", "cpu"])
 
 
-def measured(*lengths, modes=("eager",), attentions=training.ATTENTIONS):
-    works = training.workloads("cpu", lengths)
-    return list(training.measure_training(works, attentions, modes, CPU, ONCE))
+def measured(*lengths, modes=("eager",), attentions=models.ATTENTIONS):
+    works = models.workloads("cpu", lengths)
+    return list(models.measure_training(works, attentions, modes, CPU, ONCE))
 
 
 def test_the_model_of_a_gpu_has_1_2_billion_weights_and_the_asked_batches():
@@ -49,7 +52,7 @@ def test_the_model_of_a_gpu_has_1_2_billion_weights_and_the_asked_batches():
     layer = attention + 3 * shape.hidden * shape.intermediate
     weights = shape.layers * layer + 2 * shape.vocabulary * shape.hidden
     assert 1.15e9 < weights < 1.25e9
-    works = training.workloads("gpu", [])
+    works = models.workloads("gpu", [])
     assert [(work.length, work.batch, work.checkpointing) for work in works] == [
         (2048, 8, False), (8192, 2, False), (32768, 1, True),
     ]  # fmt: skip
@@ -60,31 +63,31 @@ def test_operations_of_products_are_those_that_pytorch_counts():
     from torch.utils.flop_counter import FlopCounterMode
 
     work = Workload("cpu", TINY, 32)
-    models = Models(work, ["sdpa"], CPU)
-    (tokens,) = training.batches(work, 1, CPU)
+    made = Models(work, ["sdpa"], CPU)
+    (tokens,) = models.batches(work, 1, CPU)
     with FlopCounterMode(display=False) as counter:
-        training._differentiated(models.by_attention["sdpa"], tokens)
+        models._differentiated(made.by_attention["sdpa"], tokens)
     attention = work.shape.layers * work.case().flops("forward+backward")
-    products = work.flops(models.num_parameters) - attention
-    norms = sum(weights.numel() for weights in models.weights if weights.dim() == 1)
+    products = work.flops(made.num_parameters) - attention
+    norms = sum(weights.numel() for weights in made.weights if weights.dim() == 1)
     found = counter.get_flop_counts()["Global"]
     counted = sum(n for op, n in found.items() if "attention" not in str(op))
     assert counted == products - 6 * norms * work.num_tokens
 
 
 def test_models_share_their_weights_and_start_alike():
-    models = Models(Workload("cpu", TINY, 32), ["sdpa", "saccade"], CPU)
-    ours, theirs = (list(model.parameters()) for model in models.by_attention.values())
+    made = Models(Workload("cpu", TINY, 32), ["sdpa", "saccade"], CPU)
+    ours, theirs = (list(model.parameters()) for model in made.by_attention.values())
     assert all(one is other for one, other in zip(ours, theirs, strict=True))
-    models.start()
-    first = [weights.clone() for weights in models.weights]
-    for weights in models.weights:
+    made.start()
+    first = [weights.clone() for weights in made.weights]
+    for weights in made.weights:
         weights.grad = torch.ones_like(weights)
-    models.update()
-    assert not torch.equal(first[0], models.weights[0])
-    models.start()
-    assert all(map(torch.equal, first, models.weights))
-    assert not models.optimizer.state
+    made.update()
+    assert not torch.equal(first[0], made.weights[0])
+    made.start()
+    assert all(map(torch.equal, first, made.weights))
+    assert not made.optimizer.state
 
 
 @pytest.mark.parametrize("length", ["32", "128"])  # the latter with activation checkpointing
@@ -95,8 +98,8 @@ def test_losses_and_gradient_norms_are_those_of_sdpa(length):
     assert (theirs.who, ours.who) == ("sdpa", "saccade/cpu")
     assert theirs.case["checkpointing"] == (length == "128")
     for field in ("losses", "gradient_norms"):
-        assert terminal.distance(getattr(ours, field), getattr(theirs, field)) < 1e-5
-        assert len(getattr(ours, field)) == training.COMPARED_STEPS
+        assert display.distance(getattr(ours, field), getattr(theirs, field)) < 1e-5
+        assert len(getattr(ours, field)) == models.COMPARED_STEPS
     assert ours.losses and ours.losses[-1] < ours.losses[0]
     assert ours.run == theirs.run
     assert ours.tokens_per_second == pytest.approx(max(64, int(length)) / ours.median_ms * 1e3)
@@ -112,12 +115,12 @@ def test_another_attention_shows_in_the_losses(monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", uncausal)
     ((wrong, _),) = measured("64", attentions=["sdpa"])
-    assert terminal.distance(wrong[0].losses, right[0].losses) > 1e-4
-    assert terminal.distance(wrong[0].gradient_norms, right[0].gradient_norms) > 1e-3
+    assert display.distance(wrong[0].losses, right[0].losses) > 1e-4
+    assert display.distance(wrong[0].gradient_norms, right[0].gradient_norms) > 1e-3
 
 
 def test_one_that_fails_loses_no_other(monkeypatch):
-    first_steps = training._first_steps
+    first_steps = models._first_steps
 
     def failing(models, attention, mode, tokens):
         model = models.by_attention[attention]
@@ -131,7 +134,7 @@ def test_one_that_fails_loses_no_other(monkeypatch):
         return first_steps(models, attention, mode, tokens)
 
     ((sound, _),) = measured("32", attentions=["saccade"])
-    monkeypatch.setattr(training, "_first_steps", failing)
+    monkeypatch.setattr(models, "_first_steps", failing)
     (results, absences), (others, none) = measured("32", "64")
     assert [result.who for result in results] == ["saccade/cpu"]
     assert results[0].losses == sound[0].losses
@@ -149,9 +152,9 @@ def test_memory_that_ends_while_timing_loses_no_other_length(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return rotate(*arguments)
 
-    monkeypatch.setattr(training, "rotate", exhausted)
+    monkeypatch.setattr(models, "rotate", exhausted)
     (results, absences), (others, none) = measured("32", "64")
-    assert not results and {absence.who for absence in absences} == set(training.ATTENTIONS)
+    assert not results and {absence.who for absence in absences} == set(models.ATTENTIONS)
     assert len(others) == 2 and not none
 
 
@@ -164,7 +167,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return rotate(*arguments)
 
-    monkeypatch.setattr(training, "rotate", interrupted)
+    monkeypatch.setattr(models, "rotate", interrupted)
     file = tmp_path / "training.jsonl"
     done = run("--lengths", "32,64", "--modes", "eager", "--quick", "--json", str(file))
     assert done.exit_code != 0
@@ -175,7 +178,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
 def test_the_table_of_losses_shows_all_of_them():
     ((results, _),) = measured("32")
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(terminal.course_table(results))
+    console.print(display.course_table(results))
     text = console.export_text()
     assert "…" not in text
     for result in results:
@@ -183,7 +186,7 @@ def test_the_table_of_losses_shows_all_of_them():
 
 
 def test_losses_that_are_not_finite_are_no_result(monkeypatch):
-    monkeypatch.setattr(training, "LEARNING_RATE", float("inf"))
+    monkeypatch.setattr(models, "LEARNING_RATE", float("inf"))
     ((results, absences),) = measured("32", attentions=["sdpa"])
     assert not results
     assert "not finite" in absences[0].reason
@@ -220,8 +223,8 @@ def test_compiled_steps_take_part():
     assert not absences
     theirs, ours = results
     assert ours.which_pass == "training step, compiled"
-    assert terminal.distance(ours.losses, theirs.losses) < 1e-5
-    assert terminal.distance(ours.gradient_norms, theirs.gradient_norms) < 1e-4
+    assert display.distance(ours.losses, theirs.losses) < 1e-5
+    assert display.distance(ours.gradient_norms, theirs.gradient_norms) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -259,3 +262,53 @@ def test_without_transformers_it_says_what_to_install(monkeypatch):
     done = run("--lengths", "32")
     assert done.exit_code == 2
     assert "pip install 'saccade[transformers]'" in done.output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    model = ByteModel(DemoModelShape(32, 4, 2, 48, windows=(8, None), context=96))
+    with torch.no_grad():
+        model.embedding.weight *= 40  # or all logits are much alike
+    return export(model, tmp_path_factory.mktemp("exported"))
+
+
+def test_engine_and_generate_give_the_tokens_of_generation_without_a_cache(folder):
+    served, alone = models.load(folder), models.load(folder)
+    work = models.Work(models.prompts_of(models.tokenizer_of(folder), 5), 7)
+    wanted = models.without_cache(alone, work)
+    assert models.serve(served, work) == models.one_by_one(alone, work) == wanted
+    assert [len(tokens) for tokens in wanted] == [7] * 5
+    assert all(16 <= len(prompt) < 65 for prompt in work.prompts)
+
+
+def test_other_tokens_are_refused():
+    with pytest.raises(ValueError, match="request 1: new token 2 is 5, and 6 without a cache"):
+        models.check([[1, 2], [3, 4, 5]], [[1, 2], [3, 4, 6]])
+
+
+def test_command_writes_results(folder, tmp_path, monkeypatch):
+    def little(folder, say):
+        return real(
+            folder, requests=3, new_tokens=4, plan=TimingPlan(rounds=2, sample_seconds=0), say=say
+        )
+
+    real = models.measure_serving
+    monkeypatch.setattr(models, "measure_serving", little)
+    file = tmp_path / "serving.jsonl"
+    done = CliRunner(env={"COLUMNS": "100"}).invoke(
+        saccade_cli.app, ["bench", "--serving", str(folder), "--json", str(file)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "12 tokens are those of greedy generation" in done.output
+    assert "times as many (wanted: at least 5)" in done.output
+    found = read(file)
+    assert [result.who for result in found] == ["saccade/engine", "transformers/generate"]
+    for result in found:
+        assert result.which_pass == "generate" and result.rounds == 2
+        assert (result.case["batch"], result.case["kv_heads"], result.threads) == (
+            3,
+            2,
+            torch.get_num_threads(),
+        )
+        assert "transformers" in result.versions
