@@ -309,7 +309,7 @@ def test_own_function_that_gives_no_bool_is_refused_by_name():
     def parity(batch, head, query_row, kv_row):
         return (query_row - kv_row) % 2
 
-    with pytest.raises(TypeError, match=r"parity gave whole numbers, takes a bool result"):
+    with pytest.raises(TypeError, match=r"parity .test_masks.py:\d+. gave whole numbers, takes"):
         parity()
 
 
@@ -372,3 +372,20 @@ def test_constructors_refuse(make, arguments, error, got, takes, monkeypatch):
 def test_function_refuses_an_alignment_that_does_not_exist():
     with pytest.raises(ValueError, match=r"align: got 'x', takes 'bottom_right' or 'top_left'"):
         masks.function(align="x")
+
+
+def test_written_out():
+    lengths = torch.tensor([1, 3])
+    mask = masks.key_lengths(lengths) & masks.window(1)
+    row, key = torch.arange(2)[:, None] + 2, torch.arange(4)
+    wanted = (row - 1 <= key) & (key <= row) & (key < lengths.view(2, 1, 1, 1))
+    assert torch.equal(mask.to_dense(2, 3, 2, 4), wanted.expand(2, 3, 2, 4))
+    assert masks.as_mask(None).to_dense(1, 1, 2, 2).all()
+
+
+def test_what_where_joins_is_what_operators_join():
+    lengths = torch.tensor([3])
+    union = masks.as_mask(lambda b, h, q, k: torch.where(k < lengths[b], True, q >= k))
+    assert union == masks.as_mask(lambda b, h, q, k: (k < lengths[b]) | (q >= k))
+    both = masks.as_mask(lambda b, h, q, k: torch.where(k < lengths[b], q >= k, False))
+    assert both == masks.as_mask(lambda b, h, q, k: (k < lengths[b]) & (q >= k))

@@ -14,6 +14,7 @@ from saccade.modifiers import evaluate
 from saccade.modifiers.evaluate import visible
 from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.modifier import written
+from saccade.modifiers.normal_form import described
 from saccade.ops.attention.api import attention, attention_varlen
 from saccade.ops.linear_attention import validation as linear_validation
 from saccade.ops.linear_attention.api import (
@@ -94,9 +95,15 @@ def _heading(p: Problem) -> list[str]:
     return [
         f"attention: {shape}, heads {p.query_heads}/{p.kv_heads}, "
         f"dim {p.head_dim}/{p.value_dim}, {str(p.dtype).removeprefix('torch.')} on {p.device}",
-        f"  mask {written(p.mask) or 'none'}, score {written(p.score) or 'none'}, "
+        f"  mask {_mask(p.mask)}, score {written(p.score) or 'none'}, "
         f"sinks {'yes' if p.sinks else 'no'}, dropout {'yes' if p.dropout else 'no'}",
     ]
+
+
+def _mask(key: str) -> str:
+    """A mask's expression, and what it is known as."""
+    name = described(key)
+    return f"{written(key)} ({name})" if name else written(key) or "none"
 
 
 def _linear_heading(p: LinearProblem) -> list[str]:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from saccade.modifiers import expression
-from saccade.modifiers.evaluate import take
-from saccade.modifiers.expression import Captured, key_of
+from saccade.modifiers.evaluate import index_range, take, visible
+from saccade.modifiers.expression import Captured, Coordinates, key_of
 from saccade.modifiers.form import form_of, kind_of, traced_in_graph
 from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
 from saccade.modifiers.normal_form import Lengths
@@ -77,6 +77,22 @@ class Mask(Modifier):
             return NotImplemented
         found = expression.combined(combiner, self.key, other.key)
         return Mask(found.key, found.captured(self.captured, other.captured))
+
+    def to_dense(self, batch: int, query_heads: int, query_len: int, kv_len: int) -> Tensor:
+        """The mask written out for a call of these sizes, to look at it or to test it.
+
+        Returns:
+            bool [batch, query_heads, query_len, kv_len], True where a pair is visible, on the
+            device of what the mask captured, else on the default device.
+
+        >>> print(saccade.masks.window(2).to_dense(1, 1, 4, 4)[0, 0])
+        """
+        sizes = batch, query_heads, query_len, kv_len
+        tensors = self.captured.tensors
+        device = tensors[0].device if tensors else torch.get_default_device()
+        rows = [index_range(0, size, dim, device) for dim, size in enumerate(sizes)]
+        at = Coordinates(rows[0], rows[1], rows[2], rows[3], kv_len - query_len)
+        return visible(self.key, self.captured, at).expand(sizes)
 
     @property
     def hides_nothing(self) -> bool:

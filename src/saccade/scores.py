@@ -224,7 +224,8 @@ def as_score(score: AnyScore) -> Score:
             f"write score=saccade.scores.{name}(...)"
         )
     if not isinstance(score, Tensor) and is_plain_function(score):
-        return _function(score, "top_left")()
+        found = _function(score, "top_left")()
+        return NOTHING_CHANGED if found.key == "score" else found
     advice = "; a tensor to add: saccade.scores.bias(tensor)" if isinstance(score, Tensor) else ""
     raise TypeError(
         f"score: got {type(score).__name__}, takes a saccade Score such as "

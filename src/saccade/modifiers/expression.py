@@ -134,6 +134,8 @@ class ExpressionBuilder:
         known = self._numbers.get(key)
         if known is None and op in ("~", "&", "|"):
             known = self._folded(op, operands)
+        if known is None and op == "where":
+            known = self._joined_by_where(*operands)
         if known is None:
             kinds = [self.steps[number].kind for number in operands]
             known = self._numbers[key] = len(self.steps)
@@ -168,6 +170,14 @@ class ExpressionBuilder:
                     return other
                 if self.is_literal(one, not neutral):
                     return one
+        return None
+
+    def _joined_by_where(self, test: int, yes: int, no: int) -> int | None:
+        """`where` of truths of which one is certain, as what joins two truths."""
+        if self.is_literal(yes, True) and self.steps[no].kind == TRUTH:
+            return self.add("|", test, no)
+        if self.is_literal(no, False) and self.steps[yes].kind == TRUTH:
+            return self.add("&", test, yes)
         return None
 
     def include(

@@ -220,6 +220,10 @@ PREFIX = "prefix"  # all keys up to one of them
 WITHIN = "within"  # all from one of them to another
 
 CAUSAL_KEYS = ("kv_row;query_row;shift;+ 1 2;<= 0 3", "kv_row;query_row;<= 0 1")
+READ_BY_ROWS = (
+    [["batch", "query_row"], ["batch", "kv_row"]],
+    [["query_row"], ["kv_row"]],
+)
 ROW_OPS = {"query_row", "shift", "kv_row", "number", "literal", "+", "-", "neg"}
 
 
@@ -240,6 +244,32 @@ def leaves(expression: Expression) -> set[str]:
     return found
 
 
+def described(key: str) -> str:
+    """What a mask is known as, such as "documents & causal"; "" where nothing of it has a name."""
+    expression = parse(key)
+    if not expression or leaves(expression) <= {OTHER}:
+        return ""
+    return _described(expression, len(expression) - 1)
+
+
+def _described(expression: Expression, number: int) -> str:
+    step = expression[number]
+    if step.op not in ("&", "|"):
+        return _name(expression, step.op, step.operands)
+    parts, waiting = [], [number]
+    while waiting:
+        part = waiting.pop()
+        if expression[part].op == step.op:
+            waiting += expression[part].operands[::-1]
+        else:
+            name = _described(expression, part)
+            parts.append(f"({name})" if " " in name else name)
+    names = list(dict.fromkeys(parts))  # a window is two comparisons
+    if step.op == "|" and set(names) == {CAUSAL, KEY_LENGTHS}:
+        return PREFIX
+    return f" {step.op} ".join(names)
+
+
 def _name(expression: Expression, op: str, operands: tuple[int, ...]) -> str:
     """What one leaf is."""
     steps = [expression[number] for number in operands]
@@ -251,7 +281,7 @@ def _name(expression: Expression, op: str, operands: tuple[int, ...]) -> str:
         return KEY_LENGTHS if _indices(expression, operands[1]) == ["batch"] else OTHER
     if op == "==" and all(step.op in READS for step in steps):
         read_at = [_indices(expression, number) for number in operands]
-        return DOCUMENTS if read_at == [["batch", "query_row"], ["batch", "kv_row"]] else OTHER
+        return DOCUMENTS if read_at in READ_BY_ROWS else OTHER
     if op in READS:
         indices = [expression[number].op for number in operands]
         if indices == ["batch", "head", "//", "//"]:

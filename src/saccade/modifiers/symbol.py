@@ -43,11 +43,12 @@ class Untraceable(TypeError):
 
 
 def _line_of_user() -> str:
-    """The file and line of the traced function that is running."""
+    """The name, file and line of the traced function that is running."""
     package, torch_itself = str(Path(__file__).parents[1]), str(Path(str(torch.__file__)).parent)
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((package, torch_itself)):
-            return f", at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+            place = f"{Path(frame.filename).name}:{frame.lineno}"
+            return f", in {frame.name}, at {place}: {frame.line}"
     return ""
 
 

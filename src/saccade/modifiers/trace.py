@@ -365,9 +365,9 @@ def _check_parameters(function: Callable[..., Any], arguments: list[Any], what: 
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function's module and name, and of a lambda its line."""
+    """A function's module and name, with its file and line where it has them."""
     name, code = getattr(function, "__qualname__", None), getattr(function, "__code__", None)
     if name is None:
         return repr(function)
     line = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
-    return f"{function.__module__}.{name}{line if name.endswith('<lambda>') else ''}"
+    return f"{function.__module__}.{name}{line}"
