@@ -4,8 +4,8 @@ import importlib
 from types import ModuleType
 
 NAMES = (
-    "diffusers", "fast_transformers", "fla", "flash_attn", "flash_kernels", "sdpa", "transformers",
-    "vllm",
+    "diffusers", "fast_transformers", "fla", "flash_attn", "flash_kernels", "flex_attention",
+    "sdpa", "transformers", "vllm",
 )  # fmt: skip
 
 
