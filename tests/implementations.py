@@ -12,7 +12,7 @@ import torch
 
 import saccade
 from saccade.testing import Case, LinearCase, make_case, make_linear_case
-from saccade.testing.strategies import LAYOUTS
+from saccade.testing.cases import LAYOUTS
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 Choice = TypeVar("Choice")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from saccade.bench import report
 from saccade.bench.cases import CASES
 from saccade.bench.command import bench
-from saccade.bench.report import collect, compiled_kernels, sections
+from saccade.bench.report import compiled_kernels, sections
 from saccade.bench.results import Result, append, case_fields, read
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -104,13 +104,13 @@ def test_all_committed_results_make_a_page_below_2_mb(tmp_path):
 
 
 def test_shares_are_of_the_limit_of_the_result_s_dtype():
-    h200 = collect.limit_of("NVIDIA H200")
+    h200 = sections.limit_of("NVIDIA H200")
     assert h200 is not None
-    assert collect.limit_of("an abacus") is None
-    (point, *_) = collect.points([report.Source("", gpu_results())])
+    assert sections.limit_of("an abacus") is None
+    (point, *_) = sections.points([report.Source("", gpu_results())])
     assert point.share == pytest.approx(400 / 989.5)
     reads = result("gpu-decode-bf16-d128-16k", "saccade/triton", tflops=None, gbps=2400.0)
-    (point,) = collect.points([report.Source("", [reads])])
+    (point,) = sections.points([report.Source("", [reads])])
     assert point.share == pytest.approx(0.5)
     assert h200.most(result("tiny-full-fp32-d16-48", "sdpa")) == 67.0
 
@@ -119,7 +119,7 @@ def test_who_missed_the_last_run_is_compared_with_its_own():
     case = "gpu-full-bf16-d128-1k"
     old = [result(case, who, ms, run="1") for who, ms in (("saccade/triton", 1.0), ("flex", 4.0))]
     source = report.Source("", [*old, result(case, "saccade/triton", 2.0, run="2")])
-    points = {point.result.who: point for point in collect.points([source])}
+    points = {point.result.who: point for point in sections.points([source])}
     assert points["saccade/triton"].result.median_ms == 2.0
     assert points["flex"].against_fastest == 4.0
     ((who, _, ratio, *_),) = sections.beside_peers([source]).rows
@@ -138,7 +138,7 @@ def test_errors_stand_beside_the_least_of_their_run():
         result(case, "saccade/triton", error=3e-3), result(case, "flex", error=2e-3),
         result(case, "sdpa"),
     ]  # fmt: skip
-    rows = sections.errors(collect.points([report.Source("", found)])).rows
+    rows = sections.errors(sections.points([report.Source("", found)])).rows
     assert [(row[3].text, row[4].text, row[5].number) for row in rows] == [
         ("saccade/triton", "3.0e-03", pytest.approx(1.5)), ("flex", "2.0e-03", 1.0),
     ]  # fmt: skip
@@ -393,5 +393,5 @@ def test_all_committed_results_paint_at_once(browser, tmp_path):
 )
 def test_a_rate_has_no_thousands(rate, text):
     found = result("gpu-full-bf16-d128-4k", "saccade/hopper", **rate)
-    point = collect.Point(0, found, None, None, 1.0, {})
+    point = sections.Point(0, found, None, None, 1.0, {})
     assert sections._rate_text(point) == text

@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from saccade.gpu import driver, language, launcher, machine_code, planning
-from saccade.gpu.hopper.descriptors import Box, descriptor
+from saccade.gpu.hopper.pipeline import Box, descriptor
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments, Stride
 from saccade.ops.attention.triton import call_spec, host

@@ -17,7 +17,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from saccade.gpu import launcher
-from saccade.gpu.hopper.descriptors import Box, descriptor
+from saccade.gpu.hopper.pipeline import Box, descriptor
 from saccade.gpu.language import gl, tl
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments, Length, Signature, Stride

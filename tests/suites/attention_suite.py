@@ -12,8 +12,7 @@ from torch import Tensor
 
 import saccade
 from saccade.testing import Case, assert_exact, oracle, poisoned
-from saccade.testing.cases import MASKS, SCORES, Description
-from saccade.testing.strategies import LAYOUTS, descriptions
+from saccade.testing.cases import LAYOUTS, MASKS, SCORES, Description, descriptions
 
 implementation = fixture_of(IMPLEMENTATIONS)
 

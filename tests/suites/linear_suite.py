@@ -21,8 +21,8 @@ from saccade.testing import (
     make_linear_case,
     poisoned,
 )
+from saccade.testing.cases import LAYOUTS
 from saccade.testing.linear import DECAYS, LinearDescription
-from saccade.testing.strategies import LAYOUTS
 
 HEADS = [(2, 2, 2), (4, 2, 2), (2, 2, 4), (4, 1, 2), (1, 1, 3)]
 # A sum of features that have signs is no divisor.

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import saccade
 from saccade.masks import Mask
 from saccade.testing import Case, make_case, poisoned
-from saccade.testing.cases import MASKS, SCORES, Description
-from saccade.testing.strategies import LAYOUTS, descriptions, problems
+from saccade.testing.cases import LAYOUTS, MASKS, SCORES, Description, descriptions, problems
 
 RICH = {
     "mask": "mixed", "score": "bias >> softcap", "sinks": True, "dropout_p": 0.3,

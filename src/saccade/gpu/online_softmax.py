@@ -1,6 +1,9 @@
 """Online softmax: what lets attention visit the keys one tile at a time.
 
 Source: Milakov and Gimelshein 2018; FlashAttention-2 (Dao 2023), section 3.1.1.
+
+One source serves all GPUs. Where the same numbers can be had in two ways, and machine code shows
+that one of them is better on some GPU and worse on another, the way may depend on `is_hopper`.
 """
 
 # Triton's language has no types that a checker follows.
@@ -8,8 +11,9 @@ Source: Milakov and Gimelshein 2018; FlashAttention-2 (Dao 2023), section 3.1.1.
 
 from __future__ import annotations
 
-from saccade.gpu.language import tl, triton
-from saccade.gpu.target import is_hopper
+from typing import Any
+
+from saccade.gpu.language import builtin_of_ours, tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -85,3 +89,18 @@ def finish_softmax(row_max, row_sum):
     """
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
     return divisor, (row_max + tl.log2(divisor)) * LN_2
+
+
+HOPPER = "sm90"  # as Triton's options for a kernel name it
+
+
+@builtin_of_ours
+def is_hopper(_semantic: Any = None) -> Any:
+    """Whether a kernel is compiled for Hopper; not under the interpreter.
+
+    It asks the compilation that is under way, as Triton's own builtins do: Triton's function for it
+    asks the GPU that is active, and starts a C compiler to find it.
+    """
+    if _semantic is None:
+        return False
+    return tl.constexpr(getattr(_semantic.builder.options, "arch", None) == HOPPER)

@@ -54,7 +54,7 @@ class Length(int):
 
 
 class Described(NamedTuple):
-    """A tensor that a kernel reads or writes by TMA (`hopper.descriptors`): a kernel argument."""
+    """A tensor that a kernel reads or writes by TMA (`hopper.pipeline`): a kernel argument."""
 
     tensor: Any
     shape: tuple[int, ...]

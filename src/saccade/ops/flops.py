@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.custom_op import ATTENTION
+from saccade.ops.attention.api import ATTENTION
 from saccade.ops.linear_attention.custom_op import LINEAR, variant_of
 from saccade.ops.linear_attention.validation import problem_of
 from saccade.ops.paged_attention.api import PAGED

@@ -44,7 +44,7 @@ class BackendEntry(NamedTuple):
 
 WIDEST = 256  # channels that Triton kernels hold at once
 WIDEST_AT_ONCE = 128  # channels of which Hopper's backward pass holds all gradients at once
-SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least (descriptors.py)
+SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least (gpu/hopper)
 # Rows: at 64 channels they take 0.93 of the Triton kernels' time forwards
 # (benchmarks/results/h200/hopper_forward.txt); fewer were not timed.
 # Backwards they took 1.08 there, and 0.93 from more rows on (benchmarks/results/h200/hopper.jsonl).

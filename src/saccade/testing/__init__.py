@@ -1,12 +1,11 @@
 """Testing: random problems, a float64 oracle, derived tolerances, memory filled with NaN."""
 
-from typing import TYPE_CHECKING
-
 from saccade.runtime.arguments import checked as checked
 from saccade.testing.cases import Case as Case
 from saccade.testing.cases import Description as Description
 from saccade.testing.cases import make_case as make_case
 from saccade.testing.cases import poisoned as poisoned
+from saccade.testing.cases import problems as problems
 from saccade.testing.linear import LinearCase as LinearCase
 from saccade.testing.linear import assert_linear_exact as assert_linear_exact
 from saccade.testing.linear import linear_oracle as linear_oracle
@@ -35,15 +34,3 @@ __all__ = [
     "problems",
     "tolerances",
 ]
-
-
-if TYPE_CHECKING:
-    from saccade.testing.strategies import problems as problems
-
-
-def __getattr__(name: str) -> object:
-    if name == "problems":  # needs hypothesis, which users of the library need not have
-        from saccade.testing.strategies import problems
-
-        return problems
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.deterministic as fresh_memory
@@ -18,6 +18,9 @@ from saccade.ops.attention.api import attention, attention_varlen
 from saccade.runtime.spec import Inputs, Variant
 from saccade.runtime.validation import prepare, with_seed
 from saccade.scores import Score
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 
 @dataclass(frozen=True)
@@ -365,3 +368,53 @@ def poisoned() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was_enabled, warn_only=was_warn_only)
         fresh_memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
+# ---- drawn by hypothesis, which users of the library need not have -------------------------------
+
+LAYOUTS = ("contiguous", "permuted", "sliced", "strided_last", "expanded")
+
+
+def descriptions(
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    longest: int = 40,
+    masks: Sequence[str] = tuple(MASKS),
+    dims: Sequence[int] = (16, 8, 1, 5, 33),
+    layouts: Sequence[str] = LAYOUTS,
+    dropouts: Sequence[float] = (0.0, 0.0, 0.3),
+) -> SearchStrategy[Description]:
+    """Descriptions of cases: any of these masks, any score, layout and length, zero included."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def drawn(draw: Any) -> Description:
+        packed = draw(st.booleans())
+        length = st.integers(0, longest)
+        pairs = st.lists(st.tuples(length, length), min_size=1, max_size=4 if packed else 1)
+        return Description(
+            batch=draw(st.integers(0, 3)),
+            kv_heads=draw(st.integers(1, 3)),
+            group=draw(st.integers(1, 3)),
+            lengths=tuple(draw(pairs)),
+            head_dim=draw(st.sampled_from(list(dims))),
+            value_dim=draw(st.sampled_from(list(dims))),
+            dtype=draw(st.sampled_from(list(dtypes))),
+            packed=packed,
+            mask=draw(st.sampled_from(list(masks))),
+            score=draw(st.sampled_from(list(SCORES))),
+            sinks=draw(st.booleans()),
+            dropout_p=draw(st.sampled_from(list(dropouts))),
+            layout=draw(st.sampled_from(list(layouts))),
+            poison_hidden=draw(st.booleans()),
+            scale=draw(st.sampled_from([None, 0.3])),
+            seed=draw(st.integers(0, 2**16)),
+        )
+
+    return drawn()
+
+
+def problems(
+    dtypes: Sequence[torch.dtype] = (torch.float32,), longest: int = 40
+) -> SearchStrategy[Case]:
+    """Random problems; see `saccade.testing.make_case`."""
+    return descriptions(dtypes, longest).map(make_case)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import saccade
 from saccade import masks, scores
-from saccade.ops.attention import custom_op as attention_custom_op
+from saccade.ops.attention import api as attention_custom_op
 from saccade.ops.attention.cpu import host as cpu_host
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.validation import prepare

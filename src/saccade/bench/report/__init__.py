@@ -12,11 +12,10 @@ from pathlib import Path
 from string import Template
 
 import saccade
-from saccade.bench.report import collect, sections
-from saccade.bench.report.collect import Point
-from saccade.bench.report.collect import Source as Source
-from saccade.bench.report.collect import gather as gather
-from saccade.bench.report.sections import Cell, Table
+from saccade.bench.report import sections
+from saccade.bench.report.sections import Cell, Point, Table
+from saccade.bench.report.sections import Source as Source
+from saccade.bench.report.sections import gather as gather
 from saccade.bench.results import Result
 from saccade.bench.targets import Verdict, compare_with_targets
 
@@ -83,7 +82,7 @@ def write(sources: Sequence[Source], path: Path) -> int:
 
 def page(sources: Sequence[Source]) -> str:
     """The page as text."""
-    found = collect.points(sources)
+    found = sections.points(sources)
     verdicts = _verdicts(sources)
     values = {
         "summary": sections.paragraph(_summary(sources)),
@@ -108,7 +107,7 @@ def page(sources: Sequence[Source]) -> str:
         "script": "\n".join(map(_file, SCRIPTS)),
         # No text in it can end the element that holds it.
         "data": json.dumps(
-            collect.chart_data(sources, found), ensure_ascii=False, separators=(",", ":")
+            sections.chart_data(sources, found), ensure_ascii=False, separators=(",", ":")
         ).replace("<", "\\u003c"),
     }
     return Template(_file("page.html")).substitute(values)

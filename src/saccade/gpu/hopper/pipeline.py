@@ -5,6 +5,10 @@ stage t % stages, for the (t // stages)-th time. A stage is full or empty;
 who waits for turn t to be full, or for its stage to be empty, need know nothing else.
 
 What differs between versions of Triton's Gluon (3.6 to 3.9) stays in this file.
+
+Descriptors, at the end, are tensors as TMA reads and writes them, of four axes: batch entry, head,
+row, channel. Packed sequences are one batch entry. TMA fills what lies outside a tensor with zeros,
+and writes nothing there, so rows past the end and channels past the last one need no care.
 """
 
 # Triton's language has no types that a checker follows.
@@ -12,9 +16,17 @@ What differs between versions of Triton's Gluon (3.6 to 3.9) stays in this file.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from saccade.gpu.language import Name, aggregate, gdc_launch_dependents, gdc_wait, gl, gluon
+from saccade.gpu.launcher import next_width
+from saccade.gpu.signature import ALIGNMENT, Described
+from saccade.runtime.spec import Inputs, LinearInputs
+from saccade.runtime.validation import strides_fit_tma
 
 hopper: Any = Name("triton.experimental.gluon.language.nvidia.hopper")
 builtin: Any = Name("triton.experimental.gluon.language._core.builtin")
@@ -369,3 +381,75 @@ def as_operand(weights, dtype: gl.constexpr, SUMS: gl.constexpr):
                 is_pure=True, pack=2,
             )  # fmt: skip
     return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
+
+
+SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
+NVMMASharedLayout = gl.NVMMASharedLayout
+PLAIN = NVMMASharedLayout(0, 32)
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+class Box(NamedTuple):
+    """Which part of a tensor moves at once, and how it lies in shared memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    sides: tuple[int, ...]
+    layout: Any  # gl.NVMMASharedLayout
+
+    @staticmethod
+    def of(tensor: Tensor, packed: bool, rows: int, channels: int) -> "Box":
+        """Tiles of so many rows and channels of a dense or packed tensor."""
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if packed:
+            tokens, heads, dim = shape
+            shape, strides = (1, heads, tokens, dim), (0, strides[1], strides[0], strides[2])
+        # A side of one has any stride; TMA wants one that it could use.
+        strides = tuple(
+            ALIGNMENT if side == 1 else stride
+            for side, stride in zip(shape[:3], strides[:3], strict=True)
+        )
+        sides = (1, 1, rows, channels)
+        return Box(shape, (*strides, 1), sides, _layout_of(sides, tensor.dtype))
+
+    @staticmethod
+    def plain(rows: int, columns: int, at_once: int) -> "Box":
+        """Some whole rows of a contiguous float32 matrix, which lie the same in shared memory."""
+        return Box((rows, columns), (columns, 1), (at_once, columns), PLAIN)
+
+
+@functools.cache
+def _layout_of(sides: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return NVMMASharedLayout.get_default_for(list(sides), DTYPES[dtype])
+
+
+def descriptor(tensor: Tensor, box: Box) -> Any:
+    """A descriptor as a kernel argument."""
+    return Described(tensor, *box, tensor.dtype)
+
+
+def width_of(dim: int) -> int:
+    """The channels that a kernel computes with."""
+    return max(SMALLEST_WIDTH, next_width(dim))
+
+
+AnyInputs = TypeVar("AnyInputs", Inputs, LinearInputs)
+
+
+def aligned(inputs: AnyInputs) -> AnyInputs:
+    """The inputs at addresses that TMA takes; copied where they are not."""
+    query, key, value = inputs[:3]
+    if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT == 0:
+        return inputs
+    query, key, value = (
+        tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+        for tensor in (query, key, value)
+    )
+    return inputs._replace(query=query, key=key, value=value)
+
+
+def readable(rows: Tensor) -> Tensor:
+    """Rows as TMA can read them; copied where it could not (gradients of a sum have no strides)."""
+    if strides_fit_tma(rows) and rows.data_ptr() % ALIGNMENT == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)

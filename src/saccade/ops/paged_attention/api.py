@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade.masks import AnyMask
-from saccade.ops.attention.custom_op import (
+from saccade.ops.attention.api import (
     DEFAULT_CONFIG,
     MODIFIERS,
     config_of,

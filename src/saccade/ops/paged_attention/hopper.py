@@ -21,7 +21,7 @@ from torch import Tensor
 
 from saccade.gpu import tensor_view
 from saccade.gpu.hopper import tile_scheduler
-from saccade.gpu.hopper.descriptors import SMALLEST_WIDTH, Box, descriptor, width_of
+from saccade.gpu.hopper.pipeline import SMALLEST_WIDTH, Box, descriptor, width_of
 from saccade.gpu.hopper.tile_scheduler import num_visits, tile_from_last
 from saccade.gpu.kernel_args import Rules, mask_argument, mask_functions, score_argument
 from saccade.gpu.language import gl, gluon

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from saccade.gpu.hopper.descriptors import width_of
+from saccade.gpu.hopper.pipeline import width_of
 from saccade.gpu.kernel_args import Geometry
 from saccade.modifiers.normal_form import contiguity_of, is_causal
 from saccade.runtime.spec import Inputs, Variant

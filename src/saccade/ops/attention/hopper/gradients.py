@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saccade.gpu import tensor_view
 from saccade.gpu.hopper import tile_scheduler
-from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, width_of
+from saccade.gpu.hopper.pipeline import Box, aligned, descriptor, width_of
 from saccade.gpu.kernel_args import (
     brings_three,
     mask_argument,

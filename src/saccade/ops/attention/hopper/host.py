@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade.gpu import tensor_view
 from saccade.gpu.hopper import tile_scheduler
-from saccade.gpu.hopper.descriptors import Box, aligned, descriptor
+from saccade.gpu.hopper.pipeline import Box, aligned, descriptor
 from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
 from saccade.gpu.launcher import Launch
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists

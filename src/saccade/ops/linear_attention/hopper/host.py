@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.gpu.hopper.descriptors import Box, aligned, descriptor, readable
+from saccade.gpu.hopper.pipeline import Box, aligned, descriptor, readable
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch
 from saccade.ops.attention.triton.call_spec import remembered

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from saccade.gpu.hopper.descriptors import Box, descriptor
+from saccade.gpu.hopper.pipeline import Box, descriptor
 from saccade.gpu.language import gl, gluon
 from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.forward import mma_layout
