@@ -9,6 +9,7 @@ from saccade import feature_maps as feature_maps
 from saccade import masks as masks
 from saccade import scores as scores
 from saccade.explain import explain as explain
+from saccade.explain import register_formulas as _register_formulas
 from saccade.integrations.sdpa import (  # last: it is built on the names above
     scaled_dot_product_attention as scaled_dot_product_attention,
 )
@@ -21,7 +22,6 @@ from saccade.modifiers.expression import Captured as _Captured
 from saccade.ops.attention.api import attention as attention
 from saccade.ops.attention.api import attention_varlen as attention_varlen
 from saccade.ops.attention.merge import merge_states as merge_states
-from saccade.ops.flops import register as _register_flops
 from saccade.ops.linear_attention.api import linear_attention as linear_attention
 from saccade.ops.linear_attention.api import linear_attention_step as linear_attention_step
 from saccade.ops.linear_attention.api import linear_attention_varlen as linear_attention_varlen
@@ -34,7 +34,7 @@ if _TYPE_CHECKING:
     from saccade import testing as testing
     from saccade.serving.engine import Engine as Engine
 
-_register_flops()
+_register_formulas()
 
 # What torch.load takes with its defaults: plain values that hold tensors and numbers.
 _add_safe_globals([masks.Mask, scores.Score, _Captured, KernelConfig, LinearState])

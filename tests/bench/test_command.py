@@ -11,9 +11,8 @@ import typer
 from hatchling.builders.wheel import WheelBuilder
 from typer.testing import CliRunner
 
-from saccade.bench import processes, results, session
+from saccade.bench import bench, processes, results, session
 from saccade.bench.cases import CASES
-from saccade.bench.command import bench
 from saccade.bench.peers import ours, pytorch
 from saccade.bench.report import SCRIPTS
 from saccade.bench.results import read
@@ -107,7 +106,7 @@ def test_listing_peers_compiles_nothing(monkeypatch):
 
 def test_importing_the_command_imports_nothing_heavy():
     code = (
-        "import sys, saccade.bench.command as command;"
+        "import sys, saccade.bench as command;"
         "heavy = {'matplotlib', 'saccade.bench.session', 'saccade.bench.peers'};"
         "print(heavy & set(sys.modules))"
     )

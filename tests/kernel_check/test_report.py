@@ -7,8 +7,7 @@ from rich.console import Console
 
 from saccade.kernel_check import machine_code, report
 from saccade.kernel_check.calls import KernelCall, PagedCall
-from saccade.kernel_check.catalogue import Job
-from saccade.kernel_check.compile_cache import Compiled
+from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.machine_code import Usage
 from saccade.ops.attention.triton import configs
 

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from saccade.kernel_check import tuning
 from saccade.kernel_check.calls import KernelCall
-from saccade.kernel_check.catalogue import Job
-from saccade.kernel_check.compile_cache import Compiled
+from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.machine_code import Usage
 from saccade.kernel_check.tuning import (
     MeasuredConfig,

@@ -5,8 +5,7 @@ import pytest
 from saccade.gpu.launcher import Launch
 from saccade.kernel_check import worker
 from saccade.kernel_check.calls import CPU, PASSES, KernelCall
-from saccade.kernel_check.catalogue import Job
-from saccade.kernel_check.compile_cache import Compiled
+from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.machine_code import Usage
 
 

@@ -416,7 +416,7 @@ class Verdict(NamedTuple):
     @property
     def misses(self) -> list[tuple[float, str, str]]:
         """What lies beyond the limit."""
-        return [item for item in self.measured if item[0] > self.target.limit]
+        return [found for found in self.measured if found[0] > self.target.limit]
 
     @property
     def answer(self) -> str:

@@ -19,7 +19,7 @@ from rich.console import Console
 from saccade.ops.attention.triton import configs
 
 if TYPE_CHECKING:
-    from saccade.kernel_check.compile_cache import Compiled
+    from saccade.kernel_check.catalogue import Compiled
 
 JOBS = typer.Option("--jobs", "-j", min=1, help="Compilers at a time; by default one a core.")
 
@@ -137,13 +137,13 @@ def kernels(
         others = head_dim, markdown, json, known, check or None
         return _ahead((listed, warm), arch, (kernel, call or "*"), jobs, others)
     with _mistakes_end("kernels") as version:
-        from saccade.kernel_check import catalogue, compile_cache, report, worker
+        from saccade.kernel_check import catalogue, report, worker
 
         console = Console()
         wanted = catalogue.jobs(_architectures(arch), kernel, head_dim)
-        kept = {} if known is None else compile_cache.read(known, version, must_exist=check)
+        kept = {} if known is None else catalogue.read(known, version, must_exist=check)
         begin = time.perf_counter()
-        results = worker.compile_with_progress(wanted, jobs, console, compile_cache.trusted(kept))
+        results = worker.compile_with_progress(wanted, jobs, console, catalogue.trusted(kept))
         seconds = time.perf_counter() - begin
         if not check:
             console.print(*report.usage_tables(results), report.CAPTION, "", sep="\n")
@@ -154,15 +154,15 @@ def kernels(
         if not check:
             if known is not None:
                 everything = wanted == catalogue.jobs(configs.ARCHITECTURES)
-                compile_cache.write(known, results, version, {} if everything else kept)
+                catalogue.write(known, results, version, {} if everything else kept)
             if markdown is not None:
                 report.write_markdown(markdown, results, version)
             return
-        fresh = compile_cache.unknown(kept, results)
+        fresh = catalogue.unknown(kept, results)
         if known is not None and fresh:
             hint = f"{fresh} of them were not known; `make kernels-known` writes {known} anew."
             _print(console, hint, "yellow")
-        _check(results, compile_cache.faults(known, kept, results) if known else [], console)
+        _check(results, catalogue.faults(known, kept, results) if known else [], console)
         if markdown is not None:
             report.compare_markdown(markdown, results, version)
 

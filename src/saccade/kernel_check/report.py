@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from saccade.kernel_check.calls import KernelCall, LinearCall, PagedCall
-from saccade.kernel_check.compile_cache import Compiled
+from saccade.kernel_check.catalogue import Compiled
 from saccade.kernel_check.machine_code import Usage
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import KernelProblem

@@ -17,8 +17,7 @@ from saccade.bench.timing import Runnable, TimingPlan, rotate
 from saccade.gpu.launcher import Launch
 from saccade.kernel_check import worker
 from saccade.kernel_check.calls import DTYPES, MASKS, PASSES, KernelCall
-from saccade.kernel_check.catalogue import Job
-from saccade.kernel_check.compile_cache import Compiled
+from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.report import config_text, fault, kilobytes, problem_of
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import ConfigTable, KernelProblem

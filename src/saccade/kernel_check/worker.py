@@ -33,8 +33,7 @@ from saccade.gpu.signature import Arguments
 from saccade.gpu.triton_compiler import compiled, target_of
 from saccade.kernel_check import machine_code
 from saccade.kernel_check.calls import CPU
-from saccade.kernel_check.catalogue import Job
-from saccade.kernel_check.compile_cache import Compiled, Known, compiler_inputs, key_of
+from saccade.kernel_check.catalogue import Compiled, Job, Known, compiler_inputs, key_of
 from saccade.kernel_check.machine_code import Usage
 from saccade.ops.attention.hopper import configs as hopper_configs
 from saccade.ops.attention.triton import call_spec
@@ -67,7 +66,7 @@ def compile_all(
     """Compile every job; results in the order of jobs, equal binaries once.
 
     on_done: called with each result, by several threads.
-    known: what need not be compiled again, see compile_cache.py.
+    known: what need not be compiled again, see catalogue.py.
 
     Raises:
         RuntimeError: if a worker died, with the last line that it wrote.

@@ -121,10 +121,10 @@ def tiles(found: Sequence[Point], verdicts: dict[str, list[Verdict]]) -> str:
         if measured := [answer for answer in answers if answer != "not measured"]:
             count = f"{measured.count('yes')} of {len(measured)}"
             facts.append((count, "measured targets are reached"))
-        items = "".join(
+        entries = "".join(
             f"<div><dt>{with_code(text)}</dt><dd>{value}</dd></div>" for value, text in facts
         )
-        parts.append(f"<article><h3>{with_code(machine)}</h3><dl>{items}</dl></article>")
+        parts.append(f"<article><h3>{with_code(machine)}</h3><dl>{entries}</dl></article>")
     return f'<div class="tiles">{"".join(parts)}</div>\n'
 
 
@@ -186,9 +186,9 @@ def errors(found: Sequence[Point]) -> Table:
         error = point.result.error
         if error is None:
             continue
-        known = [item.error for item in point.members.values() if item.error]
+        known = [result.error for result in point.members.values() if result.error]
         of_least = error / min(known) if known else None
-        rows.append((*_place(point), number(error, "{:.1e}"), number(of_least, "{:.2f}")))
+        rows.append((*_case_cells(point), number(error, "{:.1e}"), number(of_least, "{:.2f}")))
     columns = ("machine", "case", "pass", "who", "error", "× the least of its run")
     return Table(
         "Error against float64: the largest ‖result − exact‖ / ‖exact‖ of the compared rows, or of "
@@ -200,7 +200,7 @@ def errors(found: Sequence[Point]) -> Table:
 def memory(found: Sequence[Point]) -> Table:
     """Peaks, where they were measured."""
     rows = [
-        (*_place(point), number(point.result.peak_mb, "{:.1f}"))
+        (*_case_cells(point), number(point.result.peak_mb, "{:.1f}"))
         for point in found
         if point.result.peak_mb is not None
     ]
@@ -214,7 +214,7 @@ def memory(found: Sequence[Point]) -> Table:
 def calls(found: Sequence[Point]) -> Table:
     """Times without a rate: the host's part of a call, first calls, serving."""
     rows = [
-        (*_place(point), milliseconds(point.result.median_ms))
+        (*_case_cells(point), milliseconds(point.result.median_ms))
         for point in found
         if not point.result.unit
     ]
@@ -276,7 +276,7 @@ def everything(found: Sequence[Point]) -> Table:
         spread = f"{milliseconds(result.min_ms).text} – {milliseconds(result.max_ms).text}"
         rows.append(
             (
-                *_place(point), milliseconds(result.median_ms), Cell(spread),
+                *_case_cells(point), milliseconds(result.median_ms), Cell(spread),
                 number(result.rounds, "{:.0f}"), number(point.against_fastest, "{:.2f}"),
                 number(result.rate if result.unit else None, f"{{:.3g}} {result.unit}"),
                 percent(point.share), number(result.error, "{:.1e}"),
@@ -290,7 +290,7 @@ def everything(found: Sequence[Point]) -> Table:
     return Table("The last run of each case and pass in each file", columns, rows)
 
 
-def _place(point: Point) -> tuple[Cell, Cell, Cell, Cell]:
+def _case_cells(point: Point) -> tuple[Cell, Cell, Cell, Cell]:
     name = point.result.case["name"]
     who = Cell(point.result.who, mark="ours" if point.result.ours else "")
     return Cell(point.result.machine), Cell(f"`{name}`"), Cell(point.result.which_pass), who
@@ -298,7 +298,7 @@ def _place(point: Point) -> tuple[Cell, Cell, Cell, Cell]:
 
 def _ratios(members: dict[str, Result]) -> Iterator[tuple[str, float]]:
     """The time of saccade's fastest over each peer's in a run."""
-    ours = [item.median_ms for item in members.values() if item.ours]
+    ours = [result.median_ms for result in members.values() if result.ours]
     for who, peer in members.items():
         timed = peer.unit and who not in yardsticks()
         if ours and timed and not who.startswith(OURS):

@@ -18,19 +18,17 @@ from saccade.integrations.fast_transformers.attention import (
 )
 from saccade.integrations.fast_transformers.features import (
     ActivationFunctionFeatureMap,
+    BaseMask,
     Favor,
     FeatureMap,
+    FullMask,
     GeneralizedRandomFeatures,
+    LengthMask,
     RandomFourierFeatures,
     SmoothedRandomFourierFeatures,
+    TriangularCausalMask,
     activation_function_feature_map,
     elu_feature_map,
-)
-from saccade.integrations.fast_transformers.masks import (
-    BaseMask,
-    FullMask,
-    LengthMask,
-    TriangularCausalMask,
 )
 
 __all__ = [

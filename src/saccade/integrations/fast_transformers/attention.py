@@ -19,11 +19,13 @@ import saccade
 from saccade import feature_maps
 from saccade.integrations.arguments import as_features
 from saccade.integrations.fast_transformers.features import (
+    BaseMask,
     FeatureMap,
+    FullMask,
+    LengthMask,
     elu_feature_map,
     in_our_terms,
 )
-from saccade.integrations.fast_transformers.masks import BaseMask, FullMask, LengthMask
 
 
 def causal_dot_product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:

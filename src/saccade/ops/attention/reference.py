@@ -113,8 +113,8 @@ def attend(
     lse = (row_max + row_sum.log()).masked_fill(sees_nothing, -torch.inf).squeeze(-1)
     weights = (weights / row_sum).masked_fill(~visible, 0)  # in a row of NaN too
     if inputs.seed is not None:
-        places = (at.batch, at.head, at.query_row, at.kv_row)
-        kept = dropout.kept(inputs.seed, *places, variant.dropout_p)
+        pair = (at.batch, at.head, at.query_row, at.kv_row)
+        kept = dropout.kept(inputs.seed, *pair, variant.dropout_p)
         weights = (weights / (1 - variant.dropout_p)).masked_fill(~kept, 0)
     return (weights @ value).masked_fill(sees_nothing, 0), lse
 

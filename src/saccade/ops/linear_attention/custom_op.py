@@ -184,9 +184,9 @@ def attention_on_shards(
         parts = [split.local(f"initial_state.{name}", each, where) for name, each in fields]
         options["initial_state"] = LinearState(*parts)
     names = "cu_seqlens_q", "cu_seqlens_k"
-    places = [split.local(*named, OF_NEITHER) for named in zip(names, offsets, strict=False)]
+    local_offsets = [split.local(*named, OF_NEITHER) for named in zip(names, offsets, strict=False)]
     wants_state = options.pop("return_state")
-    output, state = call(*rows, *places, return_state=True, **options)
+    output, state = call(*rows, *local_offsets, return_state=True, **options)
     found = split.joined(output, where, query.shape[0], heads)
     if not wants_state:
         return found

@@ -126,7 +126,7 @@ def chunked(rows: ReferenceRows, chunk: int) -> StateSums:
     kv, key_sum = rows.kv, rows.key_sum
     kv_len = rows.key.shape[2]
     parts: list[StateSums] = []
-    places: list[Tensor] = []
+    rows_read: list[Tensor] = []
     for start in range(0, max(kv_len, 1), chunk):
         stop = min(start + chunk, kv_len)
         first = rows.seen > start if start else rows.seen >= 0
@@ -143,8 +143,8 @@ def chunked(rows: ReferenceRows, chunk: int) -> StateSums:
         part = quadratic(inside)
         kv, key_sum = part.kv, part.key_sum
         parts.append(part)
-        places.append(reads.nonzero().squeeze(-1))
-    order = torch.cat(places).argsort()
+        rows_read.append(reads.nonzero().squeeze(-1))
+    order = torch.cat(rows_read).argsort()
     weighted = torch.cat([part.weighted for part in parts], 2)[:, :, order]
     total = torch.cat([part.total for part in parts], 2)[:, :, order]
     return StateSums(weighted, total, kv, key_sum)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from saccade.kernel_check import compile_cache, report, worker
+from saccade.kernel_check import catalogue, report, worker
 from saccade.kernel_check.calls import KernelCall, LinearCall, PagedCall
-from saccade.kernel_check.catalogue import Job
-from saccade.kernel_check.compile_cache import Compiled
+from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.machine_code import Usage
 
 TABLE = Path(__file__).parents[4] / "docs/kernels.json"
@@ -46,7 +45,7 @@ SEEN = {
 def compiled(which, kernel, *calls):
     jobs = [Job("sm_90", call, which, (kernel,)) for call in calls]
     triton = importlib.metadata.version("triton")
-    found = compile_cache.read(TABLE, triton)
+    found = catalogue.read(TABLE, triton)
     results = worker.compile_all(jobs, 1, known=found)
     assert results
     usages = []

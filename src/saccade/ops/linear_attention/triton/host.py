@@ -25,7 +25,12 @@ from saccade.ops.linear_attention.feature_scaling import (
     sequence_of,
 )
 from saccade.ops.linear_attention.triton.chunk_state import NUMBERS, linear_chain
-from saccade.ops.linear_attention.triton.normalizer import count, counts_first, upstream_of
+from saccade.ops.linear_attention.triton.normalizer import (
+    count,
+    counts_first,
+    start_step,
+    upstream_of,
+)
 from saccade.ops.linear_attention.triton.passes import (
     LinearBackwardInputs,
     LinearCallSpec,
@@ -33,7 +38,6 @@ from saccade.ops.linear_attention.triton.passes import (
     State,
     signature,
 )
-from saccade.ops.linear_attention.triton.recurrent_step import start_step
 from saccade.runtime.spec import (
     KernelConfig,
     LinearGradients,
