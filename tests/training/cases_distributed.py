@@ -26,7 +26,15 @@ def batches(rank: int = 0, processes: int = 1) -> Iterator[Batch]:
 
 
 def looped(model: Any, before: Weights) -> Trained:
-    """A loop on every process; losses are means over all."""
+    """A loop on every process, which then leaves the others; losses are means over all."""
+    try:
+        return steps_of(model, before)
+    finally:
+        dist.destroy_process_group()
+
+
+def steps_of(model: Any, before: Weights) -> Trained:
+    """The steps themselves."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     model.train()
     for batch in batches(dist.get_rank(), dist.get_world_size()):
@@ -39,7 +47,6 @@ def looped(model: Any, before: Weights) -> Trained:
         losses.append(seen.item() / dist.get_world_size())
     trained = Trained(losses, before, weights(getattr(model, "module", model)))
     dist.barrier()
-    dist.destroy_process_group()
     return trained
 
 
