@@ -77,6 +77,15 @@ def compare(
     return list(found)
 
 
+def refused(error: type[Exception], text: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except error as found:
+        assert text in str(found), str(found)
+    else:
+        raise AssertionError(f"nothing was refused: {text}")
+
+
 def attend(**options: Any) -> Callable[..., Any]:
     return lambda *rows: saccade.attention(*rows, return_lse=True, **options)
 
@@ -193,6 +202,53 @@ for _place in (BATCH, HEADS):
             raise AssertionError("pages that lie elsewhere were taken")
 
 
+for _place in (HEADS, WHOLE):
+
+    @case(f"what is written to pages {_place}", _place)
+    @torch.no_grad()
+    def _written(mesh: Any, place: Any) -> None:
+        rows, slots = torch.randn(2, 7, 2, 8).unbind(), torch.tensor([3, 9, -1, 0, 22, 17, 5])
+        rotary = torch.rand(2, 7, 3).unbind()
+        for dtype, scales in ((torch.float32, False), (torch.int8, True)):
+            pages = [torch.zeros(6, 2, 4, 8, dtype=dtype) for _ in "kv"]
+            beside = [torch.ones(6, 2, 4) for _ in "kv"] if scales else []
+
+            def write(parts: Any, pages: Any, beside: Any, slots: Any, rotary: Any) -> None:
+                named = dict(zip(("key_scales", "value_scales"), beside, strict=False))
+                saccade.write_kv_cache(*parts, *pages, slots, rotary=rotary, **named)
+
+            def place_all(tensors: Any, where: Any) -> list[DTensor]:
+                return [distribute_tensor(each.clone(), mesh, [where]) for each in tensors]
+
+            for whole in (False, True):  # what all ranks have: plain, or DTensors
+                spread = place_all(pages, place), place_all(beside, place)
+                given = (place_all([slots], WHOLE)[0], place_all(rotary, WHOLE))
+                write(place_all(rows, place), *spread, *(given if whole else (slots, rotary)))
+                wanted = [each.clone() for each in pages], [each.clone() for each in beside]
+                write(rows, *wanted, slots, rotary)
+                for one, other in zip(
+                    (*spread[0], *spread[1]), (*wanted[0], *wanted[1]), strict=True
+                ):
+                    same(one, other, "pages")
+        refused(ValueError, "key_pages: got a plain tensor, takes [Shard(dim=1)] on key's mesh",
+                lambda: write(place_all(rows, HEADS), *wanted, slots, rotary))  # fmt: skip
+        refused(TypeError, "key: got Tensor beside DTensors",
+                lambda: write(rows, *spread, slots, rotary))  # fmt: skip
+        refused(ValueError, "key: got the placement S(0), takes Shard(1) (heads) or Replicate()",
+                lambda: write(place_all(rows, Shard(0)), *spread, slots, rotary))  # fmt: skip
+
+
+@case("rotary")
+def _rotary(mesh: Any) -> None:
+    cos, sin = torch.rand(2, 6, 3).double().unbind()
+
+    def turned(rows: Any) -> tuple[Any]:
+        return (saccade.apply_rotary(rows, (cos, sin)),)
+
+    for place in (Shard(0), HEADS, WHOLE):
+        compare(mesh, turned, [drawn(6, 4, 8)], [place])
+
+
 for _place in (BATCH, HEADS):
 
     @case(f"linear {_place}", _place)
@@ -258,15 +314,6 @@ for _place in (BATCH, HEADS):
         compare(mesh, either, [drawn(2, 4, 5, 8) for _ in range(3)], [place] * 3)
 
 
-def refused(error: type[Exception], text: str, call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except error as found:
-        assert text in str(found), str(found)
-    else:
-        raise AssertionError(f"nothing was refused: {text}")
-
-
 @case("refusals")
 def _refusals(mesh: Any) -> None:
     def place(tensor: Tensor, where: Any) -> DTensor:
@@ -291,6 +338,10 @@ def _refusals(mesh: Any) -> None:
     packed = place(drawn(12, 4, 8), Shard(0))
     refused(ValueError, "query: got the placement S(0), takes Shard(1) (heads) or Replicate()",
             lambda: attention_varlen(packed, packed, packed, OFFSETS))  # fmt: skip
+    none = [None] * 4
+    plain = [[], [], [], "", "", 0.3, 0.0, [0, 0, 0, 0], False, "cpu", "cpu"]
+    refused(NotImplementedError, "saccade.attention.default does not have a sharding strategy",
+            lambda: torch.ops.saccade.attention(*[by_heads] * 3, *none, *plain))  # fmt: skip
     mapped = torch.nn.Linear(8, 8).double()
     refused(NotImplementedError, "feature_map: got Linear, which has parameters",
             lambda: saccade.linear_attention(*[by_heads] * 3, feature_map=mapped))  # fmt: skip

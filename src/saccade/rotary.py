@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
+from saccade.runtime import shards
 from saccade.runtime.arguments import check_flag
 
 
@@ -14,7 +17,7 @@ def apply_rotary(
     """Turn pairs of channels of each row, as `write_kv_cache` turns keys.
 
     Args:
-        rows: [tokens, heads, dim].
+        rows: [tokens, heads, dim]; a DTensor may be sharded by any of them.
         rotary: cosines and sines [tokens, pairs] of the angles; 2 · pairs is at most dim, and
             channels behind the pairs stay as they are.
         interleaved: pairs are channels (2i, 2i + 1) instead of (i, i + pairs).
@@ -32,7 +35,11 @@ def apply_rotary(
     check_flag("interleaved", interleaved)
     if rows.dim() != 3:
         raise ValueError(f"rows: got shape {tuple(rows.shape)}, takes [tokens, heads, dim]")
-    return rotated(rows, *check_rotary(rotary, rows, "rows"), interleaved).to(rows.dtype)
+    cos, sin = check_rotary(rotary, rows, "rows")
+    if shards.any_sharded(rows):
+        mesh = cast("Any", rows).device_mesh
+        cos, sin = (shards.distributed("rotary", each, "rows", mesh) for each in (cos, sin))
+    return rotated(rows, cos, sin, interleaved).to(rows.dtype)
 
 
 def rotated(rows: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.kv_cache.pool import at_once
 from saccade.rotary import check_rotary, rotated
-from saccade.runtime import backends
+from saccade.runtime import backends, shards
 from saccade.runtime.arguments import (
     INTEGERS,
     check_flag,
@@ -270,6 +270,8 @@ def write_kv_cache(
             turned first; 2 · pairs is at most head_dim. None turns nothing.
         interleaved: pairs are channels (2i, 2i + 1) instead of (i, i + pairs).
 
+    DTensors are sharded by heads or not at all, pages and scales as key is.
+
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
         NotImplementedError: if key or value asks for a gradient.
@@ -279,6 +281,12 @@ def write_kv_cache(
 
     >>> saccade.write_kv_cache(key, value, key_pages, value_pages, slot_mapping)
     """
+    if shards.any_sharded(key, value, key_pages, value_pages):
+        pages = {"key_pages": key_pages, "value_pages": value_pages, "key_scales": key_scales,
+                 "value_scales": value_scales}  # fmt: skip
+        rows = {"key": key, "value": value}
+        shards.write_kv_cache(write_kv_cache, rows, pages, slot_mapping, rotary, interleaved)
+        return
     check_flag("interleaved", interleaved)
     _check_tokens(key, value, key_pages, value_pages)
     check_scales(key_pages, value_pages, key_scales, value_scales, required=True)

@@ -45,13 +45,15 @@ OF_NEITHER = Where(None, None)
 class Split:
     """How a call is split along each dimension of a mesh: by batch, by heads or not at all."""
 
-    def __init__(self, query: Any, where: Where) -> None:
+    def __init__(self, query: Any, where: Where, name: str = "query") -> None:
+        """name: the argument whose placement says it."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if not isinstance(query, DTensor):
             raise TypeError(
-                f"query: got {type(query).__name__} beside DTensors, takes a DTensor as well"
+                f"{name}: got {type(query).__name__} beside DTensors, takes a DTensor as well"
             )
+        self.name = name
         self.mesh, self.placements = query.device_mesh, query.placements
         self.split_by: list[str | None] = []  # for each dimension of the mesh
         for placement in self.placements:
@@ -64,7 +66,7 @@ class Split:
             else:
                 takes = "Shard(0) (batch), " * (where.batch == 0) + "Shard(1) (heads)"
                 raise ValueError(
-                    f"query: got the placement {placement}, takes {takes} or Replicate(); "
+                    f"{name}: got the placement {placement}, takes {takes} or Replicate(); "
                     "redistribute it"
                 )
         # Asked one by one: torch 2.11 does not trace a mesh's shape.
@@ -73,7 +75,7 @@ class Split:
         self.head_shards = math.prod(by_heads)
         if query.shape[1] % self.head_shards:
             raise ValueError(
-                f"query: got {query.shape[1]} heads on {self.head_shards} shards, takes a number "
+                f"{name}: got {query.shape[1]} heads on {self.head_shards} shards, takes a number "
                 f"of heads that {self.head_shards} divides"
             )
         self.heads = self.range_of(HEADS, query.shape[1])
@@ -109,7 +111,7 @@ class Split:
 
         if tensor is None:
             return None
-        tensor = self._distributed(name, tensor)
+        tensor = distributed(name, tensor, self.name, self.mesh)
         wanted = self.placements_of(where._replace(heads=None) if whole_heads else where)
         gradients = [  # of what is whole on ranks that each computed a part
             Partial() if by is not None and placement.is_replicate() else placement
@@ -118,24 +120,6 @@ class Split:
         if tensor.requires_grad or tensor.placements != tuple(wanted):  # adds up partial sums, too
             tensor = tensor.redistribute(self.mesh, wanted)
         return tensor.to_local(grad_placements=tuple(gradients))
-
-    def _distributed(self, name: str, tensor: Any) -> Any:
-        """A tensor as a DTensor of the query's mesh, of a placement that can be undone."""
-        from torch.distributed.tensor import DTensor, Replicate
-
-        if not isinstance(tensor, DTensor):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: got {type(tensor).__name__}, takes a DTensor")
-            if tensor.requires_grad:
-                raise TypeError(
-                    f"{name}: got a plain tensor that requires gradients beside DTensors, takes a "
-                    "DTensor: each rank would have a part of its gradient"
-                )
-            whole = [Replicate()] * self.mesh.ndim
-            return DTensor.from_local(tensor, self.mesh, whole, run_check=False)
-        if tensor.device_mesh != self.mesh:
-            raise ValueError(f"{name}: got a DTensor of another mesh, takes query's")
-        return tensor
 
     def rows(self, name: str, tensor: Any, where: Where) -> Any:
         """This rank's keys or values: those of its heads, or the one that its heads share."""
@@ -163,7 +147,9 @@ class Split:
             return tensor
         if placed != tuple(wanted) or tensor.device_mesh != self.mesh:
             got = "a plain tensor" if placed is None else f"the placements {list(placed)}"
-            raise ValueError(f"{name}: got {got}, takes {wanted} on query's mesh, to be used there")
+            raise ValueError(
+                f"{name}: got {got}, takes {wanted} on {self.name}'s mesh, to be used there"
+            )
         return tensor.to_local()
 
     def modified(self, name: str, modifier: Modified, batch: int) -> Modified:
@@ -184,6 +170,29 @@ class Split:
             tensor, self.mesh, self.placements_of(where), run_check=False,
             shape=torch.Size(shape), stride=_strides(shape, tensor.stride()),
         )  # fmt: skip
+
+
+def distributed(name: str, tensor: Any, beside: str, mesh: Any) -> Any:
+    """A tensor as a DTensor of a mesh, that of the argument `beside`; a plain one is whole on it.
+
+    Raises:
+        TypeError: if it is no tensor, or a plain one that requires gradients.
+        ValueError: if it lies on another mesh.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(tensor, DTensor):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, takes a DTensor")
+        if tensor.requires_grad:
+            raise TypeError(
+                f"{name}: got a plain tensor that requires gradients beside DTensors, takes a "
+                "DTensor: each rank would have a part of its gradient"
+            )
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if tensor.device_mesh != mesh:
+        raise ValueError(f"{name}: got a DTensor of another mesh, takes {beside}'s")
+    return tensor
 
 
 def _strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
@@ -244,6 +253,20 @@ def attention_paged(call: Callable[..., Any], inputs: Any, options: dict[str, An
     if not options["return_lse"]:
         return found
     return found, split.joined(lse, OF_HEADS if packed else DENSE, batch, heads)
+
+
+def write_kv_cache(call: Callable[..., None], rows: dict[str, Any], pages: dict[str, Any],
+                   slot_mapping: Any, rotary: Any, interleaved: bool) -> None:  # fmt: skip
+    """`write_kv_cache`, each rank into its part of the pages."""
+    split = Split(rows["key"], PACKED, "key")
+    if isinstance(rotary, (tuple, list)):
+        rotary = [split.local("rotary", angle, OF_NEITHER) for angle in rotary]
+    call(
+        **{name: split.local(name, each, PACKED) for name, each in rows.items()},
+        **{name: split.in_place(name, each, PACKED) for name, each in pages.items()},
+        slot_mapping=split.local("slot_mapping", slot_mapping, OF_NEITHER),
+        rotary=rotary, interleaved=interleaved,
+    )  # fmt: skip
 
 
 def _prepared(split: Split, batch: int, options: dict[str, Any]) -> dict[str, Any]:
