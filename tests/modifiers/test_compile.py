@@ -208,3 +208,16 @@ def test_lengths_that_change_compile_nothing_anew(kind: str) -> None:
             table = torch.ones(2, 2, -(-length // 8), -(-length // 8)).tril().bool()
         torch.testing.assert_close(run(query, table), function(query, table))
     assert counter.frame_count == 1
+
+
+def test_a_row_that_is_compared_with_a_number_is_right_or_refused() -> None:
+    """torch.compile makes False of a row == number where the number may change."""
+
+    def function(query: Tensor, number: int) -> Tensor:
+        mask = masks.of_positions(lambda b, h, q, k: (k == number) | (q == k), LENGTH, LENGTH)
+        return attend(query, mask=mask)
+
+    graph, _ = compiled(function)
+    torch.testing.assert_close(graph(rows(), 2), function(rows(), 2))
+    with pytest.raises(Exception, match="masks and scores take no True or False"):
+        graph(rows(), 3)

@@ -46,7 +46,7 @@ FUNCTIONS: dict[str, Any] = {
     "real numbers": lambda b, h, q, k: (q - k) * SLOPES[h] < 1.5,
     "a power": lambda b, h, q, k: (q - k) ** 2 <= 4,
     "minimum": lambda b, h, q, k: torch.minimum(q, k) <= 2,
-    "True and 1": lambda b, h, q, k: ((k == 1) == True) & (q >= 1.0),  # noqa: E712
+    "1 and 1.0": lambda b, h, q, k: (k == 1) & (q >= 1.0),
     "a number of a tensor": lambda b, h, q, k: k - q <= IDS[1, 5],
 }
 
@@ -85,6 +85,7 @@ UNKNOWN: dict[str, Any] = {
     "sums": lambda b, h, q, k: torch.cumsum(q, 0) > k,
     "numbers": lambda b, h, q, k: q - k,
     "no row": lambda b, h, q, k: True,
+    "True": lambda b, h, q, k: ((k == 1) == True) & (q >= 1.0),  # noqa: E712
     "its value": lambda b, h, q, k: k <= int(q),
 }
 

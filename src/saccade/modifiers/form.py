@@ -163,7 +163,18 @@ class Tape:
         self.captured: list[Any] = []
 
     def write(self, name: str, args: Sequence[Any] = (), options: Any = None) -> Taped:
-        """Note a call of a function or method by name."""
+        """Note a call of a function or method by name.
+
+        Raises:
+            TypeError: for a truth that is no row's. torch.compile takes ``row == number`` for False
+                where the number may change between runs, without asking the row.
+        """
+        for value in args:
+            if isinstance(value, bool):
+                raise TypeError(
+                    f"{name} of {value}: inside of a graph masks and scores take no True or False, "
+                    "which torch.compile makes of a row == number that may change"
+                )
         named = tuple([(key, self.operand(value)) for key, value in (options or {}).items()])
         self.entries.append((name, tuple([self.operand(value) for value in args]), named))
         return Taped(self, len(self.entries) - 1)
