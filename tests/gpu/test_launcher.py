@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+import saccade
 from saccade.gpu import driver, language, launcher, machine_code, planning
 from saccade.gpu.hopper.pipeline import Box, descriptor
 from saccade.gpu.launcher import Launch
@@ -57,6 +58,15 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def map_of(address: int, shape: Any, strides: Any) -> bytes:
     return struct.pack("Q4q4q", address, *shape, *strides).ljust(128, b"\0")
+
+
+class Kernel:
+    """A kernel of arguments by these names."""
+
+    __name__ = "noted"
+
+    def __init__(self, *names: str) -> None:
+        self.arg_names = names
 
 
 class Row(NamedTuple):
@@ -247,7 +257,7 @@ def test_launches_of_two_devices_are_each_started_on_their_own(
 
     monkeypatch.setattr(torch.cuda, "device", Entered)
     monkeypatch.setattr(machine_code, "variant", variant)
-    kernel = SimpleNamespace(arg_names=["a", "b", "c", "d", "SIZE"])
+    kernel = Kernel("a", "b", "c", "d", "SIZE")
     launches = [Launch(kernel, {"SIZE": 64}, {}) for _ in range(2)]
     for _ in range(2):
         for device in (0, 1):
@@ -266,7 +276,7 @@ def test_one_call_that_is_not_aligned_slows_no_other_one(
         return variants.setdefault(arguments.key, NotingVariant(arguments))
 
     monkeypatch.setattr(machine_code, "variant", variant)
-    launch = Launch(SimpleNamespace(arg_names=["a", "b", "c", "d", "SIZE"]), {"SIZE": 64}, {})
+    launch = Launch(Kernel("a", "b", "c", "d", "SIZE"), {"SIZE": 64}, {})
     aligned, unaligned = three(), [torch.zeros(17)[1:], *three()[1:]]
     for tensors in (unaligned, aligned, unaligned, aligned):
         launch(3, 0, tensors, lambda t=tensors: made(t))
@@ -286,7 +296,7 @@ def test_a_kernel_that_wants_more_is_started_by_triton(
 
     variant = SimpleNamespace(by_triton="it wants scratch memory", compiled=Compiled())
     monkeypatch.setattr(machine_code, "variant", lambda *given: variant)
-    launch = Launch(SimpleNamespace(arg_names=["a", "b", "c", "d", "SIZE"]), {"SIZE": 64}, {})
+    launch = Launch(Kernel("a", "b", "c", "d", "SIZE"), {"SIZE": 64}, {})
     for _ in range(2):
         tensors = three()
         launch(3, 0, tensors, lambda t=tensors: made(t))
@@ -376,3 +386,24 @@ def test_every_launch_finds_its_addresses_again(
     kernels |= {"attention_backward_bias"} if score == "bias" else set()
     assert kernels <= set(recorded)
     assert recorded.count("attention_forward") == 3
+
+
+@pytest.mark.skipif(
+    not language.INTERPRETED, reason="the kernels of CPU tensors are pretended here"
+)
+def test_nothing_is_kept_for_each_length(
+    monkeypatch: pytest.MonkeyPatch, recorded: list[str]
+) -> None:
+    """Of calls whose lengths differ, forms and machine code are one; the rest is bounded."""
+    monkeypatch.setattr(launcher, "_forms", {})
+    monkeypatch.setattr(call_spec, "MOST_PREPARED", 8)
+    monkeypatch.setattr(call_cache, "MOST_CALLS", 8)
+    kept = []
+    for length in range(17, 47, 2):
+        leaves = [torch.zeros(1, 2, length, 16, requires_grad=True) for _ in range(3)]
+        output = saccade.attention(*leaves, causal=True, implementation="triton")
+        torch.autograd.grad(output.sum(), leaves)
+        memories = attention_host._forwards, attention_host._launches, call_cache._calls
+        kept.append((len(launcher._forms), *map(len, memories)))
+    forms = {forms for forms, *_ in kept}
+    assert len(forms) == 1 and kept[-1] == kept[-2] == (*forms, 8, 8, 8)

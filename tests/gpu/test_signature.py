@@ -116,7 +116,10 @@ def test_what_triton_is_told() -> None:
 def test_a_descriptor_is_named_as_triton_names_it() -> None:
     rows = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
     given = descriptor(rows, Box.of(rows, False, 64, 64))
-    [(kind, value)] = Arguments([given], []).parameters
+    (kind, value), *behind = Arguments([given], []).parameters
+    assert behind == [
+        *(('i32', size) for size in given.shape), *(('i64', step) for step in given.strides)
+    ]  # fmt: skip
     assert value is given and kind == "tensordesc"
     assert value.type.startswith("tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout(")
 

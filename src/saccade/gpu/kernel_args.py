@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from saccade.gpu import device_ops, tensor_view, tile_ranges
-from saccade.gpu.language import tl, triton
+from saccade.gpu.language import Constant, tl, triton
 from saccade.gpu.signature import Length, Stride
 from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
@@ -96,7 +96,7 @@ def view(
     steps = strides[:2]
     if strides[2] != 1:  # rows of channels, which are loaded 16 bytes at once
         steps = Stride(steps[0]), Stride(steps[1])
-    step = tl.constexpr(strides[2])
+    step = Constant(strides[2])
     if offsets is None:
         data: tuple[Any, ...] = (Length(extent.length), extent.heads)
         return View(tensor, steps, step, tensor_view.dense, tensor_view.dense_program, data)

@@ -116,7 +116,12 @@ class Constant(Value):
     """`tl.constexpr(value)`."""
 
     def __init__(self, value: Any) -> None:
-        self.value, self.text = value, f"constexpr({value!r})"
+        self.value = value
+
+    @property
+    def text(self) -> str:  # type: ignore[override]
+        """As it is written; made when it is asked for, as every call of a new length makes some."""
+        return f"constexpr({self.value!r})"
 
     def _resolve(self) -> Any:
         return _find("triton.language.constexpr")(resolved(self.value))

@@ -16,12 +16,45 @@ from torch import Tensor
 
 from saccade.gpu import driver, machine_code
 from saccade.gpu.language import INTERPRETED, Constant, Deferred, resolved
-from saccade.gpu.signature import ALIGNMENT, FUSED, Arguments, Described, Length, Stride, type_of
+from saccade.gpu.signature import (
+    ALIGNMENT,
+    FUSED,
+    Arguments,
+    Described,
+    Length,
+    Stride,
+    identity,
+    type_of,
+)
 
 MOST_MAPS = 512  # addresses of one tensor of calls like one another; each takes 128 bytes
 
 MakeArguments = Callable[[], tuple[Any, ...]]
 """Makes a kernel's arguments, nested as it takes them; a Tensor stands for its address."""
+
+
+class Form:
+    """What launches share that differ in lengths alone: constants, in the order of the kernel."""
+
+    def __init__(
+        self, kernel: Any, constants: Mapping[str, Any], meta: type[tuple[Any, ...]] | None
+    ):
+        self.passed = dict(constants) if meta is None else bundled(constants, meta)
+        first = len(kernel.arg_names) - len(self.passed)
+        self.constants = [self.passed[name] for name in kernel.arg_names[first:]]
+        self.key = identity(self.constants)
+
+
+_forms: dict[Any, Form] = {}
+
+
+def form_of(kernel: Any, constants: Mapping[str, Any], meta: type[tuple[Any, ...]] | None) -> Form:
+    """The form of a launch; there are as many as kernels have constants, whatever the lengths."""
+    key = kernel, meta, INTERPRETED, *constants, *constants.values(), *map(type, constants.values())
+    found = _forms.get(key)
+    if found is None:
+        found = _forms[key] = Form(kernel, constants, meta)
+    return found
 
 
 class Launch:
@@ -33,8 +66,8 @@ class Launch:
     ):  # fmt: skip
         """constants: the kernel's constexprs by name. meta: the NamedTuple that it takes those of
         its fields in, as one argument META."""
-        self.kernel, self.constants, self.options = kernel, dict(constants), dict(options)
-        self.passed = self.constants if meta is None else bundled(self.constants, meta)
+        self.kernel, self.constants, self.options = kernel, constants, options
+        self.form = form_of(kernel, constants, meta)
         self.start: AnyStart | None = None  # of the last call
         self.starts: dict[Any, AnyStart] = {}  # by what else tells calls of one Launch apart
 
@@ -69,7 +102,7 @@ class Launch:
     def _interpret(self, programs: int, arguments: MakeArguments) -> None:
         values = map(plain, arguments())
         options = {**FUSED, **self.options}
-        self.kernel[(programs,)](*values, **self.passed, **options)
+        self.kernel[(programs,)](*values, **self.form.passed, **options)
 
     def _prepare(
         self, device: int, tensors: Sequence[Tensor], arguments: MakeArguments
@@ -89,8 +122,7 @@ class Launch:
 
     def arguments(self, values: tuple[Any, ...]) -> Arguments:
         """All that the kernel takes: what `MakeArguments` gave, then its constants."""
-        names = self.kernel.arg_names[len(values) :]
-        return Arguments(values, [self.passed[name] for name in names])
+        return Arguments(values, self.form.constants, self.form.key)
 
 
 def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[str, Any]:
@@ -121,24 +153,20 @@ class Start:
         self.aligned: list[int] = []  # tensors whose addresses the kernel takes for aligned
         self.pointers: list[tuple[int, int]] = []  # tensor, word of memory
         self.maps: list[tuple[int, int, Maps]] = []  # tensor, byte of memory, descriptors
-        values: list[Any] = []
-        kinds = iter(variant.maps)
-        for _, value in arguments.parameters:
-            offset = variant.offsets[len(values)]
-            if isinstance(value, Described):
+        values, kinds = list(arguments.numbers), iter(variant.maps)
+        for place in arguments.addressed:
+            value, offset = values[place], variant.offsets[place]
+            if type(value) is Described:
+                address, number = value.tensor.data_ptr(), numbers.get(id(value.tensor))
                 maps = Maps(next(kinds), value.shape, value.strides)
-                number, address = numbers.get(id(value.tensor)), value.tensor.data_ptr()
-                values += (maps[address], *value.shape, *value.strides)
+                values[place] = maps[address]
                 if number is not None:
                     self.maps.append((number, offset, maps))
-            elif isinstance(value, Tensor):
-                number, address = numbers.get(id(value)), value.data_ptr()
-                values.append(address)
+            else:
+                address, number = value.data_ptr(), numbers.get(id(value))
+                values[place] = address
                 if number is not None:
                     self.pointers.append((number, offset // machine_code.ADDRESS_SIZE))
-            else:
-                values.append(value)
-                continue
             if number is None:
                 self.complete = False
             elif address % ALIGNMENT == 0 and number not in self.aligned:

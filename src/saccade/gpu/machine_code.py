@@ -21,11 +21,11 @@ from typing import Any
 
 from saccade.gpu import driver, stored_code
 from saccade.gpu.language import Function
-from saccade.gpu.signature import Arguments, Described
+from saccade.gpu.signature import DESCRIPTOR, Arguments
 from saccade.gpu.stored_code import MachineCode
 
-FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}  # of numbers, as `struct` writes them
 MAP, ADDRESS = f"{driver.TENSOR_MAP_SIZE}s", "Q"
+FORMATS = {"i32": "i", "i64": "q", "fp32": "f", DESCRIPTOR: MAP}  # as `struct` writes them
 ADDRESS_SIZE = 8
 NO_SCRATCH = (0, 0)
 """Addresses that Triton adds behind a kernel's own parameters: of memory that ours do not want."""
@@ -38,13 +38,8 @@ RUN_ON = {"sm_86": ("sm_80",), "sm_87": ("sm_80",), "sm_89": ("sm_80",)}
 
 
 def formats_of(arguments: Arguments) -> list[str]:
-    """How `struct` writes each parameter; a TMA descriptor's sizes and strides follow it."""
-    found: list[str] = []
-    for kind, value in arguments.parameters:
-        if isinstance(value, Described):
-            found += MAP, *("i" for _ in value.shape), *("q" for _ in value.strides)
-        else:
-            found.append(FORMATS.get(kind, ADDRESS))
+    """How `struct` writes each parameter."""
+    found = [FORMATS.get(kind, ADDRESS) for kind in arguments.kinds]
     return [*found, *(ADDRESS for _ in NO_SCRATCH)]
 
 

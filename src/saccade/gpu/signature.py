@@ -64,75 +64,125 @@ class Described(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def layout_text(self) -> str:
+        """The layout as text: what is noted of Triton's makes its own only once."""
+        return repr(self.layout)
+
+    @property
     def type(self) -> str:
         """Triton's name of the type, which holds the layout."""
-        return f"tensordesc<{TYPES[self.dtype]}{list(self.sides)},{resolved(self.layout)!r}>"
+        return f"{DESCRIPTOR}<{TYPES[self.dtype]}{list(self.sides)},{resolved(self.layout)!r}>"
 
 
 Parameter = tuple[str, Any]
 """What a kernel is handed, in the order of memory: Triton's name of a type, and a number, a Tensor
-(whose address it is) or a Described."""
+(whose address it is) or a Described, behind which its shape and strides follow."""
+
+DESCRIPTOR = "tensordesc"
 
 
 class Arguments:
     """The arguments of one start of a kernel: its key among variants, and its parameters."""
 
-    def __init__(self, values: Sequence[Any], constants: Sequence[Any]):
-        """values: what the kernel takes first, nested as it takes them; then its constants."""
+    def __init__(
+        self,
+        values: Sequence[Any],
+        constants: Sequence[Any],
+        key_of_constants: tuple[Any, ...] | None = None,
+    ):
+        """values: what the kernel takes first, nested as it takes them; then its constants.
+
+        key_of_constants: `identity` of the constants, where it is known already.
+        """
         self.values, self.constants = values, constants
-        self.parameters: list[Parameter] = []
+        self.kinds: list[str] = []  # of parameters
+        self.numbers: list[Any] = []  # that they are; a tensor or Described at its place
+        self.addressed: list[int] = []  # where these are
         found: list[Any] = []
         self._read(values, found.append)
-        self._identify(constants, found.append)
-        self.key = tuple(found)
+        self.key = (
+            *found,
+            *(identity(constants) if key_of_constants is None else key_of_constants),
+        )
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """What the kernel is handed."""
+        return list(zip(self.kinds, self.numbers, strict=True))
 
     def _read(self, values: Sequence[Any], note: Callable[[Any], None]) -> None:
         # In the way of every call of a new length: what is frequent comes first.
         note(type(values))
         note(len(values))
-        add = self.parameters.append
+        kinds, numbers = self.kinds, self.numbers
         for value in values:
             kind = type(value)
             if kind is Function:
                 note(value)
             elif kind is int:
-                name = _whole_type(value)
+                name = "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
                 note(name)
-                add((name, value))
-            elif kind is Length or (kind is Stride and int(value) != 1):
-                name = _whole_type(value)
-                note((name, value % ALIGNMENT == 0))
-                add((name, int(value)))
+                kinds.append(name)
+                numbers.append(value)
+            elif kind is Length or (kind is Stride and value != 1):
+                name = "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
+                note(name)
+                note(value % ALIGNMENT == 0)
+                kinds.append(name)
+                numbers.append(value)
+            elif kind is Constant and type(value.value) is int:
+                note(int)
+                note(value.value)
+            elif value is None:
+                note(None)
             elif isinstance(value, Tensor):
                 name = _pointer_type(value.dtype)
-                note((name, value.data_ptr() % ALIGNMENT == 0, ON_AMD and _is_small(value)))
-                add((name, value))
+                note(name)
+                note(value.data_ptr() % ALIGNMENT == 0)
+                if ON_AMD:
+                    note(_is_small(value))
+                self.addressed.append(len(numbers))
+                kinds.append(name)
+                numbers.append(value)
             elif kind is Described:
-                note((value.dtype, value.sides, value.layout))
-                add(("tensordesc", value))
+                note(value.dtype)
+                note(value.sides)
+                note(value.layout_text)
+                self.addressed.append(len(numbers))
+                kinds += DESCRIPTOR, *("i32" for _ in value.shape), *("i64" for _ in value.strides)
+                numbers += value, *value.shape, *value.strides
             elif kind is float:
                 note(FLOAT)
-                add((FLOAT, value))
+                kinds.append(FLOAT)
+                numbers.append(value)
             elif isinstance(value, tuple):
                 self._read(value, note)
             else:
-                self._identify((value,), note)
-
-    def _identify(self, constants: Sequence[Any], note: Callable[[Any], None]) -> None:
-        """Note what tells constants from others: a function is known by itself."""
-        for value in constants:
-            if type(value) is Constant:
-                value = value.value
-            note(type(value))  # 1, 1.0 and True are equal, and not the same
-            if isinstance(value, tuple):
-                self._identify(value, note)
-            else:
-                note(value)
+                _identify((value,), note)
 
     @property
     def text(self) -> str:
         """The key as text that is the same in every process."""
         return " ".join(map(_text_of, self.key))
+
+
+def identity(constants: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells constants from others."""
+    found: list[Any] = []
+    _identify(constants, found.append)
+    return tuple(found)
+
+
+def _identify(constants: Sequence[Any], note: Callable[[Any], None]) -> None:
+    """Note what tells constants from others: a function is known by itself."""
+    for value in constants:
+        if type(value) is Constant:
+            value = value.value
+        note(type(value))  # 1, 1.0 and True are equal, and not the same
+        if isinstance(value, tuple):
+            _identify(value, note)
+        else:
+            note(value)
 
 
 def _text_of(value: Any) -> str:

@@ -26,6 +26,7 @@ from saccade.runtime.spec import Inputs, KernelConfig, LinearInputs, Variant, pr
 FEW = 1024
 CELLS = 64  # along each side, at most: the answer may be rough
 SMALLEST_CELL = 64
+LENGTH_BITS = 5  # of a length that count here, which is rounded to them
 
 
 def is_short(mask: str, captured: Captured, query_len: int, kv_len: int) -> bool:
@@ -35,7 +36,12 @@ def is_short(mask: str, captured: Captured, query_len: int, kv_len: int) -> bool
     """
     if not mask or captured.tensors or not query_len or not kv_len:
         return False
-    return _is_short(mask, tuple(captured.ints), tuple(captured.floats), query_len, kv_len)
+    if kv_len <= FEW:
+        return True
+    step = 1 << max(max(query_len, kv_len).bit_length() - LENGTH_BITS, 0)
+    shift, rows = kv_len - query_len, -(-query_len // step) * step
+    keys = max(rows + shift // step * step, 1)  # so a new length hardly ever asks anew
+    return _is_short(mask, tuple(captured.ints), tuple(captured.floats), rows, keys)
 
 
 @functools.lru_cache(maxsize=4096)
