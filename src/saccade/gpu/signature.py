@@ -124,7 +124,7 @@ class Arguments:
                 note(name)
                 kinds.append(name)
                 numbers.append(value)
-            elif kind is Length or (kind is Stride and value != 1):
+            elif kind is Length or (kind is Stride and int(value) != 1):
                 name = "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
                 note(name)
                 note(value % ALIGNMENT == 0)
