@@ -215,7 +215,10 @@ for _place in (HEADS, WHOLE):
 
             def write(parts: Any, pages: Any, beside: Any, slots: Any, rotary: Any) -> None:
                 named = dict(zip(("key_scales", "value_scales"), beside, strict=False))
-                saccade.write_kv_cache(*parts, *pages, slots, rotary=rotary, **named)
+                (keys, values), (key_pages, value_pages) = parts, pages
+                saccade.write_kv_cache(
+                    keys, values, key_pages, value_pages, slots, rotary=rotary, **named
+                )
 
             def place_all(tensors: Any, where: Any) -> list[DTensor]:
                 return [distribute_tensor(each.clone(), mesh, [where]) for each in tensors]

@@ -175,15 +175,18 @@ def caller(kind: str) -> Callable[[int], tuple[Callable[[], Any], list[Any]]]:
             pages = -(-length // PAGE)
             table = torch.arange(4 * pages, dtype=torch.int32, device="cuda").view(4, pages)
             lengths = torch.full((4,), length, dtype=torch.int32, device="cuda")
-            pool = [rows(4 * pages, KV_HEADS, PAGE, DIM) for _ in range(2)]
+            key_pages, value_pages = (rows(4 * pages, KV_HEADS, PAGE, DIM) for _ in range(2))
             query = rows(4, HEADS, 1, DIM)
-            return lambda: saccade.attention_paged(query, *pool, table, lengths), []
+            return lambda: saccade.attention_paged(
+                query, key_pages, value_pages, table, lengths
+            ), []
         if kind == "varlen":
             given = [rows(length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
             sequences = 3 + length // 2 % 5
             ends = [number * length // sequences for number in range(sequences + 1)]
             offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
-            return lambda: saccade.attention_varlen(*given, offsets, causal=True), given
+            query, key, value = given
+            return lambda: saccade.attention_varlen(query, key, value, offsets, causal=True), given
         if kind == "linear":
             given = [rows(1, 16, length, DIM) for _ in range(3)]
             return lambda: saccade.linear_attention(*given, causal=True), given
@@ -198,7 +201,7 @@ def times(kind: Kind, lengths: int) -> dict[str, float]:
     import torch
 
     held = torch.zeros(RESERVED, dtype=torch.uint8, device="cuda")
-    torch.ones(256, 256, device="cuda") @ torch.ones(256, 256, device="cuda")
+    torch.mm(*torch.ones(2, 256, 256, device="cuda"))
     make, found = caller(kind.name), {}
     shortest = SHORTEST.get(kind.name, OTHERS)
     del held

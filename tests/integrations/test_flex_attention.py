@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -33,14 +33,19 @@ def in_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-def rows(seed: int = 0, heads: int = HEADS, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def rows(
+    seed: int = 0, heads: int = HEADS, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(seed)
-    shapes = (BATCH, HEADS, LENGTH, 16), (BATCH, heads, LENGTH, 16), (BATCH, heads, LENGTH, 8)
-    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+    return (
+        torch.randn(BATCH, HEADS, LENGTH, 16, dtype=dtype),
+        torch.randn(BATCH, heads, LENGTH, 16, dtype=dtype),
+        torch.randn(BATCH, heads, LENGTH, 8, dtype=dtype),
+    )
 
 
 def plain(
-    case: FlexCase, tensors: list[Tensor], learned: list[Tensor], largest: Any = None
+    case: FlexCase, tensors: Sequence[Tensor], learned: list[Tensor], largest: Any = None
 ) -> Tensor:
     """The call in plain PyTorch: functions run on indices, one batch entry and head at a time.
 
@@ -67,7 +72,9 @@ def plain(
     return torch.stack(outputs).unflatten(0, (BATCH, HEADS))
 
 
-def called(case: FlexCase, tensors: list[Tensor], learned: list[Tensor], by: Any = ours) -> Tensor:
+def called(
+    case: FlexCase, tensors: Sequence[Tensor], learned: list[Tensor], by: Any = ours
+) -> Tensor:
     block_mask = None
     if case.mask is not None:
         block_mask = by.create_block_mask(case.mask(), *SIZES, device="cpu", BLOCK_SIZE=BLOCK)
@@ -337,7 +344,8 @@ def test_options_are_refused_by_name(options: Any, error: Any, message: str) -> 
     with pytest.raises(error, match=message):
         flex_attention(*rows(), **options)
     with pytest.raises(ValueError, match="query: got 3 dimensions, takes 4"):
-        flex_attention(*(tensor[0] for tensor in rows()))
+        query, key, value = rows()
+        flex_attention(query[0], key[0], value[0])
 
 
 # ---- PyTorch's module, torch.compile -------------------------------------------------------------

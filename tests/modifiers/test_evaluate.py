@@ -49,7 +49,8 @@ def test_what_is_written_over_is_no_longer_read(name: str) -> None:
     """In-place steps give what others give, in memory that no captured tensor has."""
     table = torch.tensor([1.0, 4.0, 0.5, -1.0])
     score = as_score(WRITTEN_OVER[name](table))
-    rows = Coordinates(*(index_range(0, 4 if dim > 1 else 2, dim) for dim in range(4)), 0)
+    batch, head, query_row, kv_row = (index_range(0, 4 if dim > 1 else 2, dim) for dim in range(4))
+    rows = Coordinates(batch, head, query_row, kv_row, 0)
     raw = torch.randn(2, 2, 4, 4, generator=torch.manual_seed(5))
     exact = change(score.key, score.captured, raw.clone(), rows)
     found = change(score.key, score.captured, raw.clone(), rows, overwrite=True)
