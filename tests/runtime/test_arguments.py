@@ -180,7 +180,14 @@ MASKS = [
         "got the function saccade.masks.causal",
         "write mask=",
     ),
-    Refusal("not called", "mask", own_mask, TypeError, "own_mask has the parameters", "call it"),
+    Refusal(
+        "not called",
+        "mask",
+        own_mask,
+        TypeError,
+        ") has the parameters (batch, head, query_row, kv_row, table)",
+        "call it",
+    ),
     Refusal("float", "mask", normal(6, 5), TypeError, "torch.float32", "torch.bool"),
     Refusal("uint8", "mask", normal(6, 5).byte(), TypeError, "torch.uint8", "torch.bool"),
     Refusal(
@@ -233,7 +240,14 @@ SCORES = [
     Refusal("a number", "score", 0.5, TypeError, "got float", A_SCORE),
     Refusal("a tensor", "score", normal(6, 5), TypeError, "got Tensor", A_SCORE),
     Refusal("a mask", "score", masks.causal(), TypeError, "got Mask", A_SCORE),
-    Refusal("not called", "score", own_score, TypeError, "own_score has the parameters", "call it"),
+    Refusal(
+        "not called",
+        "score",
+        own_score,
+        TypeError,
+        ") has the parameters (score, batch, head, ",
+        "call it",
+    ),
     Refusal(
         "slopes",
         "score",

@@ -51,7 +51,7 @@ def test_options_of_others_are_answered(options, said):
         ),
         (
             {"mask": lambda b, h, q, k: q >= k and k > 2},
-            r"branch on a row, at test_other_libraries\.py:\d+: .*write & \| ~ for and, or, not",
+            r"branch on a row, in <lambda>, at test_other_libraries\.py:\d+: .*write & \| ~ for",
         ),
     ],
 )
