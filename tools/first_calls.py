@@ -9,6 +9,10 @@ Usage: python tools/first_calls.py --compile FOLDER    (needs Triton, and no GPU
 from __future__ import annotations
 
 import argparse
+import builtins
+import compileall
+import functools
+import importlib
 import json
 import os
 import statistics
@@ -16,14 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HELP = """\
 Call the library as a wheel with machine code would, in fresh processes that can import no Triton
 and find no C compiler: each kind of call must give what the reference gives, and compile nothing.
-Then time first calls, and calls of lengths that were never seen beside lengths that were.
+Then time first calls, and calls of lengths that were never seen beside lengths that were; with
+--profile, say what first calls are made of instead.
 """
 EPILOG = """\
 FOLDER holds what a wheel holds in saccade/compiled, for the calls of this script (--compile).
@@ -31,12 +38,17 @@ FOLDER holds what a wheel holds in saccade/compiled, for the calls of this scrip
 examples:
   python tools/first_calls.py --compile out/first --jobs 16
   python tools/first_calls.py out/first --json out/first_calls.jsonl
+  python tools/first_calls.py out/first --profile
 
 Times are of the host. A first call is timed until the GPU has done it, in a process in which CUDA
-is up and saccade is imported. Lengths: the median of --lengths calls, the GPU idle before each.
+is up, saccade is imported, and PyTorch has made a backward pass of its own: its first one starts
+threads and, where a gradient is handed to it, imports sympy. What that took is shown beside.
+Saccade's files are compiled to bytecode before, as pip does for a wheel. Lengths: the median of
+--lengths calls, the GPU idle before each.
 
 exit status: 0 if every result is right and nothing was compiled, else 1.
 """
+SOURCES = Path(__file__).resolve().parents[1] / "src"
 DIM, HEADS, KV_HEADS, PAGE = 128, 32, 8, 16
 SHORTEST = {"linear": 8193}  # lengths are this, or OTHERS, and every second one that follows
 OTHERS = 2049
@@ -196,49 +208,159 @@ def caller(kind: str) -> Callable[[int], tuple[Callable[[], Any], list[Any]]]:
     return make
 
 
-def times(kind: Kind, lengths: int) -> dict[str, float]:
-    """Seconds of first calls, and of calls of new and of known lengths."""
+def seconds(run: Callable[[], Any], wait: bool = True) -> tuple[float, Any]:
+    """What a call takes, until the GPU has done it or until it returns; and its result."""
+    import torch
+
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    result = run()
+    if wait:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin, result
+
+
+def warmed() -> dict[str, float]:
+    """Seconds of what PyTorch itself does first: afterwards it is not counted as ours."""
     import torch
 
     held = torch.zeros(RESERVED, dtype=torch.uint8, device="cuda")
-    torch.mm(*torch.ones(2, 256, 256, device="cuda"))
-    make, found = caller(kind.name), {}
-    shortest = SHORTEST.get(kind.name, OTHERS)
+    given = torch.ones(256, 256, device="cuda")
+    leaf = torch.mm(given, given).requires_grad_()
     del held
 
-    def seconds(run: Callable[[], Any], wait: bool) -> tuple[float, Any]:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        result = run()
-        if wait:
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin, result
+    def backward(*gradients: Any) -> None:
+        output = leaf.sin() if gradients else leaf.sin().sum()
+        torch.autograd.grad(output, leaf, *gradients)
 
-    def both(length: int, wait: bool, calls: Any = None) -> tuple[float, float]:
-        """Of a forward pass without gradients, then of one with its backward pass."""
-        run, leaves = calls or make(length)
-        with torch.no_grad():
-            alone, output = seconds(run, wait)
-        if not leaves:
-            return alone, 0.0
-        given = torch.randn_like(output)
-        forward, output = seconds(run, wait)
-        backward, _ = seconds(lambda: torch.autograd.grad(output, leaves, given), wait)
-        return alone, forward + backward
+    found = {"torch backward": seconds(backward)[0]}
+    found["torch given gradient"] = seconds(lambda: backward(given))[0]
+    found["torch backward again"] = seconds(lambda: backward(given))[0]
+    return found
 
-    found["first forward"], found["first both"] = both(shortest + 1024, True)
+
+def both(
+    call: tuple[Callable[[], Any], list[Any]], wait: bool, at: Callable[[str], Any] = str
+) -> tuple[float, float]:
+    """Seconds of a forward pass without gradients, then of one with its backward pass.
+
+    at: is told which of them comes.
+    """
+    import torch
+
+    run, leaves = call
+    at("forward")
+    with torch.no_grad():
+        alone, output = seconds(run, wait)
+    if not leaves:
+        return alone, 0.0
+    given = torch.randn_like(output)
+    at("both")
+    forward, output = seconds(run, wait)
+    backward, _ = seconds(lambda: torch.autograd.grad(output, leaves, given), wait)
+    return alone, forward + backward
+
+
+def times(kind: Kind, lengths: int) -> dict[str, float]:
+    """Seconds of first calls, and of calls of new and of known lengths."""
+    found, make = warmed(), caller(kind.name)
+    shortest = SHORTEST.get(kind.name, OTHERS)
+    found["first forward"], found["first both"] = both(make(shortest + 1024), True)
     for length in (shortest - 1, shortest - 2, shortest - 17):  # both classes of alignment
-        both(length, False)
+        both(make(length), False)
     calls = {length: make(length) for length in range(shortest, shortest + 2 * lengths, 2)}
     for name in ("new", "known"):
-        taken = [both(length, False, call) for length, call in calls.items()]
+        taken = [both(call, False) for call in calls.values()]
         for which, values in zip(("forward", "both"), zip(*taken, strict=True), strict=True):
             found[f"{name} {which}"] = statistics.median(values)
-    one = [both(shortest, False, calls[shortest]) for _ in range(lengths)]
+    one = [both(calls[shortest], False) for _ in range(lengths)]
     for which, values in zip(("forward", "both"), zip(*one, strict=True), strict=True):
         found[f"same {which}"] = statistics.median(values)
     loaded()
     return found
+
+
+# ---- what a first call is made of ----------------------------------------------------------------
+
+IMPORTS, REST = "importing", "the rest of the host, and PyTorch"
+
+
+class Clock:
+    """Seconds that steps take without the steps within them, by pass and step.
+
+    One thread works at a time: while PyTorch's runs a backward pass, the one that asked waits.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.of, self._inner = "", [0.0]
+
+    def time(self, holder: Any, attribute: str, step: str | Callable[..., str]) -> None:
+        """Time a function from now on; step: its name, or what makes it of its arguments."""
+        plain = getattr(holder, attribute)
+
+        @functools.wraps(plain)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self.step(step if isinstance(step, str) else step(*arguments)):
+                return plain(*arguments, **options)
+
+        setattr(holder, attribute, timed)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Time what is done meanwhile."""
+        self._inner.append(0.0)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - begin
+            self.seconds[self.of][name] += took - self._inner.pop()
+            self._inner[-1] += took
+
+
+def watched() -> Clock:
+    """A clock that times the steps from a call to its kernels."""
+    from saccade.gpu import driver, launcher, machine_code, stored_code
+
+    clock, started = Clock(), set[int]()
+
+    def start(variant: Any, *others: Any) -> str:
+        again = id(variant) in started
+        started.add(id(variant))
+        return "starting kernels again" if again else f"starting {variant.name} first"
+
+    def load(function: Any, code: bytes, name: str) -> str:
+        return f"loading {name}, {len(code):,} bytes"
+
+    clock.time(builtins, "__import__", IMPORTS)
+    clock.time(importlib, "import_module", IMPORTS)
+    clock.time(stored_code, "source_digest", "digest of the sources")
+    clock.time(stored_code, "shipped", "index of the package")
+    clock.time(machine_code, "address_of", "addresses")
+    clock.time(stored_code.Shipped, "find", "unpacking machine code")
+    clock.time(driver.Function, "__init__", load)
+    clock.time(driver.Function, "parameter_sizes", "sizes of parameters")
+    clock.time(driver.Function, "allow_shared_memory", "shared memory")
+    clock.time(machine_code.Variant, "launch", start)
+    clock.time(driver, "tensor_map", "TMA descriptors")
+    clock.time(launcher.Launch, "_prepare", "arguments and parameters")
+    return clock
+
+
+def profile(kind: Kind) -> dict[str, Any]:
+    """What first calls are made of: seconds by pass and step, and of the passes."""
+    found: dict[str, Any] = dict(warmed())
+    call, clock = caller(kind.name)(SHORTEST.get(kind.name, OTHERS) + 1024), watched()
+    for name in ("first", "second"):
+        passes = both(call, True, lambda which: setattr(clock, "of", f"{name} {which}"))  # noqa: B023
+        clock.of = ""
+        for which, took in zip(("forward", "both"), passes, strict=True):
+            found[f"{name} {which}"] = took
+            steps = clock.seconds[f"{name} {which}"]
+            steps[REST] = took - sum(steps.values())
+    loaded()
+    return {**found, "steps": {of: steps for of, steps in clock.seconds.items() if of}}
 
 
 def in_child(arguments: argparse.Namespace) -> int:
@@ -255,6 +377,8 @@ def in_child(arguments: argparse.Namespace) -> int:
     kind = next(kind for kind in KINDS if kind.name == arguments.kind)
     if arguments.checks:
         found["kernels"] = check(kind.name)
+    elif arguments.profile:
+        found |= profile(kind)
     else:
         found |= times(kind, arguments.lengths)
     assert "saccade.gpu.triton_compiler" not in sys.modules
@@ -281,6 +405,23 @@ def ask(kind: Kind, folder: Path, *more: str) -> dict[str, Any] | str:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def shown_profile(found: dict[str, Any], kind: Kind) -> str:
+    """What first calls of a kind are made of, in milliseconds."""
+    torch = [1e3 * found[f"torch {name}"] for name in ("backward", "given gradient")]
+    lines = [
+        f"{kind.name}: importing saccade {1e3 * found['import']:.1f} ms; PyTorch's first backward "
+        f"pass {torch[0]:.1f}, its first with a gradient handed over {torch[1]:.1f}"
+    ]
+    for of, steps in found["steps"].items():
+        if not found[of]:
+            continue
+        lines.append(f"  {of} {1e3 * found[of]:.1f} ms")
+        for step, took in sorted(steps.items(), key=lambda step: -step[1]):
+            if took > 1e-4:
+                lines.append(f"  {1e3 * took:10.1f}  {step}")
+    return "\n".join(lines)
+
+
 def shown(found: dict[str, Any], kind: Kind) -> str:
     """A line of the table."""
     passes = ("forward", "both") if kind.gradients else ("forward",)
@@ -294,8 +435,9 @@ def shown(found: dict[str, Any], kind: Kind) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Check every kind of call, then time it; the exit status."""
+    """Check every kind of call, then time it or say what takes the time; the exit status."""
     failed, begin = 0, time.perf_counter()
+    compileall.compile_dir(SOURCES, quiet=1)  # as pip does
     for kind in KINDS:
         found = ask(kind, arguments.folder, "--checks")
         if isinstance(found, str):
@@ -304,15 +446,17 @@ def main(arguments: argparse.Namespace) -> int:
         else:
             said = f"as the reference, {found['kernels']} kernels, none compiled"
             print(f"{kind.name}: {said}", flush=True)
-    heads = ["first (s)", "new (us)", "known (us)", "same (us)"]
-    print(f"\n{'':18}" + "".join(f"{head:>11}" for head in heads))
+    if not arguments.profile:
+        heads = ["first (s)", "new (us)", "known (us)", "same (us)"]
+        print(f"\n{'':18}" + "".join(f"{head:>11}" for head in heads))
+    how = ["--profile"] if arguments.profile else ["--lengths", str(arguments.lengths)]
     for kind in KINDS:
-        found = ask(kind, arguments.folder, "--lengths", str(arguments.lengths))
+        found = ask(kind, arguments.folder, *how)
         if isinstance(found, str):
             failed += 1
             print(f"{kind.name}: FAILED\n{found}", flush=True)
             continue
-        print(shown(found, kind), flush=True)
+        print((shown_profile if arguments.profile else shown)(found, kind), flush=True)
         if arguments.json:
             with arguments.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind.name, **found}) + "\n")
@@ -331,6 +475,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--arch", default="sm_90", help="what it is compiled for (sm_90)")
     made.add_argument("--jobs", type=int, help="compilers at a time; by default one a core")
     made.add_argument("--lengths", type=int, default=60, help="how many are timed (60)")
+    made.add_argument("--profile", action="store_true", help="what first calls are made of")
     made.add_argument("--json", type=Path, help="append what was found to this file")
     for name in ("--kind", "--checks"):  # of the processes that this one starts
         kind: dict[str, Any] = {"action": "store_true"} if name == "--checks" else {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -46,16 +48,16 @@ def test_what_was_stored_is_what_is_read() -> None:
     assert len(stored) < len(CODE.code) // 10
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "code", "another", "head"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "byte", "code", "head"])
 def test_what_is_damaged_is_refused(damage: str) -> None:
-    head, _, rest = CODE.packed().partition(b"\n")
-    other = CODE._replace(code=CODE.code[::-1]).packed().partition(b"\n")[2]
-    stored = {
-        "cut": head + b"\n" + rest[:-9], "empty": b"", "code": head + b"\n" + rest[:40] + rest[44:],
-        "another": head + b"\n" + other, "head": head[5:] + b"\n" + rest,
+    stored, (head, _, code) = CODE.packed(), CODE.plain().partition(b"\n")
+    damaged = {
+        "cut": stored[:-9], "empty": b"", "byte": stored[:200] + b"?" + stored[201:],
+        "code": lzma.compress(head + b"\n" + code[::-1]),
+        "head": lzma.compress(head[5:] + b"\n" + code),
     }[damage]  # fmt: skip
     with pytest.raises(ValueError):
-        MachineCode.unpacked(stored)
+        MachineCode.unpacked(damaged)
 
 
 def test_the_package_serves_its_own_sources_alone(
@@ -77,8 +79,39 @@ def test_the_package_serves_its_own_sources_alone(
         assert stored_code.shipped("sm_90") is None
 
 
-def test_a_damaged_variant_of_the_package_is_not_used() -> None:
-    stored_code.write_shipped(stored_code.COMPILED, "sm_90", {"a": CODE, "b": CODE}, "a test")
+def test_variants_that_are_alike_are_stored_together_and_equal_ones_once() -> None:
+    random = hashlib.shake_128(b"no two parts alike").digest(5000)
+    codes = {
+        f"{name} {number}": CODE._replace(name=name, code=random + bytes([number % 4]))
+        for name in ("one", "other")
+        for number in range(12)
+    }
+    size = stored_code.write_shipped(stored_code.COMPILED, "sm_90", codes, "a test")
+    found = stored_code.shipped("sm_90")
+    assert found is not None and {at: found.find(at) for at in codes} == codes
+    assert len(found.blocks) == 2 and len(set(found.places.values())) == 2 * 4
+    assert size > (stored_code.COMPILED / "sm_90.code").stat().st_size > 2 * len(random)
+    assert size < 4 * len(random)
+
+
+def test_one_block_is_read_for_one_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_code, "BLOCK", 3 * len(CODE.code))
+    codes = {f"{n:02}": CODE._replace(code=CODE.code[:-1] + bytes([n])) for n in range(10)}
+    stored_code.write_shipped(stored_code.COMPILED, "sm_90", codes, "a test")
+    found, read = stored_code.shipped("sm_90"), list[int]()
+    assert found is not None and len(found.blocks) == 4
+    monkeypatch.setattr(
+        stored_code, "_decompressed",
+        lambda stored, plain=stored_code._decompressed: read.append(len(stored)) or plain(stored),
+    )  # fmt: skip
+    assert found.find("04") == codes["04"] and found.find("05") == codes["05"]
+    assert read == [found.blocks[1][1]]
+
+
+def test_a_damaged_variant_of_the_package_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_code, "BLOCK", 1)
+    codes = {"a": CODE, "b": CODE._replace(num_warps=16)}
+    stored_code.write_shipped(stored_code.COMPILED, "sm_90", codes, "a test")
     file = stored_code.COMPILED / "sm_90.code"
     whole = bytearray(file.read_bytes())
     whole[-20] ^= 1
@@ -89,7 +122,7 @@ def test_a_damaged_variant_of_the_package_is_not_used() -> None:
         assert found.find("b") is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"source": 1}', '{"places": [1]}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"source": 1}', '{"made_by": "", "blocks": [1]}'])
 def test_a_damaged_index_is_not_used(text: str) -> None:
     stored_code.COMPILED.mkdir()
     (stored_code.COMPILED / "sm_90.index").write_text(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
 from typing import Any
 
 import pytest
@@ -53,6 +54,42 @@ def test_a_sample_is_spread_over_all() -> None:
     codes = variants.compile_with_progress("sm_80", "linear_row_dot", 2, console, most=1)
     listed = [variant.address for variant in variants.variants_of("sm_80", "linear_row_dot")]
     assert list(codes) == listed[:1]
+
+
+def code_of(cubin: bytes) -> dict[str, bytes]:
+    """The sections of machine code in an ELF file, by name; and what a launch reads of them."""
+    (first,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, first + size * at) for at in range(count)]
+    start = headers[names][4]
+    found = {
+        cubin[start + header[0] : cubin.index(b"\0", start + header[0])].decode(): header
+        for header in headers
+    }
+    return {
+        name: cubin[header[4] : header[4] + header[5]]
+        for name, header in found.items()
+        if name.startswith((".text.", ".nv.constant")) or ("debug" in name and header[5])
+    }
+
+
+def test_line_numbers_that_are_left_out_change_no_instruction(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    def compiled(told: dict[str, str], kernel: str) -> list[dict[str, bytes]]:
+        monkeypatch.setattr(variants, "LEAN", told)
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / f"told {len(told)}"))
+        console = Console(quiet=True)
+        codes = variants.compile_with_progress("sm_90", kernel, 1, console, most=1)
+        return [code_of(code.code) for code in codes.values()]
+
+    lean = variants.LEAN
+    for kernel in ("linear_row_dot", "attention_backward_begin"):
+        [whole], [short] = compiled({}, kernel), compiled(lean, kernel)
+        assert set(whole) > {".debug_line"} and ".debug_line" not in short
+        code = {name for name in whole if "debug" not in name}
+        assert f".text.{kernel}" in code and code == {name for name in short if "debug" not in name}
+        assert all(whole[name] == short[name] for name in code)
 
 
 def test_the_number_of_variants_is_printed_last() -> None:

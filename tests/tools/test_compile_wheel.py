@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from saccade.gpu.stored_code import MachineCode
+from saccade.gpu.stored_code import Shipped
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,11 +39,13 @@ def test_a_wheel_holds_what_its_own_sources_find(tmp_path: Path) -> None:
     [wheel] = wheels.iterdir()
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    index = json.loads((installed / "saccade/compiled/sm_90.index").read_text())
-    codes = (installed / "saccade/compiled/sm_90.code").read_bytes()
-    assert 0 < len(index["places"]) <= 6 and index["made_by"].startswith("Triton ")
-    for _, offset, size in index["places"]:
-        assert MachineCode.unpacked(codes[offset : offset + size]).code[:4] == b"\x7fELF"
+    file = installed / "saccade/compiled/sm_90.index"
+    shipped = Shipped(file.with_suffix(".code"), json.loads(file.read_text()))
+    assert 0 < len(shipped.places) <= 6 and shipped.made_by.startswith("Triton ")
+    for address in shipped.places:
+        found = shipped.find(address)
+        assert found is not None and found.code[:4] == b"\x7fELF"
+        assert b".debug_line" not in found.code and b".nv_debug" not in found.code
 
     # The package that was installed serves them, and one whose kernels were edited does not.
     program = (
@@ -58,7 +60,7 @@ def test_a_wheel_holds_what_its_own_sources_find(tmp_path: Path) -> None:
         )  # fmt: skip
         return answer.stdout.strip()
 
-    assert served() == str(len(index["places"]))
+    assert served() == str(len(shipped.places))
     kernel = installed / "saccade/ops/attention/hopper/forward.py"
     kernel.write_text(kernel.read_text() + "\n# edited\n")
     assert served() == "None"

@@ -7,8 +7,11 @@ of this library that device code is made of. So what was compiled from other sou
     in the package   compiled/sm_90.index, .code    `make wheel` puts them there
     in a cache       one file for each address       $SACCADE_CACHE, or the user's caches
 
-Both hold packed `MachineCode`: a line of JSON that says what a launch needs, with a hash of the
-code, then the code, compressed. What does not fit its hash is not used, and said.
+Both hold `MachineCode` as bytes: a line of JSON that says what a launch needs, with a hash of the
+code, then the code. What does not fit its hash is not used, and said. A file of the cache is that,
+compressed. In the package kernels that are alike are compressed together, in blocks, which takes
+half the memory; one block is read for one kernel. What several addresses have in common is stored
+once.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import lzma
 import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +37,13 @@ COMPILED = PACKAGE / "compiled"  # only in a wheel
 IMPORTS_LANGUAGE = b"\nfrom saccade.gpu.language import "
 COMPILERS = ("language.py", "signature.py", "triton_compiler.py")
 MOST_CACHED = 4096  # files of the cache: about 100 MB
+BLOCK = 1 << 20  # bytes that are compressed together: read in 10 ms, and what more saves is little
 
 # What a user may tell Triton that changes neither code nor where it is kept.
-HARMLESS = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "TRITON_PRINT_AUTOTUNING")
+HARMLESS = (
+    "TRITON_CACHE_DIR", "TRITON_DISABLE_LINE_INFO", "TRITON_HOME", "TRITON_INTERPRET",
+    "TRITON_PRINT_AUTOTUNING",
+)  # fmt: skip
 
 
 class MachineCode(NamedTuple):
@@ -47,34 +56,53 @@ class MachineCode(NamedTuple):
     overlapping: bool  # whether it may start while the kernel before it still runs
     maps: tuple[TensorMapKind, ...]  # of its TMA descriptors
 
-    def packed(self) -> bytes:
-        """As it is stored."""
+    def plain(self) -> bytes:
+        """As bytes."""
         known = self._replace(code=b"")._asdict()
         known["code"] = hashlib.sha256(self.code).hexdigest()
-        return json.dumps(known).encode() + b"\n" + lzma.compress(self.code)
+        return json.dumps(known).encode() + b"\n" + self.code
 
     @staticmethod
-    def unpacked(stored: bytes) -> MachineCode:
-        """What was stored.
+    def of(plain: bytes) -> MachineCode:
+        """What `plain` made bytes of.
 
         Raises:
             ValueError: for what is damaged.
         """
-        head, _, rest = stored.partition(b"\n")
+        head, _, code = plain.partition(b"\n")
         try:
             known = json.loads(head)
-            code = lzma.decompress(rest)
             intact = hashlib.sha256(code).hexdigest() == known.pop("code")
             maps = tuple(
                 TensorMapKind(swizzle, size, kind, tuple(sides))
                 for swizzle, size, kind, sides in known.pop("maps")
             )
             found = MachineCode(code=code, maps=maps, **known)
-        except (ValueError, TypeError, KeyError, lzma.LZMAError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"it cannot be read: {error}") from None
         if not intact:
             raise ValueError("its hash is another")
         return found
+
+    def packed(self) -> bytes:
+        """As a file of the cache holds it."""
+        return lzma.compress(self.plain())
+
+    @staticmethod
+    def unpacked(stored: bytes) -> MachineCode:
+        """What was packed.
+
+        Raises:
+            ValueError: for what is damaged.
+        """
+        return MachineCode.of(_decompressed(stored))
+
+
+def _decompressed(stored: bytes) -> bytes:
+    try:
+        return lzma.decompress(stored)
+    except lzma.LZMAError as error:
+        raise ValueError(f"it cannot be read: {error}") from None
 
 
 @functools.cache
@@ -115,25 +143,37 @@ def told_triton() -> str:
 # ---- in the package ------------------------------------------------------------------------------
 
 
-class Shipped(NamedTuple):
+class Shipped:
     """The machine code in the package for one architecture."""
 
-    file: Path
-    places: dict[str, tuple[int, int]]  # by address: offset and size in the file
-    made_by: str  # the versions of what compiled it
+    def __init__(self, file: Path, index: Any) -> None:
+        """index: what `write_shipped` wrote beside the file."""
+        self.file = file
+        self.made_by: str = index["made_by"]  # the versions of what compiled it
+        self.blocks = [(offset, size) for offset, size in index["blocks"]]  # in the file
+        self.places = {  # by address: a block, offset and size in what it holds
+            address: (block, offset, size)
+            for address, (block, offset, size) in index["places"].items()
+        }
+        # The last one that was read: kernels of one call may lie together.
+        self._read = functools.lru_cache(maxsize=1)(self._read_anew)
 
     def find(self, address: str) -> MachineCode | None:
         """The machine code of an address; None: it is not there."""
         if address not in self.places:
             return None
-        offset, size = self.places[address]
+        block, offset, size = self.places[address]
         try:
-            with self.file.open("rb") as file:
-                file.seek(offset)
-                return MachineCode.unpacked(file.read(size))
-        except (OSError, ValueError) as error:
+            return MachineCode.of(self._read(block)[offset : offset + size])
+        except (OSError, ValueError, IndexError) as error:
             _warn_of_damage(self.file, error)
             return None
+
+    def _read_anew(self, block: int) -> bytes:
+        offset, size = self.blocks[block]
+        with self.file.open("rb") as file:
+            file.seek(offset)
+            return _decompressed(file.read(size))
 
 
 def _warn_of_damage(file: Path, error: Exception) -> None:
@@ -145,12 +185,11 @@ def shipped(architecture: str) -> Shipped | None:
     """What the package brings for an architecture; None: nothing that fits its sources."""
     index = COMPILED / f"{architecture}.index"
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))
-        places = {address: (offset, size) for address, offset, size in found["places"]}
-        source, made_by = found["source"], found["made_by"]
+        read = json.loads(index.read_text(encoding="utf-8"))
+        found, source = Shipped(index.with_suffix(".code"), read), read["source"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _warn_of_damage(index, error)
         return None
     if source != source_digest():
@@ -160,24 +199,52 @@ def shipped(architecture: str) -> Shipped | None:
             stacklevel=2,
         )
         return None
-    return Shipped(index.with_suffix(".code"), places, made_by)
+    return found
 
 
 def write_shipped(
-    folder: Path, architecture: str, codes: dict[str, MachineCode], made_by: str
+    folder: Path, architecture: str, codes: Mapping[str, MachineCode], made_by: str
 ) -> int:
     """Write what `shipped` reads; gives its size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    places, offset = [], 0
+    addresses: dict[MachineCode, list[str]] = {}
+    for address in sorted(codes):
+        addresses.setdefault(codes[address], []).append(address)
+    places: dict[str, tuple[int, int, int]] = {}
+    blocks: list[tuple[int, int]] = []
+    end = 0
     with (folder / f"{architecture}.code").open("wb") as file:
-        for address in sorted(codes):
-            stored = codes[address].packed()
-            places.append([address, offset, len(stored)])
-            offset += file.write(stored)
-    index = {"source": source_digest(), "made_by": made_by, "places": places}
-    text = json.dumps(index)
+        for block in _blocks(addresses):
+            held = b""
+            for code in block:
+                plain = code.plain()
+                place = len(blocks), len(held), len(plain)
+                places |= dict.fromkeys(addresses[code], place)
+                held += plain
+            size = file.write(lzma.compress(held))
+            blocks.append((end, size))
+            end += size
+    index = {"source": source_digest(), "made_by": made_by, "blocks": blocks, "places": places}
+    text = json.dumps(index, separators=(",", ":"))
     (folder / f"{architecture}.index").write_text(text, encoding="utf-8")
-    return offset + len(text)
+    return end + len(text)
+
+
+def _blocks(codes: Iterable[MachineCode]) -> Iterator[list[MachineCode]]:
+    """Kernels that are alike side by side, in blocks of one kernel's variants."""
+    for _, alike in itertools.groupby(sorted(codes, key=_likeness), lambda code: code.name):
+        block, size = list[MachineCode](), 0
+        for code in alike:
+            if block and size + len(code.code) > BLOCK:
+                yield block
+                block, size = [], 0
+            block.append(code)
+            size += len(code.code)
+        yield block
+
+
+def _likeness(code: MachineCode) -> tuple[Any, ...]:
+    return code.name, code.num_warps, code.shared_memory, len(code.code), code.code
 
 
 # ---- in the user's cache -------------------------------------------------------------------------

@@ -42,6 +42,9 @@ LENGTHS = (512, 4096, 16384)  # of every schedule that a length chooses
 HEADS = ((32, 32), (32, 8))  # query heads and kv heads
 LINEAR_HEADS = 16  # of which lengths up to 1,535 take two segments, and from 4,096 on eight
 NOT_ALIGNED = 1  # that much longer, a length is no multiple of 16
+LEAN = {"TRITON_DISABLE_LINE_INFO": "1"}
+"""What Triton is told: which line an instruction came from takes more memory than all code."""
+
 SAMPLE = 6  # kernels of a wheel that is made to be looked at
 
 
@@ -228,8 +231,8 @@ def _ask(request: Request) -> Iterator[Any]:
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         subprocess.Popen(
-            command, env=worker.worker_environment(), stdout=subprocess.PIPE, stderr=errors,
-            text=True,
+            command, env={**worker.worker_environment(), **LEAN}, stdout=subprocess.PIPE,
+            stderr=errors, text=True,
         ) as process,
     ):  # fmt: skip
         assert process.stdout
