@@ -26,7 +26,7 @@ COMMANDS = {
         "See attention at work: train a small model, check it, let it write, measure.",
     ),
     "bench": Command(
-        "saccade.bench",
+        "saccade.bench.command",
         "Measure attention on this machine: saccade beside PyTorch and whatever else is installed.",
     ),
     "generate": Command(

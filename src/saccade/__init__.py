@@ -9,7 +9,7 @@ from saccade import feature_maps as feature_maps
 from saccade import masks as masks
 from saccade import scores as scores
 from saccade.explain import explain as explain
-from saccade.explain import register_formulas as _register_formulas
+from saccade.flop_counter import register_formulas as _register_formulas
 from saccade.integrations.sdpa import (  # last: it is built on the names above
     scaled_dot_product_attention as scaled_dot_product_attention,
 )

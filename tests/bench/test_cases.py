@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from saccade.bench import split
 from saccade.bench.case import (
     CAUSAL,
     FULL,
@@ -21,6 +20,7 @@ from saccade.bench.cases import (
     listed_cases,
     passes_of,
 )
+from saccade.bench.command import split
 from saccade.bench.peers import choose_peers
 
 CPU = torch.device("cpu")

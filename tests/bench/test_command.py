@@ -11,8 +11,9 @@ import typer
 from hatchling.builders.wheel import WheelBuilder
 from typer.testing import CliRunner
 
-from saccade.bench import bench, processes, results, session
+from saccade.bench import command, processes, results
 from saccade.bench.cases import CASES
+from saccade.bench.command import bench
 from saccade.bench.peers import ours, pytorch
 from saccade.bench.report import SCRIPTS
 from saccade.bench.results import read
@@ -92,7 +93,7 @@ def test_lists_and_help():
 
 def test_peers_over_pages_are_asked_by_a_case_that_they_serve():
     peers = {
-        peer.who: session.reason_against(peer, torch.device("cpu"))
+        peer.who: command.reason_against(peer, torch.device("cpu"))
         for peer in ours.paged_peers()[:2]
     }
     assert peers == {"saccade/paged-16": None, "saccade/scattered-16": None}
@@ -106,8 +107,8 @@ def test_listing_peers_compiles_nothing(monkeypatch):
 
 def test_importing_the_command_imports_nothing_heavy():
     code = (
-        "import sys, saccade.bench as command;"
-        "heavy = {'matplotlib', 'saccade.bench.session', 'saccade.bench.peers'};"
+        "import sys, saccade.bench.command;"
+        "heavy = {'matplotlib', 'transformers', 'triton', 'torch._inductor'};"
         "print(heavy & set(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

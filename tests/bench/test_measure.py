@@ -5,8 +5,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from saccade.bench import bench, measure, processes
+from saccade.bench import measure, processes
 from saccade.bench.cases import CASES, HOST_CASES
+from saccade.bench.command import bench
 from saccade.bench.peers import all_peers, ours
 from saccade.bench.results import read
 from saccade.bench.timing import HostClock, Runnable, TimingPlan

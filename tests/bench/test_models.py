@@ -12,7 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import saccade_cli
-from saccade.bench import bench, display, models, timing
+from saccade.bench import display, models, timing
+from saccade.bench.command import bench
 from saccade.bench.models import SHAPES, Models, ModelShape, Workload
 from saccade.bench.results import read
 from saccade.bench.timing import TimingPlan

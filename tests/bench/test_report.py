@@ -9,8 +9,9 @@ import typer
 from browser import MISSING, Browser, find, required
 from typer.testing import CliRunner
 
-from saccade.bench import bench, report
+from saccade.bench import report
 from saccade.bench.cases import CASES
+from saccade.bench.command import bench
 from saccade.bench.report import compiled_kernels, sections
 from saccade.bench.results import Result, append, case_fields, read
 

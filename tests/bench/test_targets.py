@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 from saccade.bench.cases import CASES
+from saccade.bench.command import show_targets
 from saccade.bench.display import targets_table
 from saccade.bench.peers.pytorch import COPY_BYTES
 from saccade.bench.results import Result, append, case_fields
-from saccade.bench.session import show_targets
 from saccade.bench.targets import (
     CPU_TARGETS,
     FASTEST,

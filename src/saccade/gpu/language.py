@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "INTERPRETED", "Call", "Constant", "Deferred", "Function", "Name", "Value", "aggregate",
-    "builtin_of_ours", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "resolved", "tl",
-    "triton",
+    "builtin_of_ours", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "is_hopper", "resolved",
+    "tl", "triton",
 ]  # fmt: skip
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -296,3 +296,18 @@ else:
     aggregate = Name("triton.language.core._aggregate")
     gdc_launch_dependents = Name("triton.language.extra.cuda.gdc_launch_dependents")
     gdc_wait = Name("triton.language.extra.cuda.gdc_wait")
+
+
+HOPPER = "sm90"  # as Triton's options for a kernel name it
+
+
+@builtin_of_ours
+def is_hopper(_semantic: Any = None) -> Any:
+    """Whether a kernel is compiled for Hopper; not under the interpreter.
+
+    It asks the compilation that is under way, as Triton's own builtins do: Triton's function for it
+    asks the GPU that is active, and starts a C compiler to find it.
+    """
+    if _semantic is None:
+        return False
+    return tl.constexpr(getattr(_semantic.builder.options, "arch", None) == HOPPER)

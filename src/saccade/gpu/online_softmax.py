@@ -11,9 +11,7 @@ that one of them is better on some GPU and worse on another, the way may depend 
 
 from __future__ import annotations
 
-from typing import Any
-
-from saccade.gpu.language import builtin_of_ours, tl, triton
+from saccade.gpu.language import is_hopper, tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -89,18 +87,3 @@ def finish_softmax(row_max, row_sum):
     """
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
     return divisor, (row_max + tl.log2(divisor)) * LN_2
-
-
-HOPPER = "sm90"  # as Triton's options for a kernel name it
-
-
-@builtin_of_ours
-def is_hopper(_semantic: Any = None) -> Any:
-    """Whether a kernel is compiled for Hopper; not under the interpreter.
-
-    It asks the compilation that is under way, as Triton's own builtins do: Triton's function for it
-    asks the GPU that is active, and starts a C compiler to find it.
-    """
-    if _semantic is None:
-        return False
-    return tl.constexpr(getattr(_semantic.builder.options, "arch", None) == HOPPER)

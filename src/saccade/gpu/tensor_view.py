@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from saccade.gpu.language import tl, triton
-from saccade.gpu.online_softmax import is_hopper, sum_of_rows
+from saccade.gpu.language import is_hopper, tl, triton
+from saccade.gpu.online_softmax import sum_of_rows
 
 # Triton's language has no types that a checker follows.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false

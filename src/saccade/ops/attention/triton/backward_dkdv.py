@@ -10,8 +10,7 @@ Source: FlashAttention-2 (Dao 2023), algorithm 2.
 
 from __future__ import annotations
 
-from saccade.gpu.language import gdc_launch_dependents, gdc_wait, tl, triton
-from saccade.gpu.online_softmax import is_hopper
+from saccade.gpu.language import gdc_launch_dependents, gdc_wait, is_hopper, tl, triton
 from saccade.gpu.tensor_view import (
     add_rows,
     any_nonfinite,

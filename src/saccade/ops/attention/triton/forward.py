@@ -9,14 +9,8 @@ Source: FlashAttention-2 (Dao 2023), algorithm 1. docs/forward.md walks through 
 from __future__ import annotations
 
 from saccade.gpu.kernel_args import kept
-from saccade.gpu.language import tl, triton
-from saccade.gpu.online_softmax import (
-    LOG2_E,
-    finish_softmax,
-    is_hopper,
-    softmax_step,
-    start_softmax,
-)
+from saccade.gpu.language import is_hopper, tl, triton
+from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
 from saccade.gpu.tensor_view import (
     any_nonfinite,
     load_rows,

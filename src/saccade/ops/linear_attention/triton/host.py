@@ -28,7 +28,6 @@ from saccade.ops.linear_attention.triton.chunk_state import NUMBERS, linear_chai
 from saccade.ops.linear_attention.triton.normalizer import (
     count,
     counts_first,
-    start_step,
     upstream_of,
 )
 from saccade.ops.linear_attention.triton.passes import (
@@ -38,6 +37,7 @@ from saccade.ops.linear_attention.triton.passes import (
     State,
     signature,
 )
+from saccade.ops.linear_attention.triton.recurrent_step import start_step
 from saccade.runtime.spec import (
     KernelConfig,
     LinearGradients,
