@@ -57,7 +57,7 @@ PUBLIC_NAME_USERS = {
     "integrations": {"integrations"},
     "serving": {"serving", "integrations"},
     "bench": {"bench"},
-    "demo": {"demo", "serving"},
+    "demo": {"demo", "serving", "bench"},
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -59,7 +59,7 @@ def test_the_whole_demo(run, tmp_path):
 
 
 def test_a_model_that_learned_nothing_is_called_so(run, monkeypatch):
-    monkeypatch.setattr("saccade.demo.report.matplotlib_missing", lambda: True)
+    monkeypatch.setattr("saccade.demo.comparison.matplotlib_missing", lambda: True)
     monkeypatch.setattr("saccade.demo.comparison.measure_peak", lambda call: None)
     result = run("--steps", "1")
     assert result.exit_code == 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.kv_cache import reference
+from saccade.testing import paged
 
 
 def pools() -> list[torch.Tensor]:
@@ -28,7 +28,7 @@ def test_reads_before_it_writes(source, target):
     source, target = (torch.tensor(pages, dtype=torch.int64) for pages in (source, target))
     found, wanted = pools(), pools()
     saccade.move_pages(found, source, target)
-    reference.move(wanted, source, target)
+    paged.move(wanted, source, target)
     assert_equal(found, wanted)
 
 

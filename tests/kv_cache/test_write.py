@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import saccade
-from saccade.kv_cache import reference
 from saccade.rotary import rotated
+from saccade.testing import paged
 
 F8, I8 = torch.float8_e4m3fn, torch.int8
 GENERATOR = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def test_equals_the_reference(dtype, page_dtype, scaled, pairs, interleaved):
     if pairs:
         of_reference |= {"cos": angles.cos(), "sin": angles.sin()}
         of_write |= {"rotary": (angles.cos(), angles.sin())}
-    wanted = written(reference.write, dtype, page_dtype, **of_reference)
+    wanted = written(paged.write, dtype, page_dtype, **of_reference)
     found = written(saccade.write_kv_cache, dtype, page_dtype, **of_write)
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=0, atol=0, equal_nan=True)

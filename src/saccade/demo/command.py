@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,13 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
 
-import saccade
-from saccade.demo import comparison, report
+from saccade.bench.results import device_name, versions
+from saccade.demo import comparison
 from saccade.demo.comparison import LayerErrors, Measured
 from saccade.demo.model import (
     ByteModel,
@@ -211,7 +214,7 @@ class DemoRun:
     def train(self, steps: int | None) -> dict[str, Any]:
         """Train the model, for so many steps or the seconds of the settings; say how that went."""
         console, settings, model = self.console, self.settings, self.model
-        report.heading(console, "1. Training")
+        heading(console, "1. Training")
         shape = settings.shape
         if steps is None:  # with a number of steps the result should not depend on the machine
             choose_training_threads(model, settings.batch)
@@ -225,10 +228,10 @@ class DemoRun:
             settings.training_seconds, steps, settings.batch, settings.learning_rate, self.seed
         )
         history: list[TrainingStep] = []
-        with report.training_progress(console) as progress:
+        with training_progress(console) as progress:
             bar = progress.add_task("", total=1.0, step=0, bits=8.0, speed=0.0, left=0.0)
             for step in train(model, self.corpus.training, schedule):
-                progress.update(bar, completed=step.progress, **report.shown(step))
+                progress.update(bar, completed=step.progress, **shown(step))
                 history.append(step)
         return {
             "parameters": model.num_parameters,
@@ -240,7 +243,7 @@ class DemoRun:
 
     def predict(self) -> dict[str, float]:
         """Bits per byte of held-out text: of the model and of counting."""
-        report.heading(self.console, "2. What it learned")
+        heading(self.console, "2. What it learned")
         corpus, settings = self.corpus, self.settings
         windows = spread_windows(corpus.held_out, settings.shape.context, settings.held_out_bytes)
         bits = {
@@ -248,16 +251,16 @@ class DemoRun:
             "counting pairs (bigram)": bigram_bits(corpus.training, windows),
             MODEL: held_out_bits(self.model, windows),
         }
-        self.console.print(report.prediction_table(bits, windows[:, 1:].numel()))
+        self.console.print(prediction_table(bits, windows[:, 1:].numel()))
         return bits
 
     def check(self) -> list[LayerErrors]:
         """Compare the trained layers with the reference, and the cache with a single pass."""
         console, model = self.console, self.model
-        report.heading(console, "3. Is the attention right?")
+        heading(console, "3. Is the attention right?")
         tokens = self.corpus.held_out[None, : model.shape.context].long()
         errors = list(comparison.measure_errors(model.attention_calls(tokens), self.seed))
-        console.print(report.exactness_table(errors))
+        console.print(comparison.exactness_table(errors))
         for dtype in dict.fromkeys(one.dtype for one in errors):
             ratios = comparison.ratios_to_plain(errors, dtype)
             listed = ", ".join(f"{who} {ratio:.2f}" for who, ratio in ratios.items())
@@ -276,20 +279,20 @@ class DemoRun:
 
     def write(self, prompt: str | None) -> None:
         """Let the model write on from a prompt."""
-        report.heading(self.console, "4. What it writes")
+        heading(self.console, "4. What it writes")
         begin = prompt.encode() if prompt else opening(self.corpus.held_out, PROMPT_BYTES)
         sampling = TextSampling(seed=self.seed)
         written = generate(self.model, begin, self.settings.new_bytes, sampling)
         explanation = (
             f"dimmed: the prompt · temperature {sampling.temperature}, top {sampling.top_k} bytes"
         )
-        self.console.print(report.generated_panel(begin, written, explanation))
+        self.console.print(generated_panel(begin, written, explanation))
 
     def measure(self, deadline: float) -> list[Measured]:
         """Measure time and memory of attention on this machine, until the deadline at most."""
         console, settings = self.console, self.settings
         sizes = settings.lengths, settings.window_lengths, settings.rounds
-        report.heading(console, "5. Time and memory on this machine")
+        heading(console, "5. Time and memory on this machine")
         measured: list[Measured] = []
         with console.status("measuring ...") as status:
             for at_length in comparison.measure_lengths(*sizes, deadline):
@@ -297,7 +300,7 @@ class DemoRun:
                 last = at_length[-1]
                 status.update(f"measured {last.pattern}, length {last.length:,} ...")
         for pattern in dict.fromkeys(one.pattern for one in measured):
-            console.print(report.comparison_table(measured, pattern))
+            console.print(comparison.comparison_table(measured, pattern))
         console.print(
             f"float32, batch 1, {comparison.HEADS} heads of {comparison.HEAD_DIM}, "
             f"{torch.get_num_threads()} thread(s); medians of {settings.rounds} interleaved "
@@ -312,11 +315,11 @@ class DemoRun:
     ) -> None:  # fmt: skip
         """Write the model in both forms, the numbers and the plot."""
         console = self.console
-        report.heading(console, "Saved")
+        heading(console, "Saved")
         write_json(
             results := output / "results.json",
             {
-                "device": device_name(),
+                "device": this_machine(),
                 "versions": versions(),
                 **about,
                 "bits_per_byte": bits,
@@ -335,13 +338,13 @@ class DemoRun:
             "as Hugging Face's": (exported := export(self.model, output / "huggingface")),
             "numbers": results,
         }
-        if report.matplotlib_missing():
+        if comparison.matplotlib_missing():
             console.print(
                 "No plot: matplotlib is missing (pip install 'saccade[bench]').", markup=False
             )
         else:
             saved["plot"] = output / "comparison.png"
-            report.save_plot(measured, saved["plot"], device_name())
+            comparison.save_plot(measured, saved["plot"], this_machine())
         for what, path in saved.items():
             console.print(f"{what:>17}  {path}", markup=False, soft_wrap=True)
         console.print(
@@ -352,22 +355,60 @@ class DemoRun:
         )  # fmt: skip
 
 
-def versions() -> dict[str, str]:
-    """Versions of what computed the results."""
-    return {
-        "saccade": saccade.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+# ---- what the steps show -------------------------------------------------------------------------
 
 
-def device_name() -> str:
-    """The processor, as well as the system knows it, and the threads that PyTorch uses."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")  # Linux says more here than Python's platform module does
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-        models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        name = models[0] if models else name
+def heading(console: Console, text: str) -> None:
+    """The title of a part of the demo."""
+    console.print()
+    console.rule(f"[bold]{text}", align="left")
+
+
+def training_progress(console: Console) -> Progress:
+    """A bar that shows how training goes."""
+    return Progress(
+        TextColumn("step {task.fields[step]:>4}"),
+        BarColumn(bar_width=None),
+        TextColumn("[bold]{task.fields[bits]:.3f}[/] bits/byte"),
+        TextColumn("{task.fields[speed]:,.0f} bytes/s"),
+        TextColumn("{task.fields[left]:>4.0f} s left"),
+        console=console,
+    )
+
+
+def shown(step: TrainingStep) -> dict:
+    """The fields of the bar after a step."""
+    left = step.seconds * (1 / step.progress - 1)
+    speed = step.bytes_per_second
+    return {"step": step.number, "bits": step.bits_per_byte, "speed": speed, "left": left}
+
+
+def prediction_table(bits: dict[str, float], unseen: int) -> Table:
+    """Bits per byte of each model on text that none of them has seen."""
+    table = comparison.table_of(
+        f"Predicting {unseen:,} held-out bytes", ["model"], ["bits per byte", "size next to 8 bits"]
+    )
+    best = min(bits.values())
+    for who, value in bits.items():
+        style = "bold green" if value == best else ""
+        table.add_row(who, f"{value:.3f}", f"{value / 8:.0%}", style=style)
+    return table
+
+
+def generated_panel(prompt: bytes, written: bytes, explanation: str) -> Panel:
+    """The prompt, dimmed, and what the model wrote after it."""
+    text = Text(readable(prompt), style="dim")
+    text.append(readable(written), style="bold cyan")
+    return Panel(text, title="what it writes", subtitle=explanation, border_style="cyan")
+
+
+def readable(content: bytes) -> str:
+    """Bytes as text; what is no UTF-8, or would move the cursor, is shown as �."""
+    text = content.decode("utf-8", errors="replace").expandtabs(4)
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+
+
+def this_machine() -> str:
+    """The processor, and the threads that PyTorch uses."""
     threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{device_name(torch.device('cpu'))}, {threads} thread{'s' if threads > 1 else ''}"

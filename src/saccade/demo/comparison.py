@@ -6,6 +6,7 @@ inside included, but it only ever grows. So each measurement has a fresh process
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import multiprocessing
 import os
@@ -15,11 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
+from rich import box
+from rich.table import Table
 from torch import Tensor
 
 import saccade
@@ -346,3 +351,113 @@ def _seconds(call: TimedCall, inputs: Inputs) -> tuple[float, float]:
     middle = time.perf_counter()
     torch.autograd.grad(output, (query, key, value), inputs[3])
     return middle - begin, time.perf_counter() - middle
+
+
+# ---- tables and a plot ---------------------------------------------------------------------------
+
+MIB = 2**20
+SHORT = {"PyTorch SDPA": "SDPA", "plain PyTorch": "plain"}
+# Colours that stay apart for colour-blind readers (Okabe and Ito).
+COLOURS = {"saccade": "#0072B2", "PyTorch SDPA": "#E69F00", "plain PyTorch": "#555555"}
+MARKERS = {"saccade": "o", "PyTorch SDPA": "s", "plain PyTorch": "^"}
+
+
+def exactness_table(errors: list[LayerErrors]) -> Table:
+    """Errors against the float64 reference, layer by layer."""
+    table = table_of(
+        "Distance from the float64 reference",
+        ["layer", "dtype", "who"],
+        ["output\nmax", "\nRMS", "gradient\nmax", "\nRMS"],
+    )
+    for position, group in groupby(errors, lambda one: one[:2]):
+        table.add_section()
+        for number, one in enumerate(group):
+            table.add_row(
+                *(("", "") if number else position),
+                SHORT.get(one.who, one.who),  # the table should fit 80 columns
+                *(f"{value:.1e}" for value in (*one.output, *one.gradient)),
+                style="bold" if one.who == "saccade" else "",
+            )
+    return table
+
+
+def comparison_table(measured: list[Measured], pattern: str) -> Table:
+    """Time and memory of one pattern, length by length."""
+    numbers = ["forward\nms", "backward\nms", "peak extra\nMiB"]
+    table = table_of(pattern.capitalize(), ["length", "who"], numbers)
+    table.columns[0].justify = "right"
+    of_pattern = [one for one in measured if one.pattern == pattern]
+    for length, group in groupby(of_pattern, lambda one: one.length):
+        table.add_section()
+        for number, one in enumerate(group):
+            label, style = "" if number else f"{length:,}", "bold" if one.who == "saccade" else ""
+            table.add_row(label, one.who, *_cells(one), style=style)
+    return table
+
+
+def _cells(one: Measured) -> tuple[str, str, str]:
+    if one.left_out:
+        return "–", "–", one.left_out
+    memory = "unknown" if one.peak_bytes is None else f"{one.peak_bytes / MIB:,.1f}"
+    return f"{one.forward_ms:,.1f}", f"{one.backward_ms:,.1f}", memory
+
+
+def table_of(title: str, words: list[str], numbers: list[str]) -> Table:
+    """An empty table: columns of words, then columns of numbers."""
+    table = Table(
+        title=title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left", pad_edge=False
+    )
+    for name in words:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def matplotlib_missing() -> bool:
+    """Whether plots cannot be drawn here."""
+    return importlib.util.find_spec("matplotlib") is None
+
+
+def save_plot(measured: list[Measured], path: Path, device: str) -> None:
+    """Draw the comparison into a PNG file."""
+    # The object interface: it leaves alone whatever the caller does with pyplot.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    time_axes, memory_axes = figure.subplots(1, 2)
+    shown = [one for one in measured if not one.left_out]
+    for pattern, who in dict.fromkeys((one.pattern, one.who) for one in shown):
+        series = [one for one in shown if (one.pattern, one.who) == (pattern, who)]
+        style = {
+            "label": f"{who}, {pattern}",
+            "color": COLOURS[who],
+            "marker": MARKERS[who],
+            "linestyle": "-" if pattern == "causal" else "--",
+        }
+        lengths = [one.length for one in series]
+        total_ms = [one.forward_ms + one.backward_ms for one in series]
+        time_axes.plot(lengths, total_ms, **style)
+        known = [(one.length, one.peak_bytes / MIB) for one in series if one.peak_bytes]
+        memory_axes.plot([length for length, _ in known], [peak for _, peak in known], **style)
+    _label_axes(time_axes, "Time, forward + backward", "milliseconds", measured)
+    _label_axes(memory_axes, "Peak extra memory, forward + backward", "MiB", measured)
+    handles, labels = time_axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(f"Attention on {device}")
+    figure.savefig(path)
+
+
+def _label_axes(axes: Any, title: str, unit: str, measured: list[Measured]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    lengths = sorted({one.length for one in measured})
+    axes.set(title=title, xlabel="sequence length", ylabel=unit, xscale="log", yscale="log")
+    axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
+    axes.minorticks_off()
+    # 1, 2 and 5 of each power of ten: a few lengths span less than one power.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(True, alpha=0.3)

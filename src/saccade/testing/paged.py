@@ -1,7 +1,9 @@
-"""Random problems of attention over pages, in a pool whose unused slots hold NaN."""
+"""Random problems of attention over pages, in a pool whose unused slots hold NaN; and what writing
+and moving pages must leave, written out token by token."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from saccade.kv_cache.storage import quantised
 from saccade.masks import Mask
 from saccade.ops.paged_attention import reference
 from saccade.ops.paged_attention.api import attention_paged
+from saccade.rotary import rotated
 from saccade.runtime.spec import PagedInputs, Variant
 from saccade.runtime.validation import prepare_paged
 from saccade.scores import Score
@@ -43,7 +46,7 @@ class PagedDescription:
     score: str = "none"
     sinks: bool = False
     poison_hidden: bool = False
-    scale: float | None = None
+    scale: int | float | None = None
     seed: int = 0
     device: str = "cpu"
 
@@ -205,3 +208,43 @@ def _poison_hidden(case: PagedCase) -> None:
     for name in ("key", "value"):
         kind = "scales" if f"{name}_scales" in case.tensors else "pages"
         case.tensors[f"{name}_{kind}"][page, heads, row % d.page_size] = torch.nan
+
+
+# ---- what writes pages ---------------------------------------------------------------------------
+
+
+def write(
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slot_mapping: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+) -> None:
+    """See `saccade.write_kv_cache`."""
+    if cos is not None and sin is not None:
+        key = rotated(key, cos, sin, interleaved)
+    page_size = key_pages.shape[2]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        at = (slot // page_size, slice(None), slot % page_size)
+        for row, pages, scales in (
+            (key[token], key_pages, key_scales),
+            (value[token], value_pages, value_scales),
+        ):
+            if scales is not None:
+                row, scales[at] = quantised(row, pages.dtype)
+            pages[at] = row.to(pages.dtype)
+
+
+def move(pools: Sequence[Tensor], source: Tensor, target: Tensor) -> None:
+    """See `saccade.move_pages`: every page is read before any is written."""
+    for pool in pools:
+        read = torch.clone(pool)
+        for old, new in zip(source.tolist(), target.tolist(), strict=True):
+            pool[new] = read[old]

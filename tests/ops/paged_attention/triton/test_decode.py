@@ -17,7 +17,7 @@ from saccade import masks
 from saccade.gpu import language
 from saccade.gpu.language import resolved, tl, triton
 from saccade.gpu.paged_view import as_halves
-from saccade.kv_cache import reference, write_triton
+from saccade.kv_cache import write_triton
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.configs import ARCHITECTURES, SHARED_MEMORY
 from saccade.ops.paged_attention.triton import call_spec as paged_kind
@@ -25,7 +25,7 @@ from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import host as paged_host
 from saccade.ops.paged_attention.triton import split_kv
 from saccade.ops.paged_attention.triton.configs import PagedProblem
-from saccade.testing import PagedCase, assert_exact, make_paged_case, poisoned
+from saccade.testing import PagedCase, assert_exact, make_paged_case, paged, poisoned
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 F8, I8 = torch.float8_e4m3fn, torch.int8
@@ -179,7 +179,7 @@ def write_both(
 ) -> list[list[torch.Tensor]]:  # fmt: skip
     """Pages and scales after a write of ten tokens, by the kernel and by the reference."""
     results: list[list[torch.Tensor]] = []
-    functions: tuple[Any, ...] = (write_triton.write, reference.write)
+    functions: tuple[Any, ...] = (write_triton.write, paged.write)
     for function in functions:
         generator = torch.Generator().manual_seed(1)
         key = torch.randn(10, 2, 6, generator=generator)
