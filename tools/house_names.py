@@ -67,12 +67,24 @@ BANNED_KERNEL_NAMES = {
 }
 # Words of our own that the field has terms for: no part of a name in the source.
 BANNED_WORDS = {
+    "announce": "schedule",
+    "bodies": "backends",
+    "books": "sequences",
     "careful": "nan_safe",
+    "clean": "full (of a tile)",
+    "cuts": "split_kv",
     "doors": "custom_op",
     "fade": "decay",
     "fades": "decay",
+    "findings": "report",
+    "finishing": "epilogue",
+    "how": "options",
+    "item": "work_tile",
+    "items": "work_tiles",
     "judge": "classify",
     "judged": "classified",
+    "moderate": "lazy_rescale",
+    "offline": "kernel_check",
     "recall": "lookup",
     "recalled": "checked",
     "skim": "coarse_classify",
@@ -83,6 +95,7 @@ BANNED_WORDS = {
     "tickets": "work_tiles",
     "walk": "tile_range",
     "walks": "tile_ranges",
+    "weighing": "softmax",
 }
 
 STRIDE_NAME = re.compile(r"stride_[qkvo][a-z]")  # stride_qz ...: one argument a dimension

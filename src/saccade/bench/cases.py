@@ -241,9 +241,6 @@ def choose_cases(
 
     A glob such as ``*-d64-*`` takes cases meant for this device only; ``gpu-*`` and a full name
     say what they mean.
-
-    Raises:
-        ValueError: for a name or glob that no case has, listing those that exist.
     """
     names = list(patterns) or list(DEFAULT_CASES[machine(device_type)])
     here = [case.name for case in listed_cases(device_type)]
@@ -261,11 +258,7 @@ def choose_cases(
 
 
 def choose_passes(names: Sequence[str]) -> tuple[str, ...]:
-    """The passes that names name; "both", the default, is forward and forward+backward.
-
-    Raises:
-        ValueError: for a pass that does not exist.
-    """
+    """The passes that names name; "both", the default, is forward and forward+backward."""
     passes: list[str] = []
     for name in names or ("both",):
         if name != "both" and name not in PASSES:
@@ -295,11 +288,7 @@ def _long_dtypes(dtypes: Sequence[str]) -> set[str]:
 def matching(
     noun: str, pattern: str, names: Sequence[str], shown: Sequence[str] | None = None
 ) -> list[str]:
-    """The names that a glob matches.
-
-    Raises:
-        ValueError: if there are none: with names that look like it, and all that exist (`shown`).
-    """
+    """The names that a glob matches."""
     if found := [name for name in names if fnmatchcase(name, pattern)]:
         return found
     shown = names if shown is None else shown

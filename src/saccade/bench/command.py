@@ -162,14 +162,14 @@ def bench(  # breaks function-length: each option takes a line of it
 
 def _refuse_unused(ctx: typer.Context) -> None:
     """Raise a ValueError if options are given that another one would leave unused."""
-    given = [option.opts[0] for option in ctx.command.params if ctx.params.get(str(option.name))]
+    named = [option.opts[0] for option in ctx.command.params if ctx.params.get(str(option.name))]
     others, of_training = ("--host", "--first-call", "--serving"), ("--lengths", "--modes")
-    calls = [name for name in (*others, "--training") if name in given]
+    calls = [name for name in (*others, "--training") if name in named]
     choice, what, unused = ("--cases", "--who", "--pass", "--dtype"), "", ()
     left_by_all = (*choice, *of_training, *calls, "--json")
-    if "--targets" in given:
+    if "--targets" in named:
         what, unused = "--targets", (*left_by_all, "--plot", "--report", "--read")
-    elif "--read" in given and not ("--report" in given and ("--cases" in given or calls)):
+    elif "--read" in named and not ("--report" in named and ("--cases" in named or calls)):
         what, unused = "--read", left_by_all
     elif calls == ["--training"]:
         what, unused = "--training", ("--cases", "--pass", "--dtype")
@@ -177,7 +177,7 @@ def _refuse_unused(ctx: typer.Context) -> None:
         what, unused = calls[0], ("--plot", *of_training)
     else:
         what, unused = "a run without --training", of_training
-    if left := [name for name in unused if name in given]:
+    if left := [name for name in unused if name in named]:
         raise ValueError(f"{what} leaves {' and '.join(left)} unused; give one without the other")
 
 
@@ -248,11 +248,7 @@ class Recorder:
             write_page([*self.known, reporting.Source("this run", self.found)], self.page)
 
     def require_results(self) -> None:
-        """Refuse to end well without any result.
-
-        Raises:
-            ValueError: if nothing was measured.
-        """
+        """Refuse to end well without any result."""
         if not self.found:
             raise ValueError("nothing was measured")
 
@@ -265,11 +261,7 @@ def write_page(sources: list[reporting.Source], page: Path) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """The device that a user names, or the best there is.
-
-    Raises:
-        ValueError: for one that does not exist.
-    """
+    """The device that a user names, or the best there is."""
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(chosen)
@@ -295,11 +287,7 @@ def settings(
     graph: bool,
     cold: bool,
 ) -> measure.Settings:
-    """How to measure, from the options.
-
-    Raises:
-        ValueError: for what a GPU alone can do.
-    """
+    """How to measure, from the options."""
     for name, given in (("--graph", graph), ("--cold", cold)):
         if given and where.type != "cuda":
             raise ValueError(f"{name}: got {where.type}, takes a GPU")

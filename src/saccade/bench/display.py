@@ -272,12 +272,7 @@ BASES = ("sdpa", "sdpa/cudnn", "flex", "sdpa/flash", "fla", "read", "bmm", "sacc
 
 
 def require_plotting(path: Path) -> None:
-    """Refuse a plot before anything is measured for it, if it cannot be drawn.
-
-    Raises:
-        ModuleNotFoundError: without matplotlib, saying how to get it.
-        ValueError: for a format that matplotlib does not write.
-    """
+    """Refuse a plot before anything is measured for it, if it cannot be drawn."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError:

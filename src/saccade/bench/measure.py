@@ -227,7 +227,7 @@ class Exact:
         output: [rows, value_dim].
         grad_query: [rows, head_dim].
         grad_key, grad_value: [kv_len, dim], this query head's part of its kv head's gradients.
-        through_delta: ‖grad_output ∘ output‖ · ‖∂gradient / ∂δ‖ of each row of queries and of keys.
+        delta_slope: ‖grad_output ∘ output‖ · ‖∂gradient / ∂δ‖ of each row of queries and of keys.
     """
 
     batch: int
@@ -236,7 +236,7 @@ class Exact:
     grad_query: Tensor
     grad_key: Tensor
     grad_value: Tensor
-    through_delta: tuple[Tensor, Tensor]
+    delta_slope: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,8 @@ def exact(case: BenchCase, tensors: Tensors) -> GroundTruth:
     batches, picked = _spread(case.batch, MOST_BATCHES), _spread(case.query_heads, MOST_HEADS)
     heads = [_exact_head(case, tensors, batch, head, rows) for batch in batches for head in picked]
     grad_output = torch.zeros_like(tensors.grad_output)
-    for item in heads:
-        picked_rows = (item.batch, item.head, rows)
+    for one in heads:
+        picked_rows = (one.batch, one.head, rows)
         grad_output[picked_rows] = tensors.grad_output[picked_rows]
     return GroundTruth(case, rows, heads, grad_output)
 
@@ -318,11 +318,11 @@ def _linear_head(
         of_q, of_k, of_v = torch.autograd.grad(output, leaves, grad_output)
     output, divisor, of_query, of_key = (t.detach() for t in (output, divisor, of_query, of_key))
     size, seen = (grad_output * output).norm(dim=-1, keepdim=True) / divisor, seen.to(key.dtype)
-    through_delta = (
+    delta_slope = (
         (size * of_query.clamp(max=1) * (seen @ of_key)).norm(dim=-1),
         (of_key.clamp(max=1) * (seen.T @ (size * of_query).square()).sqrt()).norm(dim=-1),
     )
-    return output, of_q, of_k, of_v, through_delta
+    return output, of_q, of_k, of_v, delta_slope
 
 
 def check(call: Call, truth: GroundTruth, tensors: Tensors, *, gradients: bool) -> Checked:
@@ -357,19 +357,19 @@ def _fault(errors: list[Error], dtype: str) -> str | None:
 def _errors(truth: GroundTruth, results: list[Tensor], limit: float) -> Iterator[Error]:
     """Every error that is limited: of the output's rows, and of gradients by head."""
     group = truth.case.query_heads // truth.case.kv_heads
-    for item in truth.heads:
-        output = results[0][item.batch, item.head, truth.rows]
-        of_output = float(_distance(output, item.output).max())
+    for one in truth.heads:
+        output = results[0][one.batch, one.head, truth.rows]
+        of_output = float(_distance(output, one.output).max())
         yield Error("output", of_output, of_output)
         if len(results) > 1:
-            grad_query = results[1][item.batch, item.head, truth.rows]
-            yield _error("grad_query", grad_query, item.grad_query, limit * item.through_delta[0])
-    kv_heads = {(item.batch, item.head // group) for item in truth.heads if len(results) > 1}
+            grad_query = results[1][one.batch, one.head, truth.rows]
+            yield _error("grad_query", grad_query, one.grad_query, limit * one.delta_slope[0])
+    kv_heads = {(one.batch, one.head // group) for one in truth.heads if len(results) > 1}
     for kv_head in kv_heads:
-        parts = [item for item in truth.heads if (item.batch, item.head // group) == kv_head]
+        parts = [one for one in truth.heads if (one.batch, one.head // group) == kv_head]
         for name, result in (("grad_key", results[2]), ("grad_value", results[3])):
-            total = torch.stack([getattr(item, name) for item in parts]).sum(0)
-            through = torch.stack([item.through_delta[1] for item in parts]).norm(dim=0)
+            total = torch.stack([getattr(one, name) for one in parts]).sum(0)
+            through = torch.stack([one.delta_slope[1] for one in parts]).norm(dim=0)
             allowed = limit * through if name == "grad_key" else torch.zeros_like(through)
             yield _error(name, result[kv_head], total, allowed)
 

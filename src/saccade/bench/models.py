@@ -153,11 +153,7 @@ class Models:
 
 
 def require_transformers() -> None:
-    """Refuse before anything is measured, if there is no model to train.
-
-    Raises:
-        ModuleNotFoundError: without transformers, or with one that is too old.
-    """
+    """Refuse before anything is measured, if there is no model to train."""
     try:
         from saccade.integrations.transformers import (  # breaks public-names-only: an extra's door
             register,
@@ -237,11 +233,7 @@ def _length(text: str) -> int:
 
 
 def chosen(option: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The known ones that are named, or all of them if none is.
-
-    Raises:
-        ValueError: for a name that is unknown.
-    """
+    """The known ones that are named, or all of them if none is."""
     for name in names:
         if name not in known:
             raise ValueError(f"{option}: got {name!r}, takes {', '.join(known)} with --training")
@@ -388,12 +380,7 @@ def measure_serving(
     folder: Path, requests: int = REQUESTS, new_tokens: int = NEW_TOKENS, plan: TimingPlan = PLAN,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:  # fmt: skip
-    """Times of all requests together.
-
-    Raises:
-        ValueError: for a folder without a model, and if the engine's tokens are not those of
-            generation without a cache.
-    """
+    """Times of all requests together."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"--serving: {folder} holds no config.json; a model's folder has one")
     served, alone, tokenizer = load(folder), load(folder), tokenizer_of(folder)

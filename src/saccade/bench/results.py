@@ -170,14 +170,10 @@ class Result:
 
     @staticmethod
     def parse(line: str) -> Result:
-        """The result that a line holds.
-
-        Raises:
-            ValueError: for a line that is no result.
-        """
+        """The result that a line holds."""
         try:
-            given = dict(json.loads(line, parse_constant=_refuse_constant))
-            found = Result(which_pass=given.pop("pass"), **given)
+            named = dict(json.loads(line, parse_constant=_refuse_constant))
+            found = Result(which_pass=named.pop("pass"), **named)
         except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"not a result: {error}") from error
         _check(found)
@@ -189,11 +185,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check(result: Result) -> None:
-    """Refuse fields of other kinds than `Result` says.
-
-    Raises:
-        ValueError: naming the field, what it got and what it takes.
-    """
+    """Refuse fields of other kinds than `Result` says."""
     for field in fields(Result):
         value, kinds = getattr(result, field.name), _KINDS[str(field.type)]
         name = "pass" if field.name == "which_pass" else field.name
@@ -312,11 +304,7 @@ def read(path: Path) -> list[Result]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file itself, or every result file of a folder and of the folders in it.
-
-    Raises:
-        ValueError: for a folder without any.
-    """
+    """The file itself, or every result file of a folder and of the folders in it."""
     if not path.is_dir():
         return [path]
     files = sorted(path.rglob("*.jsonl"))

@@ -37,11 +37,7 @@ class History:
         self.runs = runs_of(results)
 
     def together(self, case: str, which_pass: str, *names: str) -> list[Result]:
-        """Results of all of these peers, from the last run in which they took turns.
-
-        Raises:
-            Unmeasured: if there is no such run.
-        """
+        """Results of all of these peers, from the last run in which they took turns."""
         runs = self.runs.get((case, which_pass), [])
         for members in reversed(runs):
             found = [_member(members, name) for name in names]
@@ -56,11 +52,7 @@ class History:
         raise Unmeasured(f"{' and '.join(names)} never took turns in one run")
 
     def alike(self, result: Result, case: str) -> Result:
-        """The same implementation's result of the same pass in another case, on the same device.
-
-        Raises:
-            Unmeasured: if there is none.
-        """
+        """The same implementation's result of the same pass in another case, on the same device."""
         try:
             (other,) = self.together(case, result.which_pass, result.who)
         except Unmeasured as error:

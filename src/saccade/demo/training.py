@@ -56,9 +56,6 @@ def gather(path: Path | None, context: int) -> Corpus:
     Args:
         path: a file or a folder; None takes the sources of Python's standard library.
         context: bytes that the model reads at once; less held-out text than that is refused.
-
-    Raises:
-        TextError: if there is nothing to read there, or too little.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -127,9 +124,9 @@ def _split(contents: list[bytes]) -> tuple[bytes, bytes, str]:
         training = [content for index, content in enumerate(contents) if index % every]
         # Large files may fall to one side, so the fraction is only about right.
         return b"\n".join(training), b"\n".join(held_out), f"{len(held_out)} whole files"
-    cuts = [len(content) - int(len(content) * HELD_OUT_FRACTION) for content in contents]
-    training = [content[:cut] for content, cut in zip(contents, cuts, strict=True)]
-    held_out = [content[cut:] for content, cut in zip(contents, cuts, strict=True)]
+    ends = [len(content) - int(len(content) * HELD_OUT_FRACTION) for content in contents]
+    training = [content[:cut] for content, cut in zip(contents, ends, strict=True)]
+    held_out = [content[cut:] for content, cut in zip(contents, ends, strict=True)]
     where = "the last tenth of it" if len(contents) == 1 else "the last tenth of each file"
     return b"\n".join(training), b"\n".join(held_out), where
 

@@ -203,11 +203,7 @@ def linear_entries(half: str) -> list[Entry]:
 def jobs(
     architectures: tuple[str, ...], kernels: str = "*", head_dim: int | None = None
 ) -> list[Job]:
-    """What to compile for some architectures: kernels whose names a glob fits, of one head_dim.
-
-    Raises:
-        ValueError: for a glob that no kernel's name fits, or a head_dim that no call has.
-    """
+    """What to compile for some architectures: kernels whose names a glob fits, of one head_dim."""
     catalogue = [(name, *entry) for name in architectures for entry in entries(name)]
     dims = sorted({call.head_dim for _, call, _ in catalogue})
     if head_dim is not None and head_dim not in dims:
@@ -248,11 +244,7 @@ class Compiled(NamedTuple):
 
 
 def read(file: Path, triton: str, must_exist: bool = False) -> dict[str, Sequence[int]]:
-    """The entries of a version of Triton; none where there is no file, unless it must exist.
-
-    Raises:
-        ValueError: naming the file, for one that holds something else, or is not there.
-    """
+    """The entries of a version of Triton; none where there is no file, unless it must exist."""
     if not file.exists():
         if must_exist:
             raise ValueError(f"--known: {file} does not exist, so nothing can be compared with it")

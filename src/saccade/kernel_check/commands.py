@@ -227,11 +227,7 @@ def _warm(
 
 
 def _architectures(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The architectures that a user named; this machine's, or all, where none was.
-
-    Raises:
-        ValueError: for a name that is not known, listing those that are.
-    """
+    """The architectures that a user named; this machine's, or all, where none was."""
     asked = [part.strip() for name in names or () for part in name.split(",") if part.strip()]
     if not asked:
         own = _own_architecture()

@@ -63,11 +63,7 @@ class MeasuredConfig(NamedTuple):
 
 
 def task(architecture: str, which: str, call: KernelCall) -> Task:
-    """The entry of the tables that a kernel of a call looks up.
-
-    Raises:
-        ValueError: for a kernel that has no config.
-    """
+    """The entry of the tables that a kernel of a call looks up."""
     if which not in configs.PASSES:
         raise ValueError(f"--which: got {which!r}, takes {', '.join(configs.PASSES)}")
     if which == "backward_bias":
@@ -226,9 +222,6 @@ def calls_of(
     kv_heads: int | None,
 ) -> list[KernelCall]:
     """The calls that a user's options describe.
-
-    Raises:
-        ValueError: naming the option, what it got and what it takes.
     """  # fmt: skip
     if dtype not in DTYPES:
         raise ValueError(f"--dtype: got {dtype!r}, takes {', '.join(DTYPES)}")

@@ -99,12 +99,7 @@ class Group:
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
 
     def find(self, sequence: int, *, on_device: bool = True) -> PageList:
-        """A sequence by its number.
-
-        Raises:
-            KeyError: if there is none of that number.
-            ValueError: if it is swapped out and must not be.
-        """
+        """A sequence by its number."""
         held = self.sequences.get(sequence)
         if held is None:
             raise KeyError(f"sequence: got {sequence}, takes one that was allocated and not freed")
@@ -292,11 +287,7 @@ def swapped_out(group: Group, sequence: int) -> Change:
 
 
 def swapped_in(group: Group, sequence: int) -> Change:
-    """A sequence back from the host; the device has enough pages.
-
-    Raises:
-        ValueError: if it is not swapped out.
-    """
+    """A sequence back from the host; the device has enough pages."""
     held = group.find(sequence, on_device=False)
     if held.host_pages is None:
         raise ValueError(f"sequence: got {sequence}, takes one that is swapped out")

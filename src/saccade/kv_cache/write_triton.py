@@ -126,8 +126,8 @@ def write(
     angles = tuple(None if angle is None else _with_unit_channels(angle) for angle in (cos, sin))
     slots = slot_mapping.contiguous()
     written = key_pages, value_pages, key_scales, value_scales
-    given = (*rows, *written, *angles, slots)
-    kinds = [t if t is None else (t.shape, t.stride(), t.dtype) for t in given]
+    brought = (*rows, *written, *angles, slots)
+    kinds = [t if t is None else (t.shape, t.stride(), t.dtype) for t in brought]
     launch = remembered(
         _launches,
         (*kinds, key.device, interleaved),
@@ -150,7 +150,7 @@ def write(
             key_pages.shape[0] * key_pages.shape[2],
         )
 
-    tensors = [tensor for tensor in given if tensor is not None]
+    tensors = [tensor for tensor in brought if tensor is not None]
     launch(-(-num_rows // ROWS), current_device(key), tensors, arguments)
 
 

@@ -310,11 +310,7 @@ def key_of(expression: Expression) -> str:
 
 @constant
 def parse(key: str) -> Expression:
-    """The expression of a key; the empty key has no steps.
-
-    Raises:
-        ValueError: for a text that is no key.
-    """
+    """The expression of a key; the empty key has no steps."""
     steps: list[Step] = []
     for text in filter(None, key.split(";")):
         op, *words = text.split(" ")

@@ -51,11 +51,7 @@ class Form(NamedTuple):
 
 
 def kind_of(value: object) -> str:
-    """The kind of a value that a function may capture: its letter, and a tensor's dimensions.
-
-    Raises:
-        TypeError: for a value that is neither a tensor nor a number.
-    """
+    """The kind of a value that a function may capture: its letter, and a tensor's dimensions."""
     if isinstance(value, Tensor):
         return f"{letter_of(value)}{value.dim()}"
     if isinstance(value, (int, torch.SymInt)):
@@ -78,9 +74,6 @@ def form_of(
 
     built_in: tensors keep the names of the function's parameters, whose sizes must be those of the
         call, and numbers in the function are written into the code.
-
-    Raises:
-        TypeError: if the function reads tensors that are no arguments of it.
     """
     if not built_in:
         _check_reach(function)
@@ -107,11 +100,7 @@ def form_from(expression: Expression, found: Captured, unknowns: list[Any]) -> F
 
 
 def _check_reach(function: Callable[..., Any]) -> None:
-    """Refuse a function that reaches values from outside, whose changes a graph would not see.
-
-    Raises:
-        TypeError: naming the first of them.
-    """
+    """Refuse a function that reaches values from outside, whose changes a graph would not see."""
     problem = None if isinstance(function, types.FunctionType) else "is no plain function"
     if problem is None:
         reached = inspect.getclosurevars(function)
@@ -272,9 +261,6 @@ def traced_in_graph(
     Args:
         function: of (batch, head, query_row, kv_row); it may reach tensors from anywhere.
         offsets: what is added to query_row and kv_row, numbers or tensors.
-
-    Raises:
-        TypeError: for a function that does what cannot be known without its rows.
     """
     tape = Tape()
     rows: list[Any] = [tape.write(name) for name in ROWS]

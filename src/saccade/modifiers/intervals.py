@@ -349,21 +349,21 @@ class IntervalRules(ABC):
     def _absolute(self, a: Span) -> Span:
         if a.known:
             return self._each("abs", a)
-        turned = self.op("neg", a.high)
-        low = self.op("max", self.op("max", a.low, turned), self.op("*", a.low, self.literal(0)))
+        negated = self.op("neg", a.high)
+        low = self.op("max", self.op("max", a.low, negated), self.op("*", a.low, self.literal(0)))
         return Span(low, self.op("max", self.op("neg", a.low), a.high))
 
     def _divided(self, op: str, a: Span, b: Span) -> Span | None:
         """By a number greater than 0."""
         if not b.known:
             return None
-        turns = self._each("//", a, b.low)
+        quotients = self._each("//", a, b.low)
         if op == "//":
-            return turns._replace(step=0)
+            return quotients._replace(step=0)
         rests = self._each("%", a, b.low)
         if a.known:
             return rests
-        same = self.op("==", turns.low, turns.high)
+        same = self.op("==", quotients.low, quotients.high)
         zero, last = self.literal(0), self.op("-", b.low, self.literal(1))
         return Span(
             self.op("where", same, rests.low, zero), self.op("where", same, rests.high, last)

@@ -122,11 +122,7 @@ class Modifier:
 
 
 def refuse_in_graphs(argument: str, value: Any) -> None:
-    """Refuse a plain function while torch.compile traces: a graph cannot follow what it reaches.
-
-    Raises:
-        TypeError: saying where to make the mask or score.
-    """
+    """Refuse a plain function while torch.compile traces: a graph cannot follow what it reaches."""
     if torch.compiler.is_compiling() and is_plain_function(value):
         raise TypeError(
             f"{argument}: got a function inside torch.compile, whose values a graph cannot follow; "

@@ -255,11 +255,7 @@ class Trace(RowBuilder):
 
 
 def letter_of(table: Tensor) -> str:
-    """The letter of a captured tensor's dtype in keys: b, i, l or f.
-
-    Raises:
-        TypeError: for a dtype that masks and scores cannot read.
-    """
+    """The letter of a captured tensor's dtype in keys: b, i, l or f."""
     if table.dtype == torch.bool:
         return "b"
     if table.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -299,9 +295,6 @@ def trace(
         known: whether captured numbers stay what they are.
         built_in: whether tensors are named as the function's parameters are, and numbers in the
             function are written into the code.
-
-    Raises:
-        TypeError: naming the line of the function that does what cannot be known.
     """
     what, labels = "score" if score else "mask", None
     if built_in:

@@ -46,7 +46,7 @@ class PagedDescription:
     score: str = "none"
     sinks: bool = False
     poison_hidden: bool = False
-    scale: int | float | None = None
+    scale: float | None = None
     seed: int = 0
     device: str = "cpu"
 

@@ -46,21 +46,21 @@ def merge_states(
     empty = total == 0
     total = total.masked_fill(empty, 1)
     lse = (shift + total.log()).masked_fill(empty, -torch.inf)
-    shares = (weights / total).unsqueeze(-1)
+    normalised = (weights / total).unsqueeze(-1)
     read = torch.stack([o.to(lse.dtype) for o in outputs])
     read = read.masked_fill((stacked == -torch.inf).unsqueeze(-1), 0)  # selected away
-    output = (read * shares).sum(0).to(outputs[0].dtype)
+    output = (read * normalised).sum(0).to(outputs[0].dtype)
     return output, lse.transpose(0, 1) if outputs[0].dim() == 3 else lse
 
 
-def _parts(name: str, given: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def _parts(name: str, stack: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """The parts as a list, each a floating-point tensor."""
     takes = "a sequence of floating-point tensors, or a tensor of them stacked"
-    stacked = isinstance(given, Tensor) and given.dim() > 0
-    if not stacked and not isinstance(given, Sequence):
-        got = "a tensor without dimensions" if isinstance(given, Tensor) else type(given).__name__
+    stacked = isinstance(stack, Tensor) and stack.dim() > 0
+    if not stacked and not isinstance(stack, Sequence):
+        got = "a tensor without dimensions" if isinstance(stack, Tensor) else type(stack).__name__
         raise TypeError(f"{name}: got {got}, takes {takes}")
-    parts = list(given)
+    parts = list(stack)
     if not parts:
         raise ValueError(f"{name}: got no parts, takes at least one")
     for part in parts:

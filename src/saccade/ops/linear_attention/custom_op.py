@@ -179,8 +179,8 @@ def attention_on_shards(
     options = options | {"decay": _decay(split, options.get("decay"), where)}
     if options.get("key_lengths") is not None:
         options["key_lengths"] = split.local("key_lengths", options["key_lengths"], OF_BATCH)
-    if (given := options.get("initial_state")) is not None:
-        fields = zip(given._fields, given, strict=True)
+    if (state := options.get("initial_state")) is not None:
+        fields = zip(state._fields, state, strict=True)
         parts = [split.local(f"initial_state.{name}", each, where) for name, each in fields]
         options["initial_state"] = LinearState(*parts)
     names = "cu_seqlens_q", "cu_seqlens_k"

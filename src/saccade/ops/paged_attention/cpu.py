@@ -338,12 +338,12 @@ class PageReader(NamedTuple):
 
     def rows(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """The piece's keys and values, [1, kv_heads, rows, dim]."""
-        given = self.inputs
+        inputs = self.inputs
         if piece.view:
-            return self._view(given.key_pages, piece), self._view(given.value_pages, piece)
+            return self._view(inputs.key_pages, piece), self._view(inputs.value_pages, piece)
         return (
-            self._copy("key", given.key_pages, given.key_scales, piece),
-            self._copy("value", given.value_pages, given.value_scales, piece),
+            self._copy("key", inputs.key_pages, inputs.key_scales, piece),
+            self._copy("value", inputs.value_pages, inputs.value_scales, piece),
         )
 
     def _view(self, pages: Tensor, piece: Piece) -> Float[Tensor, "1 kv_heads rows dim"]:

@@ -259,11 +259,11 @@ def _classify_strips(sizes: TileSizes, mask: str, captured: Captured) -> Iterato
 def _runs(possible: list[bool], certain: list[bool], tile: int, kv_len: int) -> list[Run]:
     """Join adjacent tiles into runs: long full ranges apart, the rest under the mask."""
     runs: list[Run] = []
-    for spec, first, last in _full_ranges(possible, certain):
+    for verdict, first, last in _full_ranges(possible, certain):
         start, stop = first * tile, min(last * tile, kv_len)
-        if spec == HIDDEN:
+        if verdict == HIDDEN:
             continue
-        masked = spec == PARTIAL or stop - start < LONG_RANGE
+        masked = verdict == PARTIAL or stop - start < LONG_RANGE
         touches = bool(runs) and runs[-1].stop == start and runs[-1].masked and masked
         if touches and stop - runs[-1].start <= MASKED_RANGE:
             runs[-1] = Run(runs[-1].start, stop, masked=True)
@@ -280,15 +280,15 @@ HIDDEN, PARTIAL, FULL = range(3)
 
 def _full_ranges(possible: list[bool], certain: list[bool]) -> Iterator[tuple[int, int, int]]:
     """(class, first tile, tile after the last) of each range of tiles of one class."""
-    first, spec = 0, None
+    first, verdict = 0, None
     for index, (some, every) in enumerate(zip(possible, certain, strict=True)):
         this = FULL if every else PARTIAL if some else HIDDEN
-        if this != spec:
-            if spec is not None:
-                yield spec, first, index
-            first, spec = index, this
-    if spec is not None:
-        yield spec, first, len(possible)
+        if this != verdict:
+            if verdict is not None:
+                yield verdict, first, index
+            first, verdict = index, this
+    if verdict is not None:
+        yield verdict, first, len(possible)
 
 
 def _unmask_full_runs(runs: list[Run], certain: list[bool], tile: int) -> list[Run]:

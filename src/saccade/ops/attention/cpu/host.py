@@ -263,8 +263,8 @@ def _shared_sums(
         sinks = _total(sinks, [part.sinks for part in parts if part.sinks is not None])
     captured = variant.score_captured.tensors
     tables = {
-        pair_block: _total(captured[pair_block], [part.tables[pair_block] for part in parts])
-        for pair_block in wanted_tables
+        slot: _total(captured[slot], [part.tables[slot] for part in parts])
+        for slot in wanted_tables
     }
     return sinks, tables
 

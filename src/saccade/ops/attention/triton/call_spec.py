@@ -115,13 +115,13 @@ class CallSpec(NamedTuple):
         kernel: Any,
         which: str,
         call: tuple[Inputs, Variant],
-        given: KernelConfig | None,
+        requested: KernelConfig | None,
         start: Mapping[str, Any] = NOTHING,
         **more: Any,
     ) -> Launch:
         """A kernel with its config, more options for its start, and constants of its own."""
         problem = self.problem(which, call)
-        config = configs.choose(problem, given, configs.tuned())
+        config = configs.choose(problem, requested, configs.tuned())
         sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **start}
         return Launch(kernel, {**self.constants, **sizes, **more}, options)

@@ -54,11 +54,7 @@ class KernelProblem(NamedTuple):
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
-    """The newest architecture named here that is not newer than a CUDA capability.
-
-    Raises:
-        ValueError: for a capability older than Turing's (7, 5).
-    """
+    """The newest architecture named here that is not newer than a CUDA capability."""
     if capability in EXCEPTIONS:
         return EXCEPTIONS[capability]
     number = capability[0] * 10 + capability[1]
@@ -71,29 +67,25 @@ def architecture_of(capability: tuple[int, int]) -> str:
 
 def choose(
     problem: KernelProblem,
-    given: KernelConfig | None = None,
+    requested: KernelConfig | None = None,
     table: Mapping[KernelProblem, KernelConfig] | None = None,
 ) -> KernelConfig:
     """The config of a kernel: what the caller gave; the rest from the user's table, or the default.
 
     Raises:
-        ValueError: for a given number that no kernel can have.
+        ValueError: for a requested number that no kernel can have.
     """
     entry, table = entry_of(problem), table or {}
     config = table.get(entry) or table.get(entry._replace(packed=False)) or default(problem)
-    if given is None:
+    if requested is None:
         return config
-    check(given)
-    sizes = {name: getattr(given, name) for name in CONFIG_NUMBERS}
+    check(requested)
+    sizes = {name: getattr(requested, name) for name in CONFIG_NUMBERS}
     return replace(config, **{name: size for name, size in sizes.items() if size})
 
 
 def check(config: KernelConfig) -> None:
-    """Refuse numbers that no kernel can have; 0 leaves a choice open.
-
-    Raises:
-        ValueError: naming the field, what it got and what it takes.
-    """
+    """Refuse numbers that no kernel can have; 0 leaves a choice open."""
     for name in ("query_tile", "kv_tile"):
         tile = getattr(config, name)
         if tile and (not 16 <= tile <= LARGEST_TILE or tile & (tile - 1)):
@@ -330,9 +322,9 @@ def tuned_path() -> Path | None:
 
     None where $SACCADE_CONFIGS is empty, which turns the table off.
     """
-    given = os.environ.get("SACCADE_CONFIGS")
-    if given is not None:
-        return Path(given).expanduser() if given else None
+    named = os.environ.get("SACCADE_CONFIGS")
+    if named is not None:
+        return Path(named).expanduser() if named else None
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(folder).expanduser() / "saccade" / "configs.json"
 
@@ -355,11 +347,7 @@ def tuned() -> Mapping[KernelProblem, KernelConfig]:
 
 
 def read_tuned(file: Path) -> dict[str, ConfigTable]:
-    """The tables of a file by architecture; none if there is no file.
-
-    Raises:
-        ValueError: as `tuned`.
-    """
+    """The tables of a file by architecture; none if there is no file."""
     try:
         tables = [_table(table) for table in _tables(json.loads(file.read_text(encoding="utf-8")))]
     except FileNotFoundError:

@@ -199,13 +199,13 @@ def prepare(
     inputs: Inputs, variant: Variant, config: KernelConfig, deterministic: bool
 ) -> Launches:
     """The kernels of a backward pass, chosen; none is compiled before it is started."""
-    spec, call, given = CallSpec.of(inputs), (inputs, variant), config.backward
+    spec, call, requested = CallSpec.of(inputs), (inputs, variant), config.backward
     ordered = deterministic or ordered_is_faster(spec)
     chained = {"CHAINED": ordered and spec.architecture in CHAINED}
     early = {"launch_pdl": True} if chained["CHAINED"] else {}
     which = "backward_keys" if ordered else "backward_shared"
     keys, nan_safe = (
-        spec.launch(attention_backward_keys, which, call, given, early, NAN_SAFE=c, **chained)
+        spec.launch(attention_backward_keys, which, call, requested, early, NAN_SAFE=c, **chained)
         for c in (False, True)
     )
     statistics, queries, which = None, None, "backward_queries"
@@ -216,7 +216,7 @@ def prepare(
         statistics = Launch(attention_row_statistics, sizes, options)
     if ordered:
         early = early if statistics else {}
-        queries = spec.launch(attention_backward_queries, which, call, given, early, **chained)
+        queries = spec.launch(attention_backward_queries, which, call, requested, early, **chained)
     sizes = [
         (launch.constants["QUERY_TILE"], launch.constants["KV_TILE"])
         for launch in (keys, queries or keys)

@@ -262,9 +262,9 @@ def _add_beside(
     if not bool((of_key.sum() + of_value.sum()).isfinite()):
         parts = [query, rows.weighted] + ([] if rows.total is None else [rows.total])
         nonfinite = nonfinite_rows(*parts)
-        clean = [part.masked_fill(nonfinite.unsqueeze(-1), 0) for part in parts]
-        total = None if rows.total is None else clean[2]
-        of_key, of_value, _ = contributions(clean[0], _RowGradients(clean[1], total))
+        finite = [part.masked_fill(nonfinite.unsqueeze(-1), 0) for part in parts]
+        total = None if rows.total is None else finite[2]
+        of_key, of_value, _ = contributions(finite[0], _RowGradients(finite[1], total))
         beside = nonfinite.unflatten(1, (dense.group, -1)).any(1)
         seen = (beside.flip(-1).cumsum(-1).flip(-1) > 0).unsqueeze(-1)  # by such a row
         of_key, of_value = (

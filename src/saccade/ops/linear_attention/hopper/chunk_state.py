@@ -224,7 +224,7 @@ def collect_queries(passes: Passes, split: HeadSplit, upstream: LinearBackwardIn
         constants = split.constants(spec)
         del constants["TILES"]  # one
         constants |= {
-            "HEADS_PER_QUERY": passes.share(spec.query_heads),
+            "HEADS_PER_QUERY": passes.heads_per(spec.query_heads),
             "STARTED": spec.started,
             "SCALE": spec.variant.scale,
             "STAGES": STAGES,

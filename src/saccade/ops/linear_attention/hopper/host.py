@@ -276,7 +276,7 @@ class HopperPasses(Passes):
 
         def constants() -> dict[str, Any]:
             return {
-                **{f"HEADS_PER_{name}": 1 if rows is None else self.share(rows.shape[1])
+                **{f"HEADS_PER_{name}": 1 if rows is None else self.heads_per(rows.shape[1])
                    for name, rows in operands.items()},
                 "GROUP": spec.group,
                 "HEAD_DIM": spec.head_dim,
@@ -376,7 +376,7 @@ class HopperPasses(Passes):
         query, key, value = self.inputs[:3]
 
         def constants() -> dict[str, Any]:
-            heads = {"HEADS_PER_QUERY": self.share(spec.query_heads)}
+            heads = {"HEADS_PER_QUERY": self.heads_per(spec.query_heads)}
             return heads | self._of_gradients(split) | OF_KEYS.constants()
 
         def arguments() -> tuple[Any, ...]:
@@ -410,9 +410,9 @@ class HopperPasses(Passes):
         """How many output heads share each operand, and each state."""
         spec = self.spec
         return {
-            "HEADS_PER_QUERY": self.share(spec.query_heads),
-            "HEADS_PER_KEY": self.share(spec.key_heads),
-            "HEADS_PER_VALUE": self.share(spec.value_heads),
+            "HEADS_PER_QUERY": self.heads_per(spec.query_heads),
+            "HEADS_PER_KEY": self.heads_per(spec.key_heads),
+            "HEADS_PER_VALUE": self.heads_per(spec.value_heads),
             "GROUP": spec.group,
         }
 

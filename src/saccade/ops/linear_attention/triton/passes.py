@@ -274,14 +274,14 @@ class Passes(NamedTuple):
         matrix, vector = self.empty_states(segments)
         tiles = self.tiles(spec.value_dim)
         of_keys, of_queries = (spec.key_heads, spec.value_heads), (spec.query_heads, spec.heads)
-        shares = of_keys if upstream is None else of_queries
+        heads = of_keys if upstream is None else of_queries
         launch = self.launch(
             linear_collect,
             CollectMeta,
             ("collect", segments, upstream and upstream.grad_output.stride()),
             collecting(spec.config, 1 if upstream is None else spec.group),
-            HEADS_PER_ROWS=self.share(shares[0]),
-            HEADS_PER_OTHERS=self.share(shares[1]),
+            HEADS_PER_ROWS=self.heads_per(heads[0]),
+            HEADS_PER_OTHERS=self.heads_per(heads[1]),
             INNER=spec.head_dim,
             INNER_WIDTH=next_width(spec.head_dim),
             OUTER=spec.value_dim,
@@ -356,9 +356,9 @@ class Passes(NamedTuple):
             ScanMeta,
             (name, segments, counted, absent, tuple(each.stride() for each in rows)),
             sharing(spec.config, name, spec.group),
-            HEADS_PER_QUERY=self.share(spec.query_heads),
-            HEADS_PER_KEY=self.share(spec.key_heads),
-            HEADS_PER_VALUE=self.share(spec.value_heads),
+            HEADS_PER_QUERY=self.heads_per(spec.query_heads),
+            HEADS_PER_KEY=self.heads_per(spec.key_heads),
+            HEADS_PER_VALUE=self.heads_per(spec.value_heads),
             SEGMENTS=segments,
             INNER=inner,
             INNER_WIDTH=next_width(inner),
@@ -432,7 +432,7 @@ class Passes(NamedTuple):
         """Into how many parts sequences are cut for a pass of so many heads and channels."""
         return self.spec.segments(self.spec.sequences * heads * self.tiles(outer))
 
-    def share(self, heads: int) -> int:
+    def heads_per(self, heads: int) -> int:
         """How many output heads share one of so many heads."""
         return self.spec.heads // max(heads, 1)
 

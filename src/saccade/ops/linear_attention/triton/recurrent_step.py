@@ -34,9 +34,9 @@ def start_step(passes: Passes, output: Tensor, pool: State) -> None:
 
     def make() -> Launch:
         constants = {
-            "HEADS_PER_QUERY": passes.share(spec.query_heads),
-            "HEADS_PER_KEY": passes.share(spec.key_heads),
-            "HEADS_PER_VALUE": passes.share(spec.value_heads),
+            "HEADS_PER_QUERY": passes.heads_per(spec.query_heads),
+            "HEADS_PER_KEY": passes.heads_per(spec.key_heads),
+            "HEADS_PER_VALUE": passes.heads_per(spec.value_heads),
             "GROUP": spec.group,
             "STATE_HEADS": spec.state_heads,
             "ROWS": spec.query_len,

@@ -146,7 +146,12 @@ class PagedCallSpec(NamedTuple):
         return quantised and min(widths) >= 32 and not any(n % 2 for n in (*steps, *dims))
 
     def _config(
-        self, inputs: PagedInputs, variant: Variant, chunks: bool, rows: int, given: KernelConfig
+        self,
+        inputs: PagedInputs,
+        variant: Variant,
+        chunks: bool,
+        rows: int,
+        requested: KernelConfig,
     ) -> PagedConfig:
         width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
         problem = PagedProblem(
@@ -154,7 +159,7 @@ class PagedCallSpec(NamedTuple):
             inputs.key_pages.dtype.itemsize == 1, reads_by_pair(variant),
             not (variant.mask or variant.score),
         )  # fmt: skip
-        return paged_configs.choose(problem, given)
+        return paged_configs.choose(problem, requested)
 
     def _heads_in_tile(self, config: PagedConfig) -> int:
         return min(self.constants["GROUP"], config.query_tile)

@@ -118,18 +118,18 @@ def default(problem: PagedProblem) -> PagedConfig:
     return config._replace(query_tile=max(config.query_tile, rows)) if fitting else config
 
 
-def choose(problem: PagedProblem, given: KernelConfig) -> PagedConfig:
+def choose(problem: PagedProblem, requested: KernelConfig) -> PagedConfig:
     """The config of a launch: what the caller gave, and the default for the rest.
 
     Raises:
-        ValueError: for a given number that no kernel can have.
+        ValueError: for a requested number that no kernel can have.
     """
     config = default(problem)
-    check(given)
+    check(requested)
     return PagedConfig(
-        given.query_tile or config.query_tile,
-        given.kv_tile or config.kv_tile,
-        given.num_warps or config.num_warps,
-        given.num_stages or config.num_stages,
+        requested.query_tile or config.query_tile,
+        requested.kv_tile or config.kv_tile,
+        requested.num_warps or config.num_warps,
+        requested.num_stages or config.num_stages,
         config.programs,
     )

@@ -163,7 +163,7 @@ class PagedForward:
         self, inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
     ):
         self.regular = made_regular(inputs) is inputs
-        inputs, self.given = made_regular(inputs), config
+        inputs, self.requested = made_regular(inputs), config
         spec = PagedCallSpec.of(inputs)
         passes = spec.passes(inputs, variant, config, batch_invariant)
         self.passes = [
@@ -177,8 +177,8 @@ class PagedForward:
 
     def launches(self, spec: PagedCallSpec, of: Pass, inputs: PagedInputs, variant: Variant) -> Any:
         """What starts the kernels of a pass."""
-        if chunks_unsupported(spec, of, inputs, variant, self.given) is None:
-            return ChunkLaunch(spec, of, inputs, variant, self.given)
+        if chunks_unsupported(spec, of, inputs, variant, self.requested) is None:
+            return ChunkLaunch(spec, of, inputs, variant, self.requested)
         return PassLaunches(spec, of, inputs.query.device)
 
     def __call__(self, inputs: PagedInputs, variant: Variant) -> tuple[Tensor, Tensor]:
@@ -187,8 +187,8 @@ class PagedForward:
             inputs = made_regular(inputs)
         output, lse = self.output(), self.lse()
         captured = variant.mask_captured.tensors, variant.score_captured.tensors
-        given = (*inputs, *captured[0], *captured[1], output, lse)
-        tensors = tuple([tensor for tensor in given if tensor is not None])
+        brought = (*inputs, *captured[0], *captured[1], output, lse)
+        tensors = tuple([tensor for tensor in brought if tensor is not None])
         for launches in self.passes:
             launches(inputs, variant, output, lse, tensors)
         return output, lse
@@ -235,10 +235,10 @@ class ChunkLaunch:
         of: Pass,
         inputs: PagedInputs,
         variant: Variant,
-        given: KernelConfig,
+        requested: KernelConfig,
     ):
         self.spec, self.fewest = spec, of.rows[0]
-        config = chunk_config(spec, variant, given)
+        config = chunk_config(spec, variant, requested)
         constants = dict(spec.constants)
         self.page_size = constants.pop("PAGE_SIZE")
         constants["HEADS_PER_KV_HEAD"] = constants.pop("GROUP")
@@ -288,7 +288,7 @@ def with_long_chunks(
     passes: list[Pass],
     inputs: PagedInputs,
     variant: Variant,
-    given: KernelConfig,
+    requested: KernelConfig,
 ) -> list[Pass]:
     """The passes, where packed sequences get equal bits in any batch: long chunks are another."""
     if not passes or not passes[-1].splits or not spec.queries.packed:
@@ -297,21 +297,24 @@ def with_long_chunks(
     short, long = (
         last._replace(rows=rows) for rows in ((last.rows[0], SHORT), (SHORT, ANY_NUMBER))
     )
-    if last.rows[0] >= SHORT or chunks_unsupported(spec, long, inputs, variant, given) is not None:
+    if (
+        last.rows[0] >= SHORT
+        or chunks_unsupported(spec, long, inputs, variant, requested) is not None
+    ):
         return passes
     return [*passes[:-1], short, long]
 
 
-def chunk_config(spec: PagedCallSpec, variant: Variant, given: KernelConfig) -> KernelConfig:
+def chunk_config(spec: PagedCallSpec, variant: Variant, requested: KernelConfig) -> KernelConfig:
     """The config of the dense kernel: the same for any batch, packed or not."""
     width = max(spec.constants["HEAD_WIDTH"], spec.constants["VALUE_WIDTH"])
     masked = variant.mask != ""
     problem = KernelProblem(spec.architecture, "forward", width, spec.wide, masked)
-    return configs.choose(problem, given, configs.tuned())
+    return configs.choose(problem, requested, configs.tuned())
 
 
 def chunks_unsupported(
-    spec: PagedCallSpec, of: Pass, inputs: PagedInputs, variant: Variant, given: KernelConfig
+    spec: PagedCallSpec, of: Pass, inputs: PagedInputs, variant: Variant, requested: KernelConfig
 ) -> str | None:
     """Why a pass is shared out along the keys instead, or None.
 
@@ -327,7 +330,7 @@ def chunks_unsupported(
     if of.splits:  # batch_invariant
         fewest = of.rows[0] + 1 if spec.queries.packed else spec.queries.length
         return None if fewest > SHORT else "sequences of few query rows fill no tiles of one head"
-    config, queries = chunk_config(spec, variant, given), spec.queries
+    config, queries = chunk_config(spec, variant, requested), spec.queries
     tiles = queries.length // config.query_tile * queries.heads * queries.sequences
     if tiles * config.num_warps < BUSY * spec.multiprocessors:
         return "there are few query rows: keys are cut into shares, to keep the GPU busy"
