@@ -166,6 +166,15 @@ def banned_word(source: Source) -> Iterator[Finding]:
                 yield node.lineno, f"`{name}`: the field says `{BANNED_WORDS[word.lower()]}`"
 
 
+def docstring_start(source: Source) -> Iterator[Finding]:
+    """A docstring's first sentence makes sense to a reader who has read nothing else."""
+    for node in ast.walk(source.tree) if source.layer else ():
+        if isinstance(node, Function | ast.ClassDef | ast.Module):
+            text = ast.get_docstring(node) or ""
+            if text.startswith(("The same ", "As ")):
+                yield node.body[0].lineno, f"begins with {text[:8]!r}: say what it is"
+
+
 def import_direction(source: Source) -> Iterator[Finding]:
     """Imports point down: calls, the runtime, a backend, what kernels share."""
     room = room_of(".".join(source.path.with_suffix("").parts[2:])) if source.layer else ""
@@ -207,6 +216,7 @@ RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
     kernel_booleans,
     banned_name,
     banned_word,
+    docstring_start,
     import_direction,
     public_names_only,
 )

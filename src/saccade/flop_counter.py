@@ -47,7 +47,7 @@ def attention_backward_flops(*arguments: Any, out_val: Any = None) -> int:
 
 
 def paged_flops(*arguments: Any, out_val: Any = None) -> int:
-    """As many as of attention to the keys in each sequence's pages."""
+    """Two products for each pair of a query and a key in its sequence's pages."""
     inputs = PAGED.split(arguments).inputs
     slots = inputs.page_table.shape[1] * inputs.page_size
     kv_lens = _numbers(inputs.kv_lens) or [slots] * inputs.batch

@@ -258,6 +258,13 @@ def test_public_name(tmp_path, path, statement):
     assert violations(tmp_path, f"src/saccade/{path}", statement) == []
 
 
+@pytest.mark.parametrize("start", ["The same for keys.", "As `forward`, for pages."])
+def test_a_docstring_says_what_a_thing_is(tmp_path, start):
+    path = "src/saccade/gpu/view.py"
+    assert violations(tmp_path, path, f'def rows():\n    """{start}"""') == [(2, "docstring-start")]
+    assert violations(tmp_path, path, 'def rows():\n    """Rows of keys."""') == []
+
+
 def test_a_rule_is_broken_in_the_open_with_a_reason(tmp_path):
     path = "src/saccade/ops/attention/triton/forward.py"
     assert violations(tmp_path, path, "qk = 1  # breaks banned-name: a peer reads it") == []

@@ -264,7 +264,7 @@ class BenchCase:
         return [torch.empty(self.batch, *shape, **options) for shape in self.shapes]
 
     def shortened(self, length: int) -> BenchCase:
-        """The same kind of problem with one document, or sequence, of at most so many keys."""
+        """A problem of this kind with one document, or sequence, of at most so many keys."""
         documents = self.visibility.documents[:1]
         length = documents[0] if documents else length
         return dataclasses.replace(

@@ -52,7 +52,7 @@ class History:
         raise Unmeasured(f"{' and '.join(names)} never took turns in one run")
 
     def alike(self, result: Result, case: str) -> Result:
-        """The same implementation's result of the same pass in another case, on the same device."""
+        """A result of this implementation and pass in another case, on the same device."""
         try:
             (other,) = self.together(case, result.which_pass, result.who)
         except Unmeasured as error:

@@ -167,7 +167,7 @@ def nearest(index, table, DIM: tl.constexpr):
 
 @triton.jit
 def entry(index, table, DIM: tl.constexpr):
-    """The same of an index that counts from the end where it is below 0, as in Python."""
+    """The offset of an index that counts from the end where it is below 0, as in Python."""
     return nearest(tl.where(index < 0, index + table[1][DIM], index), table, DIM)
 
 

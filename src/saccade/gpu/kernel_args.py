@@ -112,7 +112,7 @@ def row_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
 
 
 def number_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
-    """The same of one number a row: [batch, heads, length] or [heads, tokens]."""
+    """Strides of batch, head and row of numbers: [batch, heads, length] or [heads, tokens]."""
     strides = tensor.stride()
     return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])
 

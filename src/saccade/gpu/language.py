@@ -120,7 +120,7 @@ class Constant(Value):
 
     @property
     def text(self) -> str:  # type: ignore[override]
-        """As it is written; made when it is asked for, as every call of a new length makes some."""
+        """The constant in code; made when asked for, as each call of a new length has some."""
         return f"constexpr({self.value!r})"
 
     def _resolve(self) -> Any:
@@ -203,7 +203,7 @@ class Function(Deferred):
 
 
 def _function_of(fn: Any, names: dict[str, Any]) -> Any:
-    """The same code, which reads its names there."""
+    """A function of the same code, which reads its names there."""
     cells = tuple(types.CellType(resolved(cell.cell_contents)) for cell in fn.__closure__ or ())
     defaults = None if fn.__defaults__ is None else resolved(fn.__defaults__)
     copy = types.FunctionType(fn.__code__, names, fn.__name__, defaults, cells or None)
@@ -215,7 +215,7 @@ def _function_of(fn: Any, names: dict[str, Any]) -> Any:
 
 
 def _class_of(cls: Any) -> Any:
-    """The same class, whose members and annotations are what they resolve to."""
+    """A class like this one, whose members and annotations are what they resolve to."""
     left_out = {"__dict__", "__weakref__"}
     names = {name: value for name, value in vars(cls).items() if name not in left_out}
     if "__annotations__" in names:

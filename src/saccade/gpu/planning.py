@@ -96,7 +96,7 @@ def list_blocks(
     here, other, mask, lists, counts, num_tiles,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The same with the classes made on the way, where few entries decide on a whole tile."""
+    """One program: a list whose classes are made on the way, as few entries decide on a tile."""
     batch, head, tile, slot = here.find(tl.program_id(0), here.data, TILE)
     lengths = (num_rows(here, batch), num_rows(other, batch))
     position = wide((batch * here.data[1] + head) * tl.cdiv(lengths[0], TILE) + slot)

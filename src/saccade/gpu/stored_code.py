@@ -57,7 +57,7 @@ class MachineCode(NamedTuple):
     maps: tuple[TensorMapKind, ...]  # of its TMA descriptors
 
     def plain(self) -> bytes:
-        """As bytes."""
+        """The machine code and what is known of it, as bytes."""
         known = self._replace(code=b"")._asdict()
         known["code"] = hashlib.sha256(self.code).hexdigest()
         return json.dumps(known).encode() + b"\n" + self.code
@@ -85,7 +85,7 @@ class MachineCode(NamedTuple):
         return found
 
     def packed(self) -> bytes:
-        """As a file of the cache holds it."""
+        """The bytes that a file of the cache holds."""
         return lzma.compress(self.plain())
 
     @staticmethod

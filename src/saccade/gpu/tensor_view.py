@@ -200,7 +200,7 @@ def pad_rows(view, number, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def pad_results(output, logsumexp, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """The same of an output and its lse: what rows have that see nothing."""
+    """Write to an output and its lse, behind the last sequence, what rows have that see nothing."""
     pad_rows(output, 0.0, DIM, WIDTH)
     pad_rows(logsumexp, float("-inf"), 1, 1)
 
@@ -274,7 +274,7 @@ def packed(batch, strides, STEP: tl.constexpr, data):
 
 @triton.jit
 def packed_origin(batch, data):
-    """As `dense_origin`; all sequences together are one batch entry."""
+    """Where a packed sequence begins; all of them together are one batch entry."""
     return batch * 0, offset(data, batch)
 
 
@@ -317,8 +317,8 @@ LANES = tl.constexpr(32)  # parts that a search tells apart in a step: one for a
 
 @triton.jit
 def packed_program_by_heads(program, data, TILE: tl.constexpr):
-    """As `packed_program`, with all heads of a slot one after the other: as rows of several heads
-    lie side by side in memory, programs that run together read all of it.
+    """What a program works on, with all heads of a slot one after the other: as rows of several
+    heads lie side by side in memory, programs that run together read all of it.
 
     Not for Gluon, whose ranges have layouts.
     """

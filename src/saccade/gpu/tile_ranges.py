@@ -71,7 +71,7 @@ def along_two(
     DIM_A: tl.constexpr, low_a, high_a, TILE_A: tl.constexpr,
     DIM_B: tl.constexpr, low_b, high_b, TILE_B: tl.constexpr,
 ):  # fmt: skip
-    """The same along two dimensions."""
+    """The smallest and largest entry between indices along two dimensions."""
     index_a = tl.minimum(low_a[:, None] + tl.arange(0, TILE_A)[None, :], high_a[:, None])
     index_b = tl.minimum(low_b[:, None] + tl.arange(0, TILE_B)[None, :], high_b[:, None])
     positions = along(table, index_a, DIM_A)[:, :, None] + along(table, index_b, DIM_B)[:, None, :]
@@ -85,7 +85,7 @@ def along_two_blocks(
     DIM_A: tl.constexpr, low_a, high_a, TILE_A: tl.constexpr,
     DIM_B: tl.constexpr, low_b, high_b, TILE_B: tl.constexpr,
 ):  # fmt: skip
-    """The same where whole blocks of rows share an index: there are few, so they come in turn."""
+    """The extremes along two dimensions where blocks of rows share an index: few, taken in turn."""
     positions = along(table, low_a, DIM_A) + along(table, low_b, DIM_B)
     lows, highs = bounds(tl.load(table[0] + (offset + positions)))
     for a in range(0, tl.max(high_a - low_a, 0) + 1):
@@ -146,7 +146,7 @@ def classify_spans(
     mask, batch, head, start, lengths, tiles, num_rows,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The same of so many rows of the other side from the first of each tile on: more than a tile
+    """Classes of so many rows of the other side from the first of each tile on: more than a tile
     only where the mask reads no captured tensor along rows."""
     length, other_length = lengths
     low = start + tl.arange(0, 1)
@@ -192,7 +192,7 @@ def find_tile_range_in(
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The same, where no tile before hull[0] or from hull[1] on is possible."""
+    """The tile range, where no tile before hull[0] or from hull[1] on is possible."""
     at_once = tl.arange(0, AT_ONCE)
     firsts, ends = at_once * 0 + hull[1], at_once * 0
     full_firsts, full_ends, full_counts = firsts, ends, ends
@@ -331,7 +331,7 @@ def next_in_range(mask, tile_range, index, FULL: tl.constexpr):
 
 @triton.jit
 def next_in_list(mask, tile_range, index, FULL: tl.constexpr):
-    """The same, where tiles are listed; 0 where the list has no such number."""
+    """The tile of a number in a list of tiles; 0 where the list has no such number."""
     if FULL:
         count, position = tile_range.num_full, index
     else:

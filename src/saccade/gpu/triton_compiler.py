@@ -182,7 +182,7 @@ class _Scalars:
         return getattr(self._whole, name)
 
     def optimize_module(self, *arguments: Any, **options: Any) -> Any:
-        """As Triton's, but for the vectorizer."""
+        """Optimise as Triton does, but for the vectorizer."""
         return self._whole.optimize_module(
             *arguments, **{**options, "disable_slp_vectorizer": True}
         )

@@ -258,7 +258,7 @@ class _TracedBlockMask(BlockMask):
         return _TracedBlockMask(self.made, self.mask_mod, lengths, self.BLOCK_SIZE)
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The same with what it captured on a device."""
+        """This mask with what it captured on a device."""
         if "made" not in vars(self):
             return super().to(device)
         made = self.made._replace(mask=self.made.mask.to(device), device=device)

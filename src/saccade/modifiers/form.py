@@ -182,7 +182,7 @@ class Tape:
         return CONSTANT, type(value).__name__, value
 
     def passed(self, value: Any) -> tuple[Any, ...]:
-        """The same of a number that may change between runs of the graph."""
+        """Note a value that may change between runs of the graph."""
         self.captured.append(value)
         return CAPTURED, len(self.captured) - 1
 

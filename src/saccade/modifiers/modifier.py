@@ -93,7 +93,7 @@ class Modifier:
     captured: Captured
 
     def to(self: Self, device: torch.device | str) -> Self:
-        """The same with its captured tensors on a device."""
+        """This mask or score with its captured tensors on a device."""
         tensors = tuple(tensor.to(device) for tensor in self.captured.tensors)
         return type(self)(self.key, self.captured._replace(tensors=tensors))  # type: ignore[call-arg]
 

@@ -65,7 +65,7 @@ class Symbol:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As a row number of that kind has it."""
+        """The dtype that a row number of that kind has."""
         kind = self._trace.steps[self._number].kind
         return {TRUTH: torch.bool, WHOLE: torch.int64, REAL: torch.float32}[kind]
 
@@ -98,7 +98,7 @@ class Symbol:
         return lambda *args, **options: self._trace.called(name, (self, *args), options)
 
     def where(self, condition: Any, other: Any) -> Symbol:
-        """As a method, `where` takes its condition second."""
+        """This symbol where a condition holds, else another one."""
         return self._trace.called("where", (condition, self, other), {})
 
     def __pow__(self, exponent: Any) -> Symbol:

@@ -207,7 +207,7 @@ class PackedModel:
     def whole_logits(
         self, prompts: Int[Tensor, "batch rows"], step: Any
     ) -> Float[Tensor, "batch rows vocabulary"]:
-        """The same with a step's attention, over sequences that are not packed."""
+        """Logits of all rows by a step's attention, over sequences that are not packed."""
         return self._model(input_ids=prompts, use_cache=False, saccade_step=step).logits
 
     @torch.inference_mode()

@@ -184,7 +184,7 @@ def _pool(
 
 
 def _remembered_as(pages: Tensor, memory: str) -> Tensor:
-    """The same pages [num_pages, heads, slots, dim] with another order in memory."""
+    """Pages [num_pages, heads, slots, dim] with another order in memory."""
     if memory == "slots_first":
         return pages.transpose(1, 2).contiguous().transpose(1, 2)
     if memory == "heads_first":

@@ -56,7 +56,7 @@ start_add: Any = Name(f"{tma}.async_atomic_add", f"{__name__}._add_by_descriptor
 
 @builtin
 def reinterpreted(memory, dtype, shape, layout, _semantic: Any = None):
-    """The same shared memory as tiles of another shape; 3.9 has another name for it."""
+    """Shared memory as tiles of another shape; Triton 3.9 has another name for it."""
     function = getattr(memory, "_reinterpret", None) or memory.reinterpret
     return function(dtype, shape, layout, _semantic=_semantic)
 
@@ -101,7 +101,7 @@ class Ring:
 
     @gluon.jit
     def load_with(self, iteration, desc, coordinates, other_desc, other_coordinates, other_memory):
-        """As `load`, with a second memory of as many stages: full when both have arrived."""
+        """Load into this memory and a second one of as many stages: full when both have arrived."""
         stage = self.stage(iteration)
         ready = self.full.index(stage)
         mbarrier.expect(ready, desc.block_type.nbytes + other_desc.block_type.nbytes)
@@ -110,8 +110,8 @@ class Ring:
 
     @gluon.jit
     def load_boxes(self, iteration, desc, pages, head, slot):
-        """As `load`, from several pages: boxes of some slots and channels of each of them. They
-        fill the stage as one box of all would: some channels of all rows, then the next ones."""
+        """Load from several pages: boxes of some slots and channels of each of them. They fill the
+        stage as one box of all would: some channels of all rows, then the next ones."""
         stage = self.stage(iteration)
         ready = self.full.index(stage)
         CHANNELS: gl.constexpr = desc.block_type.shape[3]
@@ -176,7 +176,7 @@ class Ring:
 
     @gluon.jit
     def release_loaded(self, iteration):
-        """The same where loads have read it, and not products alone: they may still be on their
+        """Release a stage that loads have read, and not products alone: they may still be on their
         way, and TMA would overtake them."""
         fence_async_shared()
         self.release(iteration)
@@ -241,7 +241,7 @@ def settle():
 
 @gluon.jit
 def pinned(numbers):
-    """The same numbers, which no compiler takes to be known further up; one product may run on.
+    """Numbers that no compiler takes to be known further up; one product may run on.
 
     Without this, LLVM and ptxas mix the use of them into the instructions that start a product.
     """
@@ -250,7 +250,7 @@ def pinned(numbers):
 
 @gluon.jit
 def here(number):
-    """The same whole number, and nothing that depends on it is computed ahead of a loop.
+    """A whole number of which nothing that depends on it is computed ahead of a loop.
 
     Descriptors of products that do not change would else be kept in registers, one for each 16
     channels, and there are none to spare."""
@@ -305,7 +305,7 @@ def count_at(pointer):
 
 @gluon.jit
 def flag_at(pointer):
-    """The same of a number that this program alone writes; mostly it comes from the L1."""
+    """Read a number that this program alone writes; mostly it comes from the L1."""
     # $0 = the 32 bits at the address $1. relaxed.cta: as this program sees it, so from the L1 too.
     return gl.inline_asm_elementwise(
         "ld.relaxed.cta.global.b32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32,

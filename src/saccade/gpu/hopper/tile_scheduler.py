@@ -78,8 +78,8 @@ def program_of(schedule, number):
 
 @gluon.jit
 def program_of_keys(schedule, number):
-    """The same where programs stand at tiles of keys: all first tiles of these heads come first,
-    as under a causal mask they are seen by most queries."""
+    """The program of a number, of those that stand at tiles of keys: all first tiles of these heads
+    come first, as under a causal mask they are seen by most queries."""
     slots = schedule.slots
     program = program_of(schedule, number)
     slot = program % slots
@@ -106,7 +106,7 @@ def tile_of(rules, tile_range, index):
 
 @gluon.jit
 def tile_from_last(rules, tile_range, index):
-    """The same where the last partial tile comes first: `own_partial_tiles` passes over it."""
+    """The tile of an index, the last partial tile first: `own_partial_tiles` passes over it."""
     return tile_of(
         rules,
         tile_range,

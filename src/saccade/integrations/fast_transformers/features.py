@@ -233,7 +233,7 @@ class Favor(_Random):
 
     @property
     def saccade_map(self) -> Any:
-        """The same map, with the same omega, with factors beside the features."""
+        """The map with this omega, with factors beside the features."""
         self._scaled.project.projection = self.omega
         return self._scaled
 

@@ -155,7 +155,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """The same with keys and values in one tensor.
+    """Attention as `flash_attn_func` has it, with keys and values in one tensor.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim).
@@ -180,7 +180,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """The same with queries, keys and values in one tensor.
+    """Attention as `flash_attn_func` has it, with queries, keys and values in one.
 
     Args:
         qkv: (batch, seqlen, 3, nheads, headdim).
@@ -283,7 +283,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """The same with keys and values in one tensor.
+    """Attention as `flash_attn_varlen_func` has it, with keys and values in one tensor.
 
     Args:
         q: (total_q, nheads, headdim).
@@ -311,7 +311,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """The same with queries, keys and values in one tensor.
+    """Attention as `flash_attn_varlen_func` has it, with queries, keys and values in one.
 
     Args:
         qkv: (total, 3, nheads, headdim).

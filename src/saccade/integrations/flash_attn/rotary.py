@@ -22,7 +22,7 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 def apply_rotary_emb_torch(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """The same as `apply_rotary_emb` with angles of each row, in x's dtype.
+    """Turn the first channels of each row by angles of its own, in x's dtype.
 
     Args:
         x: (batch, seqlen, nheads, headdim).

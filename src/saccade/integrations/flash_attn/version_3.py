@@ -67,7 +67,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """The same with queries, keys and values in one tensor.
+    """Attention as `flash_attn_func` computes it, of queries, keys and values in one tensor.
 
     Args:
         qkv: (batch, seqlen, 3, nheads, headdim), or with num_heads_q

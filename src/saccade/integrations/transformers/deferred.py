@@ -180,7 +180,7 @@ class WrittenMask(MaskTensor):
 
     @staticmethod
     def __new__(cls, written: Tensor, owned: bool, says_visible: bool) -> WrittenMask:
-        """The same mask, guarded."""
+        """A written mask, guarded."""
         strides = written.stride()
         made = Deferred.empty_shell(cls, written.shape, torch.bool, written.device, strides)
         made.written, made.owned, made.says_visible = written, owned, says_visible

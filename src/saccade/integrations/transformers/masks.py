@@ -85,15 +85,15 @@ class GraphMask:
         self._seen, self.shape, self.device, self._write = seen, shape, device, write
 
     def dim(self) -> int:
-        """As many as a tensor would have."""
+        """The number of dimensions that a tensor would have."""
         return 4
 
     def size(self, dim: int | None = None) -> Any:
-        """As a tensor says it."""
+        """The shape, or one side of it."""
         return self.shape if dim is None else self.shape[dim]
 
     def to(self, device: Any, **_: Any) -> GraphMask:
-        """The same on a device; other conversions are for numbers."""
+        """This mask on a device; other conversions are for numbers."""
         if not isinstance(device, (torch.device, str)):
             raise TypeError(f"attention_mask: got .to({device}) of a mask, takes a device")
         moved = None if self._seen is None else self._seen.to(device)
@@ -208,7 +208,7 @@ class MaskRequest:
         return written
 
     def dense(self) -> Tensor:
-        """The same, checked: bool [batch, 1, q_length, kv_length].
+        """The written mask, checked: bool [batch, 1, q_length, kv_length].
 
         Raises:
             TypeError: naming the mask function, if that is not possible.
@@ -258,7 +258,7 @@ class LazyMask(MaskTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As other mask tensors, but a mask that only moves with its layer stays a mask."""
+        """Do what can be done to a mask; one that only moves with its layer is not written out."""
         options = kwargs or {}
         device, dtype = options.get("device"), options.get("dtype", torch.bool)
         if func is torch.ops.aten._to_copy.default and device is not None and dtype == torch.bool:

@@ -212,7 +212,7 @@ def produce_pages(
     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
     HEADS_PER_KV_HEAD: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """As `forward.produce`. Pages of a tile are looked up before there is room for it."""
+    """Load tiles as `forward.produce` does; pages are looked up before there is room for one."""
     KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
     tile_iteration, kv_iteration = 0, 0
     position, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)

@@ -109,7 +109,7 @@ class QueryTile(NamedTuple):
     runs: tuple[Run, ...]
 
     def under_both(self, other: QueryTile) -> QueryTile:
-        """The same tile under this mask and another one that visits the same keys."""
+        """This tile under both its mask and another one that visits the same keys."""
         pairs = zip(self.runs, other.runs, strict=True)
         runs = (one._replace(masked=one.masked or two.masked) for one, two in pairs)
         return self._replace(runs=tuple(runs))

@@ -173,7 +173,7 @@ class Sequences(Protocol):
 
     @property
     def key(self) -> Tensor:
-        """As query, with rows and heads of its own."""
+        """[batch, heads, rows, dim] or [tokens, heads, dim]."""
         ...
 
     @property

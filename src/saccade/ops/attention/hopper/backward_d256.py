@@ -286,7 +286,7 @@ def add_weights(
 def add_grad_scores(
     rings, iteration, grad_scores, of_key, PARTS: gl.constexpr, LATER: gl.constexpr
 ):  # fmt: skip
-    """The same for the gradients of keys, from grad_scores. PARTS: of the channels of values."""
+    """Add an iteration to the gradients of keys, from grad_scores. PARTS: of channels of values."""
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
     PAIRS: gl.constexpr = mma_layout(QUERY_TILE)
     # [KV_TILE, VALUE_WIDTH]

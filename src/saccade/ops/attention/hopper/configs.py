@@ -191,7 +191,7 @@ class BackwardSchedule(NamedTuple):
 
 BACKWARD_KV_TILE, WIDE_KV_TILE = 128, 64  # up to 128 channels, and above
 BACKWARD_OVERRIDE: BackwardSchedule | None = None
-"""As OVERRIDE, for the backward pass."""
+"""Taken instead of what `choose_backward` would take, to measure what it should."""
 
 
 def choose_backward(problem: BackwardProblem) -> BackwardSchedule:

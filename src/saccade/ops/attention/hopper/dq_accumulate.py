@@ -82,7 +82,7 @@ def dense_slot(batch, head, data, TILE: tl.constexpr):
 
 @triton.jit
 def packed_slot(batch, head, data, TILE: tl.constexpr):
-    """The same in a packed sequence; see `packing.packed_program`."""
+    """The first slot of a head of a packed sequence; see `tensor_view.packed_program`."""
     slots = data[3] // TILE + data[1]
     return head * slots + first_slot(data, batch, TILE)
 

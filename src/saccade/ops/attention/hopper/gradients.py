@@ -240,7 +240,7 @@ class HopperBackward:
         wanted_tables: Sequence[int],
         deterministic: bool,
     ) -> Gradients:
-        """As `backward`, for calls like this one."""
+        """Gradients of a call like the one that was prepared; see `backward`."""
         if self.copies:
             copy = passed.grad_output.clone(memory_format=torch.contiguous_format)
             passed = passed._replace(grad_output=copy)

@@ -159,7 +159,7 @@ def attention_backward_nan_safe_keys(
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `attention_backward_keys` without gradients of queries."""
+    """Gradients of keys and values once more, NaN-safe, where the flag is raised."""
     if tl.load(flag) != 0:
         differentiate_keys(
             forward, grad_key, grad_value, None, rules, None, tl.program_id(0), REPEAT,
@@ -175,7 +175,7 @@ def attention_backward_nan_safe_queries(
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `attention_backward_queries`."""
+    """Gradients of queries once more, NaN-safe, where the flag is raised."""
     if tl.load(flag) != 0:
         attention_backward_queries(
             forward, grad_query, rules, None, None, None,

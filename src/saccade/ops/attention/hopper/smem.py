@@ -59,7 +59,7 @@ def make_page_rings(
     query_desc, output_desc, KEYS: gl.constexpr, VALUES: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The same where tiles of keys and values, of such shapes, come from pages in boxes."""
+    """Rings for tiles of keys and values, of such shapes, that come from pages in boxes."""
     work_tiles = make_work_tiles(CONSUMERS)
     keys = make_ring_of(query_desc.dtype, KEYS, STAGES, CONSUMERS)
     values = make_ring_of(query_desc.dtype, VALUES, STAGES, CONSUMERS)

@@ -308,7 +308,7 @@ def store_part(output_desc, position, channel, part, memory):
 
 @gluon.jit
 def pad_rows(view, number, DIM: gl.constexpr):
-    """As `tiles.pad_rows`, by one warp that has few registers."""
+    """Write a number to the rows behind the last sequence, by one warp that has few registers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     rows = gl.arange(0, 4, gl.SliceLayout(1, LAYOUT))[:, None]
     channels = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -317,7 +317,7 @@ def pad_rows(view, number, DIM: gl.constexpr):
 
 @gluon.jit
 def pad_numbers(view, number):
-    """The same of one number a row."""
+    """Write a number for each row behind the last sequence, by one warp."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 1], [1, 0])
     rows = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))[:, None]
     channels = gl.arange(0, 1, gl.SliceLayout(0, LAYOUT))[None, :]

@@ -45,7 +45,7 @@ def load_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.const
 
 @triton.jit
 def load_both_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.constexpr):
-    """The same for loops, as one load of [rows, 2].
+    """Load lse and row_dot of a tile of queries in a loop, as one load of [rows, 2].
 
     Triton has each thread load all numbers that it needs itself where they are fewer than threads,
     which makes most of a loop's copies copies of statistics; together they are as many.

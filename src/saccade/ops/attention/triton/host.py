@@ -386,7 +386,7 @@ class TritonBackwardCall(NamedTuple):
     def _entries(
         self, position: int, functions: ReadFunctions, known: Sequence[Tensor], config: KernelConfig
     ) -> Tensor:
-        """The same of a tensor that is read otherwise than a bias is."""
+        """The gradient of a tensor that is read otherwise than a bias is."""
         spec, table = self.launches.spec, self.variant.score_captured.tensors[position]
         total = torch.zeros(table.shape, dtype=torch.float32, device=table.device)
         if total.numel() == 0:

@@ -124,7 +124,7 @@ class Keys(NamedTuple):
     decay_factors: DecayFactors | None
 
     def part(self, heads: slice) -> Keys:
-        """The same of some of the heads, counted through the batch."""
+        """What belongs to some of the heads, counted through the batch."""
         return Keys(
             self.key[heads],
             self.value[heads],
@@ -146,7 +146,7 @@ class DecayFactors:
         )  # [batch · state_heads, rows]
 
     def part(self, heads: slice) -> DecayFactors:
-        """The same of some of the heads, counted through the batch."""
+        """What belongs to some of the heads, counted through the batch."""
         return DecayFactors(self.summed_decay[heads], self.wide, self.group)
 
     def whole(self) -> Tensor:
@@ -391,7 +391,7 @@ def _read_pairs(dense: DenseRows, state: ChunkState, query: Tensor, keys: Keys) 
 
 
 def _nan_safe(dense: DenseRows, state: ChunkState, query: Tensor, keys: Keys) -> RowSums:
-    """The same where some number is not finite: it must not reach rows that do not see it.
+    """Sums of a chunk where some number is not finite: it must not reach rows that do not see it.
 
     A product would carry it there: a hidden score is 0, and 0 · NaN is NaN.
     """

@@ -479,7 +479,7 @@ def put_less_one(
     rings, iteration, taken, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, WHICH: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The same of features less what is taken from them; but what is added up has that, and is not
+    """Put features less what is taken from them; what is added up has that again, and is not
     rounded. Hidden queries were cleared, and so were their gradients."""
     ROWS_OF: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     tile = rings.tile_of(iteration, QUERIES, WHICH)

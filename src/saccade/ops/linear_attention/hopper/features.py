@@ -156,7 +156,7 @@ def map_features(
 
 @gluon.jit
 def no_rows(LAYOUT: gl.constexpr):
-    """As many rows of zeros as `sum_in_threads` gives."""
+    """Zeros, as many rows of them as `sum_in_threads` gives."""
     return gl.zeros([ROWS // 4, BLOCK], gl.float32, LAYOUT)
 
 

@@ -243,14 +243,14 @@ class HeadSplit(NamedTuple):
 
     @staticmethod
     def whole(spec: LinearCallSpec) -> HeadSplit:
-        """The same with nothing cut along the length."""
+        """The split of a call with nothing cut along the length."""
         blocks = 1 if max(spec.head_dim, spec.value_dim) <= BLOCK_CHANNELS else 2
         blocks = WIDE if spec.head_dim > 2 * BLOCK_CHANNELS else blocks
         tiles = 1 if blocks == 1 else -(-spec.value_dim // (2 * BLOCK_CHANNELS))
         return HeadSplit(blocks, tiles, 1)
 
     def cut(self, spec: LinearCallSpec) -> HeadSplit:
-        """The same in segments."""
+        """This split, in as many segments as keep the GPU busy."""
         wanted = spec.multiprocessors // max(self.programs(spec, spec.heads), 1)
         return self._replace(segments=max(min(wanted, spec.positions // SHORTEST_SEGMENT), 1))
 

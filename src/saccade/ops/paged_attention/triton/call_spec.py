@@ -302,7 +302,7 @@ class Pass(NamedTuple):
 
     @property
     def partial_stages(self) -> int | None:
-        """The same for partial tiles, whose tiles take more memory; None: as many."""
+        """Stages of partial tiles, which take more memory; None: as many as of full ones."""
         if not self.masked:
             return 1
         return None if self.chunks else max(self.stages - 2, 1)
