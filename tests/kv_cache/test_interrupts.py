@@ -78,6 +78,16 @@ class Served:
         for sequence, given in tokens.items():
             self.model[sequence] += given
 
+    def append_and_name(self, sequence: int, given: list[int]) -> None:
+        """The same by a number, and named later."""
+        self.growing = {sequence}
+        slots = self.attempt(lambda: self.cache.append({sequence: len(given)}))
+        rows = torch.tensor(given).float().view(-1, 1, 1)
+        for layer in range(len(WINDOWS) if self.layered else 1):
+            self.cache.write(layer, rows, -rows, slots)
+        self.model[sequence] += given
+        self.attempt(lambda: self.cache.name(sequence, self.model[sequence]))
+
     def trim(self, sequence: int, length: int) -> None:
         del self.model[sequence][length:]
         self.once(lambda: self.cache.trim(sequence, length))
@@ -144,6 +154,7 @@ def script(served: Served) -> None:
     served.append({fourth: [7] * 9, first: [56]})
     served.free(third)
     fifth = served.allocate([9] * 21)
+    served.append_and_name(fourth, [57])
     served.append({fifth: [9] * 21})  # takes pages that only the prefix cache knew
 
 

@@ -95,6 +95,48 @@ def test_equal_beginnings_are_found_once_they_are_written():
     cache.check()
 
 
+@pytest.mark.parametrize("windows", [None, [None, 5]])
+def test_tokens_named_later_are_found_as_far_as_they_are_named(windows):
+    options = {"windows": windows, "num_layers": None} if windows else {}
+    cache = cache_of(40, **options)
+    first = cache.allocate()
+    slots, at_once = cache.grow({first: 10}), cache.append({cache.allocate(): 10})
+    if windows:
+        slots, at_once = slots[1], at_once[1]
+    assert isinstance(slots, list) and len(slots) == len(at_once) == 10
+    for end, found in ((3, 0), (5, 4), (10, 8)):
+        cache.name(first, TOKENS[:end])
+        assert cache.length(cache.allocate(TOKENS)) == found
+    cache.grow({first: 3})
+    twin = cache.fork(first)
+    cache.name(first, TOKENS[:13])
+    cache.name(first, TOKENS[:5])  # known by now
+    assert cache.length(cache.allocate(TOKENS)) == 12
+    cache.name(twin, [*TOKENS[:10], 7, 7, 7])
+    # A page that two share is known by the tokens that it was named by first.
+    assert cache.length(cache.allocate([*TOKENS[:10], 7, 7, 7, 0])) == 8
+    with pytest.raises(ValueError, match="tokens: got 14, takes at most 13"):
+        cache.name(first, TOKENS[:14])
+    third = cache.allocate()
+    cache.grow({third: 2})
+    with pytest.raises(TypeError, match="tokens: got float"):
+        cache.name(third, [1, 1.5])  # pyright: ignore[reportArgumentType]
+    cache.check()
+
+
+TOKENS = list(range(50, 70))
+
+
+def test_page_numbers_are_those_of_the_table():
+    cache = cache_of(window=5)
+    sequence = cache.allocate()
+    for _ in range(4):
+        cache.grow({sequence: 4})
+    table, _ = cache.tables([sequence])
+    assert cache.page_numbers(sequence) == table[0].tolist()
+    assert cache.statistics().released > 0
+
+
 def test_a_beginning_stays_after_its_sequence_until_room_is_needed():
     cache = cache_of(4)
     first = cache.allocate(PROMPT)

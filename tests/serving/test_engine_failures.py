@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import saccade
-from saccade.serving import engine as engines
+from saccade.serving import decoding
+from saccade.serving.decode_steps import DecodeStep
 from saccade.serving.decoding import TextStream
 from saccade.serving.model import BatchStep
 
@@ -56,12 +57,12 @@ def run_through(engine):
 
 @pytest.mark.parametrize(
     ("method", "preemption"),
-    [("append", "swap"), ("append", "recompute"), ("swap_out", "swap"), ("swap_in", "swap")],
+    [("grow", "swap"), ("grow", "recompute"), ("swap_out", "swap"), ("swap_in", "swap")],
 )
 def test_out_of_pages_at_every_point_changes_no_token(method, preemption, monkeypatch):
     prompts, wanted = served.prompts()[2:], served.wanted("llama", 14)[2:]
     fired = 0
-    for turn in range(0, 24, 3) if method == "append" else range(3):
+    for turn in range(0, 24, 3) if method == "grow" else range(3):
         engine = served.engine(num_pages=13, preemption=preemption)
         error = saccade.OutOfPagesError(3, 1, "host" if method == "swap_out" else "device")
         real = getattr(engine.cache, method)
@@ -83,7 +84,7 @@ def test_a_step_that_fails_changes_nothing(part, monkeypatch):
     place = {
         "forward": (served.model("llama").model.layers[1].mlp, "forward"),
         "attend": (saccade, "attention_paged"),
-        "choose": (engines, "choose"),
+        "choose": (decoding, "choose"),
     }[part]
     for turn in range(0, 14, 2):
         engine = served.engine(num_pages=13)
@@ -123,19 +124,22 @@ def test_a_request_whose_logits_are_nan_fails_alone(monkeypatch):
     served.assert_nothing_is_held(engine)
 
 
-def nonfinite_keys(step, turn):
-    """`BatchStep.attend` whose keys are NaN in the rows of that pass, as a broken kernel's would
-    be."""
-    real, passes = step.attend, []
+def make_keys_nonfinite(patch, turn):
+    """Keys are NaN in the rows of that pass, as a broken kernel's would be."""
+    passes = []
 
-    def attend(self, layer, query, key, value, **options):
-        if self not in passes:
-            passes.append(self)
-        if passes.index(self) == turn:
-            key = torch.full_like(key, torch.nan)
-        return real(self, layer, query, key, value, **options)
+    def broken(real):
+        def attend(self, layer, query, key, value, **options):
+            if self not in passes:
+                passes.append(self)
+            if passes.index(self) == turn:
+                key = torch.full_like(key, torch.nan)
+            return real(self, layer, query, key, value, **options)
 
-    return attend
+        return attend
+
+    for step in (BatchStep, DecodeStep):
+        patch.setattr(step, "attend", broken(step.attend))
 
 
 @pytest.mark.parametrize(("name", "turn"), [("llama", 0), ("llama", 2), ("qwen3", 1), ("llama", 3)])
@@ -143,7 +147,7 @@ def test_pages_of_a_pass_that_gave_nan_are_found_by_nobody(name, turn, monkeypat
     engine = served.engine(name, num_pages=64)
     prompt = served.prompts()[3]  # 33 tokens: three chunks, so that pass 3 is the first new token's
     with monkeypatch.context() as patch:
-        patch.setattr(BatchStep, "attend", nonfinite_keys(BatchStep, turn))
+        make_keys_nonfinite(patch, turn)
         samples = engine.submit_samples(prompt, 2, **GREEDY)
         for each in samples:
             with pytest.raises(FloatingPointError, match="logits: the model gave NaN"):
@@ -230,9 +234,19 @@ def test_cancelled_requests_give_their_pages_back(after):
         ([1], {"stop_tokens": 2}, TypeError, "stop_tokens: got int, takes a list"),
         ([1], {"max_tokens": 4}, TypeError, "max_tokens: .*did you mean max_new_tokens?"),
         ([1], {"temprature": 1.0}, TypeError, "temprature: .*did you mean temperature?"),
-        ([1], {"min_new_tokens": 1}, TypeError, "min_new_tokens: is no option of a request"),
-        ([1], {"repetition_penalty": 1.1}, TypeError, "repetition_penalty: is no option"),
-        ([1], {"logprobs": 5}, TypeError, "logprobs: is no option .* takes max_new_tokens, temp"),
+        ([1], {"best_of": 2}, TypeError, "best_of: is no option .* takes max_new_tokens, temp"),
+        (
+            [1],
+            {"max_new_tokens": 4, "logprobs": 21},
+            ValueError,
+            "logprobs: got 21, takes at most 20",
+        ),
+        (
+            [1],
+            {"max_new_tokens": 4, "logit_bias": {97: 1.0}},
+            ValueError,
+            "logit_bias: got token 97",
+        ),
     ],
 )
 def test_requests_that_can_never_be_served_are_refused(prompt, options, error, message):

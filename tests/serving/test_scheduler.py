@@ -132,7 +132,7 @@ def test_one_request_alone_without_pages_is_an_error_that_loses_nothing(monkeypa
         raise OutOfPagesError(2, 0, "device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "append", refuse)
+        patch.setattr(cache, "grow", refuse)
         with pytest.raises(OutOfPagesError):
             scheduler.plan()
     cache.check()

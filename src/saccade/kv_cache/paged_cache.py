@@ -7,14 +7,15 @@ import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.kv_cache import sequences as changes
-from saccade.kv_cache.pool import locked
-from saccade.kv_cache.sequences import Change, Group, GroupGrowth, Tokens
+from saccade.kv_cache.pool import at_once, locked
+from saccade.kv_cache.sequences import Change, Group, GroupGrowth, PageList, Tokens
 from saccade.kv_cache.storage import LayerPages, PageMemory, PageSizes, write_kv_cache
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
@@ -213,6 +214,20 @@ class PagedCache:
             OutOfPagesError: if there are too few pages for all of it; then nothing has changed.
             KeyError, ValueError: for a sequence that is not there, or is swapped out.
         """
+        slots = self.grow(tokens, spare=spare)
+        of_groups = slots if self._grouped else [slots]
+        return self._by_group(
+            [torch.tensor(each, dtype=torch.int64, device=self.device) for each in of_groups]
+        )
+
+    @locked
+    def grow(
+        self,
+        tokens: Mapping[int, int | Sequence[int]],
+        *,
+        spare: Sequence[int | None] | None = None,
+    ) -> Any:
+        """`append` whose slots are plain numbers: nothing waits for the device."""
         new = _new_tokens(tokens)
         spares = [None] * len(self.groups) if spare is None else spare
         growths = [
@@ -223,8 +238,27 @@ class PagedCache:
             growth.require()
         grown = [growth.grown() for growth in growths]
         changes.enter([change for change, _ in grown])
-        return self._by_group(
-            [torch.tensor(slots, dtype=torch.int64, device=self.device) for _, slots in grown]
+        return self._by_group([slots for _, slots in grown])
+
+    @locked
+    def name(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Say which tokens a sequence begins with, where only their number was appended.
+
+        They are written by now: their full pages may be found by others.
+
+        Args:
+            tokens: from its beginning; what was named before is not compared.
+
+        Raises:
+            ValueError: for more tokens than it has.
+        """
+        held = [group.find(sequence) for group in self.groups]
+        if len(tokens) > held[0].length:
+            raise ValueError(f"tokens: got {len(tokens)}, takes at most {held[0].length}")
+        fresh = [_token_list(tokens[len(each.tokens) :]) for each in held]
+        at_once(partial(each.tokens.extend, new) for each, new in zip(held, fresh, strict=True))
+        changes.enter(
+            [Change(group, written=[each]) for group, each in zip(self.groups, held, strict=True)]
         )
 
     @locked
@@ -301,6 +335,12 @@ class PagedCache:
         """
         numbers = list(sequences)
         return self._by_group([self._tables(group, numbers) for group in self.groups])
+
+    @locked
+    def page_numbers(self, sequence: int) -> Any:
+        """A sequence's pages in order, as `tables` has them; with `windows` a list of such lists,
+        one for each group."""
+        return self._by_group([_page_numbers(group.find(sequence)) for group in self.groups])
 
     def pages(self, layer: int) -> LayerPages:
         """A layer's tensors, by the names of `attention_paged`'s arguments."""
@@ -405,11 +445,7 @@ class PagedCache:
         """page_table and kv_lens of some sequences in one group."""
         held = [group.find(sequence) for sequence in sequences]
         width = max((len(each.pages) for each in held), default=0)
-        rows = []
-        for each in held:
-            other = next(iter(each.kept), 0)
-            pages = [other if page is None else page for page in each.pages]
-            rows.append(pages + [0] * (width - len(pages)))
+        rows = [[*_page_numbers(each), *[0] * (width - len(each.pages))] for each in held]
         table = torch.tensor(rows, dtype=torch.int32, device="cpu").view(len(held), width)
         lens = torch.tensor([each.length for each in held], dtype=torch.int32, device="cpu")
         return table.to(self.device), lens.to(self.device)
@@ -422,6 +458,14 @@ class PagedCache:
     def _by_group(self, found: list[Any]) -> Any:
         """A list, one entry for each group; without `windows` the one entry."""
         return found if self._grouped else found[0]
+
+
+def _page_numbers(held: PageList) -> list[int]:
+    """The pages of a sequence; one that it holds in the place of each that was released."""
+    if None not in held.pages:
+        return [*held.pages]  # pyright: ignore[reportReturnType]  # there is no None
+    other = next(iter(held.kept), 0)
+    return [other if page is None else page for page in held.pages]
 
 
 def _new_tokens(tokens: Mapping[int, Tokens]) -> dict[int, Tokens]:

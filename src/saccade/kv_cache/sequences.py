@@ -112,14 +112,15 @@ class Group:
         self.pool.drop(reversed(pages), keep=self.index.__contains__)
 
     def publish(self, held: PageList) -> None:
-        """All tokens of a sequence are written: offer its full pages to others.
+        """All tokens of a sequence are written: offer full pages of named ones to others.
 
         What an interrupt leaves half done is mended, so `torn` is set by the caller.
         """
         held.written = held.length
-        if not self.prefix_caching or not held.named:
+        if not self.prefix_caching:
             return
-        for number in range(len(held.digests), held.written // self.page_size):
+        known = min(held.written, len(held.tokens))
+        for number in range(len(held.digests), known // self.page_size):
             page = held.pages[number]
             if page is None:
                 return

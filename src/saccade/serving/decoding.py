@@ -1,66 +1,154 @@
-"""Decoding: a token from each row of logits, and text from tokens as they come."""
+"""Decoding: a token from each row of logits, and text from tokens as they come.
+
+Tokens are chosen on the device, by settings that lie there: nothing here reads a number, so that a
+step can be a CUDA graph and the next one can start from tokens that the host has not seen.
+"""
 
 from __future__ import annotations
 
-import itertools
-import random
+import hashlib
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+MOST_LOGPROBS = 20  # likeliest tokens whose log probabilities are given
+
+
+class Traits(NamedTuple):
+    """What choosing a token has to do beside taking the likeliest; of a batch, what any row asks.
+
+    Attributes:
+        drawn: a random number decides. cut: top_k or top_p. floored: min_p.
+        penalised: tokens that came before count. biased: logit_bias. held: min_new_tokens.
+        logged: log probabilities are wanted.
+    """
+
+    drawn: bool = False
+    cut: bool = False
+    floored: bool = False
+    penalised: bool = False
+    biased: bool = False
+    held: bool = False
+    logged: bool = False
+
+    @staticmethod
+    def of_any(several: Sequence[Traits]) -> Traits:
+        """What any of them asks."""
+        return Traits(*map(any, zip(*several, strict=True)))
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How a request draws its tokens; temperature 0 takes the likeliest one (greedy).
 
+    The order is that of the arguments: penalties and biases change logits, then come the
+    temperature and what cuts off.
+
     Args:
+        repetition_penalty: logits of tokens that came before, the prompt's too, are divided by it
+            where they are positive and multiplied where they are not.
+        presence_penalty: is taken from logits of new tokens that came before.
+        frequency_penalty: the same for each time that they came.
+        logit_bias: what is added to logits, by token; -inf forbids one.
+        min_new_tokens: until there are so many, tokens that end the request are not chosen.
         temperature: below 1 sharpens, above 1 flattens.
-        top_k: only so many of the likeliest tokens. None: all.
+        top_k: only so many of the likeliest tokens (and what is as likely as the last of them).
+            None: all.
         top_p: only the likeliest tokens that together hold this much of the probability.
+        min_p: only tokens that have this much of the likeliest one's probability.
         seed: equal seeds draw equal numbers, whatever else the engine serves.
+        logprobs: how many of the likeliest tokens are given with their log probabilities, by the
+            logits as the model gave them, beside the chosen one's. None: not even that.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
 
-    Source: nucleus sampling (Holtzman et al. 2020), section 3.1, for top_p.
+    Sources: nucleus sampling (Holtzman et al. 2020), section 3.1, for top_p; CTRL (Keskar et al.
+    2019), section 4.1, for repetition_penalty; min-p sampling (Nguyen et al. 2024), section 3.
 
     >>> Sampling(temperature=0.8, top_p=0.95, seed=7)
     """
 
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name}: got {type(value).__name__}, takes a number")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+                     "frequency_penalty"):  # fmt: skip
+            check_real(name, getattr(self, name))
         if not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature: got {self.temperature}, takes 0 or a positive number")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: got {self.top_p}, takes a number above 0, at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p: got {self.min_p}, takes 0 to 1")
+        if not 0 < self.repetition_penalty <= sys.float_info.max:
+            got = self.repetition_penalty
+            raise ValueError(f"repetition_penalty: got {got}, takes a positive number")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= sys.float_info.max:
+                raise ValueError(f"{name}: got {getattr(self, name)}, takes a finite number")
         if self.top_k is not None:
             check_number("top_k", self.top_k, least=1)
+        check_number("min_new_tokens", self.min_new_tokens, least=0)
         check_number("seed", self.seed, least=None)
+        if self.logprobs is not None:
+            check_number("logprobs", self.logprobs, least=0)
+            if self.logprobs > MOST_LOGPROBS:
+                raise ValueError(f"logprobs: got {self.logprobs}, takes at most {MOST_LOGPROBS}")
+        _check_bias(self.logit_bias)
 
     @property
-    def greedy(self) -> bool:
-        """Whether nothing is drawn."""
-        return self.temperature == 0
+    def traits(self) -> Traits:
+        """What choosing by it has to do."""
+        drawn = self.temperature > 0
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return Traits(
+            drawn=drawn,
+            cut=drawn and (self.top_k is not None or self.top_p < 1),
+            floored=drawn and self.min_p > 0,
+            penalised=penalties != (1, 0, 0),
+            biased=bool(self.logit_bias),
+            held=self.min_new_tokens > 0,
+            logged=self.logprobs is not None,
+        )
+
+    @property
+    def key(self) -> int:
+        """The seed as a key of random numbers, 64 bits with a sign; seeds of any size differ."""
+        digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
 
 
-class Draw(NamedTuple):
-    """How one row of logits is drawn from, and with which random number in [0, 1)."""
+def _check_bias(biases: object) -> None:
+    if not isinstance(biases, Mapping):
+        raise TypeError(f"logit_bias: got {type(biases).__name__}, takes numbers by token")
+    for token, bias in biases.items():
+        check_number("logit_bias", token, least=0)
+        check_real("logit_bias", bias)
+        if not (bias == -math.inf or abs(bias) <= sys.float_info.max):
+            raise ValueError(f"logit_bias: got {bias}, takes finite numbers and -inf")
 
-    sampling: Sampling
-    number: float
+
+def check_real(name: str, value: object) -> None:
+    """Refuse what is no number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: got {type(value).__name__}, takes a number")
 
 
 def check_number(name: str, value: object, *, least: int | None) -> None:
@@ -71,61 +159,238 @@ def check_number(name: str, value: object, *, least: int | None) -> None:
         raise ValueError(f"{name}: got {value}, takes {least} or more")
 
 
-class Dice:
-    """Random numbers of one request: one for each token, equal for equal seeds."""
-
-    def __init__(self, seed: int):
-        # Random takes a negative number for its positive twin, and a text as it stands.
-        source = random.Random(seed if seed >= 0 else str(seed))
-        self._source = iter(source.random, None)
-        self._numbers: list[float] = []
-
-    def number(self, index: int) -> float:
-        """The number in [0, 1) of the index-th token, however often it is asked for."""
-        missing = max(index + 1 - len(self._numbers), 0)
-        # Drawn and kept by one call of C: no interrupt comes between and loses a number.
-        self._numbers.extend(itertools.islice(self._source, missing))
-        return self._numbers[index]
+# ---- rows and lanes ------------------------------------------------------------------------------
 
 
-def choose(logits: Float[Tensor, "rows vocabulary"], draws: Sequence[Draw]) -> list[int | None]:
-    """One token for each row, which depends on that row and its draw only.
+class RowSettings(NamedTuple):
+    """Settings of the rows of a step, one number for each row, on the device.
 
-    None stands for a row whose largest logit is NaN or inf: that is no distribution.
+    Attributes:
+        lanes: where what came before is kept (`Lanes`).
+        keys, counters: of random numbers; a request's counter is the number of its new tokens.
+        top_k: as many as the vocabulary has where all are taken.
     """
-    largest, likeliest = logits.max(dim=-1)
-    random_rows = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
-    if random_rows:
-        at = torch.tensor(random_rows, device=logits.device)
-        drawn = _draw(logits[at], [draws[row] for row in random_rows])
-        likeliest = likeliest.index_copy(0, at, drawn)
-    found = zip(likeliest.tolist(), largest.isfinite().tolist(), strict=True)
-    return [token if finite else None for token, finite in found]
+
+    counters: Int[Tensor, " rows"]
+    lanes: Int[Tensor, " rows"]
+    keys: Int[Tensor, " rows"]
+    top_k: Int[Tensor, " rows"]
+    min_new_tokens: Int[Tensor, " rows"]
+    temperature: Float[Tensor, " rows"]
+    top_p: Float[Tensor, " rows"]
+    min_p: Float[Tensor, " rows"]
+    repetition_penalty: Float[Tensor, " rows"]
+    presence_penalty: Float[Tensor, " rows"]
+    frequency_penalty: Float[Tensor, " rows"]
 
 
-def _draw(logits: Tensor, draws: list[Draw]) -> Tensor:
-    """Rows at a temperature, cut to the likeliest, then the token under which the number falls."""
+class Lanes:
+    """What the device keeps of each request that runs: its last token, and what came before.
 
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device).unsqueeze(1)
+    A request has one lane as long as it runs. Tables over the vocabulary are made when a request
+    first asks for what needs them.
 
-    # In float64: the sums below run over a whole vocabulary.
-    scaled = logits.double() / column([d.sampling.temperature for d in draws], torch.float64)
-    vocabulary = logits.shape[-1]
-    most = [min(draw.sampling.top_k or vocabulary, vocabulary) for draw in draws]
-    narrowest = max(most)
-    values, tokens = scaled.topk(narrowest, dim=-1)  # the likeliest first
-    kept = torch.arange(narrowest, device=logits.device) < column(most, torch.int64)
-    weights = values.masked_fill(~kept, -torch.inf).softmax(-1)
-    before = weights.cumsum(-1) - weights
-    weights = weights.masked_fill(
-        before >= column([d.sampling.top_p for d in draws], torch.float64), 0
-    )
-    reached = weights.cumsum(-1)
-    wanted = column([d.number for d in draws], torch.float64) * reached[:, -1:]
-    index = (reached <= wanted).sum(-1, keepdim=True)
-    last = ((weights > 0).sum(-1, keepdim=True) - 1).clamp_min(0)  # a row of NaN has none
-    return tokens.gather(1, torch.minimum(index, last)).squeeze(1)
+    Args:
+        count: of lanes; one more takes what rows without a request give.
+        vocabulary: tokens that there are.
+    """
+
+    def __init__(self, count: int, vocabulary: int, device: torch.device):
+        self.spare, self.vocabulary, self.device = count, vocabulary, device
+        self.last_tokens = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        self._tables: dict[str, Tensor] = {}
+
+    def table(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A number for each lane and token: 0 until it is set."""
+        found = self._tables.get(name)
+        if found is None:
+            shape = self.spare + 1, self.vocabulary
+            with torch.inference_mode(False):  # it may change outside of that mode too
+                found = torch.zeros(shape, dtype=dtype, device=self.device)
+            self._tables[name] = found
+        return found
+
+    @property
+    def counts(self) -> Int[Tensor, "lanes vocabulary"]:
+        """How often each token is among a request's new ones."""
+        return self.table("counts", torch.int32)
+
+    @property
+    def prompted(self) -> Tensor:
+        """Whether each token is in a request's prompt."""
+        return self.table("prompted", torch.bool)
+
+    @property
+    def biases(self) -> Float[Tensor, "lanes vocabulary"]:
+        """What is added to logits."""
+        return self.table("biases", torch.float32)
+
+    @property
+    def ends(self) -> Tensor:
+        """Whether each token ends a request."""
+        return self.table("ends", torch.bool)
+
+    def make_tables(self, traits: Traits) -> None:
+        """Make the tables that such rows need: a graph holds addresses."""
+        if traits.penalised:
+            _ = self.counts, self.prompted
+        if traits.biased:
+            _ = self.biases
+        if traits.held:
+            _ = self.ends
+
+    @torch.inference_mode()
+    def begin(
+        self, lane: int, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int],
+        ends: frozenset[int],
+    ) -> None:  # fmt: skip
+        """A request takes a lane."""
+        traits = sampling.traits
+        self.make_tables(traits)
+        if traits.penalised:
+            counts = self._numbers(generated).bincount(minlength=self.vocabulary)
+            self.counts[lane] = counts
+            self.prompted[lane] = False
+            self.prompted[lane, self._numbers(prompt)] = True
+        if traits.biased:
+            self.biases[lane] = 0.0
+            biases = torch.tensor([float(bias) for bias in sampling.logit_bias.values()])
+            self.biases[lane, self._numbers(list(sampling.logit_bias))] = biases.to(self.device)
+        if traits.held:
+            self.ends[lane] = False
+            self.ends[lane, self._numbers(sorted(ends))] = True
+
+    def _numbers(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int64, device=self.device)
+
+
+# ---- choosing ------------------------------------------------------------------------------------
+
+
+class Chosen(NamedTuple):
+    """A token for each row, on the device; log probabilities where any row wants them.
+
+    Attributes:
+        tokens: -1 for a row whose largest logit is NaN or inf: that is no distribution.
+        logprobs: of the chosen token, then of the likeliest ones.
+        likeliest: these, the likeliest first.
+    """
+
+    tokens: Int[Tensor, " rows"]
+    logprobs: Float[Tensor, "rows one_more"] | None = None
+    likeliest: Int[Tensor, "rows most"] | None = None
+
+
+def choose(
+    logits: Float[Tensor, "rows vocabulary"], rows: RowSettings, traits: Traits, lanes: Lanes
+) -> Chosen:
+    """One token for each row, which depends on that row and its settings only.
+
+    Lanes keep the tokens. Nothing is read by the host.
+
+    Args:
+        traits: at least those of all rows.
+    """
+    finite = logits.amax(-1).isfinite()
+    changed = _changed(logits, rows, traits, lanes)
+    tokens = changed.argmax(-1)
+    if traits.drawn:
+        drawn = draw(changed, rows, traits, uniform(rows.keys, rows.counters))
+        tokens = torch.where(rows.temperature > 0, drawn, tokens)
+    lanes.last_tokens.index_copy_(0, rows.lanes, tokens)
+    if traits.penalised:
+        places = rows.lanes * lanes.vocabulary + tokens
+        ones = torch.ones_like(places, dtype=torch.int32)
+        lanes.counts.view(-1).scatter_add_(0, places, ones)
+    found = torch.where(finite, tokens, -1)
+    if not traits.logged:
+        return Chosen(found)
+    logprobs = logits.double().log_softmax(-1)
+    most = logprobs.topk(min(MOST_LOGPROBS, logits.shape[-1]), dim=-1)
+    of_chosen = logprobs.gather(1, tokens.unsqueeze(1))
+    return Chosen(found, torch.cat([of_chosen, most.values], 1), most.indices)
+
+
+def _changed(
+    logits: Float[Tensor, "rows vocabulary"], rows: RowSettings, traits: Traits, lanes: Lanes
+) -> Float[Tensor, "rows vocabulary"]:
+    """Logits under penalties and biases; rows without any keep theirs bit by bit."""
+    if not (traits.penalised or traits.biased or traits.held):
+        return logits
+    found = logits if logits.dtype == torch.float64 else logits.float()
+    if traits.penalised:
+        counts = lanes.counts.index_select(0, rows.lanes)
+        came = counts > 0
+        repetition, presence, frequency = (
+            each.to(found.dtype).unsqueeze(1)
+            for each in (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)
+        )
+        damped = torch.where(found > 0, found / repetition, found * repetition)
+        found = torch.where(came | lanes.prompted.index_select(0, rows.lanes), damped, found)
+        found = found - counts * frequency - came * presence
+    if traits.biased:
+        found = found + lanes.biases.index_select(0, rows.lanes)
+    if traits.held:
+        held = (rows.counters < rows.min_new_tokens).unsqueeze(1)
+        found = found.masked_fill(lanes.ends.index_select(0, rows.lanes) & held, -torch.inf)
+    return found
+
+
+def draw(
+    logits: Float[Tensor, "rows vocabulary"],
+    rows: RowSettings,
+    traits: Traits,
+    numbers: Float[Tensor, " rows"],
+) -> Int[Tensor, " rows"]:
+    """The token under which a number in [0, 1) falls, where the likely ones lie side by side.
+
+    In float64, as sums run over a whole vocabulary.
+    """
+    logits = logits.double()
+    temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0).unsqueeze(1)
+    weights = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    least = torch.zeros_like(temperature)
+    if traits.floored:
+        least = rows.min_p.unsqueeze(1) * weights.amax(-1, keepdim=True)
+    if traits.cut:
+        least = torch.maximum(least, _least_likely(weights, rows))
+    reached = weights.masked_fill(weights < least, 0).cumsum(-1)
+    whole = reached[:, -1:]
+    passed = (reached <= numbers.unsqueeze(1) * whole).sum(-1)
+    return torch.minimum(passed, (reached < whole).sum(-1))
+
+
+def _least_likely(
+    weights: Float[Tensor, "rows vocabulary"], rows: RowSettings
+) -> Float[Tensor, "rows 1"]:
+    """The smallest weight among the likeliest tokens that top_k and then top_p leave."""
+    ordered = weights.sort(dim=-1, descending=True).values
+    reached = ordered.cumsum(-1)
+    last = rows.top_k.unsqueeze(1) - 1
+    enough = rows.top_p.unsqueeze(1) * reached.gather(1, last)
+    kept = (reached - ordered < enough).sum(-1, keepdim=True)
+    return ordered.gather(1, torch.minimum(kept - 1, last).clamp_min(0))
+
+
+def uniform(keys: Int[Tensor, " rows"], counters: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+    """Random numbers in [0, 1): one for each key and counter, the same on any device.
+
+    Source: SplitMix64 (Steele, Lea, Flood 2014), figure 16, whose state at any step is a sum.
+    """
+    bits = keys + (counters + 1) * _signed(0x9E3779B97F4A7C15)
+    bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
+    bits = bits ^ _shifted(bits, 31)
+    return _shifted(bits, 11).double() * 2.0**-53
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+def _shifted(bits: Tensor, places: int) -> Tensor:
+    """Bits moved to the right, zeros after them."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)
 
 
 # ---- text ----------------------------------------------------------------------------------------

@@ -6,13 +6,31 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from typing_extensions import Unpack
 
 from saccade import PagedCache
-from saccade.serving.decoding import Draw, Sampling, TextStream, Tokenizer, check_number, choose
+from saccade.serving import decoding
+from saccade.serving.decode_steps import (
+    Decoder,
+    LaneNumbers,
+    Row,
+    everyone,
+    read_batch_sizes,
+    why_eager,
+)
+from saccade.serving.decoding import (
+    Chosen,
+    Lanes,
+    Sampling,
+    TextStream,
+    Tokenizer,
+    Traits,
+    check_number,
+)
 from saccade.serving.model import BatchStep, PackedModel, check_packed_passes
 from saccade.serving.request import (
     Completion,
@@ -24,10 +42,12 @@ from saccade.serving.request import (
     Request,
     RequestOptions,
     RequestState,
+    TokenLogprob,
     check_options,
     list_prompts,
     read_limits,
     read_prompt,
+    read_sampling,
 )
 from saccade.serving.scheduler import (
     Capacity,
@@ -40,7 +60,7 @@ from saccade.serving.scheduler import (
 
 R = TypeVar("R")
 
-UNUSED = Draw(Sampling(), 0.0)  # of a row that is only looked at
+UNUSED = Sampling()  # of a row that is only looked at
 
 
 class Drawn(NamedTuple):
@@ -52,11 +72,62 @@ class Drawn(NamedTuple):
     chunk: Chunk
     requests: list[Request]
     tokens: list[int]
+    logprobs: list[TokenLogprob | None]
 
     @property
     def finite(self) -> bool:
         """Whether the logits were finite."""
         return bool(self.tokens)
+
+
+class UnderWay(NamedTuple):
+    """A step that the device computes, or has computed, and nobody has looked at.
+
+    Attributes:
+        requests: that draw from each chunk's last row.
+        chosen: their tokens one after the other, on the host once `done` has come.
+    """
+
+    plan: StepPlan
+    requests: list[list[Request]]
+    chosen: Chosen
+    done: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, plan: StepPlan, requests: list[list[Request]], chosen: Chosen) -> UnderWay:
+        """What is copied to the host as soon as it is there."""
+        if chosen.tokens.device.type != "cuda":
+            return cls(plan, requests, chosen, None)
+        copies = (None if each is None else each.to("cpu", non_blocking=True) for each in chosen)
+        copied = Chosen(*copies)  # pyright: ignore[reportArgumentType]  # tokens are always there
+        done = torch.cuda.Event()
+        done.record()
+        return cls(plan, requests, copied, done)
+
+    def look(self) -> list[Drawn]:
+        """Wait for the tokens, and give each chunk its own."""
+        if self.done is not None:
+            self.done.synchronize()
+        tokens, row = self.chosen.tokens.tolist(), 0
+        found = []
+        for chunk, requests in zip(self.plan.chunks, self.requests, strict=True):
+            rows = range(row, row + len(requests))
+            row = rows.stop
+            drawn = [tokens[number] for number in rows if tokens[number] >= 0]
+            logprobs = [
+                self._logprob(number, tokens[number], request)
+                for number, request in zip(rows, requests, strict=True)
+            ]
+            found.append(Drawn(chunk, requests, drawn, logprobs))
+        return found
+
+    def _logprob(self, row: int, token: int, request: Request) -> TokenLogprob | None:
+        most = request.sampling.logprobs
+        if most is None or self.chosen.logprobs is None or self.chosen.likeliest is None:
+            return None
+        of_chosen, *others = self.chosen.logprobs[row, : 1 + most].tolist()
+        likeliest = self.chosen.likeliest[row, :most].tolist()
+        return TokenLogprob(token, of_chosen, list(zip(likeliest, others, strict=True)))
 
 
 class Worker:
@@ -68,14 +139,18 @@ class Worker:
 
     Args:
         options: of `saccade.attention_paged`.
+        ahead: whether a step is begun before the tokens of the one before are looked at.
     """
 
     def __init__(
-        self, model: PackedModel, cache: PagedCache, scheduler: Scheduler,
-        options: Mapping[str, Any],
+        self, model: PackedModel, cache: PagedCache, scheduler: Scheduler, decoder: Decoder,
+        lanes: Lanes, options: Mapping[str, Any], *, ahead: bool,
     ):  # fmt: skip
         self._model, self._cache, self._scheduler = model, cache, scheduler
-        self._options = options
+        self._decoder, self._lanes, self._options = decoder, lanes, options
+        self._lane_numbers = LaneNumbers(lanes)
+        self._ahead = ahead
+        self._under_way: UnderWay | None = None
         self._counts = Counts()
         # Requests that no step has seen yet: submitting waits for no step that is being computed.
         self._submitted: deque[Request] = deque()
@@ -128,6 +203,8 @@ class Worker:
         """Begin again with all requests that are not done, if a step is left half done."""
         if not self._half_done:
             return
+        self._under_way = None  # what it gives is drawn again, by the same numbers
+        self._lane_numbers.clear()
         for request in self._scheduler.recover():
             try:
                 request.restart()
@@ -145,52 +222,88 @@ class Worker:
             self._submitted.popleft()  # the last, so that an interrupt loses none
 
     def _take_step(self) -> bool:
+        """Begin a step, and look at what one before it gave: at the same if nothing is to follow
+        before that."""
         self._take_in()
         begin = time.perf_counter()
-        plan = self._scheduler.plan()
-        if plan is None:
-            return False
-        drawn = self._compute(plan)
+        under_way, following = self._under_way, None
+        if under_way is None:
+            plan = self._scheduler.plan()
+            if plan is None:
+                return False
+            self._lane_numbers.keep(everyone(self._scheduler.running))
+            under_way = self._begin(plan)
+            if self._ahead and plan.gives_all:
+                self._under_way = under_way
+                self._counts.busy += time.perf_counter() - begin
+                return True
+        else:
+            plan = self._scheduler.plan_ahead(under_way.plan)
+            following = None if plan is None else self._begin(plan)
+        self._finish(under_way)
+        self._under_way = following
+        self._counts.busy += time.perf_counter() - begin
+        return True
+
+    def _begin(self, plan: StepPlan) -> UnderWay:
+        """Hand the device the forward pass, and what draws tokens from the rows' logits."""
+        self._counts.steps += 1
+        self._counts.rows += len(plan.slots[0])
+        if plan.decodes:
+            requests = [chunk.request for chunk in plan.chunks]
+            lanes = [self._lane_numbers.of(request) for request in requests]
+            self._decoder.say(plan.chunks, lanes, ahead=plan.ahead)
+            traits = Traits.of_any([request.sampling.traits for request in requests])
+            chosen = self._decoder.run(traits)
+            return UnderWay.of(plan, [[request] for request in requests], chosen)
+        return self._begin_prompts(plan)
+
+    def _begin_prompts(self, plan: StepPlan) -> UnderWay:
+        step = BatchStep(self._cache, plan, self._model.numbers, self._options)
+        logits = self._model.logits(step)
+        drawing: list[list[Request]] = []
+        rows: list[Row] = []
+        of_chunk: list[int] = []
+        for number, chunk in enumerate(plan.chunks):
+            requests = [chunk.request, *chunk.request.followers] if chunk.draws else [chunk.request]
+            drawing.append(requests)
+            for request in requests:
+                lane = self._lane_numbers.of(request) if chunk.draws else self._lanes.spare
+                sampling = request.sampling if chunk.draws else UNUSED
+                rows.append(Row(0, -1, chunk.given - 1, lane, sampling))
+                of_chunk.append(number)
+        if len(rows) > len(plan.chunks):
+            logits = logits[of_chunk]
+        settings = self._decoder.say_rows(rows)
+        traits = Traits.of_any([row.sampling.traits for row in rows])
+        with torch.inference_mode():
+            chosen = decoding.choose(logits, settings, traits, self._lanes)
+        return UnderWay.of(plan, drawing, chosen)
+
+    def _finish(self, under_way: UnderWay) -> None:
+        """Look at what a step gave; requests that ended meanwhile are none of its business."""
+        drawn = [
+            each for each in under_way.look()
+            if each.chunk.request.state is not RequestState.DONE
+        ]  # fmt: skip
         # Other requests may find what was computed only if its logits are finite.
         self._scheduler.commit([each.chunk for each in drawn if each.finite])
         for each in drawn:
             if each.finite and each.chunk.draws:
                 self._scheduler.fork(each.chunk.request)
-        self._counts.steps += 1
-        self._counts.rows += plan.slots[0].shape[0]
         for each in drawn:
             if not each.finite:
                 self._fail(each)
             elif each.chunk.draws:
-                for request, token in zip(each.requests, each.tokens, strict=True):
-                    self._accept(request, token)
-        self._counts.busy += time.perf_counter() - begin
-        return True
+                given = zip(each.requests, each.tokens, each.logprobs, strict=True)
+                for request, token, logprob in given:
+                    self._accept(request, token, logprob)
 
-    def _compute(self, plan: StepPlan) -> list[Drawn]:
-        """The forward pass, and tokens from the last row of each chunk."""
-        step = BatchStep(self._cache, plan, self._model.numbers, self._options)
-        logits = self._model.logits(step)
-        rows, draws, drawing = [], list[Draw](), list[list[Request]]()
-        for row, chunk in enumerate(plan.chunks):
-            requests = [chunk.request, *chunk.request.followers]
-            wanted = [each.draw() for each in requests] if chunk.draws else [UNUSED]
-            drawing.append(requests)
-            rows += [row] * len(wanted)
-            draws += wanted
-        if len(rows) > len(plan.chunks):
-            logits = logits[rows]
-        tokens: list[list[int]] = [[] for _ in plan.chunks]
-        for row, token in zip(rows, choose(logits, draws), strict=True):
-            if token is not None:
-                tokens[row].append(token)
-        return [Drawn(*each) for each in zip(plan.chunks, drawing, tokens, strict=True)]
-
-    def _accept(self, request: Request, token: int) -> None:
+    def _accept(self, request: Request, token: int, logprob: TokenLogprob | None) -> None:
         """Hand a request its new token; an error in that ends this request alone."""
         first = not request.generated
         try:
-            reason = request.accept(token)
+            reason = request.accept(token, logprob)
         except Exception as error:
             self._end(request, "error", error)
             return
@@ -208,7 +321,7 @@ class Worker:
             "are not used again"
         )
         self._scheduler.forget_computed(drawn.chunk.request)
-        for request in reversed(drawn.requests):
+        for request in reversed([*everyone([drawn.chunk.request])]):
             self._end(request, "error", error)
 
     def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
@@ -243,6 +356,13 @@ class Engine:
         batch_invariant: attention gives a sequence the same bits alone and in any batch. (The
             model's own products may round differently in batches of other sizes.)
         implementation: of `saccade.attention_paged`.
+        batch_sizes: of steps in which every request writes its next token; others are padded to
+            the next. None: a few on a GPU, every size on a CPU.
+        cuda_graphs: whether such steps are captured now, and replayed. None: on a GPU.
+        run_ahead: whether a step begins before the tokens of the one before are looked at, so that
+            a GPU need not wait for the host. None: on a GPU.
+        progress: whether a bar is shown on the standard error, if that is a terminal, while
+            kernels are compiled and steps captured.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes; also for a model
@@ -272,6 +392,10 @@ class Engine:
         host_pages: int | None = None,
         batch_invariant: bool = False,
         implementation: str | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        cuda_graphs: bool | None = None,
+        run_ahead: bool | None = None,
+        progress: bool = True,
     ):
         if preemption not in ("swap", "recompute"):
             raise ValueError(f'preemption: got {preemption!r}, takes "swap" or "recompute"')
@@ -296,7 +420,16 @@ class Engine:
         )  # fmt: skip
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
         check_packed_passes(self._model, page_size, options)
-        self._worker = Worker(self._model, self.cache, self._scheduler, options)
+        lanes = Lanes(max_sequences, self._model.num_logits, self._model.device)
+        reason = why_eager(self._model.device, cuda_graphs)
+        sizes = read_batch_sizes(batch_sizes, max_sequences, padded=not reason)
+        self._decoder = Decoder(self._model, self.cache, options, lanes, max_length, sizes, reason)
+        on_gpu = self._model.device.type == "cuda"
+        self._decoder.warm_up(progress)
+        self._worker = Worker(
+            self._model, self.cache, self._scheduler, self._decoder, lanes, options,
+            ahead=on_gpu if run_ahead is None else run_ahead,
+        )  # fmt: skip
         self._arrivals = itertools.count()
 
     def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
@@ -305,8 +438,13 @@ class Engine:
         Args:
             prompt: text, or token numbers.
             max_new_tokens: None: as many as max_length leaves room for.
-            temperature, top_k, top_p, seed: how tokens are drawn; greedy unless a temperature is
-                given. Equal seeds give equal numbers, whatever else the engine serves.
+            temperature, top_k, top_p, min_p, seed: how tokens are drawn; greedy unless a
+                temperature is given. Equal seeds give equal numbers, whatever else the engine
+                serves.
+            repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_new_tokens:
+                what changes logits before that.
+            logprobs: how many of the likeliest tokens are given with their log probabilities,
+                beside the chosen one's. None: not even that.
             stop: texts at which a request ends; they are not part of its text.
             stop_tokens: tokens at which it ends. None: those that the model's settings name.
 
@@ -339,10 +477,7 @@ class Engine:
         tokens, limits = self._checked(prompt, options)
         samples = []
         for sample in range(n):
-            sampling = Sampling(
-                options.get("temperature", 0.0), options.get("top_k"), options.get("top_p", 1.0),
-                seed + sample,
-            )  # fmt: skip
+            sampling = read_sampling(options, seed + sample, self._model.vocabulary)
             stream = TextStream(self._tokenizer, limits.stop_strings) if self._tokenizer else None
             samples.append(Request(next(self._arrivals), tokens, sampling, limits, stream))
         leader, *leader.followers = samples
@@ -382,6 +517,10 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """What the engine holds now, and what it has done so far."""
         return self._worker.statistics()
+
+    def explain(self) -> str:
+        """How steps run, and why, in a line."""
+        return self._decoder.explain()
 
     def _checked(self, prompt: Prompt, options: RequestOptions) -> tuple[list[int], Limits]:
         """The prompt's tokens, and when the request is done; refuses what can never be served."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -23,6 +23,22 @@ from saccade.serving.scheduler import Scheduler, StepPlan
 
 # One sequence in the batch, as models are called: its rows are those of all sequences.
 Rows = Float[Tensor, "1 heads rows dim"]
+
+
+class PackedStep(Protocol):
+    """A step whose rows are those of many sequences; its layers call `attend`."""
+
+    last_rows: Int[Tensor, " drawn"]  # those that a token is drawn from
+
+    def begin(self) -> tuple[Int[Tensor, "1 rows"], Int[Tensor, "1 rows"]]:
+        """The rows' tokens and positions."""
+        ...
+
+    def attend(
+        self, layer_index: int, query: Rows, key: Rows, value: Rows, **options: Any
+    ) -> Float[Tensor, "1 rows heads value_dim"]:
+        """Keep a layer's new keys and values, and attend over all of each sequence."""
+        ...
 
 
 class BatchStep:
@@ -40,7 +56,6 @@ class BatchStep:
         options: Mapping[str, Any],
     ):  # fmt: skip
         self._cache, self._layers, self._options = cache, layers, options
-        self._slots = plan.slots
         sequences = [chunk.request.sequence for chunk in plan.chunks]
         self._tables = cache.tables([sequence for sequence in sequences if sequence is not None])
         ends = [0]
@@ -53,40 +68,40 @@ class BatchStep:
             ends.append(len(tokens))
             last_rows.append(len(tokens) - 1)
         device = cache.device
+        self._slots = [
+            torch.tensor(slots, dtype=torch.int64, device=device) for slots in plan.slots
+        ]
         self._offsets = torch.tensor(ends, dtype=torch.int32, device=device)
         self.input_ids = torch.tensor([tokens], device=device)
         self.position_ids = torch.tensor([positions], device=device)
         self.last_rows = torch.tensor(last_rows, dtype=torch.int64, device=device)
 
+    def begin(self) -> tuple[Int[Tensor, "1 rows"], Int[Tensor, "1 rows"]]:
+        """The rows' tokens and positions."""
+        return self.input_ids, self.position_ids
+
     def attend(
-        self,
-        layer_index: int,
-        query: Rows,
-        key: Rows,
-        value: Rows,
-        *,
-        mask: saccade.masks.Mask | None = None,
-        score: Any = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
+        self, layer_index: int, query: Rows, key: Rows, value: Rows, **options: Any
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write a layer's new keys and values, and attend over all of each sequence."""
         layer = self._layers[layer_index]
         pages, group = self._cache.pages(layer), self._cache.addresses[layer].group
-        scales: dict[str, Any] = {
-            "key_scales": pages.key_scales,
-            "value_scales": pages.value_scales,
-        }
-        saccade.write_kv_cache(
-            key[0].transpose(0, 1), value[0].transpose(0, 1), pages.key_pages, pages.value_pages,
-            self._slots[group], **scales,
-        )  # fmt: skip
+        scales = written(pages, key, value, self._slots[group])
         output = saccade.attention_paged(
             query[0].transpose(0, 1), pages.key_pages, pages.value_pages, *self._tables[group],
-            cu_seqlens_q=self._offsets, mask=mask, score=score, scale=scale, sinks=sinks,
-            **scales, **self._options,
+            cu_seqlens_q=self._offsets, **options, **scales, **self._options,
         )  # fmt: skip
         return output.unsqueeze(0)
+
+
+def written(pages: Any, key: Rows, value: Rows, slots: Int[Tensor, " rows"]) -> dict[str, Any]:
+    """Write new keys and values into a layer's pages; the scales beside them, as options."""
+    scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+    saccade.write_kv_cache(
+        key[0].transpose(0, 1), value[0].transpose(0, 1), pages.key_pages, pages.value_pages,
+        slots, **scales,
+    )  # fmt: skip
+    return scales
 
 
 @dataclass(frozen=True)
@@ -211,9 +226,9 @@ class PackedModel:
         return self._model(input_ids=prompts, use_cache=False, saccade_step=step).logits
 
     @torch.inference_mode()
-    def logits(self, step: BatchStep) -> Float[Tensor, "drawn vocabulary"]:
+    def logits(self, step: PackedStep) -> Float[Tensor, "drawn vocabulary"]:
         """Logits of the rows that a token is drawn from."""
-        return self._call(step, step.input_ids, step.position_ids, step.last_rows)
+        return self._call(step, *step.begin(), step.last_rows)
 
     @torch.inference_mode()
     def _layers(self) -> dict[int, LayerShape]:
@@ -221,17 +236,18 @@ class PackedModel:
         two = torch.arange(2, device=self.device)
         takes = "takes one whose attention goes through transformers' AttentionInterface"
         try:
-            self._call(probe, two.new_zeros(1, 2), two.unsqueeze(0), two[-1:])
+            logits = self._call(probe, two.new_zeros(1, 2), two.unsqueeze(0), two[-1:])
         except Exception as error:
             raise ValueError(
                 f"model: got {self.name}, which fails with packed rows ({error}); {takes}"
             ) from error
         if not probe.layers:
             raise ValueError(f"model: got {self.name}, no layer of which attends so; {takes}")
+        self.num_logits = logits.shape[-1]  # of each row; a padded vocabulary is larger
         return probe.layers
 
     def _call(
-        self, step: BatchStep | Probe, input_ids: Tensor, position_ids: Tensor, rows: Tensor
+        self, step: PackedStep | Probe, input_ids: Tensor, position_ids: Tensor, rows: Tensor
     ) -> Tensor:
         output = self._model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, saccade_step=step,

@@ -7,12 +7,12 @@ import enum
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, SupportsIndex, TypedDict, cast
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, SupportsIndex, TypedDict, cast
 
 from torch import Tensor
 
-from saccade.serving.decoding import Dice, Draw, Sampling, TextStream, Tokenizer, check_number
+from saccade.serving.decoding import Sampling, TextStream, Tokenizer, check_number
 
 
 class RequestState(enum.Enum):
@@ -33,6 +33,18 @@ class Limits:
     stop_strings: tuple[str, ...] = ()
 
 
+class TokenLogprob(NamedTuple):
+    """A new token's log probability, by the logits as the model gave them.
+
+    Attributes:
+        likeliest: the likeliest tokens and theirs, as many as were asked for.
+    """
+
+    token: int
+    logprob: float
+    likeliest: list[tuple[int, float]]
+
+
 @dataclass
 class Times:
     """Seconds on the clock of `time.perf_counter`; None for what has not happened."""
@@ -51,6 +63,7 @@ class Request:
         number: counted in the order of arrival; smaller ones are older and go first.
         prompt: its tokens.
         generated: the tokens that came so far.
+        logprobs: of these, by their number, where they are wanted.
         sequence: its number in the cache, while it has one there.
         computed: how many of its tokens have their keys and values there.
         followers: requests that share the prompt and begin where it ends (n samples of one).
@@ -66,6 +79,7 @@ class Request:
     limits: Limits
     stream: TextStream | None = None
     generated: list[int] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     state: RequestState = RequestState.WAITING
     sequence: int | None = None
     computed: int = 0
@@ -77,9 +91,6 @@ class Request:
     most_pages: int = 0
     reason: str | None = None
     error: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        self._dice = Dice(self.sampling.seed)
 
     @property
     def tokens(self) -> list[int]:
@@ -101,21 +112,23 @@ class Request:
         """How many requests it is: itself, and those that wait for its prompt."""
         return 1 + len(self.followers)
 
+    @property
+    def last_token(self) -> int:
+        """The last token that there is."""
+        return (self.generated or self.prompt)[-1]
+
     def tokens_between(self, start: int, stop: int) -> list[int]:
         """Tokens start … stop - 1."""
         if start >= len(self.prompt):
             return self.generated[start - len(self.prompt) : stop - len(self.prompt)]
         return self.tokens[start:stop]
 
-    def draw(self) -> Draw:
-        """How the next token is drawn; the same until that token is accepted."""
-        greedy = self.sampling.greedy
-        return Draw(self.sampling, 0.0 if greedy else self._dice.number(len(self.generated)))
-
-    def accept(self, token: int) -> str | None:
+    def accept(self, token: int, logprob: TokenLogprob | None = None) -> str | None:
         """One new token; why the request is done with it, or None."""
         if self.times.first_token is None:
             self.times.first_token = time.perf_counter()
+        if logprob is not None:
+            self.logprobs[len(self.generated)] = logprob
         self.generated.append(token)
         if self.stream is not None and token not in self.limits.stop_tokens:
             self.stream.push(token)
@@ -157,7 +170,14 @@ class RequestOptions(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    min_new_tokens: int
     seed: int
+    logprobs: int | None
     stop: str | Sequence[str]
     stop_tokens: Iterable[int] | None
 
@@ -259,6 +279,18 @@ def read_limits(
     if stop and not with_text:
         raise ValueError("stop: got texts where tokenizer is None, takes none there")
     return Limits(most, stop_tokens, stop)
+
+
+SAMPLING_OPTIONS = {each.name for each in fields(Sampling)} - {"seed"}
+
+
+def read_sampling(options: RequestOptions, seed: int, vocabulary: int) -> Sampling:
+    """How a request draws its tokens."""
+    chosen: dict[str, Any] = {name: options[name] for name in options if name in SAMPLING_OPTIONS}
+    sampling = Sampling(**chosen, seed=seed)
+    for token in sampling.logit_bias:
+        read_token("logit_bias", token, vocabulary)
+    return sampling
 
 
 CacheStatistics = Any  # saccade.PagedCache.statistics()'s; the class itself has no public name
@@ -368,12 +400,14 @@ class Generated:
         text: their text without special tokens, up to a stop string; None without a tokenizer.
         reason: "length", "stop_token", "stop_string" or "cancelled".
         statistics: of the request.
+        logprobs: of each new token, where they were asked for.
     """
 
     tokens: list[int]
     text: str | None
     reason: str
     statistics: RequestStatistics
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Completion:
@@ -436,7 +470,10 @@ class Completion:
         request = self._request
         text = None if request.stream is None else request.stream.text
         assert request.reason is not None  # it is done
-        return Generated([*request.generated], text, request.reason, self.statistics)
+        tokens, logprobs = [*request.generated], None
+        if request.sampling.logprobs is not None:
+            logprobs = [request.logprobs[number] for number in range(len(tokens))]
+        return Generated(tokens, text, request.reason, self.statistics, logprobs)
 
     def cancel(self) -> None:
         """Ask for no more; its pages are free when this returns. What came so far stays."""

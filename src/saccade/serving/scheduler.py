@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from saccade import OutOfPagesError, PagedCache
 from saccade.serving.decoding import check_number
@@ -31,16 +30,16 @@ by_age = operator.attrgetter("number")
 
 
 class Chunk(NamedTuple):
-    """A chunk of a request's tokens, start … stop - 1, that is computed in one step."""
+    """A chunk of a request's tokens, start … stop - 1, that is computed in one step.
+
+    Attributes:
+        draws: whether the logits of its last row give a new token.
+    """
 
     request: Request
     start: int
     stop: int
-
-    @property
-    def draws(self) -> bool:
-        """Whether the logits of its last row give a new token."""
-        return self.stop == self.request.num_tokens
+    draws: bool
 
     @property
     def rows(self) -> int:
@@ -49,20 +48,45 @@ class Chunk(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens themselves."""
+        """The tokens themselves, if they are known by now."""
         return self.request.tokens_between(self.start, self.stop)
+
+    @property
+    def given(self) -> int:
+        """How many new tokens there are with the one that it gives."""
+        return self.stop + 1 - len(self.request.prompt)
 
     @classmethod
     def next_of(cls, request: Request, rows: int) -> Chunk:
         """The next tokens of a request, at most so many."""
-        return cls(request, request.computed, request.computed + min(rows, request.left))
+        stop = request.computed + min(rows, request.left)
+        return cls(request, request.computed, stop, stop == request.num_tokens)
+
+    def following(self) -> Chunk:
+        """The one token that this chunk will give."""
+        return Chunk(self.request, self.stop, self.stop + 1, True)
 
 
 class StepPlan(NamedTuple):
-    """One step: chunks in the order of their rows, and the rows' slots in each group of layers."""
+    """One step: chunks in the order of their rows, and the rows' slots in each group of layers.
+
+    Attributes:
+        ahead: whether tokens of the step before are not known yet.
+    """
 
     chunks: list[Chunk]
-    slots: list[Tensor]
+    slots: list[list[int]]
+    ahead: bool = False
+
+    @property
+    def gives_all(self) -> bool:
+        """Whether every chunk gives a token, and to its own request alone."""
+        return all([chunk.draws and not chunk.request.followers for chunk in self.chunks])
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every chunk is one token that gives the next."""
+        return len(self.chunks) == len(self.slots[0]) and self.gives_all
 
 
 class Scheduler:
@@ -92,6 +116,7 @@ class Scheduler:
         self._living: dict[int, Request] = {}
         self._max_batch_tokens, self._max_sequences = max_batch_tokens, max_sequences
         self._preemption = preemption
+        self._refused = False  # whether those that wait could not start when it was last tried
 
     @property
     def idle(self) -> bool:
@@ -110,6 +135,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """One more request that waits, with those that follow it."""
         self._living.update({each.number: each for each in (request, *request.followers)})
+        self._refused = False
         bisect.insort(self.waiting, request, key=by_age)
 
     def plan(self) -> StepPlan | None:
@@ -129,23 +155,52 @@ class Scheduler:
             if not chunks:
                 return None
             try:
-                slots = self._cache.append({_sequence(c.request): c.tokens for c in chunks})
+                slots = self._cache.grow({_sequence(c.request): c.rows for c in chunks})
             except OutOfPagesError:
                 if len(self.running) == 1:
                     raise
                 self._preempt_youngest()
                 admitting = False
                 continue
-            for request, _, stop in chunks:
-                request.most_pages = max(request.most_pages, sum(self.pages_for(stop)))
+            self._refused = True  # all that can start has
+            self._note_pages(chunks)
             return StepPlan(chunks, slots)
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after one that is under way, from tokens that nobody has seen yet.
+
+        None where that one has to be looked at first: a prompt is not read to its end, others
+        begin where it ends, some that wait may start, or pages run out.
+        """
+        living = [chunk for chunk in plan.chunks if chunk.request.state is RequestState.RUNNING]
+        if not plan.gives_all or len(living) != len(self.running):
+            return None
+        chunks = [
+            chunk.following()
+            for chunk in living
+            if chunk.given < chunk.request.limits.max_new_tokens
+        ]
+        ends = len(chunks) < len(living)
+        if not chunks or (self.waiting and (ends or not self._refused)):
+            return None
+        try:
+            slots = self._cache.grow({_sequence(chunk.request): 1 for chunk in chunks})
+        except OutOfPagesError:
+            return None
+        self._note_pages(chunks)
+        return StepPlan(chunks, slots, ahead=True)
+
+    def _note_pages(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            pages = sum(self.pages_for(chunk.stop))
+            chunk.request.most_pages = max(chunk.request.most_pages, pages)
 
     def commit(self, chunks: Sequence[Chunk]) -> None:
         """Note that chunks are computed: other requests may find their keys and values."""
-        for request, start, stop in chunks:
+        for request, start, stop, _ in chunks:
             request.computed = stop
             if stop // self._cache.page_size > start // self._cache.page_size:
-                self._cache.commit(_sequence(request))
+                self._cache.name(_sequence(request), request.tokens_between(0, stop))
 
     def forget_computed(self, request: Request) -> None:
         """Take the pages that a request computed or found out of the prefix cache."""
@@ -167,7 +222,7 @@ class Scheduler:
         }
         living = sorted(self._living.values(), key=by_age)
         led = {follower.number for request in living for follower in request.followers}
-        self.running = []
+        self.running, self._refused = [], False
         self.waiting = [request for request in living if request.number not in led]
         return living
 
@@ -184,6 +239,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget a request that is done or cancelled, and free its pages."""
         self._living.pop(request.number, None)
+        self._refused = False
         if request.sequence is not None:
             self._cache.free(request.sequence)
             request.sequence = None

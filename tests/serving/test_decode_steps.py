@@ -1,0 +1,297 @@
+"""Decode steps at fixed addresses: padded, ahead of the host, and without a look at any number."""
+
+from typing import Any
+
+import pytest
+import served
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from transformers.utils import import_utils
+
+import saccade
+from saccade.serving import decode_steps
+from saccade.serving import engine as engines
+from saccade.serving.decode_steps import Decoder, batch_sizes
+from saccade.serving.decoding import Sampling
+
+NEW = 10
+GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}
+DRAWN: dict[str, Any] = {"max_new_tokens": 12, "stop_tokens": (), "temperature": 1.3, "seed": 5}
+
+
+@pytest.mark.parametrize("name", served.NAMES)
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("num_pages", [13, 400])
+@pytest.mark.parametrize("batch_sizes", [None, [2, 6], [6]], ids=str)
+def test_tokens_are_the_same_in_padded_batches_and_ahead(name, preemption, num_pages, batch_sizes):
+    engine = served.engine(
+        name, num_pages=num_pages, preemption=preemption, batch_sizes=batch_sizes, run_ahead=True
+    )
+    generated = engine.generate(served.prompts(), **GREEDY)
+    assert served.tokens_of(generated) == served.wanted(name, NEW)
+    served.assert_nothing_is_held(engine)
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {}, {"temperature": 1.2, "seed": 3}, {"temperature": 0.9, "top_k": 7, "seed": 1},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.4}, {"logit_bias": {5: 4.0, 9: -9.0}},
+    {"temperature": 1.5, "min_p": 0.1, "presence_penalty": 1.0, "logprobs": 3},
+    {"min_new_tokens": 5}, {"logprobs": 0},
+]  # fmt: skip
+
+
+def of_one_alone(prompt: list[int], options: dict[str, Any]) -> Any:
+    engine = served.engine(num_pages=200, run_ahead=False)
+    return engine.generate([prompt], max_new_tokens=9, stop_tokens=[4, 8, 15, 16], **options)[0]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"run_ahead": True}, {"run_ahead": True, "batch_sizes": [3, 6]}, {}], ids=str
+)
+def test_a_request_gets_the_same_tokens_whatever_else_is_served(settings):
+    wanted = [
+        of_one_alone(prompt, options)
+        for prompt, options in zip(served.prompts(), REQUESTS, strict=False)
+    ]
+    engine = served.engine(num_pages=13, **settings)
+    asked = [
+        engine.submit(prompt, max_new_tokens=9, stop_tokens=[4, 8, 15, 16], **options)
+        for prompt, options in zip(served.prompts(), REQUESTS, strict=False)
+    ]
+    for completion, alone in zip(asked, wanted, strict=True):
+        found = completion.result()
+        assert (found.tokens, found.reason) == (alone.tokens, alone.reason)
+        if alone.logprobs is None:
+            assert found.logprobs is None
+            continue
+        assert len(found.logprobs or ()) == len(found.tokens)
+        for one, other in zip(found.logprobs or (), alone.logprobs, strict=True):
+            assert one.token == other.token and len(one.likeliest) == len(other.likeliest)
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
+    assert engine.statistics().preemptions > 0
+    served.assert_nothing_is_held(engine)
+
+
+def test_samples_that_share_a_prompt_run_ahead_too():
+    prompt = served.prompts()[1][:18]
+    seeds: list[dict[str, Any]] = [{**DRAWN, "seed": 5 + n} for n in range(4)]
+    alone = [served.engine().generate([prompt], **options)[0].tokens for options in seeds]
+    engine = served.engine(num_pages=64, run_ahead=True)
+    samples = engine.submit_samples(prompt, 4, **DRAWN)
+    assert [sample.result().tokens for sample in samples] == alone
+    served.assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_what_is_cancelled_while_its_token_is_under_way_harms_no_other(after):
+    engine = served.engine(num_pages=64, run_ahead=True, batch_sizes=[4, 6])
+    completions = [engine.submit(prompt, **GREEDY) for prompt in served.prompts()[:6]]
+    for _ in range(2 + after):
+        engine.step()
+    for number in (1, 2):
+        completions[number].cancel()
+        engine.cache.check()
+    engine.run()
+    for number, wanted in enumerate(served.wanted("llama", NEW)[:6]):
+        found = completions[number].result()
+        assert found.tokens == (wanted if number not in (1, 2) else wanted[: len(found.tokens)])
+    served.assert_nothing_is_held(engine)
+
+
+def test_beginnings_that_were_written_ahead_are_found_again():
+    engine = served.engine(num_pages=64, run_ahead=True)
+    prompt = served.prompts()[3]
+    first = engine.generate([prompt], **GREEDY)[0]
+    again = engine.generate([prompt + first.tokens], **GREEDY)[0]
+    assert again.statistics.cached_tokens == 40
+    wanted = served.uncached("llama", tuple(prompt + first.tokens), NEW)
+    assert again.tokens == wanted
+
+
+def test_the_host_is_a_step_behind_and_no_further():
+    engine = served.engine(num_pages=64, run_ahead=True, max_batch_tokens=64)
+    completion = engine.submit(served.prompts()[1], **GREEDY)
+    came = []
+    while engine.step():
+        came.append(completion.statistics.new_tokens)
+    assert came == list(range(NEW + 1))
+    assert engine.statistics().steps == NEW
+
+
+def test_a_page_of_an_unchecked_step_is_found_by_nobody(monkeypatch):
+    engine = served.engine(num_pages=64, run_ahead=True, max_batch_tokens=64)
+    prompt = served.prompts()[1][:15]
+    named, real = [], engine.cache.name
+
+    def name(sequence: int, tokens: list[int]) -> None:
+        named.append(len(tokens))
+        real(sequence, tokens)
+
+    monkeypatch.setattr(engine.cache, "name", name)
+    completion = engine.submit(prompt, **GREEDY)
+    while engine.step():
+        known = len(prompt) + completion.statistics.new_tokens
+        assert all(length <= known for length in named)
+    assert named == [15, 16, 20, 24]
+
+
+# ---- no look at any number -----------------------------------------------------------------------
+
+READS = {
+    "_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique",
+    "_unique2", "unique_dim", "repeat_interleave", "bincount",
+}  # fmt: skip
+
+
+class Blind(TorchDispatchMode):
+    """Refuses what would wait for a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if name in READS:
+            raise AssertionError(f"{func} waits for the device")
+        by_booleans = name == "index" and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        assert not by_booleans, "an index of booleans waits for the device"
+        return func(*args, **kwargs or {})
+
+
+def beside(real: Any) -> Any:
+    """An operator of ours, which waits for nothing on a GPU, and has tests of its own for that."""
+
+    def call(*tensors: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return real(*tensors, **options)
+
+    return call
+
+
+# Experts of transformers find their tokens by `nonzero`, unless they multiply in groups.
+@pytest.mark.parametrize("name", [name for name in served.NAMES if name != "gpt_oss"])
+def test_a_step_waits_for_nothing(name, monkeypatch):
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    for operator in ("attention_paged", "write_kv_cache"):
+        monkeypatch.setattr(saccade, operator, beside(getattr(saccade, operator)))
+    real, blind = Decoder.run, []
+
+    def run(self: Decoder, traits: Any) -> Any:
+        with Blind():
+            blind.append(traits)
+            return real(self, traits)
+
+    monkeypatch.setattr(Decoder, "run", run)
+    engine = served.engine(name, batch_sizes=[2, 6], run_ahead=True)
+    completions = [
+        engine.submit(prompt, max_new_tokens=6, stop_tokens=[4], **options)
+        for prompt, options in zip(served.prompts(), REQUESTS, strict=False)
+    ]
+    assert all(completion.result().tokens for completion in completions)
+    assert all(map(any, zip(*blind, strict=True)))  # each trait was asked for
+
+
+def test_the_blind_see_what_waits():
+    with Blind():
+        number = torch.ones(3)
+        for reading in (number.sum().item, number.nonzero, lambda: number[number > 0]):
+            with pytest.raises(AssertionError):
+                reading()
+
+
+def test_padded_rows_write_nothing_and_count_nothing():
+    engine = served.engine(num_pages=64, batch_sizes=[6])
+    engine.generate([served.prompts()[1]], **GREEDY)
+    layer = engine.cache.pages(0).key_pages
+    held = layer.isfinite().all(-1).sum()  # pages were filled with NaN
+    engine.generate([served.prompts()[2]], **GREEDY)
+    # A row of another request, and no more: the last token is never computed.
+    written = layer.isfinite().all(-1).sum() - held
+    assert int(written) == 2 * (len(served.prompts()[2]) + NEW - 1)
+
+
+# ---- sizes and graphs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 30, 64, 100, 256, 1000])
+def test_batch_sizes_waste_little(most):
+    sizes = batch_sizes(most)
+    assert sizes[-1] == most and sizes == sorted(set(sizes)) and len(sizes) < 40
+    for number in range(1, most + 1):
+        size = next(size for size in sizes if size >= number)
+        assert size - number < max(8, size / 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_sizes": [2]}, ValueError, "batch_sizes: got .2., takes .* max_sequences, 6"),
+        ({"batch_sizes": []}, ValueError, "batch_sizes: got "),
+        ({"batch_sizes": [0, 6]}, ValueError, "batch_sizes: got 0"),
+        ({"batch_sizes": 6}, TypeError, "batch_sizes: got int"),
+        ({"cuda_graphs": True}, ValueError, "cuda_graphs: got True for a model on cpu"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        served.engine(**options)
+
+
+def test_explain_says_why_there_are_no_graphs():
+    said = served.engine().explain()
+    assert said == ("decode steps run eagerly: the model is on cpu, where there are no CUDA graphs")
+
+
+def replayed(work: Any, pool: Any) -> Any:
+    """In the place of a graph: the same work each time, whose results stay at one address."""
+    result = work()
+
+    def replay() -> Any:
+        again = work()
+        for kept, new in zip(_tensors(result), _tensors(again), strict=True):
+            kept.copy_(new)
+        return result
+
+    return replay
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    several = [result] if isinstance(result, torch.Tensor) else result
+    return [each for each in several if each is not None]
+
+
+def with_graphs(monkeypatch: pytest.MonkeyPatch, captured: Any = replayed) -> None:
+    """As if there were graphs on a CPU."""
+    monkeypatch.setattr(decode_steps, "captured", captured)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(engines, "why_eager", lambda device, asked: "")
+
+
+def test_captured_steps_give_the_same_tokens(monkeypatch):
+    with_graphs(monkeypatch)
+    engine = served.engine(num_pages=20, run_ahead=True)
+    assert engine.explain().startswith("decode steps are CUDA graphs for 1, 2, 4, 6 sequences (")
+    asked = [
+        engine.submit(prompt, max_new_tokens=9, stop_tokens=[4, 8, 15, 16], **options)
+        for prompt, options in zip(served.prompts(), REQUESTS, strict=False)
+    ]
+    for completion, prompt, options in zip(asked, served.prompts(), REQUESTS, strict=False):
+        assert completion.result().tokens == of_one_alone(prompt, options).tokens
+    served.assert_nothing_is_held(engine)
+
+
+def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(monkeypatch):
+    def captured(work: Any, pool: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    with_graphs(monkeypatch, captured)
+    engine = served.engine(run_ahead=True)
+    assert engine.explain() == (
+        "decode steps run eagerly: LlamaForCausalLM cannot be captured: operation not permitted "
+        "when stream is capturing"
+    )
+    generated = engine.generate(served.prompts(), **GREEDY)
+    assert served.tokens_of(generated) == served.wanted("llama", NEW)
+
+
+def test_a_greedy_row_needs_nothing():
+    assert not any(Sampling().traits)
