@@ -13,6 +13,7 @@ from saccade.serving import decode_steps
 from saccade.serving import engine as engines
 from saccade.serving.decode_steps import Decoder, batch_sizes
 from saccade.serving.decoding import Sampling
+from saccade.serving.model import PackedModel
 
 NEW = 10
 GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}
@@ -239,6 +240,33 @@ def test_bad_arguments_are_named(options, error, message):
 def test_explain_says_why_there_are_no_graphs():
     said = served.engine().explain()
     assert said == ("decode steps run eagerly: the model is on cpu, where there are no CUDA graphs")
+
+
+def test_warming_up_takes_every_size_and_leaves_nothing(monkeypatch):
+    sizes, real = [], PackedModel.logits
+
+    def logits(self: PackedModel, step: Any) -> Any:
+        sizes.append((step.begin()[0].shape[1], len(step.last_rows)))
+        return real(self, step)
+
+    plain = served.engine("qwen3", num_pages=30)
+    assert "were tried" not in plain.explain()
+    monkeypatch.setattr(PackedModel, "logits", logits)
+    engine = served.engine("qwen3", num_pages=30, max_batch_tokens=13, warm_up=True)
+    assert {(rows, each) for rows in (1, 2, 4, 8, 13) for each in (1, 2, 4, 6) if each <= rows} <= {
+        *sizes
+    }
+    assert "\nsteps that read prompts were tried (" in engine.explain()
+    assert engine.cache.statistics().asked == 0
+    served.assert_nothing_is_held(engine)
+    generated = engine.generate(served.prompts(), **GREEDY)
+    assert served.tokens_of(generated) == served.wanted("qwen3", NEW)
+
+
+def test_what_has_no_room_is_not_tried():
+    engine = served.engine(num_pages=2, max_batch_tokens=64, warm_up=True)
+    served.assert_nothing_is_held(engine)
+    assert len(engine.generate([[5]], max_new_tokens=3)[0].tokens) == 3
 
 
 def replayed(work: Any, pool: Any) -> Any:

@@ -33,9 +33,9 @@ from saccade.serving.decoding import (
     Traits,
     check_number,
 )
-from saccade.serving.model import PackedModel, Rows, written
-from saccade.serving.request import Request
-from saccade.serving.scheduler import Chunk
+from saccade.serving.model import BatchStep, PackedModel, Rows, written
+from saccade.serving.request import Limits, Request
+from saccade.serving.scheduler import Chunk, StepPlan
 
 WHOLE, REAL = 7, 6  # words of a row: the token, its position and settings; what is no whole number
 WORDS = WHOLE + REAL
@@ -265,7 +265,7 @@ class Decoder:
         self._choices: dict[tuple[int, Traits], Callable[[], Chosen]] = {}
         self._logits: Tensor | None = None  # of all captured passes
         self._pool: Any = None
-        self.seconds = 0.0  # that warming up took
+        self.seconds = self.prompt_seconds = 0.0  # that warming up took
 
     # ---- what the host says ----------------------------------------------------------------------
 
@@ -355,25 +355,26 @@ class Decoder:
 
     # ---- graphs ----------------------------------------------------------------------------------
 
-    def warm_up(self, progress: bool) -> None:
-        """Capture every size, the largest first: others then fit into its memory.
+    def warm_up(self, rows: int, progress: bool) -> None:
+        """Try steps that read prompts, and capture those that decode.
 
         A model that cannot be captured, since it reads numbers on the host say, is left to run
         eagerly, and `reason` says why.
 
         Args:
+            rows: of steps that read prompts, at most; 0: these are not tried.
             progress: whether to show a bar, if the standard error is a terminal.
         """
+        if rows:
+            self.prompt_seconds = warm_up_prompts(
+                self._model, self._cache, self._options, rows, self._lanes.spare, progress=progress
+            )
         if self.reason or self.sizes is None:
             return
         begin = time.perf_counter()
-        console = Console(stderr=True)
-        hidden = not (progress and console.is_terminal)
         try:
-            for size in track(
-                self.sizes[::-1], "Capturing decode steps", console=console, transient=True,
-                disable=hidden,
-            ):  # fmt: skip
+            # The largest first: others then fit into its memory.
+            for size in shown(self.sizes[::-1], "Capturing decode steps", progress):
                 self._capture(size)
         except Exception as error:  # whatever a model's code raises
             self._passes, self._choices, self._logits = {}, {}, None
@@ -405,9 +406,13 @@ class Decoder:
     def explain(self) -> str:
         """How steps run, and why."""
         if self.reason:
-            return f"decode steps run eagerly: {self.reason}"
-        sizes = ", ".join(map(str, sorted(self._passes)))
-        return f"decode steps are CUDA graphs for {sizes} sequences ({self.seconds:.1f} s)"
+            said = f"decode steps run eagerly: {self.reason}"
+        else:
+            sizes = ", ".join(map(str, sorted(self._passes)))
+            said = f"decode steps are CUDA graphs for {sizes} sequences ({self.seconds:.1f} s)"
+        if self.prompt_seconds:
+            said += f"\nsteps that read prompts were tried ({self.prompt_seconds:.1f} s)"
+        return said
 
 
 def captured(work: Callable[[], Any], pool: Any) -> Callable[[], Any]:
@@ -430,6 +435,58 @@ def captured(work: Callable[[], Any], pool: Any) -> Callable[[], Any]:
         return result
 
     return replay
+
+
+def shown(sizes: Sequence[Any], doing: str, progress: bool) -> Iterable[Any]:
+    """Sizes one by one, with a bar on the standard error if that is a terminal."""
+    console = Console(stderr=True)
+    hidden = not (progress and console.is_terminal)
+    return track(sizes, doing, console=console, transient=True, disable=hidden)
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+# Steps that read prompts run eagerly. Which kernels they need follows from how many rows and
+# sequences there are, in powers of two: so one step of each size compiles all of them.
+
+
+def packed_sizes(rows: int, sequences: int) -> list[tuple[int, int]]:
+    """Sizes of packed steps, of rows and of sequences, between which no other kernel is needed."""
+
+    def powers(most: int) -> list[int]:
+        return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+    return [(row, each) for row in powers(rows) for each in powers(sequences) if each <= row]
+
+
+def warm_up_prompts(
+    model: PackedModel, cache: saccade.PagedCache, options: Mapping[str, Any],
+    rows: int, sequences: int, *, progress: bool,
+) -> float:  # fmt: skip
+    """Take a packed step of each size, in free pages of the cache; the seconds that it took.
+
+    What has no room in the cache is left out: it will never come.
+    """
+    begin = time.perf_counter()
+    for of_step, among in shown(packed_sizes(rows, sequences), "Compiling for prompts", progress):
+        numbers = [cache.allocate() for _ in range(among)]
+        ends = [of_step * each // among for each in range(among + 1)]
+        counts = [stop - start for start, stop in itertools.pairwise(ends)]
+        try:
+            slots = cache.grow(dict(zip(numbers, counts, strict=True)))
+            chunks = []
+            for number, count in zip(numbers, counts, strict=True):
+                request = Request(number, [0] * count, Sampling(), Limits(1), sequence=number)
+                chunks.append(Chunk(request, 0, count, True))
+            step = BatchStep(cache, StepPlan(chunks, slots), model.numbers, options)
+            model.logits(step)
+        except saccade.OutOfPagesError:
+            continue
+        finally:
+            for number in numbers:
+                cache.free(number)
+    if cache.device.type == "cuda":
+        torch.cuda.synchronize(cache.device)
+    return time.perf_counter() - begin
 
 
 class LaneNumbers:

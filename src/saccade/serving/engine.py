@@ -361,6 +361,8 @@ class Engine:
         cuda_graphs: whether such steps are captured now, and replayed. None: on a GPU.
         run_ahead: whether a step begins before the tokens of the one before are looked at, so that
             a GPU need not wait for the host. None: on a GPU.
+        warm_up: whether a step of each size in which prompts are read is tried now, so that its
+            kernels are compiled before requests come. None: on a GPU.
         progress: whether a bar is shown on the standard error, if that is a terminal, while
             kernels are compiled and steps captured.
 
@@ -395,6 +397,7 @@ class Engine:
         batch_sizes: Sequence[int] | None = None,
         cuda_graphs: bool | None = None,
         run_ahead: bool | None = None,
+        warm_up: bool | None = None,
         progress: bool = True,
     ):
         if preemption not in ("swap", "recompute"):
@@ -425,7 +428,8 @@ class Engine:
         sizes = read_batch_sizes(batch_sizes, max_sequences, padded=not reason)
         self._decoder = Decoder(self._model, self.cache, options, lanes, max_length, sizes, reason)
         on_gpu = self._model.device.type == "cuda"
-        self._decoder.warm_up(progress)
+        tried = max_batch_tokens if (on_gpu if warm_up is None else warm_up) else 0
+        self._decoder.warm_up(tried, progress)
         self._worker = Worker(
             self._model, self.cache, self._scheduler, self._decoder, lanes, options,
             ahead=on_gpu if run_ahead is None else run_ahead,
@@ -519,7 +523,7 @@ class Engine:
         return self._worker.statistics()
 
     def explain(self) -> str:
-        """How steps run, and why, in a line."""
+        """How steps run, and why."""
         return self._decoder.explain()
 
     def _checked(self, prompt: Prompt, options: RequestOptions) -> tuple[list[int], Limits]:
