@@ -142,18 +142,18 @@ def narrow(tile, DTYPE: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def in_units(features, DTYPE: tl.constexpr, FACTORED: tl.constexpr):
-    """Features of a chunk as an operand of products, and the unit that they are counted in.
+def scaled_features(features, DTYPE: tl.constexpr, FACTORED: tl.constexpr):
+    """Features of a chunk as an operand of products, and the scale that they are divided by.
 
     Where FACTORED by 1 / divisor, they fall as the length grows, out of the range of float16; so
-    there the largest of a chunk is the unit.
+    there the largest of a chunk is the scale.
     """
-    unit = 1.0
+    feature_scale = 1.0
     if FACTORED and tl.float16 == DTYPE:
         largest = tl.max(tl.max(tl.abs(features), 1), 0)
-        unit = tl.where((largest > 0) & (largest < float("inf")), largest, 1.0)
-        features = features / unit
-    return features.to(DTYPE), unit
+        feature_scale = tl.where((largest > 0) & (largest < float("inf")), largest, 1.0)
+        features = features / feature_scale
+    return features.to(DTYPE), feature_scale
 
 
 @triton.jit

@@ -81,9 +81,9 @@ def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, proces
 @pytest.mark.parametrize("at_once", [2, split_kv.MOST_AT_ONCE.value])
 def test_lines_of_many_groups_and_units(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 3)
-    monkeypatch.setattr(paged_kind, "MOST_UNITS", 0)
+    monkeypatch.setattr(paged_kind, "MOST_STEPS", 0)
     monkeypatch.setattr(paged_kind, "MOST_AT_ONCE", at_once)
-    names = resolved(split_kv.equal_shares).fn.__globals__  # what the compiled module reads
+    names = resolved(split_kv.equal_payloads).fn.__globals__  # what the compiled module reads
     monkeypatch.setitem(names, "MOST_AT_ONCE", resolved(tl.constexpr(at_once)))
     check(make_paged_case(lengths=((1, 90), (1, 0), (1, 33), (1, 40), (1, 70)), kv_heads=1))
 
@@ -134,7 +134,7 @@ def test_a_group_of_more_heads_than_a_tile_has_rows() -> None:
 
 @interpreted
 def test_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_configs, "FIXED_SHARE", 2)
+    monkeypatch.setattr(paged_configs, "FIXED_PAYLOAD", 2)
     case = make_paged_case(
         lengths=((1, 100), (9, 20), (2, 33)), packed=True, mask="causal", kv_heads=1, dtype=F16,
         page_dtype=I8,

@@ -62,7 +62,7 @@ def dq_accumulate(
     zero = 0
     data: Any = (len(groups), zero, programs, *[zero] * 4, numbers)
     given = SplitSchedule(
-        schedule.equal_shares, split_kv.split_of_programs, count_given, None, data
+        schedule.equal_payloads, split_kv.split_of_programs, count_given, None, data
     )
     at_once = 1 if len(groups) == 1 else 1 << (len(groups) - 1).bit_length()
     write_shares[(programs,)](given, found, at_once, long, 2)

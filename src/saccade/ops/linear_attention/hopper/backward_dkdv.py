@@ -37,6 +37,7 @@ from saccade.gpu.language import gl, gluon
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (
+    base_of,
     clear_hidden,
     factors_at,
     keys_seen,
@@ -47,7 +48,6 @@ from saccade.ops.linear_attention.hopper.backward_rows import (
     produce,
     queries_seeing,
     sum_at,
-    unit_of,
     what_to_take,
     within,
 )
@@ -115,12 +115,12 @@ class KeyGradientMeta(NamedTuple):
 
 @gluon.jit
 def linear_backward_keys(
-    query_desc, grad_desc, key_desc, value_desc, grad_key_desc, grad_value_desc, given, kept,
+    query_desc, grad_desc, key_desc, value_desc, grad_key_desc, grad_value_desc, per_row, kept,
     before, after, sizes, META: gl.constexpr,
 ):  # fmt: skip
     """One program: all rows of a head, or of two, or one segment of them.
 
-    given: RowNumbers. before, after: states (Sums) that the segment starts from, at its end, and
+    per_row: RowNumbers. before, after: states (Sums) that the segment starts from, at its end, and
     ends with, at its beginning, or None. Output heads share queries at most (HEADS_PER_QUERY).
     """
     rings = make_sweep_rings(
@@ -137,12 +137,12 @@ def linear_backward_keys(
                 META.VALUE_DIM, META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.FEATURE_MAP, 1,
             )),
             (map_queries, (
-                given, kept, before, after, sizes, rings, META.HEAD_DIM, META.VALUE_DIM,
+                per_row, kept, before, after, sizes, rings, META.HEAD_DIM, META.VALUE_DIM,
                 META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP,
                 META.SCALE, True, 0,
             )),
             (map_queries, (
-                given, kept, before, after, sizes, rings, META.HEAD_DIM, META.VALUE_DIM,
+                per_row, kept, before, after, sizes, rings, META.HEAD_DIM, META.VALUE_DIM,
                 META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP,
                 META.SCALE, True, 1,
             )),
@@ -308,17 +308,17 @@ def start_tile(
     """Start a tile of gradients: what its rows find in the state, and in their own chunk."""
     ROWS_OF: gl.constexpr = KEYS if OF_VALUES else VALUES
     WEIGHED: gl.constexpr = GRADS if OF_VALUES else QUERIES
-    OWN_BLOCK: gl.constexpr = TILE if BLOCKS == 2 else 0
+    TILE_BLOCK: gl.constexpr = TILE if BLOCKS == 2 else 0
     found = gl.zeros([ROWS, BLOCK], gl.float32, mma_layout(BLOCK))
     for block in gl.static_range(BLOCKS):
         rows = rings.tile_of(iteration, ROWS_OF, LEFT + block)
         if OF_VALUES:
-            state = rings.narrowed.index(origin + (BLOCKS * (LEFT + OWN_BLOCK) + block))
+            state = rings.narrowed.index(origin + (BLOCKS * (LEFT + TILE_BLOCK) + block))
         else:
-            state = rings.narrowed.index(origin + (BLOCKS * (LEFT + block) + OWN_BLOCK))
+            state = rings.narrowed.index(origin + (BLOCKS * (LEFT + block) + TILE_BLOCK))
             state = state.permute((1, 0))
         found = warpgroup_mma(rows, state, found, use_acc=block > 0, is_async=True)
-    weighed = rings.tile_of(iteration, WEIGHED, LEFT + OWN_BLOCK)
+    weighed = rings.tile_of(iteration, WEIGHED, LEFT + TILE_BLOCK)
     return warpgroup_mma(weights, weighed, found, is_async=True)
 
 
@@ -383,7 +383,7 @@ def store_tile(
 
 @gluon.jit
 def map_queries(
-    given, kept, before, after, sizes, rings,
+    per_row, kept, before, after, sizes, rings,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
     SCALE: gl.constexpr, KEYS_TOO: gl.constexpr, WHICH: gl.constexpr,
@@ -406,7 +406,7 @@ def map_queries(
     if before is not None:
         total = gl.load(before.vector + at, mask=inside, other=0.0)
     parts = no_rows(LAYOUT)
-    unit = unit_of(sizes, batch, head, shift)
+    base = base_of(sizes, batch, head, shift)
     position = position_of(first, chunks, 0, True)
     if LESS_ONE:
         number = state_number(sizes, batch, head, 1, SEGMENTS)
@@ -414,8 +414,8 @@ def map_queries(
         taken = what_to_take(
             rings, queries, position, 0 * chunks, QUERIES, HEAD_DIM, BLOCKS, WHICH, LAYOUT
         )
-    factor = factors_at(given, unit, queries, position, SCALE, EACH_ONCE)
-    minus_delta = numbers_at(given.minus_delta, unit, queries, position, EACH_ONCE)
+    factor = factors_at(per_row, base, queries, position, SCALE, EACH_ONCE)
+    minus_delta = numbers_at(per_row.minus_delta, base, queries, position, EACH_ONCE)
     for iteration in range(0, chunks):
         position = position_of(first, chunks, iteration, True)
         rings.tiles.wait(iteration)
@@ -429,8 +429,8 @@ def map_queries(
         if KEYS_TOO:
             rings.numbers_of(iteration, WHICH, SUM).store(total)
         # Asked for early, as nothing hides how long it takes.
-        factor = factors_at(given, unit, queries, position - ROWS, SCALE, EACH_ONCE)
-        minus_delta = numbers_at(given.minus_delta, unit, queries, position - ROWS, EACH_ONCE)
+        factor = factors_at(per_row, base, queries, position - ROWS, SCALE, EACH_ONCE)
+        minus_delta = numbers_at(per_row.minus_delta, base, queries, position - ROWS, EACH_ONCE)
         if LESS_ONE:
             line = add_to_line(line, rings, iteration, WHICH)
         if KEYS_TOO:

@@ -43,6 +43,7 @@ from saccade.gpu.language import gl, gluon
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (
+    base_of,
     clear_hidden,
     keys_seen,
     make_sweep_rings,
@@ -50,7 +51,6 @@ from saccade.ops.linear_attention.hopper.backward_rows import (
     produce,
     queries_seeing,
     sum_at,
-    unit_of,
     what_to_take,
     within,
 )
@@ -119,12 +119,12 @@ class QueryGradientMeta(NamedTuple):
 
 @gluon.jit(do_not_specialize=["eps"])
 def linear_backward_queries(
-    query_desc, grad_desc, key_desc, value_desc, output_desc, result_desc, given, kept, before,
+    query_desc, grad_desc, key_desc, value_desc, output_desc, result_desc, per_row, kept, before,
     sizes, eps, META: gl.constexpr,
 ):  # fmt: skip
     """One program: all rows of two blocks of keys' channels, or of one segment of them.
 
-    output_desc: the output, where there is a normaliser; sums of scores lie in `kept`. given:
+    output_desc: the output, where there is a normaliser; sums of scores lie in `kept`. per_row:
     RowNumbers, to be written. before: states (Sums) that the segment starts from, or None. So many
     (HEADS_PER_QUERY, …) output heads share one of queries, keys, values and states (GROUP).
     """
@@ -135,22 +135,22 @@ def linear_backward_queries(
     gl.warp_specialize(
         [
             (consume, (
-                result_desc, given, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM,
+                result_desc, per_row, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM,
                 META.VALUE_DIM, META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED,
                 META.FEATURE_MAP, META.SCALE, META.NORMALIZE, 0,
             )),
             (consume, (
-                result_desc, given, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM,
+                result_desc, per_row, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM,
                 META.VALUE_DIM, META.BLOCKS, META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED,
                 META.FEATURE_MAP, META.SCALE, META.NORMALIZE, 1,
             )),
             (map_keys, (
-                given, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM, META.BLOCKS,
+                per_row, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM, META.BLOCKS,
                 META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP, META.SCALE,
                 META.NORMALIZE, 0,
             )),
             (map_keys, (
-                given, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM, META.BLOCKS,
+                per_row, kept, before, sizes, eps, rings, META.GROUP, META.HEAD_DIM, META.BLOCKS,
                 META.SEGMENTS, META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP, META.SCALE,
                 META.NORMALIZE, 1,
             )),
@@ -167,7 +167,7 @@ def linear_backward_queries(
 
 @gluon.jit
 def consume(
-    result_desc, given, kept, before, sizes, eps, rings,
+    result_desc, per_row, kept, before, sizes, eps, rings,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCKS: gl.constexpr,
     SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
     FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr,
@@ -185,7 +185,7 @@ def consume(
     if is_balanced(FEATURE_MAP, NORMALIZE) and before is not None:
         sums = centred(sums, before, number, there, HEAD_DIM, VALUE_DIM, WHICH)
     narrow_sums(sums, rings, WHICH, 0 * chunks)
-    unit = batch * sizes.heads + head
+    head_index = batch * sizes.heads + head
     for iteration in range(0, chunks):
         position = first + iteration * ROWS
         row = position - shift
@@ -210,7 +210,7 @@ def consume(
         coordinates = row_of_output(sizes, batch, head, row, channel)
         store_output(result_desc, rings, coordinates, done, iteration, WHICH)
         if NORMALIZE != "none" and (WHICH == 0 or BLOCKS == 1):  # under the next products
-            store_totals(given.minus_delta, sizes, unit, row, there, minus_delta)
+            store_totals(per_row.minus_delta, sizes, head_index, row, there, minus_delta)
     keep_nonfinite(kept.nonfinite, sums, sizes, batch, head, there, BLOCKS, 1, SEGMENTS, WHICH)
     wait_for_stores()
 
@@ -292,14 +292,14 @@ def centred(
 ):  # fmt: skip
     """A state less its mean over channels of keys, which both consumers find alike."""
     LAYOUT: gl.constexpr = mma_layout(BLOCK)
-    OWN: gl.constexpr = WHICH * BLOCK if len(sums) == 2 else 0
-    channels = OWN + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    FIRST_CHANNEL: gl.constexpr = WHICH * BLOCK if len(sums) == 2 else 0
+    channels = FIRST_CHANNEL + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
     rest = ()
     for block in gl.static_range(len(sums)):
         mean = gl.sum(sums[block], 1)
         if len(sums) == 2:
             position, inside = sums_at(
-                number, exists, block, BLOCK - OWN, HEAD_DIM, VALUE_DIM, True
+                number, exists, block, BLOCK - FIRST_CHANNEL, HEAD_DIM, VALUE_DIM, True
             )
             mean += gl.sum(gl.load(before.matrix + position, mask=inside, other=0.0), 1)
         mean = (mean / HEAD_DIM)[:, None]
@@ -364,7 +364,7 @@ def derivative(rows, FEATURE_MAP: gl.constexpr):
 
 @gluon.jit
 def map_keys(
-    given, kept, before, sizes, eps, rings,
+    per_row, kept, before, sizes, eps, rings,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr,
     SCALE: gl.constexpr, NORMALIZE: gl.constexpr, WHICH: gl.constexpr,
@@ -385,9 +385,9 @@ def map_keys(
     total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, COLUMNS))
     if before is not None:
         total = gl.load(before.vector + at, mask=inside, other=0.0)
-    unit = unit_of(sizes, batch, head, shift)
+    base = base_of(sizes, batch, head, shift)
     if NORMALIZE != "none":
-        scores = numbers_at(kept.normaliser, unit, queries, first, ROWS_OF)
+        scores = numbers_at(kept.normaliser, base, queries, first, ROWS_OF)
     if BALANCED:
         taken = what_to_take(rings, keys, first, 0 * chunks, KEYS, HEAD_DIM, BLOCKS, WHICH, LAYOUT)
     for iteration in range(0, chunks):
@@ -398,11 +398,11 @@ def map_keys(
             seeing = within(queries, position, ROWS_OF)
             factor, slope = quotient_of(scores, eps, NORMALIZE)
             if WHICH == 0 or BLOCKS == 1:
-                rows = unit + position + gl.arange(0, ROWS, ROWS_OF)
-                gl.store(given.factors + rows, factor, mask=seeing)
+                rows = base + position + gl.arange(0, ROWS, ROWS_OF)
+                gl.store(per_row.factors + rows, factor, mask=seeing)
             rings.numbers_of(iteration, WHICH, FACTOR).store(factor * SCALE)
             # Asked for early, as nothing hides how long it takes.
-            scores = numbers_at(kept.normaliser, unit, queries, position + ROWS, ROWS_OF)
+            scores = numbers_at(kept.normaliser, base, queries, position + ROWS, ROWS_OF)
             grads = widened(rings.tile_of(iteration, GRADS, WHICH).load(LAYOUT))
             outputs = widened(rings.tile_of(iteration, OUTPUTS, WHICH).load(LAYOUT))
             minus_delta = gl.where(seeing, -slope * gl.sum(grads * outputs, 1), 0.0)

@@ -181,24 +181,24 @@ def sum_at(
 
 
 @gluon.jit
-def unit_of(sizes, batch, head, shift):
+def base_of(sizes, batch, head, shift):
     """Where a head's numbers begin, counted by position."""
     return wide(batch * sizes.heads + head) * sizes.query_len - shift
 
 
 @gluon.jit
-def numbers_at(numbers, unit, queries, position, ROWS_OF: gl.constexpr):
+def numbers_at(numbers, base, queries, position, ROWS_OF: gl.constexpr):
     """Numbers of the queries at 64 positions, 0 where these see nothing."""
-    rows = unit + position + gl.arange(0, ROWS, ROWS_OF)
+    rows = base + position + gl.arange(0, ROWS, ROWS_OF)
     return gl.load(numbers + rows, mask=within(queries, position, ROWS_OF), other=0.0)
 
 
 @gluon.jit
-def factors_at(given, unit, queries, position, SCALE: gl.constexpr, ROWS_OF: gl.constexpr):
+def factors_at(per_row, base, queries, position, SCALE: gl.constexpr, ROWS_OF: gl.constexpr):
     """scale / divisor of the queries at 64 positions."""
     factor = gl.full([ROWS], SCALE, gl.float32, ROWS_OF)
-    if given.factors is not None:
-        factor = factor * numbers_at(given.factors, unit, queries, position, ROWS_OF)
+    if per_row.factors is not None:
+        factor = factor * numbers_at(per_row.factors, base, queries, position, ROWS_OF)
     return factor
 
 
@@ -342,10 +342,10 @@ class SweepRings:
 
 @gluon.jit
 def make_sweep_rings(
-    desc, KINDS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    desc, OPERANDS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     OUTPUT_STAGES: gl.constexpr, ONES: gl.constexpr = False,
 ):  # fmt: skip
-    """Shared memory of a program of that pass, for so many kinds of rows.
+    """Shared memory of a program of that pass, for so many operands.
 
     Without OUTPUT_STAGES there are no outputs, and without ONES no thin tiles; others stand in for
     them.
@@ -354,7 +354,7 @@ def make_sweep_rings(
     ROWS: gl.constexpr = desc.block_type.shape[2]
     TILE: gl.constexpr = [ROWS, desc.block_type.shape[3]]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype)
-    tiles = make_ring_in(desc.dtype, in_stages(2 * KINDS * STAGES, TILE), LAYOUT, STAGES, 2, 1)
+    tiles = make_ring_in(desc.dtype, in_stages(2 * OPERANDS * STAGES, TILE), LAYOUT, STAGES, 2, 1)
     mapped = make_barriers(STAGES, 2)
     shared = mapped
     if OUTPUT_STAGES > 0:

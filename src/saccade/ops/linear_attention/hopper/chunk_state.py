@@ -114,7 +114,7 @@ def add_up(
 
 @gluon.jit
 def linear_collect_queries(
-    query_desc, grad_desc, given, kept, after, sizes,
+    query_desc, grad_desc, per_row, kept, after, sizes,
     HEADS_PER_QUERY: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     BLOCKS: gl.constexpr, SEGMENTS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, STAGES: gl.constexpr,
@@ -131,11 +131,11 @@ def linear_collect_queries(
                 after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS, BOTTOM_RIGHT, 1,
             )),
             (map_queries, (
-                given, kept, None, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
+                per_row, kept, None, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
                 BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, False, 0,
             )),
             (map_queries, (
-                given, kept, None, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
+                per_row, kept, None, after, sizes, rings, HEAD_DIM, VALUE_DIM, BLOCKS, SEGMENTS,
                 BOTTOM_RIGHT, STARTED, FEATURE_MAP, SCALE, False, 1,
             )),
             (backward_rows.produce, (

@@ -150,8 +150,8 @@ def map_features(
     if not QUERIES:  # without queries the sum is not needed before the end
         key_sum += gl.sum(parts, 0)
     if after is not None:
-        mine = inside & (head % GROUP == 0) & (tile_of_values(TILES, SEGMENTS) == 0)
-        gl.store(after.vector + at, key_sum, mask=mine)
+        writes = inside & (head % GROUP == 0) & (tile_of_values(TILES, SEGMENTS) == 0)
+        gl.store(after.vector + at, key_sum, mask=writes)
 
 
 @gluon.jit
@@ -437,7 +437,7 @@ def with_line(sums, rings, iteration, WHICH: gl.constexpr):
     """R, of R' and the G that an iteration would find."""
     rings.wait_for_end(iteration)
     line = rings.parts_of(0 * iteration, WHICH, 0).load(gl.SliceLayout(0, mma_layout(BLOCK)))
-    whole = ()
+    complete = ()
     for block in gl.static_range(len(sums)):
-        whole = whole + (sums[block] + line[None, :],)  # noqa: RUF005
-    return whole
+        complete = complete + (sums[block] + line[None, :],)  # noqa: RUF005
+    return complete

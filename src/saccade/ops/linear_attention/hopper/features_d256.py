@@ -28,13 +28,13 @@ from saccade.gpu.hopper.pipeline import (
 from saccade.gpu.language import aggregate, gl, gluon
 from saccade.ops.attention.hopper.softmax import ROWS
 from saccade.ops.linear_attention.hopper.backward_rows import (
+    base_of,
     factors_at,
     keys_seen,
     mapped_wide,
     numbers_at,
     position_of,
     queries_seeing,
-    unit_of,
     within,
 )
 from saccade.ops.linear_attention.hopper.features import mapped, only, widened
@@ -54,7 +54,7 @@ PIECE, PIECES = gl.constexpr(16), gl.constexpr(4)  # rows that are mapped at onc
 
 @gluon.jit
 def map_inner(
-    descs, given, kept, before, after, sizes, rings,
+    descs, per_row, kept, before, after, sizes, rings,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr,
     PASS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
     FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
@@ -82,9 +82,9 @@ def map_inner(
         if before is not None:
             key_sum = gl.load(before.vector + at, mask=inside, other=0.0)
     else:
-        unit = unit_of(sizes, batch, head, shift)
+        base = base_of(sizes, batch, head, shift)
         position = position_of(first, chunks, 0, True)
-        factor = factors_at(given, unit, queries, position, SCALE, EACH_ONCE)
+        factor = factors_at(per_row, base, queries, position, SCALE, EACH_ONCE)
     for iteration in range(0, chunks):
         position = position_of(first, chunks, iteration, BACKWARDS)
         load_chunk(
@@ -105,7 +105,7 @@ def map_inner(
             clear_hidden(rings.c, iteration, position, queries)
             rings.numbers_of(iteration, FACTOR).store(factor)
             # Asked for early, as nothing hides how long it takes.
-            factor = factors_at(given, unit, queries, position - ROWS, SCALE, EACH_ONCE)
+            factor = factors_at(per_row, base, queries, position - ROWS, SCALE, EACH_ONCE)
         rings.b.wait(iteration)
         b, a = rings.b.at(iteration), rings.a.at(iteration)
         rows, part = b.slice(0, PIECE, dim=0).load(LAYOUT), 0.0
@@ -131,9 +131,9 @@ def map_inner(
             features = only(features, there)
             tile.store(features)
             if PASS == OUTPUT:  # each thread sums up its own rows, until the chunk ends
-                own = gl.reshape(widened(features), [PIECE // ADJACENT, ADJACENT, WIDTH])
-                own = gl.sum(own, 0)
-                part = own if piece == 0 else part + own
+                in_thread = gl.reshape(widened(features), [PIECE // ADJACENT, ADJACENT, WIDTH])
+                in_thread = gl.sum(in_thread, 0)
+                part = in_thread if piece == 0 else part + in_thread
             rows = ahead
         for piece in gl.static_range(PIECES):
             tile = a.slice(piece * PIECE, PIECE, dim=0)
@@ -155,13 +155,13 @@ def map_inner(
         if PASS == OUTPUT:
             key_sum += gl.convert_layout(gl.sum(part, 0), gl.SliceLayout(0, LAYOUT))
     if PASS == OUTPUT and after is not None:
-        mine = inside & (head % GROUP == 0) & (tile_of_values(TILES, SEGMENTS) == 0)
-        gl.store(after.vector + at, key_sum, mask=mine)
+        writes = inside & (head % GROUP == 0) & (tile_of_values(TILES, SEGMENTS) == 0)
+        gl.store(after.vector + at, key_sum, mask=writes)
 
 
 @gluon.jit
 def map_outer(
-    descs, given, kept, before, after, sizes, rings,
+    descs, per_row, kept, before, after, sizes, rings,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILES: gl.constexpr, SEGMENTS: gl.constexpr,
     PASS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, STARTED: gl.constexpr,
     FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr, NORMALIZE: gl.constexpr,
@@ -189,10 +189,10 @@ def map_outer(
     total = gl.zeros([WIDTH], gl.float32, gl.SliceLayout(0, LAYOUT))
     if before is not None:
         total = gl.load(before.vector + at, mask=inside, other=0.0)
-    unit = unit_of(sizes, batch, head, shift)
+    base = base_of(sizes, batch, head, shift)
     position = position_of(first, chunks, 0, BACKWARDS)
-    factor = factors_at(given, unit, queries, position, SCALE, EACH_ONCE)
-    minus_delta = numbers_at(given.minus_delta, unit, queries, position, EACH_ONCE)
+    factor = factors_at(per_row, base, queries, position, SCALE, EACH_ONCE)
+    minus_delta = numbers_at(per_row.minus_delta, base, queries, position, EACH_ONCE)
     load_chunk(
         descs,
         rings,
@@ -215,8 +215,8 @@ def map_outer(
         rings.numbers_of(iteration, MINUS_DELTA).store(minus_delta)
         rings.sum_of(iteration).store(total)
         # Asked for early, as nothing hides how long it takes.
-        factor = factors_at(given, unit, queries, later, SCALE, EACH_ONCE)
-        minus_delta = numbers_at(given.minus_delta, unit, queries, later, EACH_ONCE)
+        factor = factors_at(per_row, base, queries, later, SCALE, EACH_ONCE)
+        minus_delta = numbers_at(per_row.minus_delta, base, queries, later, EACH_ONCE)
         tile = rings.c.at(iteration)
         if PASS == GRAD_QUERY:
             clear_hidden(rings.b, iteration, position, keys)
@@ -235,7 +235,7 @@ def map_outer(
                 descs, rings, iteration + 1, batch, head, later, shift, channel, BACKWARDS,
                 HEADS_PER_OPERAND
             )  # fmt: skip
-        load_own(
+        load_source(
             descs,
             rings,
             iteration,
@@ -298,22 +298,22 @@ def load_chunk(
 
 
 @gluon.jit
-def load_own(
+def load_source(
     descs, rings, iteration, batch, head, position, shift, channel, BACKWARDS: gl.constexpr,
     HEADS_PER_OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Load the rows that gradients are of, if there are any, when those of the chunk before are
     read, for which this waits."""
-    own_desc = descs[3]
-    if own_desc is not None:
+    source_desc = descs[3]
+    if source_desc is not None:
         row = position
         if not BACKWARDS:
             row = position - shift
-        rings.own.acquire(iteration)
-        rings.own.expect(iteration, own_desc)
+        rings.source.acquire(iteration)
+        rings.source.expect(iteration, source_desc)
         for which in gl.static_range(2):
             at = [batch, head // HEADS_PER_OPERAND[3], row, channel + which * BLOCK]
-            rings.own.load_tile(iteration, which, own_desc, at)
+            rings.source.load_tile(iteration, which, source_desc, at)
 
 
 # ---- shared memory -----------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class WideRings:
     a: Ring  # [rows, inner channels]; its release is that of b and c too
     b: Ring
     c: Ring  # [rows, channels of both consumers]
-    own: Ring  # one stage: the rows that a gradient is of, a tile for each consumer
+    source: Ring  # one stage: the rows that a gradient is of, a tile for each consumer
     mapped: gl.shared_memory_descriptor  # a barrier for each stage
     totals: gl.shared_memory_descriptor  # four parts of each row's sum of scores, for each stage
     numbers: gl.shared_memory_descriptor  # two kinds for each stage
@@ -345,11 +345,11 @@ class WideRings:
     outputs: gl.shared_memory_descriptor  # a tile for each consumer
 
     @gluon.constexpr_function
-    def __init__(self, a, b, c, own, mapped, totals, numbers, sums, narrowed, outputs):
+    def __init__(self, a, b, c, source, mapped, totals, numbers, sums, narrowed, outputs):
         self.a = a
         self.b = b
         self.c = c
-        self.own = own
+        self.source = source
         self.mapped = mapped
         self.totals = totals
         self.numbers = numbers
@@ -403,7 +403,7 @@ class WideRings:
 
 
 @gluon.jit
-def make_wide_rings(a_desc, c_desc, own_desc, STAGES: gl.constexpr):
+def make_wide_rings(a_desc, c_desc, source_desc, STAGES: gl.constexpr):
     """Shared memory of a program, whose consumers are two.
 
     Where a pass has no rows of its own, others stand in for them.
@@ -422,18 +422,18 @@ def make_wide_rings(a_desc, c_desc, own_desc, STAGES: gl.constexpr):
     c = make_ring_in(dtype, in_stages(STAGES, OUTER), OF_C, STAGES, 0, 1)
     OF_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, dtype)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    own = a
-    if own_desc is None:
+    source = a
+    if source_desc is None:
         totals = gl.allocate_shared_memory(gl.float32, [4 * STAGES, ROWS], PLAIN)
     else:
-        own = make_ring_in(dtype, in_stages(2, TILE), OF_TILE, 1, 2, 1)
+        source = make_ring_in(dtype, in_stages(2, TILE), OF_TILE, 1, 2, 1)
     mapped = make_barriers(STAGES, 1)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], PLAIN)
-    if own_desc is not None:
+    if source_desc is not None:
         totals = numbers
     sums = gl.allocate_shared_memory(gl.float32, [STAGES, OUTER[1]], PLAIN)
     OF_HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for(HALF, dtype)
     narrowed = gl.allocate_shared_memory(dtype, in_stages(2, HALF), OF_HALF)
     outputs = gl.allocate_shared_memory(dtype, in_stages(2, TILE), OF_TILE)
     settle()
-    return WideRings(a, b, c, own, mapped, totals, numbers, sums, narrowed, outputs)
+    return WideRings(a, b, c, source, mapped, totals, numbers, sums, narrowed, outputs)

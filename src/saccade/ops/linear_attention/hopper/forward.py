@@ -189,8 +189,8 @@ def consume(
     there = batch < sizes.batches
     sums = start_sums(before, number, there, channel, HEAD_DIM, VALUE_DIM, BLOCKS)
     narrow_sums(sums, rings, WHICH, 0 * chunks)
-    unit = batch * sizes.heads + head
-    mine = there & (tile_of_values(TILES, SEGMENTS) == 0)
+    head_index = batch * sizes.heads + head
+    writes = there & (tile_of_values(TILES, SEGMENTS) == 0)
     for iteration in range(0, chunks):
         products = start_products(sums, rings, iteration, WHICH)
         sums, found, total = fold_chunk(products, rings, iteration, NORMALIZE, WHICH)
@@ -201,14 +201,14 @@ def consume(
         position = row_of_output(sizes, batch, head, query, channel)
         store_output(output_desc, rings, position, found.to(output_desc.dtype), iteration, WHICH)
         if NORMALIZE != "none" and (WHICH == 0 or BLOCKS == 1):  # under the next products
-            store_totals(kept.normaliser, sizes, unit, query, mine, total)
+            store_totals(kept.normaliser, sizes, head_index, query, writes, total)
     if kept.nonfinite is not None:
         keep_nonfinite(
             kept.nonfinite, sums, sizes, batch, head, there, BLOCKS, TILES, SEGMENTS, WHICH
         )
     if after is not None:
-        mine = there & (head % GROUP == 0)
-        keep_sums(after, sums, number, mine, channel, HEAD_DIM, VALUE_DIM)
+        writes = there & (head % GROUP == 0)
+        keep_sums(after, sums, number, writes, channel, HEAD_DIM, VALUE_DIM)
     wait_for_stores()
 
 
@@ -234,11 +234,11 @@ def store_output(output_desc, rings, position, done, iteration, WHICH: gl.conste
 
 
 @gluon.jit
-def store_totals(normaliser, sizes, unit, query, there, total):
+def store_totals(normaliser, sizes, head_index, query, there, total):
     """Write each row's sum of scores."""
     query_len = sizes.query_len
     row = query + gl.arange(0, ROWS, total.type.layout)
-    pointers = normaliser + (wide(unit) * query_len + row)
+    pointers = normaliser + (wide(head_index) * query_len + row)
     gl.store(pointers, total, mask=(row >= 0) & (row < query_len) & there)
 
 

@@ -272,7 +272,7 @@ class HopperPasses(Passes):
         self, wide: WidePass, before: State | None, after: State | None, segments: int
     ) -> Recompute:
         spec, recompute = self.spec, self._recompute(segments, wide.parts)
-        operands = {"A": wide.a, "B": wide.b, "C": wide.c, "OWN": wide.source}
+        operands = {"A": wide.a, "B": wide.b, "C": wide.c, "SOURCE": wide.source}
 
         def constants() -> dict[str, Any]:
             return {

@@ -79,11 +79,11 @@ def head_of(
 ):  # fmt: skip
     """Batch entry and head of a consumer. The last program may have a head too many: then the
     batch entry is past the end, where TMA finds zeros and writes nothing."""
-    unit = gl.program_id(0) // (SEGMENTS * TILES)
+    head_index = gl.program_id(0) // (SEGMENTS * TILES)
     if BLOCKS == 1:
-        unit = 2 * unit + WHICH
+        head_index = 2 * head_index + WHICH
     heads = sizes.heads
-    return unit // heads, unit % heads
+    return head_index // heads, head_index % heads
 
 
 @gluon.jit
@@ -191,12 +191,12 @@ def start_sums(
 
 @gluon.jit
 def keep_sums(
-    after, sums, number, mine, channel, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    after, sums, number, writes, channel, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):  # fmt: skip
     """Write sums, if they are this partition's to write."""
     for block in gl.static_range(len(sums)):
-        position, inside = sums_at(number, mine, block, channel, HEAD_DIM, VALUE_DIM, TRANSPOSED)
+        position, inside = sums_at(number, writes, block, channel, HEAD_DIM, VALUE_DIM, TRANSPOSED)
         gl.store(after.matrix + position, sums[block], mask=inside)
 
 
@@ -256,9 +256,9 @@ class HeadSplit(NamedTuple):
 
     def programs(self, spec: LinearCallSpec, heads: int) -> int:
         """How many programs so many heads take."""
-        units = spec.sequences * heads
-        units = -(-units // 2) if self.blocks == 1 else units
-        return units * self.tiles * self.segments
+        head_indices = spec.sequences * heads
+        head_indices = -(-head_indices // 2) if self.blocks == 1 else head_indices
+        return head_indices * self.tiles * self.segments
 
     def constants(self, spec: LinearCallSpec) -> dict[str, Any]:
         """What every kernel of a call is compiled for."""

@@ -82,7 +82,7 @@ class WideMeta(NamedTuple):
     HEADS_PER_A: int
     HEADS_PER_B: int
     HEADS_PER_C: int
-    HEADS_PER_OWN: int
+    HEADS_PER_SOURCE: int
     GROUP: int
     HEAD_DIM: int
     VALUE_DIM: int
@@ -101,34 +101,34 @@ class WideMeta(NamedTuple):
 
 @gluon.jit(do_not_specialize=["eps"])
 def linear_wide(
-    a_desc, b_desc, c_desc, own_desc, result_desc, given, kept, before, after, sizes, eps,
+    a_desc, b_desc, c_desc, source_desc, result_desc, per_row, kept, before, after, sizes, eps,
     META: gl.constexpr,
 ):  # fmt: skip
     """One program: 128 channels of all rows of a head, or of one segment of them.
 
-    own_desc: the rows that a gradient of features is of. given: RowNumbers, for gradients. before,
-    after: states (Sums) that the segment starts from and ends with, or None. So many (HEADS_PER_A,
-    …) output heads share one of each operand, and of states (GROUP).
+    source_desc: the rows that a gradient of features is of. per_row: RowNumbers, for gradients.
+    before, after: states (Sums) that the segment starts from and ends with, or None. So many
+    (HEADS_PER_A, …) output heads share one of each operand, and of states (GROUP).
     """
     INNER: gl.constexpr = META.PASS == OUTPUT or META.PASS == GRAD_VALUE  # channels that are mapped
-    rings = make_wide_rings(a_desc, c_desc, own_desc, META.STAGES)
+    rings = make_wide_rings(a_desc, c_desc, source_desc, META.STAGES)
     gl.warp_specialize(
         [
             (consume, (
-                own_desc, result_desc, kept, before, after, sizes, eps, rings, META.GROUP,
+                source_desc, result_desc, kept, before, after, sizes, eps, rings, META.GROUP,
                 META.HEAD_DIM, META.VALUE_DIM, META.TILES, META.SEGMENTS, META.PASS,
                 META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP, META.SCALE, META.NORMALIZE, 0,
             )),
             (consume, (
-                own_desc, result_desc, kept, before, after, sizes, eps, rings, META.GROUP,
+                source_desc, result_desc, kept, before, after, sizes, eps, rings, META.GROUP,
                 META.HEAD_DIM, META.VALUE_DIM, META.TILES, META.SEGMENTS, META.PASS,
                 META.BOTTOM_RIGHT, META.STARTED, META.FEATURE_MAP, META.SCALE, META.NORMALIZE, 1,
             )),
             (map_inner if INNER else map_outer, (
-                (a_desc, b_desc, c_desc, own_desc), given, kept, before, after, sizes, rings,
+                (a_desc, b_desc, c_desc, source_desc), per_row, kept, before, after, sizes, rings,
                 META.GROUP, META.HEAD_DIM, META.TILES, META.SEGMENTS, META.PASS, META.BOTTOM_RIGHT,
                 META.STARTED, META.FEATURE_MAP, META.SCALE, META.NORMALIZE, (META.HEADS_PER_A,
-                META.HEADS_PER_B, META.HEADS_PER_C, META.HEADS_PER_OWN),
+                META.HEADS_PER_B, META.HEADS_PER_C, META.HEADS_PER_SOURCE),
             )),
         ],
         [4, MAPPER_WARPS],
@@ -141,7 +141,7 @@ def linear_wide(
 
 @gluon.jit
 def consume(
-    own_desc, result_desc, kept, before, after, sizes, eps, rings,
+    source_desc, result_desc, kept, before, after, sizes, eps, rings,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, TILES: gl.constexpr,
     SEGMENTS: gl.constexpr, PASS: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     STARTED: gl.constexpr, FEATURE_MAP: gl.constexpr, SCALE: gl.constexpr,
@@ -164,8 +164,8 @@ def consume(
         start_half(before, number, channel, 1, HEAD_DIM, VALUE_DIM, PASS),
     )
     narrow_half(sums[0], rings, WHICH, 0 * chunks)
-    unit = batch * sizes.heads + head
-    mine = there & (tile_of_values(TILES, SEGMENTS) == 0)
+    head_index = batch * sizes.heads + head
+    writes = there & (tile_of_values(TILES, SEGMENTS) == 0)
     for iteration in range(0, chunks):
         position = position_of(first, chunks, iteration, BACKWARDS)
         row = position
@@ -181,24 +181,24 @@ def consume(
         else:
             if PASS == GRAD_QUERY:
                 found = found * number_of_row[:, None]
-            if own_desc is not None:
-                rings.own.wait(iteration)
-                rows = rings.own.tile_of(iteration, WHICH).load(LAYOUT).to(gl.float32)
+            if source_desc is not None:
+                rings.source.wait(iteration)
+                rows = rings.source.tile_of(iteration, WHICH).load(LAYOUT).to(gl.float32)
                 found = found * derivative(rows, FEATURE_MAP)
-                rings.own.release_loaded(iteration)
+                rings.source.release_loaded(iteration)
             done = only(
                 found.to(result_desc.dtype), within(seen, position, gl.SliceLayout(1, LAYOUT))
             )
         at = row_of_output(sizes, batch, head, row, channel)
         store_output(result_desc, rings, at, done, iteration, WHICH)
         if PASS == OUTPUT and NORMALIZE != "none" and WHICH == 0:  # under the next products
-            store_totals(kept.normaliser, sizes, unit, row, mine, number_of_row)
+            store_totals(kept.normaliser, sizes, head_index, row, writes, number_of_row)
     keep_nonfinite(kept.nonfinite, sums, sizes, batch, head, there, 2, TILES, SEGMENTS, WHICH)
     if after is not None:
-        mine = there & (head % GROUP == 0)
+        writes = there & (head % GROUP == 0)
         for half in gl.static_range(2):
             position, inside = half_at(number, channel, half, HEAD_DIM, VALUE_DIM, PASS)
-            gl.store(after.matrix + position, sums[half], mask=inside & mine)
+            gl.store(after.matrix + position, sums[half], mask=inside & writes)
     wait_for_stores()
 
 

@@ -139,8 +139,8 @@ def linear_forward_scan(
                 bounds[4] + (first + index) * META.CHUNK, state, META, True,
             )  # fmt: skip
     if after is not None:
-        mine = head % META.GROUP == 0
-        keep_sums(after, number, keys, values, state[0], state[1], mine, KEYS, VALUES)
+        writes = head % META.GROUP == 0
+        keep_sums(after, number, keys, values, state[0], state[1], writes, KEYS, VALUES)
 
 
 @triton.jit

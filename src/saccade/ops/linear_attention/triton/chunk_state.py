@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from saccade.gpu.features import in_units, load_features, load_number, narrow, where_also
+from saccade.gpu.features import load_features, load_number, narrow, scaled_features, where_also
 from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import nonfinite_rows, num_rows, offset, wide, without
 
@@ -236,34 +236,34 @@ def add_rows(
             vector += tl.sum(decayed.to(tl.float32) * extra[:, None], 0)
         else:
             vector += tl.sum(decayed.to(tl.float32), 0)
-    features, unit = in_units(wide_rows, plain_rows.dtype, factors is not None)
-    decayed, decayed_unit = in_units(decayed, plain_rows.dtype, factors is not None)
-    matrix += tl.dot(plain_rows, decayed, input_precision=PRECISION) * decayed_unit
+    features, feature_scale = scaled_features(wide_rows, plain_rows.dtype, factors is not None)
+    decayed, decayed_scale = scaled_features(decayed, plain_rows.dtype, factors is not None)
+    matrix += tl.dot(plain_rows, decayed, input_precision=PRECISION) * decayed_scale
     if NAN_SAFE:
         poison = tl.where(tl.max(nonfinite.to(tl.int32), 0) > 0, float("nan"), 0.0)
         matrix, vector = matrix + poison, vector + poison
-    return (matrix, vector), (plain_rows, features, unit, extra, nonfinite)
+    return (matrix, vector), (plain_rows, features, feature_scale, extra, nonfinite)
 
 
 @triton.jit
 def scores_of(a_tile, extra, others, OF_PLAIN: tl.constexpr, PRECISION: tl.constexpr):
     """a · b + α β of all pairs of a chunk: b is what is plain, or the features."""
-    plain, features, unit, other_extra, _ = others
+    plain, features, feature_scale, other_extra, _ = others
     if OF_PLAIN:
         scores = tl.dot(a_tile, plain, input_precision=PRECISION)
         scores += extra[:, None] * other_extra[None, :]
     else:
-        scores = tl.dot(a_tile, tl.trans(features), input_precision=PRECISION) * unit
+        scores = tl.dot(a_tile, tl.trans(features), input_precision=PRECISION) * feature_scale
     return scores
 
 
 @triton.jit
 def weighed(scores, others, FEATURES: tl.constexpr, PRECISION: tl.constexpr):
     """The sum of rows c by their scores: c is the features, or what is plain."""
-    plain, features, unit, _, _ = others
+    plain, features, feature_scale, _, _ = others
     scores, factor = narrow(scores, plain.dtype, 1)
     if FEATURES:
-        found = tl.dot(scores, features, input_precision=PRECISION) * (factor * unit)
+        found = tl.dot(scores, features, input_precision=PRECISION) * (factor * feature_scale)
     else:
         found = tl.dot(scores, tl.trans(plain), input_precision=PRECISION) * factor
     return found
@@ -354,8 +354,8 @@ def collect_chunk(
             META.OUTER, True, False,
         )  # fmt: skip
         decayed = features.to(tl.float32) * decay_factor[:, None]
-        narrowed, unit = in_units(decayed, plain.dtype, FACTORED)
-        matrix += tl.dot(plain, narrowed, input_precision=META.PRECISION) * unit
+        narrowed, feature_scale = scaled_features(decayed, plain.dtype, FACTORED)
+        matrix += tl.dot(plain, narrowed, input_precision=META.PRECISION) * feature_scale
         if META.QUERIES:
             decayed = decayed * load_number(weights, batch, query_head, row_numbers, seen)[:, None]
         vector += in_parts(decayed)

@@ -113,7 +113,7 @@ class PagedCallSpec(NamedTuple):
         splits, programs = 0, config.programs * self.multiprocessors
         if batch_invariant:
             most = 1 if chunks else paged_configs.MOST_SPLITS
-            splits = min(most, -(-longest // paged_configs.FIXED_SHARE))
+            splits = min(most, -(-longest // paged_configs.FIXED_PAYLOAD))
             programs = groups * splits * (1 if apart else heads)
         most_work_tiles = self.queries._replace(heads=heads).programs(
             config.query_tile // heads_in_tile
@@ -243,8 +243,8 @@ def made_regular(inputs: PagedInputs) -> PagedInputs:
 
 def in_pairs(inputs: PagedInputs) -> PagedInputs:
     """The inputs with pages whose numbers are pairs of eight-bit ones."""
-    kind_of_pair = PAIRS[inputs.key_pages.dtype]
-    pages = (tensor.view(kind_of_pair) for tensor in (inputs.key_pages, inputs.value_pages))
+    dtype_of_pair = PAIRS[inputs.key_pages.dtype]
+    pages = (tensor.view(dtype_of_pair) for tensor in (inputs.key_pages, inputs.value_pages))
     return inputs._replace(**dict(zip(("key_pages", "value_pages"), pages, strict=True)))
 
 
@@ -265,7 +265,7 @@ def signature(inputs: PagedInputs, variant: Variant) -> tuple[Any, ...]:
 
 
 MOST_AT_ONCE = split_kv.MOST_AT_ONCE.value
-MOST_UNITS = 2**30  # that 32 bits count, shares past the end included
+MOST_STEPS = 2**30  # that 32 bits count, payloads past the end included
 
 
 class Pass(NamedTuple):
@@ -286,7 +286,7 @@ class Pass(NamedTuple):
     value_width: int
     query_len: int  # of each sequence, if dense, else 0
     paired: bool  # whether pages of eight bits are read in pairs
-    most_units: int  # at most so many are there in all
+    most_steps: int  # at most so many are there in all
     masked: bool  # whether a mask tells pairs apart
     chains: bool  # whether a kernel can start before the one that it waits for has ended
 
@@ -308,9 +308,9 @@ class Pass(NamedTuple):
         return None if self.chunks else max(self.stages - 2, 1)
 
     @property
-    def least_share(self) -> int:
-        """Units of a share at least."""
-        return paged_configs.FIXED_SHARE if self.splits else paged_configs.LEAST_SHARE
+    def least_payload(self) -> int:
+        """Steps of a payload at least."""
+        return paged_configs.FIXED_PAYLOAD if self.splits else paged_configs.LEAST_PAYLOAD
 
     @property
     def most_splits(self) -> int:
@@ -319,8 +319,8 @@ class Pass(NamedTuple):
 
     @property
     def long(self) -> bool:
-        """Whether all units together may be more than 32 bits count."""
-        return self.most_units > MOST_UNITS
+        """Whether all steps together may be more than 32 bits count."""
+        return self.most_steps > MOST_STEPS
 
     @property
     def may_cut(self) -> bool:
@@ -395,7 +395,7 @@ class Pass(NamedTuple):
 
     def schedule(self, plan: Tensor | None) -> SplitSchedule:
         """The schedule as kernels take it."""
-        begin, cut = split_kv.equal_shares, split_kv.split_of_programs
+        begin, cut = split_kv.equal_payloads, split_kv.split_of_programs
         if self.splits:
             begin, cut = split_kv.fixed_splits, split_kv.split_of_work_tile
         count, work_tile = split_kv.count_lengths, split_kv.work_tile_of_lengths

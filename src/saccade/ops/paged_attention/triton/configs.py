@@ -40,10 +40,10 @@ class PagedProblem(NamedTuple):
 
 CONVERTS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")  # float8_e4m3fn, that is
 CHAINS = ("sm_90", "sm_100", "sm_120")  # programmatic dependent launch
-LEAST_SHARE = 2  # units of work that are worth a program
-# With batch_invariant=True work tiles are cut every so many units, or into MOST_SPLITS parts;
+LEAST_PAYLOAD = 2  # steps that are worth a program
+# With batch_invariant=True work tiles are cut every so many steps, or into MOST_SPLITS parts;
 # chunks are not cut at all, as partial results of all their tiles would take too much memory.
-FIXED_SHARE = 33
+FIXED_PAYLOAD = 33
 MOST_SPLITS = 16
 LARGEST_GROUP = 64  # query heads that share a tile; a larger group reads its keys more than once
 

@@ -85,27 +85,27 @@ def paired_scores(query, stored_keys, PTX: tl.constexpr):
 
 @triton.jit
 def start_paired_sums(value_scales, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Weighted sums of nothing: of first and second channels, in which unit."""
+    """Weighted sums of nothing: of first and second channels, in units of which peak."""
     zeros = tl.zeros([ROWS, WIDTH // 2], tl.float32)
-    unit = tl.full([], 1.0 if value_scales is None else LEAST, tl.float32)
-    return zeros, zeros, unit
+    peak = tl.full([], 1.0 if value_scales is None else LEAST, tl.float32)
+    return zeros, zeros, peak
 
 
 @triton.jit
 def add_paired_values(sums, first, second, factors, weights, rescale):
     """Weighted sums after one more tile of values, whose rows have factors (or None)."""
-    unit = sums[2]
+    peak = sums[2]
     if factors is not None:
-        unit = tl.maximum(unit, tl.max(tl.abs(factors), 0))
-        rescale = rescale * (sums[2] / unit)
-        weights = weights * (factors * (HEADROOM / unit))[None, :]
+        peak = tl.maximum(peak, tl.max(tl.abs(factors), 0))
+        rescale = rescale * (sums[2] / peak)
+        weights = weights * (factors * (HEADROOM / peak))[None, :]
     else:
         weights = weights * HEADROOM
     weights = weights.to(tl.float16)
     return (
         tl.dot(weights, first, sums[0] * rescale[:, None]),
         tl.dot(weights, second, sums[1] * rescale[:, None]),
-        unit,
+        peak,
     )
 
 
@@ -149,7 +149,7 @@ def attention_pages(
     VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """One program: its share of the work, split by split (ops/paged_attention/triton/split_kv.py).
+    """One program: its payload, split by split (ops/paged_attention/triton/split_kv.py).
 
     WORK_TILES: of each group, where they are few, and merging finds them; 0: programs leave notes.
     PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX;
@@ -162,25 +162,25 @@ def attention_pages(
         gdc_launch_dependents()
     TOKENS: tl.constexpr = META.QUERY_TILE // HEADS_IN_TILE
     program = tl.program_id(0)
-    group, index, offset, budget, share, goes_on = schedule.begin(
+    group, index, offset, budget, payload, goes_on = schedule.begin(
         schedule, query, key, program, TOKENS, META.KV_TILE, META.AT_ONCE, META.LONG, META.LEAST,
         META.SPLITS, META.WORK_TILES > 0
     )  # fmt: skip
     pad_results(output, logsumexp, VALUE_DIM, VALUE_WIDTH)
-    units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, META.KV_TILE)
+    steps, work_tiles = schedule.count(schedule, query, key, group, TOKENS, META.KV_TILE)
     # Of offsets that descend there may be more rows than are counted right; else these are so.
-    index, offset = tl.minimum(index, tl.maximum(work_tiles - 1, 0)), tl.minimum(offset, units)
+    index, offset = tl.minimum(index, tl.maximum(work_tiles - 1, 0)), tl.minimum(offset, steps)
     if META.WORK_TILES == 0:
         note_of_program(
-            schedule, partials.notes, program, group, index, offset, budget, share, goes_on, units
+            schedule, partials.notes, program, group, index, offset, budget, payload, goes_on, steps
         )
     while budget > 0:
-        end = tl.minimum(offset + budget, units).to(tl.int32)
-        batch, unit_head, tile, tile_range = schedule.work_tile(
+        end = tl.minimum(offset + budget, steps).to(tl.int32)
+        batch, tiled_head, tile, tile_range = schedule.work_tile(
             schedule, query, key, group, index, TOKENS, META.KV_TILE
         )
         at = rows_of_tile(
-            query, key, batch, unit_head, tile, tl.arange(0, META.QUERY_TILE),
+            query, key, batch, tiled_head, tile, tl.arange(0, META.QUERY_TILE),
             GROUP, HEADS_IN_TILE, TOKENS,
         )  # fmt: skip
         query_tile = load_rows(  # [QUERY_TILE, HEAD_WIDTH]
@@ -231,7 +231,7 @@ def attention_pages(
                 page = next_page
         row_max, row_sum, sums = state
         weighted_sum = finish_paired_sums(sums) if META.PAIRED else sums
-        if (offset == 0) & (end == units):
+        if (offset == 0) & (end == steps):
             divisor, natural_lse = finish_softmax(row_max, row_sum)
             attended = weighted_sum / divisor[:, None]
             store_rows(output, batch, at[2][:, None], at[3], at[4], attended, VALUE_DIM)
@@ -247,24 +247,24 @@ def attention_pages(
             group, index = group + 1, index * 0
             budget = tl.where(group < schedule.data[GROUPS], budget, 0)
             group = tl.minimum(group, schedule.data[GROUPS] - 1)
-            units, work_tiles = schedule.count(schedule, query, key, group, TOKENS, META.KV_TILE)
+            steps, work_tiles = schedule.count(schedule, query, key, group, TOKENS, META.KV_TILE)
             ended = (work_tiles == 0) & (budget > 0)
 
 
 @triton.jit
 def rows_of_tile(
-    query, key, batch, unit_head, tile, rows,
+    query, key, batch, tiled_head, tile, rows,
     GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Batch entry, key head, query heads and query rows of rows of a tile, and both lengths.
 
-    unit_head counts key heads, each as often as its group needs tiles. Rows that do not exist
+    tiled_head counts key heads, each as often as its group needs tiles. Rows that do not exist
     stand behind the end.
     """
     of_tile = rows // HEADS_IN_TILE
     PARTS: tl.constexpr = (GROUP + HEADS_IN_TILE - 1) // HEADS_IN_TILE
-    kv_head = unit_head // PARTS
-    of_group = (unit_head - kv_head * PARTS) * HEADS_IN_TILE + (rows - of_tile * HEADS_IN_TILE)
+    kv_head = tiled_head // PARTS
+    of_group = (tiled_head - kv_head * PARTS) * HEADS_IN_TILE + (rows - of_tile * HEADS_IN_TILE)
     query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
     exists = (of_tile < TOKENS) & (of_group < GROUP)
     query_rows = tl.where(exists, tile * TOKENS + of_tile, query_len)
@@ -461,9 +461,9 @@ def merge_partials(
             )  # fmt: skip
             new_max = tl.maximum(row_max, tl.max(maxima, 0))
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            rescale, shares = tl.exp2(row_max - shift), tl.exp2(maxima - shift)
-            row_sum = row_sum * rescale + tl.sum(shares * sums, 0)
-            weighted_sum = weighted_sum * rescale + tl.sum(shares[:, None] * weighted, 0)
+            rescale, rescales = tl.exp2(row_max - shift), tl.exp2(maxima - shift)
+            row_sum = row_sum * rescale + tl.sum(rescales * sums, 0)
+            weighted_sum = weighted_sum * rescale + tl.sum(rescales[:, None] * weighted, 0)
             row_max = new_max
         divisor, natural_lse = finish_softmax(row_max, row_sum)
         attended = (weighted_sum / divisor)[None, :]

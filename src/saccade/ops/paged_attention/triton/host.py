@@ -52,7 +52,7 @@ class PassLaunches:
         options = {"num_warps": config.num_warps, "num_stages": of.stages}
         tiles = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
         shared = {**spec.constants, **tiles, "HEADS_IN_TILE": of.heads_in_tile}
-        splits = {"AT_ONCE": of.groups_at_once, "LEAST": of.least_share, "SPLITS": of.most_splits}
+        splits = {"AT_ONCE": of.groups_at_once, "LEAST": of.least_payload, "SPLITS": of.most_splits}
         splits["LONG"] = of.long
         paired = spec.way_of_pairs if of.paired else 0
         last = {"WORK_TILES": of.few_work_tiles, "PAIRED": paired, "CHAINED": of.chains}
@@ -136,7 +136,7 @@ class _PassCall(NamedTuple):
             *self._results(),
             Rules(*changes, None, variant.scale),
             sinks,
-            *self._shares(),
+            *self._schedule(),
         )
 
     def of_merge(self) -> tuple[Any, ...]:
@@ -144,13 +144,13 @@ class _PassCall(NamedTuple):
             self.launches.spec.rows(self.inputs),
             self.launches.spec.pages(self.inputs)[0],
             *self._results(),
-            *self._shares(),
+            *self._schedule(),
         )
 
     def _results(self) -> tuple[Any, ...]:
         return self.launches.spec.results(self.inputs, self.output, self.lse)
 
-    def _shares(self) -> tuple[Any, ...]:
+    def _schedule(self) -> tuple[Any, ...]:
         of = self.launches.of
         partials = self.numbers, of.softmax_position, self.notes
         return of.schedule(self.plan), Partials(*partials)
@@ -221,7 +221,7 @@ def forward(
 # is cut along the keys, so nothing has to be shared out or merged: the dense forward kernel serves
 # it, with Views that say where a row of keys lives (gpu/paged_view.py).
 
-BUSY = 6  # warps on each multiprocessor: fewer are slower than what shares keys out
+BUSY = 6  # warps on each multiprocessor: fewer are slower than what splits keys
 # Query rows of a sequence that leave tiles of one head too empty, where its own number decides.
 SHORT = 63
 
@@ -333,7 +333,7 @@ def chunks_unsupported(
     config, queries = chunk_config(spec, variant, requested), spec.queries
     tiles = queries.length // config.query_tile * queries.heads * queries.sequences
     if tiles * config.num_warps < BUSY * spec.multiprocessors:
-        return "there are few query rows: keys are cut into shares, to keep the GPU busy"
+        return "there are few query rows: keys are split, to keep the GPU busy"
     if queries.programs(config.query_tile) > 2 * tiles:
         return "most sequences have few query rows"
     return None
