@@ -83,6 +83,7 @@ BANNED_WORDS = {
     "items": "work_tiles",
     "judge": "classify",
     "judged": "classified",
+    "mine": "what it holds",
     "moderate": "lazy_rescale",
     "offline": "kernel_check",
     "recall": "lookup",

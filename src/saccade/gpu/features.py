@@ -86,14 +86,14 @@ MAPS: dict[str, tuple[Any, Any]] = {
 
 @triton.jit
 def load_features(
-    operand, factors, batch, head, first, visible, channels, SHARE: tl.constexpr,
+    operand, factors, batch, head, first, visible, channels, GROUP: tl.constexpr,
     DIM: tl.constexpr, TRANSPOSED: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     """Features of adjacent rows from `first` on, 0 where hidden; wide where they were computed.
 
     [rows, channels], or [channels, rows] if TRANSPOSED: rows as they are go from memory into a
     product in either form, but what was computed cannot be transposed on a product's left (Triton
-    3.6 on Hopper: illegal memory access). SHARE output heads have these rows in common, but each
+    3.6 on Hopper: illegal memory access). GROUP output heads have these rows in common, but each
     has factors of its own: a View of one for each row, if FACTORED.
     """
     if TRANSPOSED:
@@ -103,7 +103,7 @@ def load_features(
     if DIM == 0 or DIM // channels.shape[0] * channels.shape[0] != DIM:
         exists = exists & (channels_of < DIM)
     pointers = tile_pointers(
-        operand.rows, batch, head // SHARE, first, channels_of, visible.shape[0], True, TRANSPOSED
+        operand.rows, batch, head // GROUP, first, channels_of, visible.shape[0], True, TRANSPOSED
     )
     raw = tl.load(pointers, mask=exists, other=0.0)
     mapped = raw

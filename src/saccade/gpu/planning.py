@@ -260,11 +260,11 @@ class Planner:
     def _sides(self, inputs: Inputs) -> tuple[Any, Any]:
         """Views without memory, for lengths and for what a program stands at."""
         offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-        mine, others = offsets if self.over_keys else offsets[::-1]
+        here, other = offsets if self.over_keys else offsets[::-1]
         none = (0, 0, 0)
         return (
-            view(None, none, self.here, mine),
-            view(None, none, self.other, others),
+            view(None, none, self.here, here),
+            view(None, none, self.other, other),
         )
 
 

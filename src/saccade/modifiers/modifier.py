@@ -100,9 +100,9 @@ class Modifier:
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        mine, others = self.captured, other.captured  # type: ignore[attr-defined]
-        numbers = (self.key, tuple(mine.ints), tuple(mine.floats))
-        if numbers != (other.key, tuple(others.ints), tuple(others.floats)):  # type: ignore[attr-defined]
+        these, those = self.captured, other.captured  # type: ignore[attr-defined]
+        numbers = (self.key, tuple(these.ints), tuple(these.floats))
+        if numbers != (other.key, tuple(those.ints), tuple(those.floats)):  # type: ignore[attr-defined]
             return False
         return all(
             one is another

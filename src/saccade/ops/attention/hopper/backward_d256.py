@@ -188,12 +188,12 @@ def consume(
     """Compute one gradient of each tile of keys that the producer schedules: that of values (0),
     from the keys, or that of keys (1), from the values."""
     PARTS: gl.constexpr = parts_of(grad_desc.block_type.shape[3], DIM)
-    mine = rings.keys if WHICH == 0 else rings.values
-    OTHERS: gl.constexpr = parts_of(mine.memory.shape[4], OTHER_DIM)
+    operand = rings.keys if WHICH == 0 else rings.values
+    OTHERS: gl.constexpr = parts_of(operand.memory.shape[4], OTHER_DIM)
     tile_iteration, work_iteration, iteration = 0, 0, 0
     position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
     while kv_len > 0:
-        mine.wait(tile_iteration)
+        operand.wait(tile_iteration)
         sums = no_sums(PARTS)
         for group_head in range(0, HEADS_PER_KV_HEAD):
             if HEADS_PER_KV_HEAD > 1:  # noqa: SIM102 (known when compiling; the next is not)
@@ -214,7 +214,7 @@ def consume(
             sums, factor, grad_desc, grad, schedule, at, rings.outputs[WHICH], scratch.flag,
             DIM, NAN_SAFE,
         )  # fmt: skip
-        mine.release(tile_iteration)
+        operand.release(tile_iteration)
         tile_iteration += 1
         position, query_len, kv_len, tile_range = next_work_tile(rings, work_iteration)
 

@@ -198,11 +198,11 @@ def add_partial_dq(
     else:
         # A tile range of no tiles visits one and has nothing to add: it waits for nothing.
         first, end = first_and_end(tile_range)
-        mine = gl.where(first == end, NEVER, key_tile(rings, at[2]))
-        while semaphore >> 1 > mine:
+        wanted = gl.where(first == end, NEVER, key_tile(rings, at[2]))
+        while semaphore >> 1 > wanted:
             semaphore = count_at(scratch.semaphores + part)
-        added = gl.where(semaphore >> 1 == mine, part, -1)
-        if semaphore >> 1 == mine:
+        added = gl.where(semaphore >> 1 == wanted, part, -1)
+        if semaphore >> 1 == wanted:
             if semaphore & 1 == 1:
                 store(dq_desc, [part * memory.shape[0], 0], memory)
             else:

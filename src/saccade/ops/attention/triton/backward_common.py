@@ -151,15 +151,15 @@ def statistics_of(
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The natural lse of some rows, their row_dot, and which of them saw nothing."""
-    given = load_given(
+    results = load_results(
         output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
         VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
-    return statistics_from(given)
+    return statistics_from(results)
 
 
 @triton.jit
-def load_given(
+def load_results(
     output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -173,9 +173,9 @@ def load_given(
 
 
 @triton.jit
-def statistics_from(given):
-    """`statistics_of` what `load_given` gave: loads may wait together with others."""
-    attended, grad, lse, of_lse = given
+def statistics_from(results):
+    """`statistics_of` what `load_results` gave: loads may wait together with others."""
+    attended, grad, lse, of_lse = results
     dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1) - of_lse
     saw_nothing = lse == float("-inf")
     return lse, tl.where(saw_nothing, 0.0, dot), saw_nothing

@@ -246,6 +246,6 @@ def add_tile(
     of_key = tl.dot(grad_scores, query_tile, of_key, input_precision=PRECISION)
     if grad_query is not None:
         # [QUERY_TILE, HEAD_WIDTH]
-        share = tl.dot(tl.trans(grad_scores), key_tile, input_precision=PRECISION) * rules.scale
-        add_rows(grad_query, batch, query_head, query_rows, added_len, share, HEAD_DIM)
+        added = tl.dot(tl.trans(grad_scores), key_tile, input_precision=PRECISION) * rules.scale
+        add_rows(grad_query, batch, query_head, query_rows, added_len, added, HEAD_DIM)
     return of_key, of_value

@@ -22,7 +22,7 @@ from saccade.ops.attention.triton.backward_common import (
     differentiate,
     drop,
     in_base_2,
-    load_given,
+    load_results,
     load_statistics,
     statistics_from,
     weigh,
@@ -59,11 +59,11 @@ def attention_backward_queries(
             False,
         )  # fmt: skip
     else:
-        given = load_given(
+        results = load_results(
             output, forward.grad_output, logsumexp, grad_lse, batch, query_head, query_rows,
             query_len, VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
-        grad_tile = given[1]
+        grad_tile = results[1]
     at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_start, query_len, kv_len)
     tile_range = rules.mask.tile_range(
         rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),
@@ -79,7 +79,7 @@ def attention_backward_queries(
             forward, batch, query_head, query_rows, query_len, False
         )
     else:
-        lse, row_dot, saw_nothing = statistics_from(given)
+        lse, row_dot, saw_nothing = statistics_from(results)
         lse_log2 = in_base_2(lse, saw_nothing)
         store_numbers(forward.lse_log2, batch, query_head, query_rows, query_len, lse_log2)
         store_numbers(forward.row_dot, batch, query_head, query_rows, query_len, row_dot)
