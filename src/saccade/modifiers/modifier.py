@@ -110,7 +110,7 @@ class Modifier:
                 (one.device == another.device and one.dtype == another.dtype)
                 and torch.equal(one, another)
             )
-            for one, another in zip(mine.tensors, others.tensors, strict=True)
+            for one, another in zip(these.tensors, those.tensors, strict=True)
         )
 
     def __hash__(self) -> int:
