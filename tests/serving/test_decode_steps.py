@@ -1,5 +1,7 @@
 """Decode steps at fixed addresses: padded, ahead of the host, and without a look at any number."""
 
+import contextlib
+import weakref
 from typing import Any
 
 import pytest
@@ -291,12 +293,12 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch, captured: Any = replayed) -> No
     """As if there were graphs on a CPU."""
     monkeypatch.setattr(decode_steps, "captured", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(engines, "why_eager", lambda device, asked: "")
+    monkeypatch.setattr(engines, "why_eager", lambda device, asked: "" if asked else "not asked")
 
 
 def test_captured_steps_give_the_same_tokens(monkeypatch):
     with_graphs(monkeypatch)
-    engine = served.engine(num_pages=20, run_ahead=True)
+    engine = served.engine(num_pages=20, cuda_graphs=True, warm_up=False)
     assert engine.explain().startswith("decode steps are CUDA graphs for 1, 2, 4, 6 sequences (")
     asked = [
         engine.submit(prompt, max_new_tokens=9, stop_tokens=[4, 8, 15, 16], **options)
@@ -312,13 +314,41 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(monkeypatch):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     with_graphs(monkeypatch, captured)
-    engine = served.engine(run_ahead=True)
+    engine = served.engine(cuda_graphs=True, warm_up=False)
     assert engine.explain() == (
         "decode steps run eagerly: LlamaForCausalLM cannot be captured: operation not permitted "
         "when stream is capturing"
     )
     generated = engine.generate(served.prompts(), **GREEDY)
     assert served.tokens_of(generated) == served.wanted("llama", NEW)
+
+
+def test_a_graph_keeps_what_it_reads(monkeypatch):
+    class Graph:
+        replays = 0
+
+        def replay(self) -> None:
+            self.replays += 1
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
+    read = torch.arange(3)
+    alive = weakref.ref(read)
+
+    def work(rows: torch.Tensor = read) -> torch.Tensor:
+        return rows + 1
+
+    replay = decode_steps.captured(work, None)
+    del read, work
+    assert alive() is not None
+    assert replay().tolist() == [1, 2, 3]
 
 
 def test_a_greedy_row_needs_nothing():

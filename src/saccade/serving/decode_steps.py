@@ -218,7 +218,7 @@ def read_batch_sizes(sizes: Sequence[int] | None, most: int, *, padded: bool) ->
     return sorted(set(sizes))
 
 
-def why_eager(device: torch.device, asked: bool | None) -> str:
+def why_eager(device: torch.device, asked: bool) -> str:
     """Why steps are not captured; "" where they are.
 
     Raises:
@@ -228,7 +228,7 @@ def why_eager(device: torch.device, asked: bool | None) -> str:
         if asked:
             raise ValueError(f"cuda_graphs: got True for a model on {device}, takes it on a GPU")
         return f"the model is on {device}, where there are no CUDA graphs"
-    return "cuda_graphs is False" if asked is False else ""
+    return "" if asked else "cuda_graphs is False"
 
 
 # What the choice of tokens is captured for; other rows are chosen for eagerly.
@@ -418,7 +418,8 @@ class Decoder:
 def captured(work: Callable[[], Any], pool: Any) -> Callable[[], Any]:
     """Work as a CUDA graph: called again it does the same at the same addresses.
 
-    Whatever it returns holds the last call's numbers until the next.
+    Whatever it returns holds the last call's numbers until the next. The work itself is kept: a
+    graph does not keep alive what it reads.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -430,9 +431,11 @@ def captured(work: Callable[[], Any], pool: Any) -> Callable[[], Any]:
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = work()
 
+    kept = work, result
+
     def replay() -> Any:
         graph.replay()
-        return result
+        return kept[1]
 
     return replay
 

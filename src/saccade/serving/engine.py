@@ -357,12 +357,12 @@ class Engine:
             model's own products may round differently in batches of other sizes.)
         implementation: of `saccade.attention_paged`.
         batch_sizes: of steps in which every request writes its next token; others are padded to
-            the next. None: a few on a GPU, every size on a CPU.
-        cuda_graphs: whether such steps are captured now, and replayed. None: on a GPU.
+            the next. None: a few with cuda_graphs, else every size.
+        cuda_graphs: whether such steps are captured now, and replayed; on a GPU only.
         run_ahead: whether a step begins before the tokens of the one before are looked at, so that
-            a GPU need not wait for the host. None: on a GPU.
+            a GPU need not wait for the host. None: with cuda_graphs.
         warm_up: whether a step of each size in which prompts are read is tried now, so that its
-            kernels are compiled before requests come. None: on a GPU.
+            kernels are compiled before requests come. None: with cuda_graphs.
         progress: whether a bar is shown on the standard error, if that is a terminal, while
             kernels are compiled and steps captured.
 
@@ -395,7 +395,7 @@ class Engine:
         batch_invariant: bool = False,
         implementation: str | None = None,
         batch_sizes: Sequence[int] | None = None,
-        cuda_graphs: bool | None = None,
+        cuda_graphs: bool = False,
         run_ahead: bool | None = None,
         warm_up: bool | None = None,
         progress: bool = True,
@@ -416,7 +416,7 @@ class Engine:
         )  # fmt: skip
         self.num_pages = sum(self.cache.num_pages)
         self._tokenizer = tokenizer
-        self._max_sequences = max_sequences
+        self.max_sequences = max_sequences
         self._scheduler = Scheduler(
             self.cache, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences,
             preemption=preemption,
@@ -427,12 +427,11 @@ class Engine:
         reason = why_eager(self._model.device, cuda_graphs)
         sizes = read_batch_sizes(batch_sizes, max_sequences, padded=not reason)
         self._decoder = Decoder(self._model, self.cache, options, lanes, max_length, sizes, reason)
-        on_gpu = self._model.device.type == "cuda"
-        tried = max_batch_tokens if (on_gpu if warm_up is None else warm_up) else 0
+        tried = max_batch_tokens if (cuda_graphs if warm_up is None else warm_up) else 0
         self._decoder.warm_up(tried, progress)
         self._worker = Worker(
             self._model, self.cache, self._scheduler, self._decoder, lanes, options,
-            ahead=on_gpu if run_ahead is None else run_ahead,
+            ahead=cuda_graphs if run_ahead is None else run_ahead,
         )  # fmt: skip
         self._arrivals = itertools.count()
 
@@ -472,8 +471,8 @@ class Engine:
         has the seed `seed + i`; the other options are those of `submit`.
         """
         check_number("n", n, least=1)
-        if n > self._max_sequences:
-            raise ValueError(f"n: got {n}, takes at most max_sequences, {self._max_sequences}")
+        if n > self.max_sequences:
+            raise ValueError(f"n: got {n}, takes at most max_sequences, {self.max_sequences}")
         check_options(options)
         options = options.copy()
         seed = options.pop("seed", 0)

@@ -410,6 +410,21 @@ class Generated:
     logprobs: list[TokenLogprob] | None = None
 
 
+class Fresh(NamedTuple):
+    """What came of a request since somebody last asked.
+
+    Attributes:
+        text: that nothing can change any more. tokens: how many.
+        logprobs: of these, where they are wanted. reason, error: why nothing more comes.
+    """
+
+    text: str
+    tokens: int
+    logprobs: list[TokenLogprob]
+    reason: str | None
+    error: BaseException | None
+
+
 class Completion:
     """One submitted request. Waiting for it takes the engine's steps, with all other requests.
 
@@ -424,6 +439,7 @@ class Completion:
         self, request: Request, step: Callable[[], bool], cancel: Callable[[Request], None]
     ):
         self._request, self._step, self._cancel = request, step, cancel
+        self._seen = 0  # tokens, by `fresh`
 
     def __iter__(self) -> Iterator[Any]:
         return self.tokens() if self._request.stream is None else self.texts()
@@ -478,6 +494,17 @@ class Completion:
     def cancel(self) -> None:
         """Ask for no more; its pages are free when this returns. What came so far stays."""
         self._cancel(self._request)
+
+    def fresh(self) -> Fresh:
+        """What came since the last call; this waits for nothing."""
+        request, done = self._request, self.done  # looked at before, or the last might be missed
+        text = "" if request.stream is None else request.stream.piece()
+        seen, self._seen = self._seen, len(request.generated)
+        logprobs = []
+        if request.sampling.logprobs is not None:
+            logprobs = [request.logprobs[number] for number in range(seen, self._seen)]
+        reason = request.reason if done else None
+        return Fresh(text, self._seen - seen, logprobs, reason, request.error if done else None)
 
     def text_so_far(self) -> str:
         """The text that has come; the end of it may still change. "" without a tokenizer."""
