@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -146,7 +147,7 @@ def footnotes(absences: Iterable[Absence]) -> list[str]:
     lines = []
     for (who, reason), names in cases.items():
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(f"[bold]{who}[/bold]: {_escaped(reason)} [dim]({names[0]}{others})[/dim]")
+        lines.append(f"[bold]{who}[/bold]: {escape(reason)} [dim]({names[0]}{others})[/dim]")
     return lines
 
 
@@ -175,15 +176,10 @@ def peers_table(answers: Mapping[Peer, str | None]) -> Table:
     for name in ("who", "", "what", "here"):
         table.add_column(name)
     for peer, reason in answers.items():
-        answer = "[green]yes[/green]" if reason is None else f"no: {_escaped(reason)}"
+        answer = "[green]yes[/green]" if reason is None else f"no: {escape(reason)}"
         answer = "if it compiles, which is tried when it runs" if peer.compiles else answer
-        table.add_row(peer.who, "+" if peer.by_default else "", _escaped(peer.about), answer)
+        table.add_row(peer.who, "+" if peer.by_default else "", escape(peer.about), answer)
     return table
-
-
-def _escaped(text: str) -> str:
-    """Text whose square brackets are no markup."""
-    return text.replace("[", r"\[")
 
 
 def is_training(result: Result) -> bool:

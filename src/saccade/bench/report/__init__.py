@@ -178,12 +178,8 @@ def _errors(found: Sequence[Point]) -> str:
 
 def _section(content: Table, note: str = "", otherwise: str = "") -> str:
     """A table and a note below it; without rows, what is said otherwise."""
-    shown = sections.table(content) if content.rows else _paragraph_if(otherwise)
-    return shown + _paragraph_if(note)
-
-
-def _paragraph_if(text: str) -> str:
-    return sections.paragraph(text) if text else ""
+    shown = sections.table(content) if content.rows else sections.paragraph(otherwise)
+    return shown + sections.paragraph(note)
 
 
 def _file(name: str) -> str:

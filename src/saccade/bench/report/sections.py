@@ -63,8 +63,9 @@ def table(content: Table) -> str:
         any(row[column].number is not None for row in content.rows)
         for column in range(len(content.columns))
     ]
+    number_class = ' class="number"'
     head = "".join(
-        f'<th scope="col"{_number_class(is_number)}><button type="button">{escape(name)}'
+        f'<th scope="col"{number_class * is_number}><button type="button">{escape(name)}'
         "</button></th>"
         for name, is_number in zip(content.columns, numeric, strict=True)
     )
@@ -83,8 +84,8 @@ def folded(summary: str, inside: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """A paragraph of text, `code` between backticks."""
-    return f"<p>{with_code(text)}</p>\n"
+    """A paragraph of text, `code` between backticks; nothing for no text."""
+    return f"<p>{with_code(text)}</p>\n" if text else ""
 
 
 def with_code(text: str) -> str:
@@ -98,10 +99,6 @@ def _cell(cell: Cell, is_number: bool) -> str:
     marked = f' class="{marks}"' if marks else ""
     value = "" if cell.number is None else f' data-number="{cell.number:.6g}"'
     return f"<td{marked}{value}>{with_code(cell.text)}</td>"
-
-
-def _number_class(is_number: bool) -> str:
-    return ' class="number"' if is_number else ""
 
 
 def tiles(found: Sequence[Point], verdicts: dict[str, list[Verdict]]) -> str:

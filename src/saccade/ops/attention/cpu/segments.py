@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from saccade.ops.attention.cpu import block_mask
 from saccade.ops.attention.cpu.block_mask import Run, TileSizes
 from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.runtime.arguments import OFFSETS
-from saccade.runtime.spec import Inputs, KernelConfig, Variant
+from saccade.runtime.spec import Inputs, KernelConfig, LinearInputs, Variant
 
 # A rectangle in plain tiles holds at most about this many scores (2 MiB in float32): a dozen passes
 # go over them, which take up to 1.4 times as long where they leave the cache of a processor.
@@ -162,31 +162,6 @@ def _cut(whole: tuple[int, int], step: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, whole[1])
 
 
-@runtime_checkable
-class Sequences(Protocol):
-    """What says how a call's sequences lie: `Inputs` and `LinearInputs` do."""
-
-    @property
-    def query(self) -> Tensor:
-        """[batch, heads, rows, dim], or [tokens, heads, dim]."""
-        ...
-
-    @property
-    def key(self) -> Tensor:
-        """[batch, heads, rows, dim] or [tokens, heads, dim]."""
-        ...
-
-    @property
-    def cu_seqlens_q(self) -> Tensor | None:
-        """Offsets of packed queries."""
-        ...
-
-    @property
-    def cu_seqlens_k(self) -> Tensor | None:
-        """Offsets of packed keys."""
-        ...
-
-
 class Segment(NamedTuple):
     """Adjacent sequences of one query length and one key length, as views [batch, heads, …]."""
 
@@ -235,7 +210,7 @@ def clear_padding(
                 tensor.narrow(dim, end, tensor.shape[dim] - end).fill_(number)
 
 
-def parts_of(inputs: Sequences) -> list[Segment]:
+def parts_of(inputs: Inputs | LinearInputs) -> list[Segment]:
     """The dense problems that make up a call, in order."""
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
         return [Segment(0, inputs.query.shape[0], None, None)]
