@@ -232,7 +232,6 @@ def nothing_looked_at() -> Iterator[None]:
 @contextlib.contextmanager
 def no_memory_of_calls() -> Iterator[None]:
     """Calls are prepared anew, so that the memory of their results is guarded too."""
-    from saccade.ops.attention.hopper import gradients as hopper_gradients
     from saccade.ops.attention.hopper import host as hopper_host
     from saccade.ops.attention.triton import host as triton_host
     from saccade.ops.linear_attention.triton import host as linear_host
@@ -240,9 +239,9 @@ def no_memory_of_calls() -> Iterator[None]:
     from saccade.runtime import call_cache
 
     kept: list[tuple[Any, str]] = [
-        (call_cache, "_calls"), (triton_host, "_forwards"), (triton_host, "_launches"),
-        (linear_host, "_call_specs"), (paged_host, "_forwards"), (hopper_host, "_forwards"),
-        (hopper_gradients, "_backwards"),
+        (call_cache, "_calls"), (triton_host, "_forwards"), (triton_host, "_specs"),
+        (triton_host, "_launches"), (linear_host, "_call_specs"), (paged_host, "_forwards"),
+        (hopper_host, "_forwards"), (hopper_host, "_kinds"), (hopper_host, "_backwards"),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module, name in kept:

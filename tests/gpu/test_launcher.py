@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import struct
 import weakref
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,13 +18,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 import saccade
+from saccade import masks
 from saccade.gpu import driver, language, launcher, machine_code, planning
+from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.pipeline import Box, descriptor
+from saccade.gpu.kernel_args import Extent, Geometry
 from saccade.gpu.launcher import Launch
-from saccade.gpu.signature import Arguments, Stride
+from saccade.gpu.signature import Arguments, Described, Stride
+from saccade.ops.attention.hopper import host as hopper_host
 from saccade.ops.attention.triton import call_spec, host
-from saccade.ops.attention.triton import host as attention_host
-from saccade.runtime import call_cache
+from saccade.ops.attention.triton.call_spec import CallSpec
+from saccade.runtime import arguments, backends, call_cache
 from saccade.testing import make_case
 
 MAP_KIND = driver.TensorMapKind(3, 2, 9, (1, 1, 64, 64))
@@ -57,7 +62,8 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def map_of(address: int, shape: Any, strides: Any) -> bytes:
-    return struct.pack("Q4q4q", address, *shape, *strides).ljust(128, b"\0")
+    kind = f"Q{len(shape)}q{len(strides)}q"
+    return struct.pack(kind, address, *shape, *strides).ljust(128, b"\0")
 
 
 class Kernel:
@@ -89,7 +95,8 @@ def start_of(
     """What starts such calls, and what it started."""
     arguments = Arguments(make(tensors), [64])
     variant = NotingVariant(arguments)
-    return launcher.Start(variant, arguments, tensors), variant.started
+    template = launcher.Template(variant, arguments, tensors)
+    return launcher.Start(template, ()), variant.started
 
 
 def parameters(tensors: list[Tensor]) -> tuple[Any, ...]:
@@ -103,7 +110,7 @@ def test_other_addresses_take_the_places_of_those_before() -> None:
         tensors = three()
         assert start(programs, 77, tensors)
         assert started[-1] == (programs, 77, *parameters(tensors))
-    assert start.complete
+    assert start.template.complete
 
 
 def test_addresses_that_are_not_aligned_do_not_fit() -> None:
@@ -134,7 +141,7 @@ def test_tensors_that_were_one_must_be_one_again() -> None:
 def test_an_address_of_no_tensor_of_the_call_serves_one_call_only() -> None:
     other = torch.zeros(16)
     start, started = start_of(three(), lambda tensors: (*made(tensors), other))
-    assert not start.complete
+    assert not start.template.complete
     assert start(5, 77, three())
     assert started[0][-3] == other.data_ptr()
 
@@ -145,7 +152,7 @@ def test_tensors_are_not_kept_alive() -> None:
     alive = list(map(weakref.ref, tensors))
     del tensors
     gc.collect()
-    assert [one() for one in alive] == [None] * 3 and start.complete
+    assert [one() for one in alive] == [None] * 3 and start.template.complete
 
 
 # ---- descriptors for TMA ------------------------------------------------------------------------
@@ -165,8 +172,9 @@ def moved_tensors(shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
 
 
 def described(tensor: Tensor) -> tuple[Any, ...]:
-    _, _, strides, *_ = descriptor(tensor, Box.of(tensor, False, 64, 64))
-    return map_of(tensor.data_ptr(), tensor.shape, strides), *tensor.shape, *strides
+    _, shape, strides, *_ = descriptor(tensor, Box.of(tensor, False, 64, 64))
+    wanted = launcher.usable(shape, strides)
+    return map_of(tensor.data_ptr(), shape, wanted), *shape, *strides
 
 
 def test_a_descriptor_is_made_once_for_an_address(encoded: list[int]) -> None:
@@ -310,10 +318,17 @@ def test_a_kernel_that_wants_more_is_started_by_triton(
 # ---- the library's own launches -----------------------------------------------------------------
 
 
+class Recorded(list[str]):
+    """Kernels that would have been started."""
+
+    made = 0  # how often arguments had to be put together
+
+
 @pytest.fixture
-def recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels that would have been started, each checked against arguments made anew."""
-    started: list[str] = []
+def recorded(on_gpu: list[int], encoded: list[int], monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """Kernels that would have been started, each checked against arguments made anew, of what
+    tensors themselves say of their shapes and strides."""
+    started = Recorded()
     variants: dict[Any, NotingVariant] = {}
 
     def variant(kernel: Any, arguments: Arguments, options: Any, device: int) -> NotingVariant:
@@ -321,13 +336,19 @@ def recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return variants.setdefault(key, NotingVariant(arguments))
 
     def call(self: Launch, programs: int, device: Any, tensors: Any, arguments: Any) -> None:
+        def counted() -> Any:
+            started.made += 1
+            return arguments()
+
         if not again(self, programs, device, tensors):
-            real(self, programs, device, tensors, arguments)
+            real(self, programs, device, tensors, counted)
         if programs:
-            wanted = self.arguments(arguments())
+            with monkeypatch.context() as patched:
+                patched.setattr(CallSpec, "sourced", as_tensors_say)
+                wanted = self.arguments(arguments())
             noting = variants[id(self.kernel), wanted.key]
             values = [
-                value.data_ptr() if isinstance(value, Tensor) else value
+                value.data_ptr() if isinstance(value, Tensor) else mapped(value)
                 for _, value in wanted.parameters
             ]
             bits = noting.format.pack(*values, 0, 0)
@@ -340,13 +361,29 @@ def recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(machine_code, "variant", variant)
     monkeypatch.setattr(Launch, "__call__", call)
     monkeypatch.setattr(Launch, "relaunch", lambda *given: False)  # asked by `call`, which looks on
-    for module, memory in (
-        (attention_host, "_forwards"),
-        (host, "_launches"),
-        (call_cache, "_calls"),
+    for module, memories in (
+        (host, ("_forwards", "_lengths", "_specs", "_launches")),
+        (hopper_host, ("_forwards", "_lengths", "_kinds", "_backwards")),
+        (call_cache, ("_calls",)),
     ):
-        monkeypatch.setattr(module, memory, {})
+        for memory in memories:
+            monkeypatch.setattr(module, memory, {})
     return started
+
+
+def as_tensors_say(spec: CallSpec, numbers: Sequence[int], tensors: Sequence[Tensor]) -> CallSpec:
+    """In place of `CallSpec.sourced`: nothing is taken from the numbers but how many sequences."""
+    rows = 0 if spec.packed else 2
+    extents = [Extent(numbers[0], t.shape[rows], t.shape[1], spec.packed) for t in tensors[:2]]
+    return spec._replace(geometry=Geometry(*extents))
+
+
+def mapped(value: Any) -> Any:
+    """A parameter as it lies in memory."""
+    if not isinstance(value, Described):
+        return value
+    strides = launcher.usable(value.shape, value.strides)
+    return map_of(value.tensor.data_ptr(), value.shape, strides)
 
 
 @pytest.mark.skipif(
@@ -367,15 +404,16 @@ def recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
 )
 def test_every_launch_finds_its_addresses_again(
     monkeypatch: pytest.MonkeyPatch,
-    recorded: list[str],
+    recorded: Recorded,
     mask: str,
     score: str,
     ordered: bool,
     packed: bool,
 ):
     monkeypatch.setattr(host, "ordered_is_faster", lambda call_spec: False)
-    lengths = ((24, 30), (8, 16)) if packed else ((24, 32),)
-    for _ in range(3):  # the second and third calls meet other addresses
+    first = ((24, 30), (8, 16)) if packed else ((24, 32),)
+    other = ((7, 9), (1, 32), (40, 40)) if packed else ((17, 41),)
+    for lengths in (first, other, first, other, other):  # later calls meet other addresses
         case = make_case(
             mask=mask, score=score, packed=packed, lengths=lengths, sinks=True, dropout_p=0.25
         )
@@ -385,14 +423,14 @@ def test_every_launch_finds_its_addresses_again(
     kernels |= {"attention_row_statistics"} if not ordered or mask == "none" else set()
     kernels |= {"attention_backward_bias"} if score == "bias" else set()
     assert kernels <= set(recorded)
-    assert recorded.count("attention_forward") == 3
+    assert recorded.count("attention_forward") == 5
 
 
 @pytest.mark.skipif(
     not language.INTERPRETED, reason="the kernels of CPU tensors are pretended here"
 )
 def test_nothing_is_kept_for_each_length(
-    monkeypatch: pytest.MonkeyPatch, recorded: list[str]
+    monkeypatch: pytest.MonkeyPatch, recorded: Recorded
 ) -> None:
     """Of calls whose lengths differ, forms and machine code are one; the rest is bounded."""
     monkeypatch.setattr(launcher, "_forms", {})
@@ -403,7 +441,102 @@ def test_nothing_is_kept_for_each_length(
         leaves = [torch.zeros(1, 2, length, 16, requires_grad=True) for _ in range(3)]
         output = saccade.attention(*leaves, causal=True, implementation="triton")
         torch.autograd.grad(output.sum(), leaves)
-        memories = attention_host._forwards, attention_host._launches, call_cache._calls
-        kept.append((len(launcher._forms), *map(len, memories)))
-    forms = {forms for forms, *_ in kept}
-    assert len(forms) == 1 and kept[-1] == kept[-2] == (*forms, 8, 8, 8)
+        memories = host._forwards, call_cache._calls, host._lengths, host._launches
+        kept.append((len(launcher._forms), recorded.made, *map(len, memories)))
+    (forms, made, *_), *_ = kept
+    # Arguments were put together for the first length, and never again.
+    assert kept[-1] == kept[-2] == (forms, made, 1, 1, 8, 8)
+
+
+# ---- Hopper's launches --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """What a Hopper would be given to start."""
+    counter = torch.zeros(tile_scheduler.NUMBERS, dtype=torch.int32)
+    monkeypatch.setattr(backends, "_hopper_device_unsupported", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_device_unsupported", lambda *device: None)
+    monkeypatch.setattr(call_spec, "architecture", lambda tensor: "sm_90")
+    monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 132)
+    monkeypatch.setattr(tile_scheduler, "counter_of", lambda device: counter)
+    for module in (arguments, call_cache):
+        monkeypatch.setattr(module, "values_readable", lambda tensor: False)
+    return recorded
+
+
+LENGTHS = ((1, 2, 700, 700), (2, 1, 257, 1041), (1, 2, 64, 2048), (1, 1, 2049, 1), (3, 2, 1, 31))
+
+
+class Way(NamedTuple):
+    """How calls are made."""
+
+    dim: int = 128
+    heads: int = 4
+    options: Mapping[str, Any] = MappingProxyType({})
+    heads_inside: bool = False
+    deterministic: bool = False
+
+
+WAYS = {
+    "causal": Way(options={"causal": True}),
+    "plain": Way(),
+    "64 channels": Way(64, options={"causal": True}),
+    "256 channels": Way(256, options={"causal": True}),
+    "80 channels": Way(80, 2),
+    "heads inside": Way(options={"causal": True}, heads_inside=True),
+    "equal bits": Way(64, options={"mask": masks.window(100)}, deterministic=True),
+    "softcap": Way(64, options={"score": saccade.scores.softcap(3.0)}),
+    "planned": Way(options={"mask": masks.key_lengths(torch.tensor([9]))}),
+}
+
+
+def given_of(way: Way, batch: int, kv_heads: int, *lengths: int) -> list[Tensor]:
+    """Query, key and value with their gradients wanted."""
+    found = []
+    heads = (way.heads * kv_heads, kv_heads, kv_heads)
+    for length, count in zip((lengths[0], lengths[1], lengths[1]), heads, strict=True):
+        rows = torch.zeros(batch, count, length, way.dim, dtype=torch.bfloat16)
+        if way.heads_inside:
+            rows = rows.transpose(1, 2).contiguous().transpose(1, 2)
+        found.append(rows.requires_grad_())
+    return found
+
+
+@pytest.mark.parametrize("name", list(WAYS))
+def test_hoppers_launches_of_lengths_in_turns(hopper: Recorded, name: str) -> None:
+    way = WAYS[name]
+    for batch, kv_heads, *lengths in LENGTHS * 2:
+        given = given_of(way, 1 if name == "planned" else batch, kv_heads, *lengths)
+        options = {"implementation": "hopper", "deterministic": way.deterministic, **way.options}
+        output, lse = saccade.attention(*given, return_lse=True, **options)
+        torch.autograd.grad((output, lse), given, (output, lse))
+        torch.autograd.grad(saccade.attention(*given, **options), given, output)
+    assert len(hopper) > 6 * len(LENGTHS)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hoppers_launches_of_packed_lengths_in_turns(hopper: Recorded, dim: int) -> None:
+    for tokens, kv_tokens, sequences in ((600, 700, 2), (257, 257, 1), (1040, 1024, 7)) * 2:
+        given = [
+            torch.zeros(rows, heads, dim, dtype=torch.bfloat16, requires_grad=True)
+            for rows, heads in ((tokens, 4), (kv_tokens, 2), (kv_tokens, 2))
+        ]
+        ends = [
+            torch.arange(sequences + 1, dtype=torch.int32) * rows // sequences
+            for rows in (tokens, kv_tokens)
+        ]
+        offsets = [end.to(torch.int32) for end in ends]
+        output = saccade.attention_varlen(*given, *offsets, causal=True, implementation="hopper")
+        torch.autograd.grad(output, given, output)
+
+
+def test_new_lengths_of_a_kind_make_no_arguments(hopper: Recorded) -> None:
+    """Not even where lengths and strides are other multiples, once there was one of each sort."""
+    made = []
+    for length in (528, 521, 1040, 1041, 3008, 3001, 523, 2000, 4001, 777, 640, 5008):
+        given = given_of(WAYS["causal"], 1, 2, length, length)
+        output = saccade.attention(*given, causal=True, implementation="hopper")
+        torch.autograd.grad(output, given, output)
+        made.append(hopper.made)
+    assert made[5] == made[-1]

@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 import saccade
 from saccade import masks
 from saccade.gpu import machine_code, stored_code, triton_compiler
-from saccade.ops.attention.hopper import gradients as hopper_gradients
 from saccade.ops.attention.hopper import host as hopper_host
 from saccade.ops.attention.triton import host
 from saccade.runtime import call_cache
@@ -38,7 +37,8 @@ def forget() -> None:
     """Forget all calls, and what was prepared for those of attention."""
     call_cache.forget()
     for memory in (
-        host._forwards, host._launches, hopper_host._forwards, hopper_gradients._backwards,
+        host._forwards, host._specs, host._launches,
+        hopper_host._forwards, hopper_host._kinds, hopper_host._backwards,
     ):  # fmt: skip
         memory.clear()
 

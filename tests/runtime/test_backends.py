@@ -1,5 +1,6 @@
 """The order of implementations, and that a named one never falls back."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 import saccade
-from saccade import KernelConfig
+from saccade import KernelConfig, masks
 from saccade.gpu import machine_code, stored_code
 from saccade.runtime import backends, call_cache
 from saccade.runtime.spec import Problem
+from saccade.runtime.validation import CAUSAL
 
 PROBLEM = Problem(1, 2, 2, 8, 8, 16, 16, torch.float32, "cpu")
 
@@ -48,6 +50,27 @@ def test_without_a_name_every_reason_is_given():
     nowhere = PROBLEM._replace(device="cuda", configured=True)
     for entry in backends.candidates("attention"):
         assert f"{entry.name}: {entry.unsupported(nowhere)}" in str(caught.value)
+
+
+def test_lengths_of_one_kind_are_served_alike(monkeypatch: pytest.MonkeyPatch):
+    """`lengths_kind` leaves out nothing that the choice looks at."""
+    monkeypatch.setattr(backends, "_hopper_device_unsupported", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_device_unsupported", lambda *device: None)
+    lengths = (0, 1, 2, 3, 191, 192, 193, 383, 384, 511, 512, 513, 1024, 5000)
+    half = torch.bfloat16
+    compared = 0
+    for packed, mask, dim in itertools.product(
+        (False, True), ("", CAUSAL.key, masks.window(3).key), (32, 64, 128, 256)
+    ):
+        problem = Problem(1, 2, 2, 8, 8, dim, dim, half, "cuda", packed=packed, mask=mask, tma=True)
+        chosen: dict[Any, backends.Chosen] = {}
+        for batch, query_len, kv_len in itertools.product((1, 2, 3), lengths, lengths):
+            of = problem._replace(batch=batch, query_len=query_len, kv_len=kv_len)
+            kind = backends.lengths_kind(query_len, kv_len, batch if packed else None)
+            found = backends.choose_all(of)
+            assert chosen.setdefault(kind, found) == found, of
+        compared += len(set(chosen.values())) > 1
+    assert compared > 6  # else nothing depends on lengths here
 
 
 @pytest.mark.parametrize("name", ["flash", "", "CPU", "cpu ", "hopper2"])

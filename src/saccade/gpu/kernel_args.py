@@ -20,7 +20,7 @@ from torch import Tensor
 
 from saccade.gpu import device_ops, tensor_view, tile_ranges
 from saccade.gpu.language import Constant, tl, triton
-from saccade.gpu.signature import Length, Stride
+from saccade.gpu.signature import FIXED, Length, Stride, fixed
 from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.modifiers import triton_source
@@ -105,29 +105,29 @@ def view(
     return View(tensor, steps, step, tensor_view.packed, find, data, pad=tensor_view.fill_padding)
 
 
-def row_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
+def row_strides(tensor: Any, packed: bool) -> tuple[int, int, int]:
     """Strides of batch, head and row of [batch, heads, length, dim] or [tokens, heads, dim]."""
     strides = tensor.stride()
-    return (0, strides[1], strides[0]) if packed else (strides[0], strides[1], strides[2])
+    return (fixed(0), strides[1], strides[0]) if packed else strides[:3]
 
 
-def number_strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
+def number_strides(tensor: Any, packed: bool) -> tuple[int, int, int]:
     """Strides of batch, head and row of numbers: [batch, heads, length] or [heads, tokens]."""
     strides = tensor.stride()
-    return (0, strides[0], strides[1]) if packed else (strides[0], strides[1], strides[2])
+    return (fixed(0), strides[0], strides[1]) if packed else strides[:3]
 
 
 def captured_data(key: str, captured: Captured) -> tuple[Any, ...]:
     """What an expression captured, slot by slot; a tensor as (address, sizes, strides)."""
     data: list[Any] = []
-    for slot in slots(key):
-        value = captured.value(slot)
+    for value in map(captured.value, slots(key)):
         if isinstance(value, Tensor):
             if value.numel() == 0:  # nothing meets, but programs without rows still look
                 value = value.new_zeros((1,) * value.dim())
-            data.append((value, tuple(value.shape), tuple(map(Stride, value.stride()))))
+            steps = tuple([Stride(step, FIXED) for step in value.stride()])
+            data.append((value, tuple(map(fixed, value.shape)), steps))
         else:
-            data.append(Length(value) if type(value) is int else value)
+            data.append(Length(value, FIXED) if type(value) is int else value)
     return tuple(data)
 
 
@@ -165,8 +165,8 @@ def dropout_argument(inputs: Inputs, variant: Variant) -> Dropout | None:
     """Dropout as kernels take it."""
     if inputs.seed is None:
         return None
-    dropout_scale = 1.0 / (1.0 - variant.dropout_p)
-    return Dropout(inputs.seed, dropout.threshold(variant.dropout_p), dropout_scale)
+    threshold = fixed(dropout.threshold(variant.dropout_p))
+    return Dropout(inputs.seed, threshold, 1.0 / (1.0 - variant.dropout_p))
 
 
 def rules(
@@ -185,17 +185,17 @@ def rules(
 
 
 def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
-    """What tells calls like one another from another: everything but addresses."""
+    """What tells calls like one another from another: all but addresses, lengths and strides."""
     query, key, value = inputs.query, inputs.key, inputs.value
     sinks, offsets = inputs.sinks, inputs.cu_seqlens_q
     captured = ()
     if variant.mask or variant.score:
         captured = tuple(map(kind_of_captured, (variant.mask_captured, variant.score_captured)))
     return (
-        query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
+        query.shape[1], key.shape[1], query.shape[-1], value.shape[-1],
         query.dtype, query.device, variant.mask, variant.score, variant.scale, captured,
         None if inputs.seed is None else variant.dropout_p,
-        None if sinks is None else sinks.dtype, None if offsets is None else offsets.shape,
+        None if sinks is None else sinks.dtype, offsets is None,
         precision(query.dtype),
     )  # fmt: skip
 

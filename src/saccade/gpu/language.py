@@ -124,7 +124,10 @@ class Constant(Value):
         return f"constexpr({self.value!r})"
 
     def _resolve(self) -> Any:
-        return _find("triton.language.constexpr")(resolved(self.value))
+        value = resolved(self.value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = int(value)  # no subclass of it
+        return _find("triton.language.constexpr")(value)
 
 
 class Call(Value):

@@ -8,6 +8,7 @@ driver is told to go. A call of another length fills such a block anew, for the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,15 +19,18 @@ from saccade.gpu import driver, machine_code
 from saccade.gpu.language import INTERPRETED, Constant, Deferred, resolved
 from saccade.gpu.signature import (
     ALIGNMENT,
+    FIXED,
     FUSED,
+    LARGEST_INT32,
+    UNKNOWN,
     Arguments,
     Described,
-    Length,
-    Stride,
     identity,
+    source_of,
     type_of,
 )
 
+NO_MAP = bytes(driver.TENSOR_MAP_SIZE)
 MOST_MAPS = 512  # addresses of one tensor of calls like one another; each takes 128 bytes
 
 MakeArguments = Callable[[], tuple[Any, ...]]
@@ -58,7 +62,12 @@ def form_of(kernel: Any, constants: Mapping[str, Any], meta: type[tuple[Any, ...
 
 
 class Launch:
-    """One kernel for calls like one another on one device."""
+    """One kernel for calls like one another on one device.
+
+    Calls that are alike but for their numbers (lengths, strides, what follows from them) have one
+    each, which `of` makes: what the kernel is compiled for, and where its parameters come from, is
+    worked out once for all of them.
+    """
 
     def __init__(
         self, kernel: Any, constants: Mapping[str, Any], options: Mapping[str, int],
@@ -68,8 +77,26 @@ class Launch:
         its fields in, as one argument META."""
         self.kernel, self.constants, self.options = kernel, constants, options
         self.form = form_of(kernel, constants, meta)
+        self.numbers: tuple[int, ...] = ()
+        self.present: tuple[bool, ...] = ()
+        self.templates: dict[Any, Templates] = {}  # by what else tells calls of one Launch apart
         self.start: AnyStart | None = None  # of the last call
-        self.starts: dict[Any, AnyStart] = {}  # by what else tells calls of one Launch apart
+        self.starts: dict[Any, AnyStart] = {}  # by the same
+
+    def of(self, numbers: tuple[int, ...], present: tuple[bool, ...] = ()) -> Launch:
+        """The same kernel for calls with these numbers.
+
+        The functions that make arguments for it may look at numbers only to hand them on: what a
+        kernel is handed without a source (`signature.Number`) is taken to differ from call to call.
+
+        present: which tensors there are, of those that only some calls of one Launch have.
+        """
+        made = object.__new__(Launch)
+        made.kernel, made.constants, made.options = self.kernel, self.constants, self.options
+        made.form, made.templates = self.form, self.templates
+        made.numbers, made.present = numbers, present
+        made.start, made.starts = None, {}
+        return made
 
     def __call__(
         self, programs: int, device: int | None, tensors: Sequence[Tensor], arguments: MakeArguments
@@ -78,7 +105,7 @@ class Launch:
 
         tensors: all whose addresses the arguments hold, in the same order every time.
         arguments: makes the arguments. Between calls of one Launch nothing but addresses may
-            differ, so it is asked the first time only.
+            differ, so it is asked the first time only; and between those of one family, numbers.
         """
         if programs == 0 or self.relaunch(programs, device, tensors):
             return
@@ -107,18 +134,28 @@ class Launch:
     def _prepare(
         self, device: int, tensors: Sequence[Tensor], arguments: MakeArguments
     ) -> AnyStart:
-        numbers = [id(tensor) for tensor in tensors]
-        firsts = tuple(map(numbers.index, numbers))
-        alignments = tuple(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
-        found = self.starts.get((firsts, alignments))
-        if found is None:
+        found = [id(tensor) for tensor in tensors]
+        firsts = tuple(map(found.index, found))
+        key = firsts, tuple([tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors])
+        start = self.starts.get(key)
+        if start is not None:
+            return start
+        of_family = self.present, *key
+        templates = self.templates.get(of_family)
+        template = None if templates is None else templates.find(self.numbers)
+        if template is None:
             given = self.arguments(arguments())
             variant = machine_code.variant(self.kernel, given, self.options, device)
-            form = TritonStart if variant.by_triton else Start
-            found = form(variant, given, tensors)
-            if found.complete:
-                self.starts[firsts, alignments] = found
-        return found
+            if variant.by_triton:
+                return TritonStart(variant, given)
+            template = Template(variant, given, tensors, self.numbers)
+            if template.general:
+                templates = self.templates.setdefault(of_family, Templates(len(self.numbers)))
+                templates.add(template, given, self.numbers)
+        start = Start(template, self.numbers)
+        if template.complete:
+            self.starts[key] = start
+        return start
 
     def arguments(self, values: tuple[Any, ...]) -> Arguments:
         """All that the kernel takes: what `MakeArguments` gave, then its constants."""
@@ -135,63 +172,150 @@ def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[s
     return {**rest, "META": meta(**known)}
 
 
+class Template:
+    """How a kernel's parameters are made of the numbers of a call, and of its addresses."""
+
+    def __init__(
+        self, variant: machine_code.Variant, arguments: Arguments, tensors: Sequence[Tensor],
+        numbers: Sequence[int] = (),
+    ):  # fmt: skip
+        """numbers: those of the call, whose places arguments know."""
+        self.variant = variant
+        places = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
+        self.same = [  # tensors that are one and the same cannot be told apart, so must be again
+            (places[id(tensor)], place)
+            for place, tensor in enumerate(tensors)
+            if places[id(tensor)] != place
+        ]
+        self.complete = True  # whether all addresses are those of `tensors`
+        # Whether it serves other numbers; not where it is unknown which of them stands where.
+        looked_at = (*arguments.compiled_in, *arguments.classed)
+        self.general = len(numbers) > 0 and all(source_of(one) != UNKNOWN for one in looked_at)
+        self.aligned: list[int] = []  # tensors whose addresses the kernel takes for aligned
+        self.pointers: list[tuple[int, int]] = []  # tensor, word of memory
+        self.maps: list[tuple[int, int, Any, int, int]] = []  # tensor, byte, kind, first, rank
+        # What is packed is taken from the call's numbers, with these behind them.
+        self.rest: list[Any] = []
+        sources: list[int] = []
+
+        def keep(value: Any) -> int:
+            self.rest.append(value)
+            return len(numbers) + len(self.rest) - 1
+
+        kinds, moved = iter(variant.maps), range(0)
+        for place, value in enumerate(arguments.numbers):
+            offset = variant.offsets[place]
+            if isinstance(value, int):
+                source = source_of(value) if numbers else FIXED
+                assert source < 0 or numbers[source] == value, "a number of another call"
+                sources.append(source if source >= 0 else keep(int(value)))
+                # A number of 64 bits has 32 in calls where it is small.
+                wide = arguments.kinds[place] == "i64" and place not in moved
+                self.general &= source != UNKNOWN and not wide
+            elif isinstance(value, float):
+                sources.append(keep(value))
+            else:
+                described = type(value) is Described
+                tensor = value.tensor if described else value
+                address, number = tensor.data_ptr(), places.get(id(tensor))
+                kind: Any = next(kinds) if described else None
+                if described:
+                    moved = range(place + 1, place + 1 + 2 * len(value.shape))
+                if number is None:  # what is written now serves one call
+                    self.complete = self.general = False
+                    if described:
+                        address = Maps(kind, value.shape, value.strides)[address]
+                    sources.append(keep(address))
+                    continue
+                sources.append(keep(NO_MAP if described else 0))  # written by each start
+                if described:
+                    self.maps.append((number, offset, kind, place + 1, len(value.shape)))
+                else:
+                    self.pointers.append((number, offset // machine_code.ADDRESS_SIZE))
+                if address % ALIGNMENT == 0 and number not in self.aligned:
+                    self.aligned.append(number)
+        sources += [keep(number) for number in machine_code.NO_SCRATCH]
+        self.pick = operator.itemgetter(*sources)
+        # Whether later calls try it first. What was made for tensors that are not aligned would fit
+        # aligned ones as well, and is slower.
+        aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+        self.first = self.complete and aligned
+
+
+class Templates:
+    """Templates of one Launch, by all that kernels are compiled for of a call's numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count  # numbers of a call
+        self.compiled_in: list[int] = []  # places of numbers that are constants of the kernel
+        self.classed: list[int] = []  # of those of which it counts what they are multiples of
+        self.bounded: list[int] = []  # of those that have 32 bits
+        self.found: dict[tuple[int, ...], Template] = {}
+
+    def find(self, numbers: Sequence[int]) -> Template | None:
+        """The template for a call with these numbers."""
+        assert len(numbers) == self.count, "numbers of another kind of call"
+        bounded = [numbers[place] for place in self.bounded]
+        if bounded and (max(bounded) > LARGEST_INT32 or min(bounded) < -LARGEST_INT32):
+            return None
+        return self.found.get(self._key(numbers))
+
+    def _key(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        classed = [numbers[place] for place in self.classed]
+        return (
+            *[numbers[place] for place in self.compiled_in],
+            *[number == 1 if number % ALIGNMENT else 2 for number in classed],
+        )
+
+    def add(self, template: Template, arguments: Arguments, numbers: Sequence[int]) -> None:
+        """Keep a template that was made with these numbers."""
+        whole = [
+            number
+            for kind, number in zip(arguments.kinds, arguments.numbers, strict=True)
+            if kind == "i32"
+        ]
+        looked_at = (
+            (self.compiled_in, arguments.compiled_in),
+            (self.classed, arguments.classed),
+            (self.bounded, whole),
+        )
+        for places, more in looked_at:
+            new = {source_of(number) for number in more} - {UNKNOWN, FIXED, *places}
+            if new and places is not self.bounded:
+                self.found = {}  # keys of more numbers
+            places += sorted(new)
+        self.found[self._key(numbers)] = template
+
+
 class Start:
     """A kernel's parameters, for calls like one another: all but addresses are known."""
 
-    def __init__(
-        self, variant: machine_code.Variant, arguments: Arguments, tensors: Sequence[Tensor]
-    ):
-        self.variant = variant
-        numbers = {id(tensor): number for number, tensor in reversed([*enumerate(tensors)])}
-        self.same = [  # tensors that are one and the same cannot be told apart, so must be again
-            (numbers[id(tensor)], number)
-            for number, tensor in enumerate(tensors)
-            if numbers[id(tensor)] != number
+    def __init__(self, template: Template, numbers: Sequence[int]):
+        self.template, variant = template, template.variant
+        picked = template.pick((*numbers, *template.rest))
+        self.parameters = variant.format.pack(*picked)
+        self.maps = [
+            (tensor, byte, Maps(kind, picked[at : at + rank], picked[at + rank : at + 2 * rank]))
+            for tensor, byte, kind, at, rank in template.maps
         ]
-        self.complete = True  # whether all addresses are those of `tensors`
-        aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
-        self.aligned: list[int] = []  # tensors whose addresses the kernel takes for aligned
-        self.pointers: list[tuple[int, int]] = []  # tensor, word of memory
-        self.maps: list[tuple[int, int, Maps]] = []  # tensor, byte of memory, descriptors
-        values, kinds = list(arguments.numbers), iter(variant.maps)
-        for place in arguments.addressed:
-            value, offset = values[place], variant.offsets[place]
-            if type(value) is Described:
-                address, number = value.tensor.data_ptr(), numbers.get(id(value.tensor))
-                maps = Maps(next(kinds), value.shape, value.strides)
-                values[place] = maps[address]
-                if number is not None:
-                    self.maps.append((number, offset, maps))
-            else:
-                address, number = value.data_ptr(), numbers.get(id(value))
-                values[place] = address
-                if number is not None:
-                    self.pointers.append((number, offset // machine_code.ADDRESS_SIZE))
-            if number is None:
-                self.complete = False
-            elif address % ALIGNMENT == 0 and number not in self.aligned:
-                self.aligned.append(number)
-        self.parameters = variant.format.pack(*values, *machine_code.NO_SCRATCH)
-        # Whether later calls try it first. What was made for tensors that are not aligned would fit
-        # aligned ones as well, and is slower.
-        self.first = self.complete and aligned
+        self.first = template.first
 
     def __call__(self, programs: int, stream: int, tensors: Sequence[Tensor]) -> bool:
         """Start so many programs for other tensors; False, and nothing, if these do not fit."""
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        template, addresses = self.template, [tensor.data_ptr() for tensor in tensors]
         bits = 0
-        for number in self.aligned:
+        for number in template.aligned:
             bits |= addresses[number]
         if bits % ALIGNMENT:
             return False
-        for first, number in self.same:
+        for first, number in template.same:
             if addresses[first] != addresses[number]:
                 return False
-        variant = self.variant
+        variant = template.variant
         memory, words = variant.memory, variant.words
         with variant.lock:  # another thread may start it meanwhile, and the driver lets it
             memory[:] = self.parameters
-            for number, word in self.pointers:
+            for number, word in template.pointers:
                 words[word] = addresses[number]
             for number, offset, maps in self.maps:
                 memory[offset : offset + driver.TENSOR_MAP_SIZE] = maps[addresses[number]]
@@ -202,11 +326,9 @@ class Start:
 class TritonStart:
     """A kernel that Triton's own launcher starts: its arguments are put together in each call."""
 
-    complete = first = False
+    first = False
 
-    def __init__(
-        self, variant: machine_code.Variant, arguments: Arguments, tensors: Sequence[Tensor]
-    ):
+    def __init__(self, variant: machine_code.Variant, arguments: Arguments):
         self.compiled = variant.compiled
         self.values = *map(plain, arguments.values), *map(plain, arguments.constants)
 
@@ -230,7 +352,7 @@ class Maps(dict[int, bytes]):
         self, kind: driver.TensorMapKind, shape: Sequence[int], strides: Sequence[int]
     ) -> None:
         super().__init__()
-        self.kind, self.shape, self.strides = kind, shape, strides
+        self.kind, self.shape, self.strides = kind, shape, usable(shape, strides)
 
     def __missing__(self, address: int) -> bytes:
         if len(self) >= MOST_MAPS:
@@ -240,19 +362,26 @@ class Maps(dict[int, bytes]):
         return found
 
 
+def usable(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Strides as TMA takes them: a side of one has any, and it wants one that it could use."""
+    but_last = zip(shape[:-1], strides[:-1], strict=True)
+    return [*[ALIGNMENT if side == 1 else int(stride) for side, stride in but_last], 1]
+
+
 def plain(value: Any) -> Any:
     """An argument as Triton itself takes it."""
     if isinstance(value, Described):
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        shape, strides, sides = map(list, (value.shape, value.strides, value.sides))
+        strides = usable(value.shape, value.strides)
+        shape, sides = ([int(side) for side in sides] for sides in (value.shape, value.sides))
         return TensorDescriptor(value.tensor, shape, strides, sides, resolved(value.layout))
     if isinstance(value, tuple):
         parts = map(plain, value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, Deferred):
         return value.resolve()
-    if type(value) not in (int, Stride, Length):
+    if not isinstance(value, int) or isinstance(value, bool):
         return value
     wide = INTERPRETED and type_of(int(value)) == "i64"
     return _of_64_bits(value) if wide else int(value)

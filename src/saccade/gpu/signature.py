@@ -45,12 +45,47 @@ TYPES = {  # Triton's names
 }  # fmt: skip
 
 
-class Stride(int):
+UNKNOWN, FIXED = -2, -1  # sources
+
+
+class Number(int):
+    """A whole number that is handed to a kernel, and where it comes from.
+
+    Attributes:
+        source: its place among the numbers of a call; FIXED: it is the same in all calls that a
+            kernel is prepared for together; UNKNOWN, which whatever is computed from others is.
+    """
+
+    source: int = UNKNOWN
+
+    def __new__(cls, value: int, source: int | None = None) -> Number:
+        """source: where it comes from; that of the value where None."""
+        made = super().__new__(cls, value)
+        made.source = getattr(value, "source", UNKNOWN) if source is None else source
+        return made
+
+
+class Stride(Number):
     """A number of elements from one row, head or batch entry to the next."""
 
 
-class Length(int):
+class Length(Number):
     """A number of rows: of each sequence, of a window, of a block."""
+
+
+def source_of(number: int) -> int:
+    """Where a number comes from."""
+    return getattr(number, "source", UNKNOWN)
+
+
+def fixed(number: int) -> Number:
+    """A number that is the same in all calls that a kernel is prepared for together."""
+    return Number(number, FIXED)
+
+
+def sourced(numbers: Sequence[int]) -> list[Number]:
+    """The numbers of a call, each of which knows its place."""
+    return [Number(number, place) for place, number in enumerate(numbers)]
 
 
 class Described(NamedTuple):
@@ -98,6 +133,8 @@ class Arguments:
         self.kinds: list[str] = []  # of parameters
         self.numbers: list[Any] = []  # that they are; a tensor or Described at its place
         self.addressed: list[int] = []  # where these are
+        self.classed: list[Number] = []  # numbers of which it counts what they are multiples of
+        self.compiled_in: list[int] = []  # numbers that are constants of the kernel
         found: list[Any] = []
         self._read(values, found.append)
         self.key = (
@@ -119,20 +156,26 @@ class Arguments:
             kind = type(value)
             if kind is Function:
                 note(value)
-            elif kind is int:
+            elif kind is int or kind is Number:
                 name = "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
                 note(name)
                 kinds.append(name)
                 numbers.append(value)
-            elif kind is Length or (kind is Stride and int(value) != 1):
+            elif kind is Length or kind is Stride:
+                self.classed.append(value)
+                if kind is Stride and value == 1:
+                    note(kind)
+                    note(value)
+                    continue
                 name = "i32" if -LARGEST_INT32 <= value <= LARGEST_INT32 else "i64"
                 note(name)
                 note(value % ALIGNMENT == 0)
                 kinds.append(name)
                 numbers.append(value)
-            elif kind is Constant and type(value.value) is int:
+            elif kind is Constant and type(value.value) in (int, Number):
+                self.compiled_in.append(value.value)
                 note(int)
-                note(value.value)
+                note(int(value.value))
             elif value is None:
                 note(None)
             elif isinstance(value, Tensor):
@@ -225,7 +268,7 @@ class Signature(NamedTuple):
 def type_of(value: Any) -> str | None:
     """Triton's name of the type of an argument; "constexpr": it is compiled in; None: a tuple."""
     kind = type(value)
-    if kind in (int, Length, Stride):
+    if kind in (int, Number, Length, Stride):
         return "constexpr" if kind is Stride and value == 1 else _whole_type(value)
     if kind is Described:
         return value.type

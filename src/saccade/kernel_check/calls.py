@@ -221,7 +221,7 @@ class KernelCall(NamedTuple):
 def _backward_of(which: str) -> Iterator[Callable[..., object]]:
     """The backward pass, made to take the form that `which` names whatever the sizes are."""
     if which in (BACKWARD, HOPPER_BACKWARD):  # the form that the library chooses
-        from saccade.ops.attention.hopper import gradients as hopper_host
+        from saccade.ops.attention.hopper import host as hopper_host
         from saccade.ops.attention.triton import host as triton_host
 
         yield (triton_host if which == BACKWARD else hopper_host).backward
@@ -233,15 +233,16 @@ def _backward_of(which: str) -> Iterator[Callable[..., object]]:
             yield host.backward
         return
     from saccade.ops.attention.hopper import configs
-    from saccade.ops.attention.hopper import gradients as hopper_gradients
+    from saccade.ops.attention.hopper import host as hopper_host
 
-    hopper_gradients._backwards.clear()  # of a call like this one in another form
+    hopper_host._kinds.clear()  # of calls like this one in another form
+    hopper_host._backwards.clear()
     with patch.multiple(
         configs,
         ordered=lambda problem: which == "hopper_ordered" or configs.apart(problem),
         in_key_order=lambda problem: which == "hopper_in_order",
     ):
-        yield hopper_gradients.backward
+        yield hopper_host.backward
 
 
 class PagedCall(NamedTuple):

@@ -6,6 +6,7 @@ pass of the call, or the call raises.
 
 from __future__ import annotations
 
+import bisect
 import importlib
 import importlib.util
 import os
@@ -115,6 +116,21 @@ def _hopper_backward_not_preferred(problem: Problem) -> str | None:
             "dense rows, scores as they are, and values as wide as keys"
         )
     return _unmeasured(problem)
+
+
+LENGTHS = (1, 2, SHORTEST_CAUSAL, SHORTEST_CAUSAL + 1)
+"""Of queries, where a dense call becomes another kind."""
+
+
+def lengths_kind(query_len: int, kv_len: int, sequences: int | None = None) -> tuple[Any, ...]:
+    """All that validation and the choice look at of the lengths of softmax attention.
+
+    A call whose other arguments are those of one that was validated, and whose lengths are of the
+    same kind, is served by the same backends. Packed calls give tokens, and how many sequences.
+    """
+    if sequences is None:
+        return kv_len == 0, bisect.bisect_right(LENGTHS, query_len)
+    return kv_len == 0, query_len == 0, query_len < SHORTEST_PACKED * sequences
 
 
 def _width(channels: int) -> int:

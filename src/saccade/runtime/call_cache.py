@@ -1,10 +1,14 @@
 """Call cache: a call that is like one that was validated before is not validated again.
 
 Validating every argument takes longer than a small problem does on a GPU. So what validation and
-the choice of backends gave for a plain eager call is kept under all that they look at: shapes,
-strides, dtypes, devices, mask, score and options. Anything out of the ordinary (captured tensors,
-dropout, autocast, tracing, transforms, modes, tensor subclasses, lengths and offsets that can be
-read) is validated every time, so that what observes calls sees the same of each.
+the choice of backends gave for a plain eager call is kept under all that they look at. Of softmax
+attention, dense and packed, that is its kind: heads, channels, dtypes, devices, mask, score and
+options; of lengths and strides no more than the choice asks (`backends.lengths_kind`, and whether
+TMA can read the tensors), so that a call of a new length is like one that was validated. Calls over
+pages and of linear attention are kept under shapes and strides. Anything out of the ordinary
+(captured tensors, dropout, autocast, tracing, transforms, modes, tensor subclasses, lengths and
+offsets that can be read) is validated every time, so that what observes calls sees the same of
+each.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from saccade.masks import AnyMask, Mask
+from saccade.runtime import backends
 from saccade.runtime.arguments import values_readable
 from saccade.runtime.spec import KernelConfig, Variant, precision
+from saccade.runtime.validation import strides_fit_tma
 from saccade.scores import AnyScore, Score
 
 # ---- observers -----------------------------------------------------------------------------------
@@ -113,20 +119,84 @@ def key_of(
     implementation: str | None,
     config: AnyConfig,
 ) -> tuple[Any, ...] | None:
-    """The key of a dense call of attention; None for a call that must be validated.
+    """The kind of a dense call of attention; None for a call that must be validated.
 
-    It is `key_of_any`, written out: small problems on a GPU take about as long as this function.
+    Sizes that must be equal are compared here, each time: what does not fit is validated, and so
+    refused by name.
     """
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return None
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    if not len(of_query) == len(of_key) == len(of_value) == 4:
+        return None
+    batch, heads, query_len, head_dim = of_query
+    _, kv_heads, kv_len, key_dim = of_key
+    if of_value[:3] != of_key[:3] or of_key[0] != batch:
+        return None
     if _must_be_validated(mask, score, scale, implementation, config):
         return None
+    fits = fits_tma(query, key, value)
+    if fits is None:
+        return None
     return (
-        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        heads, kv_heads, head_dim, key_dim, of_value[3], fits,
+        backends.lengths_kind(query_len, kv_len),
         query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
         mask, score, scale, implementation, config,
         precision(query.dtype),
     )  # fmt: skip
+
+
+def key_of_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: tuple[Tensor, Tensor],
+    longest: tuple[int | None, int | None],
+    mask: AnyMask,
+    score: AnyScore,
+    scale: float | None,
+    implementation: str | None,
+    config: AnyConfig,
+) -> tuple[Any, ...] | None:
+    """The same of packed sequences; offsets and longest lengths of queries, then of keys."""
+    if not PLAIN.issuperset(map(type, (query, key, value, *offsets))):
+        return None
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    if not len(of_query) == len(of_key) == len(of_value) == 3 or of_value[:2] != of_key[:2]:
+        return None
+    ends, of_keys, device = *offsets, query.device
+    sizes = ends.shape
+    if len(sizes) != 1 or sizes[0] < 2 or of_keys.shape != sizes:
+        return None
+    if not (ends.dtype is of_keys.dtype is torch.int32 and ends.device == of_keys.device == device):
+        return None
+    if any([length is not None and (type(length) is not int or length < 0) for length in longest]):
+        return None
+    if values_readable(ends) or values_readable(of_keys):
+        return None
+    if _must_be_validated(mask, score, scale, implementation, config):
+        return None
+    fits = fits_tma(query, key, value)
+    if fits is None:
+        return None
+    tokens, heads, head_dim = of_query
+    kv_tokens, kv_heads, key_dim = of_key
+    return (
+        heads, kv_heads, head_dim, key_dim, of_value[2], fits,
+        backends.lengths_kind(tokens, kv_tokens, sizes[0] - 1), longest[0] == 1,
+        query.dtype, key.dtype, value.dtype, device, key.device, value.device,
+        mask, score, scale, implementation, config,
+        precision(query.dtype),
+    )  # fmt: skip
+
+
+def fits_tma(query: Tensor, key: Tensor, value: Tensor) -> bool | None:
+    """Whether TMA can read all of them as they lie; None: they do not lie in plain memory."""
+    strided = torch.strided
+    if not (query.layout is strided and key.layout is strided and value.layout is strided):
+        return None
+    return strides_fit_tma(query) and strides_fit_tma(key) and strides_fit_tma(value)
 
 
 def key_of_any(

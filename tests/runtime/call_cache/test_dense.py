@@ -233,3 +233,66 @@ def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1 <= len(call_cache._calls) <= 5
         wanted = exact(given, mask=masks.window(left))
         torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+# ---- lengths -------------------------------------------------------------------------------------
+
+
+def test_another_length_is_not_checked_again_and_has_its_own_answer(checks: list[Any]) -> None:
+    options: dict[str, Any] = {"mask": masks.causal(), "score": scores.softcap(2.0)}
+    saccade.attention(*tensors(7), **options)
+    assert len(checks) == 1
+    for length in (24, 7, 600, 24, 31, 600):
+        leaves = [tensor.requires_grad_() for tensor in tensors(length, seed=length)]
+        output = saccade.attention(*leaves, **options)
+        found = [output, *torch.autograd.grad(output.square().sum(), leaves)]
+        again = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        wanted_output = saccade.attention(*again, implementation="reference", **options)
+        wanted = [wanted_output, *torch.autograd.grad(wanted_output.square().sum(), again)]
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine.double(), theirs, atol=1e-4, rtol=1e-4)
+    # Of each implementation one of up to 511 rows, and one of more.
+    assert len(checks) == 4 and len(call_cache._calls) == 4
+
+
+def test_one_causal_row_is_of_another_kind_than_many() -> None:
+    query, key, value = tensors()
+    for length in (24, 1, 2, 24, 1):
+        given = [query[:, :, :length], key, value]
+        for align in ("bottom_right", "top_left"):
+            found = saccade.attention(*given, mask=masks.causal(align))
+            wanted = exact(given, mask=masks.causal(align))
+            torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+MISFITS: dict[str, tuple[tuple[tuple[int, ...], ...], str]] = {
+    "batch of key": (((2, 4, 5, 16), (3, 2, 5, 16), (3, 2, 5, 16)), "key: got batch 3"),
+    "batch of value": (((2, 4, 5, 16), (2, 2, 5, 16), (3, 2, 5, 16)), "value: got batch 3"),
+    "rows of value": (((2, 4, 5, 16), (2, 2, 7, 16), (2, 2, 6, 16)), "value: got 6 rows"),
+    "heads of value": (((2, 4, 5, 16), (2, 2, 7, 16), (2, 4, 7, 16)), "value: got 4 heads"),
+    "heads of key": (((2, 4, 5, 16), (2, 3, 7, 16), (2, 3, 7, 16)), "key: got 3 heads"),
+    "channels of key": (((2, 4, 5, 16), (2, 2, 7, 24), (2, 2, 7, 16)), "key: got head_dim 24"),
+    "dimensions": (((2, 4, 16), (2, 2, 7, 16), (2, 2, 7, 16)), "query: got shape (2, 4, 16)"),
+}
+
+
+@pytest.mark.parametrize("name", list(MISFITS))
+def test_sizes_that_do_not_fit_are_refused_by_name_in_a_known_kind(name: str) -> None:
+    for length in (5, 6, 7):
+        saccade.attention(*tensors(length))
+    shapes, message = MISFITS[name]
+    for _ in range(2):
+        with pytest.raises(ValueError) as caught:
+            saccade.attention(*(torch.zeros(shape) for shape in shapes))
+        assert message in str(caught.value)
+    assert len(call_cache._calls) == 1
+
+
+def test_what_does_not_lie_in_plain_memory_is_refused_in_a_known_kind() -> None:
+    query, key, value = tensors()
+    saccade.attention(query, key, value)
+    with pytest.raises(TypeError, match=r"query: got torch\.sparse_coo"):
+        saccade.attention(query.to_sparse(), key, value)
+    nested = torch.nested.nested_tensor([query[0]], layout=torch.jagged)
+    with pytest.raises(TypeError, match="query: got a nested tensor"):
+        saccade.attention(nested, key, value)

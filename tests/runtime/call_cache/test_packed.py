@@ -84,3 +84,38 @@ def test_what_is_no_length_is_refused_every_time(unreadable: None) -> None:
     call(*given, cut, max_seqlen_q=19)
     with pytest.raises(TypeError, match="max_seqlen_q"):
         call(*given, cut, max_seqlen_q=True)
+
+
+def test_other_lengths_are_not_checked_again_and_have_their_own_answers(
+    unreadable: None, checks: list[Any]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    call(*tensors(0), offsets(0, 5, 24), mask=masks.causal())
+    for ends in ((0, 7), (0, 1, 3, 9), (0, 24), (0, 7), (0, 2, 9)):
+        given = [torch.randn(ends[-1], heads, 16, generator=generator) for heads in (4, 2, 2)]
+        found = call(*given, offsets(*ends), mask=masks.causal())
+        wide = [tensor.double() for tensor in given]
+        wanted = call(*wide, offsets(*ends), mask=masks.causal(), implementation="reference")
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-4)
+    assert len(checks) == 2  # the first, and the first of the reference
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "dtype": ((offsets(0, 5, 24).long(),), TypeError, "cu_seqlens_q: got torch.int64"),
+    "dimensions": ((offsets(0, 5, 24)[None],), ValueError, "cu_seqlens_q: got shape"),
+    "number": ((offsets(0, 5, 24), offsets(0, 24)), ValueError, "cu_seqlens_k: got shape"),
+    "none": ((offsets(0),), ValueError, "cu_seqlens_q: got no sequence"),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_offsets_that_do_not_fit_are_refused_in_a_known_kind(unreadable: None, name: str) -> None:
+    given = tensors(0)
+    call(*given, offsets(0, 5, 24))
+    sides, error, message = WRONG[name]
+    for _ in range(2):
+        with pytest.raises(error) as caught:
+            call(*given, *sides)
+        assert message in str(caught.value)
+    with pytest.raises(ValueError, match="value: got 23 rows"):
+        call(*given[:2], given[2][1:], offsets(0, 5, 24))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from saccade.gpu.language import Name, aggregate, gdc_launch_dependents, gdc_wait, gl, gluon
 from saccade.gpu.launcher import next_width
-from saccade.gpu.signature import ALIGNMENT, Described
+from saccade.gpu.signature import ALIGNMENT, Described, fixed
 from saccade.runtime.spec import Inputs, LinearInputs
 from saccade.runtime.validation import strides_fit_tma
 
@@ -398,24 +398,21 @@ class Box(NamedTuple):
     layout: Any  # gl.NVMMASharedLayout
 
     @staticmethod
-    def of(tensor: Tensor, packed: bool, rows: int, channels: int) -> "Box":
-        """Tiles of so many rows and channels of a dense or packed tensor."""
+    def of(tensor: Any, packed: bool, rows: int, channels: int) -> "Box":
+        """Tiles of so many rows and channels of a dense or packed tensor, or of its layout."""
         shape, strides = tuple(tensor.shape), tensor.stride()
         if packed:
             tokens, heads, dim = shape
-            shape, strides = (1, heads, tokens, dim), (0, strides[1], strides[0], strides[2])
-        # A side of one has any stride; TMA wants one that it could use.
-        strides = tuple(
-            ALIGNMENT if side == 1 else stride
-            for side, stride in zip(shape[:3], strides[:3], strict=True)
-        )
+            shape = fixed(1), heads, tokens, dim
+            strides = fixed(0), strides[1], strides[0], strides[2]
         sides = (1, 1, rows, channels)
-        return Box(shape, (*strides, 1), sides, _layout_of(sides, tensor.dtype))
+        return Box(shape, (*strides[:3], fixed(1)), sides, _layout_of(sides, tensor.dtype))
 
     @staticmethod
     def plain(rows: int, columns: int, at_once: int) -> "Box":
         """Some whole rows of a contiguous float32 matrix, which lie the same in shared memory."""
-        return Box((rows, columns), (columns, 1), (at_once, columns), PLAIN)
+        strides = fixed(columns), fixed(1)
+        return Box((rows, strides[0]), strides, (at_once, columns), PLAIN)
 
 
 @functools.cache

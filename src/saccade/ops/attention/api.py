@@ -227,9 +227,9 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     tensors, call_key = (query, key, value, *offsets), None
     if call_cache.plain_options(sinks, dropout_p, deterministic):
-        call_key = call_cache.key_of_any(
-            "attention_varlen", tensors, (max_seqlen_q, max_seqlen_k), offsets,
-            mask=mask, score=score, scale=scale, implementation=implementation, config=config,
+        call_key = call_cache.key_of_packed(
+            query, key, value, offsets, (max_seqlen_q, max_seqlen_k),
+            mask, score, scale, implementation, config,
         )  # fmt: skip
     checked = call_cache.lookup(call_key)
     if checked is not None:

@@ -32,9 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
 def test_one_loop_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "in_one_loop", lambda problem: True)
     monkeypatch.setattr(attention_host, "_forwards", {})
+    monkeypatch.setattr(attention_host, "_lengths", {})
     case = make_case(batch=1, kv_heads=1, group=2, **CASES[name])
     assert_exact(case, "triton", deterministic=True, config=TILES)
-    loops = [each.launch.constants["ONE_LOOP"] for each in attention_host._forwards.values()]
+    loops = [each.launch.constants["ONE_LOOP"] for each in attention_host._lengths.values()]
     assert loops == [True]
 
 

@@ -9,47 +9,27 @@ begin → backward_keys → backward_queries → NaN-safe keys and queries      
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from saccade.gpu import tensor_view
 from saccade.gpu.hopper import tile_scheduler
-from saccade.gpu.hopper.pipeline import Box, aligned, descriptor, width_of
-from saccade.gpu.kernel_args import (
-    brings_three,
-    mask_argument,
-    rules,
-    signature,
-    tensors_of,
-    there_are,
-    view,
-)
-from saccade.gpu.launcher import Launch, next_width
-from saccade.gpu.online_softmax import LOG2_E
-from saccade.gpu.planning import Planner
-from saccade.gpu.signature import ALIGNMENT
-from saccade.ops.attention.hopper import backward_d256_dq, configs, dq_accumulate, nonfinite
-from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
-from saccade.ops.attention.hopper.backward_d256 import attention_backward_keys
-from saccade.ops.attention.hopper.configs import backward_problem
-from saccade.ops.attention.hopper.dq_accumulate import (
-    PARTS,
-    BackwardScratch,
-    attention_backward_begin,
-    attention_backward_end,
-)
-from saccade.ops.attention.triton import host as triton_host
+from saccade.gpu.hopper.pipeline import Box, descriptor
+from saccade.gpu.kernel_args import mask_argument, rules, tensors_of, there_are, view
+from saccade.gpu.signature import Number, sourced
+from saccade.ops.attention.hopper import configs, dq_accumulate, nonfinite
+from saccade.ops.attention.hopper.dq_accumulate import PARTS, BackwardScratch
 from saccade.ops.attention.triton.backward_common import SavedForward
-from saccade.ops.attention.triton.backward_dq import attention_backward_queries
-from saccade.ops.attention.triton.call_spec import CallSpec, memory_like, remembered
-from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, empty_gradients
-from saccade.runtime.validation import strides_fit_tma
+from saccade.ops.attention.triton.call_spec import CallSpec
+from saccade.runtime.spec import Inputs, Variant
+
+if TYPE_CHECKING:
+    from saccade.ops.attention.hopper.host import BackwardOfLengths
 
 LONGEST_SIDE = 256  # of what TMA moves at once
+QUERY_PASS = configs.QuerySchedule()
 
 
 class BackwardInputs(NamedTuple):
@@ -75,198 +55,10 @@ class BackwardMemory(NamedTuple):
     semaphores: Tensor | None  # by part
 
 
-def numbers_beside(beside: Tensor, dtype: torch.dtype, *shape: int) -> Callable[[], Tensor]:
-    """What makes a contiguous tensor on another one's device."""
-    strides = torch.empty(shape, device="meta").stride()
-    return partial(torch.empty_strided, shape, strides, dtype=dtype, device=beside.device)
-
-
-def backward(
-    inputs: Inputs,
-    variant: Variant,
-    config: KernelConfig,
-    output: Tensor,
-    lse: Tensor,
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    wanted_tables: Sequence[int],
-    deterministic: bool,
-) -> Gradients:
-    """Gradients of the inputs, and of the wanted tensors that the score captured."""
-    if deterministic and wanted_tables:
-        triton_host.refuse_unordered(variant, wanted_tables)
-    if grad_output.data_ptr() % ALIGNMENT:  # TMA could not read it
-        grad_output = grad_output.clone(memory_format=torch.contiguous_format)
-    key = (
-        signature(inputs, variant), output.stride(), lse.stride(), grad_output.stride(),
-        None if grad_lse is None else grad_lse.stride(), len(wanted_tables) > 0, deterministic,
-        configs.BACKWARD_OVERRIDE,
-    )  # fmt: skip
-
-    def prepare() -> HopperBackward:
-        problem = backward_problem(inputs, variant, deterministic)
-        call = aligned(inputs), variant, lse, grad_output
-        return HopperBackward(*call, problem, len(wanted_tables) > 0)
-
-    prepared = remembered(_backwards, key, prepare)
-    passed = BackwardInputs(output, lse, grad_output, grad_lse)
-    return prepared(inputs, variant, config, passed, wanted_tables, deterministic)
-
-
-class HopperBackward:
-    """The backward pass of calls like one another, prepared."""
-
-    def __init__(
-        self,
-        inputs: Inputs,
-        variant: Variant,
-        lse: Tensor,
-        grad_output: Tensor,
-        problem: configs.BackwardProblem,
-        wants_tables: bool,
-    ):
-        self.copies = not strides_fit_tma(grad_output)  # gradients of a sum have no strides
-        if self.copies:
-            grad_output = torch.empty(grad_output.shape, dtype=grad_output.dtype, device="meta")
-        self.spec = spec = CallSpec.of(inputs, tensor_view.packed_program)
-        self.alone = brings_three(inputs, variant)
-        self.nan_safe = variant.mask != "" or spec.packed
-        self.rest = inputs.sinks is not None or wants_tables
-        self.ordered, self.in_key_order = configs.ordered(problem), configs.in_key_order(problem)
-        self.apart = configs.apart(problem)
-        self.schedule = chosen = configs.choose_backward(problem)
-        self.width, self.tile = width, tile = problem.head_width, chosen.query_tile
-        self.slots = spec.geometry.queries.programs(tile)
-        sizes = tile, chosen.kv_tile
-        self.planner = Planner(inputs, variant, spec.geometry, sizes, over_keys=False)
-        gradients = empty_gradients(inputs)[:3]
-        self.boxes = self._boxes(inputs, grad_output, *gradients[1:])
-        slots, by_triton = self.slots, self.nan_safe or self.ordered or self.rest
-        statistics = memory_like(lse) if by_triton else None
-        single, whole = torch.float32, torch.int32
-        self.makers = (  # of BackwardMemory, in its order
-            *map(memory_like, gradients),
-            numbers_beside(lse, single, slots, 2 * tile),
-            statistics,
-            statistics,
-            None if self.ordered else numbers_beside(lse, single, slots * tile, width),
-            numbers_beside(lse, whole) if self.nan_safe else None,
-            numbers_beside(lse, whole, slots * PARTS.value) if self.in_key_order else None,
-        )
-        scored = variant.score != "" or variant.scale <= 0
-        self.factor = LOG2_E.value if scored else 1.0 / variant.scale
-        self.begin, self.main, self.end = self._launches(inputs)
-        call = inputs, variant
-        self.nan_safe_keys = spec.launch(
-            nonfinite.attention_backward_nan_safe_keys, "backward_keys", call, None
-        )
-        of_queries: Any = nonfinite.attention_backward_nan_safe_queries
-        more: dict[str, Any] = {}
-        if self.ordered and not self.apart:
-            of_queries, more = attention_backward_queries, {"CHAINED": False}
-        self.queries = spec.launch(of_queries, "backward_queries", call, None, **more)
-        sizes = self.queries.constants["QUERY_TILE"], self.queries.constants["KV_TILE"]
-        self.over_keys = Planner(inputs, variant, spec.geometry, sizes, over_keys=True)
-        self.order = self._order(problem.query_len)
-        total = spec.geometry.keys.programs(self.schedule.kv_tile)
-        self.programs = min(total, spec.multiprocessors)
-        self.query_pass = None
-        if self.apart:
-            rows = grad_output, gradients[0]
-            self.query_pass = WideQueryPass(spec, inputs, variant, rows, self.nan_safe)
-
-    def _launches(self, inputs: Inputs) -> tuple[Launch, Launch, Launch]:
-        """The kernels that are Hopper's own."""
-        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
-        values = {"VALUE_DIM": value_dim}
-        rows = {"QUERY_TILE": self.tile, "HEAD_WIDTH": self.width}
-        of_begin = {"VALUE_WIDTH": next_width(value_dim), "KV_TILE": configs.BACKWARD_KV_TILE}
-        of_main = {
-            "HEADS_PER_KV_HEAD": self.spec.constants["HEADS_PER_KV_HEAD"],
-            "HEAD_DIM": head_dim,
-            "STAGES": self.schedule.stages,
-            "NAN_SAFE": self.nan_safe,
-            "CONSUMER_REGISTERS": self.schedule.consumer_registers,
-            "PRODUCER_REGISTERS": self.schedule.producer_registers,
-        }
-        of_end = {"HEAD_DIM": head_dim, "NAN_SAFE": self.nan_safe}
-        kernel = attention_backward_keys if self.apart else attention_backward
-        options = {"num_warps": 4, "num_stages": 1}
-        return (
-            Launch(attention_backward_begin, {**values, **rows, **of_begin}, options),
-            Launch(kernel, {**values, **of_main}, options, BackwardMeta),
-            Launch(attention_backward_end, {**rows, **of_end}, options),
-        )
-
-    def _boxes(
-        self, inputs: Inputs, grad_output: Tensor, of_key: Tensor, of_value: Tensor
-    ) -> tuple[Box, ...]:
-        """What TMA moves at once, in the kernel's order."""
-        packed, width, tile = self.spec.packed, self.width, self.tile
-        value_width = width_of(inputs.value.shape[-1])
-        of_part = tile * width // PARTS.value
-        return (
-            Box.of(inputs.query, packed, tile, width),
-            Box.of(inputs.key, packed, self.schedule.kv_tile, width),
-            Box.of(inputs.value, packed, self.schedule.kv_tile, value_width),
-            Box.of(grad_output, packed, tile, value_width),
-            Box.plain(self.slots, 2 * tile, 1),
-            Box.plain(
-                self.slots * tile * width // LONGEST_SIDE, LONGEST_SIDE, of_part // LONGEST_SIDE
-            ),
-            Box.of(of_key, packed, configs.ROWS, width),
-            Box.of(of_value, packed, configs.ROWS, value_width),
-        )
-
-    def _order(self, query_len: int) -> tuple[int, int, int]:
-        """In which order the kernel takes tiles of keys."""
-        of_query_head = (
-            8 * self.width * query_len
-        )  # queries, gradients of outputs, float32 partial sums
-        of_kv_head = of_query_head * self.spec.constants["HEADS_PER_KV_HEAD"]
-        heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
-        keys = self.spec.geometry.keys
-        if self.in_key_order:
-            slots = keys.slots(self.schedule.kv_tile)
-            heads = configs.heads_in_key_order(slots, self.spec.multiprocessors)
-        return tile_scheduler.order_of(keys, self.schedule.kv_tile, heads)
-
-    def __call__(
-        self,
-        inputs: Inputs,
-        variant: Variant,
-        config: KernelConfig,
-        passed: BackwardInputs,
-        wanted_tables: Sequence[int],
-        deterministic: bool,
-    ) -> Gradients:
-        """Gradients of a call like the one that was prepared; see `backward`."""
-        if self.copies:
-            copy = passed.grad_output.clone(memory_format=torch.contiguous_format)
-            passed = passed._replace(grad_output=copy)
-        made: Any = [None if make is None else make() for make in self.makers]
-        inputs, memory = aligned(inputs), BackwardMemory(*made)
-        HopperBackwardCall(self, inputs, variant, passed, memory).run()
-        found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
-        if not self.rest:
-            return found
-        launches = triton_host.prepare(inputs, variant, config, deterministic)
-        assert memory.lse_log2 is not None and memory.row_dot is not None
-        results = triton_host.ForwardResults(*passed, memory.lse_log2, memory.row_dot)
-        rest = triton_host.TritonBackwardCall(inputs, variant, launches, results)
-        tables = {
-            position: rest.table(position, rest.known(), config) for position in wanted_tables
-        }
-        return found._replace(sinks=rest.sinks(), tables=tables)
-
-
-_backwards: dict[Any, HopperBackward] = {}
-
-
 class HopperBackwardCall(NamedTuple):
     """One backward pass under way."""
 
-    prepared: HopperBackward
+    prepared: BackwardOfLengths
     inputs: Inputs
     variant: Variant
     passed: BackwardInputs
@@ -275,8 +67,8 @@ class HopperBackwardCall(NamedTuple):
     def run(self) -> None:
         """Start every kernel of the pass, but for sinks and tables."""
         prepared, memory = self.prepared, self.memory
-        spec, slots = prepared.spec, prepared.slots
-        brought = self.inputs[:3] if prepared.alone else tensors_of(self.inputs, self.variant)
+        spec, slots, kind = prepared.spec, prepared.slots, prepared.kind
+        brought = self.inputs[:3] if kind.alone else tensors_of(self.inputs, self.variant)
         known = (*brought, *there_are((*self.passed, *memory)))
         prepared.begin(slots, spec.device, known, self._begin_arguments)
         plan = prepared.planner(self.inputs, self.variant)
@@ -290,28 +82,26 @@ class HopperBackwardCall(NamedTuple):
         if memory.dq_accumulate is not None:
             prepared.end(slots, spec.device, known, self._end_arguments)
         if prepared.query_pass is not None:
-            prepared.query_pass(
-                self.inputs, self.variant, self.passed.grad_output, memory, known, counters
-            )
+            prepared.query_pass(self, known, counters)
         if memory.flag is not None:
-            programs = spec.geometry.keys.programs(prepared.nan_safe_keys.constants["KV_TILE"])
-            prepared.nan_safe_keys(programs, spec.device, known, self._nan_safe_keys_arguments)
+            arguments = self._nan_safe_keys_arguments
+            prepared.nan_safe_keys(prepared.key_programs, spec.device, known, arguments)
         self._start_queries(known)
 
     def _start_queries(self, known: tuple[Tensor, ...]) -> None:
         """Gradients of queries by the Triton pass: in the ordered form, or once more."""
         prepared, memory = self.prepared, self.memory
-        launch = prepared.queries
-        programs = prepared.spec.geometry.queries.programs(launch.constants["QUERY_TILE"])
-        if prepared.ordered and prepared.query_pass is None:
+        device = prepared.spec.device
+        if prepared.kind.ordered and prepared.query_pass is None:
             plan = prepared.over_keys(self.inputs, self.variant)
             tensors = (*known, *plan.tensors)
-            launch(
-                programs, prepared.spec.device, tensors,
+            prepared.queries(
+                prepared.query_programs, device, tensors,
                 lambda: self._queries_arguments(plan.argument()),
             )  # fmt: skip
         elif memory.flag is not None:
-            launch(programs, prepared.spec.device, known, self._nan_safe_queries_arguments)
+            arguments = self._nan_safe_queries_arguments
+            prepared.queries(prepared.query_programs, device, known, arguments)
 
     def _begin_arguments(self) -> tuple[Any, ...]:
         output, lse, grad_output, grad_lse = self.passed
@@ -325,33 +115,50 @@ class HopperBackwardCall(NamedTuple):
             *self._semaphore_of(),
             self._scratch(),
             self.memory.starts,
-            self.prepared.factor,
+            self.prepared.kind.factor,
         )
 
     def _main_arguments(
         self, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
     ) -> tuple[Any, ...]:
         prepared, inputs, memory = self.prepared, self.inputs, self.memory
-        packed = prepared.spec.packed
-        moved = (
-            inputs.query, inputs.key, inputs.value, self.passed.grad_output, memory.starts,
-            memory.dq_accumulate, memory.of_key, memory.of_value,
-        )  # fmt: skip
+        spec, numbers, packed = self.spec, sourced(prepared.numbers), self.spec.packed
         return (
-            *(
-                None if tensor is None else descriptor(tensor, box)
-                for tensor, box in zip(moved, prepared.boxes, strict=True)
-            ),
-            *prepared.spec.inputs(inputs)[:2],
+            *self._moved(spec, numbers),
+            *spec.inputs(inputs)[:2],
             self._of_keys(memory.of_key),
             self._of_keys(memory.of_value),
             tile_scheduler.with_gluon_search(rules(inputs, self.variant, plan)),
             tile_scheduler.TileOrder(
                 tensor_view.packed_origin if packed else tensor_view.dense_origin,
                 counters[0] if counters else None,
-                *prepared.order,
+                *numbers[:3],
             ),
             self._scratch(),
+        )
+
+    def _moved(self, spec: CallSpec, numbers: Sequence[Number]) -> tuple[Any, ...]:
+        """What TMA moves, in the kernel's order."""
+        prepared, inputs, memory = self.prepared, self.inputs, self.memory
+        (width, value_width), tile = prepared.kind.widths, prepared.tile
+        kv_tile, of_part = prepared.schedule.kv_tile, tile * width // PARTS.value
+
+        def rows(tensor: Tensor, at_once: int, channels: int) -> Any:
+            return descriptor(tensor, Box.of(spec.layout(tensor), spec.packed, at_once, channels))
+
+        return (
+            rows(inputs.query, tile, width),
+            rows(inputs.key, kv_tile, width),
+            rows(inputs.value, kv_tile, value_width),
+            rows(self.passed.grad_output, tile, value_width),
+            descriptor(memory.starts, Box.plain(numbers[3], 2 * tile, 1)),
+            None
+            if memory.dq_accumulate is None
+            else descriptor(
+                memory.dq_accumulate, Box.plain(numbers[4], LONGEST_SIDE, of_part // LONGEST_SIDE)
+            ),
+            rows(memory.of_key, configs.ROWS, width),
+            rows(memory.of_value, configs.ROWS, value_width),
         )
 
     def _end_arguments(self) -> tuple[Any, ...]:
@@ -374,16 +181,24 @@ class HopperBackwardCall(NamedTuple):
 
     # ---- arguments that several kernels take ---------------------------------------------------
 
+    @property
+    def spec(self) -> CallSpec:
+        """The call's numbers, which know their places (see `Launch.of`)."""
+        memory = self.memory
+        tensors = (
+            *self.inputs[:3], *there_are(self.passed), *memory[:3],
+            *there_are((memory.lse_log2, memory.row_dot)),
+        )  # fmt: skip
+        return self.prepared.spec.sourced(sourced(self.prepared.numbers)[5:], tensors)
+
     def _rows(self, rows: Tensor) -> Any:
-        return self.prepared.spec.rows(rows, self.inputs)
+        return self.spec.rows(rows, self.inputs)
 
     def _numbers(self, numbers: Tensor | None) -> Any:
-        if numbers is None:
-            return None
-        return self.prepared.spec.numbers(numbers, self.inputs)
+        return None if numbers is None else self.spec.numbers(numbers, self.inputs)
 
     def _of_keys(self, rows: Tensor) -> Any:
-        spec = self.prepared.spec
+        spec = self.spec
         return view(rows, spec.steps(rows), spec.geometry.keys, self.inputs.cu_seqlens_k)
 
     def _flag(self) -> Any:
@@ -399,12 +214,12 @@ class HopperBackwardCall(NamedTuple):
         """What `begin` finds the last tile of keys of a tile of queries by."""
         if not self.prepared.in_key_order:
             return None, None
-        keys = self.prepared.spec.inputs(self.inputs)[1]
+        keys = self.spec.inputs(self.inputs)[1]
         return keys, mask_argument(self.variant)
 
     def _forward(self) -> SavedForward:
         return SavedForward(
-            *self.prepared.spec.inputs(self.inputs),
+            *self.spec.inputs(self.inputs),
             self._rows(self.passed.grad_output),
             self._numbers(self.memory.lse_log2),
             self._numbers(self.memory.row_dot),
@@ -412,7 +227,7 @@ class HopperBackwardCall(NamedTuple):
 
     def _rules(self) -> Any:
         changes = rules(self.inputs, self.variant)
-        if not self.prepared.planner.needed:
+        if not self.prepared.kind.planned:
             return changes
         return changes._replace(mask=changes.mask._replace(tile_range=nonfinite.every_tile))
 
@@ -423,72 +238,63 @@ class HopperBackwardCall(NamedTuple):
 class WideQueryPass:
     """The pass of calls like one another, which comes after the one for keys and values."""
 
-    def __init__(
-        self, spec: CallSpec, inputs: Inputs, variant: Variant, rows: tuple[Tensor, Tensor],
-        nan_safe: bool,
-    ):  # fmt: skip
-        self.spec = spec
-        grad_output, of_query = rows
-        chosen = configs.QuerySchedule()
-        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
-        widths = width_of(head_dim), width_of(value_dim)
-        sizes = tile, kv_tile = chosen.query_tile, chosen.kv_tile
-        self.planner = Planner(inputs, variant, spec.geometry, sizes, over_keys=True)
-        self.boxes = (
-            Box.of(inputs.query, spec.packed, configs.ROWS, widths[0]),
-            Box.of(inputs.key, spec.packed, kv_tile, widths[0]),
-            Box.of(inputs.value, spec.packed, kv_tile, widths[1]),
-            Box.of(grad_output, spec.packed, configs.ROWS, widths[1]),
-            Box.of(of_query, spec.packed, configs.ROWS, widths[0]),
-        )
-        constants = {
-            "HEADS_PER_KV_HEAD": spec.constants["HEADS_PER_KV_HEAD"],
-            "HEAD_DIM": head_dim,
-            "VALUE_DIM": value_dim,
-            "STAGES": chosen.stages,
-            "NAN_SAFE": nan_safe,
-            "CONSUMER_REGISTERS": chosen.consumer_registers,
-            "PRODUCER_REGISTERS": chosen.producer_registers,
-        }
-        options = {"num_warps": 4, "num_stages": 1}
-        self.launch = Launch(
-            backward_d256_dq.attention_backward_queries, constants, options, BackwardMeta
-        )
-        queries = spec.geometry.queries
+    def __init__(self, prepared: BackwardOfLengths, inputs: Inputs, variant: Variant):
+        kind, self.spec = prepared.kind, prepared.spec
+        geometry, tile = self.spec.geometry, QUERY_PASS.query_tile
+        sizes = tile, QUERY_PASS.kv_tile
+        self.planner = kind.planner(inputs, variant, geometry, sizes, True)
+        queries = geometry.queries
         heads = configs.heads_at_once(
             variant.mask != "", queries.heads * queries.sequences, queries.slots(tile),
-            spec.multiprocessors, spec.constants["HEADS_PER_KV_HEAD"],
-            2 * sum(widths) * spec.geometry.lengths()[1],
+            self.spec.multiprocessors, self.spec.constants["HEADS_PER_KV_HEAD"],
+            2 * sum(kind.widths) * geometry.lengths()[1],
         )  # fmt: skip
-        self.order = tile_scheduler.order_of(queries, tile, heads)
-        self.programs = min(queries.programs(tile), spec.multiprocessors)
+        order = tile_scheduler.order_of(queries, tile, heads)
+        assert kind.query_launch is not None
+        self.launch = kind.query_launch.of((*prepared.numbers, *order), prepared.present)
+        self.programs = min(order[0], self.spec.multiprocessors)
 
     def __call__(
-        self, inputs: Inputs, variant: Variant, grad_output: Tensor, memory: BackwardMemory,
-        known: tuple[Tensor, ...], counters: tuple[Tensor, ...],
-    ) -> None:  # fmt: skip
+        self, call: HopperBackwardCall, known: tuple[Tensor, ...], counters: tuple[Tensor, ...]
+    ) -> None:
         """Write gradients of queries; raise the flag, if there is one, for NaN or inf."""
-        spec, plan = self.spec, self.planner(inputs, variant)
-        of_query, lse_log2, row_dot = memory.of_query, memory.lse_log2, memory.row_dot
-        assert (
-            lse_log2 is not None and row_dot is not None
-        )  # the first kernel of the pass wrote them
+        plan, memory = self.planner(call.inputs, call.variant), call.memory
+        # The first kernel of the pass wrote them.
+        assert memory.lse_log2 is not None and memory.row_dot is not None
+        tensors = (*known, *plan.tensors, *counters)
+        self.launch(
+            self.programs, self.spec.device, tensors,
+            lambda: self._arguments(call, plan.argument(), counters),
+        )  # fmt: skip
 
-        def arguments() -> tuple[Any, ...]:
-            moved = (inputs.query, inputs.key, inputs.value, grad_output, of_query)
-            return (
-                *(descriptor(t, box) for t, box in zip(moved, self.boxes, strict=True)),
-                *spec.inputs(inputs)[:2],
-                spec.rows(of_query, inputs),
-                spec.numbers(lse_log2, inputs),
-                spec.numbers(row_dot, inputs),
-                tile_scheduler.with_gluon_search(rules(inputs, variant, plan.argument())),
-                tile_scheduler.TileOrder(
-                    tensor_view.packed_origin if spec.packed else tensor_view.dense_origin,
-                    counters[0] if counters else None,
-                    *self.order,
-                    memory.flag,
-                ),
-            )
-
-        self.launch(self.programs, spec.device, (*known, *plan.tensors, *counters), arguments)
+    def _arguments(
+        self, call: HopperBackwardCall, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
+    ) -> tuple[Any, ...]:
+        inputs, memory, spec = call.inputs, call.memory, call.spec
+        assert memory.lse_log2 is not None and memory.row_dot is not None
+        width, value_width = call.prepared.kind.widths
+        order = sourced(self.launch.numbers)[-3:]
+        sides = (
+            (configs.ROWS, width), (QUERY_PASS.kv_tile, width), (QUERY_PASS.kv_tile, value_width),
+            (configs.ROWS, value_width), (configs.ROWS, width),
+        )  # fmt: skip
+        moved = (*inputs[:3], call.passed.grad_output, memory.of_query)
+        return (
+            *(
+                descriptor(rows, Box.of(spec.layout(rows), spec.packed, *side))
+                for rows, side in zip(moved, sides, strict=True)
+            ),
+            *spec.inputs(inputs)[:2],
+            spec.rows(memory.of_query, inputs),
+            spec.numbers(memory.lse_log2, inputs),
+            spec.numbers(memory.row_dot, inputs),
+            tile_scheduler.with_gluon_search(rules(inputs, call.variant, plan)),
+            tile_scheduler.TileOrder(
+                tensor_view.packed_origin if spec.packed else tensor_view.dense_origin,
+                counters[0] if counters else None,
+                order[0],
+                order[1],
+                order[2],
+                memory.flag,
+            ),
+        )

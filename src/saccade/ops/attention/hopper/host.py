@@ -1,130 +1,439 @@
-"""Attention by Hopper kernels, as the operators start them on GPUs of capability 9.0.
+"""Attention by Hopper kernels: what is prepared for a call on GPUs of capability 9.0.
 
-The forward pass is prepared once for calls like one another, as in
-`saccade.ops.attention.triton.host`; gradients are in `saccade.ops.attention.hopper.gradients`.
+Once for calls that are alike but for their lengths, then, with less to do, for those of the same
+lengths, as in `saccade.ops.attention.triton.host`. Which kernels a backward pass starts is in
+`saccade.ops.attention.hopper.gradients`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saccade.gpu import tensor_view
 from saccade.gpu.hopper import tile_scheduler
-from saccade.gpu.hopper.pipeline import Box, aligned, descriptor
-from saccade.gpu.kernel_args import brings_three, rules, signature, tensors_of
-from saccade.gpu.launcher import Launch
+from saccade.gpu.hopper.pipeline import Box, aligned, descriptor, readable, width_of
+from saccade.gpu.kernel_args import (
+    Geometry,
+    brings_three,
+    mask_functions,
+    rules,
+    signature,
+    tensors_of,
+    there_are,
+)
+from saccade.gpu.launcher import Launch, next_width
+from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
-from saccade.ops.attention.hopper import configs
-from saccade.ops.attention.hopper.configs import kernel_problem
+from saccade.gpu.signature import sourced
+from saccade.ops.attention.hopper import backward_d256_dq, configs, nonfinite
+from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
+from saccade.ops.attention.hopper.backward_d256 import attention_backward_keys
+from saccade.ops.attention.hopper.configs import backward_problem, kernel_problem
+from saccade.ops.attention.hopper.dq_accumulate import (
+    PARTS,
+    attention_backward_begin,
+    attention_backward_end,
+)
 from saccade.ops.attention.hopper.forward import ForwardMeta, attention_forward
-from saccade.ops.attention.hopper.gradients import backward as backward
-from saccade.ops.attention.triton.call_spec import CallSpec, memory_like, remembered
-from saccade.runtime.spec import Inputs, KernelConfig, Variant, empty_results
+from saccade.ops.attention.hopper.gradients import (
+    LONGEST_SIDE,
+    QUERY_PASS,
+    BackwardInputs,
+    BackwardMemory,
+    HopperBackwardCall,
+    WideQueryPass,
+)
+from saccade.ops.attention.triton import host as triton_host
+from saccade.ops.attention.triton.backward_dq import attention_backward_queries
+from saccade.ops.attention.triton.call_spec import (
+    CallSpec,
+    contiguous,
+    lengths_of,
+    memory_like,
+    numbers_of,
+    remembered,
+)
+from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, empty_results
+
+NAMES = ("HEADS_PER_KV_HEAD", "HEAD_DIM", "VALUE_DIM")  # of constants of all calls
 
 
 class HopperForward:
-    """The forward pass of calls like one another, prepared."""
+    """The forward pass of calls that are alike but for their lengths, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant):
-        self.spec = spec = CallSpec.of(inputs, tensor_view.packed_program)
-        self.device = inputs.query.device
-        head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
-        problem = kernel_problem(inputs, variant)
-        widths = problem.head_width, problem.value_width
-        self.schedule = chosen = configs.choose(problem)
-        sizes = chosen.query_tile, chosen.kv_tile
-        self.planner = Planner(inputs, variant, spec.geometry, sizes, over_keys=True)
-        output, lse = empty_results(inputs)
-        self.output, self.lse = memory_like(output), memory_like(lse)
-        self.alone = brings_three(inputs, variant) and not self.planner.needed
-        self.counted = chosen.grid == "dynamic"
-        self.boxes = (
-            Box.of(inputs.query, spec.packed, configs.ROWS, widths[0]),
-            Box.of(inputs.key, spec.packed, chosen.kv_tile, widths[0]),
-            Box.of(inputs.value, spec.packed, chosen.kv_tile, widths[1]),
-            Box.of(output, spec.packed, configs.ROWS, widths[1] // chosen.output_parts),
-        )
-        options = {"num_warps": 4, "num_stages": chosen.stages, "launch_pdl": True}
-        if chosen.programs > 1:
-            options["maxnreg"] = chosen.launch_registers
-        self.launch = Launch(
-            attention_forward,
-            {
-                "HEADS_PER_KV_HEAD": spec.constants["HEADS_PER_KV_HEAD"],
-                "HEAD_DIM": head_dim,
-                "VALUE_DIM": value_dim,
-                "CONSUMERS": chosen.consumers,
-                "STAGES": chosen.stages,
-                "QUERY_STAGES": chosen.query_stages,
-                "CONSUMER_REGISTERS": chosen.consumer_registers,
-                "PRODUCER_REGISTERS": chosen.producer_registers,
-                "OVERLAP_SOFTMAX": chosen.overlap_softmax,
-                "EXACT_MAX": chosen.exact_max,
-                "SKIP_MASKED_TILE": chosen.skip_masked_tile,
-            },
-            options,
-            meta=ForwardMeta,
-        )
-        queries, tile = spec.geometry.queries, chosen.query_tile
-        heads = configs.heads_at_once(
-            problem.masked, queries.heads * queries.sequences, queries.slots(tile),
-            spec.multiprocessors, spec.constants["HEADS_PER_KV_HEAD"],
-            2 * sum(widths) * spec.geometry.lengths()[1],
-        )  # fmt: skip
-        self.order = tile_scheduler.order_of(queries, tile, heads)
-        self.programs = min(queries.programs(tile), chosen.programs * spec.multiprocessors)
+        self.spec = CallSpec.of(inputs, tensor_view.packed_program)
+        self.problem = kernel_problem(inputs, variant)
+        self.planned = variant.mask != "" and mask_functions(variant.mask).spans_read > 0
+        self.alone = brings_three(inputs, variant) and not self.planned
+        self.launches: dict[configs.KernelSchedule, Launch] = {}
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call like the one that was prepared."""
+        inputs = aligned(inputs)
+        key = self, configs.OVERRIDE, *lengths_of(inputs)
+        found = _lengths.get(key)
+        if found is None:
+            found = remembered(_lengths, key, lambda: ForwardOfLengths(self, inputs, variant))
+        return found(inputs, variant)
+
+    def launch(self, chosen: configs.KernelSchedule) -> Launch:
+        """The kernel by a schedule."""
+        found = self.launches.get(chosen)
+        if found is not None:
+            return found
+        options = {"num_warps": 4, "num_stages": chosen.stages, "launch_pdl": True}
+        if chosen.programs > 1:
+            options["maxnreg"] = chosen.launch_registers
+        constants = {name: self.spec.constants[name] for name in NAMES}
+        constants |= {
+            "CONSUMERS": chosen.consumers,
+            "STAGES": chosen.stages,
+            "QUERY_STAGES": chosen.query_stages,
+            "CONSUMER_REGISTERS": chosen.consumer_registers,
+            "PRODUCER_REGISTERS": chosen.producer_registers,
+            "OVERLAP_SOFTMAX": chosen.overlap_softmax,
+            "EXACT_MAX": chosen.exact_max,
+            "SKIP_MASKED_TILE": chosen.skip_masked_tile,
+        }
+        found = self.launches[chosen] = Launch(
+            attention_forward, constants, options, meta=ForwardMeta
+        )
+        return found
+
+
+class ForwardOfLengths:
+    """The same for calls of the same lengths and strides."""
+
+    def __init__(self, prepared: HopperForward, inputs: Inputs, variant: Variant):
+        self.spec, self.alone = prepared.spec, prepared.alone
+        self.device = inputs.query.device
+        problem = prepared.problem._replace(kv_len=inputs.key.shape[-2])
+        self.schedule = chosen = configs.choose(problem)
+        geometry, tile = Geometry.of(inputs), chosen.query_tile
+        self.planner = None
+        if prepared.planned:
+            sizes = tile, chosen.kv_tile
+            self.planner = Planner(inputs, variant, geometry, sizes, over_keys=True)
+        output, lse = empty_results(inputs)
+        self.output, self.lse = memory_like(output), memory_like(lse)
+        queries, spec = geometry.queries, self.spec
+        heads = configs.heads_at_once(
+            problem.masked, queries.heads * queries.sequences, queries.slots(tile),
+            spec.multiprocessors, spec.constants["HEADS_PER_KV_HEAD"],
+            2 * (problem.head_width + problem.value_width) * geometry.lengths()[1],
+        )  # fmt: skip
+        order = tile_scheduler.order_of(queries, tile, heads)
+        self.programs = min(order[0], chosen.programs * spec.multiprocessors)
+        layouts = numbers_of((*inputs[:3], output, lse))
+        self.launch = prepared.launch(chosen).of((*order, queries.batch, *layouts))
+
+    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
+        """Output and lse of such a call."""
         output, lse = self.output(), self.lse()
-        numbers = tile_scheduler.counter_of(self.device)
-        plan, tensors = NO_PLAN, (*inputs[:3], output, lse, numbers)
+        counter = tile_scheduler.counter_of(self.device)
+        plan, tensors = NO_PLAN, (*inputs[:3], output, lse, counter)
         if not self.alone:
-            plan = self.planner(inputs, variant)
-            tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)
+            plan = NO_PLAN if self.planner is None else self.planner(inputs, variant)
+            tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, counter)
+
         if not self.launch.relaunch(self.programs, self.spec.device, tensors):
-            self._start(aligned(inputs), variant, output, lse, plan, numbers)
+            call = inputs, variant, output, lse, plan, counter
+            self.launch(self.programs, self.spec.device, tensors, lambda: self._arguments(*call))
         return output, lse
 
-    def _start(
+    def _arguments(
         self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: TileLists,
-        numbers: Tensor,
-    ) -> None:  # fmt: skip
-        def arguments() -> tuple[Any, ...]:
-            moved = (inputs.query, inputs.key, inputs.value, output)
-            return (
-                *(descriptor(t, box) for t, box in zip(moved, self.boxes, strict=True)),
-                *self.spec.inputs(inputs),
-                self.spec.rows(output, inputs),
-                self.spec.numbers(lse, inputs),
-                tile_scheduler.with_gluon_search(rules(inputs, variant, plan.argument())),
-                inputs.sinks,
-                tile_scheduler.TileOrder(
-                    tensor_view.packed_origin if self.spec.packed else tensor_view.dense_origin,
-                    numbers if self.counted else None,
-                    *self.order,
-                    numbers,
-                ),
-            )
+        counter: Tensor,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        numbers, chosen = sourced(self.launch.numbers), self.schedule
+        moved = (*inputs[:3], output)
+        spec = self.spec.sourced(numbers[3:], (*moved, lse))
+        packed, widths = spec.packed, [width_of(rows.shape[-1]) for rows in moved]
+        sides = (
+            (configs.ROWS, widths[0]), (chosen.kv_tile, widths[1]), (chosen.kv_tile, widths[2]),
+            (configs.ROWS, widths[3] // chosen.output_parts),
+        )  # fmt: skip
+        return (
+            *(
+                descriptor(rows, Box.of(spec.layout(rows), packed, *side))
+                for rows, side in zip(moved, sides, strict=True)
+            ),
+            *spec.inputs(inputs),
+            spec.rows(output, inputs),
+            spec.numbers(lse, inputs),
+            tile_scheduler.with_gluon_search(rules(inputs, variant, plan.argument())),
+            inputs.sinks,
+            tile_scheduler.TileOrder(
+                tensor_view.packed_origin if packed else tensor_view.dense_origin,
+                counter if chosen.grid == "dynamic" else None,
+                numbers[0],
+                numbers[1],
+                numbers[2],
+                counter,
+            ),
+        )
 
-        tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, numbers)
-        self.launch(self.programs, self.spec.device, tensors, arguments)
 
-
+_lengths: dict[Any, ForwardOfLengths] = {}
 _forwards: dict[Any, HopperForward] = {}
 
 
 def prepared(
     inputs: Inputs, variant: Variant, config: KernelConfig
 ) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
-    """The forward pass of calls like this one; call it with inputs like that one."""
-    key = signature(inputs, variant), configs.OVERRIDE
+    """The forward pass of calls like this one; call it with inputs of any lengths."""
+    key = signature(inputs, variant)
     return remembered(_forwards, key, lambda: HopperForward(inputs, variant))
 
 
 def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention`."""
     return prepared(inputs, variant, config)(inputs, variant)
+
+
+# ---- the backward pass ------------------------------------------------------------------------
+
+
+def backward(
+    inputs: Inputs,
+    variant: Variant,
+    config: KernelConfig,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    wanted_tables: Sequence[int],
+    deterministic: bool,
+) -> Gradients:
+    """Gradients of the inputs, and of the wanted tensors that the score captured."""
+    if deterministic and wanted_tables:
+        triton_host.refuse_unordered(variant, wanted_tables)
+    inputs, grad_output = aligned(inputs), readable(grad_output)
+    passed, wants_tables = (
+        BackwardInputs(output, lse, grad_output, grad_lse),
+        len(wanted_tables) > 0,
+    )
+    like = *signature(inputs, variant), wants_tables, deterministic, configs.BACKWARD_OVERRIDE
+    key = (
+        *like, *lengths_of(inputs), output.stride(), lse.stride(), grad_output.stride(),
+        None if grad_lse is None else grad_lse.stride(),
+    )  # fmt: skip
+    prepared = _backwards.get(key)
+    if prepared is None:
+        kind = remembered(
+            _kinds, like, lambda: HopperBackward(inputs, variant, deterministic, wants_tables)
+        )
+        prepared = remembered(
+            _backwards, key, lambda: BackwardOfLengths(kind, inputs, variant, passed)
+        )
+    return prepared(inputs, variant, config, passed, wanted_tables, deterministic)
+
+
+class HopperBackward:
+    """What backward passes share that are alike but for their lengths."""
+
+    def __init__(self, inputs: Inputs, variant: Variant, deterministic: bool, wants_tables: bool):
+        self.spec = spec = CallSpec.of(inputs, tensor_view.packed_program)
+        self.problem = problem = backward_problem(inputs, variant, deterministic)
+        self.alone = brings_three(inputs, variant)
+        self.planned = variant.mask != "" and mask_functions(variant.mask).spans_read > 0
+        self.nan_safe = variant.mask != "" or spec.packed
+        self.rest = inputs.sinks is not None or wants_tables
+        self.ordered, self.apart = configs.ordered(problem), configs.apart(problem)
+        self.by_triton = self.nan_safe or self.ordered or self.rest  # whether some kernels are
+        self.widths = problem.head_width, problem.value_width
+        scored = variant.score != "" or variant.scale <= 0
+        self.factor = LOG2_E.value if scored else 1.0 / variant.scale
+        self.launches: dict[configs.BackwardSchedule, tuple[Launch, Launch, Launch]] = {}
+        self.query_launch = None
+        if self.apart:
+            self.query_launch = Launch(
+                backward_d256_dq.attention_backward_queries,
+                {
+                    **{name: spec.constants[name] for name in NAMES},
+                    "STAGES": QUERY_PASS.stages,
+                    "NAN_SAFE": self.nan_safe,
+                    "CONSUMER_REGISTERS": QUERY_PASS.consumer_registers,
+                    "PRODUCER_REGISTERS": QUERY_PASS.producer_registers,
+                },
+                OPTIONS,
+                BackwardMeta,
+            )
+
+    def own_launches(self, chosen: configs.BackwardSchedule) -> tuple[Launch, Launch, Launch]:
+        """The kernels that are Hopper's own, by a schedule."""
+        key = chosen._replace(at_once_mb=0)  # which is a matter of order
+        found = self.launches.get(key)
+        if found is not None:
+            return found
+        constants = self.spec.constants
+        values = {"VALUE_DIM": constants["VALUE_DIM"]}
+        rows = {"QUERY_TILE": chosen.query_tile, "HEAD_WIDTH": self.widths[0]}
+        of_begin = {
+            "VALUE_WIDTH": next_width(constants["VALUE_DIM"]), "KV_TILE": configs.BACKWARD_KV_TILE,
+        }  # fmt: skip
+        of_main = {
+            **{name: constants[name] for name in NAMES},
+            "STAGES": chosen.stages,
+            "NAN_SAFE": self.nan_safe,
+            "CONSUMER_REGISTERS": chosen.consumer_registers,
+            "PRODUCER_REGISTERS": chosen.producer_registers,
+        }
+        of_end = {"HEAD_DIM": constants["HEAD_DIM"], "NAN_SAFE": self.nan_safe}
+        kernel = attention_backward_keys if self.apart else attention_backward
+        found = self.launches[key] = (
+            Launch(attention_backward_begin, {**values, **rows, **of_begin}, OPTIONS),
+            Launch(kernel, of_main, OPTIONS, BackwardMeta),
+            Launch(attention_backward_end, {**rows, **of_end}, OPTIONS),
+        )
+        return found
+
+    def planner(
+        self, inputs: Inputs, variant: Variant, geometry: Geometry, sizes: tuple[int, int],
+        over_keys: bool,
+    ) -> Callable[[Inputs, Variant], TileLists]:  # fmt: skip
+        """What plans for the programs of a kernel, where the mask needs it."""
+        if not self.planned:
+            return nothing_planned
+        return Planner(inputs, variant, geometry, sizes, over_keys)
+
+
+OPTIONS = {"num_warps": 4, "num_stages": 1}
+
+
+def nothing_planned(inputs: Inputs, variant: Variant) -> TileLists:
+    """The plan of a mask that programs find their way in by themselves."""
+    return NO_PLAN
+
+
+class BackwardOfLengths:
+    """The backward pass of calls like one another, prepared."""
+
+    def __init__(
+        self, kind: HopperBackward, inputs: Inputs, variant: Variant, passed: BackwardInputs
+    ):
+        self.kind, self.spec = kind, kind.spec.at(inputs)
+        geometry = self.spec.geometry
+        query_len, kv_len = geometry.lengths()
+        problem = kind.problem._replace(query_len=query_len, kv_len=kv_len)
+        self.in_key_order = configs.in_key_order(problem)
+        self.schedule = chosen = configs.choose_backward(problem)
+        self.tile = tile = chosen.query_tile
+        self.slots = geometry.queries.programs(tile)
+        self.planner = kind.planner(inputs, variant, geometry, (tile, chosen.kv_tile), False)
+        self._choose_memory(inputs, passed)
+        order = self._order(query_len)
+        self.programs = min(geometry.keys.programs(chosen.kv_tile), self.spec.multiprocessors)
+        self.numbers = (*order, self.slots, self.side, geometry.queries.batch, *self.layouts)
+        self.present = passed.grad_lse is not None, self.in_key_order
+        self._launches(inputs, variant)
+        self.query_pass = None
+        if kind.apart:
+            self.query_pass = WideQueryPass(self, inputs, variant)
+
+    def _choose_memory(self, inputs: Inputs, passed: BackwardInputs) -> None:
+        """What memory a pass takes, and the layouts of all tensors that kernels see rows of."""
+        kind, packed, lse = self.kind, self.spec.packed, passed.lse
+        width, tile, slots = kind.widths[0], self.tile, self.slots
+        self.side = slots * tile * width // LONGEST_SIDE  # rows of partial sums as TMA moves them
+        rows = [(tensor.shape, gradient_strides(tensor.shape, packed)) for tensor in inputs[:3]]
+        numbers, single = (lse.shape, lse.stride()), torch.float32
+
+        def memory(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Any:
+            return partial(torch.empty_strided, shape, strides, dtype=dtype, device=lse.device)
+
+        statistics = memory(*numbers, single) if kind.by_triton else None
+        self.makers = (  # of BackwardMemory, in its order
+            *(memory(*layout, inputs.query.dtype) for layout in rows),
+            memory((slots, 2 * tile), (2 * tile, 1), single),
+            statistics,
+            statistics,
+            None if kind.ordered else memory((slots * tile, width), (width, 1), single),
+            memory((), (), torch.int32) if kind.nan_safe else None,
+            memory((slots * PARTS.value,), (1,), torch.int32) if self.in_key_order else None,
+        )
+        laid = [*rows, *[numbers] * (2 if kind.by_triton else 0)]
+        self.layouts = (
+            *numbers_of((*inputs[:3], *there_are(passed))),
+            *[number for shape, strides in laid for number in (*shape, *strides)],
+        )
+
+    def _launches(self, inputs: Inputs, variant: Variant) -> None:
+        """The kernels of the pass, for calls of these numbers."""
+        kind, numbers, present, call = self.kind, self.numbers, self.present, (inputs, variant)
+        self.begin, self.main, self.end = [
+            launch.of(numbers, present) for launch in kind.own_launches(self.schedule)
+        ]
+        of_queries: Any = nonfinite.attention_backward_nan_safe_queries
+        more: dict[str, Any] = {}
+        if kind.ordered and not kind.apart:
+            of_queries, more = attention_backward_queries, {"CHAINED": False}
+        self.over_keys = nothing_planned
+        if kind.ordered or kind.nan_safe:
+            launch = self.spec.launch(of_queries, "backward_queries", call, None, **more)
+            self.queries = launch.of(numbers, present)
+            sizes = launch.constants["QUERY_TILE"], launch.constants["KV_TILE"]
+            self.query_programs = self.spec.geometry.queries.programs(sizes[0])
+            self.over_keys = kind.planner(inputs, variant, self.spec.geometry, sizes, True)
+        if kind.nan_safe:
+            launch = self.spec.launch(
+                nonfinite.attention_backward_nan_safe_keys, "backward_keys", call, None
+            )
+            self.nan_safe_keys = launch.of(numbers, present)
+            self.key_programs = self.spec.geometry.keys.programs(launch.constants["KV_TILE"])
+
+    def _order(self, query_len: int) -> tuple[int, int, int]:
+        """In which order the kernel takes tiles of keys."""
+        # Of a head: queries, gradients of outputs, float32 partial sums.
+        of_query_head = 8 * self.kind.widths[0] * query_len
+        of_kv_head = of_query_head * self.spec.constants["HEADS_PER_KV_HEAD"]
+        heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
+        keys = self.spec.geometry.keys
+        if self.in_key_order:
+            slots = keys.slots(self.schedule.kv_tile)
+            heads = configs.heads_in_key_order(slots, self.spec.multiprocessors)
+        return tile_scheduler.order_of(keys, self.schedule.kv_tile, heads)
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        variant: Variant,
+        config: KernelConfig,
+        passed: BackwardInputs,
+        wanted_tables: Sequence[int],
+        deterministic: bool,
+    ) -> Gradients:
+        """Gradients of a call like the one that was prepared; see `backward`."""
+        made: Any = [None if make is None else make() for make in self.makers]
+        memory = BackwardMemory(*made)
+        HopperBackwardCall(self, inputs, variant, passed, memory).run()
+        found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
+        if not self.kind.rest:
+            return found
+        assert memory.lse_log2 is not None and memory.row_dot is not None
+        results = triton_host.ForwardResults(*passed, memory.lse_log2, memory.row_dot)
+        spec = CallSpec.of(inputs)
+        launches = triton_host.prepare(spec, inputs, variant, config, deterministic, results)
+        rest = triton_host.TritonBackwardCall(inputs, variant, launches, results)
+        tables = {
+            position: rest.table(position, rest.known(), config) for position in wanted_tables
+        }
+        return found._replace(sinks=rest.sinks(), tables=tables)
+
+
+def gradient_strides(shape: Sequence[int], packed: bool) -> tuple[int, ...]:
+    """How the gradient of a tensor lies in memory, as `empty_gradients` has it."""
+    if packed:
+        return contiguous(shape)
+    _, heads, length, dim = shape
+    return length * heads * dim, dim, heads * dim, 1
+
+
+_kinds: dict[Any, HopperBackward] = {}
+_backwards: dict[Any, BackwardOfLengths] = {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,8 +13,16 @@ import torch
 from torch import Tensor
 
 from saccade.gpu import tensor_view
-from saccade.gpu.kernel_args import Geometry, mask_functions, number_strides, row_strides, view
+from saccade.gpu.kernel_args import (
+    Extent,
+    Geometry,
+    mask_functions,
+    number_strides,
+    row_strides,
+    view,
+)
 from saccade.gpu.launcher import Launch, current_device, next_width
+from saccade.gpu.signature import Number
 from saccade.modifiers import intervals
 from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Captured, Coordinates
@@ -63,12 +73,45 @@ def _cells(length: int, dim: int) -> Span:
     return intervals.rows(0, length, max(SMALLEST_CELL, -(-length // CELLS)), dim)
 
 
-NOTHING: Mapping[str, Any] = {}
+NOTHING: Mapping[Any, Any] = {}
 MOST_PREPARED = 1024  # passes, the oldest of which go first
 
 
+class Layout(NamedTuple):
+    """How a tensor lies in memory, by numbers that know their place among those of a call."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def stride(self) -> tuple[int, ...]:
+        """As of a tensor."""
+        return self.strides
+
+
+def lengths_of(inputs: Inputs) -> tuple[Any, ...]:
+    """What tells calls of one kind apart: their lengths and strides."""
+    query, key, value, offsets = *inputs[:3], inputs.cu_seqlens_q
+    return (
+        query.shape, key.shape, query.stride(), key.stride(), value.stride(),
+        None if offsets is None else offsets.shape,
+    )  # fmt: skip
+
+
+def numbers_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Shapes and strides of tensors, one after the other."""
+    return [number for tensor in tensors for number in (*tensor.shape, *tensor.stride())]
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = itertools.accumulate((1, *shape[:0:-1]), operator.mul)
+    return tuple(strides)[::-1]
+
+
 class CallSpec(NamedTuple):
-    """What the kernels of calls like one another share."""
+    """What the kernels of calls like one another share; all but `geometry` and `layouts` is the
+    same whatever their lengths."""
 
     geometry: Geometry
     packed: bool
@@ -76,8 +119,9 @@ class CallSpec(NamedTuple):
     architecture: str
     multiprocessors: int
     constants: dict[str, Any]  # of every kernel
-    strides: tuple[tuple[int, int, int], ...]  # of query, key and value
     find: Any  # of Views of packed rows
+    launches: dict[Any, Launch]  # of all lengths
+    layouts: Mapping[int, Layout] = NOTHING  # of tensors, by id: instead of what they say
 
     @staticmethod
     def of(inputs: Inputs, find: Any = tensor_view.packed_program_by_heads) -> CallSpec:
@@ -94,9 +138,30 @@ class CallSpec(NamedTuple):
             "PRECISION": precision(inputs.query.dtype),
         }
         device = current_device(inputs.query)
-        strides = tuple(row_strides(tensor, packed) for tensor in inputs[:3])
         arch, count = architecture(inputs.query), multiprocessors(inputs.query)
-        return CallSpec(geometry, packed, device, arch, count, constants, strides, find)
+        return CallSpec(geometry, packed, device, arch, count, constants, find, {})
+
+    def at(self, inputs: Inputs) -> CallSpec:
+        """The same for a call of other lengths."""
+        return self._replace(geometry=Geometry.of(inputs))
+
+    def sourced(self, numbers: Sequence[Number], tensors: Sequence[Tensor]) -> CallSpec:
+        """The same, whose Views hold numbers of the call that know their places.
+
+        numbers: how many batch entries there are, then what `numbers_of` found of the tensors,
+        which are query, key and others.
+        """
+        found, layouts = iter(numbers[1:]), []
+        for tensor in tensors:
+            shape, strides = (tuple(itertools.islice(found, tensor.dim())) for _ in range(2))
+            layouts.append(Layout(shape, strides, tensor.dtype))
+        rows = 0 if self.packed else 2
+        queries, keys = (
+            Extent(numbers[0], layout.shape[rows], layout.shape[1], self.packed)
+            for layout in layouts[:2]
+        )
+        by_id = dict(zip(map(id, tensors), layouts, strict=True))
+        return self._replace(geometry=Geometry(queries, keys), layouts=by_id)
 
     def problem(self, which: str, call: tuple[Inputs, Variant]) -> KernelProblem:
         """What the config of one of its kernels depends on."""
@@ -119,21 +184,44 @@ class CallSpec(NamedTuple):
         start: Mapping[str, Any] = NOTHING,
         **more: Any,
     ) -> Launch:
-        """A kernel with its config, more options for its start, and constants of its own."""
+        """A kernel with its config, more options for its start, and constants of its own.
+
+        Launches of calls that differ in lengths, and not in what configs look at of them, are one
+        family (`Launch.of`).
+        """
         problem = self.problem(which, call)
-        config = configs.choose(problem, requested, configs.tuned())
-        sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **start}
-        return Launch(kernel, {**self.constants, **sizes, **more}, options)
+        key = kernel, problem, requested, *start.items(), *more.items()
+        found = self.launches.get(key)
+        if found is None:
+            config = configs.choose(problem, requested, configs.tuned())
+            sizes = {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **start}
+            found = Launch(kernel, {**self.constants, **sizes, **more}, options)
+            self.launches[key] = found
+        return found.of(())
+
+    def family(
+        self, kernel: Any, constants: dict[str, Any], options: dict[str, int],
+        meta: type[tuple[Any, ...]] | None = None,
+    ) -> Launch:  # fmt: skip
+        """The launches of a kernel with these constants and options; see `Launch`."""
+        key = kernel, *constants.items(), *options.items()
+        found = self.launches.get(key)
+        if found is None:
+            found = self.launches[key] = Launch(kernel, constants, options, meta)
+        return found
+
+    def layout(self, tensor: Tensor) -> Any:
+        """What knows a tensor's shape and strides."""
+        return self.layouts.get(id(tensor), tensor)
 
     def inputs(self, inputs: Inputs) -> tuple[Any, Any, Any]:
         """Views of query, key and value."""
-        of_query, of_key, of_value = self.strides
         queries, keys = self.geometry
         return (
-            view(inputs.query, of_query, queries, inputs.cu_seqlens_q, self.find),
-            view(inputs.key, of_key, keys, inputs.cu_seqlens_k, self.find),
-            view(inputs.value, of_value, keys, inputs.cu_seqlens_k, self.find),
+            view(inputs.query, self.steps(inputs.query), queries, inputs.cu_seqlens_q, self.find),
+            view(inputs.key, self.steps(inputs.key), keys, inputs.cu_seqlens_k, self.find),
+            view(inputs.value, self.steps(inputs.value), keys, inputs.cu_seqlens_k, self.find),
         )
 
     def rows(self, rows: Tensor, inputs: Inputs) -> Any:
@@ -143,11 +231,11 @@ class CallSpec(NamedTuple):
 
     def steps(self, rows: Tensor) -> tuple[int, int, int]:
         """Strides of batch entry, head and row."""
-        return row_strides(rows, self.packed)
+        return row_strides(self.layout(rows), self.packed)
 
     def numbers(self, numbers: Tensor, inputs: Inputs) -> Any:
         """A View of something that has one number for each row of the queries."""
-        strides = number_strides(numbers, self.packed)
+        strides = number_strides(self.layout(numbers), self.packed)
         offsets = inputs.cu_seqlens_q
         return view(numbers, strides, self.geometry.queries, offsets, self.find)
 

@@ -14,6 +14,7 @@ kernel for queries makes the row statistics itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from saccade.gpu.kernel_args import (
 )
 from saccade.gpu.launcher import Launch
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
-from saccade.gpu.signature import Stride
+from saccade.gpu.signature import Number, Stride, sourced
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.backward_common import SavedForward, attention_row_statistics
 from saccade.ops.attention.triton.backward_dbias import (
@@ -43,7 +44,10 @@ from saccade.ops.attention.triton.backward_dkdv import VERDICTS_AT_ONCE, attenti
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
 from saccade.ops.attention.triton.call_spec import (
     CallSpec,
+    contiguous,
+    lengths_of,
     memory_like,
+    numbers_of,
     remembered,
     with_unit_channels,
 )
@@ -59,57 +63,70 @@ from saccade.runtime.spec import (
 
 
 class TritonForward:
-    """The forward pass of calls like one another, prepared."""
+    """The forward pass of calls that are alike but for their lengths, prepared."""
 
     def __init__(self, inputs: Inputs, variant: Variant, config: KernelConfig):
-        self.unit_channels = all(tensor.stride(-1) == 1 for tensor in inputs[:3])
-        inputs = with_unit_channels(inputs)
-        self.spec = CallSpec.of(inputs)
-        call = inputs, variant
-        one_loop = configs.in_one_loop(self.spec.problem("forward", call))
-        self.launch = self.spec.launch(
-            attention_forward, "forward", call, config, ONE_LOOP=one_loop
-        )
-        tiles = self.launch.constants["QUERY_TILE"], self.launch.constants["KV_TILE"]
-        self.programs = self.spec.geometry.queries.programs(tiles[0])
-        self.planner = Planner(inputs, variant, self.spec.geometry, tiles, over_keys=True)
-        self.alone = brings_three(inputs, variant) and not self.planner.needed
-        self.output, self.lse = map(memory_like, empty_results(inputs))
+        self.spec, self.config = CallSpec.of(inputs), config
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call like the one that was prepared."""
-        if not self.unit_channels:
-            inputs = with_unit_channels(inputs)
+        inputs = with_unit_channels(inputs)
+        key = self, *lengths_of(inputs)
+        found = _lengths.get(key)
+        if found is None:
+            found = remembered(_lengths, key, lambda: ForwardOfLengths(self, inputs, variant))
+        return found(inputs, variant)
+
+
+class ForwardOfLengths:
+    """The same for calls of the same lengths and strides."""
+
+    def __init__(self, prepared: TritonForward, inputs: Inputs, variant: Variant):
+        self.spec, call = prepared.spec.at(inputs), (inputs, variant)
+        one_loop = configs.in_one_loop(self.spec.problem("forward", call))
+        launch = self.spec.launch(
+            attention_forward, "forward", call, prepared.config, ONE_LOOP=one_loop
+        )
+        tiles = launch.constants["QUERY_TILE"], launch.constants["KV_TILE"]
+        queries = self.spec.geometry.queries
+        self.programs = queries.programs(tiles[0])
+        self.planner = Planner(inputs, variant, self.spec.geometry, tiles, over_keys=True)
+        self.alone = brings_three(inputs, variant) and not self.planner.needed
+        results = empty_results(inputs)
+        self.output, self.lse = map(memory_like, results)
+        self.launch = launch.of((queries.batch, *numbers_of((*inputs[:3], *results))))
+
+    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
+        """Output and lse of such a call."""
         output, lse = self.output(), self.lse()
         plan, tensors = NO_PLAN, (*inputs[:3], output, lse)
         if not self.alone:
             plan = self.planner(inputs, variant)
             tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors)
         if not self.launch.relaunch(self.programs, self.spec.device, tensors):
-            self._start(inputs, variant, output, lse, plan, tensors)
+            call = inputs, variant, output, lse, plan
+            self.launch(self.programs, self.spec.device, tensors, lambda: self._arguments(*call))
         return output, lse
 
-    def _start(
-        self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: TileLists,
-        tensors: Sequence[Tensor],
-    ) -> None:  # fmt: skip
-        def arguments() -> tuple[Any, ...]:
-            return (
-                *self.spec.inputs(inputs),
-                self.spec.rows(output, inputs),
-                self.spec.numbers(lse, inputs),
-                rules(inputs, variant, plan.argument()),
-                inputs.sinks,
-            )
-
-        self.launch(self.programs, self.spec.device, tensors, arguments)
+    def _arguments(
+        self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: TileLists
+    ) -> tuple[Any, ...]:
+        spec = self.spec.sourced(sourced(self.launch.numbers), (*inputs[:3], output, lse))
+        return (
+            *spec.inputs(inputs),
+            spec.rows(output, inputs),
+            spec.numbers(lse, inputs),
+            rules(inputs, variant, plan.argument()),
+            inputs.sinks,
+        )
 
 
 _forwards: dict[Any, TritonForward] = {}
+_lengths: dict[Any, ForwardOfLengths] = {}
 
 
 def prepared(inputs: Inputs, variant: Variant, config: KernelConfig) -> TritonForward:
-    """The forward pass of calls like this one; call it with inputs like that one."""
+    """The forward pass of calls like this one; call it with inputs of any lengths."""
     key = signature(inputs, variant), config
     return remembered(_forwards, key, lambda: TritonForward(inputs, variant, config))
 
@@ -139,6 +156,7 @@ class Launches(NamedTuple):
     programs: tuple[int, int, int, int]  # of statistics, keys, NaN-safe, queries
     alone: bool  # whether calls have no tensors but query, key and value, and need no plan
     tables: dict[int, Launch]  # by position among the score's captured tensors
+    numbers: tuple[int, ...]  # programs of keys, then as `CallSpec.sourced` takes them
     gradients: tuple[Callable[[], Tensor], ...]  # memory for those of query, key and value
 
 
@@ -153,6 +171,7 @@ class ForwardResults(NamedTuple):
     row_dot: Tensor
 
 
+_specs: dict[Any, CallSpec] = {}
 _launches: dict[Any, Launches] = {}
 
 
@@ -175,13 +194,22 @@ def backward(
         grad_output = grad_output.contiguous()
     statistics = torch.empty_like(lse), torch.empty_like(lse)
     results = ForwardResults(output, lse, grad_output, grad_lse, *statistics)
+    like = *signature(inputs, variant), config
     key = (
-        *signature(inputs, variant), config, deterministic,
+        *like, *lengths_of(inputs), deterministic,
         output.stride(), grad_output.stride(), lse.stride(),
         None if grad_lse is None else grad_lse.stride(),
     )  # fmt: skip
-    launches = remembered(_launches, key, lambda: prepare(inputs, variant, config, deterministic))
-    return TritonBackwardCall(inputs, variant, launches, results).run(wanted_tables, config)
+    launches = _launches.get(key)
+    if launches is None:
+        spec = remembered(_specs, like, lambda: CallSpec.of(inputs)).at(inputs)
+        prepared = functools.partial(prepare, spec, inputs, variant, config, deterministic, results)
+        launches = remembered(_launches, key, prepared)
+    written = [memory() for memory in launches.gradients]
+    if launches.queries is None:
+        written.append(torch.zeros(inputs.query.shape, dtype=torch.float32, device=lse.device))
+    call = TritonBackwardCall(inputs, variant, launches, results, tuple(written))
+    return call.run(wanted_tables, config)
 
 
 def refuse_unordered(variant: Variant, wanted_tables: Sequence[int]) -> None:
@@ -196,10 +224,15 @@ def refuse_unordered(variant: Variant, wanted_tables: Sequence[int]) -> None:
 
 
 def prepare(
-    inputs: Inputs, variant: Variant, config: KernelConfig, deterministic: bool
+    spec: CallSpec,
+    inputs: Inputs,
+    variant: Variant,
+    config: KernelConfig,
+    deterministic: bool,
+    results: ForwardResults,
 ) -> Launches:
     """The kernels of a backward pass, chosen; none is compiled before it is started."""
-    spec, call, requested = CallSpec.of(inputs), (inputs, variant), config.backward
+    call, requested = (inputs, variant), config.backward
     ordered = deterministic or ordered_is_faster(spec)
     chained = {"CHAINED": ordered and spec.architecture in CHAINED}
     early = {"launch_pdl": True} if chained["CHAINED"] else {}
@@ -213,7 +246,7 @@ def prepare(
         sizes = {name: spec.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
         sizes |= {"QUERY_TILE": STATISTICS_TILE, **chained}
         options = {"num_warps": 4, "num_stages": 1}
-        statistics = Launch(attention_row_statistics, sizes, options)
+        statistics = spec.family(attention_row_statistics, sizes, options)
     if ordered:
         early = early if statistics else {}
         queries = spec.launch(attention_backward_queries, which, call, requested, early, **chained)
@@ -225,8 +258,23 @@ def prepare(
     over_keys = Planner(inputs, variant, spec.geometry, sizes[1], over_keys=True)
     of_queries, of_keys = spec.geometry
     of_tiles = of_keys.programs(sizes[0][1])
+    gradients = empty_gradients(inputs)[:3]
+    numbers = (
+        of_tiles,
+        of_queries.batch,
+        *numbers_of((*inputs[:3], *there_are(results), *gradients)),
+    )
+    present = results.grad_lse is not None, ordered
+    if not ordered:  # what gradients of queries are added up in
+        numbers = *numbers, *inputs.query.shape, *contiguous(inputs.query.shape)
     return Launches(
-        spec, statistics, keys, nan_safe, queries, over_queries, over_keys,
+        spec,
+        statistics and statistics.of(numbers, present),
+        keys.of(numbers, present),
+        nan_safe.of(numbers, present),
+        queries and queries.of(numbers, present),
+        over_queries,
+        over_keys,
         programs=(
             of_queries.programs(STATISTICS_TILE),
             of_tiles,
@@ -235,8 +283,9 @@ def prepare(
         ),
         alone=brings_three(inputs, variant) and not over_queries.needed,
         tables={},
-        gradients=tuple(map(memory_like, empty_gradients(inputs)[:3])),
-    )  # fmt: skip
+        numbers=numbers,
+        gradients=tuple(map(memory_like, gradients)),
+    )
 
 
 def ordered_is_faster(spec: CallSpec) -> bool:
@@ -255,17 +304,18 @@ class TritonBackwardCall(NamedTuple):
     variant: Variant
     launches: Launches
     results: ForwardResults
+    written: tuple[Tensor, ...] = ()  # gradients of query, key and value, and `_shared`'s sum
 
     def run(self, wanted: Sequence[int], config: KernelConfig) -> Gradients:
         """Start every kernel of the pass."""
         launches, spec = self.launches, self.launches.spec
-        of_query, of_key, of_value = [memory() for memory in launches.gradients]
+        of_query, of_key, of_value = self.written[:3]
         known = self.known()
         if launches.statistics is not None:
             arguments = self._statistics_arguments
             launches.statistics(launches.programs[0], spec.device, known, arguments)
         if launches.queries is None:
-            self._shared(known, of_query, of_key, of_value)
+            self._shared(known, *self.written)
         else:
             self._queries(launches.queries, known, of_query)
             self._keys(known, of_key, of_value, None)
@@ -290,10 +340,10 @@ class TritonBackwardCall(NamedTuple):
         )
 
     def _shared(
-        self, known: Sequence[Tensor], of_query: Tensor, of_key: Tensor, of_value: Tensor
-    ) -> None:
+        self, known: Sequence[Tensor], of_query: Tensor, of_key: Tensor, of_value: Tensor,
+        total: Tensor,
+    ) -> None:  # fmt: skip
         """The fast form: gradients of queries add up in float32, in whatever order."""
-        total = torch.zeros(of_query.shape, dtype=torch.float32, device=of_query.device)
         self._keys(known, of_key, of_value, total)
         of_query.copy_(total)
 
@@ -307,7 +357,8 @@ class TritonBackwardCall(NamedTuple):
             verdicts = torch.empty(programs, dtype=torch.int32, device=of_key.device)
 
         def arguments() -> tuple[Any, ...]:
-            keys, offsets = spec.geometry.keys, self.inputs.cu_seqlens_k
+            spec, offsets = self._spec(), self.inputs.cu_seqlens_k
+            keys = spec.geometry.keys
             return (
                 self._forward(),
                 view(of_key, spec.steps(of_key), keys, offsets),
@@ -315,7 +366,7 @@ class TritonBackwardCall(NamedTuple):
                 None if total is None else self._rows(total),
                 self._rules(plan),
                 verdicts,
-                programs,
+                Number(programs, 0),
             )
 
         tensors = (*known, *there_are((of_key, of_value, total, verdicts)), *plan.tensors)
@@ -414,15 +465,19 @@ class TritonBackwardCall(NamedTuple):
 
     # ---- arguments that several kernels take ---------------------------------------------------
 
+    def _spec(self) -> CallSpec:
+        tensors = (*self.inputs[:3], *there_are(self.results), *self.written)
+        return self.launches.spec.sourced(sourced(self.launches.numbers)[1:], tensors)
+
     def _rows(self, rows: Tensor) -> Any:
-        return self.launches.spec.rows(rows, self.inputs)
+        return self._spec().rows(rows, self.inputs)
 
     def _numbers(self, numbers: Tensor) -> Any:
-        return self.launches.spec.numbers(numbers, self.inputs)
+        return self._spec().numbers(numbers, self.inputs)
 
     def _forward(self) -> SavedForward:
         return SavedForward(
-            *self.launches.spec.inputs(self.inputs),
+            *self._spec().inputs(self.inputs),
             self._rows(self.results.grad_output),
             self._numbers(self.results.lse_log2),
             self._numbers(self.results.row_dot),
