@@ -84,7 +84,7 @@ class Launch:
         self.starts: dict[Any, AnyStart] = {}  # by the same
 
     def of(self, numbers: tuple[int, ...], present: tuple[bool, ...] = ()) -> Launch:
-        """The same kernel for calls with these numbers.
+        """A launch of this kernel for calls with these numbers.
 
         The functions that make arguments for it may look at numbers only to hand them on: what a
         kernel is handed without a source (`signature.Number`) is taken to differ from call to call.
@@ -181,11 +181,11 @@ class Template:
     ):  # fmt: skip
         """numbers: those of the call, whose places arguments know."""
         self.variant = variant
-        places = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
+        self.places = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
         self.same = [  # tensors that are one and the same cannot be told apart, so must be again
-            (places[id(tensor)], place)
+            (self.places[id(tensor)], place)
             for place, tensor in enumerate(tensors)
-            if places[id(tensor)] != place
+            if self.places[id(tensor)] != place
         ]
         self.complete = True  # whether all addresses are those of `tensors`
         # Whether it serves other numbers; not where it is unknown which of them stands where.
@@ -194,52 +194,66 @@ class Template:
         self.aligned: list[int] = []  # tensors whose addresses the kernel takes for aligned
         self.pointers: list[tuple[int, int]] = []  # tensor, word of memory
         self.maps: list[tuple[int, int, Any, int, int]] = []  # tensor, byte, kind, first, rank
-        # What is packed is taken from the call's numbers, with these behind them.
-        self.rest: list[Any] = []
-        sources: list[int] = []
-
-        def keep(value: Any) -> int:
-            self.rest.append(value)
-            return len(numbers) + len(self.rest) - 1
-
-        kinds, moved = iter(variant.maps), range(0)
-        for place, value in enumerate(arguments.numbers):
-            offset = variant.offsets[place]
-            if isinstance(value, int):
-                source = source_of(value) if numbers else FIXED
-                assert source < 0 or numbers[source] == value, "a number of another call"
-                sources.append(source if source >= 0 else keep(int(value)))
-                # A number of 64 bits has 32 in calls where it is small.
-                wide = arguments.kinds[place] == "i64" and place not in moved
-                self.general &= source != UNKNOWN and not wide
-            elif isinstance(value, float):
-                sources.append(keep(value))
-            else:
-                described = type(value) is Described
-                tensor = value.tensor if described else value
-                address, number = tensor.data_ptr(), places.get(id(tensor))
-                kind: Any = next(kinds) if described else None
-                if described:
-                    moved = range(place + 1, place + 1 + 2 * len(value.shape))
-                if number is None:  # what is written now serves one call
-                    self.complete = self.general = False
-                    if described:
-                        address = Maps(kind, value.shape, value.strides)[address]
-                    sources.append(keep(address))
-                    continue
-                sources.append(keep(NO_MAP if described else 0))  # written by each start
-                if described:
-                    self.maps.append((number, offset, kind, place + 1, len(value.shape)))
-                else:
-                    self.pointers.append((number, offset // machine_code.ADDRESS_SIZE))
-                if address % ALIGNMENT == 0 and number not in self.aligned:
-                    self.aligned.append(number)
-        sources += [keep(number) for number in machine_code.NO_SCRATCH]
-        self.pick = operator.itemgetter(*sources)
+        self.rest: list[Any] = []  # what is packed beside the call's numbers
+        self._read(arguments, numbers)
+        del self.places  # of tensors that need not live
         # Whether later calls try it first. What was made for tensors that are not aligned would fit
         # aligned ones as well, and is slower.
         aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
         self.first = self.complete and aligned
+
+    def _read(self, arguments: Arguments, numbers: Sequence[int]) -> None:
+        """Find where each parameter comes from: a place among the numbers, or behind them."""
+        sources: list[int] = []
+
+        def keep(value: Any) -> None:
+            self.rest.append(value)
+            sources.append(len(numbers) + len(self.rest) - 1)
+
+        kinds, moved = iter(self.variant.maps), range(0)
+        for place, value in enumerate(arguments.numbers):
+            if isinstance(value, int):
+                source = source_of(value) if numbers else FIXED
+                assert source < 0 or numbers[source] == value, "a number of another call"
+                if source >= 0:
+                    sources.append(source)
+                else:
+                    keep(int(value))
+                # A number of 64 bits has 32 in calls where it is small.
+                wide = arguments.kinds[place] == "i64" and place not in moved
+                self.general &= source != UNKNOWN and not wide
+            elif isinstance(value, float):
+                keep(value)
+            elif type(value) is Described:
+                rank = len(value.shape)
+                moved = range(place + 1, place + 1 + 2 * rank)
+                number = self._address(value.tensor)
+                kind = next(kinds)
+                if number is None:
+                    keep(Maps(kind, value.shape, value.strides)[value.tensor.data_ptr()])
+                else:
+                    keep(NO_MAP)
+                    byte = self.variant.offsets[place]
+                    self.maps.append((number, byte, kind, place + 1, rank))
+            else:
+                number = self._address(value)
+                keep(value.data_ptr() if number is None else 0)
+                if number is not None:
+                    word = self.variant.offsets[place] // machine_code.ADDRESS_SIZE
+                    self.pointers.append((number, word))
+        for number in machine_code.NO_SCRATCH:
+            keep(number)
+        self.pick = operator.itemgetter(*sources)
+
+    def _address(self, tensor: Tensor) -> int | None:
+        """Which tensor of the call it is, whose address each start writes; None: another one,
+        whose address is that of one call only."""
+        number = self.places.get(id(tensor))
+        if number is None:
+            self.complete = self.general = False
+        elif tensor.data_ptr() % ALIGNMENT == 0 and number not in self.aligned:
+            self.aligned.append(number)
+        return number
 
 
 class Templates:

@@ -159,7 +159,10 @@ def key_of_packed(
     implementation: str | None,
     config: AnyConfig,
 ) -> tuple[Any, ...] | None:
-    """The same of packed sequences; offsets and longest lengths of queries, then of keys."""
+    """The kind of a call of packed sequences; see `key_of`.
+
+    offsets, longest: of queries, then of keys.
+    """
     if not PLAIN.issuperset(map(type, (query, key, value, *offsets))):
         return None
     of_query, of_key, of_value = query.shape, key.shape, value.shape

@@ -108,7 +108,7 @@ class HopperForward:
 
 
 class ForwardOfLengths:
-    """The same for calls of the same lengths and strides."""
+    """The forward pass of calls of the same lengths and strides."""
 
     def __init__(self, prepared: HopperForward, inputs: Inputs, variant: Variant):
         self.spec, self.alone = prepared.spec, prepared.alone

@@ -85,7 +85,7 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
     def stride(self) -> tuple[int, ...]:
-        """As of a tensor."""
+        """Steps from one entry to the next, as a tensor says them."""
         return self.strides
 
 
@@ -142,11 +142,11 @@ class CallSpec(NamedTuple):
         return CallSpec(geometry, packed, device, arch, count, constants, find, {})
 
     def at(self, inputs: Inputs) -> CallSpec:
-        """The same for a call of other lengths."""
+        """What a call of other lengths shares."""
         return self._replace(geometry=Geometry.of(inputs))
 
     def sourced(self, numbers: Sequence[Number], tensors: Sequence[Tensor]) -> CallSpec:
-        """The same, whose Views hold numbers of the call that know their places.
+        """A spec whose Views hold numbers of the call that know their places.
 
         numbers: how many batch entries there are, then what `numbers_of` found of the tensors,
         which are query, key and others.

@@ -79,7 +79,7 @@ class TritonForward:
 
 
 class ForwardOfLengths:
-    """The same for calls of the same lengths and strides."""
+    """The forward pass of calls of the same lengths and strides."""
 
     def __init__(self, prepared: TritonForward, inputs: Inputs, variant: Variant):
         self.spec, call = prepared.spec.at(inputs), (inputs, variant)
@@ -254,19 +254,15 @@ def prepare(
         (launch.constants["QUERY_TILE"], launch.constants["KV_TILE"])
         for launch in (keys, queries or keys)
     ]
-    over_queries = Planner(inputs, variant, spec.geometry, sizes[0], over_keys=False)
-    over_keys = Planner(inputs, variant, spec.geometry, sizes[1], over_keys=True)
     of_queries, of_keys = spec.geometry
     of_tiles = of_keys.programs(sizes[0][1])
     gradients = empty_gradients(inputs)[:3]
-    numbers = (
-        of_tiles,
-        of_queries.batch,
-        *numbers_of((*inputs[:3], *there_are(results), *gradients)),
-    )
-    present = results.grad_lse is not None, ordered
+    numbers = (of_tiles, of_queries.batch, *numbers_of((*inputs[:3], *there_are(results))))
+    numbers = (*numbers, *numbers_of(gradients))
     if not ordered:  # what gradients of queries are added up in
         numbers = *numbers, *inputs.query.shape, *contiguous(inputs.query.shape)
+    present = results.grad_lse is not None, ordered
+    over_queries = Planner(inputs, variant, spec.geometry, sizes[0], over_keys=False)
     return Launches(
         spec,
         statistics and statistics.of(numbers, present),
@@ -274,7 +270,7 @@ def prepare(
         nan_safe.of(numbers, present),
         queries and queries.of(numbers, present),
         over_queries,
-        over_keys,
+        Planner(inputs, variant, spec.geometry, sizes[1], over_keys=True),
         programs=(
             of_queries.programs(STATISTICS_TILE),
             of_tiles,
