@@ -27,23 +27,26 @@ import torch
 from torch import Tensor
 
 import saccade
+from saccade.gpu import stored_code
 
 HELP = """\
 Time what the host does in calls of lengths that were never seen, and of lengths that were: the
 medians, in microseconds, of calls that a GPU of capability 9.0 would get. Without a GPU one is
 pretended: its memory is this machine's, and kernels are launched that do nothing, so that all but
-the driver's work is there. On a GPU kernels are compiled on first use, which is not timed.
+the driver's work is there. On a GPU kernels are compiled on first use, which is not timed, or come
+from a folder that `tools/first_calls.py --compile` made.
 """
 EPILOG = """\
 examples:
   python tools/host_times.py
   python tools/host_times.py --kind dense --profile new > stages.txt
   python tools/host_times.py --many 10000
+  python tools/host_times.py --code out/first
 
 --many calls so many lengths, forward and backward: the memory that Python holds after half of them
 and after all, the median, and the slowest call.
 """
-DIM, HEADS, KV_HEADS, PAGE = 128, 8, 2, 16
+DIM, HEADS, KV_HEADS, LINEAR_HEADS, PAGE = 128, 32, 8, 16, 16  # as tools/first_calls.py has them
 PASSES = ("new", "known", "same")  # lengths: in turns, in turns again, and one alone
 SHORTEST = 2049  # lengths are this and every second one that follows
 
@@ -91,7 +94,7 @@ def decode(length: int, device: torch.device) -> tuple[Callable[[], Any], list[T
 
 def linear(length: int, device: torch.device) -> tuple[Callable[[], Any], list[Tensor]]:
     """Linear attention of so many rows."""
-    given = [rows(device, 1, HEADS, length, DIM) for _ in range(3)]
+    given = [rows(device, 1, LINEAR_HEADS, length, DIM) for _ in range(3)]
     return lambda: saccade.linear_attention(*given, causal=True), given
 
 
@@ -211,7 +214,7 @@ class Timer:
     def table(self, lengths: int, profiled: str | None) -> dict[str, list[float]]:
         """Medians of each pass: of new lengths, of known ones in turns, and of one alone."""
         first = self.kind.shortest
-        for length in (first - 1, first - 2, first - 17, first - 33, first - 49):
+        for length in (first - 1, first - 2, first - 18, first - 34, first - 50):
             self.once(length)
         made = {n: self.kind.make(n, self.device) for n in range(first, first + 2 * lengths, 2)}
         found: dict[str, list[float]] = {}
@@ -250,6 +253,8 @@ def main(arguments: argparse.Namespace) -> int:
     on = torch.cuda.get_device_name() if device.type == "cuda" else "a pretended GPU"
     kinds = [kind for kind in KINDS if fnmatchcase(kind.name, arguments.kind)]
     torch.set_num_threads(1)
+    if arguments.code:
+        stored_code.COMPILED = arguments.code.resolve()
     if arguments.many:
         for kind in kinds:
             found = Timer(kind, device).many(arguments.many)
@@ -279,6 +284,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--lengths", type=int, default=200, help="how many are timed (200)")
     made.add_argument("--profile", choices=PASSES, help="profile these calls")
     made.add_argument("--many", type=int, help="call so many lengths instead")
+    made.add_argument("--code", type=Path, help="a folder of machine code")
     made.add_argument("--json", type=Path, help="append what was found to this file")
     return made
 

@@ -97,6 +97,23 @@ def test_unaligned_addresses_between_aligned_ones(implementation: str) -> None:
         check(implementation, *moved)
 
 
+@pytest.mark.parametrize("start", [1, 8])
+def test_slices_of_wider_rows_lie_as_they_say(implementation: str, start: int) -> None:
+    """A copy of one that is not aligned lies otherwise than what it is a copy of."""
+    for seed in range(2):
+        lent = [torch.empty(1, 4, 130, 144, dtype=BF16, device="cuda") for _ in range(3)]
+        rows = [filled(each, seed + n)[..., start : start + 128] for n, each in enumerate(lent)]
+        leaves = [each.detach().requires_grad_() for each in rows]
+        output = check(implementation, *leaves, mask=masks.causal())
+        found = torch.autograd.grad(output.float().square().sum(), leaves)
+        repeat = [each.detach().double().requires_grad_() for each in rows]
+        exact: Any = saccade.attention(*repeat, causal=True, implementation="reference")
+        for mine, theirs in zip(
+            found, torch.autograd.grad(exact.square().sum(), repeat), strict=True
+        ):
+            torch.testing.assert_close(mine.double(), theirs, atol=6e-2, rtol=6e-2)
+
+
 def test_a_graph_keeps_its_maps_when_they_are_forgotten(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
