@@ -5,30 +5,27 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from torch.serialization import add_safe_globals as _add_safe_globals
 
-from saccade import feature_maps as feature_maps
-from saccade import masks as masks
-from saccade import scores as scores
-from saccade.explain import explain as explain
+from saccade import feature_maps, masks, scores
+from saccade.explain import explain
 from saccade.flop_counter import register_formulas as _register_formulas
 from saccade.integrations.sdpa import (  # last: it is built on the names above
     scaled_dot_product_attention as scaled_dot_product_attention,
 )
-from saccade.kv_cache.paged_cache import PagedCache as PagedCache
-from saccade.kv_cache.pool import OutOfPagesError as OutOfPagesError
-from saccade.kv_cache.storage import move_pages as move_pages
-from saccade.kv_cache.storage import write_kv_cache as write_kv_cache
-from saccade.modifier_module import ModifierModule as ModifierModule
+from saccade.kv_cache.paged_cache import PagedCache
+from saccade.kv_cache.pool import OutOfPagesError
+from saccade.kv_cache.storage import move_pages, write_kv_cache
+from saccade.modifier_module import ModifierModule
 from saccade.modifiers.expression import Captured as _Captured
-from saccade.ops.attention.api import attention as attention
-from saccade.ops.attention.api import attention_varlen as attention_varlen
-from saccade.ops.attention.merge import merge_states as merge_states
-from saccade.ops.linear_attention.api import linear_attention as linear_attention
-from saccade.ops.linear_attention.api import linear_attention_step as linear_attention_step
-from saccade.ops.linear_attention.api import linear_attention_varlen as linear_attention_varlen
-from saccade.ops.paged_attention.api import attention_paged as attention_paged
-from saccade.rotary import apply_rotary as apply_rotary
-from saccade.runtime.spec import KernelConfig as KernelConfig
-from saccade.runtime.spec import LinearState as LinearState
+from saccade.ops.attention.api import attention, attention_varlen
+from saccade.ops.attention.merge import merge_states
+from saccade.ops.linear_attention.api import (
+    linear_attention,
+    linear_attention_step,
+    linear_attention_varlen,
+)
+from saccade.ops.paged_attention.api import attention_paged
+from saccade.rotary import apply_rotary
+from saccade.runtime.spec import KernelConfig, LinearState
 
 if _TYPE_CHECKING:
     from saccade import testing as testing

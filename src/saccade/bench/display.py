@@ -291,7 +291,6 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.lines import Line2D
 
     curves, singles = curves_of(results), _singles(results)
     if not curves and not singles:
@@ -321,15 +320,13 @@ def plot(results: Sequence[Result], path: Path) -> None:
     drawn_results = [result for run in latest(results).values() for result in run.values()]
     machines = "; ".join(dict.fromkeys(result.machine for result in drawn_results))
     figure.suptitle(f"{machines}: {what}", fontsize=11)
-    drawn = {who for members in (*curves.values(), *dict(singles).values()) for who in members}
-    handles = [
-        Line2D([], [], color=color, marker=marker, label=who)
-        for who, (color, marker) in styles.items()
-        if who in drawn
-    ]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=min(len(handles), int(width / 2))
-    )
+    drawn = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    columns = min(len(drawn), int(width / 2))
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -396,7 +393,7 @@ def _draw_curves(axes: Any, series: Series, styles: dict[str, tuple[str, str]], 
         ours = who.startswith(OURS)
         axes.plot(
             [length for length, _ in points], [rate * factor for _, rate in points],
-            color=color, marker=marker, markersize=4,
+            color=color, marker=marker, markersize=4, label=who,
             linewidth=2.2 if ours else 1.4, zorder=3 if ours else 2,
         )  # fmt: skip
     lengths = sorted({length for points in series.values() for length, _ in points})
@@ -410,18 +407,20 @@ def _draw_curves(axes: Any, series: Series, styles: dict[str, tuple[str, str]], 
 def _draw_singles(
     axes: Any, singles: list[tuple[str, dict[str, float]]], styles: dict[str, tuple[str, str]]
 ) -> None:
+    from matplotlib.ticker import LogLocator
+
     axes.axvline(1, color="#888888", linewidth=1)
     for row, (_, ratios) in enumerate(singles):
         for who, ratio in ratios.items():
             color, marker = styles[who]
-            axes.plot(ratio, row, color=color, marker=marker, linestyle="none", markersize=7)
+            axes.plot(
+                ratio, row, color=color, marker=marker, linestyle="none", markersize=7, label=who
+            )
     axes.set_yticks(range(len(singles)), [label for label, _ in singles], fontsize=8)
     axes.set_ylim(len(singles) - 0.5, -0.5)
     axes.set_xscale("log")
-    ticks = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 25, 50, 100)
-    ratios = [ratio for _, members in singles for ratio in members.values()]
-    shown = [tick for tick in ticks if min(ratios) / 2.5 <= tick <= max(ratios) * 2.5]
-    axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set_xlabel("time over a peer's in the same run (left of 1 is faster)", fontsize=9)
     axes.grid(alpha=0.25)
