@@ -88,6 +88,8 @@ BANNED_WORDS = {
     "offline": "kernel_check",
     "recall": "lookup",
     "recalled": "checked",
+    "share": "split or payload",
+    "shares": "splits or payloads",
     "skim": "coarse_classify",
     "spoilt": "nonfinite",
     "stretch": "contiguous range",

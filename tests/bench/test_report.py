@@ -108,10 +108,10 @@ def test_shares_are_of_the_limit_of_the_result_s_dtype():
     assert h200 is not None
     assert sections.limit_of("an abacus") is None
     (point, *_) = sections.points([report.Source("", gpu_results())])
-    assert point.share == pytest.approx(400 / 989.5)
+    assert point.of_limit == pytest.approx(400 / 989.5)
     reads = result("gpu-decode-bf16-d128-16k", "saccade/triton", tflops=None, gbps=2400.0)
     (point,) = sections.points([report.Source("", [reads])])
-    assert point.share == pytest.approx(0.5)
+    assert point.of_limit == pytest.approx(0.5)
     assert h200.most(result("tiny-full-fp32-d16-48", "sdpa")) == 67.0
 
 

@@ -361,7 +361,7 @@ def _sequence(request: Request) -> int:
 
 
 MOST_MEMORY = 2**30  # unasked, on a CPU
-SHARE_OF_FREE = 0.8  # of a GPU's memory, unasked
+PART_OF_FREE = 0.8  # of a GPU's memory, unasked
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)  # beside these lie scales, in float32
 
 
@@ -443,7 +443,7 @@ def page_bytes(shape: LayerShape, dtype: torch.dtype, page_size: int, layers: in
 
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_FREE)
+        return int(torch.cuda.mem_get_info(device)[0] * PART_OF_FREE)
     return MOST_MEMORY
 
 

@@ -52,9 +52,9 @@ def milliseconds(value: float) -> Cell:
     return Cell(f"{value:.0f}" if value >= 100 else f"{value:.3g}", value)
 
 
-def percent(share: float | None) -> Cell:
+def percent(fraction: float | None) -> Cell:
     """A fraction in percent."""
-    return number(share and 100 * share, "{:.0f} %")
+    return number(fraction and 100 * fraction, "{:.0f} %")
 
 
 def table(content: Table) -> str:
@@ -110,7 +110,8 @@ def tiles(found: Sequence[Point], verdicts: dict[str, list[Verdict]]) -> str:
         for unit in ("TFLOP/s", "GB/s"):
             ours = [point for point in points if point.result.ours and point.result.unit == unit]
             if best := max(ours, key=lambda point: point.result.rate, default=None):
-                of = f", {100 * best.share:.0f} % of the limit" if best.share is not None else ""
+                part = best.of_limit
+                of = "" if part is None else f", {100 * part:.0f} % of the limit"
                 facts.append((_rate_text(best), f"`{best.result.case['name']}`{of}"))
         # A device with other threads is two machines, and its targets have one verdict.
         of_device = open_devices.pop(points[0].result.device, [])
@@ -222,18 +223,18 @@ def limits(found: Sequence[Point]) -> Table:
     """The limit that shares refer to, and the most that each of saccade's passes reached of it."""
     best: dict[tuple[str, str, str], Point] = {}
     for point in found:
-        if point.share is not None and point.result.ours:
+        if point.of_limit is not None and point.result.ours:
             key = (point.result.machine, point.result.case["dtype"], point.result.which_pass)
-            if key not in best or point.share > (best[key].share or 0):
+            if key not in best or point.of_limit > (best[key].of_limit or 0):
                 best[key] = point
     rows = []
     for (machine, dtype, which_pass), point in best.items():
-        assert point.limit is not None  # a share is of something
+        assert point.limit is not None  # the part is of something
         most = number(point.limit.most(point.result), f"{{:.4g}} {point.result.unit}")
         rows.append(
             (
                 Cell(machine), Cell(dtype), Cell(which_pass), most,
-                Cell(point.limit.source), percent(point.share),
+                Cell(point.limit.source), percent(point.of_limit),
                 Cell(f"`{point.result.case['name']}`"), Cell(point.result.who),
             )
         )  # fmt: skip
@@ -276,7 +277,7 @@ def everything(found: Sequence[Point]) -> Table:
                 *_case_cells(point), milliseconds(result.median_ms), Cell(spread),
                 number(result.rounds, "{:.0f}"), number(point.against_fastest, "{:.2f}"),
                 number(result.rate if result.unit else None, f"{{:.3g}} {result.unit}"),
-                percent(point.share), number(result.error, "{:.1e}"),
+                percent(point.of_limit), number(result.error, "{:.1e}"),
                 number(result.peak_mb, "{:.1f}"), Cell(result.date[:10]),
             )
         )  # fmt: skip
@@ -369,7 +370,7 @@ class Point(NamedTuple):
     Attributes:
         source: the number of its source.
         limit: of the machine; None where it is unknown.
-        share: of that limit, 0 to 1; None where it is unknown, and of what has no rate.
+        of_limit: the part of that limit, 0 to 1; None where it is unknown, and of what has no rate.
         against_fastest: the time over that of the fastest in its run.
         members: the results of all peers in its run.
     """
@@ -377,7 +378,7 @@ class Point(NamedTuple):
     source: int
     result: Result
     limit: Limit | None
-    share: float | None
+    of_limit: float | None
     against_fastest: float
     members: dict[str, Result]
 
@@ -413,8 +414,8 @@ def _point(source: int, result: Result, members: dict[str, Result]) -> Point:
     fastest = min(times or [member.median_ms for member in members.values()])
     limit = limit_of(result.device)
     most = limit.most(result) if limit and result.unit else None
-    share = result.rate / most if most else None
-    return Point(source, result, limit, share, result.median_ms / fastest, members)
+    of_limit = result.rate / most if most else None
+    return Point(source, result, limit, of_limit, result.median_ms / fastest, members)
 
 
 def by_machine(sources: Sequence[Source]) -> dict[str, list[Result]]:
@@ -458,7 +459,7 @@ def chart_data(sources: Sequence[Source], found: Sequence[Point]) -> dict[str, A
                 "ms": result.median_ms,
                 "rate": result.rate,
                 "unit": result.unit,
-                "share": point.share,
+                "share": point.of_limit,
                 "limit": limit.most(result) if limit else None,
                 "limitSource": limit.source if limit else None,
                 "error": result.error,

@@ -211,10 +211,10 @@ def flash_attn_combine(
         (batch, seqlen, nheads, headdim) and (batch, seqlen, nheads).
     """
     lse = lse_partial.logsumexp(0)
-    shares = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp().unsqueeze(-1)
+    weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp().unsqueeze(-1)
     # A part that saw nothing counts for nothing, whatever its output is.
-    parts = torch.where(shares > 0, out_partial.to(shares.dtype), 0)
-    combined = (parts * shares).sum(0).to(out_dtype or out_partial.dtype)
+    parts = torch.where(weights > 0, out_partial.to(weights.dtype), 0)
+    combined = (parts * weights).sum(0).to(out_dtype or out_partial.dtype)
     return combined if out is None else out.copy_(combined), lse
 
 
