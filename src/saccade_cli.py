@@ -1,4 +1,4 @@
-"""The command line: `saccade demo`, `bench`, `generate`, `kernels` and `tune`.
+"""The command line: `saccade demo`, `bench`, `generate`, `serve`, `kernels` and `tune`.
 
 It lies beside the package, whose import takes PyTorch's: `saccade --help` answers without either. A
 command is imported when it is asked for.
@@ -32,6 +32,10 @@ COMMANDS = {
     "generate": Command(
         "saccade.serving.command",
         "Continue texts with a Hugging Face model, many at once.",
+    ),
+    "serve": Command(
+        "saccade.serving.command",
+        "Answer OpenAI's HTTP interface with a Hugging Face model, many requests at once.",
     ),
     "kernels": Command(
         "saccade.kernel_check.commands",

@@ -1,4 +1,5 @@
-"""Command: `saccade generate`: its options, and one run of it: load, serve, show, write."""
+"""Command: `saccade generate`: its options, and one run of it: load, serve, show, write; and
+`saccade serve`, which answers over HTTP until it is stopped."""
 
 from __future__ import annotations
 
@@ -138,9 +139,90 @@ def _lines(file: Path | None) -> list[str]:
         _give_up(f"--file: {file} is no text in UTF-8")
 
 
-def _give_up(message: str) -> NoReturn:
-    typer.secho(f"saccade generate: {message}", fg=typer.colors.RED, err=True)
+def _give_up(message: str, command: str = "generate") -> NoReturn:
+    typer.secho(f"saccade {command}: {message}", fg=typer.colors.RED, err=True)
     raise typer.Exit(2)
+
+
+HostOption = typer.Option(help="The address to listen at.", rich_help_panel=RUN)
+PortOption = typer.Option(min=0, max=65535, help="0 takes any that is free.", rich_help_panel=RUN)
+KeyOption = typer.Option(
+    "--api-key", envvar="SACCADE_API_KEY", show_envvar=True, rich_help_panel=READ,
+    help="What clients must give; without it everybody is served.", show_default=False,
+)  # fmt: skip
+NameOption = typer.Option(
+    "--name", help="The model's name for clients; the folder's by default.", rich_help_panel=READ,
+    show_default=False,
+)  # fmt: skip
+TemplateOption = typer.Option(
+    "--chat-template", exists=True, dir_okay=False, rich_help_panel=READ, show_default=False,
+    help="A file with a chat template (Jinja), in the place of the tokenizer's.",
+)  # fmt: skip
+LengthOption = typer.Option(
+    "--max-length", min=2, rich_help_panel=RUN, show_default=False,
+    help="Tokens of a prompt and what follows it; the model's limit by default.",
+)  # fmt: skip
+GraphsOption = typer.Option(
+    "--cuda-graphs", help="Capture steps as CUDA graphs first (on a GPU).", rich_help_panel=RUN
+)
+BodyOption = typer.Option(
+    "--max-body", min=1, help="Bytes of a request, at most.", rich_help_panel=READ
+)
+WaitingOption = typer.Option(
+    "--max-waiting", min=0, rich_help_panel=READ,
+    help="Choices that wait beside those that run; more are refused (429).",
+)  # fmt: skip
+TimeOption = typer.Option(
+    "--max-seconds", min=0.001, help="Time that a request may take.", rich_help_panel=READ
+)
+
+
+def serve(
+    model: Annotated[Path, ModelArgument],
+    host: Annotated[str, HostOption] = "127.0.0.1",
+    port: Annotated[int, PortOption] = 8000,
+    api_key: Annotated[str | None, KeyOption] = None,
+    name: Annotated[str | None, NameOption] = None,
+    chat_template: Annotated[Path | None, TemplateOption] = None,
+    max_body: Annotated[int, BodyOption] = 2**20,
+    max_waiting: Annotated[int, WaitingOption] = 256,
+    max_seconds: Annotated[float, TimeOption] = 600.0,
+    max_length: Annotated[int | None, LengthOption] = None,
+    max_sequences: Annotated[int, SequencesOption] = 64,
+    num_pages: Annotated[int | None, PagesOption] = None,
+    device: Annotated[str | None, DeviceOption] = None,
+    cuda_graphs: Annotated[bool, GraphsOption] = False,
+) -> None:
+    """Answer OpenAI's HTTP interface with a Hugging Face model, many requests at once.
+
+    Completions and chat completions, in one piece or as a stream; /v1/models, /health and
+    /metrics beside them. Ctrl-C stops it once all requests under way are answered.
+
+    [bold]Try:[/] saccade serve saccade-demo/huggingface --port 8000 (after saccade demo)
+
+    [bold]Then:[/] curl localhost:8000/v1/completions -d '{"prompt": "def "}'
+    """
+    try:
+        from saccade.serving import server as servers
+    except ImportError as error:
+        _give_up(f"{error}; pip install 'saccade[serve]'", "serve")
+    limits = servers.ServerLimits(max_body, max_waiting, max_seconds)
+    sizes = {
+        "max_sequences": max_sequences, "num_pages": num_pages, "max_length": max_length,
+        "cuda_graphs": cuda_graphs, "max_batch_tokens": max(512, max_sequences),
+    }  # fmt: skip
+    try:
+        loaded, tokenizer = load(model, device)
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        engine = Engine(loaded, tokenizer, **sizes)
+    except (TypeError, ValueError, OSError, ImportError) as error:
+        _give_up(str(error), "serve")
+    served = servers.Server(
+        engine, tokenizer, name=name or model.resolve().name, api_key=api_key, limits=limits
+    )
+    typer.echo(engine.explain(), err=True)
+    servers.run(served, host, port)
 
 
 class Watch:

@@ -1,0 +1,132 @@
+"""What bodies ask for, and which are refused by the name of a field."""
+
+from typing import Any
+
+import pytest
+import served
+
+from saccade.serving.openai_format import (
+    Fields,
+    RefusedError,
+    read_chat,
+    read_completion,
+    refused_by_engine,
+)
+
+
+class ChatTokenizer(served.LetterTokenizer):
+    chat_template: str | None = "a template"
+
+    def apply_chat_template(self, messages: list[Any], **options: Any) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": True}
+        return "".join(f"{message['role'][0]}{message['content']}" for message in messages) + "a"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return ([1] if add_special_tokens else []) + super().encode(text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("ab", ["ab"]), (["ab", "c"], ["ab", "c"]), ([5, 6], [[5, 6]]), ([[5], [6]], [[5], [6]])],
+)  # fmt: skip
+def test_prompts_are_texts_or_tokens(prompt, prompts):
+    assert read_completion({"prompt": prompt}).prompts == prompts
+
+
+def test_a_body_says_what_the_engine_is_asked_for():
+    asked = read_completion({
+        "model": "m", "prompt": "a", "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3,
+        "min_p": 0.1, "n": 2, "best_of": 2, "seed": 4, "stop": ["x"], "stop_token_ids": [1],
+        "presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.1,
+        "logit_bias": {"7": -1}, "min_tokens": 2, "logprobs": 3, "stream": True,
+        "stream_options": {"include_usage": True}, "user": "me", "suffix": None, "echo": False,
+    })  # fmt: skip
+    assert asked.options == {
+        "max_new_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 4,
+        "stop": ["x"], "stop_tokens": [1], "presence_penalty": 1, "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1, "logit_bias": {7: -1}, "min_new_tokens": 2, "logprobs": 3,
+    }  # fmt: skip
+    assert (asked.n, asked.stream, asked.usage, asked.chat) == (2, True, True, False)
+
+
+def test_what_is_left_out_is_what_clients_expect():
+    asked = read_completion({"prompt": "a"})
+    assert asked.options.get("max_new_tokens") == 16 and asked.options.get("temperature") == 1.0
+    seeds = {read_completion({"prompt": "a"}).options.get("seed") for _ in range(4)}
+    assert len(seeds) == 4
+    chat = read_chat({"messages": [{"role": "user", "content": "b"}]}, ChatTokenizer())
+    assert chat.options.get("max_new_tokens") is None and chat.options.get("logprobs") is None
+
+
+def test_messages_become_the_tokens_of_the_template():
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": parts}]
+    body = {"messages": messages, "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 3}
+    asked = read_chat(body, ChatTokenizer())
+    assert asked.prompts == [served.LetterTokenizer().encode("saubca")]
+    assert asked.options.get("logprobs") == 2 and asked.options.get("max_new_tokens") == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ([], None, "body: got list, takes a JSON object"),
+        ({}, "prompt", "prompt: got none"),
+        ({"prompt": 5}, "prompt", "prompt: got int"),
+        ({"prompt": []}, "prompt", "prompt: got 0 of them"),
+        ({"prompt": ["a"] * 129}, "prompt", "prompt: got 129 of them, takes 1 to 128"),
+        ({"prompt": ["a", 5]}, "prompt", "prompt: got a list of something else"),
+        ({"prompt": [[1.5]]}, "prompt", "prompt: got a list of something else"),
+        ({"prompt": "a", "temprature": 1}, "temprature", "temprature: is no field"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature", "temperature: got str"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens", "max_tokens: got bool"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", "max_tokens: got float"),
+        ({"prompt": "a", "echo": True}, "echo", "echo: got True, takes False"),
+        ({"prompt": "a", "best_of": 3}, "best_of", "best_of: got 3, takes n, which is 1"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "logit_bias: takes numbers"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "takes str"),
+        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "x is not"),
+    ],
+)
+def test_completions_that_are_refused(body, param, message):
+    with pytest.raises(RefusedError, match=message) as refused:
+        read_completion(body)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "messages: got none"),
+        ({"messages": ["hello"]}, r"messages\[0\]: takes an object"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\].content: got NoneType"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of text"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools: got"),
+        ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "takes logprobs"),
+        ({"messages": [{"role": "user", "content": "a"}],
+          "response_format": {"type": "json_object"}}, "response_format: got"),
+    ],
+)  # fmt: skip
+def test_chats_that_are_refused(body, message):
+    with pytest.raises(RefusedError, match=message):
+        read_chat(body, ChatTokenizer())
+
+
+def test_a_tokenizer_without_a_template_chats_with_nobody():
+    tokenizer = ChatTokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(RefusedError, match="has no chat template"):
+        read_chat({"messages": [{"role": "user", "content": "a"}]}, tokenizer)
+
+
+def test_errors_of_the_engine_name_the_clients_field():
+    for said, param in (("max_new_tokens: got 0", "max_tokens"), ("stop: got", "stop"),
+                        ("min_new_tokens: got -1", "min_tokens")):  # fmt: skip
+        assert refused_by_engine(ValueError(said)).param == param
+
+
+def test_null_is_as_if_left_out():
+    fields = Fields({"a": None, "b": 1})
+    assert fields.take("a", (int,), "a number", 7) == 7 and fields.take("b", (int,), "") == 1
+    fields.finish()
