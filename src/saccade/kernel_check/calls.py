@@ -59,6 +59,7 @@ ATTENTION_PASSES = {
     ),
     "hopper_ordered": ("hopper_backward, ordered",),
     "hopper_in_order": ("hopper_backward, in key order",),
+    "hopper_split": ("hopper_backward, split", "hopper_backward_add_splits"),
     "hopper_apart": ("hopper_backward_keys", "hopper_backward_queries"),
 }
 PAGED_PASSES = {
@@ -109,6 +110,7 @@ class KernelCall(NamedTuple):
     length: int = SHORT
     value_dim: int = 0  # 0: as head_dim
     heads_inside: bool = False  # [batch, length, heads, dim] in memory, as projections leave them
+    offsets_apart: bool = False  # packed queries and keys have offsets of their own
 
     @property
     def name(self) -> str:
@@ -119,6 +121,7 @@ class KernelCall(NamedTuple):
         extras += [f"{self.length} rows"] if self.length != SHORT else []
         extras += [f"values of {self.value_dim}"] if self.value_dim else []
         extras += ["heads inside"] if self.heads_inside else []
+        extras += ["offsets apart"] if self.offsets_apart else []
         return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
 
     def is_short(self) -> bool:
@@ -137,12 +140,13 @@ class KernelCall(NamedTuple):
                 (self.kv_heads, self.value_dim or self.head_dim),
             )
         )
-        offsets = None
+        offsets = of_keys = None
         if self.packed:
             tokens, half = self.batch * self.length, self.length // 2
             offsets = torch.arange(0, tokens + 1, half, dtype=torch.int32, device=device)
+            of_keys = offsets.clone() if self.offsets_apart else None
         inputs, variant, _, _ = prepare(
-            query, key, value, offsets, None, None, None, mask=self._mask(device),
+            query, key, value, offsets, of_keys, None, None, mask=self._mask(device),
             score=self._score(device), scale=None, sinks=None, dropout_p=self.dropout_p,
             return_lse=False, deterministic=False, config=None,
         )  # fmt: skip

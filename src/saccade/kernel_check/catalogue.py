@@ -75,6 +75,7 @@ Entry = tuple[Call, tuple[str, ...]]
 """A call, and the kernels of it that are compiled."""
 
 HOPPER_FORMS = ("hopper_backward", "hopper_backward, ordered", "hopper_backward, in key order")
+FEW_KV_HEADS = KernelCall(128, mask="causal", batch=1, heads=8, kv_heads=2)
 HOPPER: tuple[Entry, ...] = (
     *(
         (KernelCall(dim, mask=mask), PASSES["hopper"])
@@ -97,6 +98,8 @@ HOPPER: tuple[Entry, ...] = (
     (KernelCall(128, mask="blocks"), HOPPER_FORMS[:1]),
     (KernelCall(128, mask="causal", score="softcap"), HOPPER_FORMS[:1]),
     (KernelCall(128, mask="causal", packed=True), PASSES["hopper_shared"]),
+    (FEW_KV_HEADS, PASSES["hopper_split"]),
+    (FEW_KV_HEADS._replace(head_dim=64), PASSES["hopper_split"][:1]),
     *((KernelCall(256, mask=mask), PASSES["hopper_apart"]) for mask in MASKS[:2]),
     (KernelCall(256, mask="causal", score="softcap"), PASSES["hopper_apart"]),
     (KernelCall(256, mask="causal", packed=True), PASSES["hopper_apart"]),

@@ -41,6 +41,7 @@ MASKS = ("none", "causal", "window")
 LENGTHS = (512, 4096, 16384)  # of every schedule that a length chooses
 HEADS = ((32, 32), (32, 8))  # query heads and kv heads
 LINEAR_HEADS = 16  # of which lengths up to 1,535 take two segments, and from 4,096 on eight
+MANY = 16  # sequences
 NOT_ALIGNED = 1  # that much longer, a length is no multiple of 16
 LEAN = {"TRITON_DISABLE_LINE_INFO": "1"}
 """What Triton is told: which line an instruction came from takes more memory than all code."""
@@ -85,19 +86,24 @@ def calls(architecture: str) -> Iterator[Reached]:
 
 
 def _dense(call: KernelCall, lengths: Sequence[int] = LENGTHS) -> Iterator[KernelCall]:
-    for heads, kv_heads in HEADS:
-        for inside in (False, True):
-            for length in lengths:
-                for more in (0, NOT_ALIGNED):
-                    yield call._replace(
-                        batch=1, heads=heads, kv_heads=kv_heads, length=length + more,
-                        heads_inside=inside,
-                    )  # fmt: skip
+    for inside in (False, True):
+        for length in lengths:
+            for more in (0, NOT_ALIGNED):
+                one = call._replace(length=length + more, heads_inside=inside)
+                yield from _with_heads(one)
 
 
 def _packed(call: KernelCall) -> Iterator[KernelCall]:
+    for apart in (False, True):
+        yield from _with_heads(call._replace(packed=True, offsets_apart=apart))
+
+
+def _with_heads(call: KernelCall) -> Iterator[KernelCall]:
+    """By heads; where kv heads have several query heads, a small batch splits these over programs
+    of a backward pass, and a large one does not."""
     for heads, kv_heads in HEADS:
-        yield call._replace(packed=True, batch=1, heads=heads, kv_heads=kv_heads)
+        for batch in (1,) if heads == kv_heads else (1, MANY):
+            yield call._replace(batch=batch, heads=heads, kv_heads=kv_heads)
 
 
 def _passes(hopper: bool, value_dim: int) -> tuple[str, ...]:

@@ -220,6 +220,8 @@ def kernel_name(launch: Launch, which: str) -> str:
         return f"hopper_{name}, ordered"
     if which == "hopper_in_order":
         return f"hopper_{name}, in key order"
+    if (which, name) == ("hopper_split", "backward"):
+        return "hopper_backward, split"
     if (which, name) == ("paged", "forward"):  # the dense kernel, whose keys lie in pages
         return "pages_forward"
     if name == "linear_nan_safe":  # one kernel for four passes

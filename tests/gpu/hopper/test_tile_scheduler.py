@@ -9,10 +9,12 @@ pytest.importorskip("triton")
 
 from saccade import masks
 from saccade.gpu.hopper import tile_scheduler
+from saccade.gpu.kernel_args import Extent
 from saccade.kernel_check.calls import KernelCall
 from saccade.modifiers.normal_form import PREFIX
 from saccade.ops.attention.hopper import configs
 from saccade.ops.attention.hopper.configs import BackwardProblem, HopperProblem
+from saccade.runtime.spec import Inputs
 
 MEMORY = 228 << 10  # bytes of a multiprocessor, of which each program takes one KB more
 WIDTHS = (64, 128, 256)
@@ -22,6 +24,10 @@ PROBLEMS = [
     for masked in (False, True)
 ]
 PROBLEMS += [problem._replace(causal=problem.masked, kv_len=configs.SHORT) for problem in PROBLEMS]
+PROBLEMS += [
+    HopperProblem(width, width, True, causal=True, aligned=True, kv_len=kv_len)
+    for width, kv_len in itertools.product(WIDTHS, (configs.SHORT, 4 * configs.SHORT, configs.LONG))
+]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
@@ -37,10 +43,13 @@ def test_a_schedule_fits_a_multiprocessor(problem):
     begun_with = len(warpgroups) * schedule.launch_registers
     assert sum(warpgroups) <= begun_with <= configs.REGISTERS // 128 // schedule.programs
     assert 1 + 4 * schedule.programs * 132 <= tile_scheduler.NUMBERS
+    # A consumer passes over one tile at most, so its 64 rows must lie within two.
     assert not schedule.skip_masked_tile or (
-        problem.causal and schedule.query_tile == 2 * schedule.kv_tile
+        problem.causal and schedule.query_tile <= 2 * schedule.kv_tile
     )
-    if problem.masked:  # the kernels that plan have tiles with sides of a power of two
+    if (
+        problem.masked and not problem.causal
+    ):  # the kernels that plan have tiles with sides of a power of two
         assert schedule.query_tile & (schedule.query_tile - 1) == 0
 
 
@@ -56,18 +65,85 @@ def test_few_keys_have_schedules_of_their_own():
 
     causal = {"masked": True, "causal": True}
     narrow = schedule(64, configs.SHORT, **causal)
-    assert (narrow.programs, narrow.exact_max, narrow.skip_masked_tile) == (2, True, True)
+    assert (narrow.programs, narrow.max_of, narrow.skip_masked_tile) == (2, "all", True)
     plain = schedule(64, configs.SHORT, masked=False)
-    assert (plain.programs, plain.exact_max, plain.skip_masked_tile) == (2, False, False)
-    assert schedule(128, configs.SHORT, **causal).exact_max
-    assert not schedule(128, configs.SHORT, masked=False).exact_max
+    assert (plain.programs, plain.max_of, plain.skip_masked_tile) == (2, "first", False)
+    assert schedule(128, configs.SHORT, **causal).max_of == "all"
+    assert schedule(128, configs.SHORT, masked=False).max_of == "first"
     for other in ({"masked": True}, {"masked": False, "scored": True}, causal | {"packed": True}):
         assert schedule(64, configs.SHORT, **other) == schedule(64, configs.LONG, masked=True)
     assert schedule(256, configs.LONG, **causal).skip_masked_tile
     assert not schedule(256, configs.LONG, masked=True).skip_masked_tile
     for width, changes in ((64, causal), (64, {"masked": False}), (128, causal)):
         long = schedule(width, configs.SHORT + 1, **changes)
-        assert (long.programs, long.exact_max, long.skip_masked_tile) == (1, False, False)
+        assert (long.programs, long.max_of, long.skip_masked_tile) == (1, "unseen", False)
+
+
+def test_rows_that_end_with_tiles_have_one_straight_path():
+    """The first tile that a consumer visits may be the only one to hide anything: tiles of keys are
+    as long as those of queries then, or consumers pass over those that hide all from their rows."""
+    for width, kv_len, packed in itertools.product(
+        (64, 96, 128, 256), (512, 1024, 2048, 2049, 6144, 16384), (False, True)
+    ):
+        call = {"head_width": width, "value_width": width, "kv_len": kv_len, "packed": packed}
+        causal = HopperProblem(**call, masked=True, causal=True)
+        found = configs.choose(causal._replace(aligned=True))
+        assert found.max_of == "first"
+        assert found.skip_masked_tile or found.query_tile == found.kv_tile
+        for other in (causal, causal._replace(aligned=True, scored=True)):
+            assert configs.choose(other).max_of != "first"
+        assert configs.choose(HopperProblem(**call, masked=True, aligned=True)).max_of != "first"
+        if packed:  # launches of one preparation differ in nothing that boxes are made of
+            shapes = (configs.choose(p) for p in (causal, causal._replace(aligned=True)))
+            assert len({(s.consumers, s.kv_tile, s.query_stages, s.programs) for s in shapes}) == 1
+    assert configs.choose(HopperProblem(64, 64, True, causal=True, aligned=True)).consumers == 3
+
+
+def test_queries_and_keys_end_together():
+    """Packed sequences do where both sides have the same offsets, and nothing else is known."""
+    rows, offsets = torch.zeros(300, 2, 64), torch.tensor([0, 100, 300], dtype=torch.int32)
+
+    def packed(of_keys):
+        inputs = Inputs(rows, rows, rows, None, None, offsets, of_keys)
+        return configs.ends_align(inputs)
+
+    assert packed(offsets) and packed(offsets.view(3)) and not packed(offsets.clone())
+    for query_len, kv_len in ((100, 100), (1, 1), (100, 228), (400, 16)):
+        dense = (torch.zeros(1, 2, length, 64) for length in (query_len, kv_len, kv_len))
+        assert configs.ends_align(Inputs(*dense))
+    dense = (torch.zeros(1, 2, length, 64) for length in (100, 164, 164))
+    assert not configs.ends_align(Inputs(*dense))
+
+
+# Query heads, kv heads, batch, length, whether causal, width → programs that share a kv head: those
+# that were fastest on an H100 (benchmarks/results/h100/hopper_grouped.txt), or within 5 % of it.
+SPLITS = [
+    (40, 8, 1, 3001, True, 128, {5}),
+    (40, 8, 1, 3001, False, 128, {5}),
+    (32, 8, 1, 2048, True, 128, {2}),
+    (32, 8, 1, 4096, True, 128, {2}),
+    (32, 8, 2, 2048, True, 128, {1, 2}),
+    (32, 8, 4, 4096, True, 128, {1, 2}),
+    (28, 4, 1, 4096, True, 128, {7}),
+    (28, 4, 1, 8192, True, 128, {7}),
+    (16, 8, 1, 2048, True, 128, {2}),
+    (32, 8, 8, 2048, True, 128, {1}),
+    (32, 8, 1, 1024, False, 128, {2}),
+    (64, 8, 1, 4096, True, 64, {2, 4}),
+    (14, 2, 1, 2048, True, 64, {7}),
+    (32, 32, 1, 2048, True, 128, {1}),  # a query head cannot be split
+    (8, 1, 1, 4096, True, 256, {1}),
+]
+
+
+@pytest.mark.parametrize("heads, kv_heads, batch, length, causal, width, best", SPLITS)
+def test_few_kv_heads_split_their_query_heads(
+    heads, kv_heads, batch, length, causal, width, best
+):  # fmt: skip
+    problem = configs.BackwardProblem(width, width, length, length, causal, False, causal=causal)
+    keys = Extent(batch, length, kv_heads, False)
+    found = configs.backward_splits(problem, keys, heads // kv_heads, 132)
+    assert found in best and heads // kv_heads % found == 0
 
 
 def test_heads_take_turns_while_their_keys_fit_the_l2():

@@ -188,11 +188,11 @@ def attention_pages_forward(
         [
             (consume, (
                 output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, False, False, 0,
+                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, "unseen", False, 0,
             )),
             (consume, (
                 output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, False, False, 1,
+                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, "unseen", False, 1,
             )),
             (produce_pages, (
                 query_desc, key_desc, value_desc, query, key, rules, schedule, rings,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import saccade
 from saccade import masks
+from saccade.gpu.kernel_args import Extent
 from saccade.ops.attention.hopper import configs
 from saccade.testing import assert_exact, make_case
 from saccade.testing.oracle import oracle, tolerances
@@ -57,6 +58,79 @@ def test_narrow_heads_with_many_keys(mask: str) -> None:
     case = make_case(
         mask=mask, lengths=((129, many),), head_dim=64, value_dim=64, dtype=BF16, group=2,
         device="cuda", poison_hidden=True,
+    )  # fmt: skip
+    assert_exact(case, "hopper")
+
+
+# Queries and keys that end together or whole tiles apart have a straight path of their own; others
+# see part of a tile more, or nothing.
+SHIFTED = [(1200, 1200), (1000, 1128), (1100, 1227), (1100, 1163), (1300, 1100), (1328, 1200)]
+
+
+@pytest.mark.parametrize("lengths", SHIFTED, ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_keys_that_end_with_tiles(head_dim: int, mask: str, lengths: tuple[int, int]) -> None:
+    case = make_case(
+        mask=mask, lengths=(lengths,), head_dim=head_dim, value_dim=head_dim, dtype=BF16, group=2,
+        device="cuda",
+    )  # fmt: skip
+    assert_exact(case, "hopper")
+
+
+@pytest.mark.parametrize("length", [2100, 6300])
+def test_narrow_causal_heads_of_many_lengths(length: int) -> None:
+    """Two consumers, and three, each of which may pass over a tile that hides all of its rows."""
+    case = make_case(
+        mask="causal", lengths=((length, length),), head_dim=64, value_dim=64, dtype=BF16,
+        group=2, device="cuda",
+    )  # fmt: skip
+    assert_exact(case, "hopper")
+
+
+TOGETHER, APART = ((300, 300), (200, 200), (400, 400)), ((300, 77), (200, 523), (400, 300))
+
+
+@pytest.mark.parametrize("together_first", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_calls_of_equal_shapes_whose_sequences_end_apart(
+    head_dim: int, together_first: bool
+) -> None:
+    """Offsets that both sides share say more than their shape. Whichever call comes first, the
+    other kind after it is right."""
+    more = int(together_first)  # rows: shapes that no call before had
+    cases = []
+    for lengths in (TOGETHER, APART):
+        case = make_case(
+            mask="causal", lengths=(*lengths, (more, more)), packed=True, head_dim=head_dim,
+            value_dim=head_dim, dtype=BF16, group=2, device="cuda",
+        )  # fmt: skip
+        cases.append(case)
+    assert cases[0].cu_seqlens is not None
+    cases[0].cu_seqlens = (cases[0].cu_seqlens[0],) * 2
+    for case in (cases if together_first else cases[::-1]) * 2:
+        assert_exact(case, "hopper")
+
+
+# Query heads on kv heads, batch, length: few programs, so that query heads are split over several.
+GROUPED = [(8, 1, 1, 1500), (10, 2, 1, 1100), (6, 2, 2, 700), (28, 4, 1, 513)]
+
+
+@pytest.mark.parametrize("shape", GROUPED, ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_gradients_of_few_kv_heads(
+    head_dim: int, mask: str, shape: tuple[int, int, int, int]
+) -> None:
+    heads, kv_heads, batch, length = shape
+    problem = configs.BackwardProblem(
+        128, 128, length, length, mask != "none", False, causal=mask == "causal"
+    )
+    keys = Extent(batch, length, kv_heads, False)
+    assert configs.backward_splits(problem, keys, heads // kv_heads, 132) > 1
+    case = make_case(
+        mask=mask, lengths=((length, length),), batch=batch, head_dim=head_dim, value_dim=head_dim,
+        dtype=BF16, group=heads // kv_heads, kv_heads=kv_heads, device="cuda",
     )  # fmt: skip
     assert_exact(case, "hopper")
 

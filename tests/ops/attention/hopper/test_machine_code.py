@@ -19,9 +19,9 @@ TABLE = Path(__file__).parents[4] / "docs/kernels.json"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
-# Of a thread: half a tile of keys, in each of two branches, and four to rescale by in one of them.
-# Three consumers cover each other's.
-EXPONENTS = {64: 0, 128: 132, 256: 68}
+# Of a thread: half a tile of keys, once in the straight path; where one loop serves partial tiles,
+# too (256), in each of two branches, and four to rescale by. Three consumers cover each other's.
+EXPONENTS = {64: 0, 128: 64, 256: 68}
 # Kernels that newer compilers have spill in loops where 3.6's has none or few: (Triton, kernel,
 # call) and the spills that were seen there. What is not here is compared with the oldest's.
 SEEN = {
@@ -34,10 +34,9 @@ SEEN = {
     ("3.8", "hopper_linear_backward_keys", "bf16 d128 causal"): 30,
     ("3.9", "hopper_backward", "bf16 d64 none"): 6,
     ("3.9", "hopper_backward", "bf16 d64 causal"): 2,
-    ("3.9", "hopper_backward, in key order", "bf16 d128 causal"): 6,
     ("3.9", "hopper_linear_backward_keys", "bf16 d128 causal"): 26,
     ("3.9", "hopper_linear_wide_output", "bf16 d256 causal"): 17,
-    ("3.9", "hopper_linear_wide_grad_query", "bf16 d256 causal"): 16,
+    ("3.9", "hopper_linear_wide_grad_query", "bf16 d256 causal"): 18,
     ("3.9", "hopper_linear_wide_grad_key", "bf16 d256 causal"): 20,
 }
 

@@ -124,13 +124,15 @@ def produce(
             program = program_of_keys(schedule, number)
         else:  # last tiles add first, so they come first: a program waits for running ones only
             program = program_of(schedule, number)
-        batch, kv_head, tile, slot = key.find(program, key.data, KV_TILE)
+        # Where the query heads of a kv head are split over programs, gradients have a head for each
+        # part, and so have these numbers.
+        batch, kv_head, tile, slot = grad_key.find(program, grad_key.data, KV_TILE)
         kv_start = tile * KV_TILE
         query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
         if (kv_start < kv_len) & sound:  # packed sequences have slots without rows
             kv_batch, kv_row = schedule.origin(batch, key.data)
             query_batch, query_row = schedule.origin(batch, query.data)
-            keys_at = [kv_batch, kv_head, kv_row + kv_start, 0]
+            keys_at = [kv_batch, loaded_head(scratch, kv_head), kv_row + kv_start, 0]
             for group_head in range(0, HEADS_PER_KV_HEAD):
                 query_head = kv_head * HEADS_PER_KV_HEAD + group_head
                 tile_range = rules.mask.tile_range(
@@ -238,6 +240,12 @@ def consume(
         if scratch.semaphores is not None:
             added = advance_semaphore(rings, scratch, kv_start, added)
     wait_for_stores()
+
+
+@gluon.jit
+def loaded_head(scratch, kv_head):
+    """The head of keys and values that belongs to a head of their gradients."""
+    return kv_head if scratch.splits is None else kv_head // scratch.splits
 
 
 @gluon.jit
@@ -420,15 +428,23 @@ def weigh(scores, score_start, rules, scratch, at, tile_range, index):
 
 @gluon.jit
 def finish(sums, desc, view, schedule, at, memory, DIM: gl.constexpr):
-    """Write the gradients of 64 rows of keys or values."""
+    """Write the gradients of 64 rows of keys or values. Without a descriptor no rows go by TMA."""
     batch, kv_head, first_row, kv_len = at
-    numbers = sums.to(desc.dtype)
+    numbers = sums.to(view.ptr.dtype.element_ty)
     wait_for_stores()
-    if first_row + ROWS <= kv_len:
+    if desc is None:
+        store_rows(numbers, view, batch, kv_head, first_row, kv_len, DIM)
+    elif first_row + ROWS <= kv_len:
         as_matrix(memory).store(numbers)
         kv_batch, kv_row = schedule.origin(batch, view.data)
         store(desc, [kv_batch, kv_head, kv_row + first_row, 0], memory)
     else:  # rows past the end may be another sequence's
-        row, channel = places_of(numbers, first_row, 0)
-        pointers = row_pointers(view, batch, kv_head, row, channel)
-        gl.store(pointers, numbers, mask=(row < kv_len) & (channel < DIM))
+        store_rows(numbers, view, batch, kv_head, first_row, kv_len, DIM)
+
+
+@gluon.jit
+def store_rows(numbers, view, batch, kv_head, first_row, kv_len, DIM: gl.constexpr):
+    """Write the rows of these that exist, from registers."""
+    row, channel = places_of(numbers, first_row, 0)
+    pointers = row_pointers(view, batch, kv_head, row, channel)
+    gl.store(pointers, numbers, mask=(row < kv_len) & (channel < DIM))

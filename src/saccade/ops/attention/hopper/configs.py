@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from saccade.gpu.hopper.pipeline import width_of
-from saccade.gpu.kernel_args import Geometry
+from saccade.gpu.kernel_args import Extent, Geometry
 from saccade.modifiers.normal_form import contiguity_of, is_causal
 from saccade.runtime.spec import Inputs, Variant
 
@@ -18,6 +18,7 @@ SHARED_MEMORY = 227 << 10  # bytes of one program
 REGISTERS = 65536  # of a multiprocessor
 L2_BYTES = 32 << 20  # keys and values of heads that are worked on together: most of the L2
 HEADS_AT_ONCE = 64
+LONGEST_TILE = 128  # of keys
 ADDED_BYTES = 1 << 10  # for barriers and work tiles
 LONG, SHORT = 12288, 1024  # of keys
 
@@ -32,6 +33,7 @@ class HopperProblem(NamedTuple):
     causal: bool = False  # whether the mask is causal and nothing else
     kv_len: int = LONG  # of all sequences together, if they are packed
     packed: bool = False
+    aligned: bool = False  # whether queries and keys end together, or whole tiles apart
 
 
 class KernelSchedule(NamedTuple):
@@ -46,7 +48,10 @@ class KernelSchedule(NamedTuple):
     producer_registers: int
     grid: str  # "dynamic": programs take numbers from a counter; "static": every so many-th
     programs: int = 1  # of one multiprocessor
-    exact_max: bool = False  # for the largest score of every tile, before its scores are weighed
+    # Tiles of which the largest score is looked for before scores are weighed: "all"; "unseen":
+    # partial tiles and the first full one, after which every row has seen a key; "first": the
+    # first one, where all others are full and every row sees a key of it.
+    max_of: str = "unseen"
     # whether a consumer's partial tiles are those of its rows, and not of the tile's
     skip_masked_tile: bool = False
 
@@ -80,29 +85,39 @@ OVERRIDE: KernelSchedule | None = None
 
 
 def choose(problem: HopperProblem) -> KernelSchedule:
-    """The schedule of a problem.
-
-    Where a causal mask leaves few tiles, each is looked through for its largest score first, as
-    partial tiles and first ones are in any case. What was timed is dense, and its scores are as
-    they are.
-    """
+    """The schedule of a problem; what was timed is dense, and its scores are as they are."""
     if OVERRIDE is not None:
         return OVERRIDE
     width = max(problem.head_width, problem.value_width)
-    measured = not problem.scored and not problem.packed
-    short, causal = measured and problem.kv_len <= SHORT, measured and problem.causal
-    if width <= 64 and short and (causal or not problem.masked):
+    plain = not problem.masked and not problem.scored
+    causal = problem.causal and not problem.scored
+    aligned = causal and problem.aligned
+    timed = not problem.packed and not problem.scored
+    few = timed and problem.kv_len <= (2 * SHORT if aligned else SHORT)
+    # One straight path for all tiles but the first, where that one alone hides anything. Else,
+    # where a causal mask leaves few tiles, each is looked through, as most are anyway.
+    other = "all" if few and causal and width <= 128 else "unseen"
+    max_of = "first" if plain or aligned else other
+    if width <= 64 and few and (causal or plain):
         # Beginnings and ends of one program are hidden under the other one's loop. It costs more a
-        # step, so that others are as fast from 1.5k on, and without a mask a seventh faster.
+        # step, so that others are as fast from 3k on (1.5k without a mask or the straight path).
         return KernelSchedule(
-            2, 64, 2, 2, 1, 104, 24, "dynamic", 2, exact_max=causal, skip_masked_tile=causal
+            2, 64, 2, 2, 1, 104, 24, "dynamic", 2, max_of=max_of, skip_masked_tile=causal
         )
-    if width <= 64 and not problem.masked and not problem.scored:
-        # A tenth faster than two, and no registers are left for a mask or a score.
+    if width <= 64 and plain:
+        # A tenth faster than two, and no registers are left for a score, or for a mask in the loop.
+        # The straight path takes 3 % more here, and 2 % more at width 256.
         return KernelSchedule(3, 128, 2, 2, 1, 160, 32, "dynamic")
+    if width <= 64 and timed and aligned and problem.kv_len >= LONG // 2:
+        return KernelSchedule(
+            3, 128, 2, 2, 1, 160, 32, "dynamic", max_of="first", skip_masked_tile=True
+        )
     if width <= 128:
-        return KernelSchedule(2, 128, 2, 2, 1, 240, 24, "dynamic", exact_max=short and causal)
-    return KernelSchedule(2, 64, 2, 1, 2, 240, 24, "dynamic", skip_masked_tile=causal)
+        return KernelSchedule(2, 128, 2, 2, 1, 240, 24, "dynamic", max_of=max_of)
+    return KernelSchedule(
+        2, 64, 2, 1, 2, 240, 24, "dynamic", max_of="first" if aligned else "unseen",
+        skip_masked_tile=aligned or (timed and causal),
+    )  # fmt: skip
 
 
 def heads_at_once(
@@ -276,6 +291,58 @@ def in_key_order(problem: BackwardProblem) -> bool:
     return problem.deterministic or faster
 
 
+FEW_PROGRAMS = 3  # of a multiprocessor
+SPLIT_COST = 2.2  # of a row of parts that is written and read, in query rows of a tile of keys
+UNEVEN = 1 / 4  # of the longest program, by which programs of unequal length end apart
+
+
+def backward_splits(
+    problem: BackwardProblem, keys: Extent, group: int, multiprocessors: int
+) -> int:
+    """Over how many programs the query heads of a kv head are split at each tile of keys.
+
+    One program visits all of them, and writes gradients at once. Where few kv heads make few
+    programs, multiprocessors wait for the longest: 8 kv heads of 2k make 128 programs, under a
+    causal mask the first of them four times as long as a multiprocessor's part of all. Split,
+    gradients are written in float32 and added up, which costs time, too. Here that is what one
+    query head takes at a tile of keys, in units of query_len rows.
+    """
+    tiles = keys.programs(BACKWARD_KV_TILE)
+    if apart(problem) or group == 1 or not tiles or not problem.query_len:
+        return 1
+    visible = 1.0
+    if problem.causal:
+        visible = max(1 - problem.query_len / (2 * max(problem.kv_len, 1)), 1 / 2)
+
+    def length(splits: int) -> float:
+        longest = group // splits
+        if visible == 1.0:
+            span = float(-(-tiles * splits // multiprocessors) * longest)
+        else:
+            each = tiles * group * visible / multiprocessors
+            span = max(longest, each + UNEVEN * longest)
+        return span + (SPLIT_COST * tiles * splits / problem.query_len if splits > 1 else 0)
+
+    return min((splits for splits in range(1, group + 1) if group % splits == 0), key=length)
+
+
+def backward_heads_at_once(
+    problem: BackwardProblem, at_once: int, keys: Extent, kv_tile: int, multiprocessors: int
+) -> int:
+    """How many heads of keys are worked on together, their longest tiles first.
+
+    All of them where programs are few, or the last ones to begin are long: 1.1 to 1.3 times as
+    fast at width 128. Where a multiprocessor has 8 of them, gradients of queries no longer stay in
+    the L2, and it takes 1.3 times as long. At width 64 it took more in one case of two, above 128
+    channels 2 % more. at_once: heads whose queries and gradients fit the L2.
+    """
+    if in_key_order(problem):
+        return heads_in_key_order(keys.slots(kv_tile), multiprocessors)
+    few = keys.programs(kv_tile) <= FEW_PROGRAMS * multiprocessors
+    timed = problem.masked and problem.head_width > 64 and not apart(problem)
+    return keys.heads * keys.sequences if timed and few else at_once
+
+
 def heads_in_key_order(slots: int, multiprocessors: int) -> int:
     """How many kv heads are worked on together in key order: as many as busy all multiprocessors.
 
@@ -295,7 +362,17 @@ def kernel_problem(inputs: Inputs, variant: Variant) -> HopperProblem:
     return HopperProblem(
         head_width, value_width, variant.mask != "", variant.score != "",
         is_causal(variant.mask), inputs.key.shape[-2], inputs.cu_seqlens_q is not None,
+        ends_align(inputs),
     )  # fmt: skip
+
+
+def ends_align(inputs: Inputs) -> bool:
+    """Whether queries and keys end together, or whole tiles of keys apart, in every sequence, as
+    far as the host knows. Under a causal mask rows then see keys up to the end of a tile."""
+    offsets, of_keys = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if offsets is None or of_keys is None:
+        return (inputs.key.shape[-2] - inputs.query.shape[-2]) % LONGEST_TILE == 0
+    return offsets is of_keys or offsets.data_ptr() == of_keys.data_ptr()
 
 
 def backward_problem(inputs: Inputs, variant: Variant, deterministic: bool) -> BackwardProblem:

@@ -1,4 +1,4 @@
-"""Gradients of queries on Hopper: how they add up over programs, and what goes before and after.
+"""Gradients on Hopper that add up over programs, and what goes before and after.
 
 A backward pass is three kernels. `attention_backward_begin` gives each query row what the others
 read, `attention_backward` (backward.py) adds, `attention_backward_end` makes gradients of the sums.
@@ -21,6 +21,11 @@ find them by the same classes of the mask; `modifiers/normal_form.py` says for w
 Programs that stand at the last keys that a tile of queries sees come first in the order of numbers,
 and take a number only when they can begin, so a program waits only for programs that run. They
 visit tiles of queries from the first to the last, and so behind each other: no wait is long.
+
+Gradients of keys and values are sums over the query heads of a kv head, which one program visits
+one after the other. Where that leaves multiprocessors without work, query heads are split over
+several programs (`configs.backward_splits`): each writes its sums in float32, and
+`attention_backward_add_splits` adds them in their order, which gives equal bits each time.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read. Its language
@@ -72,6 +77,7 @@ class BackwardScratch(NamedTuple):
     # int32 in memory: whether hidden rows may have made nonfinite something; None: they cannot
     flag: Any
     semaphores: Any = None  # int32 in memory, by part; None: parts are added in any order
+    splits: Any = None  # programs that the query heads of a kv head are split over; None: one
 
 
 @triton.jit
@@ -318,3 +324,38 @@ def attention_backward_end(
         pointers = row_pointers(grad_query, batch, head, rows[:, None], channels[None, :])
         exists = (rows < query_len)[:, None] & (channels < HEAD_DIM)[None, :]
         tl.store(pointers, (partial_dq * scale).to(grad_query.ptr.dtype.element_ty), mask=exists)
+
+
+# ---- gradients of keys and values whose query heads are split over programs ----------------------
+
+
+@triton.jit
+def attention_backward_add_splits(
+    of_key, of_value, grad_key, grad_value, splits,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, KV_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of rows of one kv head. of_key and of_value have a head for each part."""
+    batch, head, tile, _ = grad_key.find(tl.program_id(0), grad_key.data, KV_TILE)
+    length = num_rows(grad_key, batch)
+    if tile * KV_TILE < length:  # packed sequences have slots without rows
+        rows = tile * KV_TILE + tl.arange(0, KV_TILE)
+        at = batch, head, rows, length
+        sum_of_splits(of_key, grad_key, splits, at, HEAD_DIM, HEAD_WIDTH)
+        sum_of_splits(of_value, grad_value, splits, at, VALUE_DIM, VALUE_WIDTH)
+    pad_rows(grad_key, 0.0, HEAD_DIM, HEAD_WIDTH)
+    pad_rows(grad_value, 0.0, VALUE_DIM, VALUE_WIDTH)
+
+
+@triton.jit
+def sum_of_splits(parts, gradient, splits, at, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Add the parts of these rows of a kv head, first to last, and write the gradient."""
+    batch, head, rows, length = at
+    rows, channels = rows[:, None], tl.arange(0, WIDTH)[None, :]
+    exists = (rows < length) & (channels < DIM)
+    total = tl.zeros([rows.shape[0], WIDTH], tl.float32)
+    for part in range(0, splits):
+        pointers = row_pointers(parts, batch, head * splits + part, rows, channels)
+        total += tl.load(pointers, mask=exists, other=0.0)
+    pointers = row_pointers(gradient, batch, head, rows, channels)
+    tl.store(pointers, total.to(gradient.ptr.dtype.element_ty), mask=exists)

@@ -69,7 +69,7 @@ class ForwardMeta(NamedTuple):
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     OVERLAP_SOFTMAX: bool
-    EXACT_MAX: bool
+    MAX_OF: str
     SKIP_MASKED_TILE: bool
 
 
@@ -97,12 +97,12 @@ def attention_forward(
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
                     rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
-                    META.EXACT_MAX, META.SKIP_MASKED_TILE, 0,
+                    META.MAX_OF, META.SKIP_MASKED_TILE, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
                     rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
-                    META.EXACT_MAX, META.SKIP_MASKED_TILE, 1,
+                    META.MAX_OF, META.SKIP_MASKED_TILE, 1,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
@@ -122,17 +122,17 @@ def attention_forward(
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
                     rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
-                    META.EXACT_MAX, META.SKIP_MASKED_TILE, 0,
+                    META.MAX_OF, META.SKIP_MASKED_TILE, 0,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
                     rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
-                    META.EXACT_MAX, META.SKIP_MASKED_TILE, 1,
+                    META.MAX_OF, META.SKIP_MASKED_TILE, 1,
                 )),
                 (consume, (
                     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
                     rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
-                    META.EXACT_MAX, META.SKIP_MASKED_TILE, 2,
+                    META.MAX_OF, META.SKIP_MASKED_TILE, 2,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
@@ -234,35 +234,40 @@ def load_queries(query_desc, rings, first, iteration, SKIP_MASKED_TILE: gl.const
     batch, head, row = first
     for which in gl.static_range(len(rings.queries)):
         rings.queries[which].acquire(iteration)
-        first_row = row + consumer_rows(which, iteration, SKIP_MASKED_TILE) * ROWS
+        rows = consumer_rows(which, iteration, len(rings.queries), SKIP_MASKED_TILE)
+        first_row = row + rows * ROWS
         rings.queries[which].load(iteration, query_desc, [batch, head, first_row, 0])
 
 
 @gluon.jit
-def consumer_rows(WHICH: gl.constexpr, iteration, SKIP_MASKED_TILE: gl.constexpr):
-    """Which 64 rows of a tile a consumer takes: alternating if some have less to do."""
-    return (WHICH + iteration) & 1 if SKIP_MASKED_TILE else WHICH
+def consumer_rows(
+    WHICH: gl.constexpr, iteration, CONSUMERS: gl.constexpr, SKIP_MASKED_TILE: gl.constexpr
+):  # fmt: skip
+    """Which 64 rows of a tile a consumer takes: in turns if some have less to do."""
+    return (WHICH + iteration) % CONSUMERS if SKIP_MASKED_TILE else WHICH
 
 
 @gluon.jit
 def consume(
     output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
     HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE:
-    gl.constexpr, OVERLAP_SOFTMAX: gl.constexpr, EXACT_MAX: gl.constexpr, SKIP_MASKED_TILE:
+    gl.constexpr, OVERLAP_SOFTMAX: gl.constexpr, MAX_OF: gl.constexpr, SKIP_MASKED_TILE:
     gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of each tile of query rows that is scheduled. PAGE_SIZE: 0 without pages;
-    OVERLAP_SOFTMAX, EXACT_MAX, SKIP_MASKED_TILE: as in configs.Schedule."""
+    OVERLAP_SOFTMAX, MAX_OF, SKIP_MASKED_TILE: as in configs.KernelSchedule."""
     tile_iteration, kv_iteration = 0, 0
     position, query_len, kv_len, tile_range = work_tile_of(rings, tile_iteration)
     while query_len > 0:
         rings.work_tiles.release(tile_iteration)
         batch, query_head, query_start = position
-        first_row = query_start + consumer_rows(WHICH, tile_iteration, SKIP_MASKED_TILE) * ROWS
+        rows = consumer_rows(WHICH, tile_iteration, len(rings.queries), SKIP_MASKED_TILE)
+        first_row = query_start + rows * ROWS
         at = (batch, query_head, first_row, query_len, kv_len)
         state = attend(
             rings.queries[WHICH], rings.keys, rings.values, rules, at, tile_range, tile_iteration,
-            kv_iteration, OVERLAP_SOFTMAX, EXACT_MAX or rules.score is not None, SKIP_MASKED_TILE,
+            kv_iteration, OVERLAP_SOFTMAX, "all" if rules.score is not None else MAX_OF,
+            SKIP_MASKED_TILE,
         )  # fmt: skip
         kv_iteration += num_visits(tile_range)
         # Behind the counter; computed anew, as there are no registers to keep it.
@@ -301,7 +306,7 @@ def work_tile_of(rings, iteration):
 @gluon.jit
 def attend(
     queries, keys, values, rules, at, tile_range, tile_iteration, kv_iteration, OVERLAP_SOFTMAX:
-    gl.constexpr, EXACT_MAX: gl.constexpr, SKIP_MASKED_TILE: gl.constexpr,
+    gl.constexpr, MAX_OF: gl.constexpr, SKIP_MASKED_TILE: gl.constexpr,
 ):  # fmt: skip
     """Visit the tiles of keys of a tile range: row_max, row_sum and weighted_sum of 64 query rows.
 
@@ -342,7 +347,7 @@ def attend(
     for index in range(begin + 1, num_visits(tile_range)):
         state = fold_tile(
             query_tile, keys, values, rules, at, tile_range, index, partials, kv_iteration, state,
-            OVERLAP_SOFTMAX, EXACT_MAX
+            OVERLAP_SOFTMAX, MAX_OF,
         )  # fmt: skip
         kv_iteration += 1
     queries.release(tile_iteration)
@@ -362,14 +367,14 @@ def attend(
 @gluon.jit
 def fold_tile(
     query_tile, keys, values, rules, at, tile_range, index, partials, kv_iteration, state,
-    OVERLAP_SOFTMAX: gl.constexpr, EXACT_MAX: gl.constexpr,
+    OVERLAP_SOFTMAX: gl.constexpr, MAX_OF: gl.constexpr,
 ):  # fmt: skip
     """Weigh the tile of keys after kv_iteration, while the values of kv_iteration are summed
     up.
 
     If OVERLAP_SOFTMAX, the exponents are computed under that sum; else other consumers' are.
-    If EXACT_MAX, lazy maxima are raised first in every tile, not in partial tiles and the first
-    full tile only.
+    MAX_OF, as in configs.KernelSchedule, says in which tiles pairs may be hidden and lazy maxima
+    are raised before scores are weighed: "all", "first" (so in none of these), or "unseen".
     """
     SCORES: gl.constexpr = mma_layout(keys.memory.shape[3])
     SUMS: gl.constexpr = mma_layout(values.memory.shape[4])
@@ -382,26 +387,24 @@ def fold_tile(
         weights, as_matrix(values.at(kv_iteration)), weighted_sum, is_async=True
     )
     scores = warpgroup_mma_wait(1, deps=[scores_token])  # [ROWS, KV_TILE]
-    scores = change_and_hide(scores, rules, at, tile_range, index, partials)
+    if MAX_OF != "first":
+        scores = change_and_hide(scores, rules, at, tile_range, index, partials)
     if not OVERLAP_SOFTMAX:
         weighted_sum, scores = warpgroup_mma_wait(0, deps=[sum_token, scores])
         values.release(kv_iteration)
-    # After the partial tiles and one full tile every row has seen a key. The branches keep the
-    # exponents above the wait for the sum: else ptxas has that first.
-    if (not EXACT_MAX) & (index > tile_range.num_partial):
-        new_weights = weights_of(scores, rules, lazy_max)
-        sums = sum_by_thread(new_weights)
-        rescale, raised = lazy_rescale(sums)
-        new_weights = rescaled(new_weights, rescale)
-        sums = sums * rescale
-        lazy_max += raised
+    # A branch keeps the exponents above the wait for the sum: else ptxas has that first.
+    if MAX_OF == "all":
+        new_weights, sums, lazy_max, rescale = weigh_by_largest(scores, rules, lazy_max)
+    elif MAX_OF == "first":
+        new_weights, sums, lazy_max, rescale = weigh_by_reference(scores, rules, lazy_max)
     else:
-        lazy_max, rescale = raise_lazy_max(scores, rules, lazy_max)
-        new_weights = weights_of(scores, rules, lazy_max)
-        sums = sum_by_thread(new_weights)
+        if index > tile_range.num_partial:
+            new_weights, sums, lazy_max, rescale = weigh_by_reference(scores, rules, lazy_max)
+        else:
+            new_weights, sums, lazy_max, rescale = weigh_by_largest(scores, rules, lazy_max)
     row_sum = row_sum * rescale + sums
     if OVERLAP_SOFTMAX:
-        if EXACT_MAX:  # one branch is no border, but this loop is
+        if MAX_OF == "all":  # there is none, but this wait is a loop
             values.wait(kv_iteration + 1)
         weighted_sum, new_weights, row_sum, rescale = warpgroup_mma_wait(
             0, deps=[sum_token, new_weights, row_sum, rescale]
@@ -410,6 +413,25 @@ def fold_tile(
     keys.release(kv_iteration + 1)
     new_weights = as_operand(new_weights, query_tile.dtype, SUMS)
     return lazy_max, row_sum, weighted_sum, new_weights, rescale
+
+
+@gluon.jit
+def weigh_by_largest(scores, rules, lazy_max):
+    """Weights of a tile, their sums by thread, lazy maxima that were raised if its largest scores
+    ask for it, and what shrinks everything before."""
+    lazy_max, rescale = raise_lazy_max(scores, rules, lazy_max)
+    weights = weights_of(scores, rules, lazy_max)
+    return weights, sum_by_thread(weights), lazy_max, rescale
+
+
+@gluon.jit
+def weigh_by_reference(scores, rules, lazy_max):
+    """The same where every row has seen a key: sums tell whether lazy maxima should have been
+    raised."""
+    weights = weights_of(scores, rules, lazy_max)
+    sums = sum_by_thread(weights)
+    rescale, raised = lazy_rescale(sums)
+    return rescaled(weights, rescale), sums * rescale, lazy_max + raised, rescale
 
 
 @gluon.jit

@@ -2,6 +2,7 @@
 
 begin → backward → end                                                        the usual form
 begin → backward → end → NaN-safe keys → NaN-safe queries                     where pairs are hidden
+begin → backward → add splits → end → …             where few kv heads leave programs without work
 begin → backward (without partial sums) → NaN-safe keys → Triton's queries    the ordered form
 begin → backward_keys → backward_queries → NaN-safe keys and queries          above 128 channels
 … → one Triton pass for each bias that wants a gradient
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from saccade.ops.attention.hopper.host import BackwardOfLengths
 
 LONGEST_SIDE = 256  # of what TMA moves at once
+SUM_TILE = 32  # rows of keys whose parts a program adds
 QUERY_PASS = configs.QuerySchedule()
 
 
@@ -53,6 +55,9 @@ class BackwardMemory(NamedTuple):
     dq_accumulate: Tensor | None  # of the gradients of queries, float32, by slot
     flag: Tensor | None  # whether hidden rows may have made nonfinite something
     semaphores: Tensor | None  # by part
+    # float32, with a head for each program that a kv head's query heads are split over
+    splits_of_key: Tensor | None
+    splits_of_value: Tensor | None
 
 
 class HopperBackwardCall(NamedTuple):
@@ -79,6 +84,9 @@ class HopperBackwardCall(NamedTuple):
             prepared.programs, spec.device, (*known, *plan.tensors, *counters),
             lambda: self._main_arguments(plan.argument(), counters),
         )  # fmt: skip
+        if prepared.splits > 1:
+            arguments = self._splits_arguments
+            prepared.add_splits(prepared.sum_programs, spec.device, known, arguments)
         if memory.dq_accumulate is not None:
             prepared.end(slots, spec.device, known, self._end_arguments)
         if prepared.query_pass is not None:
@@ -121,13 +129,12 @@ class HopperBackwardCall(NamedTuple):
     def _main_arguments(
         self, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
     ) -> tuple[Any, ...]:
-        prepared, inputs, memory = self.prepared, self.inputs, self.memory
+        prepared, inputs = self.prepared, self.inputs
         spec, numbers, packed = self.spec, sourced(prepared.numbers), self.spec.packed
         return (
             *self._moved(spec, numbers),
             *spec.inputs(inputs)[:2],
-            self._of_keys(memory.of_key),
-            self._of_keys(memory.of_value),
+            *self._sums_of_keys(),
             tile_scheduler.with_gluon_search(rules(inputs, self.variant, plan)),
             tile_scheduler.TileOrder(
                 tensor_view.packed_origin if packed else tensor_view.dense_origin,
@@ -146,6 +153,12 @@ class HopperBackwardCall(NamedTuple):
         def rows(tensor: Tensor, at_once: int, channels: int) -> Any:
             return descriptor(tensor, Box.of(spec.layout(tensor), spec.packed, at_once, channels))
 
+        gradients: tuple[Any, Any] = None, None  # parts do not go by TMA
+        if prepared.splits == 1:
+            gradients = (
+                rows(memory.of_key, configs.ROWS, width),
+                rows(memory.of_value, configs.ROWS, value_width),
+            )
         return (
             rows(inputs.query, tile, width),
             rows(inputs.key, kv_tile, width),
@@ -157,9 +170,25 @@ class HopperBackwardCall(NamedTuple):
             else descriptor(
                 memory.dq_accumulate, Box.plain(numbers[4], LONGEST_SIDE, of_part // LONGEST_SIDE)
             ),
-            rows(memory.of_key, configs.ROWS, width),
-            rows(memory.of_value, configs.ROWS, value_width),
+            *gradients,
         )
+
+    def _sums_of_keys(self) -> tuple[Any, Any]:
+        """Views of what the main kernel writes: gradients of keys and values, or their parts."""
+        memory, spec = self.memory, self.spec
+        if memory.splits_of_key is None or memory.splits_of_value is None:
+            return self._of_keys(memory.of_key), self._of_keys(memory.of_value)
+
+        def parts(rows: Tensor) -> Any:
+            extent = spec.geometry.keys._replace(heads=spec.layout(rows).shape[1])
+            return view(rows, spec.steps(rows), extent, self.inputs.cu_seqlens_k)
+
+        return parts(memory.splits_of_key), parts(memory.splits_of_value)
+
+    def _splits_arguments(self) -> tuple[Any, ...]:
+        of_key, of_value = self.memory[1:3]
+        gradients = self._of_keys(of_key), self._of_keys(of_value)
+        return *self._sums_of_keys(), *gradients, sourced(self.prepared.numbers)[5]
 
     def _end_arguments(self) -> tuple[Any, ...]:
         of_queries = self._rows(self.memory.of_query)
@@ -187,9 +216,9 @@ class HopperBackwardCall(NamedTuple):
         memory = self.memory
         tensors = (
             *self.inputs[:3], *there_are(self.passed), *memory[:3],
-            *there_are((memory.lse_log2, memory.row_dot)),
+            *there_are((memory.lse_log2, memory.row_dot)), *there_are(memory[9:]),
         )  # fmt: skip
-        return self.prepared.spec.sourced(sourced(self.prepared.numbers)[5:], tensors)
+        return self.prepared.spec.sourced(sourced(self.prepared.numbers)[6:], tensors)
 
     def _rows(self, rows: Tensor) -> Any:
         return self.spec.rows(rows, self.inputs)
@@ -208,7 +237,8 @@ class HopperBackwardCall(NamedTuple):
     def _scratch(self) -> BackwardScratch:
         packed, memory = self.prepared.spec.packed, self.memory
         slot = dq_accumulate.packed_slot if packed else dq_accumulate.dense_slot
-        return BackwardScratch(slot, memory.dq_accumulate, memory.flag, memory.semaphores)
+        splits = sourced(self.prepared.numbers)[5] if self.prepared.splits > 1 else None
+        return BackwardScratch(slot, memory.dq_accumulate, memory.flag, memory.semaphores, splits)
 
     def _semaphore_of(self) -> tuple[Any, Any]:
         """What `begin` finds the last tile of keys of a tile of queries by."""

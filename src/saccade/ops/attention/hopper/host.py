@@ -36,6 +36,7 @@ from saccade.ops.attention.hopper.backward_d256 import attention_backward_keys
 from saccade.ops.attention.hopper.configs import backward_problem, kernel_problem
 from saccade.ops.attention.hopper.dq_accumulate import (
     PARTS,
+    attention_backward_add_splits,
     attention_backward_begin,
     attention_backward_end,
 )
@@ -43,6 +44,7 @@ from saccade.ops.attention.hopper.forward import ForwardMeta, attention_forward
 from saccade.ops.attention.hopper.gradients import (
     LONGEST_SIDE,
     QUERY_PASS,
+    SUM_TILE,
     BackwardInputs,
     BackwardMemory,
     HopperBackwardCall,
@@ -76,7 +78,8 @@ class HopperForward:
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call like the one that was prepared."""
         inputs = aligned(inputs)
-        key = self, configs.OVERRIDE, *lengths_of(inputs)
+        # Sequences of packed calls may end together or not, in calls of equal lengths.
+        key = self, configs.OVERRIDE, configs.ends_align(inputs), *lengths_of(inputs)
         found = _lengths.get(key)
         if found is None:
             found = remembered(_lengths, key, lambda: ForwardOfLengths(self, inputs, variant))
@@ -98,7 +101,7 @@ class HopperForward:
             "CONSUMER_REGISTERS": chosen.consumer_registers,
             "PRODUCER_REGISTERS": chosen.producer_registers,
             "OVERLAP_SOFTMAX": chosen.overlap_softmax,
-            "EXACT_MAX": chosen.exact_max,
+            "MAX_OF": chosen.max_of,
             "SKIP_MASKED_TILE": chosen.skip_masked_tile,
         }
         found = self.launches[chosen] = Launch(
@@ -113,7 +116,9 @@ class ForwardOfLengths:
     def __init__(self, prepared: HopperForward, inputs: Inputs, variant: Variant):
         self.spec, self.alone = prepared.spec, prepared.alone
         self.device = inputs.query.device
-        problem = prepared.problem._replace(kv_len=inputs.key.shape[-2])
+        problem = prepared.problem._replace(
+            kv_len=inputs.key.shape[-2], aligned=configs.ends_align(inputs)
+        )
         self.schedule = chosen = configs.choose(problem)
         geometry, tile = Geometry.of(inputs), chosen.query_tile
         self.planner = None
@@ -250,7 +255,7 @@ class HopperBackward:
         self.widths = problem.head_width, problem.value_width
         scored = variant.score != "" or variant.scale <= 0
         self.factor = LOG2_E.value if scored else 1.0 / variant.scale
-        self.launches: dict[configs.BackwardSchedule, tuple[Launch, Launch, Launch]] = {}
+        self.launches: dict[Any, tuple[Launch, ...]] = {}
         self.query_launch = None
         if self.apart:
             self.query_launch = Launch(
@@ -266,9 +271,10 @@ class HopperBackward:
                 BackwardMeta,
             )
 
-    def own_launches(self, chosen: configs.BackwardSchedule) -> tuple[Launch, Launch, Launch]:
-        """The kernels that are Hopper's own, by a schedule."""
-        key = chosen._replace(at_once_mb=0)  # which is a matter of order
+    def own_launches(self, chosen: configs.BackwardSchedule, splits: int) -> tuple[Launch, ...]:
+        """The kernels that are Hopper's own, by a schedule, and by how many programs share the
+        query heads of a kv head."""
+        key = chosen._replace(at_once_mb=0), splits  # the former is a matter of order
         found = self.launches.get(key)
         if found is not None:
             return found
@@ -280,17 +286,25 @@ class HopperBackward:
         }  # fmt: skip
         of_main = {
             **{name: constants[name] for name in NAMES},
+            "HEADS_PER_KV_HEAD": constants["HEADS_PER_KV_HEAD"] // splits,
             "STAGES": chosen.stages,
             "NAN_SAFE": self.nan_safe,
             "CONSUMER_REGISTERS": chosen.consumer_registers,
             "PRODUCER_REGISTERS": chosen.producer_registers,
         }
         of_end = {"HEAD_DIM": constants["HEAD_DIM"], "NAN_SAFE": self.nan_safe}
+        of_sums = {
+            "HEAD_DIM": constants["HEAD_DIM"],
+            "HEAD_WIDTH": next_width(constants["HEAD_DIM"]),
+            "VALUE_WIDTH": next_width(constants["VALUE_DIM"]),
+            "KV_TILE": SUM_TILE,
+        }
         kernel = attention_backward_keys if self.apart else attention_backward
         found = self.launches[key] = (
             Launch(attention_backward_begin, {**values, **rows, **of_begin}, OPTIONS),
             Launch(kernel, of_main, OPTIONS, BackwardMeta),
             Launch(attention_backward_end, {**rows, **of_end}, OPTIONS),
+            Launch(attention_backward_add_splits, {**values, **of_sums}, OPTIONS),
         )
         return found
 
@@ -327,11 +341,16 @@ class BackwardOfLengths:
         self.tile = tile = chosen.query_tile
         self.slots = geometry.queries.programs(tile)
         self.planner = kind.planner(inputs, variant, geometry, (tile, chosen.kv_tile), False)
+        keys, group = geometry.keys, self.spec.constants["HEADS_PER_KV_HEAD"]
+        self.splits = configs.backward_splits(problem, keys, group, self.spec.multiprocessors)
+        self.split_keys = keys._replace(heads=keys.heads * self.splits)  # as programs count heads
+        self.sum_programs = keys.programs(SUM_TILE)
         self._choose_memory(inputs, passed)
-        order = self._order(query_len)
-        self.programs = min(geometry.keys.programs(chosen.kv_tile), self.spec.multiprocessors)
-        self.numbers = (*order, self.slots, self.side, geometry.queries.batch, *self.layouts)
-        self.present = passed.grad_lse is not None, self.in_key_order
+        order = self._order(problem)
+        self.programs = min(order[0], self.spec.multiprocessors)
+        beside = self.slots, self.side, self.splits, geometry.queries.batch
+        self.numbers = (*order, *beside, *self.layouts)
+        self.present = passed.grad_lse is not None, self.in_key_order, self.splits > 1
         self._launches(inputs, variant)
         self.query_pass = None
         if kind.apart:
@@ -344,6 +363,11 @@ class BackwardOfLengths:
         self.side = slots * tile * width // LONGEST_SIDE  # rows of partial sums as TMA moves them
         rows = [(tensor.shape, gradient_strides(tensor.shape, packed)) for tensor in inputs[:3]]
         numbers, single = (lse.shape, lse.stride()), torch.float32
+        parts = []
+        if self.splits > 1:
+            for rows_or_batch, heads, *rest in (tensor.shape for tensor in inputs[1:3]):
+                shape = (rows_or_batch, heads * self.splits, *rest)
+                parts.append((shape, contiguous(shape)))
 
         def memory(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Any:
             return partial(torch.empty_strided, shape, strides, dtype=dtype, device=lse.device)
@@ -357,8 +381,10 @@ class BackwardOfLengths:
             None if kind.ordered else memory((slots * tile, width), (width, 1), single),
             memory((), (), torch.int32) if kind.nan_safe else None,
             memory((slots * PARTS.value,), (1,), torch.int32) if self.in_key_order else None,
+            *(memory(*layout, single) for layout in parts),
+            *[None] * (2 - len(parts)),
         )
-        laid = [*rows, *[numbers] * (2 if kind.by_triton else 0)]
+        laid = [*rows, *[numbers] * (2 if kind.by_triton else 0), *parts]
         self.layouts = (
             *numbers_of((*inputs[:3], *there_are(passed))),
             *[number for shape, strides in laid for number in (*shape, *strides)],
@@ -367,8 +393,8 @@ class BackwardOfLengths:
     def _launches(self, inputs: Inputs, variant: Variant) -> None:
         """The kernels of the pass, for calls of these numbers."""
         kind, numbers, present, call = self.kind, self.numbers, self.present, (inputs, variant)
-        self.begin, self.main, self.end = [
-            launch.of(numbers, present) for launch in kind.own_launches(self.schedule)
+        self.begin, self.main, self.end, self.add_splits = [
+            launch.of(numbers, present) for launch in kind.own_launches(self.schedule, self.splits)
         ]
         of_queries: Any = nonfinite.attention_backward_nan_safe_queries
         more: dict[str, Any] = {}
@@ -388,17 +414,15 @@ class BackwardOfLengths:
             self.nan_safe_keys = launch.of(numbers, present)
             self.key_programs = self.spec.geometry.keys.programs(launch.constants["KV_TILE"])
 
-    def _order(self, query_len: int) -> tuple[int, int, int]:
+    def _order(self, problem: configs.BackwardProblem) -> tuple[int, int, int]:
         """In which order the kernel takes tiles of keys."""
         # Of a head: queries, gradients of outputs, float32 partial sums.
-        of_query_head = 8 * self.kind.widths[0] * query_len
-        of_kv_head = of_query_head * self.spec.constants["HEADS_PER_KV_HEAD"]
-        heads = (self.schedule.at_once_mb << 20) // max(of_kv_head, 1)
-        keys = self.spec.geometry.keys
-        if self.in_key_order:
-            slots = keys.slots(self.schedule.kv_tile)
-            heads = configs.heads_in_key_order(slots, self.spec.multiprocessors)
-        return tile_scheduler.order_of(keys, self.schedule.kv_tile, heads)
+        of_query_head = 8 * self.kind.widths[0] * problem.query_len
+        group = self.spec.constants["HEADS_PER_KV_HEAD"] // self.splits
+        at_once = (self.schedule.at_once_mb << 20) // max(of_query_head * group, 1)
+        tiles = self.split_keys, self.schedule.kv_tile
+        heads = configs.backward_heads_at_once(problem, at_once, *tiles, self.spec.multiprocessors)
+        return tile_scheduler.order_of(*tiles, heads)
 
     def __call__(
         self,

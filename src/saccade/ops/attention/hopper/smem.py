@@ -145,7 +145,9 @@ def make_backward_rings(
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(PAIRS, query_desc.dtype)
         grad_scores = make_ring(query_desc.dtype, in_stages(STAGES, PAIRS), LAYOUT, 0, 2)
         dq_accumulate = (make_memory_for(dq_desc), make_memory_for(dq_desc))
-    outputs = (make_memory_for(output_desc), make_memory_for(output_desc))
+    outputs = (keys.memory, keys.memory)  # not used: gradients leave from registers
+    if output_desc is not None:
+        outputs = (make_memory_for(output_desc), make_memory_for(output_desc))
     settle()
     return BackwardRings(
         work_tiles, keys, values, queries, starts, grad_outputs, grad_scores, dq_accumulate, outputs
