@@ -82,8 +82,7 @@ HOPPER: tuple[Entry, ...] = (
         for dim in (64, 128, 256)
         for mask in MASKS[:2]
     ),
-    *((KernelCall(64, mask=mask, length=2 * SHORT), PASSES["hopper"]) for mask in MASKS[:2]),
-    (KernelCall(128, mask="causal", length=2 * SHORT), PASSES["hopper"]),
+    *((KernelCall(64, mask=mask, length=8 * SHORT), PASSES["hopper"]) for mask in MASKS[:2]),
     (KernelCall(96), PASSES["hopper"]),
     (KernelCall(192, mask="causal"), PASSES["hopper"]),
     (KernelCall(192, mask="causal", value_dim=128), PASSES["hopper"]),
@@ -92,6 +91,10 @@ HOPPER: tuple[Entry, ...] = (
     (KernelCall(128, mask="blocks"), PASSES["hopper"]),
     (KernelCall(128, mask="causal", score="softcap"), PASSES["hopper"]),
     (KernelCall(128, mask="causal", packed=True), PASSES["hopper"]),
+    *(
+        (KernelCall(dim, mask="causal", packed=True, offsets_apart=True), PASSES["hopper"])
+        for dim in (64, 128)
+    ),
     *((KernelCall(dim, mask=mask), HOPPER_FORMS) for dim in (64, 128) for mask in MASKS[:2]),
     (KernelCall(128, "fp16", "window"), (HOPPER_FORMS[0], HOPPER_FORMS[2])),
     (KernelCall(128, mask="documents"), HOPPER_FORMS[:1]),

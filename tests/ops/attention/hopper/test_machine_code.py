@@ -110,11 +110,19 @@ def test_two_programs_share_a_multiprocessor():
         assert usage.registers == 80
 
 
+def test_three_consumers_have_no_mask_in_their_loop():
+    calls = [KernelCall(64, mask=mask, length=8192) for mask in ("none", "causal")]
+    for _, usage in compiled("hopper", "hopper_forward", *calls):
+        assert usage.looped == 0
+        assert usage.products >= 72
+
+
 def test_the_backward_pass_keeps_products_under_way():
     calls = [KernelCall(dim, mask=mask) for dim in (64, 128) for mask in ("none", "causal")]
     usages = compiled("hopper_shared", "hopper_backward", *calls)
     usages += compiled("hopper_ordered", "hopper_backward, ordered", calls[-1])
     usages += compiled("hopper_in_order", "hopper_backward, in key order", calls[-1])
+    usages += compiled("hopper_split", "hopper_backward, split", catalogue.FEW_KV_HEADS)
     for _, usage in usages:
         assert usage.looped == 0
         assert usage.products >= 96  # those of two consumers, and of a first tile
