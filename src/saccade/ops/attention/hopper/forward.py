@@ -426,8 +426,8 @@ def weigh_by_largest(scores, rules, lazy_max):
 
 @gluon.jit
 def weigh_by_reference(scores, rules, lazy_max):
-    """The same where every row has seen a key: sums tell whether lazy maxima should have been
-    raised."""
+    """Weights of a tile, and the rest, where every row has seen a key: sums tell whether lazy
+    maxima should have been raised."""
     weights = weights_of(scores, rules, lazy_max)
     sums = sum_by_thread(weights)
     rescale, raised = lazy_rescale(sums)
