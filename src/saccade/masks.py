@@ -26,7 +26,7 @@ from torch import Tensor
 from saccade.modifiers import expression
 from saccade.modifiers.evaluate import index_range, take, visible
 from saccade.modifiers.expression import Captured, Coordinates, key_of
-from saccade.modifiers.form import form_of, kind_of, traced_in_graph
+from saccade.modifiers.form import ModifierFunction, form_of, kind_of, traced_in_graph
 from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
 from saccade.modifiers.normal_form import Lengths
 from saccade.modifiers.trace import trace
@@ -103,21 +103,10 @@ class Mask(Modifier):
         raise TypeError("combine masks with &, | and ~, not with and, or and not")
 
 
-@dataclass(frozen=True)
-class MaskFunction:
+class MaskFunction(ModifierFunction[Mask]):
     """A function that `function` was given; called with the captured values it gives a `Mask`."""
 
-    body: Callable[..., Any]
-    align: str
-
-    def __call__(self, *captured: Tensor | int | float) -> Mask:
-        if torch.compiler.is_compiling():  # what follows is a constant to it, values are not
-            form = form_of(self.body, self.align, tuple(kind_of(value) for value in captured))
-            return Mask(form.key, form.captured(captured))
-        for value in captured:
-            kind_of(value)
-        found, values = trace(self.body, self.align, captured)
-        return Mask(key_of(found), values)
+    makes = Mask
 
 
 @overload
@@ -157,13 +146,7 @@ def function(body: Callable[..., Any] | None = None, *, align: str = "top_left")
     """
     check_align(align)
     if body is None:
-        return functools.partial(_function, align=align)
-    return _function(body, align)
-
-
-def _function(body: Callable[..., Any], align: str) -> MaskFunction:
-    if not callable(body) or isinstance(body, type):
-        raise TypeError(f"body: got {type(body).__name__}, takes a function")
+        return functools.partial(MaskFunction, align=align)
     return MaskFunction(body, align)
 
 
@@ -406,7 +389,7 @@ def as_mask(mask: AnyMask) -> Mask:
             f"write mask=saccade.masks.{name}(...)"
         )
     if is_plain_function(mask):
-        return _function(mask, "top_left")()
+        return MaskFunction(mask, "top_left")()
     advice = f"; write mask=saccade.masks.{mask}()" if mask == "causal" else ""
     raise TypeError(
         f"mask: got {type(mask).__name__} ({mask!r}), takes a saccade Mask such as "

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from saccade.modifiers import expression
 from saccade.modifiers.evaluate import absolute, exp, log, maximum, minimum, take, tanh, where
-from saccade.modifiers.expression import Captured, key_of
-from saccade.modifiers.form import form_of, kind_of
+from saccade.modifiers.expression import Captured
+from saccade.modifiers.form import ModifierFunction, form_of, kind_of
 from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
-from saccade.modifiers.trace import trace
 from saccade.runtime.arguments import check_align, floats
 
 __all__ = [
@@ -62,22 +61,11 @@ class Score(Modifier):
         return Score(found.key, found.captured(self.captured, later.captured))
 
 
-@dataclass(frozen=True)
-class ScoreFunction:
+class ScoreFunction(ModifierFunction[Score]):
     """A function that `function` was given; called with the captured values it gives a `Score`."""
 
-    body: Callable[..., Any]
-    align: str
-
-    def __call__(self, *captured: Tensor | int | float) -> Score:
-        if torch.compiler.is_compiling():  # what follows is a constant to it, values are not
-            kinds = tuple(kind_of(value) for value in captured)
-            form = form_of(self.body, self.align, kinds, score=True)
-            return Score(form.key, form.captured(captured))
-        for value in captured:
-            kind_of(value)
-        found, values = trace(self.body, self.align, captured, score=True)
-        return Score(key_of(found), values)
+    makes = Score
+    of_scores = True
 
 
 @overload
@@ -115,13 +103,7 @@ def function(body: Callable[..., Any] | None = None, *, align: str = "top_left")
     """
     check_align(align)
     if body is None:
-        return functools.partial(_function, align=align)
-    return _function(body, align)
-
-
-def _function(body: Callable[..., Any], align: str) -> ScoreFunction:
-    if not callable(body) or isinstance(body, type):
-        raise TypeError(f"body: got {type(body).__name__}, takes a function")
+        return functools.partial(ScoreFunction, align=align)
     return ScoreFunction(body, align)
 
 
@@ -224,7 +206,7 @@ def as_score(score: AnyScore) -> Score:
             f"write score=saccade.scores.{name}(...)"
         )
     if not isinstance(score, Tensor) and is_plain_function(score):
-        found = _function(score, "top_left")()
+        found = ScoreFunction(score, "top_left")()
         return NOTHING_CHANGED if found.key == "score" else found
     advice = "; a tensor to add: saccade.scores.bias(tensor)" if isinstance(score, Tensor) else ""
     raise TypeError(

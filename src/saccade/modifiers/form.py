@@ -16,7 +16,8 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -319,3 +320,31 @@ def _played(name: str, args: list[Any], options: dict[str, Any]) -> Any:
     if name == TAKE:
         return symbol.take_from(args[0], args[1:])
     return symbol._trace.called(name, args, options)
+
+
+# ---- masks and scores of functions --------------------------------------------------------------
+
+Made = TypeVar("Made")  # a mask or a score
+
+
+@dataclass(frozen=True)
+class ModifierFunction(Generic[Made]):
+    """A function of rows that, called with the values to capture, gives a mask or a score."""
+
+    body: Callable[..., Any]
+    align: str
+    makes: ClassVar[Any]  # the class of what it gives
+    of_scores: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.body) or isinstance(self.body, type):
+            raise TypeError(f"body: got {type(self.body).__name__}, takes a function")
+
+    def __call__(self, *captured: Tensor | int | float) -> Made:
+        """The mask or score, with these values."""
+        kinds = tuple([kind_of(value) for value in captured])
+        if torch.compiler.is_compiling():  # what follows is a constant to it, values are not
+            form = form_of(self.body, self.align, kinds, score=self.of_scores)
+            return self.makes(form.key, form.captured(captured))
+        found, values = trace(self.body, self.align, captured, score=self.of_scores)
+        return self.makes(key_of(found), values)
