@@ -1,6 +1,7 @@
 """Decode steps at fixed addresses: padded, ahead of the host, and without a look at any number."""
 
 import contextlib
+import random
 import weakref
 from typing import Any
 
@@ -11,9 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers.utils import import_utils
 
 import saccade
+from saccade.gpu.launcher import Launch
+from saccade.ops.attention.triton import call_spec
+from saccade.runtime.spec import KernelConfig, PagedInputs
+from saccade.runtime.validation import prepare_paged
 from saccade.serving import decode_steps
 from saccade.serving import engine as engines
-from saccade.serving.decode_steps import Decoder, batch_sizes
+from saccade.serving.decode_steps import Decoder, batch_sizes, packed_sizes
 from saccade.serving.decoding import Sampling
 from saccade.serving.model import PackedModel
 
@@ -263,6 +268,46 @@ def test_warming_up_takes_every_size_and_leaves_nothing(monkeypatch):
     served.assert_nothing_is_held(engine)
     generated = engine.generate(served.prompts(), **GREEDY)
     assert served.tokens_of(generated) == served.wanted("qwen3", NEW)
+
+
+def kernels_of(rows: int, sequences: int, pages: int, mask: Any) -> set[str]:
+    """What kernels of a packed step are compiled for, as an H100 would have them."""
+    from saccade.ops.paged_attention.hopper import HopperPagedForward
+
+    pool = torch.empty(4, 2, 16, 64, dtype=torch.bfloat16)
+    ends = [rows * number // sequences for number in range(sequences + 1)]
+    table = torch.zeros(sequences, pages, dtype=torch.int32)
+    lens = torch.ones(sequences, dtype=torch.int32)
+    inputs = PagedInputs(
+        torch.empty(rows, 8, 64, dtype=torch.bfloat16), pool, pool, table, lens,
+        torch.tensor(ends, dtype=torch.int32), None, None, None,
+    )  # fmt: skip
+    inputs, variant, _, _ = prepare_paged(
+        inputs, mask=mask, score=None, scale=None, batch_invariant=False, return_lse=False,
+        config=None,
+    )  # fmt: skip
+    made = HopperPagedForward(inputs, variant, KernelConfig(), False)
+    launches = [(type(of), name, getattr(of, name)) for of in made.passes for name in vars(of)]
+    return {
+        f"{kind} {name} {launch.constants} {launch.options}"
+        for kind, name, launch in launches
+        if isinstance(launch, Launch)
+    }
+
+
+@pytest.mark.parametrize("mask", [saccade.masks.causal(), saccade.masks.window(100)], ids=str)
+def test_steps_that_are_tried_need_all_kernels_that_others_need(mask, monkeypatch):
+    monkeypatch.setattr(call_spec, "architecture", lambda tensor: "sm_90")
+    monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 132)
+    tried = {
+        kernel for rows, each in packed_sizes(512, 24) for kernel in kernels_of(rows, each, 8, mask)
+    }
+    chance = random.Random(0)
+    for _ in range(60):
+        each = chance.randint(1, 24)
+        rows = chance.randint(each, 512)
+        assert kernels_of(rows, each, chance.choice([1, 8, 64, 200]), mask) <= tried
+    assert 10 < len(tried) < 60
 
 
 def test_what_has_no_room_is_not_tried():
