@@ -28,8 +28,12 @@ def options(number):
     return {"max_new_tokens": NEW, "stop_tokens": (), **drawn, **stops}
 
 
-def make():
-    engine = served.engine(num_pages=14, max_sequences=4, tokenizer=served.LetterTokenizer())
+def make(number=0):
+    """An engine under load; of odd number one that begins a step before it looks at another."""
+    ways = {"run_ahead": True, "batch_sizes": [2, 4]} if number % 2 else {}
+    engine = served.engine(
+        num_pages=14, max_sequences=4, tokenizer=served.LetterTokenizer(), **ways
+    )
     completions = [engine.submit(prompt, **options(n)) for n, prompt in enumerate(PROMPTS)]
     samples = engine.submit_samples(PROMPTS[0], 2, **options(5))
     return engine, [*completions, *samples]
@@ -53,7 +57,7 @@ def test_an_interrupt_at_any_line_changes_no_token():
     with interrupts.ends_within(900):
         while True:
             interrupt = interrupts.Interrupt(line, "serving", "kv_cache")
-            engine, completions = make()
+            engine, completions = make(line)
             for _ in range(500):
                 try:
                     with interrupt.armed():
@@ -74,7 +78,7 @@ def test_an_interrupt_while_one_is_cancelled_leaves_the_others():
     wanted, line = steady(), 0
     for line in itertools.count(step=5):
         interrupt = interrupts.Interrupt(line, "serving", "kv_cache")
-        engine, completions = make()
+        engine, completions = make(line)
         for _ in range(3):
             engine.step()
         for number in (0, 1, 4):  # one of two samples, and two that run or wait
@@ -108,8 +112,8 @@ def test_signals_at_random_moments_lose_nothing():
     chance = random.Random(1)
     came = 0
     with interrupts.ends_within(300):
-        for _ in range(25):
-            engine, completions = make()
+        for number in range(25):
+            engine, completions = make(number)
             for _ in range(4):
                 try:
                     signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.03))
@@ -173,7 +177,7 @@ def test_waiting_for_what_can_never_come_ends():
 
 def test_an_error_of_the_model_loses_nothing(monkeypatch):
     wanted = steady()
-    engine, completions = make()
+    engine, completions = make(1)
     engine.step()
     real, begin = saccade.attention_paged, time.perf_counter()
     turns = itertools.count()
