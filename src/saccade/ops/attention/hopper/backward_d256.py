@@ -1,7 +1,7 @@
-"""Gradients of keys and values of more than 128 channels on Hopper, and products of so many.
+"""Gradients of more than 128 channels on Hopper, in two passes, and products of so many channels.
 
-A program stands at a tile of 64 keys and goes along the queries that see it. Each of its two
-consumers owns one gradient, all channels of it, and computes what that one needs:
+In the first pass a program stands at a tile of 64 keys and goes along the queries that see it. Each
+of its two consumers owns one gradient, all channels of it, and computes what that one needs:
 
     the first     scores = keys · queriesᵀ → weights
                   of_value += weights · grad_outputs
@@ -11,8 +11,12 @@ consumers owns one gradient, all channels of it, and computes what that one need
 Weights and grad_scores are left operands as they stand in registers. The one thing that the second
 wants of the first, what grad_weights are multiplied by, goes through shared memory in 16 bits: 8 K
 a tile. Partial sums of the gradients of queries would take eight times as much, and registers that
-are not there; so `backward_d256_dq.py` computes those gradients, with two of the products done
-again.
+are not there. So a second pass computes those gradients, with two of the products done again: the
+same bits each time. A program stands at 128 query rows there, 64 for each of its two consumers, and
+goes along the keys that they see, as the forward pass does:
+
+    scores = queries · keysᵀ, grad_weights = grad_outputs · valuesᵀ → grad_scores
+    of_query += grad_scores · keys, one step late
 
 A tensor has a power of two of channels, and so is 256 wide above 128. Where no more than 192 are
 there, sums are two tensors, of 128 and 64 channels, and products leave out the rest.
@@ -35,14 +39,21 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from saccade.gpu.hopper.tile_scheduler import num_visits
+from saccade.gpu.hopper.tile_scheduler import is_partial, num_visits, tile_of
 from saccade.gpu.language import gl, gluon
-from saccade.gpu.tensor_view import row_pointers
+from saccade.gpu.tensor_view import load_numbers, row_pointers
 from saccade.ops.attention.hopper.backward import next_work_tile, produce, weigh
-from saccade.ops.attention.hopper.forward import mma_layout
+from saccade.ops.attention.hopper.forward import mma_layout, schedule_work, work_tile_of
 from saccade.ops.attention.hopper.nonfinite import note_nonfinite
-from saccade.ops.attention.hopper.smem import make_key_rings
-from saccade.ops.attention.hopper.softmax import ROWS, as_matrix, places_of
+from saccade.ops.attention.hopper.smem import make_key_rings, make_query_rings
+from saccade.ops.attention.hopper.softmax import (
+    ROWS,
+    as_matrix,
+    change,
+    exponent_factor,
+    hide,
+    places_of,
+)
 
 WIDEST_PART = gl.constexpr(128)  # but for a single one
 
@@ -309,3 +320,195 @@ def add_grad_scores(
     slopes = rings.slopes.at(iteration).load(PAIRS).to(gl.float32)
     rings.slopes.release(iteration)
     return as_operand(slopes * grad_weights, grad_tile.dtype, PAIRS), of_key
+
+
+# ---- gradients of queries -----------------------------------------------------------------------
+
+
+@gluon.jit(do_not_specialize=["rules"])
+def attention_backward_queries(
+    query_desc, key_desc, value_desc, grad_output_desc, grad_query_desc, query, key, grad_query,
+    lse_log2, row_dot, rules, schedule, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, META: gl.constexpr, NAN_SAFE: gl.constexpr,
+):  # fmt: skip
+    """One program: tiles of 128 query rows of one head, one after the other."""
+    rings = make_query_rings(query_desc, key_desc, value_desc, grad_output_desc, META.STAGES)
+    gl.warp_specialize(
+        [
+            (consume_keys, (
+                grad_query_desc, query, grad_query, lse_log2, row_dot, rules, schedule, rings,
+                HEAD_DIM, VALUE_DIM, NAN_SAFE, 0,
+            )),
+            (consume_keys, (
+                grad_query_desc, query, grad_query, lse_log2, row_dot, rules, schedule, rings,
+                HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
+            )),
+            (produce_keys, (
+                query_desc, key_desc, value_desc, grad_output_desc, query, key, rules, schedule,
+                rings, HEADS_PER_KV_HEAD,
+            )),
+            (schedule_work, (query, key, grad_query, None, rules, schedule, rings, HEAD_DIM, 0)),
+        ],
+        [4, 1, 1],
+        [META.CONSUMER_REGISTERS, META.PRODUCER_REGISTERS, META.PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def produce_keys(
+    query_desc, key_desc, value_desc, grad_output_desc, query, key, rules, schedule, rings,
+    HEADS_PER_KV_HEAD: gl.constexpr,
+):  # fmt: skip
+    """Load what consumers will need, as soon as there is room for it."""
+    KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
+    tile_iteration, kv_iteration = 0, 0
+    position, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
+    while query_len > 0:
+        batch, query_head, query_start = position
+        query_batch, query_row = schedule.origin(batch, query.data)
+        kv_batch, kv_row = schedule.origin(batch, key.data)
+        kv_head = query_head // HEADS_PER_KV_HEAD
+        visits = num_visits(tile_range)
+        for index in range(0, visits):
+            kv_start = tile_of(rules, tile_range, index) * KV_TILE
+            coordinates = [kv_batch, kv_head, kv_row + kv_start, 0]
+            rings.keys.acquire(kv_iteration)
+            rings.keys.load(kv_iteration, key_desc, coordinates)
+            rings.values.acquire(kv_iteration)
+            rings.values.load(kv_iteration, value_desc, coordinates)
+            if index == 0:
+                # Their memory is the last to come free: what they leave behind goes out of it.
+                for which in gl.static_range(2):
+                    first = [query_batch, query_head, query_row + query_start + which * ROWS, 0]
+                    rings.queries[which].acquire(tile_iteration)
+                    rings.queries[which].load(tile_iteration, query_desc, first)
+                    rings.grad_outputs[which].load(tile_iteration, grad_output_desc, first)
+            if index == gl.maximum(visits - 2, 0):
+                rings.work_tiles.release(
+                    tile_iteration
+                )  # now is the time to schedule the next tile
+            kv_iteration += 1
+        tile_iteration += 1
+        position, query_len, _, tile_range = work_tile_of(rings, tile_iteration)
+
+
+@gluon.jit
+def consume_keys(
+    grad_query_desc, query, grad_query, lse_log2, row_dot, rules, schedule, rings,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, NAN_SAFE: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Compute 64 rows of each tile of query rows that is scheduled."""
+    PARTS: gl.constexpr = parts_of(rings.keys.memory.shape[4], HEAD_DIM)
+    OTHERS: gl.constexpr = parts_of(rings.values.memory.shape[4], VALUE_DIM)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, mma_layout(rings.keys.memory.shape[3]))
+    tile_iteration, kv_iteration = 0, 0
+    position, query_len, kv_len, tile_range = next_work_tile(rings, tile_iteration)
+    while query_len > 0:
+        batch, query_head, query_start = position
+        first_row = query_start + WHICH * ROWS
+        rows = first_row + gl.arange(0, ROWS, OF_ROWS)
+        # +inf makes all weights of a row 0.
+        lse = load_numbers(lse_log2, batch, query_head, rows, query_len, float("inf"))
+        dot = load_numbers(row_dot, batch, query_head, rows, query_len, 0.0)  # [ROWS], as lse
+        at = (batch, query_head, first_row, query_len, kv_len)
+        queries, grad_outputs = rings.queries[WHICH], rings.grad_outputs[WHICH]
+        queries.wait(tile_iteration)
+        grad_outputs.wait(tile_iteration)
+        sums = sum_over_keys(
+            rings,
+            rules,
+            at,
+            tile_range,
+            kv_iteration,
+            lse,
+            dot,
+            no_sums(PARTS),
+            PARTS,
+            OTHERS,
+            WHICH,
+        )
+        kv_iteration += num_visits(tile_range)
+        at = (batch, query_head, first_row, query_len)
+        # They leave through the memory of the queries.
+        finish_wide(
+            sums, rules.scale, grad_query_desc, grad_query, schedule, at,
+            queries.at(tile_iteration), schedule.nonfinite, HEAD_DIM, NAN_SAFE,
+        )  # fmt: skip
+        queries.release(tile_iteration)
+        tile_iteration += 1
+        position, query_len, kv_len, tile_range = next_work_tile(rings, tile_iteration)
+
+
+@gluon.jit
+def sum_over_keys(
+    rings, rules, at, tile_range, iteration, lse, dot, sums,
+    PARTS: gl.constexpr, OTHERS: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Add what every visited tile of keys gives, each one step late."""
+    grad_scores, sums = add_tile(
+        rings, rules, at, tile_range, 0, iteration, lse, dot, 0, sums, PARTS, OTHERS, False, WHICH
+    )
+    for index in range(1, num_visits(tile_range)):
+        iteration += 1
+        grad_scores, sums = add_tile(
+            rings, rules, at, tile_range, index, iteration, lse, dot, grad_scores, sums, PARTS,
+            OTHERS, True, WHICH,
+        )  # fmt: skip
+    sums = wait_for_sums_of(0, add_rows(grad_scores, as_matrix(rings.keys.at(iteration)), sums))
+    rings.keys.release(iteration)
+    return sums
+
+
+@gluon.jit
+def add_tile(
+    rings, rules, at, tile_range, index, iteration, lse, dot, grad_scores, sums,
+    PARTS: gl.constexpr, OTHERS: gl.constexpr, LATER: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Add what the tile of keys before gives, and make the grad_scores of this one.
+
+    PARTS, OTHERS: of the channels of keys, and of values. LATER: there is a tile before.
+    """
+    KV_TILE: gl.constexpr = rings.keys.memory.shape[3]
+    PAIRS: gl.constexpr = mma_layout(KV_TILE)
+    # [ROWS, HEAD_WIDTH] and [ROWS, VALUE_WIDTH]
+    query_tile = as_matrix(rings.queries[WHICH].memory.index(here(iteration - iteration)))
+    grad_tile = as_matrix(rings.grad_outputs[WHICH].memory.index(here(iteration - iteration)))
+    nothing = gl.zeros([ROWS, KV_TILE], gl.float32, PAIRS)  # pairs, here and below
+    if LATER:
+        sums = add_rows(grad_scores, as_matrix(rings.keys.at(iteration - 1)), sums)
+    rings.keys.wait(iteration)
+    scores = multiply_channels(query_tile, as_matrix(rings.keys.at(iteration)), nothing, PARTS)
+    if LATER:
+        sums = wait_for_sums_of(len(PARTS), sums)
+        rings.keys.release(iteration - 1)
+    rings.values.wait(iteration)
+    grad_weights = multiply_channels(
+        grad_tile, as_matrix(rings.values.at(iteration)), nothing, OTHERS
+    )
+    scores = warpgroup_mma_wait(len(OTHERS), deps=[scores])
+    slopes = weigh_keys(scores, rules, at, tile_range, index, lse)
+    # Values are there. Without this loop ptxas waits for grad_weights above the exponents.
+    rings.values.wait(iteration)
+    grad_weights, slopes = warpgroup_mma_wait(0, deps=[grad_weights, slopes])
+    rings.values.release(iteration)
+    return as_operand(slopes * (grad_weights - dot[:, None]), rings.keys.memory.dtype, PAIRS), sums
+
+
+@gluon.jit
+def weigh_keys(scores, rules, at, tile_range, index, lse):
+    """What grad_weights - row_dot of a tile of pairs are multiplied by."""
+    batch, query_head, first_row, query_len, kv_len = at
+    kv_start = tile_of(rules, tile_range, index) * scores.shape[1]
+    changed = scores
+    if rules.score is not None:
+        changed = change(scores, rules, at, kv_start)
+    if is_partial(tile_range, index):  # all others run without mask arithmetic
+        changed = hide(changed, rules, at, kv_start)
+    slopes = gl.exp2(changed * exponent_factor(rules) - lse[:, None])
+    if rules.score is not None:
+        query_rows, key_rows = places_of(scores, first_row, kv_start)
+        slopes = slopes * rules.score.derivative(
+            scores * rules.scale, batch, query_head, query_rows, key_rows, kv_len - query_len,
+            rules.score.data,
+        )  # fmt: skip
+    return slopes

@@ -30,7 +30,7 @@ from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.gpu.signature import sourced
-from saccade.ops.attention.hopper import backward_d256_dq, configs, nonfinite
+from saccade.ops.attention.hopper import backward_d256, configs, nonfinite
 from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
 from saccade.ops.attention.hopper.backward_d256 import attention_backward_keys
 from saccade.ops.attention.hopper.configs import backward_problem, kernel_problem
@@ -259,7 +259,7 @@ class HopperBackward:
         self.query_launch = None
         if self.apart:
             self.query_launch = Launch(
-                backward_d256_dq.attention_backward_queries,
+                backward_d256.attention_backward_queries,
                 {
                     **{name: spec.constants[name] for name in NAMES},
                     "STAGES": QUERY_PASS.stages,
