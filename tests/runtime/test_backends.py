@@ -109,7 +109,8 @@ def test_without_triton_machine_code_serves(monkeypatch, has_code):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(machine_code, "architecture_of", lambda index: "sm_90")
     given = ("sm_90",) if has_code else ("sm_80",)
-    shipped = stored_code.Shipped(Path("sm_90.code"), {}, "a test")
+    index = {"made_by": "a test", "blocks": [], "places": {}}
+    shipped = stored_code.Shipped(Path("sm_90.code"), index)
     monkeypatch.setattr(stored_code, "shipped", lambda name: shipped if name in given else None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     backends._triton_device_unsupported.cache_clear()  # type: ignore[attr-defined]

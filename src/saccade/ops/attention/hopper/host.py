@@ -363,7 +363,7 @@ class BackwardOfLengths:
         self.side = slots * tile * width // LONGEST_SIDE  # rows of partial sums as TMA moves them
         rows = [(tensor.shape, gradient_strides(tensor.shape, packed)) for tensor in inputs[:3]]
         numbers, single = (lse.shape, lse.stride()), torch.float32
-        parts = []
+        parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         if self.splits > 1:
             for rows_or_batch, heads, *rest in (tensor.shape for tensor in inputs[1:3]):
                 shape = (rows_or_batch, heads * self.splits, *rest)
