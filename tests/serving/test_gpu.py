@@ -1,0 +1,90 @@
+"""Decode steps as CUDA graphs on a GPU, against the same padded steps run eagerly."""
+
+from typing import Any
+
+import pytest
+import served
+import tiny_models
+import torch
+import transformers
+
+import saccade
+
+pytestmark = pytest.mark.gpu
+
+STOPS = [4, 8, 15, 16]
+REQUESTS: list[dict[str, Any]] = [
+    {}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.8, "top_p": 0.9, "seed": 2},
+    {"repetition_penalty": 1.3, "logprobs": 2}, {"stop_tokens": STOPS},
+    {"min_new_tokens": 20, "stop_tokens": STOPS}, {"logit_bias": {5: 2.0}}, {},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**tiny_models.SIZES)
+    made = tiny_models.sharpened(transformers.LlamaForCausalLM(config))
+    return made.to("cuda", request.param)
+
+
+def tokens(model: Any, **options: Any) -> list[list[int]]:
+    engine = saccade.Engine(
+        model, num_pages=200, max_sequences=5, max_batch_tokens=64, max_length=200,
+        batch_sizes=[2, 4, 5], warm_up=False, **options,
+    )  # fmt: skip
+    graphs = engine.explain().startswith("decode steps are CUDA graphs for 2, 4, 5 sequences")
+    assert graphs == bool(options.get("cuda_graphs"))
+    asked = [
+        engine.submit(prompt, **{"max_new_tokens": 40, "stop_tokens": (), **each})
+        for prompt, each in zip(served.prompts(), REQUESTS, strict=False)
+    ]
+    found = [completion.result().tokens for completion in asked]
+    served.assert_nothing_is_held(engine)
+    return found
+
+
+def test_graphs_give_the_tokens_of_eager_steps(model):
+    # The same kernels over the same padded rows, so not one bit differs.
+    wanted = tokens(model)
+    for _ in range(3):
+        assert tokens(model, cuda_graphs=True, run_ahead=False) == wanted
+
+
+def test_requests_alone_get_the_same_tokens_ahead_of_the_host(model):
+    def alone(**options: Any) -> list[int]:
+        engine = saccade.Engine(
+            model, num_pages=50, max_sequences=1, max_length=200, warm_up=False, **options
+        )
+        prompt = served.prompts()[3]
+        return engine.generate([prompt], max_new_tokens=100, stop_tokens=())[0].tokens
+
+    assert alone(cuda_graphs=True) == alone()
+
+
+def test_no_step_waits_for_the_device(model):
+    engine = saccade.Engine(
+        model, num_pages=50, max_sequences=2, max_length=200, cuda_graphs=True, warm_up=False
+    )
+    asked = [
+        engine.submit(prompt, max_new_tokens=60, stop_tokens=()) for prompt in served.prompts()[:2]
+    ]
+    while min(completion.statistics.new_tokens for completion in asked) < 4:
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.run()
+    assert all(len(completion.result().tokens) == 60 for completion in asked)
+
+
+def test_warming_up_leaves_nothing(model):
+    engine = saccade.Engine(
+        model, num_pages=50, max_sequences=3, max_batch_tokens=32, max_length=200,
+        cuda_graphs=True, progress=False,
+    )  # fmt: skip
+    assert "steps that read prompts were tried" in engine.explain()
+    served.assert_nothing_is_held(engine)
