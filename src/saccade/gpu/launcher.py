@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,9 +134,7 @@ class Launch:
     def _prepare(
         self, device: int, tensors: Sequence[Tensor], arguments: MakeArguments
     ) -> AnyStart:
-        found = [id(tensor) for tensor in tensors]
-        firsts = tuple(map(found.index, found))
-        key = firsts, tuple([tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors])
+        key = told_apart(tensors)
         start = self.starts.get(key)
         if start is not None:
             return start
@@ -172,6 +170,34 @@ def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[s
     return {**rest, "META": meta(**known)}
 
 
+def told_apart(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What tells calls of one Launch apart but for numbers: how many tensors there are, which of
+    them are the same, and whose addresses are aligned."""
+    ids, bits = [id(tensor) for tensor in tensors], 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    if bits % ALIGNMENT == 0 and len(set(ids)) == len(ids):
+        return (len(ids),)
+    alignments = [tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors]
+    return (*map(ids.index, ids), *alignments)
+
+
+class Moved(NamedTuple):
+    """A tensor that TMA moves: how its descriptor is made."""
+
+    number: int  # among the tensors of a launch
+    byte: int  # of memory
+    kind: driver.TensorMapKind
+    parameters: range  # its shape and strides
+    sources: list[int]  # of all parameters
+
+    def described(self, address: int, values: Sequence[int]) -> bytes:
+        """The descriptor; values: what parameters are picked from."""
+        found = [values[self.sources[place]] for place in self.parameters]
+        rank = len(found) // 2
+        return described(self.kind, address, found[:rank], found[rank:])
+
+
 class Template:
     """How a kernel's parameters are made of the numbers of a call, and of its addresses."""
 
@@ -193,7 +219,7 @@ class Template:
         self.general = len(numbers) > 0 and all(source_of(one) != UNKNOWN for one in looked_at)
         self.aligned: list[int] = []  # tensors whose addresses the kernel takes for aligned
         self.pointers: list[tuple[int, int]] = []  # tensor, word of memory
-        self.maps: list[tuple[int, int, Any, int, int]] = []  # tensor, byte, kind, first, rank
+        self.maps: list[Moved] = []
         self.rest: list[Any] = []  # what is packed beside the call's numbers
         self._read(arguments, numbers)
         del self.places  # of tensors that need not live
@@ -230,11 +256,11 @@ class Template:
                 number = self._address(value.tensor)
                 kind = next(kinds)
                 if number is None:
-                    keep(Maps(kind, value.shape, value.strides)[value.tensor.data_ptr()])
+                    keep(described(kind, value.tensor.data_ptr(), value.shape, value.strides))
                 else:
                     keep(NO_MAP)
                     byte = self.variant.offsets[place]
-                    self.maps.append((number, byte, kind, place + 1, rank))
+                    self.maps.append(Moved(number, byte, kind, moved, sources))
             else:
                 number = self._address(value)
                 keep(value.data_ptr() if number is None else 0)
@@ -243,7 +269,7 @@ class Template:
                     self.pointers.append((number, word))
         for number in machine_code.NO_SCRATCH:
             keep(number)
-        self.pick = operator.itemgetter(*sources)
+        self.pick, self.pack = operator.itemgetter(*sources), self.variant.format.pack
 
     def _address(self, tensor: Tensor) -> int | None:
         """Which tensor of the call it is, whose address each start writes; None: another one,
@@ -263,15 +289,13 @@ class Templates:
         self.count = count  # numbers of a call
         self.compiled_in: list[int] = []  # places of numbers that are constants of the kernel
         self.classed: list[int] = []  # of those of which it counts what they are multiples of
-        self.bounded: list[int] = []  # of those that have 32 bits
         self.found: dict[tuple[int, ...], Template] = {}
 
     def find(self, numbers: Sequence[int]) -> Template | None:
         """The template for a call with these numbers."""
         assert len(numbers) == self.count, "numbers of another kind of call"
-        bounded = [numbers[place] for place in self.bounded]
-        if bounded and (max(bounded) > LARGEST_INT32 or min(bounded) < -LARGEST_INT32):
-            return None
+        if max(numbers) > LARGEST_INT32 or min(numbers) < -LARGEST_INT32:
+            return None  # it may be one of those that have 32 bits
         return self.found.get(self._key(numbers))
 
     def _key(self, numbers: Sequence[int]) -> tuple[int, ...]:
@@ -283,19 +307,13 @@ class Templates:
 
     def add(self, template: Template, arguments: Arguments, numbers: Sequence[int]) -> None:
         """Keep a template that was made with these numbers."""
-        whole = [
-            number
-            for kind, number in zip(arguments.kinds, arguments.numbers, strict=True)
-            if kind == "i32"
-        ]
         looked_at = (
             (self.compiled_in, arguments.compiled_in),
             (self.classed, arguments.classed),
-            (self.bounded, whole),
         )
         for places, more in looked_at:
             new = {source_of(number) for number in more} - {UNKNOWN, FIXED, *places}
-            if new and places is not self.bounded:
+            if new:
                 self.found = {}  # keys of more numbers
             places += sorted(new)
         self.found[self._key(numbers)] = template
@@ -305,12 +323,13 @@ class Start:
     """A kernel's parameters, for calls like one another: all but addresses are known."""
 
     def __init__(self, template: Template, numbers: Sequence[int]):
-        self.template, variant = template, template.variant
-        picked = template.pick((*numbers, *template.rest))
-        self.parameters = variant.format.pack(*picked)
-        self.maps = [
-            (tensor, byte, Maps(kind, picked[at : at + rank], picked[at + rank : at + 2 * rank]))
-            for tensor, byte, kind, at, rank in template.maps
+        self.template, self.numbers = template, numbers
+        self.parameters = template.pack(*template.pick((*numbers, *template.rest)))
+        # Descriptors by address, of each tensor that TMA moves: one says where a tensor lies and
+        # how, and not which one it is; a launch, or a graph that is captured, copies it. So it
+        # serves whatever tensor comes to lie there.
+        self.maps: list[tuple[int, int, dict[int, bytes]]] = [
+            (moved.number, moved.byte, {}) for moved in template.maps
         ]
         self.first = template.first
 
@@ -331,10 +350,21 @@ class Start:
             memory[:] = self.parameters
             for number, word in template.pointers:
                 words[word] = addresses[number]
-            for number, offset, maps in self.maps:
-                memory[offset : offset + driver.TENSOR_MAP_SIZE] = maps[addresses[number]]
+            for number, byte, maps in self.maps:
+                found = maps.get(addresses[number])
+                if found is None:
+                    found = self._describe(byte, maps, addresses[number])
+                memory[byte : byte + driver.TENSOR_MAP_SIZE] = found
             variant.launch(programs, stream)
         return True
+
+    def _describe(self, byte: int, maps: dict[int, bytes], address: int) -> bytes:
+        """The descriptor of the tensor at an address that moves by the one at a byte."""
+        if len(maps) >= MOST_MAPS:
+            maps.clear()
+        moved = next(one for one in self.template.maps if one.byte == byte)
+        found = maps[address] = moved.described(address, (*self.numbers, *self.template.rest))
+        return found
 
 
 class TritonStart:
@@ -355,25 +385,11 @@ class TritonStart:
 AnyStart = Start | TritonStart
 
 
-class Maps(dict[int, bytes]):
-    """The descriptors by which TMA finds a tensor of one kind, by its address.
-
-    One says where a tensor lies and how, and not which one it is; a launch, or a graph that is
-    captured, copies it. So it serves whatever tensor of this kind comes to lie there.
-    """
-
-    def __init__(
-        self, kind: driver.TensorMapKind, shape: Sequence[int], strides: Sequence[int]
-    ) -> None:
-        super().__init__()
-        self.kind, self.shape, self.strides = kind, shape, usable(shape, strides)
-
-    def __missing__(self, address: int) -> bytes:
-        if len(self) >= MOST_MAPS:
-            self.clear()
-        found = driver.tensor_map(self.kind, address, self.shape, self.strides)
-        self[address] = found
-        return found
+def described(
+    kind: driver.TensorMapKind, address: int, shape: Sequence[int], strides: Sequence[int]
+) -> bytes:
+    """The descriptor of a tensor for TMA."""
+    return driver.tensor_map(kind, address, shape, usable(shape, strides))
 
 
 def usable(shape: Sequence[int], strides: Sequence[int]) -> list[int]:

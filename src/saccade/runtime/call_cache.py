@@ -126,24 +126,26 @@ def key_of(
     """
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return None
+    if _must_be_validated(mask, score, scale, implementation, config):
+        return None
     of_query, of_key, of_value = query.shape, key.shape, value.shape
     if not len(of_query) == len(of_key) == len(of_value) == 4:
         return None
     batch, heads, query_len, head_dim = of_query
-    _, kv_heads, kv_len, key_dim = of_key
-    if of_value[:3] != of_key[:3] or of_key[0] != batch:
+    kv_batch, kv_heads, kv_len, key_dim = of_key
+    value_batch, value_heads, value_len, value_dim = of_value
+    if not (batch == kv_batch == value_batch and kv_heads == value_heads and kv_len == value_len):
         return None
-    if _must_be_validated(mask, score, scale, implementation, config):
+    dtype, device = query.dtype, query.device
+    if not (key.dtype is value.dtype is dtype and key.device == value.device == device):
         return None
     fits = fits_tma(query, key, value)
     if fits is None:
         return None
     return (
-        heads, kv_heads, head_dim, key_dim, of_value[3], fits,
-        backends.lengths_kind(query_len, kv_len),
-        query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
-        mask, score, scale, implementation, config,
-        precision(query.dtype),
+        heads, kv_heads, head_dim, key_dim, value_dim, fits,
+        backends.lengths_kind(query_len, kv_len), dtype, device,
+        mask, score, scale, implementation, config, precision(dtype),
     )  # fmt: skip
 
 
@@ -165,8 +167,15 @@ def key_of_packed(
     """
     if not PLAIN.issuperset(map(type, (query, key, value, *offsets))):
         return None
+    if _must_be_validated(mask, score, scale, implementation, config):
+        return None
     of_query, of_key, of_value = query.shape, key.shape, value.shape
-    if not len(of_query) == len(of_key) == len(of_value) == 3 or of_value[:2] != of_key[:2]:
+    if not len(of_query) == len(of_key) == len(of_value) == 3:
+        return None
+    tokens, heads, head_dim = of_query
+    kv_tokens, kv_heads, key_dim = of_key
+    value_tokens, value_heads, value_dim = of_value
+    if kv_tokens != value_tokens or kv_heads != value_heads:
         return None
     ends, of_keys, device = *offsets, query.device
     sizes = ends.shape
@@ -174,23 +183,20 @@ def key_of_packed(
         return None
     if not (ends.dtype is of_keys.dtype is torch.int32 and ends.device == of_keys.device == device):
         return None
+    dtype = query.dtype
+    if not (key.dtype is value.dtype is dtype and key.device == value.device == device):
+        return None
     if any([length is not None and (type(length) is not int or length < 0) for length in longest]):
         return None
     if values_readable(ends) or values_readable(of_keys):
         return None
-    if _must_be_validated(mask, score, scale, implementation, config):
-        return None
     fits = fits_tma(query, key, value)
     if fits is None:
         return None
-    tokens, heads, head_dim = of_query
-    kv_tokens, kv_heads, key_dim = of_key
     return (
-        heads, kv_heads, head_dim, key_dim, of_value[2], fits,
-        backends.lengths_kind(tokens, kv_tokens, sizes[0] - 1), longest[0] == 1,
-        query.dtype, key.dtype, value.dtype, device, key.device, value.device,
-        mask, score, scale, implementation, config,
-        precision(query.dtype),
+        heads, kv_heads, head_dim, key_dim, value_dim, fits,
+        backends.lengths_kind(tokens, kv_tokens, sizes[0] - 1), longest[0] == 1, dtype, device,
+        mask, score, scale, implementation, config, precision(dtype),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Reach: which masks let rows see few keys only."""
+"""Which masks let rows see few keys only, and how results lie in memory."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from saccade import masks
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.call_spec import FEW, is_short
+from saccade.runtime.spec import Inputs, empty_gradients, empty_results
 
 TABLE = torch.zeros(1, 16, dtype=torch.int64)
 
@@ -61,3 +62,32 @@ def test_rounded_lengths_answer_as_exact_ones(lengths, monkeypatch):
         with monkeypatch.context() as exact:
             exact.setattr(call_spec, "LENGTH_BITS", 32)
             assert of(mask, *lengths) == rounded
+
+
+SHAPES = ((2, 4, 9, 16), (1, 1, 7, 16), (1, 3, 1, 8), (2, 2, 0, 16), (1, 2, 5, 16))
+
+
+@pytest.mark.parametrize("heads_inside", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_lie_as_all_implementations_have_them(
+    shape: tuple[int, ...], heads_inside: bool
+) -> None:
+    query = torch.zeros(shape, dtype=torch.bfloat16)
+    if heads_inside:
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    value = query.new_zeros(*shape[:3], 24)
+    offsets = torch.tensor([0, 2], dtype=torch.int32)
+    packed = [rows.transpose(1, 2).reshape(-1, shape[1], rows.shape[-1]) for rows in (query, value)]
+    for inputs in (
+        Inputs(query, query, value),
+        Inputs(packed[0], packed[0], packed[1], None, None, offsets, offsets),
+    ):
+        memories, wanted = call_spec.results_memory(inputs), empty_results(inputs)
+        for memory, tensor in zip(memories, wanted, strict=True):
+            made = memory.make()
+            assert made.dtype == tensor.dtype
+            assert memory.numbers == (*tensor.shape, *tensor.stride())
+            assert (*made.shape, *made.stride()) == memory.numbers
+    gradients = empty_gradients(Inputs(query, query, value))[:3]
+    for rows, gradient in zip((query, query, value), gradients, strict=True):
+        assert call_spec.beside_channels(rows.shape) == gradient.stride()

@@ -54,13 +54,14 @@ from saccade.ops.attention.triton import host as triton_host
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
 from saccade.ops.attention.triton.call_spec import (
     CallSpec,
+    beside_channels,
     contiguous,
     lengths_of,
-    memory_like,
     numbers_of,
     remembered,
+    results_memory,
 )
-from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, empty_results
+from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant
 
 NAMES = ("HEADS_PER_KV_HEAD", "HEAD_DIM", "VALUE_DIM")  # of constants of all calls
 
@@ -125,8 +126,8 @@ class ForwardOfLengths:
         if prepared.planned:
             sizes = tile, chosen.kv_tile
             self.planner = Planner(inputs, variant, geometry, sizes, over_keys=True)
-        output, lse = empty_results(inputs)
-        self.output, self.lse = memory_like(output), memory_like(lse)
+        output, lse = results_memory(inputs)
+        self.output, self.lse = output.make, lse.make
         queries, spec = geometry.queries, self.spec
         heads = configs.heads_at_once(
             problem.masked, queries.heads * queries.sequences, queries.slots(tile),
@@ -135,7 +136,7 @@ class ForwardOfLengths:
         )  # fmt: skip
         order = tile_scheduler.order_of(queries, tile, heads)
         self.programs = min(order[0], chosen.programs * spec.multiprocessors)
-        layouts = numbers_of((*inputs[:3], output, lse))
+        layouts = (*numbers_of(inputs[:3]), *output.numbers, *lse.numbers)
         self.launch = prepared.launch(chosen).of((*order, queries.batch, *layouts))
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
@@ -361,7 +362,8 @@ class BackwardOfLengths:
         kind, packed, lse = self.kind, self.spec.packed, passed.lse
         width, tile, slots = kind.widths[0], self.tile, self.slots
         self.side = slots * tile * width // LONGEST_SIDE  # rows of partial sums as TMA moves them
-        rows = [(tensor.shape, gradient_strides(tensor.shape, packed)) for tensor in inputs[:3]]
+        lie = contiguous if packed else beside_channels  # as `empty_gradients` has them
+        rows = [(tensor.shape, lie(tensor.shape)) for tensor in inputs[:3]]
         numbers, single = (lse.shape, lse.stride()), torch.float32
         parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         if self.splits > 1:
@@ -449,14 +451,6 @@ class BackwardOfLengths:
             position: rest.table(position, rest.known(), config) for position in wanted_tables
         }
         return found._replace(sinks=rest.sinks(), tables=tables)
-
-
-def gradient_strides(shape: Sequence[int], packed: bool) -> tuple[int, ...]:
-    """How the gradient of a tensor lies in memory, as `empty_gradients` has it."""
-    if packed:
-        return contiguous(shape)
-    _, heads, length, dim = shape
-    return length * heads * dim, dim, heads * dim, 1
 
 
 _kinds: dict[Any, HopperBackward] = {}

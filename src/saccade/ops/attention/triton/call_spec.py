@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +28,15 @@ from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.intervals import Span
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import KernelProblem
-from saccade.runtime.spec import Inputs, KernelConfig, LinearInputs, Variant, precision
+from saccade.runtime.spec import (
+    Inputs,
+    KernelConfig,
+    LinearInputs,
+    Variant,
+    accumulate_dtype,
+    heads_inside,
+    precision,
+)
 
 # ---- how many keys a query row sees, about: where they are few, other tiles are faster -----------
 
@@ -100,13 +107,63 @@ def lengths_of(inputs: Inputs) -> tuple[Any, ...]:
 
 def numbers_of(tensors: Sequence[Tensor]) -> list[int]:
     """Shapes and strides of tensors, one after the other."""
-    return [number for tensor in tensors for number in (*tensor.shape, *tensor.stride())]
+    found: list[int] = []
+    for tensor in tensors:
+        found += tensor.shape
+        found += tensor.stride()
+    return found
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
-    strides = itertools.accumulate((1, *shape[:0:-1]), operator.mul)
-    return tuple(strides)[::-1]
+    found, step = [], 1
+    for side in reversed(shape):
+        found.append(step)
+        step *= side or 1
+    return tuple(found[::-1])
+
+
+def beside_channels(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of [batch, heads, length, dim] that is [batch, length, heads, dim] in memory."""
+    batch, heads, length, dim = shape
+    of_batch, of_row, of_head, _ = contiguous((batch, length, heads, dim))
+    return of_batch, of_head, of_row, 1
+
+
+class Memory(NamedTuple):
+    """Memory that every call of the same lengths takes: its shape and strides, and what gives
+    it."""
+
+    numbers: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @staticmethod
+    def of(
+        shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Memory:
+        """Memory on a device."""
+        make = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+        return Memory((*shape, *strides), make)
+
+
+def results_memory(inputs: Inputs) -> tuple[Memory, Memory]:
+    """Memory for output and lse, laid out as `empty_results` has it."""
+    query, dim = inputs.query, inputs.value.shape[-1]
+    dtype, device = query.dtype, query.device
+    if inputs.cu_seqlens_q is not None:
+        tokens, heads, _ = query.shape
+        rows: tuple[int, ...] = heads, tokens
+        shape: tuple[int, ...] = tokens, heads, dim
+        strides = contiguous(shape)
+    else:
+        batch, heads, length, _ = query.shape
+        rows, shape = (batch, heads, length), (batch, heads, length, dim)
+        strides = beside_channels(shape) if heads_inside(query) else contiguous(shape)
+    wide = accumulate_dtype(dtype)
+    return (
+        Memory.of(shape, strides, dtype, device),
+        Memory.of(rows, contiguous(rows), wide, device),
+    )
 
 
 class CallSpec(NamedTuple):

@@ -49,6 +49,7 @@ from saccade.ops.attention.triton.call_spec import (
     memory_like,
     numbers_of,
     remembered,
+    results_memory,
     with_unit_channels,
 )
 from saccade.ops.attention.triton.forward import attention_forward
@@ -58,7 +59,6 @@ from saccade.runtime.spec import (
     KernelConfig,
     Variant,
     empty_gradients,
-    empty_results,
 )
 
 
@@ -92,9 +92,10 @@ class ForwardOfLengths:
         self.programs = queries.programs(tiles[0])
         self.planner = Planner(inputs, variant, self.spec.geometry, tiles, over_keys=True)
         self.alone = brings_three(inputs, variant) and not self.planner.needed
-        results = empty_results(inputs)
-        self.output, self.lse = map(memory_like, results)
-        self.launch = launch.of((queries.batch, *numbers_of((*inputs[:3], *results))))
+        output, lse = results_memory(inputs)
+        self.output, self.lse = output.make, lse.make
+        layouts = (*numbers_of(inputs[:3]), *output.numbers, *lse.numbers)
+        self.launch = launch.of((queries.batch, *layouts))
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of such a call."""
