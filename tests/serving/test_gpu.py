@@ -24,7 +24,7 @@ REQUESTS: list[dict[str, Any]] = [
 def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**tiny_models.SIZES)
-    made = tiny_models.sharpened(transformers.LlamaForCausalLM(config))
+    made: Any = tiny_models.sharpened(transformers.LlamaForCausalLM(config))
     return made.to("cuda", request.param)
 
 
@@ -35,9 +35,12 @@ def tokens(model: Any, **options: Any) -> list[list[int]]:
     )  # fmt: skip
     graphs = engine.explain().startswith("decode steps are CUDA graphs for 2, 4, 5 sequences")
     assert graphs == bool(options.get("cuda_graphs"))
+    several: list[dict[str, Any]] = [
+        {"max_new_tokens": 40, "stop_tokens": (), **each} for each in REQUESTS
+    ]
     asked = [
-        engine.submit(prompt, **{"max_new_tokens": 40, "stop_tokens": (), **each})
-        for prompt, each in zip(served.prompts(), REQUESTS, strict=False)
+        engine.submit(prompt, **each)
+        for prompt, each in zip(served.prompts(), several, strict=False)
     ]
     found = [completion.result().tokens for completion in asked]
     served.assert_nothing_is_held(engine)
