@@ -64,10 +64,10 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("dense", ("hopper*: bf16 d128 causal*rows",), True),
-    Kind("varlen", ("hopper*: bf16 d128 causal packed",), True),
-    Kind("decode", ("paged: bf16 d128 none decode p16",), False),
-    Kind("linear", ("hopper_linear*: bf16 d128 causal",), True),
+    Kind("dense", ("attention*: bf16 d128 causal*rows",), True),
+    Kind("varlen", ("attention_varlen*: bf16 d128 causal packed*",), True),
+    Kind("decode", ("attention_paged: bf16 d128 none decode p16 batch*",), False),
+    Kind("linear", ("linear_attention*: bf16 d128 causal*",), True),
 )
 
 

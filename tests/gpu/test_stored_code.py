@@ -182,19 +182,67 @@ def test_a_cache_that_cannot_be_written_is_no_error(
         assert stored_code.cached("a") is None
 
 
-def test_triton_that_is_told_otherwise_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real question, and nothing told."""
     monkeypatch.undo()
     for name in list(os.environ):
         if name.startswith(("TRITON_", "PTXAS_", "MLIR_", "LLVM_")):
             monkeypatch.delenv(name)
-    stored_code.told_triton.cache_clear()
     assert stored_code.told_triton() == ""
+
+
+def test_triton_that_is_told_otherwise_is_asked(
+    untold: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("TRITON_PTXAS_PATH", "PTXAS_OPTIONS", "DISABLE_LLVM_OPT", "TRITON_DEBUG"):
         with monkeypatch.context() as told:
             told.setenv(name, "1")
-            stored_code.told_triton.cache_clear()
             assert stored_code.told_triton() == name
-    stored_code.told_triton.cache_clear()
+    monkeypatch.setenv("TRITON_LIBDEVICE_PATH", "as Inductor sets it")
+    assert stored_code.told_triton() == ""
+
+
+def test_settings_of_a_program_count_as_the_environment_does(
+    untold: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = pytest.importorskip("triton").knobs
+    for name, value in (
+        ("nvidia.ptxas_options", "--opt-level 0"), ("nvidia.disable_ptxas_opt", True),
+        ("compilation.enable_asan", True), ("compilation.instrumentation_mode", "any"),
+        ("language.default_fp_fusion", False), ("runtime.debug", True),
+        ("runtime.add_stages_inspection_hook", print), ("runtime.override_arch", "sm75"),
+    ):  # fmt: skip
+        part, knob = name.split(".")
+        with getattr(knobs, part).scope():
+            setattr(getattr(knobs, part), knob, value)
+            assert stored_code.told_triton(), name
+        assert stored_code.told_triton() == "", name
+    with knobs.runtime.scope(), knobs.compilation.scope():
+        knobs.runtime.jit_post_compile_hook = knobs.compilation.listener = print
+        knobs.refresh_knobs()
+        assert stored_code.told_triton() == ""
+        knobs.runtime.debug = True
+        assert stored_code.told_triton() == "triton.knobs.runtime.debug"
+
+
+def test_what_is_stored_is_passed_by_where_a_program_says_otherwise(
+    untold: None, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, compiler: list[str]
+) -> None:
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setenv("SACCADE_CACHE", str(elsewhere / "cache"))
+    stored_code.cache.cache_clear()
+    found = [machine_code.find(ours(), ARGUMENTS, {}, "sm_90")[1] for _ in range(2)]
+    assert found == [machine_code.COMPILER, machine_code.CACHE]
+    with knobs.runtime.scope():
+        knobs.runtime.debug = True
+        assert machine_code.find(ours(), ARGUMENTS, {}, "sm_90")[1] == machine_code.COMPILER
+        monkeypatch.setattr(machine_code, "_variants", {0: SimpleNamespace(
+            origin=machine_code.COMPILER, by_triton="", name="kernel",
+        )})  # fmt: skip
+        said = machine_code.remark()
+        assert said is not None and said.endswith("as triton.knobs.runtime.debug is set")
+    assert len(compiler) == 2
 
 
 # ---- where a variant is looked for --------------------------------------------------------------

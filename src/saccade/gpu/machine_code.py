@@ -191,6 +191,9 @@ def remark() -> str | None:
         return None
     came = " and ".join(f"{count} from {origin}" for origin, count in counts.items())
     said = f"machine code of {sum(counts.values())} kernels so far: {came}"
+    told = stored_code.told_triton()
+    if told:
+        said += f"; what is stored is not used for new ones, as {told} is set"
     for found in _variants.values():
         if found.by_triton:
             by_triton = f"of {found.name}, {found.by_triton}"

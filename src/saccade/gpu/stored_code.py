@@ -39,10 +39,23 @@ COMPILERS = ("language.py", "signature.py", "triton_compiler.py")
 MOST_CACHED = 4096  # files of the cache: about 100 MB
 BLOCK = 1 << 20  # bytes that are compressed together: read in 10 ms, and what more saves is little
 
-# What a user may tell Triton that changes neither code nor where it is kept.
+# What a user may tell Triton that changes neither code nor where it is kept. Inductor names the
+# library of device functions when it compiles, of which our kernels use none.
 HARMLESS = (
     "TRITON_CACHE_DIR", "TRITON_DISABLE_LINE_INFO", "TRITON_HOME", "TRITON_INTERPRET",
-    "TRITON_PRINT_AUTOTUNING",
+    "TRITON_LIBDEVICE_PATH", "TRITON_PRINT_AUTOTUNING",
+)  # fmt: skip
+# The same as settings of a program, and hooks that see what is compiled and do not change it.
+TELLING = (
+    "compilation",
+    "language",
+    "nvidia",
+    "runtime",
+)  # parts of `triton.knobs` that change code
+HARMLESS_KNOBS = (
+    "cuobjdump", "disable_line_info", "interpret", "jit_cache_hook", "jit_post_compile_hook",
+    "kernel_load_end_hook", "kernel_load_start_hook", "launch_enter_hook", "launch_exit_hook",
+    "libcuda_path", "libdevice_path", "listener", "nvdisasm", "store_binary_only",
 )  # fmt: skip
 
 
@@ -125,11 +138,11 @@ def address_of(kernel: str, arguments: str, options: dict[str, Any], architectur
     return hashlib.sha256(asked.encode()).hexdigest()
 
 
-@functools.cache
 def told_triton() -> str:
-    """What the environment tells Triton to do otherwise, so that nothing stored is used; "": none.
+    """What tells Triton to do otherwise, so that nothing stored is used; "": nothing does.
 
-    Read once: Triton reads most of it while it is imported.
+    By the environment or by a program, which sets it on `triton.knobs`. It is asked for each new
+    variant: either may change at any time.
     """
     for name in sorted(os.environ):
         triton_only = name.startswith(("TRITON_", "PTXAS_", "MLIR_", "LLVM_")) or name in (
@@ -137,6 +150,11 @@ def told_triton() -> str:
         )  # fmt: skip
         if triton_only and name not in HARMLESS:
             return name
+    knobs = sys.modules.get("triton.knobs")  # whoever sets them has imported it
+    for part in TELLING if knobs else ():
+        for name, value in vars(getattr(knobs, part)).items():
+            if value and name not in HARMLESS_KNOBS:
+                return f"triton.knobs.{part}.{name}"
     return ""
 
 

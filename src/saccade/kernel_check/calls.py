@@ -14,7 +14,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from saccade import masks, scores
+from saccade import (
+    LinearState,
+    attention,
+    attention_paged,
+    attention_varlen,
+    linear_attention,
+    linear_attention_step,
+    masks,
+    scores,
+    write_kv_cache,
+)
 from saccade.masks import Mask
 from saccade.ops.attention.triton.call_spec import is_short
 from saccade.runtime.spec import (
@@ -111,12 +121,23 @@ class KernelCall(NamedTuple):
     value_dim: int = 0  # 0: as head_dim
     heads_inside: bool = False  # [batch, length, heads, dim] in memory, as projections leave them
     offsets_apart: bool = False  # packed queries and keys have offsets of their own
+    sinks: bool = False
+    deterministic: bool = False
+    query_len: int = 0  # 0: as many rows as keys
+
+    @property
+    def operation(self) -> str:
+        """The function that is called."""
+        return "attention_varlen" if self.packed else "attention"
 
     @property
     def name(self) -> str:
         """A name in which calls of one catalogue differ."""
         extras = [self.score] if self.score != "none" else []
         extras += ["dropout"] if self.dropout_p else []
+        extras += ["sinks"] if self.sinks else []
+        extras += ["deterministic"] if self.deterministic else []
+        extras += [f"{self.query_len} queries"] if self.query_len else []
         extras += ["packed"] if self.packed else []
         extras += [f"{self.length} rows"] if self.length != SHORT else []
         extras += [f"values of {self.value_dim}"] if self.value_dim else []
@@ -132,19 +153,8 @@ class KernelCall(NamedTuple):
 
     def make(self, device: torch.device) -> tuple[Inputs, Variant]:
         """Tensors and options; packed rows are two sequences a batch entry."""
-        query, key, value = (
-            self._rows(heads, dim, device)
-            for heads, dim in (
-                (self.heads, self.head_dim),
-                (self.kv_heads, self.head_dim),
-                (self.kv_heads, self.value_dim or self.head_dim),
-            )
-        )
-        offsets = of_keys = None
-        if self.packed:
-            tokens, half = self.batch * self.length, self.length // 2
-            offsets = torch.arange(0, tokens + 1, half, dtype=torch.int32, device=device)
-            of_keys = offsets.clone() if self.offsets_apart else None
+        query, key, value = self._tensors(device)
+        offsets, of_keys = self._offsets(device)
         inputs, variant, _, _ = prepare(
             query, key, value, offsets, of_keys, None, None, mask=self._mask(device),
             score=self._score(device), scale=None, sinks=None, dropout_p=self.dropout_p,
@@ -152,12 +162,45 @@ class KernelCall(NamedTuple):
         )  # fmt: skip
         return with_seed(inputs, variant), variant
 
-    def _rows(self, heads: int, dim: int, device: torch.device) -> Tensor:
-        shape = self.batch, heads, self.length, dim
+    def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """The call by its public name: its output, and what may have gradients."""
+        tensors, score = self._tensors(device), self._score(device)
+        options: dict[str, Any] = {
+            "mask": self._mask(device), "score": score, "dropout_p": self.dropout_p,
+            "deterministic": self.deterministic,
+        }  # fmt: skip
+        if self.sinks:
+            options["sinks"] = torch.zeros(self.heads, device=device, requires_grad=True)
+        captured = () if score is None else score.captured.tensors
+        leaves = [*tensors, *(one for one in captured if one.requires_grad)]
+        leaves += [options["sinks"]] if self.sinks else []
         if self.packed:
-            shape = self.batch * self.length, heads, dim
+            return attention_varlen(*tensors, self._offsets(device), **options), leaves
+        return attention(*tensors, **options), leaves
+
+    def _tensors(self, device: torch.device) -> list[Tensor]:
+        return [
+            self._rows(heads, length, dim, device)
+            for heads, length, dim in (
+                (self.heads, self.query_len or self.length, self.head_dim),
+                (self.kv_heads, self.length, self.head_dim),
+                (self.kv_heads, self.length, self.value_dim or self.head_dim),
+            )
+        ]
+
+    def _offsets(self, device: torch.device) -> tuple[Any, Any]:
+        if not self.packed:
+            return None, None
+        tokens, half = self.batch * self.length, self.length // 2
+        found = torch.arange(0, tokens + 1, half, dtype=torch.int32, device=device)
+        return found, found.clone() if self.offsets_apart else None
+
+    def _rows(self, heads: int, length: int, dim: int, device: torch.device) -> Tensor:
+        shape = self.batch, heads, length, dim
+        if self.packed:
+            shape = self.batch * length, heads, dim
         elif self.heads_inside:
-            shape = self.batch, self.length, heads, dim
+            shape = self.batch, length, heads, dim
         dtype = DTYPES[self.dtype]
         if device.type == "cuda":
             rows = torch.randn(shape, device=device).to(dtype)
@@ -172,9 +215,15 @@ class KernelCall(NamedTuple):
                 return masks.causal()
             case "window":
                 return masks.causal() & masks.window(WINDOW)
-            case "documents":
+            case "window 255" | "window 4095" | "window 4096":
+                return masks.causal() & masks.window(int(self.mask.split()[1]))
+            case "documents" | "documents, causal":
                 sequences = self.batch * (2 if self.packed else 1)
-                return masks.documents((rows * 4 // self.length).expand(sequences, -1).contiguous())
+                ids = (rows * 4 // self.length).expand(sequences, -1).contiguous()
+                found = masks.documents(ids)
+                return found if self.mask == "documents" else found & masks.causal()
+            case "prefix":
+                return masks.prefix(torch.ones(self.batch, dtype=torch.int64, device=device))
             case "blocks":
                 blocks = torch.arange(-(-self.length // MASK_BLOCK), device=device)
                 visible = (blocks[:, None] - blocks) % VISIBLE_BLOCKS == 0
@@ -186,6 +235,8 @@ class KernelCall(NamedTuple):
     def _score(self, device: torch.device) -> Score | None:
         if self.score == "softcap":
             return scores.softcap(30.0)
+        if self.score == "alibi":
+            return scores.alibi(torch.ones(self.heads, device=device))
         if self.score == "bias":
             shape = (1, self.heads, self.length, self.length)
             return scores.bias(torch.zeros(shape, device=device, requires_grad=True))
@@ -263,6 +314,8 @@ class PagedCall(NamedTuple):
     kv_heads: int = 8
     length: int = 1024
 
+    operation = "attention_paged"
+
     @property
     def name(self) -> str:
         """A name in which calls of one catalogue differ."""
@@ -273,6 +326,31 @@ class PagedCall(NamedTuple):
 
     def make(self, device: torch.device) -> tuple[PagedInputs, Variant]:
         """Tensors and options."""
+        inputs, variant, _, _ = prepare_paged(
+            self._inputs(device), mask=self._mask(device), score=None, scale=None,
+            batch_invariant=False, return_lse=False, config=None,
+        )  # fmt: skip
+        return inputs, variant
+
+    def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """The call by its public name: its output; nothing has gradients."""
+        found = self._inputs(device)
+        scales = {"key_scales": found.key_scales, "value_scales": found.value_scales}
+        return attention_paged(*found[:5], mask=self._mask(device), **scales), []
+
+    def user_write(self, device: torch.device, rotary: bool) -> None:
+        """Write rows by the function's public name."""
+        found = self._inputs(device)
+        key = found.query.transpose(1, 2).flatten(0, 1)[:, : self.kv_heads].contiguous()
+        slots = torch.zeros(key.shape[0], dtype=torch.int64, device=device)
+        angles = torch.zeros(key.shape[0], key.shape[2] // 2, device=device)
+        write_kv_cache(
+            key, key.clone(), found.key_pages, found.value_pages, slots,
+            key_scales=found.key_scales, value_scales=found.value_scales,
+            rotary=(angles, angles) if rotary else None,
+        )  # fmt: skip
+
+    def _inputs(self, device: torch.device) -> PagedInputs:
         count = -(-self.length // self.page_size)
         query_shape = self.batch, self.heads, self.query_len, self.head_dim
         shape = (self.batch * count, self.kv_heads, self.page_size, self.head_dim)
@@ -282,7 +360,7 @@ class PagedCall(NamedTuple):
             return torch.ones(shape[:3], device=device) if self.pages else None
 
         table = torch.arange(self.batch * count, dtype=torch.int32, device=device)
-        inputs = PagedInputs(
+        return PagedInputs(
             torch.zeros(query_shape, dtype=DTYPES[self.dtype], device=device),
             torch.zeros(shape, device=device).to(stored),
             torch.zeros(shape, device=device).to(stored),
@@ -291,11 +369,6 @@ class PagedCall(NamedTuple):
             key_scales=scales(),
             value_scales=scales(),
         )
-        inputs, variant, _, _ = prepare_paged(
-            inputs, mask=self._mask(device), score=None, scale=None, batch_invariant=False,
-            return_lse=False, config=None,
-        )  # fmt: skip
-        return inputs, variant
 
     def _mask(self, device: torch.device) -> Mask | None:
         if self.mask == "tree":
@@ -345,6 +418,8 @@ class LinearCall(NamedTuple):
     heads: int = 64
     group: int = 1  # query heads of a state
 
+    operation = "linear_attention"
+
     @property
     def name(self) -> str:
         """A name in which calls of one catalogue differ."""
@@ -361,6 +436,25 @@ class LinearCall(NamedTuple):
         decay = torch.zeros(shape[:3], device=device) if self.decay else None
         variant = LinearVariant(True, "bottom_right", "elu+1", "sum", 1e-6, 1.0)
         return LinearInputs(query, key, key.clone(), decay), variant
+
+    def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """The call by its public name: its output, and what may have gradients."""
+        inputs, _ = self.make(device)
+        leaves = [rows.requires_grad_() for rows in inputs[:3]]
+        if inputs.decay is not None:
+            leaves.append(inputs.decay.requires_grad_())
+        return linear_attention(*leaves[:3], decay=inputs.decay), leaves
+
+    def user_step(self, device: torch.device) -> None:
+        """A step of decoding by the function's public name."""
+        inputs, _ = self.make(device)
+        shape = self.batch, self.heads // self.group, self.head_dim
+        state = LinearState(
+            torch.zeros(*shape, self.head_dim, device=device), torch.zeros(shape, device=device)
+        )
+        rows = [rows[:, :, :1].contiguous() for rows in inputs[:3]]
+        decay = None if inputs.decay is None else inputs.decay[:, :, :1].contiguous()
+        linear_attention_step(state, *rows, decay=decay)
 
     def prepared(self, device: torch.device) -> StartPass:
         """Make the tensors, and memory for a forward pass's results; start passes with these."""

@@ -74,7 +74,7 @@ ARCH = typer.Option(
 )
 KERNEL = typer.Option("--kernel", "-k", help="Kernels by name or glob, such as 'backward_*'.")
 OF = typer.Option(
-    "--call", help="With --list or --warm: calls by glob, such as 'hopper*: bf16 d128 causal*'."
+    "--call", help="With --list or --warm: calls by glob, such as 'attention*: bf16 d128 causal*'."
 )
 HEAD_DIM = typer.Option("--head-dim", "-d", min=1, help="Only calls of this head_dim.")
 CHECK = typer.Option(

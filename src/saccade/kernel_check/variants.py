@@ -1,7 +1,8 @@
 """Variants: the kernels that calls with the library's own masks, scores and options reach.
 
-They are found by making such calls and looking at what would be launched, so what is listed here is
-what a user's call looks for: `saccade kernels --list` prints it, `--warm` compiles it into the
+They are found by making such calls by their public names, in a process that pretends to have a GPU,
+and looking at what would be started. So what is listed is what a user's call looks for, by the
+backend that it is served by. `saccade kernels --list` prints it, `--warm` compiles it into the
 user's cache, `make wheel` into the package (tools/compile_wheel.py).
 
 A variant knows no length and no batch; only whether dense lengths are multiples of 16, and which
@@ -20,9 +21,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -37,12 +40,40 @@ SHIPPED = ("sm_80", "sm_90", "sm_100", "sm_120")  # that a wheel holds machine c
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170}
 """Of a GPU of each: linear attention cuts lengths into as many segments as keep all busy."""
 
-MASKS = ("none", "causal", "window")
-LENGTHS = (512, 4096, 16384)  # of every schedule that a length chooses
-HEADS = ((32, 32), (32, 8))  # query heads and kv heads
-LINEAR_HEADS = 16  # of which lengths up to 1,535 take two segments, and from 4,096 on eight
-MANY = 16  # sequences
+LENGTHS = (64, 384, 512, 1024, 1536, 2048, 65536)  # of every schedule that a length chooses
+PACKED_LENGTHS = (8, 64, 512, 8192, 32768)  # tokens of two sequences
+MANY = 16  # sequences; where they are fewer, gradients split the query heads of a kv head
 NOT_ALIGNED = 1  # that much longer, a length is no multiple of 16
+MOST_OF_MANY = 8192  # rows of so many sequences each: memory that is never touched counts as well
+HEADS = ((32, 32), (32, 8))  # query heads and kv heads
+HALVES = ("bf16", "fp16")
+WINDOWS = ("window", "window 255", "window 4096", "window 4095")
+"""Of few and of many keys; whether they are multiples of 16 is known when compiling."""
+WIDTHS: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
+    ("bf16", "none"): ((64, 0), (96, 0), (128, 0), (192, 128), (256, 0)),
+    ("bf16", "causal"): ((64, 0), (96, 0), (128, 0), (192, 128), (256, 0)),
+    **{("bf16", window): ((64, 0), (128, 0), (256, 0)) for window in WINDOWS},
+    ("fp16", "none"): ((64, 0), (128, 0)),
+    ("fp16", "causal"): ((64, 0), (128, 0)),
+}
+"""Of keys, and of values where they differ (else 0), by dtype and mask."""
+OPTIONS: tuple[dict[str, Any], ...] = (  # of causal calls in bf16, as projections leave rows
+    {"score": "softcap"}, {"score": "alibi"}, {"score": "bias", "mask": "none"},
+    {"mask": "documents, causal"}, {"mask": "prefix"}, {"sinks": True}, {"dropout_p": 0.1},
+    {"deterministic": True},
+)  # fmt: skip
+OPTION_LENGTHS = (64, 512, 2048)
+DECODED = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512)
+"""Batches, of every number of parts into which keys are split."""
+CHUNKS = (
+    *range(2, 12), 16, 17, 24, 32, 33, 48, 60, 64, 96, 100, 128, 192, 256, 384, 512, 600, 640, 1024,
+    3000, 4096,
+)  # fmt: skip
+"""Query rows of one sequence."""
+LINEAR_HEADS = 16
+LINEAR_LENGTHS = (256, *range(1024, 8193, 512))
+"""Of every number of segments into which so many heads are cut, which is a constant of kernels."""
+
 LEAN = {"TRITON_DISABLE_LINE_INFO": "1"}
 """What Triton is told: which line an instruction came from takes more memory than all code."""
 
@@ -57,79 +88,93 @@ class Variant(NamedTuple):
     of: str  # the call that reached it first
 
 
-class Reached(NamedTuple):
-    """A call, and what of it is started."""
+class Listed(NamedTuple):
+    """A user's call, whose kernels are listed."""
 
-    call: Call
-    passes: tuple[str, ...]
+    name: str
+    run: Callable[[], Any]
+    """Makes it; gives the output and what may have gradients, or something else."""
+
+    @staticmethod
+    def of(call: Call, what: str = "") -> Listed:
+        """A described call by its public name; what: to tell it from others."""
+        return Listed(f"{call.operation}: {call.name}{what}", partial(call.user_call, CPU))
 
 
-def calls(architecture: str) -> Iterator[Reached]:
+def calls(architecture: str) -> Iterator[Listed]:
     """Calls that reach the listed variants of an architecture."""
-    halves = ("fp16",) if architecture == "sm_75" else ("bf16", "fp16")
-    hopper = architecture == "sm_90"
-    for dtype in halves:
-        for dim, value_dim in ((64, 0), (96, 0), (128, 0), (192, 128), (256, 0)):
-            for mask in MASKS:
-                call = KernelCall(dim, dtype, mask, value_dim=value_dim)
-                for one in (*_dense(call), *_packed(call)):
-                    yield Reached(one, _passes(hopper, value_dim))
-        for dim in (64, 128):
-            for call in _dense(KernelCall(dim, dtype, "causal", "softcap"), LENGTHS[1:2]):
-                yield Reached(call, _passes(hopper, 0))
-        yield from _paged(dtype, hopper)
-        yield from _linear(dtype, hopper)
+    for (dtype, mask), widths in WIDTHS.items():
+        if architecture == "sm_75" and dtype == "bf16":
+            continue
+        for dim, value_dim in widths:
+            call = KernelCall(dim, dtype, mask, value_dim=value_dim, batch=1)
+            for one in _of_heads(call):
+                for inside in (False, True):
+                    yield from _of_lengths(one._replace(heads_inside=inside), LENGTHS)
+                for apart in (False, True):
+                    packed = one._replace(packed=True, offsets_apart=apart)
+                    yield from _of_batches(packed, PACKED_LENGTHS)
+                if dim in (64, 128) and mask not in WINDOWS:  # decoding without pages
+                    for batch in (1, 2):
+                        yield from _of_lengths(one._replace(query_len=1, batch=batch), (512,))
+    half = HALVES[architecture == "sm_75"]
     for dim in (64, 128):
-        for mask in MASKS[:2]:
-            for call in _dense(KernelCall(dim, "fp32", mask), LENGTHS[1:2]):
-                yield Reached(call, ("forward", "backward"))
+        call = KernelCall(dim, half, "causal", batch=1, heads_inside=True)
+        for options in OPTIONS:
+            quadratic = options.get("score") == "bias"  # in memory; one length reaches all of it
+            lengths = OPTION_LENGTHS[:1] if quadratic else OPTION_LENGTHS
+            for one in _of_heads(call._replace(**options)):
+                yield from _of_lengths(one, lengths)
+        for mask in ("none", "causal"):
+            for one in _of_heads(KernelCall(dim, "fp32", mask, batch=1)):
+                yield from _of_lengths(one, OPTION_LENGTHS)
+    for dtype in HALVES[architecture == "sm_75" :]:
+        yield from _paged(dtype, dtype == half)
+    yield from _linear(half)
 
 
-def _dense(call: KernelCall, lengths: Sequence[int] = LENGTHS) -> Iterator[KernelCall]:
-    for inside in (False, True):
-        for length in lengths:
-            for more in (0, NOT_ALIGNED):
-                one = call._replace(length=length + more, heads_inside=inside)
-                yield from _with_heads(one)
-
-
-def _packed(call: KernelCall) -> Iterator[KernelCall]:
-    for apart in (False, True):
-        yield from _with_heads(call._replace(packed=True, offsets_apart=apart))
-
-
-def _with_heads(call: KernelCall) -> Iterator[KernelCall]:
-    """By heads; where kv heads have several query heads, a small batch splits these over programs
-    of a backward pass, and a large one does not."""
+def _of_heads(call: Any) -> Iterator[Any]:
     for heads, kv_heads in HEADS:
-        for batch in (1,) if heads == kv_heads else (1, MANY):
-            yield call._replace(batch=batch, heads=heads, kv_heads=kv_heads)
+        yield call._replace(heads=heads, kv_heads=kv_heads)
 
 
-def _passes(hopper: bool, value_dim: int) -> tuple[str, ...]:
-    if not hopper:
-        return "forward", "backward"
-    return "hopper", "backward" if value_dim else "hopper_backward"
+def _of_lengths(call: KernelCall, lengths: Sequence[int]) -> Iterator[Listed]:
+    yield from _of_batches(call, [length + more for length in lengths for more in (0, NOT_ALIGNED)])
 
 
-def _paged(dtype: str, hopper: bool) -> Iterator[Reached]:
-    for dim in (64, 128, 256):
-        for page_size in (16, 64):
-            for heads in HEADS:
-                decode = PagedCall(dim, dtype, "none", page_size, heads=heads[0], kv_heads=heads[1])
-                yield Reached(decode, ("paged", "write"))
-                for query_len in (20, 1024):
-                    chunk = decode._replace(mask="causal", query_len=query_len)
-                    long = hopper and query_len > 20
-                    yield Reached(chunk, ("hopper_paged",) if long else ("paged",))
+def _of_batches(call: KernelCall, lengths: Sequence[int]) -> Iterator[Listed]:
+    grouped = call.heads > call.kv_heads and call.batch == 1
+    for length in lengths:
+        for batch in (1, MANY) if grouped and length <= MOST_OF_MANY else (call.batch,):
+            one = call._replace(length=length, batch=batch)
+            yield Listed.of(one, f" batch {batch}" if batch == MANY else "")
 
 
-def _linear(dtype: str, hopper: bool) -> Iterator[Reached]:
+def _paged(dtype: str, chunks: bool) -> Iterator[Listed]:
+    """Decoding and writing; chunks of several rows and pages of eight bits too, where asked."""
+    for dim, page_size in ((64, 16), (64, 64), (128, 16), (128, 64), (256, 16)):
+        for pages in ("", "fp8") if chunks and dim == 128 else ("",):
+            for call in _of_heads(PagedCall(dim, dtype, "none", page_size, pages)):
+                for batch in DECODED:
+                    for mask in ("none", "causal"):
+                        one = call._replace(batch=batch, mask=mask, length=page_size)
+                        yield Listed.of(one, f" batch {batch}")
+                for rows in CHUNKS if chunks and dim < 256 and not pages else ():
+                    chunk = call._replace(mask="causal", query_len=rows, batch=1)
+                    yield Listed.of(chunk, f" {rows} rows")
+                for rotary in (False, True):
+                    name = f"write_kv_cache: {call.name}{' rotary' if rotary else ''}"
+                    yield Listed(name, partial(call.user_write, CPU, rotary))
+
+
+def _linear(dtype: str) -> Iterator[Listed]:
     for dim in (64, 128):
-        for length in (1024, 1024 + NOT_ALIGNED, 8192, 8192 + NOT_ALIGNED):
-            call = LinearCall(dim, dtype, length=length, batch=1, heads=LINEAR_HEADS)
-            backend = "hopper_linear" if hopper and dtype == "bf16" else "linear"
-            yield Reached(call, (backend, f"{backend} backward", "linear step"))
+        for length in LINEAR_LENGTHS:
+            for rows in (length, length + NOT_ALIGNED):
+                call = LinearCall(dim, dtype, length=rows, batch=1, heads=LINEAR_HEADS)
+                yield Listed.of(call, f" {rows} rows")
+        call = LinearCall(dim, dtype, batch=1, heads=LINEAR_HEADS)
+        yield Listed(f"linear_attention_step: {call.name}", partial(call.user_step, CPU))
 
 
 def reach(
@@ -145,8 +190,11 @@ def reach(
     seen: set[str] = set()
     at = ""
 
+    def wanted(name: str) -> bool:
+        return any(fnmatchcase(name, glob) for glob in of)
+
     def look(launch: Launch, make: Callable[[], Arguments]) -> None:
-        if not fnmatchcase(launch.kernel.__name__, kernels):
+        if not wanted(at) or not fnmatchcase(launch.kernel.__name__, kernels):
             return
         arguments = make()
         address = machine_code.address_of(launch.kernel, arguments, launch.options, architecture)
@@ -155,15 +203,16 @@ def reach(
             seen.add(address)
             on_variant(Variant(address, launch.kernel.__name__, at), launch, arguments)
 
-    worker.intercept_launches(architecture, look, MULTIPROCESSORS.get(architecture, 100))
-    for call, passes in calls(architecture):
-        names = {which: f"{which}: {call.name}" for which in passes}
-        asked = [which for which, name in names.items() if any(fnmatchcase(name, g) for g in of)]
-        if asked:
-            start = call.prepared(CPU)
-            for which in asked:
-                at = names[which]
-                start(which, None)
+    worker.pretend_gpu(architecture, look, MULTIPROCESSORS.get(architecture, 100))
+    for listed in calls(architecture):
+        at, backward = listed.name, listed.name.replace(":", " backward:")
+        if not (wanted(at) or wanted(backward)):
+            continue
+        found = listed.run()
+        output, leaves = found if isinstance(found, tuple) else (found, ())
+        at = backward
+        if leaves and wanted(at):
+            torch.autograd.grad(output, leaves, torch.empty_like(output))
 
 
 class Request(NamedTuple):

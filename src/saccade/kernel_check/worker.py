@@ -35,8 +35,11 @@ from saccade.kernel_check import machine_code
 from saccade.kernel_check.calls import CPU
 from saccade.kernel_check.catalogue import Compiled, Job, Known, compiler_inputs, key_of
 from saccade.kernel_check.machine_code import Usage
+from saccade.kv_cache import storage
 from saccade.ops.attention.hopper import configs as hopper_configs
 from saccade.ops.attention.triton import call_spec
+from saccade.runtime import arguments as runtime_arguments
+from saccade.runtime import backends, call_cache
 
 # ---- the process that starts workers -------------------------------------------------------------
 
@@ -190,6 +193,27 @@ def intercept_launches(
     call_spec.architecture = lambda tensor: architecture
     call_spec.multiprocessors = lambda tensor: multiprocessors  # many: work over pages is split
     tile_scheduler.counter_of = lambda device: torch.zeros((), dtype=torch.int32)
+
+
+def pretend_gpu(
+    architecture: str,
+    on_launch: Callable[[Launch, Callable[[], Arguments]], None],
+    multiprocessors: int,
+) -> None:
+    """Have this process take calls on CPU tensors for calls on a GPU from now on.
+
+    As `intercept_launches`; and backends are chosen as there, and no values of tensors are read.
+    """
+    intercept_launches(architecture, on_launch, multiprocessors)
+    hopper = None if architecture == "sm_90" else f"it takes sm_90, not {architecture}"
+    vars(backends).update(
+        _triton_device_unsupported=lambda *device: None,
+        _hopper_device_unsupported=lambda *device: hopper,
+        BACKENDS=tuple(entry for entry in backends.BACKENDS if entry.name != "cpu"),
+    )
+    for module in (runtime_arguments, call_cache, storage):
+        vars(module)["values_readable"] = lambda tensor: False
+    torch.library.impl("saccade::write_kv_cache", "CPU", storage._write_on_gpu)
 
 
 def compile_launch(
