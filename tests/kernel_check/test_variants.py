@@ -160,7 +160,9 @@ def test_calls_by_glob_reach_their_variants_alone() -> None:
     operations = {variant.of.split(":")[0] for variant in found}
     assert operations == {"attention_paged", "linear_attention_step"}
     assert all("bf16 d64" in variant.of for variant in found if variant.kernel == "attention_pages")
-    more = variants.variants_of("sm_80", "*", ("attention_paged: bf16*", "linear*"))
+    more = variants.variants_of(
+        "sm_80", "*", ("attention_paged: bf16 d64*", "linear_attention_step*")
+    )
     assert {variant.address for variant in found} < {variant.address for variant in more}
     done = run("--list", "--arch", "sm_80", "--call", "attention_paged: bf8*")
     assert done.exit_code == 2 and "whose call 'attention_paged: bf8*'" in done.output
@@ -217,12 +219,14 @@ def varlen(rng: random.Random, dtype: str, dim: int, value_dim: int, **options: 
     ]
     offsets = torch.linspace(0, length, sequences + 1).int()
     made = {name: make(sequences, heads, length) for name, make in options.items()}
-    trained(saccade.attention_varlen(*given, offsets, **made), *given)
+    query, key, value = given
+    trained(saccade.attention_varlen(query, key, value, offsets, **made), *given)
     return f"{sequences} sequences of {length}, {heads} on {kv_heads} heads"
 
 
 def paged(dtype: str, dim: int, size: int, heads: tuple[int, int], batch: int, rows: int) -> str:
-    pages = [torch.empty(9 * batch, heads[1], size, dim, dtype=DTYPES[dtype]) for _ in range(2)]
+    key_pages = torch.empty(9 * batch, heads[1], size, dim, dtype=DTYPES[dtype])
+    pages = key_pages, torch.empty_like(key_pages)
     table = torch.zeros(batch, 9, dtype=torch.int32)
     query = torch.empty(batch, heads[0], rows, dim, dtype=DTYPES[dtype])
     lengths = torch.ones(batch, dtype=torch.int32)

@@ -6,7 +6,7 @@ what looks at launches sees the same kernels and arguments as in a user's call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -174,9 +174,10 @@ class KernelCall(NamedTuple):
         captured = () if score is None else score.captured.tensors
         leaves = [*tensors, *(one for one in captured if one.requires_grad)]
         leaves += [options["sinks"]] if self.sinks else []
+        query, key, value = tensors
         if self.packed:
-            return attention_varlen(*tensors, self._offsets(device), **options), leaves
-        return attention(*tensors, **options), leaves
+            return attention_varlen(query, key, value, self._offsets(device), **options), leaves
+        return attention(query, key, value, **options), leaves
 
     def _tensors(self, device: torch.device) -> list[Tensor]:
         return [
@@ -204,8 +205,8 @@ class KernelCall(NamedTuple):
         dtype = DTYPES[self.dtype]
         if device.type == "cuda":
             rows = torch.randn(shape, device=device).to(dtype)
-        else:  # nothing runs there: memory that is never touched takes none
-            rows = torch.empty(shape, dtype=dtype)
+        else:
+            rows = _untouched(shape, dtype, device)
         return (rows.transpose(1, 2) if self.heads_inside else rows).requires_grad_()
 
     def _mask(self, device: torch.device) -> Mask | None:
@@ -335,8 +336,11 @@ class PagedCall(NamedTuple):
     def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """The call by its public name: its output; nothing has gradients."""
         found = self._inputs(device)
-        scales = {"key_scales": found.key_scales, "value_scales": found.value_scales}
-        return attention_paged(*found[:5], mask=self._mask(device), **scales), []
+        output = attention_paged(
+            *found[:5], mask=self._mask(device), key_scales=found.key_scales,
+            value_scales=found.value_scales,
+        )  # fmt: skip
+        return output, []
 
     def user_write(self, device: torch.device, rotary: bool) -> None:
         """Write rows by the function's public name."""
@@ -361,9 +365,9 @@ class PagedCall(NamedTuple):
 
         table = torch.arange(self.batch * count, dtype=torch.int32, device=device)
         return PagedInputs(
-            torch.zeros(query_shape, dtype=DTYPES[self.dtype], device=device),
-            torch.zeros(shape, device=device).to(stored),
-            torch.zeros(shape, device=device).to(stored),
+            _untouched(query_shape, DTYPES[self.dtype], device),
+            _untouched(shape, stored, device),
+            _untouched(shape, stored, device),
             table.view(self.batch, count),
             torch.full((self.batch,), self.length, dtype=torch.int32, device=device),
             key_scales=scales(),
@@ -407,6 +411,13 @@ def _write_pages(inputs: PagedInputs) -> None:
     )  # fmt: skip
 
 
+def _untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on a GPU; on a CPU, where nothing runs, memory that is never touched and takes none."""
+    if device.type == "cuda":
+        return torch.zeros(shape, device=device).to(dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
 class LinearCall(NamedTuple):
     """A call of linear attention."""
 
@@ -431,11 +442,13 @@ class LinearCall(NamedTuple):
     def make(self, device: torch.device) -> tuple[LinearInputs, LinearVariant]:
         """Tensors and options."""
         shape = self.batch, self.heads, self.length, self.head_dim
-        query = torch.zeros(shape, dtype=DTYPES[self.dtype], device=device)
-        key = query[:, : self.heads // self.group].contiguous()
+        of_keys = self.batch, self.heads // self.group, *shape[2:]
+        query, key, value = (
+            _untouched(sizes, DTYPES[self.dtype], device) for sizes in (shape, of_keys, of_keys)
+        )
         decay = torch.zeros(shape[:3], device=device) if self.decay else None
         variant = LinearVariant(True, "bottom_right", "elu+1", "sum", 1e-6, 1.0)
-        return LinearInputs(query, key, key.clone(), decay), variant
+        return LinearInputs(query, key, value, decay), variant
 
     def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """The call by its public name: its output, and what may have gradients."""

@@ -206,13 +206,12 @@ def pretend_gpu(
     """
     intercept_launches(architecture, on_launch, multiprocessors)
     hopper = None if architecture == "sm_90" else f"it takes sm_90, not {architecture}"
-    vars(backends).update(
-        _triton_device_unsupported=lambda *device: None,
-        _hopper_device_unsupported=lambda *device: hopper,
-        BACKENDS=tuple(entry for entry in backends.BACKENDS if entry.name != "cpu"),
-    )
+    backends._triton_device_unsupported = lambda *device: None
+    backends._hopper_device_unsupported = lambda *device: hopper
+    others = [entry for entry in backends.BACKENDS if entry.name != "cpu"]
+    setattr(backends, "BACKENDS", tuple(others))  # noqa: B010 - of another length
     for module in (runtime_arguments, call_cache, storage):
-        vars(module)["values_readable"] = lambda tensor: False
+        setattr(module, "values_readable", lambda tensor: False)  # noqa: B010 - of any of them
     torch.library.impl("saccade::write_kv_cache", "CPU", storage._write_on_gpu)
 
 
