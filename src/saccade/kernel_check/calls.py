@@ -124,6 +124,7 @@ class KernelCall(NamedTuple):
     sinks: bool = False
     deterministic: bool = False
     query_len: int = 0  # 0: as many rows as keys
+    alone: bool = False  # packed rows of a batch entry are one sequence, not two
 
     @property
     def operation(self) -> str:
@@ -139,6 +140,7 @@ class KernelCall(NamedTuple):
         extras += ["deterministic"] if self.deterministic else []
         extras += [f"{self.query_len} queries"] if self.query_len else []
         extras += ["packed"] if self.packed else []
+        extras += ["one sequence"] if self.alone else []
         extras += [f"{self.length} rows"] if self.length != SHORT else []
         extras += [f"values of {self.value_dim}"] if self.value_dim else []
         extras += ["heads inside"] if self.heads_inside else []
@@ -176,7 +178,7 @@ class KernelCall(NamedTuple):
         leaves += [options["sinks"]] if self.sinks else []
         query, key, value = tensors
         if self.packed:
-            return attention_varlen(query, key, value, self._offsets(device), **options), leaves
+            return attention_varlen(query, key, value, *self._offsets(device), **options), leaves
         return attention(query, key, value, **options), leaves
 
     def _tensors(self, device: torch.device) -> list[Tensor]:
@@ -192,8 +194,8 @@ class KernelCall(NamedTuple):
     def _offsets(self, device: torch.device) -> tuple[Any, Any]:
         if not self.packed:
             return None, None
-        tokens, half = self.batch * self.length, self.length // 2
-        found = torch.arange(0, tokens + 1, half, dtype=torch.int32, device=device)
+        tokens, each = self.batch * self.length, self.length // (1 if self.alone else 2)
+        found = torch.arange(0, tokens + 1, each, dtype=torch.int32, device=device)
         return found, found.clone() if self.offsets_apart else None
 
     def _rows(self, heads: int, length: int, dim: int, device: torch.device) -> Tensor:

@@ -40,9 +40,19 @@ SHIPPED = ("sm_80", "sm_90", "sm_100", "sm_120")  # that a wheel holds machine c
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170}
 """Of a GPU of each: linear attention cuts lengths into as many segments as keep all busy."""
 
-LENGTHS = (64, 384, 512, 1024, 1536, 2048, 65536)  # of every schedule that a length chooses
-PACKED_LENGTHS = (8, 64, 512, 8192, 32768)  # tokens of two sequences
-MANY = 16  # sequences; where they are fewer, gradients split the query heads of a kv head
+LENGTHS = (
+    64,
+    256,
+    384,
+    512,
+    1024,
+    1536,
+    2048,
+    4096,
+    65536,
+)  # of every schedule that a length chooses
+PACKED_LENGTHS = (8, 64, 512, 1024, 1536, 2048, 3072, 4096, 8192, 32768)  # tokens of two sequences
+BATCHES = (1, 2, 4, 16)  # gradients split the query heads of a kv head where sequences are few
 NOT_ALIGNED = 1  # that much longer, a length is no multiple of 16
 MOST_OF_MANY = 8192  # rows of so many sequences each: memory that is never touched counts as well
 HEADS = ((32, 32), (32, 8))  # query heads and kv heads
@@ -62,7 +72,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (  # of causal calls in bf16, as projectio
     {"mask": "documents, causal"}, {"mask": "prefix"}, {"sinks": True}, {"dropout_p": 0.1},
     {"deterministic": True},
 )  # fmt: skip
-OPTION_LENGTHS = (64, 512, 2048)
+OPTION_LENGTHS = (64, 512, 2048, 4096, 8192, 65536)
 DECODED = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512)
 """Batches, of every number of parts into which keys are split."""
 CHUNKS = (
@@ -114,6 +124,8 @@ def calls(architecture: str) -> Iterator[Listed]:
                 for apart in (False, True):
                     packed = one._replace(packed=True, offsets_apart=apart)
                     yield from _of_batches(packed, PACKED_LENGTHS)
+                    for length in PACKED_LENGTHS:
+                        yield Listed.of(packed._replace(length=length, alone=True))
                 if dim in (64, 128) and mask not in WINDOWS:  # decoding without pages
                     for batch in (1, 2):
                         yield from _of_lengths(one._replace(query_len=1, batch=batch), (512,))
@@ -145,9 +157,9 @@ def _of_lengths(call: KernelCall, lengths: Sequence[int]) -> Iterator[Listed]:
 def _of_batches(call: KernelCall, lengths: Sequence[int]) -> Iterator[Listed]:
     grouped = call.heads > call.kv_heads and call.batch == 1
     for length in lengths:
-        for batch in (1, MANY) if grouped and length <= MOST_OF_MANY else (call.batch,):
+        for batch in BATCHES if grouped and length <= MOST_OF_MANY else (call.batch,):
             one = call._replace(length=length, batch=batch)
-            yield Listed.of(one, f" batch {batch}" if batch == MANY else "")
+            yield Listed.of(one, f" batch {batch}" if batch > 1 else "")
 
 
 def _paged(dtype: str, chunks: bool) -> Iterator[Listed]:
