@@ -189,13 +189,12 @@ class Moved(NamedTuple):
     byte: int  # of memory
     kind: driver.TensorMapKind
     parameters: range  # its shape and strides
-    sources: list[int]  # of all parameters
 
     def described(self, address: int, values: Sequence[int]) -> bytes:
-        """The descriptor; values: what parameters are picked from."""
-        found = [values[self.sources[place]] for place in self.parameters]
-        rank = len(found) // 2
-        return described(self.kind, address, found[:rank], found[rank:])
+        """The descriptor; values: all parameters of the launch."""
+        first, end = self.parameters.start, self.parameters.stop
+        middle = (first + end) // 2
+        return described(self.kind, address, values[first:middle], values[middle:end])
 
 
 class Template:
@@ -260,7 +259,7 @@ class Template:
                 else:
                     keep(NO_MAP)
                     byte = self.variant.offsets[place]
-                    self.maps.append(Moved(number, byte, kind, moved, sources))
+                    self.maps.append(Moved(number, byte, kind, moved))
             else:
                 number = self._address(value)
                 keep(value.data_ptr() if number is None else 0)
@@ -323,8 +322,9 @@ class Start:
     """A kernel's parameters, for calls like one another: all but addresses are known."""
 
     def __init__(self, template: Template, numbers: Sequence[int]):
-        self.template, self.numbers = template, numbers
-        self.parameters = template.pack(*template.pick((*numbers, *template.rest)))
+        self.template = template
+        self.values = template.pick((*numbers, *template.rest))  # of all parameters
+        self.parameters = template.pack(*self.values)
         # Descriptors by address, of each tensor that TMA moves: one says where a tensor lies and
         # how, and not which one it is; a launch, or a graph that is captured, copies it. So it
         # serves whatever tensor comes to lie there.
@@ -363,7 +363,7 @@ class Start:
         if len(maps) >= MOST_MAPS:
             maps.clear()
         moved = next(one for one in self.template.maps if one.byte == byte)
-        found = maps[address] = moved.described(address, (*self.numbers, *self.template.rest))
+        found = maps[address] = moved.described(address, self.values)
         return found
 
 

@@ -29,7 +29,7 @@ from saccade.gpu.kernel_args import (
 from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
-from saccade.gpu.signature import sourced
+from saccade.gpu.signature import ALIGNMENT, sourced
 from saccade.ops.attention.hopper import backward_d256, configs, nonfinite
 from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
 from saccade.ops.attention.hopper.backward_d256 import attention_backward_keys
@@ -78,12 +78,18 @@ class HopperForward:
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of a call like the one that was prepared."""
-        inputs = aligned(inputs)
-        # Sequences of packed calls may end together or not, in calls of equal lengths.
-        key = self, configs.OVERRIDE, configs.ends_align(inputs), *lengths_of(inputs)
-        found = _lengths.get(key)
+        query, key, value, _, _, offsets, _ = inputs
+        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT:
+            inputs = aligned(inputs)  # copies, which may lie otherwise
+            query, key, value = inputs[:3]
+        lengths = (  # as `lengths_of`, in the way of every call
+            self, query.shape, key.shape, query.stride(), key.stride(), value.stride(),
+            None if offsets is None else offsets.shape, configs.OVERRIDE,
+            configs.ends_align(inputs),  # which packed calls of equal lengths may do or not
+        )  # fmt: skip
+        found = _lengths.get(lengths)
         if found is None:
-            found = remembered(_lengths, key, lambda: ForwardOfLengths(self, inputs, variant))
+            found = remembered(_lengths, lengths, lambda: ForwardOfLengths(self, inputs, variant))
         return found(inputs, variant)
 
     def launch(self, chosen: configs.KernelSchedule) -> Launch:
