@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from lesson import COLORS, GREY, Lesson
 
+from saccade.kernel_check.calls import KernelCall
+
 lesson = Lesson(__file__, interpret=False)  # kernels are compiled here, not run
 ROOT = Path(__file__).parents[2]
 
@@ -322,10 +324,8 @@ def compiled_now():
         kernels = json.loads(file.read_text(encoding="utf-8"))["kernels"]
     usages = {}
     for kernel in kernels:
-        call = kernel["call"]
-        # Up to 1,024 rows there are schedules of their own.
-        rows = "" if call["length"] <= 1024 else f" {call['length']} rows"
-        usages[f"d64 {call['mask']}{rows}"] = kernel["usage"]
+        name = KernelCall(**kernel["call"]).name.removeprefix("bf16 ")
+        usages[name] = kernel["usage"]
     return usages
 
 
