@@ -187,6 +187,8 @@ def test_one_prompt_may_be_given_alone():
             engine.generate(wrong, **GREEDY)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="prompt: got int"):
         engine.generate([tokens, 5], **GREEDY)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="prompt: got half of a surrogate pair at 1"):
+        engine.generate("h\ud800", **GREEDY)
 
 
 def test_every_seed_draws_its_own_text():

@@ -102,6 +102,7 @@ def test_completions_that_are_refused(body, param, message):
         ({"messages": ["hello"]}, r"messages\[0\]: takes an object"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content: got NoneType"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "got half of a surrogate"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools: got"),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "takes logprobs"),
         ({"messages": [{"role": "user", "content": "a"}],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from saccade.serving.decoding import Tokenizer
-from saccade.serving.request import Prompt, RequestOptions, TokenLogprob
+from saccade.serving.request import Prompt, RequestOptions, TokenLogprob, read_text
 
 LEAST_LOGPROB = -9999.0  # in the place of -inf, which JSON does not have
 MOST_PROMPTS = 128  # of one body
@@ -154,6 +154,10 @@ def read_chat(body: object, tokenizer: Any) -> Asked:
         raise RefusedError(
             400, f"messages: the chat template fails ({error})", "messages"
         ) from error
+    try:
+        text = read_text("messages", text)
+    except ValueError as error:
+        raise RefusedError(400, str(error), "messages") from None
     tokens = list(tokenizer.encode(text, add_special_tokens=False))  # the template has its own
     most = fields.take("max_completion_tokens", (int,), "a whole number")
     most = fields.take("max_tokens", (int,), "a whole number", most)

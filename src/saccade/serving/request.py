@@ -220,13 +220,23 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) ->
     if isinstance(prompt, str):
         if tokenizer is None:
             raise TypeError("prompt: got text, takes token numbers where tokenizer is None")
-        prompt = tokenizer.encode(prompt)
+        prompt = tokenizer.encode(read_text("prompt", prompt))
     if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
         raise TypeError(f"prompt: got {type(prompt).__name__}, takes text or token numbers")
     tokens: list[Any] = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
     if not tokens:
         raise ValueError("prompt: got no token, takes at least one")
     return [read_token("prompt", token, vocabulary) for token in tokens]
+
+
+def read_text(name: str, text: str) -> str:
+    """A text that tokenizers take: half of a surrogate pair has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"half of a surrogate pair at {error.start}"
+        raise ValueError(f"{name}: got {got}, takes text that has UTF-8") from None
+    return text
 
 
 def read_token(name: str, token: object, vocabulary: int) -> int:
