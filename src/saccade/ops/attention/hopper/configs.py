@@ -292,7 +292,7 @@ def in_key_order(problem: BackwardProblem) -> bool:
 
 
 FEW_PROGRAMS = 3  # of a multiprocessor
-SPLIT_COST = 2.2  # of a row of parts that is written and read, in query rows of a tile of keys
+SPLIT_COST = 2.2  # of a tile of parts that is written and read, in query rows at a tile of keys
 UNEVEN = 1 / 4  # of the longest program, by which programs of unequal length end apart
 
 
@@ -303,9 +303,9 @@ def backward_splits(
 
     One program visits all of them, and writes gradients at once. Where few kv heads make few
     programs, multiprocessors wait for the longest: 8 kv heads of 2k make 128 programs, under a
-    causal mask the first of them four times as long as a multiprocessor's part of all. Split,
-    gradients are written in float32 and added up, which costs time, too. Here that is what one
-    query head takes at a tile of keys, in units of query_len rows.
+    causal mask the first of them twice as long as a multiprocessor's part of all. Split, gradients
+    are written in float32 and added up, which takes time, too. The least time is taken; it is
+    counted in what one query head takes at a tile of keys that all of its rows see.
     """
     tiles = keys.programs(BACKWARD_KV_TILE)
     if apart(problem) or group == 1 or not tiles or not problem.query_len:
@@ -314,7 +314,7 @@ def backward_splits(
     if problem.causal:
         visible = max(1 - problem.query_len / (2 * max(problem.kv_len, 1)), 1 / 2)
 
-    def length(splits: int) -> float:
+    def time(splits: int) -> float:
         longest = group // splits
         if visible == 1.0:
             span = float(-(-tiles * splits // multiprocessors) * longest)
@@ -323,7 +323,7 @@ def backward_splits(
             span = max(longest, each + UNEVEN * longest)
         return span + (SPLIT_COST * tiles * splits / problem.query_len if splits > 1 else 0)
 
-    return min((splits for splits in range(1, group + 1) if group % splits == 0), key=length)
+    return min((splits for splits in range(1, group + 1) if group % splits == 0), key=time)
 
 
 def backward_heads_at_once(
