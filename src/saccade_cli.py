@@ -77,29 +77,50 @@ app = typer.Typer(
     name="saccade",
     cls=Commands,
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode="rich",
 )
 
-
-def _show_versions(wanted: bool) -> None:
-    """Print what a report of a fault should name, and end."""
-    if not wanted:
-        return
-    results: Any = import_module("saccade.bench.results")
-    for name, version in results.versions().items():
-        typer.echo(f"{name} {version}")
-    raise typer.Exit
-
-
-VERSION = typer.Option(
-    "--version", callback=_show_versions, is_eager=True, help="Show versions and end."
+VERSION = typer.Option("--version", help="Show versions and end.")
+ENVIRONMENT = typer.Option(
+    "--environment",
+    help="Show the machine, its GPUs and where kernels come from, too: for a report of a fault.",
 )
 
 
 @app.callback()
-def saccade(version: Annotated[bool, VERSION] = False) -> None:
-    """Exact attention for PyTorch: see it train and write, and measure it on this machine."""
+def saccade(
+    version: Annotated[bool, VERSION] = False, environment: Annotated[bool, ENVIRONMENT] = False
+) -> None:
+    """Exact attention for PyTorch: see it train and write, and measure it on this machine.
+
+    [bold]Examples[/bold]
+
+      saccade demo --quick               [dim]train a small model, let it write[/dim]
+      saccade bench                      [dim]measure this machine in a minute[/dim]
+      saccade generate DIR "def "        [dim]by a model of transformers in DIR[/dim]
+      saccade serve DIR --port 8000      [dim]the same over OpenAI's interface[/dim]
+      saccade kernels --warm             [dim]compile now: no later call waits[/dim]
+      saccade --version --environment    [dim]for a report of a fault[/dim]
+
+    `saccade COMMAND --help` has the options of each, with examples. In Python,
+    `saccade.explain(saccade.attention, query, key, value)` says which kernels serve a call.
+    """
+    if version or environment:
+        _show(environment)
+        raise typer.Exit
+
+
+def _show(environment: bool) -> None:
+    """Print versions, and the environment if asked."""
+    results: Any = import_module("saccade.bench.results")
+    lines = list(results.versions().items())
+    if environment:
+        of_machine: Any = import_module("saccade.gpu.environment")
+        lines += of_machine.environment()
+    for name, found in lines:
+        typer.echo(f"{name} {found}" if not environment else f"{name}: {found}")
 
 
 def main() -> None:

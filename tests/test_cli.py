@@ -19,6 +19,23 @@ def test_versions_are_those_that_run():
     assert f"saccade {saccade.__version__}" in lines and f"torch {torch.__version__}" in lines
 
 
+def test_the_environment_stands_below_the_versions():
+    lines = CliRunner().invoke(app, ["--version", "--environment"]).output.splitlines()
+    assert lines[0] == f"saccade: {saccade.__version__}"
+    named = {line.partition(":")[0] for line in lines}
+    assert {"python", "torch", "platform", "driver", "compiler", "machine code, cache"} <= named
+    alone = CliRunner().invoke(app, ["--environment"])
+    assert alone.exit_code == 0 and alone.output.splitlines() == lines
+
+
+def test_help_shows_how_commands_are_called():
+    text = CliRunner().invoke(app, ["--help"]).output
+    shown = [line.split() for line in text.splitlines() if line.strip().startswith("saccade ")]
+    assert ["saccade", "--version", "--environment"] in [words[:3] for words in shown]
+    assert {words[1] for words in shown} - {"--version"} <= set(COMMANDS)
+    assert len(shown) >= 5
+
+
 def test_help_names_every_command():
     text = CliRunner().invoke(app, ["--help"]).output
     assert all(name in text for name in ("demo", "bench", "generate", "kernels", "tune"))
