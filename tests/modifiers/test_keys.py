@@ -16,7 +16,8 @@ from written_functions import MASKS, SCORES, causal, normal, t5, window
 import saccade
 from saccade import masks, scores
 from saccade.masks import as_mask
-from saccade.modifiers.expression import key_of, parse
+from saccade.modifiers import evaluate, expression
+from saccade.modifiers.expression import Captured, key_of, parse
 from saccade.scores import as_score
 
 ids = torch.tensor([[0, 0, 1, 1]])
@@ -125,9 +126,40 @@ def test_keys_are_the_same_in_a_process_that_knows_no_function(tmp_path):
 
 
 def test_a_text_that_is_no_key_is_refused():
-    for text in ("kv_row;<= 0 1", "<= 0 1", "kv_row;neg 4"):
+    for text in (
+        "kv_row;<= 0 1", "<= 0 1", "kv_row;neg 4", "kv_row;neg", "kv_row;neg 0 0", "kv_row;neg -1",
+        "kv_row;+ 0", "number", "number t0", "number i", "number i0 0x", "literal", "literal x",
+        "batch;read t0:q 0", "batch;read t0 0", "batch;take t0:i:a-b 0", "kv_row;neg ²",
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="not the key of an expression"):
             parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kv_row;print(1)or 0",  # an operation of one operand is written before it
+        "kv_row;query_row;or\tprint(1)or 0 1",
+        "kv_row;query_row;<=\n\nprint(1)\n 0 1",
+        "literal print(1)",
+        "number i0]+data[print(1)",
+        "batch;read t0:i]+data[print(1) 0",
+    ],
+)
+def test_a_mask_out_of_a_file_cannot_bring_code(text):
+    with pytest.raises(ValueError, match="not the key of an expression"):
+        parse(text)
+    captured = Captured((torch.ones(9, dtype=torch.int32),), (1,))
+    rows = torch.randn(1, 1, 8, 16)
+    with pytest.raises(ValueError, match="not the key of an expression"):
+        saccade.attention(rows, rows, rows, mask=masks.Mask(text, captured))
+
+
+def test_known_operations_are_those_that_are_computed():
+    assert set(evaluate.OPERATIONS) == expression.OPERATORS
+    for op in expression.OPERATORS:
+        operands = ";".join(["score"] * 3), " ".join("012"[: expression.num_operands(op)])
+        assert parse(f"{operands[0]};{op} {operands[1]}")[-1].op == op
 
 
 # ---- as values --------------------------------------------------------------------------------

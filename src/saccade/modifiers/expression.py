@@ -16,6 +16,7 @@ change of the key, and equal expressions have equal keys in every process.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -30,6 +31,10 @@ VARIABLES = {
 READS = ("take", "read")  # of captured tensors: the nearest entry; the entry itself, -1 the last
 COMPARISONS = ("<", "<=", "==")
 FUNCTIONS = ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid")  # of a real number
+OPERATORS = frozenset((
+    *COMPARISONS, *FUNCTIONS, "+", "-", "*", "/", "//", "%", "<<", ">>", "&", "|", "^", "~", "neg",
+    "abs", "min", "max", "where", "whole", "real",
+))  # fmt: skip
 KIND_OF_TENSOR = {"b": TRUTH, "i": WHOLE, "l": WHOLE, "f": REAL}
 
 
@@ -308,16 +313,38 @@ def key_of(expression: Expression) -> str:
     return ";".join(step.text() for step in expression)
 
 
+LITERAL = r"True|False|-?\d+|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|-?inf|nan"
+READ = r"t\d+:[bilf](?::\w+)?"
+DETAILS = {
+    name: re.compile(text, re.ASCII)
+    for name, text in (("number", r"[if]\d+"), ("literal", LITERAL), *((op, READ) for op in READS))
+}
+
+
+def takes(op: str) -> int:
+    """How many operands an operation or a variable has; -1: there is no such operation."""
+    return num_operands(op) if op in OPERATORS else 0 if op in VARIABLES else -1
+
+
 @constant
 def parse(key: str) -> Expression:
-    """The expression of a key; the empty key has no steps."""
+    """The expression of a key; the empty key has no steps.
+
+    A key may come out of a file, and what it says becomes code for Triton: so nothing passes but
+    known operations, with slots and numbers.
+
+    Raises:
+        ValueError: for anything else.
+    """
     steps: list[Step] = []
     for text in filter(None, key.split(";")):
         op, *words = text.split(" ")
-        has_detail = op in ("number", "literal", *READS)
-        detail, numbers = (words[0], words[1:]) if has_detail else ("", words)
-        operands = tuple(map(int, numbers))
-        if any(not 0 <= number < len(steps) for number in operands):
+        has_detail = op in DETAILS
+        detail, numbers = ("".join(words[:1]), words[1:]) if has_detail else ("", words)
+        known = DETAILS[op].fullmatch(detail) if has_detail else takes(op) == len(numbers)
+        operands = tuple(map(int, filter(str.isdecimal, numbers)))
+        exist = len(operands) == len(numbers) and all(number < len(steps) for number in operands)
+        if not (known and exist):
             raise ValueError(f"not the key of an expression: {key!r}")
         kinds = [steps[number].kind for number in operands]
         steps.append(Step(op, operands, detail, _kind(op, detail, kinds)))
