@@ -2,20 +2,16 @@
 
 import subprocess
 import sys
-import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 import typer
-from hatchling.builders.wheel import WheelBuilder
 from typer.testing import CliRunner
 
 from saccade.bench import command, processes, results
 from saccade.bench.cases import CASES
 from saccade.bench.command import bench
 from saccade.bench.peers import ours, pytorch
-from saccade.bench.report import SCRIPTS
 from saccade.bench.results import read
 
 app = typer.Typer()
@@ -128,11 +124,3 @@ def test_the_environment_is_named():
     assert {"saccade", "python", "torch"} <= set(results.versions())
     commit = results.commit()
     assert commit is None or len(commit) in (12, 13)
-
-
-def test_the_wheel_holds_the_page_s_parts(tmp_path):
-    builder = WheelBuilder(str(Path(__file__).parents[2]))
-    (path,) = builder.build(directory=str(tmp_path), versions=["standard"])
-    with zipfile.ZipFile(path) as wheel:
-        names = {Path(name).name for name in wheel.namelist() if "bench/report/" in name}
-    assert {"page.html", "style.css", *SCRIPTS} <= names
