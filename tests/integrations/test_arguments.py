@@ -17,6 +17,8 @@ def test_a_window_may_be_open_on_either_side():
         ((None, 2), masks.window(far, 2)),
     ):
         assert arguments.window(*sides) == mask
+    assert arguments.window(None, 0, "top_left") == masks.causal("top_left")
+    assert arguments.window(2, 1, "top_left") == masks.window(2, 1, "top_left")
 
 
 def test_a_sliding_window_counts_the_row_itself():
@@ -49,3 +51,14 @@ def test_rows_are_laid_out_as_they_came():
     assert torch.equal(arguments.heads_first(lambda each: each, rows), rows)
     output, shape = arguments.heads_first(lambda each: (each, each.shape), rows)
     assert torch.equal(output, rows) and shape == (2, 3, 7, 4)
+
+
+def test_a_slab_is_cut_into_pages_of_its_own():
+    slabs = torch.arange(3 * 1100 * 2 * 4).view(3, 1100, 2, 4)
+    entry = torch.tensor([2, 0], dtype=torch.int32)
+    table, (pages,) = arguments.pages_of_slabs("slabs", entry, slabs)
+    assert table.tolist() == [[4, 5], [0, 1]] and pages.shape == (6, 2, 550, 4)
+    assert pages.data_ptr() == slabs.data_ptr()
+    assert pages[table[0].long()].transpose(1, 2).flatten(0, 1).equal(slabs[2])
+    with pytest.raises(ValueError, match=r"^slabs: got strides .* takes entries that lie one beh"):
+        arguments.pages_of_slabs("slabs", entry, slabs[::2])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,16 +107,22 @@ def serve_only(served: object, where: str = "", **options: object) -> None:
             raise NotImplementedError(f"{name}: got {f'{got} {where}'.rstrip()}, takes {served}")
 
 
-def window(left: int | None, right: int | None) -> masks.Mask | None:
+def window(left: int | None, right: int | None, align: str = "bottom_right") -> masks.Mask | None:
     """The mask of the rows up to `left` before and `right` behind a row's position.
 
-    Aligned at the bottom right; a side that is None is open. None: nothing is hidden.
+    A side that is None is open. None: nothing is hidden.
     """
     if left is None and right is None:
         return None
     if left is None and right == 0:
-        return masks.causal()
-    return masks.window(FAR if left is None else left, FAR if right is None else right)
+        return masks.causal(align)
+    return masks.window(FAR if left is None else left, FAR if right is None else right, align)
+
+
+@masks.function
+def first_visible_key(batch: Any, head: Any, query_row: Any, kv_row: Any, start: Any) -> Any:
+    """The mask of the keys from the start of each sequence on."""
+    return kv_row >= masks.take(start, batch)
 
 
 def sliding_window_mask(tokens: int | None, causal: bool) -> masks.Mask | None:
@@ -148,6 +154,42 @@ def heads_first(call: Callable[..., Any], *rows: Tensor, **options: Any) -> Any:
         return found.transpose(1, 2)
     output, *others = found
     return output.transpose(1, 2), *others
+
+
+def broadcasts(tensor: Tensor, shape: Sequence[int]) -> bool:
+    """Whether a tensor broadcasts to a shape."""
+    if tensor.dim() > len(shape):
+        return False
+    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    return all(have in (1, want) for have, want in sizes)
+
+
+def pages_of_slabs(name: str, entry: Tensor, *slabs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A page table, and slabs [entries, length, kv_heads, dim] as pages; nothing is copied.
+
+    Up to 1024 slots of a slab are one page; a longer slab is several.
+
+    Args:
+        name: of the slabs, for errors.
+        entry: int32 [batch], the slab of each sequence.
+
+    Returns:
+        int32 [batch, pages of a slab], and pages [pages, kv_heads, page_size, dim].
+    """
+    length = slabs[0].shape[1]
+    largest = min(max(length, 1), LARGEST_PAGE)
+    size = next(size for size in range(largest, 0, -1) if length % size == 0)
+    count = length // size
+    table = entry[:, None] * count + torch.arange(count, dtype=torch.int32, device=entry.device)
+    try:
+        pages = [slab.unflatten(1, (count, size)).view(-1, size, *slab.shape[2:]) for slab in slabs]
+    except RuntimeError:
+        strides = " and ".join(str(slab.stride()) for slab in slabs)
+        raise ValueError(
+            f"{name}: got strides {strides}, takes entries that lie one behind the other where "
+            f"they are longer than {LARGEST_PAGE}"
+        ) from None
+    return table, tuple(page.transpose(1, 2) for page in pages)
 
 
 def as_features(rows: Tensor) -> Tensor:

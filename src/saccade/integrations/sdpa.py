@@ -25,6 +25,7 @@ from torch.utils._device import DeviceContext
 
 import saccade
 from saccade import masks, scores
+from saccade.integrations.arguments import broadcasts
 
 NAME = "scaled_dot_product_attention"
 ORIGINAL: Any = vars(torch._C)["_nn"].scaled_dot_product_attention
@@ -224,7 +225,7 @@ def translated(
             got = type(attn_mask).__name__
             raise TypeError(f"attn_mask: got a {got}, takes a plain tensor or a CausalBias")
         shape = (*leading, query.shape[-2], key.shape[-2])
-        if not _broadcasts(attn_mask, shape):
+        if not broadcasts(attn_mask, shape):
             raise ValueError(
                 f"attn_mask: got {list(attn_mask.shape)}, takes what broadcasts to {list(shape)}"
             )
@@ -286,14 +287,6 @@ def _leading(tensors: tuple[Tensor, ...], enable_gqa: bool) -> torch.Size:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
         raise ValueError(f"query, key, value: got {shapes}, takes batches that broadcast") from None
     return torch.Size((*batch, *tensors[0].shape[-3:-2]))
-
-
-def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor broadcasts to a shape."""
-    if tensor.dim() > len(shape):
-        return False
-    sizes = zip(reversed(tensor.shape), reversed(shape), strict=False)
-    return all(have in (1, want) for have, want in sizes)
 
 
 def _four_dimensions(tensor: Tensor, batch: torch.Size) -> Tensor:

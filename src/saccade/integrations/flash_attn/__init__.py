@@ -12,11 +12,7 @@ flash-attn 2.8; any dtype and device that saccade serves. FlashAttention-3's cal
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import AbstractContextManager
 
 from saccade.integrations.flash_attn import functions, rotary, version_3
 from saccade.integrations.flash_attn.cache import flash_attn_with_kvcache
@@ -43,6 +39,7 @@ from saccade.integrations.flash_attn.rotary import (
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
 )
+from saccade.integrations.replaced_modules import ReplacedModules, defined_in
 
 __all__ = [
     "IndexFirstAxis",
@@ -80,27 +77,17 @@ PADDING = (
 )  # fmt: skip
 
 
-def _defined_in(module: ModuleType) -> dict[str, object]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
-    }
-
-
 CALLS = {name: globals()[name] for name in __all__ if name.startswith("flash_attn_")}
-MODULES: dict[str, dict[str, object]] = {
-    "flash_attn": {**CALLS, "__version__": VERSION},
-    "flash_attn.flash_attn_interface": CALLS,
-    "flash_attn.bert_padding": {name: getattr(functions, name) for name in PADDING},
-    "flash_attn.layers": {},
-    "flash_attn.layers.rotary": _defined_in(rotary),
-    "flash_attn_interface": _defined_in(version_3),
-}
-PACKAGES = ("flash_attn", "flash_attn.layers")
-ROOTS = ("flash_attn", "flash_attn_interface")
-
-_replaced: list[dict[str, ModuleType]] = []  # modules of these names before `install`
+_modules = ReplacedModules(
+    {
+        "flash_attn": {**CALLS, "__version__": VERSION},
+        "flash_attn.flash_attn_interface": CALLS,
+        "flash_attn.bert_padding": {name: getattr(functions, name) for name in PADDING},
+        "flash_attn.layers": {},
+        "flash_attn.layers.rotary": defined_in(rotary),
+        "flash_attn_interface": defined_in(version_3),
+    }
+)
 
 
 def install() -> None:
@@ -113,49 +100,14 @@ def install() -> None:
     >>> saccade.integrations.flash_attn.install()
     >>> from flash_attn import flash_attn_func
     """
-    if _replaced:
-        return
-    _replaced.append(_take_away())
-    made = {name: _module(name, content) for name, content in MODULES.items()}
-    for name, module in made.items():
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(made[parent], child, module)
-        sys.modules[name] = module
+    _modules.install()
 
 
 def uninstall() -> None:
     """Put back what `import flash_attn` found before `install`."""
-    if _replaced:
-        _take_away()
-        sys.modules.update(_replaced.pop())
+    _modules.uninstall()
 
 
-@contextmanager
-def installed() -> Iterator[None]:
+def installed() -> AbstractContextManager[None]:
     """`install` on the way in, `uninstall` on the way out."""
-    install()
-    try:
-        yield
-    finally:
-        uninstall()
-
-
-def _take_away() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name.partition(".")[0] in ROOTS]
-    return {name: sys.modules.pop(name) for name in names}
-
-
-def _module(name: str, content: dict[str, object]) -> ModuleType:
-    module = ModuleType(name, f"{name}'s calls, answered by saccade.")
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name in PACKAGES)
-    if name in PACKAGES:
-        module.__path__ = []  # a package without files: other submodules are not found
-
-    def missing(attribute: str) -> object:
-        raise AttributeError(
-            f"saccade's {name} has no {attribute!r}; it has {', '.join(sorted(content))}"
-        )
-
-    vars(module).update(content, __getattr__=missing)
-    return module
+    return _modules.installed()

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 
 import saccade
-from saccade import masks
-from saccade.integrations.arguments import LARGEST_PAGE, flag, whole
+from saccade.integrations.arguments import first_visible_key, flag, pages_of_slabs, whole
 from saccade.integrations.flash_attn.functions import attention_options, without_gradient
-
-
-@masks.function
-def behind_padding(batch: Any, head: Any, query_row: Any, kv_row: Any, start: Any) -> Any:
-    """Keys from the start of each sequence on."""
-    return kv_row >= masks.take(start, batch)
 
 
 def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstring
@@ -87,7 +80,7 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
                 row = torch.zeros_like(row)
             q = rotation.applied(q, before[:, None] + row)
         if cache_leftpad is not None:
-            seen = behind_padding(cache_leftpad)
+            seen = first_visible_key(cache_leftpad)
             options["mask"] = seen if options["mask"] is None else options["mask"] & seen
         found = saccade.attention_paged(
             q.transpose(1, 2), pages.keys, pages.values, pages.table, after, **options,
@@ -140,15 +133,12 @@ class _Pages(NamedTuple):
         block_table: Tensor | None,
         cache_batch_idx: Tensor | None,
     ) -> _Pages:
-        """Of a slab for each sequence, up to 1024 slots are one page; a longer one is several."""
+        """Of a pool, or of a slab for each sequence."""
         if block_table is not None:
             if cache_batch_idx is not None:
                 raise ValueError("cache_batch_idx: got a tensor with block_table, takes None")
             return cls(block_table, *(cache.transpose(1, 2) for cache in caches))
-        entries, length = caches[0].shape[:2]
-        largest = min(max(length, 1), LARGEST_PAGE)
-        size = next(size for size in range(largest, 0, -1) if length % size == 0)
-        count, device = length // size, caches[0].device
+        entries, device = len(caches[0]), caches[0].device
         entry = torch.arange(batch, dtype=torch.int32, device=device)
         if cache_batch_idx is not None:
             entry = cache_batch_idx.to(torch.int32)
@@ -156,19 +146,8 @@ class _Pages(NamedTuple):
             raise ValueError(
                 f"k_cache: got {entries} entries, takes one for each of {batch} sequences"
             )
-        table = entry[:, None] * count + torch.arange(count, dtype=torch.int32, device=device)
-        try:
-            pages = [
-                cache.unflatten(1, (count, size)).view(-1, size, *cache.shape[2:])
-                for cache in caches
-            ]
-        except RuntimeError:
-            raise ValueError(
-                f"k_cache, v_cache: got strides {caches[0].stride()} and {caches[1].stride()}, "
-                "takes entries that lie one behind the other where they are longer than "
-                f"{LARGEST_PAGE}"
-            ) from None
-        return cls(table, *(cache.transpose(1, 2) for cache in pages))
+        table, (keys, values) = pages_of_slabs("k_cache, v_cache", entry, *caches)
+        return cls(table, keys, values)
 
     @property
     def capacity(self) -> int:
