@@ -5,7 +5,7 @@ from types import ModuleType
 
 NAMES = (
     "diffusers", "fast_transformers", "fla", "flash_attn", "flash_kernels", "flex_attention",
-    "sdpa", "transformers", "vllm",
+    "sdpa", "transformers", "vllm", "xformers",
 )  # fmt: skip
 
 

@@ -1,0 +1,66 @@
+"""xformers: the attention of `xformers.ops`, answered by saccade, with its layouts and biases.
+
+Change one import, or none: after `install()`, `import xformers.ops` in other people's code finds
+these calls. Arguments, layouts [batch, length, heads, dim], biases and return values are those of
+xformers 0.0.30; any dtype and device that saccade serves. Differences:
+
+- `op` names a kernel of xformers', and is not needed.
+- A row that sees nothing gives 0, and an lse of -inf.
+- Dropout leaves out other weights for the same seed.
+- Only attention is here: xformers' layers and its other operators are not found.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from saccade.integrations.replaced_modules import ReplacedModules, defined_in, names_of
+from saccade.integrations.xformers import attn_bias, fmha, operators
+from saccade.integrations.xformers.fmha import *  # noqa: F403
+
+VERSION = "0.0.30"
+"""Of xformers, whose calls these are: programs look at it."""
+
+
+def unbind(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """Views of a tensor along a dimension, as PyTorch's `unbind` gives them."""
+    return x.unbind(dim)
+
+
+_modules = ReplacedModules(
+    {
+        "xformers": {"__version__": VERSION},
+        "xformers.ops": {**names_of(fmha), "unbind": unbind},
+        "xformers.ops.fmha": names_of(fmha),
+        "xformers.ops.fmha.attn_bias": names_of(attn_bias),
+        "xformers.ops.fmha.common": defined_in(operators),
+        **{
+            f"xformers.ops.fmha.{name}": operator._asdict()
+            for name, operator in operators.MODULES.items()
+        },
+    }
+)
+
+
+def install() -> None:
+    """Make `import xformers.ops` find these calls, in this process, until `uninstall`.
+
+    What was imported before keeps what it has; so call this first. An xformers that is installed is
+    hidden meanwhile. Calling it twice changes nothing.
+
+    >>> saccade.integrations.xformers.install()
+    >>> from xformers.ops import memory_efficient_attention
+    """
+    _modules.install()
+
+
+def uninstall() -> None:
+    """Put back what `import xformers` found before `install`."""
+    _modules.uninstall()
+
+
+def installed() -> AbstractContextManager[None]:
+    """`install` on the way in, `uninstall` on the way out."""
+    return _modules.installed()

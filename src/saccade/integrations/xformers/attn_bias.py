@@ -1,0 +1,72 @@
+"""Attention biases: the names of `xformers.ops.fmha.attn_bias`."""
+
+from saccade.integrations.xformers.block_diagonal import (
+    BlockDiagonalCausalFromBottomRightMask,
+    BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+    BlockDiagonalCausalLocalAttentionMask,
+    BlockDiagonalCausalMask,
+    BlockDiagonalMask,
+)
+from saccade.integrations.xformers.cached_keys import (
+    BlockDiagonalCausalLocalAttentionPaddedKeysMask,
+    BlockDiagonalCausalWithOffsetGappyKeysMask,
+    BlockDiagonalCausalWithOffsetPaddedKeysMask,
+    BlockDiagonalGappyKeysMask,
+    BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask,
+    BlockDiagonalLocalAttentionPaddedKeysMask,
+    BlockDiagonalPaddedKeysMask,
+    PagedBlockDiagonalCausalLocalPaddedKeysMask,
+    PagedBlockDiagonalCausalWithOffsetGappyKeysMask,
+    PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
+    PagedBlockDiagonalGappyKeysMask,
+    PagedBlockDiagonalPaddedKeysMask,
+)
+from saccade.integrations.xformers.reach import (
+    AttentionBias,
+    LocalAttentionFromBottomRightMask,
+    LowerTriangularFromBottomRightLocalAttentionMask,
+    LowerTriangularFromBottomRightMask,
+    LowerTriangularMask,
+    LowerTriangularMaskWithTensorBias,
+)
+from saccade.integrations.xformers.seqlen_info import GappySeqInfo as _GappySeqInfo
+from saccade.integrations.xformers.seqlen_info import PaddedSeqLenInfo as _PaddedSeqLenInfo
+from saccade.integrations.xformers.seqlen_info import SeqLenInfo as _SeqLenInfo
+
+__all__ = [
+    "VARLEN_BIASES",
+    "AttentionBias",
+    "BlockDiagonalCausalFromBottomRightMask",
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask",
+    "BlockDiagonalCausalLocalAttentionMask",
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask",
+    "BlockDiagonalCausalMask",
+    "BlockDiagonalCausalWithOffsetGappyKeysMask",
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask",
+    "BlockDiagonalGappyKeysMask",
+    "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask",
+    "BlockDiagonalLocalAttentionPaddedKeysMask",
+    "BlockDiagonalMask",
+    "BlockDiagonalPaddedKeysMask",
+    "LocalAttentionFromBottomRightMask",
+    "LowerTriangularFromBottomRightLocalAttentionMask",
+    "LowerTriangularFromBottomRightMask",
+    "LowerTriangularMask",
+    "LowerTriangularMaskWithTensorBias",
+    "PagedBlockDiagonalCausalLocalPaddedKeysMask",
+    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask",
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask",
+    "PagedBlockDiagonalGappyKeysMask",
+    "PagedBlockDiagonalPaddedKeysMask",
+    "_GappySeqInfo",
+    "_PaddedSeqLenInfo",
+    "_SeqLenInfo",
+]
+
+VARLEN_BIASES = (
+    BlockDiagonalMask,
+    BlockDiagonalGappyKeysMask,
+    BlockDiagonalPaddedKeysMask,
+    PagedBlockDiagonalPaddedKeysMask,
+    PagedBlockDiagonalGappyKeysMask,
+)
