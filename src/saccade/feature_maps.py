@@ -18,6 +18,16 @@ from torch.nn import Module
 
 from saccade.runtime.arguments import check_whole_number
 
+__all__ = [
+    "Favor",
+    "GeneralizedRandomFeatures",
+    "RandomFourierFeatures",
+    "RandomProjection",
+    "ScaledMap",
+    "SmoothedRandomFourierFeatures",
+    "softmax",
+]
+
 Map = Callable[[Tensor], Tensor]
 
 
@@ -85,6 +95,9 @@ class RandomProjection(Module):
 class _Projected(Module):
     """What random maps share: rows times sqrt(temperature) on random directions."""
 
+    project: RandomProjection
+    root: float
+
     def __init__(
         self, head_dim: int, num_directions: int, temperature: float | None, orthogonal: bool
     ):
@@ -133,6 +146,8 @@ class SmoothedRandomFourierFeatures(RandomFourierFeatures):
     The constant feature is `smoothing`, hence the kernel grows by its square. There are
     num_features in all, an odd number; where None the first one from head_dim on (at least 3).
     """
+
+    smoothing: float
 
     def __init__(
         self,
@@ -203,6 +218,8 @@ class GeneralizedRandomFeatures(_Projected):
 
     Source: Choromanski et al. 2021 (Performers), equation 2.
     """
+
+    function: Map
 
     def __init__(
         self,

@@ -36,6 +36,11 @@ class ModifierModule(torch.nn.Module, Generic[Kind]):
     >>> saccade.attention(query, key, value, score=self.score())
     """
 
+    kind: type[Mask | Score]
+    key: str
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+
     def __init__(self, modifier: Kind, *, persistent: bool = True):
         super().__init__()
         if not isinstance(modifier, (Mask, Score)):

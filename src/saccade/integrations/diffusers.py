@@ -22,6 +22,8 @@ from torch import Tensor
 from saccade.integrations.arguments import heads_first, serve_only
 from saccade.integrations.sdpa import scaled_dot_product_attention
 
+__all__ = ["register"]
+
 NAME = "saccade"
 DISPATCH = "diffusers.models.attention_dispatch"
 

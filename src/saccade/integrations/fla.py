@@ -15,6 +15,16 @@ from torch import Tensor
 import saccade
 from saccade.integrations.arguments import as_features, heads_first
 
+__all__ = [
+    "chunk_linear_attn",
+    "chunk_simple_gla",
+    "fused_chunk_linear_attn",
+    "fused_chunk_simple_gla",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_simple_gla",
+    "parallel_simple_gla",
+]
+
 EPS = 1e-10
 
 State = Tensor | tuple[Tensor, Tensor] | None

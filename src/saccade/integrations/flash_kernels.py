@@ -19,6 +19,8 @@ from torch import Tensor
 import saccade
 from saccade import masks
 
+__all__ = ["register"]
+
 NAME = "saccade"
 FORWARD = "_scaled_dot_product_flash_attention"
 BACKWARD = "_scaled_dot_product_flash_attention_backward"

@@ -27,6 +27,15 @@ import saccade
 from saccade import masks, scores
 from saccade.integrations.arguments import broadcasts
 
+__all__ = [
+    "Route",
+    "disable",
+    "enable",
+    "enabled",
+    "explain",
+    "scaled_dot_product_attention",
+]
+
 NAME = "scaled_dot_product_attention"
 ORIGINAL: Any = vars(torch._C)["_nn"].scaled_dot_product_attention
 PLAIN = (Tensor, Parameter)  # types without a `__torch_function__` of their own

@@ -116,6 +116,13 @@ class PagedCache:
     >>> slots = cache.append({sequence: prompt[cache.length(sequence):]})
     """
 
+    windows: tuple[int | None, ...]
+    num_pages: tuple[int, ...]
+    page_size: int
+    device: torch.device
+    groups: list[Group]
+    addresses: list[LayerAddress]
+
     def __init__(
         self,
         num_pages: int | Mapping[int | None, int],

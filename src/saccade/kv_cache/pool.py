@@ -127,6 +127,10 @@ class OutOfPagesError(RuntimeError):
         where: "device" or "host".
     """
 
+    needed: int
+    available: int
+    where: str
+
     def __init__(self, needed: int, available: int, where: str):
         super().__init__(
             f"out of pages on the {where}: {needed} needed, {available} available; free, trim or "

@@ -91,8 +91,13 @@ def slices_of(table: Tensor, indices: Sequence[Any]) -> list[tuple[int, int, int
 
 
 # The functions of numbers that scores are made of, each with one meaning on every implementation.
-absolute, exp, log, tanh = torch.abs, torch.exp, torch.log, torch.tanh
-minimum, maximum, where = torch.minimum, torch.maximum, torch.where
+absolute: Callable[[Any], Any] = torch.abs
+exp: Callable[[Any], Any] = torch.exp
+log: Callable[[Any], Any] = torch.log
+tanh: Callable[[Any], Any] = torch.tanh
+minimum: Callable[[Any, Any], Any] = torch.minimum
+maximum: Callable[[Any, Any], Any] = torch.maximum
+where: Callable[[Any, Any, Any], Any] = torch.where
 
 
 # What hidden pairs hold is put away, never multiplied away, by bits: 0 · NaN is NaN, and

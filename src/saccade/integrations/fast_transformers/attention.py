@@ -46,6 +46,10 @@ def causal_dot_product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
 
 
 class _Layer(Module):
+    feature_map: FeatureMap
+    eps: float
+    event_dispatcher: str
+
     def __init__(
         self,
         query_dimensions: int,
@@ -293,6 +297,14 @@ class _Projections(Module):
         d_model_keys: channels of keys and values before their projection; d_model where None.
         event_dispatcher: "" alone: no events are dispatched.
     """
+
+    inner_attention: Module
+    query_projection: Linear
+    key_projection: Linear
+    value_projection: Linear
+    out_projection: Linear
+    n_heads: int
+    event_dispatcher: str
 
     def __init__(
         self,

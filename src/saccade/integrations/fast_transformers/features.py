@@ -87,6 +87,9 @@ def _first(classes: tuple[type, ...], name: str) -> int:
 class ActivationFunctionFeatureMap(FeatureMap):
     """A function applied channel by channel; a name of saccade's is applied in its operator."""
 
+    activation_function: Callable[[Tensor], Tensor]
+    name: str
+
     def __init__(
         self, query_dims: int, activation_function: Callable[[Tensor], Tensor], name: str = ""
     ):
@@ -103,20 +106,30 @@ class ActivationFunctionFeatureMap(FeatureMap):
         return self.activation_function(x)
 
 
-activation_function_feature_map = ActivationFunctionFeatureMap.factory
+activation_function_feature_map: Callable[..., Callable[[int], FeatureMap]] = (
+    ActivationFunctionFeatureMap.factory
+)
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
     return torch.nn.functional.elu(x) + 1
 
 
-elu_feature_map = activation_function_feature_map(_elu_plus_one, name="elu+1")
+elu_feature_map: Callable[[int], FeatureMap] = activation_function_feature_map(
+    _elu_plus_one, name="elu+1"
+)
 
 
 class _Random(FeatureMap):
     """A map by a random matrix `omega` [query_dims, columns], which is drawn anew now and then."""
 
     omega: Tensor
+    query_dimensions: int
+    softmax_temp: float
+    root: float
+    orthogonal: bool
+    redraw: int
+    deterministic_eval: bool
 
     def __init__(
         self,
@@ -157,6 +170,8 @@ class RandomFourierFeatures(_Random):
 
     An odd n_dims has n_dims - 1 features, and keeps its factor: so it is in the library.
     """
+
+    n_dims: int
 
     def __init__(
         self,
@@ -210,6 +225,8 @@ class Favor(_Random):
     themselves, but divided by factors that cancel (`saccade.feature_maps.Favor`); no eps is added.
     """
 
+    n_dims: int
+
     def __init__(
         self,
         query_dimensions: int,
@@ -244,6 +261,8 @@ class Favor(_Random):
 
 class GeneralizedRandomFeatures(_Random):
     """kernel_fn(√softmax_temp · x · omega)."""
+
+    n_dims: int
 
     def __init__(
         self,
@@ -326,6 +345,8 @@ class FullMask(BaseMask):
         device: where a matrix is made.
     """
 
+    device: torch.device | str
+
     def __init__(
         self,
         mask: Tensor | int | None = None,
@@ -382,6 +403,8 @@ class LengthMask(BaseMask):
 
 class TriangularCausalMask(BaseMask):
     """Row i keeps the first i + 1 of N."""
+
+    device: torch.device | str
 
     def __init__(self, N: int, device: torch.device | str = "cpu"):
         self.shape, self.device = (N, N), device

@@ -10,6 +10,16 @@ from torch import Tensor, nn
 import saccade
 from saccade.integrations.arguments import flag, whole
 
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "rotate_half",
+]
+
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
     """Each pair (a, b) of channels as (-b, a); pairs are of the two halves, or side by side."""
@@ -167,6 +177,11 @@ class RotaryEmbedding(nn.Module):
 
     Source: Su et al. 2021, equation 15; Sun et al. 2022 (xPos), algorithm 1.
     """
+
+    dim: int
+    base: float
+    interleaved: bool
+    scale_base: float | None
 
     def __init__(
         self,

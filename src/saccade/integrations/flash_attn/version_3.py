@@ -22,6 +22,15 @@ from saccade.integrations.flash_attn.functions import (
     without_gradient,
 )
 
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
 Scale = Tensor | None
 
 

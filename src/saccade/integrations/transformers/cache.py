@@ -195,6 +195,11 @@ class PagedGenerationCache(Cache):
     >>> model.generate(**inputs, past_key_values=cache, num_beams=4)
     """
 
+    paged_layers: list[PagedLayer]
+    num_pages: int | Mapping[int | None, int]
+    page_size: int
+    windows: Sequence[int | None]
+
     def __init__(
         self,
         num_layers: int,

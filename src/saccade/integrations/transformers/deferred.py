@@ -22,7 +22,7 @@ class Deferred(Tensor):
     """A tensor without memory; whatever is done to it is done to `written_out()`."""
 
     # Results of operations are plain tensors: nothing has to be turned back into this class.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def empty_shell(

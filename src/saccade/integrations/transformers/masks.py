@@ -72,8 +72,11 @@ class GraphMask:
     It is no tensor, so a model that computes with it is refused by Python.
     """
 
-    dtype = torch.bool
-    ndim = 4
+    shape: tuple[int, int, int, int]
+    device: torch.device
+
+    dtype: torch.dtype = torch.bool
+    ndim: int = 4
 
     def __init__(
         self,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 
+__all__ = ["register"]
+
 NAME = "SACCADE"
 BACKEND = "saccade.integrations.vllm.backend.Backend"
 REGISTRY = "vllm.v1.attention.backends.registry"
