@@ -272,6 +272,10 @@ def test_misfits_are_refused_by_name() -> None:
 
 def test_what_pages_and_an_lse_do_not_have() -> None:
     query, key, value = (rows[:1] for rows in qkv(5, 8))
+    slabs = attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([5], 6, [6])
+    short = slabs.make_paged(torch.zeros(1, 1).int(), 4, attn_bias.PagedBlockDiagonalPaddedKeysMask)
+    with pytest.raises(ValueError, match="attn_bias: got a sequence of 6 rows, and pages for 4"):
+        calls.memory_efficient_attention(query, key, value, short)
     with pytest.raises(NotImplementedError, match=r"attn_bias: got a PagedBlock.* forward only"):
         calls.memory_efficient_attention(query, key, value, PAGED)
     with torch.no_grad(), pytest.raises(NotImplementedError, match=r"p: got 0\.5, takes 0"):
@@ -299,6 +303,13 @@ def test_what_biases_do_not_take() -> None:
          lambda: attn_bias.BlockDiagonalMask.from_seqlens([1, 2], [3])),
         (TypeError, "seqlens: got a tensor, takes a list",
          lambda: attn_bias.BlockDiagonalMask.from_seqlens(torch.tensor([1]))),  # type: ignore[arg-type]
+        (TypeError, r"seqlens: got 1\.5", lambda: attn_bias.BlockDiagonalMask.from_seqlens([1.5])),  # type: ignore[list-item]
+        (ValueError, "batch_sizes: got 3 in sum, takes the 2 sequences",
+         lambda: attn_bias._SeqLenInfo.from_seqlens([2, 2]).split(torch.zeros(1, 4), [1, 2])),
+        (ValueError, r"x: got \[1, 5\], takes \[1, 4, \.\.\.\]",
+         lambda: attn_bias._SeqLenInfo.from_seqlens([2, 2]).split(torch.zeros(1, 5))),
+        (NotImplementedError, "split: got padded sequences",
+         lambda: padded.from_seqlens([1], 4, [2]).k_seqinfo.split(torch.zeros(1, 4))),
         (ValueError, "seqlens: got -1, takes",
          lambda: attn_bias.BlockDiagonalMask.from_seqlens([-1])),
         (ValueError, "seqlens: got 5, takes at most the padding, 4",
@@ -332,14 +343,17 @@ def test_what_biases_do_not_take() -> None:
 def test_a_compiled_call_is_one_graph() -> None:
     query, key, value = (rows[:1].detach().requires_grad_() for rows in qkv())
     packed = attn_bias.BlockDiagonalCausalMask.from_seqlens([2, 3], [3, 4])
+    gappy = attn_bias.BlockDiagonalCausalWithOffsetGappyKeysMask
+    gaps = gappy.from_seqlens([2, 3], [1, 4, 7], [2, 3])
 
-    def both(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def three(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         first = fmha.memory_efficient_attention(query, key, value, shim.LowerTriangularMask())
-        return first + fmha.memory_efficient_attention(query, key, value, packed)
+        second = fmha.memory_efficient_attention(query, key, value, packed)
+        return first + second + fmha.memory_efficient_attention(query, key, value, gaps)
 
-    compiled: Any = torch.compile(both, backend="aot_eager", fullgraph=True)
+    compiled: Any = torch.compile(three, backend="aot_eager", fullgraph=True)
     tensors = [query, key, value]
-    same((compiled(*tensors),), (both(*tensors),), tensors)
+    same((compiled(*tensors),), (three(*tensors),), tensors)
 
 
 def test_hidden_tiles_are_skipped_by_name() -> None:

@@ -172,7 +172,8 @@ def memory_efficient_attention_backward(
     ):  # fmt: skip
         if got.shape != wanted.shape:
             raise ValueError(f"{name}: got {list(got.shape)}, takes {list(wanted.shape)}")
-    # Of the weights under `lse`, these keys' own softmax has its part: both gradients follow.
+    # Under `lse` these keys' weights are exp(own_lse - lse) times their own softmax. With that
+    # factor, gradients of the own output and lse give those of the whole.
     wide = own_lse.dtype
     part = (own_lse - lse).exp().masked_fill(own_lse == -torch.inf, 0).detach()
     by_row = part.movedim(-1, 1).reshape(query.shape[:-1]).unsqueeze(-1)
@@ -240,8 +241,7 @@ class _Rows(NamedTuple):
         _check_rows(query, key, value)
         if query.dim() == 3:
             return cls(*(rows.unsqueeze(2) for rows in (query, key, value)))
-        shared = _expanded(key) and _expanded(value)
-        if shared:
+        if _expanded(key) and _expanded(value):
             key, value = key[..., :1, :], value[..., :1, :]
         return cls(*(rows.flatten(2, -2) for rows in (query, key, value)))
 
@@ -352,41 +352,50 @@ def shifted_window(
     return (position - left <= kv_row) & (kv_row <= position + right)
 
 
+class _KeyRows(NamedTuple):
+    """Where the keys of packed sequences lie: from a row on, one sequence behind the other."""
+
+    first: int
+    offsets: Tensor
+    longest: int
+    mask: masks.Mask | None
+
+    @classmethod
+    def of(cls, bias: PackedKeys) -> _KeyRows:
+        """Where a bias says that they lie; rows between two sequences are the first's, and hidden.
+
+        Raises:
+            ValueError: where a sequence starts before the one before it ends.
+        """
+        info = bias.k_seqinfo
+        if isinstance(bias, BlockDiagonalMask):
+            return cls(0, info.seqstart, max(info.max_seqlen, 0), bias.pairs())
+        starts = info.seqstart_py
+        for (_, end), following in zip(info.intervals(), starts[1:], strict=True):
+            if end > following:
+                raise ValueError(
+                    f"attn_bias: got keys that end at {end} where others start at {following}, "
+                    "takes sequences one behind the other"
+                )
+        longest = max([0, *(end - start for start, end in pairwise(starts))])
+        mask, reach = masks.key_lengths(bias.k_seqinfo.seqlen), bias.reach()
+        if reach != (None, None):
+            left, right = (FAR if side is None else side for side in reach)
+            shift = bias.k_seqinfo.seqlen - bias.q_seqinfo.seqstart.diff()
+            mask = mask & shifted_window(shift, left, right)
+        return cls(starts[0], info.seqstart - starts[0], longest, mask)
+
+
 def _packed(rows: _Rows, bias: PackedKeys, p: float, scale: float | None) -> tuple[Tensor, Tensor]:
     """Attention within sequences that lie one behind the other."""
     _check_packed(rows, bias, bias.k_seqinfo.seqstart_py[-1])
-    query, key, value = (tensor[0] for tensor in rows)
-    offsets, kv_offsets, mask = bias.q_seqinfo.seqstart, bias.k_seqinfo.seqstart, None
-    longest = max(bias.k_seqinfo.max_seqlen, 0)
-    if isinstance(bias, BlockDiagonalMask):
-        mask = bias.pairs()
-    else:  # of each sequence's rows, up to where the next one starts, the first ones are keys
-        first = _first_row(bias)
-        key, value, kv_offsets = key[first:], value[first:], kv_offsets - first
-        spans = [end - start for start, end in pairwise(bias.k_seqinfo.seqstart_py)]
-        longest = max([0, *spans])
-        mask = masks.key_lengths(bias.k_seqinfo.seqlen)
-        left, right = (FAR if side is None else side for side in bias.reach())
-        if bias.reach() != (None, None):
-            shift = bias.k_seqinfo.seqlen - offsets.diff()
-            mask = mask & shifted_window(shift, left, right)
+    keys = _KeyRows.of(bias)
     output, lse = saccade.attention_varlen(
-        query, key, value, offsets, kv_offsets, max_seqlen_q=max(bias.q_seqinfo.max_seqlen, 0),
-        max_seqlen_k=longest, mask=mask, dropout_p=p, scale=scale, return_lse=True,
+        rows.query[0], rows.key[0, keys.first :], rows.value[0, keys.first :],
+        bias.q_seqinfo.seqstart, keys.offsets, max_seqlen_q=max(bias.q_seqinfo.max_seqlen, 0),
+        max_seqlen_k=keys.longest, mask=keys.mask, dropout_p=p, scale=scale, return_lse=True,
     )  # fmt: skip
     return output[None], lse[None]
-
-
-def _first_row(bias: BlockDiagonalPaddedKeysMask | BlockDiagonalGappyKeysMask) -> int:
-    """Where the first sequence's keys start; each must end before the next starts."""
-    start = bias.k_seqinfo.seqstart_py
-    for (_, end), following in zip(bias.k_seqinfo.intervals(), start[1:], strict=True):
-        if end > following:
-            raise ValueError(
-                f"attn_bias: got keys that end at {end} where others start at {following}, takes "
-                "sequences one behind the other"
-            )
-    return start[0]
 
 
 def _over_slabs(
@@ -411,6 +420,9 @@ def _over_pages(rows: _Rows, bias: PagedKeys, scale: float | None) -> tuple[Tens
     if rows.key.shape[1] % size:
         raise ValueError(f"key: got {rows.key.shape[1]} rows, takes pages of {size}")
     _check_packed(rows, bias, rows.key.shape[1])
+    longest, room = max([0, *bias.k_seqinfo.seqlen_py]), bias.block_tables.shape[1] * size
+    if longest > room:
+        raise ValueError(f"attn_bias: got a sequence of {longest} rows, and pages for {room}")
     if _wants_grad(rows):
         raise NotImplementedError(
             f"attn_bias: got a {type(bias).__name__} and tensors that require a gradient, takes "

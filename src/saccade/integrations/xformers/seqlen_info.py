@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from saccade.integrations.arguments import whole
+
 
 def moved(described: Any, device: Any) -> Any:
     """A dataclass with all its tensors, and what holds tensors, on a device."""
@@ -25,9 +27,9 @@ def moved(described: Any, device: Any) -> Any:
 
 def default_device(device: Any = None) -> torch.device:
     """The device of numbers that were given without one: the accelerator, if there is one."""
-    if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
-    return torch.device(device)
+    if device is None and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+    return torch.device("cpu" if device is None else device)
 
 
 def int32(numbers: Sequence[int], device: Any) -> Tensor:
@@ -39,12 +41,13 @@ def whole_numbers(name: str, numbers: Iterable[int]) -> list[int]:
     """Lengths or starts as a list.
 
     Raises:
-        TypeError: for a tensor, whose numbers would have to be read from its device.
+        TypeError: for a tensor, whose numbers would have to be read from its device, and for what
+            is no whole number.
         ValueError: for a negative number.
     """
     if isinstance(numbers, Tensor):
         raise TypeError(f"{name}: got a tensor, takes a list of numbers: {name}.tolist()")
-    found = list(numbers)
+    found = [whole(name, number) for number in numbers]
     if found and min(found) < 0:
         raise ValueError(f"{name}: got {min(found)}, takes numbers of at least 0")
     return found
@@ -99,7 +102,12 @@ class SeqLenInfo:
         """
         if x.shape[0] != 1 or x.shape[1] != self.seqstart_py[-1]:
             raise ValueError(f"x: got {list(x.shape)}, takes [1, {self.seqstart_py[-1]}, ...]")
-        sizes = [1] * (len(self.seqstart_py) - 1) if batch_sizes is None else batch_sizes
+        num_sequences = len(self.seqstart_py) - 1
+        sizes = [1] * num_sequences if batch_sizes is None else batch_sizes
+        if sum(sizes) != num_sequences:
+            raise ValueError(
+                f"batch_sizes: got {sum(sizes)} in sum, takes the {num_sequences} sequences"
+            )
         ends = [self.seqstart_py[end] for end in _offsets(sizes)]
         parts = [x[:, first:end] for first, end in pairwise(ends)]
         return [
