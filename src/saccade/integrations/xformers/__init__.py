@@ -17,7 +17,9 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from saccade.integrations.replaced_modules import ReplacedModules, defined_in, names_of
-from saccade.integrations.xformers import attn_bias, fmha, operators
+from saccade.integrations.xformers import attn_bias as attn_bias
+from saccade.integrations.xformers import fmha as fmha
+from saccade.integrations.xformers import operators
 from saccade.integrations.xformers.fmha import *  # noqa: F403
 
 VERSION = "0.0.30"
