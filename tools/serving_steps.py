@@ -2,12 +2,15 @@
 
 Usage: python tools/serving_steps.py [CASE ...] [--json FILE] [--seconds 300]
 
-A case is a way and a batch, such as graphs:32: "graphs" begins a step ahead of the host, "waiting"
-does not, "drawn" draws by temperature and top_p, "eager" captures nothing. Each runs in a process
+A case is a way and a batch, such as compiled:32, and 8b before it for a larger model
+(8b:compiled:32). "compiled" is what an engine does by itself: layers are compiled, steps are CUDA
+graphs and begin ahead of the host. "graphs" compiles no layers, "waiting" does not begin ahead,
+"drawn" draws by temperature and top_p, "eager" captures nothing. Each runs in a process
 of its own, so that one that fails harms no other; kernels that one compiles the next ones find in
 the cache. First come the tokens of a batch of 4, which must be those of eager steps.
 
-The model is a Llama with random weights: 16 layers, 2048, 32 query heads over 8 of 64, bfloat16.
+The models are Llamas with random weights in bfloat16: 16 layers of 2048 and 32 query heads over 8
+of 64, or 8b: 32 layers of 4096 and 32 over 8 of 128.
 The floor of a step is the bytes of its weights and of its cache, read once at the rate of a copy.
 """
 
@@ -23,14 +26,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CASES = ("graphs:1", "graphs:32", "graphs:128", "waiting:32", "drawn:128", "eager:1", "eager:32",
-         "eager:128")  # fmt: skip
+CASES = ("compiled:1", "compiled:32", "compiled:128", "graphs:1", "graphs:32", "graphs:128",
+         "waiting:32", "drawn:128", "eager:1", "eager:32", "eager:128")  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
-    "graphs": {"cuda_graphs": True},
-    "drawn": {"cuda_graphs": True},
-    "waiting": {"cuda_graphs": True, "run_ahead": False},
-    "eager": {"cuda_graphs": False},
+    "compiled": {},
+    "graphs": {"compile": False},
+    "drawn": {},
+    "waiting": {"run_ahead": False, "compile": False},
+    "eager": {"cuda_graphs": False, "compile": False},
 }
+MODELS: dict[str, dict[str, Any]] = {
+    "1b": {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
+           "vocab_size": 128_256, "tie_word_embeddings": True},
+    "8b": {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14_336,
+           "head_dim": 128, "vocab_size": 128_256, "tie_word_embeddings": False},
+}  # fmt: skip
 CHECK = "check"
 CONTEXT, STEPS = 1000, 40
 COLUMNS = {"median_ms": 10, "mean_ms": 10, "worst_ms": 10, "floor_ms": 9, "over_floor": 11,
@@ -81,19 +91,18 @@ def in_a_process(case: str, seconds: float) -> dict[str, Any] | None:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def model_of(layers: int, vocabulary: int) -> Any:
+def model_of(sizes: dict[str, Any]) -> Any:
     """A Llama with random weights on the GPU."""
     import torch
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=vocabulary, hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=64, max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )  # fmt: skip
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=4096, **sizes
+    )
+    torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model: Any = transformers.LlamaForCausalLM(config)
-    model.to(torch.bfloat16)
+    torch.set_default_dtype(torch.float32)
     generator = torch.Generator("cuda").manual_seed(0)
     for weights in model.parameters():
         if weights.dim() > 1:
@@ -101,12 +110,12 @@ def model_of(layers: int, vocabulary: int) -> Any:
     return model
 
 
-def engine_of(model: Any, way: str, sequences: int, sizes: list[int]) -> Any:
+def engine_of(model: Any, way: str, sequences: int) -> Any:
     """An engine that tries no steps first: those that come compile what they need."""
     import saccade
 
     return saccade.Engine(
-        model, max_sequences=sequences, batch_sizes=sizes, max_batch_tokens=4096,
+        model, max_sequences=sequences, batch_sizes=[sequences], max_batch_tokens=4096,
         max_length=CONTEXT + 4 * STEPS, preemption="recompute", warm_up=False, progress=False,
         **WAYS[way],
     )  # fmt: skip
@@ -127,11 +136,11 @@ def check() -> dict[str, Any]:
     Raises:
         ValueError: where they differ.
     """
-    model = model_of(1, 1000)
+    model = model_of({**MODELS["1b"], "num_hidden_layers": 1, "vocab_size": 1000})
     prompts = prompts_of(model, [3, 40, 17])
 
     def tokens(way: str) -> list[list[int]]:
-        engine = engine_of(model, way, 4, [4])
+        engine = engine_of(model, way, 4)
         asked = [
             engine.submit(prompt, max_new_tokens=40, stop_tokens=(), temperature=0.7 * number,
                           seed=number)
@@ -149,12 +158,13 @@ def timed(case: str) -> dict[str, Any]:
     """The times of a case's steps."""
     import torch
 
-    way, _, batch = case.partition(":")
+    *of, way, batch = case.split(":")
+    name = of[0] if of else "1b"
     sequences = int(batch)
-    model = model_of(16, 128_256)
+    model = model_of(MODELS[name])
     rate = copy_rate()
     begin = time.perf_counter()
-    engine = engine_of(model, way, sequences, [sequences])
+    engine = engine_of(model, way, sequences)
     made = time.perf_counter() - begin
     drawn: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95} if way == "drawn" else {}
     asked = [
@@ -175,7 +185,7 @@ def timed(case: str) -> dict[str, Any]:
     moved = sequences * (CONTEXT + 4 + 2 * STEPS) * of_token
     moved += sum(weights.nbytes for weights in model.parameters())
     row = {
-        "case": f"serving-1b-{case}", "batch": sequences, "pass": "step", "explain":
+        "case": f"serving-{name}-{way}-{batch}", "batch": sequences, "pass": "step", "explain":
         engine.explain(), "median_ms": 1e3 * statistics.median(single), "mean_ms": 1e3 * in_a_row,
         "worst_ms": 1e3 * max(single), "floor_ms": 1e3 * moved / rate,
         "over_floor": in_a_row * rate / moved, "made_s": made, "copy_tb_s": rate / 1e12,

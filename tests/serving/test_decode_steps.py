@@ -343,7 +343,7 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch, captured: Any = replayed) -> No
 
 def test_captured_steps_give_the_same_tokens(monkeypatch):
     with_graphs(monkeypatch)
-    engine = served.engine(num_pages=20, cuda_graphs=True, warm_up=False)
+    engine = served.engine(num_pages=20, cuda_graphs=True, compile=False, warm_up=False)
     assert engine.explain().startswith("decode steps are CUDA graphs for 1, 2, 4, 6 sequences (")
     asked = [
         engine.submit(prompt, max_new_tokens=9, stop_tokens=[4, 8, 15, 16], **options)
@@ -359,7 +359,7 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_why(monkeypatch):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     with_graphs(monkeypatch, captured)
-    engine = served.engine(cuda_graphs=True, warm_up=False)
+    engine = served.engine(cuda_graphs=True, compile=False, warm_up=False)
     assert engine.explain() == (
         "decode steps run eagerly: LlamaForCausalLM cannot be captured: operation not permitted "
         "when stream is capturing"

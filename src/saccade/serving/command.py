@@ -163,8 +163,13 @@ LengthOption = typer.Option(
     help="Tokens of a prompt and what follows it; the model's limit by default.",
 )  # fmt: skip
 GraphsOption = typer.Option(
-    "--cuda-graphs", help="Capture steps as CUDA graphs first (on a GPU).", rich_help_panel=RUN
-)
+    "--cuda-graphs/--no-cuda-graphs", rich_help_panel=RUN, show_default=False,
+    help="Capture steps as CUDA graphs first; on a GPU by default.",
+)  # fmt: skip
+CompileOption = typer.Option(
+    "--compile/--no-compile", rich_help_panel=RUN, show_default=False,
+    help="Compile the model's layers by torch.compile first; with CUDA graphs by default.",
+)  # fmt: skip
 BodyOption = typer.Option(
     "--max-body", min=1, help="Bytes of a request, at most.", rich_help_panel=READ
 )
@@ -191,7 +196,8 @@ def serve(
     max_sequences: Annotated[int, SequencesOption] = 64,
     num_pages: Annotated[int | None, PagesOption] = None,
     device: Annotated[str | None, DeviceOption] = None,
-    cuda_graphs: Annotated[bool, GraphsOption] = False,
+    cuda_graphs: Annotated[bool | None, GraphsOption] = None,
+    compile: Annotated[bool | None, CompileOption] = None,
 ) -> None:
     """Answer OpenAI's HTTP interface with a Hugging Face model, many requests at once.
 
@@ -207,9 +213,10 @@ def serve(
     except ImportError as error:
         _give_up(f"{error}; pip install 'saccade[serve]'", "serve")
     limits = servers.ServerLimits(max_body, max_waiting, max_seconds)
-    sizes = {
+    sizes: dict[str, Any] = {
         "max_sequences": max_sequences, "num_pages": num_pages, "max_length": max_length,
-        "cuda_graphs": cuda_graphs, "max_batch_tokens": max(512, max_sequences),
+        "cuda_graphs": cuda_graphs, "compile": "auto" if compile is None else compile,
+        "max_batch_tokens": max(512, max_sequences),
     }  # fmt: skip
     try:
         loaded, tokenizer = load(model, device)

@@ -218,8 +218,11 @@ def read_batch_sizes(sizes: Sequence[int] | None, most: int, *, padded: bool) ->
     return sorted(set(sizes))
 
 
-def why_eager(device: torch.device, asked: bool) -> str:
+def why_eager(device: torch.device, asked: bool | None) -> str:
     """Why steps are not captured; "" where they are.
+
+    Args:
+        asked: None: where there are graphs.
 
     Raises:
         ValueError: where graphs are asked for and there are none.
@@ -228,7 +231,7 @@ def why_eager(device: torch.device, asked: bool) -> str:
         if asked:
             raise ValueError(f"cuda_graphs: got True for a model on {device}, takes it on a GPU")
         return f"the model is on {device}, where there are no CUDA graphs"
-    return "" if asked else "cuda_graphs is False"
+    return "cuda_graphs is False" if asked is False else ""
 
 
 # What the choice of tokens is captured for; other rows are chosen for eagerly.

@@ -346,29 +346,42 @@ def draw(
 
     In float64, as sums run over a whole vocabulary.
     """
-    logits = logits.double()
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0).unsqueeze(1)
-    weights = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    least = torch.zeros_like(temperature)
-    if traits.floored:
-        least = rows.min_p.unsqueeze(1) * weights.amax(-1, keepdim=True)
+    weights = _weights(logits, logits.amax(-1, keepdim=True), temperature)
     if traits.cut:
-        least = torch.maximum(least, _least_likely(weights, rows))
-    reached = weights.masked_fill(weights < least, 0).cumsum(-1)
+        weights = weights.masked_fill(logits < _least_likely(logits, temperature, rows), 0)
+    if traits.floored:  # the likeliest token has the weight 1
+        weights = weights.masked_fill(weights < rows.min_p.unsqueeze(1), 0)
+    reached = weights.cumsum(-1)
     whole = reached[:, -1:]
     passed = (reached <= numbers.unsqueeze(1) * whole).sum(-1)
     return torch.minimum(passed, (reached < whole).sum(-1))
 
 
+def _weights(
+    logits: Float[Tensor, "rows vocabulary"],
+    largest: Float[Tensor, "rows 1"],
+    temperature: Float[Tensor, "rows 1"],
+) -> Float[Tensor, "rows vocabulary"]:
+    """Probabilities over that of the likeliest token."""
+    return ((logits.double() - largest.double()) / temperature).exp()
+
+
 def _least_likely(
-    weights: Float[Tensor, "rows vocabulary"], rows: RowSettings
+    logits: Float[Tensor, "rows vocabulary"],
+    temperature: Float[Tensor, "rows 1"],
+    rows: RowSettings,
 ) -> Float[Tensor, "rows 1"]:
-    """The smallest weight among the likeliest tokens that top_k and then top_p leave."""
-    ordered = weights.sort(dim=-1, descending=True).values
-    reached = ordered.cumsum(-1)
+    """The smallest logit among the likeliest tokens that top_k and then top_p leave.
+
+    Logits are put in order as they came: a model's 16 bits take a quarter of the time of 64.
+    """
+    ordered = logits.sort(dim=-1, descending=True).values
+    weights = _weights(ordered, ordered[:, :1], temperature)
+    reached = weights.cumsum(-1)
     last = rows.top_k.unsqueeze(1) - 1
     enough = rows.top_p.unsqueeze(1) * reached.gather(1, last)
-    kept = (reached - ordered < enough).sum(-1, keepdim=True)
+    kept = (reached - weights < enough).sum(-1, keepdim=True)
     return ordered.gather(1, torch.minimum(kept - 1, last).clamp_min(0))
 
 

@@ -7,13 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from typing_extensions import Unpack
 
 from saccade import PagedCache
 from saccade.serving import decoding
+from saccade.serving.compiled_layers import compile_layers, read_compile
 from saccade.serving.decode_steps import (
     Decoder,
     LaneNumbers,
@@ -358,7 +359,10 @@ class Engine:
         implementation: of `saccade.attention_paged`.
         batch_sizes: of steps in which every request writes its next token; others are padded to
             the next. None: a few with cuda_graphs, else every size.
-        cuda_graphs: whether such steps are captured now, and replayed; on a GPU only.
+        cuda_graphs: whether such steps are captured now, and replayed. None: on a GPU.
+        compile: whether the model's layers are compiled by `torch.compile`, all as one, so that
+            their small kernels are joined. "auto": with cuda_graphs. Results are rounded otherwise
+            than by the model as it is. A model that cannot be compiled is run as it is.
         run_ahead: whether a step begins before the tokens of the one before are looked at, so that
             a GPU need not wait for the host. None: with cuda_graphs.
         warm_up: whether a step of each size in which prompts are read is tried now, so that its
@@ -395,7 +399,8 @@ class Engine:
         batch_invariant: bool = False,
         implementation: str | None = None,
         batch_sizes: Sequence[int] | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
+        compile: bool | Literal["auto"] = "auto",
         run_ahead: bool | None = None,
         warm_up: bool | None = None,
         progress: bool = True,
@@ -423,9 +428,12 @@ class Engine:
         )  # fmt: skip
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
         check_packed_passes(self._model, page_size, options)
-        lanes = Lanes(max_sequences, self._model.num_logits, self._model.device)
         reason = why_eager(self._model.device, cuda_graphs)
-        sizes = read_batch_sizes(batch_sizes, max_sequences, padded=not reason)
+        cuda_graphs = not reason
+        asked = read_compile(compile, by_default=cuda_graphs)
+        self._layers = compile_layers(self._model, page_size, options, progress) if asked else ""
+        lanes = Lanes(max_sequences, self._model.num_logits, self._model.device)
+        sizes = read_batch_sizes(batch_sizes, max_sequences, padded=cuda_graphs)
         self._decoder = Decoder(self._model, self.cache, options, lanes, max_length, sizes, reason)
         tried = max_batch_tokens if (cuda_graphs if warm_up is None else warm_up) else 0
         self._decoder.warm_up(tried, progress)
@@ -523,7 +531,7 @@ class Engine:
 
     def explain(self) -> str:
         """How steps run, and why."""
-        return self._decoder.explain()
+        return "\n".join(filter(None, [self._decoder.explain(), self._layers]))
 
     def _checked(self, prompt: Prompt, options: RequestOptions) -> tuple[list[int], Limits]:
         """The prompt's tokens, and when the request is done; refuses what can never be served."""

@@ -8,6 +8,7 @@ use, are made once a step. A `Probe` instead of a step records what layers keep.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -162,6 +163,14 @@ def alike(layers: Sequence[LayerShape]) -> LayerShape:
     return layers[0]
 
 
+class StepLayers(Protocol):
+    """Layers that a model has only while a step is under way."""
+
+    def under_way(self, step: Any) -> AbstractContextManager[Any]:
+        """Put them in; gives what the model is called with in the step's place."""
+        ...
+
+
 class PackedModel:
     """A causal model of transformers whose attention is Saccade's.
 
@@ -179,14 +188,24 @@ class PackedModel:
         _check_kind(model)
         model.set_attn_implementation("saccade")
         self._model = model.eval()
+        self._step_layers: StepLayers | None = None
         config = model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.longest: int | None = getattr(config, "max_position_embeddings", None)
         self.device: torch.device = model.device
-        layers = self._layers()
+        layers = self.probe(2)
         self.numbers = {index: number for number, index in enumerate(layers)}
         self.shape: LayerShape = alike(list(layers.values()))
         self.windows = [each.window for each in layers.values()]
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model as it came."""
+        return self._model
+
+    def call_with(self, layers: StepLayers | None) -> None:
+        """From now on steps are called with other layers than the model has; None: with these."""
+        self._step_layers = layers
 
     @property
     def stop_tokens(self) -> frozenset[int]:
@@ -231,12 +250,17 @@ class PackedModel:
         return self._call(step, *step.begin(), step.last_rows)
 
     @torch.inference_mode()
-    def _layers(self) -> dict[int, LayerShape]:
+    def probe(self, rows: int) -> dict[int, LayerShape]:
+        """What each attention layer keeps, from a pass over so many rows.
+
+        Raises:
+            ValueError: if the model does not take them, or attends otherwise.
+        """
         probe = Probe()
-        two = torch.arange(2, device=self.device)
+        numbers = torch.arange(rows, device=self.device)
         takes = "takes one whose attention goes through transformers' AttentionInterface"
         try:
-            logits = self._call(probe, two.new_zeros(1, 2), two.unsqueeze(0), two[-1:])
+            logits = self._call(probe, torch.zeros_like(numbers)[None], numbers[None], numbers[-1:])
         except Exception as error:
             raise ValueError(
                 f"model: got {self.name}, which fails with packed rows ({error}); {takes}"
@@ -249,10 +273,12 @@ class PackedModel:
     def _call(
         self, step: PackedStep | Probe, input_ids: Tensor, position_ids: Tensor, rows: Tensor
     ) -> Tensor:
-        output = self._model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, saccade_step=step,
-            logits_to_keep=rows,
-        )  # fmt: skip
+        layers = self._step_layers
+        with nullcontext(step) if layers is None else layers.under_way(step) as under_way:
+            output = self._model(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False,
+                saccade_step=under_way, logits_to_keep=rows,
+            )  # fmt: skip
         logits = output.logits[0]
         # Some models know no logits_to_keep, and give those of all rows.
         return logits if logits.shape[0] == rows.shape[0] else logits[rows]

@@ -69,6 +69,9 @@ class AttentionStep(Protocol):
 
         Returns:
             [1, tokens, query_heads, value_dim].
+
+        A step with a true attribute `layers_are_checked` has seen these layers before, so that
+        they are not checked again.
         """
         ...
 
@@ -141,12 +144,15 @@ def attention_forward(  # breaks function-length: most of it is the docstring
     }
     cap = None if softcap is None else scores.softcap(softcap)
     if saccade_step is not None:
-        shared |= {"mask": _told(module, causal, sliding_window, dropout, position_bias)}
+        if not getattr(saccade_step, "layers_are_checked", False):
+            _check_told(module, causal, sliding_window, dropout, position_bias)
+        shared |= {"mask": sliding_window_mask(sliding_window, causal=True)}
         layer: Any = module.layer_idx
         return saccade_step.attend(layer, query, key, value, score=cap, **shared), None
     if options.get("cache") is not None:  # transformers' own continuous batching
         window = sliding_window or getattr(module, "sliding_window", None)
-        shared |= {"mask": _told(module, True, window, dropout, position_bias), "score": cap}
+        _check_told(module, True, window, dropout, position_bias)
+        shared |= {"mask": sliding_window_mask(window, causal=True), "score": cap}
         return attend_batch(module, query, key, value, options, **shared), None
     mask, bias = _mask_and_bias(attention_mask, query, key, causal, sliding_window)
     shared["mask"] = _within_packed(mask, query, key, options)
@@ -285,14 +291,10 @@ def _within_packed(
     return conjunction([mask, masks.documents(*ids)])
 
 
-def _told(
+def _check_told(
     module: Any, causal: bool, window: int | None, dropout: float, position_bias: Tensor | None
-) -> masks.Mask:
-    """The mask that a step, or a packed cache, is told.
-
-    Raises:
-        ValueError: for a layer that hides or adds something else.
-    """
+) -> None:
+    """Refuse a layer that hides or adds something else than a step, or a packed cache, is told."""
     types = getattr(getattr(module, "config", None), "layer_types", None)
     kind = types[module.layer_idx] if types is not None else None
     if not causal:
@@ -305,9 +307,6 @@ def _told(
         raise ValueError(
             "saccade_step: got a sliding layer that names no sliding_window, takes one"
         )
-    mask = sliding_window_mask(window, causal=True)
-    assert mask is not None  # a causal one
-    return mask
 
 
 NAME = "saccade"
