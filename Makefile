@@ -68,7 +68,9 @@ bench: $(DEMO_STAMP) ## run the benchmarks
 docs: $(DOCS_STAMP) ## run the chapters and build the site, out/site/index.html (ARGS=--quick: in a minute)
 	@$(BIN)/python tools/chapters.py $(ARGS)
 	@$(BIN)/python tools/site_pages.py
+	@$(BIN)/python tools/reference_pages.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@$(BIN)/python tools/reference_pages.py --check
 	@echo "Built out/site/index.html"
 
 # Whose shape annotations the tests check at run time. No module that holds kernels: the check wraps

@@ -1,28 +1,20 @@
 """The public names: what `saccade` and its public modules export, read without importing them.
 
-`PAGES` lists them for the reference of the site, in the order in which it shows them; a test
-compares it with the modules' `__all__`. `public_types.py` checks their types, and
-`reference_pages.py` makes their pages.
+`CHAPTERS` lists them for the reference of the site, in the order in which it shows them; a test
+compares it with the modules' `__all__`. `public_types.py` checks their types, `reference_pages.py`
+makes their pages, and a test runs the examples in their docstrings.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
-
-
-class Chapter(NamedTuple):
-    """A stretch of the reference: names of one module that belong together."""
-
-    title: str
-    module: str
-    about: str
-    names: tuple[str, ...]
 
 
 class Definition(NamedTuple):
@@ -136,3 +128,184 @@ def public_names() -> list[tuple[str, str]]:
         for name in exported(module)
         if f"{module}.{name}" not in MODULES
     ]
+
+
+# ---- docstrings ----------------------------------------------------------------------------------
+
+FLEX = f"{INTEGRATIONS}.flex_attention"
+# PyTorch's own, which our module has under the same names: their docstrings here.
+OF_PYTORCH = {
+    f"{FLEX}.AuxOutput": """What `flex_attention` gives beside the output, as `return_aux` asks.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> query, key, value = torch.randn(3, 1, 2, 64, 16)
+        >>> asked = flex.AuxRequest(lse=True)
+        >>> output, more = flex.flex_attention(query, key, value, return_aux=asked)
+        >>> isinstance(more, flex.AuxOutput), more.lse.shape
+        (True, torch.Size([1, 2, 64]))
+    """,
+    f"{FLEX}.AuxRequest": """What `flex_attention` is to give beside the output: the lse.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> flex.AuxRequest(lse=True).lse
+        True
+    """,
+    f"{FLEX}.BlockMask": """A mask in blocks; `create_block_mask` makes one that knows its function.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> made = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256)
+        >>> isinstance(made, flex.BlockMask)
+        True
+    """,
+    f"{FLEX}.FlexKernelOptions": """Names of hints for PyTorch's kernels, not needed here.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> "num_warps" in flex.FlexKernelOptions.__annotations__
+        True
+    """,
+    f"{FLEX}.and_masks": """The mask function of what all of some mask functions show.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> causal, near = (lambda b, h, q, kv: q >= kv), (lambda b, h, q, kv: q - kv < 16)
+        >>> made = flex.create_block_mask(flex.and_masks(causal, near), None, None, 64, 64)
+    """,
+    f"{FLEX}.create_mask": """A mask function written out as a tensor of bools.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> causal = lambda b, h, q, kv: q >= kv
+        >>> flex.create_mask(causal, 1, 1, 3, 3, device="cpu")[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """,
+    f"{FLEX}.noop_mask": """The mask function that shows everything.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> made = flex.create_block_mask(flex.noop_mask, None, None, 64, 64)
+    """,
+    f"{FLEX}.or_masks": """The mask function of what any of some mask functions shows.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> causal, first = (lambda b, h, q, kv: q >= kv), (lambda b, h, q, kv: kv < 16)
+        >>> made = flex.create_block_mask(flex.or_masks(causal, first), None, None, 64, 64)
+    """,
+}  # fmt: skip
+
+# What public names give, shown on their pages.
+GIVEN_BY = {
+    "saccade.Engine": tuple(
+        Definition("saccade.serving.request", name)
+        for name in ("Completion", "Generated", "RequestStatistics", "EngineStatistics")
+    ),
+    "saccade.explain": (Definition("saccade.explain", "Explanation"),),
+}
+
+
+class Documented(NamedTuple):
+    """A name and its docstring; "": it has none."""
+
+    name: str
+    text: str
+
+
+def documented(module: str, name: str) -> Iterator[Documented]:
+    """A public name, then its public members, and what it gives, with theirs."""
+    full = f"{module}.{name}"
+    if full in OF_PYTORCH:
+        yield Documented(full, OF_PYTORCH[full])
+        return
+    yield from _documented(definition(module, name), full)
+    for given in GIVEN_BY.get(full, ()):
+        yield from _documented(given, ".".join(given))
+
+
+def _documented(where: Definition, full: str) -> Iterator[Documented]:
+    body = tree_of(where.module).body
+    for number, node in enumerate(body):
+        match node:
+            case ast.FunctionDef(name=where.name) | ast.ClassDef(name=where.name):
+                text = ast.get_docstring(node) or ""
+                if not text and _is_overload(node):
+                    continue
+                yield Documented(full, text)
+                for member in node.body if isinstance(node, ast.ClassDef) else ():
+                    if isinstance(member, ast.FunctionDef) and not member.name.startswith("_"):
+                        text = ast.get_docstring(member) or ""
+                        yield Documented(f"{full}.{member.name}", text)
+            case (
+                ast.AnnAssign(target=ast.Name(id=where.name))
+                | ast.Assign(targets=[ast.Name(id=where.name)])
+            ):
+                yield Documented(full, _text_behind(body, number))
+
+
+def _is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    return any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
+
+
+def _text_behind(body: list[ast.stmt], number: int) -> str:
+    """The docstring of an attribute, which stands behind it."""
+    match body[number + 1 : number + 2]:
+        case [ast.Expr(value=ast.Constant(value=str(text)))]:
+            return text
+    return ""
+
+
+def docstring_of_module(module: str) -> str:
+    """A module's docstring."""
+    return ast.get_docstring(tree_of(module)) or ""
+
+
+# ---- the reference -------------------------------------------------------------------------------
+
+
+class Chapter(NamedTuple):
+    """A stretch of the reference: names of one module that belong together."""
+
+    title: str
+    module: str
+    names: tuple[str, ...]
+
+
+CHAPTERS = (
+    Chapter("Attention", "saccade", (
+        "attention", "attention_varlen", "scaled_dot_product_attention", "merge_states", "explain",
+        "KernelConfig", "ModifierModule",
+    )),
+    Chapter("Linear attention", "saccade", (
+        "linear_attention", "linear_attention_varlen", "linear_attention_step", "LinearState",
+    )),
+    Chapter("Pages", "saccade", (
+        "attention_paged", "PagedCache", "OutOfPagesError", "write_kv_cache", "move_pages",
+        "apply_rotary",
+    )),
+    Chapter("Serving", "saccade", ("Engine",)),
+    Chapter("Masks", "saccade.masks", (
+        "Mask", "causal", "window", "prefix", "key_lengths", "documents", "blocks", "dense",
+        "function", "take", "of_positions", "tree", "tree_bits",
+    )),
+    Chapter("Scores", "saccade.scores", (
+        "Score", "softcap", "alibi", "bias", "function", "take", "absolute", "exp", "log", "tanh",
+        "minimum", "maximum", "where",
+    )),
+    Chapter("Feature maps", "saccade.feature_maps", (
+        "softmax", "Favor", "RandomFourierFeatures", "SmoothedRandomFourierFeatures",
+        "GeneralizedRandomFeatures", "RandomProjection", "ScaledMap",
+    )),
+    *(
+        Chapter(module.removeprefix(f"{INTEGRATIONS}."), module, exported(module))
+        for module in MODULES
+        if module.startswith(f"{INTEGRATIONS}.")
+    ),
+    Chapter("Testing", "saccade.testing", (
+        "make_case", "Description", "Case", "oracle", "tolerances", "assert_exact",
+        "make_linear_case", "LinearCase", "linear_oracle", "assert_linear_exact",
+        "make_paged_case", "PagedDescription", "PagedCase", "poisoned", "checked", "problems",
+    )),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Write the tables of measurements of README.md and docs/measured.md from the result files alone.
+"""Write the tables of measurements of README.md and of pages in docs/ from the result files alone.
 
 Usage: python tools/readme_table.py [--check] [ROOT]
 
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 REGION = re.compile(r"(<!-- table: begin([^>]*?)-->\n)(.*?)(<!-- table: end -->)", re.DOTALL)
 RESULTS = "benchmarks/results"
-PAGES = ("README.md", "docs/measured.md")
+PAGES = ("README.md", "docs/measured.md", "docs/which.md")
 AGAINST, BY, FROM = "against=", "by=", "from="
 TIMES = "| case | pass | Saccade ms | {0} ms | Saccade / {0} |", "|---|---|---:|---:|---:|"
 MEMORY = " Saccade MB | {0} MB |", "---:|---:|"

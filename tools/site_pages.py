@@ -24,6 +24,7 @@ PLACES = {
     "README.md": "index.md",
     f"{CHAPTERS}/README.md": "chapters/index.md",
     "benchmarks/README.md": "benchmarks/index.md",
+    "docs/reference.md": "reference/index.md",  # to which reference_pages.py adds the names
 }
 TOP = (
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md",

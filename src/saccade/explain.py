@@ -166,7 +166,13 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
     Raises:
         TypeError, ValueError: as the call itself would, or for a function that is none of these.
 
-    >>> print(saccade.explain(saccade.attention, query, key, value, causal=True))
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 2, 64, 16)
+        >>> found = saccade.explain(saccade.attention, query, key, value, causal=True)
+        >>> found.chosen
+        'cpu'
+        >>> found.reasons["hopper"]
+        'it takes bfloat16 and float16, not float32'
     """
     plain = inspect.unwrap(function)
     validation = next((found for known, found in VALIDATIONS.items() if known is plain), None)

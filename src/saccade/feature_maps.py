@@ -32,7 +32,15 @@ Map = Callable[[Tensor], Tensor]
 
 
 def softmax(rows: Tensor) -> Tensor:
-    """The softmax over each row's channels. Source: Shen et al. 2021, section 3.2."""
+    """The softmax over each row's channels. Source: Shen et al. 2021, section 3.2.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 2, 8, 16)
+        >>> maps = saccade.feature_maps.softmax
+        >>> output = saccade.linear_attention(query, key, value, feature_map=maps)
+        >>> maps(query).sum(-1).allclose(torch.ones(1, 2, 8))
+        True
+    """
     return rows.softmax(-1)
 
 
@@ -41,6 +49,16 @@ class ScaledMap(Module):
 
     Called, it gives the features; `with_log_scale` gives them divided by a factor of each row, and
     that factor's logarithm.
+
+    Examples:
+        >>> class Exponentials(saccade.feature_maps.ScaledMap):
+        ...     def with_log_scale(self, rows):
+        ...         largest = rows.amax(-1)
+        ...         return (rows - largest.unsqueeze(-1)).exp(), largest
+        >>> query, key, value = torch.randn(3, 1, 2, 8, 16) * 50  # exp(150) is infinite in float32
+        >>> output = saccade.linear_attention(query, key, value, feature_map=Exponentials())
+        >>> bool(output.isfinite().all())
+        True
     """
 
     def with_log_scale(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,6 +76,11 @@ class RandomProjection(Module):
 
     Args:
         orthogonal: directions are orthogonal in groups of head_dim, as long as normal ones are.
+
+    Examples:
+        >>> projection = saccade.feature_maps.RandomProjection(16, 32, orthogonal=True)
+        >>> projection(torch.randn(5, 16)).shape
+        torch.Size([5, 32])
     """
 
     projection: Tensor
@@ -123,6 +146,13 @@ class RandomFourierFeatures(_Projected):
         orthogonal: see `RandomProjection`.
 
     Source: Rahimi and Recht 2007, algorithm 1; Peng et al. 2021 (Random Feature Attention).
+
+    Examples:
+        >>> rows = torch.randn(5, 16)
+        >>> found = saccade.feature_maps.RandomFourierFeatures(16, num_features=4096)
+        >>> gaussian = (-0.25 * torch.cdist(rows, rows).square() / 2).exp()
+        >>> bool((found(rows) @ found(rows).mT - gaussian).abs().max() < 0.1)
+        True
     """
 
     def __init__(
@@ -145,6 +175,11 @@ class SmoothedRandomFourierFeatures(RandomFourierFeatures):
 
     The constant feature is `smoothing`, hence the kernel grows by its square. There are
     num_features in all, an odd number; where None the first one from head_dim on (at least 3).
+
+    Examples:
+        >>> found = saccade.feature_maps.SmoothedRandomFourierFeatures(16, num_features=33)
+        >>> found(torch.randn(5, 16)).shape
+        torch.Size([5, 33])
     """
 
     smoothing: float
@@ -190,6 +225,13 @@ class Favor(_Projected, ScaledMap):
     Args: as `RandomFourierFeatures`; orthogonal by default.
 
     Source: Choromanski et al. 2021 (Performers), lemma 1 and section 2.4.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 2, 64, 16)
+        >>> favor = saccade.feature_maps.Favor(16, num_features=64)
+        >>> output = saccade.linear_attention(query, key, value, feature_map=favor)
+        >>> output.shape
+        torch.Size([1, 2, 64, 16])
     """
 
     def __init__(
@@ -217,6 +259,11 @@ class GeneralizedRandomFeatures(_Projected):
     Args: as `RandomFourierFeatures`, any number of features; `function` is the ReLU where None.
 
     Source: Choromanski et al. 2021 (Performers), equation 2.
+
+    Examples:
+        >>> found = saccade.feature_maps.GeneralizedRandomFeatures(16, 32, function=torch.sigmoid)
+        >>> found(torch.randn(5, 16)).shape
+        torch.Size([5, 32])
     """
 
     function: Map

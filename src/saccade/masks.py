@@ -4,13 +4,14 @@ A mask is a plain function of (batch, head, query_row, kv_row) made of operators
 captured tensors and numbers. Masks combine with ``&``, ``|`` and ``~``. Every implementation uses
 the same definition.
 
-    >>> import saccade
-    >>> local = saccade.masks.window(256) | saccade.masks.prefix(prompt_lengths)
-    >>> saccade.attention(query, key, value, mask=local)
-
 Rows are numbered from 0 within their sequence. Aligned at the bottom right, the last query row
 and the last key row stand side by side (what generation with a cache wants); aligned at the top
 left, the first ones do (what PyTorch's ``is_causal`` means).
+
+Examples:
+    >>> local = masks.causal() & (masks.window(256) | masks.prefix(torch.tensor([32, 100])))
+    >>> query, key, value = torch.randn(3, 2, 4, 128, 16)
+    >>> output = saccade.attention(query, key, value, mask=local)
 """
 
 from __future__ import annotations
@@ -57,6 +58,16 @@ class Mask(Modifier):
     """Which pairs are visible: what a mask function computes, and what it captured.
 
     Printed, it shows the expression. Masks are equal if they compute the same from equal values.
+
+    Examples:
+        >>> mask = masks.causal("top_left") | masks.key_lengths(torch.tensor([2]))
+        >>> mask
+        Mask((kv_row <= query_row) | (kv_row < lengths[batch]))
+        >>> print(mask.to_dense(1, 1, 4, 4)[0, 0].int())
+        tensor([[1, 1, 0, 0],
+                [1, 1, 0, 0],
+                [1, 1, 1, 0],
+                [1, 1, 1, 1]], dtype=torch.int32)
     """
 
     key: str
@@ -85,7 +96,11 @@ class Mask(Modifier):
             bool [batch, query_heads, query_len, kv_len], True where a pair is visible, on the
             device of what the mask captured, else on the default device.
 
-        >>> print(saccade.masks.window(2).to_dense(1, 1, 4, 4)[0, 0])
+        Examples:
+            >>> print(masks.window(1).to_dense(1, 1, 3, 3)[0, 0].int())
+            tensor([[1, 0, 0],
+                    [1, 1, 0],
+                    [0, 1, 1]], dtype=torch.int32)
         """
         sizes = batch, query_heads, query_len, kv_len
         tensors = self.captured.tensors
@@ -139,10 +154,13 @@ def function(body: Callable[..., Any] | None = None, *, align: str = "top_left")
             cannot be known without its rows, with the line and what to write instead.
         ValueError: if `align` is neither of the two.
 
-    >>> @saccade.masks.function
-    ... def strided(batch, head, query_row, kv_row, stride):
-    ...     return (query_row - kv_row) % stride == 0
-    >>> mask = saccade.masks.causal() & strided(8)
+    Examples:
+        >>> @masks.function
+        ... def strided(batch, head, query_row, kv_row, stride):
+        ...     return (query_row - kv_row) % stride == 0
+        >>> mask = masks.causal() & strided(8)
+        >>> query, key, value = torch.randn(3, 1, 2, 32, 16)
+        >>> output = saccade.attention(query, key, value, mask=mask)
     """
     check_align(align)
     if body is None:
@@ -197,6 +215,14 @@ def causal(align: str = "bottom_right") -> Mask:
 
     Args:
         align: "bottom_right" or "top_left"; they differ where query and key lengths do.
+
+    Examples:
+        >>> print(masks.causal().to_dense(1, 1, 2, 4)[0, 0].int())
+        tensor([[1, 1, 1, 0],
+                [1, 1, 1, 1]], dtype=torch.int32)
+        >>> print(masks.causal("top_left").to_dense(1, 1, 2, 4)[0, 0].int())
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0]], dtype=torch.int32)
     """
     return _built_in(_causal, align)
 
@@ -211,6 +237,13 @@ def window(left: int, right: int = 0, align: str = "bottom_right") -> Mask:
 
     Raises:
         TypeError, ValueError: if `left` or `right` is not a whole number of at least 0.
+
+    Examples:
+        >>> print(masks.window(1).to_dense(1, 1, 4, 4)[0, 0].int())
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [0, 1, 1, 0],
+                [0, 0, 1, 1]], dtype=torch.int32)
     """
     check_whole_number("left", left, least=0)
     check_whole_number("right", right, least=0)
@@ -223,6 +256,13 @@ def prefix(lengths: Tensor, align: str = "bottom_right") -> Mask:
     Args:
         lengths: [batch] or [1], integers: how many keys belong to the prefix.
         align: "bottom_right" or "top_left", for the causal part.
+
+    Examples:
+        >>> print(masks.prefix(torch.tensor([2])).to_dense(1, 1, 4, 4)[0, 0].int())
+        tensor([[1, 1, 0, 0],
+                [1, 1, 0, 0],
+                [1, 1, 1, 0],
+                [1, 1, 1, 1]], dtype=torch.int32)
     """
     return causal(align) | key_lengths(lengths)
 
@@ -232,6 +272,12 @@ def key_lengths(lengths: Tensor) -> Mask:
 
     Args:
         lengths: [batch] or [1], integers.
+
+    Examples:
+        >>> mask = masks.key_lengths(torch.tensor([1, 3]))
+        >>> print(mask.to_dense(2, 1, 1, 4)[:, 0, 0].int())
+        tensor([[1, 0, 0, 0],
+                [1, 1, 1, 0]], dtype=torch.int32)
     """
     return _built_in(_key_lengths, "top_left", integers("lengths", lengths, 1))
 
@@ -242,6 +288,14 @@ def documents(query_ids: Tensor, kv_ids: Tensor | None = None) -> Mask:
     Args:
         query_ids: [batch or 1, query_len], integers: each query row's document.
         kv_ids: [batch or 1, kv_len], integers; the same as `query_ids` where left out.
+
+    Examples:
+        >>> mask = masks.documents(torch.tensor([[0, 0, 1, 1]])) & masks.causal()
+        >>> print(mask.to_dense(1, 1, 4, 4)[0, 0].int())
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [0, 0, 1, 0],
+                [0, 0, 1, 1]], dtype=torch.int32)
     """
     query_ids = integers("query_ids", query_ids, 2)
     kv_ids = query_ids if kv_ids is None else integers("kv_ids", kv_ids, 2)
@@ -256,6 +310,14 @@ def blocks(layout: Tensor, block_size: int | tuple[int, int]) -> Mask:
         block_size: rows in a block, or (query rows, key rows).
 
     Source: FlashAttention (Dao et al. 2022), section 3.3, block-sparse attention.
+
+    Examples:
+        >>> layout = torch.tensor([[True, False], [True, True]])
+        >>> print(masks.blocks(layout, 2).to_dense(1, 1, 4, 4)[0, 0].int())
+        tensor([[1, 1, 0, 0],
+                [1, 1, 0, 0],
+                [1, 1, 1, 1],
+                [1, 1, 1, 1]], dtype=torch.int32)
     """
     sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     if len(sizes) != 2:
@@ -269,6 +331,11 @@ def dense(tensor: Tensor) -> Mask:
     """The mask written out: a bool tensor broadcastable to [batch, query_heads, query_len, kv_len].
 
     True means visible. Saccade reads it tile by tile and skips the tiles that are all False.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 2, 8, 16)
+        >>> seen = torch.rand(8, 8) < 0.5
+        >>> output = saccade.attention(query, key, value, mask=masks.dense(seen) | masks.causal())
     """
     return _built_in(_dense, "top_left", bools("tensor", tensor))
 
@@ -286,6 +353,14 @@ def tree(bits: Tensor, context_lens: Tensor) -> Mask:
         context_lens: [batch] or [1], integers: how many keys come before the drafted tokens.
 
     Source: SpecInfer (Miao et al. 2024), section 4.2, tree attention.
+
+    Examples:
+        >>> bits = masks.tree_bits(torch.tensor([[-1, 0, 0]]))  # two ways to go on after a token
+        >>> mask = masks.tree(bits, context_lens=torch.tensor([2]))
+        >>> print(mask.to_dense(1, 1, 3, 5)[0, 0].int())
+        tensor([[1, 1, 1, 0, 0],
+                [1, 1, 1, 1, 0],
+                [1, 1, 1, 0, 1]], dtype=torch.int32)
     """
     if isinstance(bits, Tensor) and bits.dim() == 2:
         bits = bits.unsqueeze(2)
@@ -311,6 +386,10 @@ def tree_bits(parents: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: if `parents` is of another form, or a parent comes after its child.
+
+    Examples:
+        >>> masks.tree_bits(torch.tensor([[-1, 0, 0]])).flatten().tolist()
+        [1, 3, 5]
     """
     parents = integers("parents", parents, 2)
     batch, length = parents.shape
@@ -346,6 +425,12 @@ def of_positions(
 
     Raises:
         TypeError: if the function does what cannot be known without its rows.
+
+    Examples:
+        >>> mask = masks.of_positions(lambda b, h, q, k: k <= q, 2, 6, query_start=4)
+        >>> print(mask.to_dense(1, 1, 2, 6)[0, 0].int())
+        tensor([[1, 1, 1, 1, 1, 0],
+                [1, 1, 1, 1, 1, 1]], dtype=torch.int32)
     """
     if torch.compiler.is_compiling():  # lengths may be any there
         return Mask(*traced_in_graph(function, (query_start, kv_start)))

@@ -32,8 +32,15 @@ class ModifierModule(torch.nn.Module, Generic[Kind]):
         TypeError: for anything else.
         ValueError: for one that captured what was computed of parameters, which no module can own.
 
-    >>> self.score = saccade.ModifierModule(saccade.scores.alibi(torch.nn.Parameter(slopes)))
-    >>> saccade.attention(query, key, value, score=self.score())
+    Examples:
+        >>> slopes = torch.nn.Parameter(torch.tensor([0.5, 0.25]))
+        >>> layer = saccade.ModifierModule(scores.alibi(slopes))
+        >>> [name for name, _ in layer.named_parameters()]
+        ['slopes']
+        >>> query, key, value = torch.randn(3, 1, 2, 8, 16)
+        >>> saccade.attention(query, key, value, score=layer()).sum().backward()
+        >>> slopes.grad.shape
+        torch.Size([2])
     """
 
     kind: type[Mask | Score]

@@ -30,7 +30,11 @@ def apply_rotary(
 
     Source: RoFormer (Su et al. 2021), section 3.2.2, equation 34.
 
-    >>> query = saccade.apply_rotary(query, (angles.cos(), angles.sin()))
+    Examples:
+        >>> rows = torch.randn(10, 4, 16)
+        >>> angles = torch.arange(10)[:, None] * 10_000.0 ** (-torch.arange(8) / 8)
+        >>> turned = saccade.apply_rotary(rows, (angles.cos(), angles.sin()))
+        >>> torch.testing.assert_close(turned.norm(dim=-1), rows.norm(dim=-1))
     """
     check_flag("interleaved", interleaved)
     if rows.dim() != 3:

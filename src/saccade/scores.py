@@ -4,9 +4,10 @@ A score change is a plain function of (score, batch, head, query_row, kv_row) wi
 and numbers. Its derivatives, by the score and by what it reads of captured tensors, follow from it.
 Changes chain with ``>>``: the left one comes first. Rows are numbered as in `saccade.masks`.
 
-    >>> import saccade
-    >>> change = saccade.scores.softcap(30.0) >> saccade.scores.alibi(slopes)
-    >>> saccade.attention(query, key, value, score=change)
+Examples:
+    >>> change = scores.softcap(30.0) >> scores.alibi(torch.tensor([0.5, 0.25]))
+    >>> query, key, value = torch.randn(3, 1, 2, 8, 16)
+    >>> output = saccade.attention(query, key, value, score=change)
 """
 
 from __future__ import annotations
@@ -49,6 +50,13 @@ class Score(Modifier):
     """A change of the scaled score: what a score function computes, and what it captured.
 
     Printed, it shows the expression. Scores are equal if they compute the same from equal values.
+
+    Examples:
+        >>> change = scores.softcap(30.0) >> scores.alibi(torch.tensor([0.5, 0.25]))
+        >>> change
+        Score(30.0 * tanh(score / 30.0) - slopes[head] * abs(query_row + shift - kv_row))
+        >>> query, key, value = torch.randn(3, 1, 2, 8, 16)
+        >>> output = saccade.attention(query, key, value, score=change)
     """
 
     key: str
@@ -96,10 +104,15 @@ def function(body: Callable[..., Any] | None = None, *, align: str = "top_left")
             cannot be known without its rows, with the line and what to write instead.
         ValueError: if `align` is neither of the two.
 
-    >>> @saccade.scores.function
-    ... def amplify(score, batch, head, query_row, kv_row, gain):
-    ...     return score * gain
-    >>> change = amplify(1.5)
+    Examples:
+        >>> @scores.function
+        ... def amplify(score, batch, head, query_row, kv_row, gains):
+        ...     return score * gains[head]
+        >>> gains = torch.tensor([1.0, 1.5], requires_grad=True)
+        >>> query, key, value = torch.randn(3, 1, 2, 8, 16)
+        >>> saccade.attention(query, key, value, score=amplify(gains)).sum().backward()
+        >>> gains.grad.shape
+        torch.Size([2])
     """
     check_align(align)
     if body is None:
@@ -142,6 +155,10 @@ def softcap(cap: float | int) -> Score:
         cap: greater than 0, in units of the scaled score.
 
     Source: Gemma 2 (Gemma Team 2024), section 2.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 2, 8, 16)
+        >>> output = saccade.attention(query, key, value, score=scores.softcap(30.0))
     """
     if isinstance(cap, bool) or not isinstance(cap, (int, float, torch.SymFloat)):
         raise TypeError(f"cap: got {cap!r}, takes a finite number greater than 0")
@@ -158,6 +175,11 @@ def alibi(slopes: Tensor, align: str = "bottom_right") -> Score:
         align: "bottom_right" or "top_left".
 
     Source: ALiBi (Press et al. 2022), section 3.
+
+    Examples:
+        >>> slopes = torch.tensor([0.5, 0.25])  # of two heads
+        >>> query, key, value = torch.randn(3, 1, 2, 8, 16)
+        >>> output = saccade.attention(query, key, value, causal=True, score=scores.alibi(slopes))
     """
     check_align(align)
     slopes = floats("slopes", slopes)
@@ -172,6 +194,13 @@ def bias(tensor: Tensor) -> Score:
     Args:
         tensor: floating point, broadcastable to [batch, query_heads, query_len, kv_len]. -inf
             gives a pair no weight; only a mask also keeps NaN in its key or value away.
+
+    Examples:
+        >>> added = torch.zeros(2, 8, 8, requires_grad=True)  # of two heads, for every batch entry
+        >>> query, key, value = torch.randn(3, 1, 2, 8, 16)
+        >>> saccade.attention(query, key, value, score=scores.bias(added)).sum().backward()
+        >>> added.grad.shape
+        torch.Size([2, 8, 8])
     """
     tensor = floats("tensor", tensor)
     if tensor.dim() > 4:

@@ -37,8 +37,11 @@ def register() -> None:
         ImportError: if diffusers is not installed, or keeps its backends in another way than
             0.42 does.
 
-    >>> saccade.integrations.diffusers.register()
-    >>> model.set_attention_backend("saccade")
+    Examples:
+        >>> saccade.integrations.diffusers.register()
+        >>> from diffusers.models.attention_dispatch import AttentionBackendName
+        >>> AttentionBackendName("saccade").value
+        'saccade'
     """
     try:
         dispatch = importlib.import_module(DISPATCH)

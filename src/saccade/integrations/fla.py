@@ -52,11 +52,26 @@ def chunk_linear_attn(
 
     Returns:
         (B, T, H, V), and the last state or None.
+
+    Examples:
+        >>> from saccade.integrations.fla import chunk_linear_attn
+        >>> q, k, v = torch.rand(3, 1, 32, 2, 16)  # (B, T, H, K)
+        >>> output, state = chunk_linear_attn(q, k, v, output_final_state=True)
+        >>> output.shape
+        torch.Size([1, 32, 2, 16])
     """
     return _call([q, k, v], scale, initial_state, output_final_state, normalize, cu_seqlens)
 
 
 fused_chunk_linear_attn = chunk_linear_attn
+"""`chunk_linear_attn` by another of fla's names.
+
+Examples:
+    >>> from saccade.integrations.fla import fused_chunk_linear_attn
+    >>> q, k, v = torch.rand(3, 1, 32, 2, 16)
+    >>> fused_chunk_linear_attn(q, k, v)[0].shape
+    torch.Size([1, 32, 2, 16])
+"""
 
 
 def fused_recurrent_linear_attn(
@@ -75,6 +90,12 @@ def fused_recurrent_linear_attn(
     Args:
         reverse: whether tokens see those behind them instead of those before.
         others: as in `chunk_linear_attn`.
+
+    Examples:
+        >>> from saccade.integrations.fla import fused_recurrent_linear_attn
+        >>> q, k, v = torch.rand(3, 1, 32, 2, 16)
+        >>> fused_recurrent_linear_attn(q, k, v, normalize=True)[0].shape
+        torch.Size([1, 32, 2, 16])
     """
     return _call(
         [q, k, v], scale, initial_state, output_final_state, normalize, cu_seqlens, reverse
@@ -105,6 +126,14 @@ def chunk_simple_gla(
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU, which saccade does not need.
         chunk_size: a power of 2; saccade chooses its own, and results do not depend on it.
         others: as in `chunk_linear_attn`.
+
+    Examples:
+        >>> from saccade.integrations.fla import chunk_simple_gla
+        >>> q, k, v = torch.rand(3, 1, 32, 2, 16)
+        >>> decay = torch.nn.functional.logsigmoid(torch.randn(1, 32, 2))
+        >>> output, state = chunk_simple_gla(q, k, v, g=decay, output_final_state=True)
+        >>> state.shape
+        torch.Size([1, 2, 16, 16])
     """
     _check_copy(cu_seqlens_cpu, cu_seqlens)
     _check_chunk(chunk_size)
@@ -125,7 +154,14 @@ def fused_chunk_simple_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:
-    """`chunk_simple_gla` with fewer options."""
+    """`chunk_simple_gla` with fewer options.
+
+    Examples:
+        >>> from saccade.integrations.fla import fused_chunk_simple_gla
+        >>> q, k, v = torch.rand(3, 1, 32, 2, 16)
+        >>> fused_chunk_simple_gla(q, k, v, g_gamma=torch.tensor([-0.1, -0.2]))[0].shape
+        torch.Size([1, 32, 2, 16])
+    """
     return fused_recurrent_simple_gla(
         q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens
     )
@@ -144,7 +180,14 @@ def fused_recurrent_simple_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State]:
-    """`chunk_simple_gla`, with `reverse` as in `fused_recurrent_linear_attn`."""
+    """`chunk_simple_gla`, with `reverse` as in `fused_recurrent_linear_attn`.
+
+    Examples:
+        >>> from saccade.integrations.fla import fused_recurrent_simple_gla
+        >>> q, k, v = torch.rand(3, 1, 32, 2, 16)
+        >>> fused_recurrent_simple_gla(q, k, v, g_gamma=torch.tensor([-0.1, -0.2]))[0].shape
+        torch.Size([1, 32, 2, 16])
+    """
     _check_flag("output_final_state", output_final_state)
     _check_flag("state_v_first", state_v_first)
     if state_v_first and isinstance(initial_state, Tensor):
@@ -174,6 +217,13 @@ def parallel_simple_gla(
 
     Returns:
         (B, T, H, V), and (B, H, T, T) or None.
+
+    Examples:
+        >>> from saccade.integrations.fla import parallel_simple_gla
+        >>> q, k, v = torch.rand(3, 1, 32, 2, 16)
+        >>> output, weights = parallel_simple_gla(q, k, v, output_attentions=True)
+        >>> weights.shape
+        torch.Size([1, 2, 32, 32])
     """
     _check_flag("output_attentions", output_attentions)
     _check_copy(cu_seqlens_cpu, cu_seqlens)

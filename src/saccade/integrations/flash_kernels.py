@@ -45,8 +45,10 @@ def register() -> None:
     Raises:
         ImportError: if this PyTorch has no such registry.
 
-    >>> saccade.integrations.flash_kernels.register()
-    >>> torch.nn.attention.activate_flash_attention_impl("saccade")
+    Examples:
+        >>> saccade.integrations.flash_kernels.register()
+        >>> "saccade" in torch.nn.attention.list_flash_attention_impls()
+        True
     """
     try:
         from torch.nn.attention import register_flash_attention_impl

@@ -99,7 +99,15 @@ def flex_attention(
 
     Source: FlexAttention (Dong et al. 2024).
 
-    >>> output = flex_attention(query, key, value, score_mod=alibi, block_mask=block_mask)
+    Examples:
+        >>> from saccade.integrations.flex_attention import create_block_mask, flex_attention
+        >>> query, key, value = torch.randn(3, 1, 2, 64, 16)
+        >>> block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64)
+        >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+        >>> def alibi(score, b, h, q, kv):
+        ...     return score + slopes[h] * (kv - q)
+        >>> output = flex_attention(query, key, value, score_mod=alibi, block_mask=block_mask)
+        >>> output.sum().backward()
     """
     _check_options(return_lse, return_aux, kernel_options)
     call = _translated(query, key, value, score_mod, block_mask, scale, enable_gqa)
@@ -122,6 +130,13 @@ def explain(
     """What `saccade.explain` says of a call: its mask by name, and which implementation serves it.
 
     Args: as of `flex_attention`.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> query, key, value = torch.randn(3, 1, 2, 64, 16)
+        >>> block_mask = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64)
+        >>> "causal" in str(flex.explain(query, key, value, block_mask=block_mask))
+        True
     """
     call = _translated(query, key, value, score_mod, block_mask, scale, enable_gqa)
     return saccade.explain(saccade.attention, *call.tensors, **call.options)
@@ -158,7 +173,14 @@ def create_block_mask(
     Raises:
         TypeError: naming the line of a function that does what cannot be known without its rows.
 
-    >>> block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 4096, 4096)
+    Examples:
+        >>> from saccade.integrations.flex_attention import create_block_mask, flex_attention
+        >>> ids = torch.tensor([0] * 40 + [1] * 24)
+        >>> packed = lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+        >>> block_mask = create_block_mask(packed, None, None, 64, 64)
+        >>> query, key, value = torch.randn(3, 1, 2, 64, 16)
+        >>> flex_attention(query, key, value, block_mask=block_mask).shape
+        torch.Size([1, 2, 64, 16])
     """
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
@@ -415,7 +437,12 @@ def install() -> None:
     Its `flex_attention` and `create_block_mask` are replaced; names that were imported from it
     before keep PyTorch's. What saccade cannot serve raises. Calling it twice changes nothing.
 
-    >>> saccade.integrations.flex_attention.install()
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> flex.install()
+        >>> torch.nn.attention.flex_attention.flex_attention is flex.flex_attention
+        True
+        >>> flex.uninstall()
     """
     if not _replaced:
         for name, call in CALLS.items():
@@ -424,7 +451,15 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give PyTorch its functions back, unless they have been replaced again since."""
+    """Give PyTorch its functions back, unless they have been replaced again since.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> flex.install()
+        >>> flex.uninstall()
+        >>> torch.nn.attention.flex_attention.flex_attention is flex.flex_attention
+        False
+    """
     for name, before in _replaced.items():
         if getattr(theirs, name) is CALLS[name]:
             setattr(theirs, name, before)
@@ -433,7 +468,14 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`install` on the way in, `uninstall` on the way out."""
+    """`install` on the way in, `uninstall` on the way out.
+
+    Examples:
+        >>> from saccade.integrations import flex_attention as flex
+        >>> with flex.installed():
+        ...     torch.nn.attention.flex_attention.flex_attention is flex.flex_attention
+        True
+    """
     install()
     try:
         yield

@@ -75,7 +75,10 @@ def scaled_dot_product_attention(
         TypeError, ValueError: naming the argument, what it got and what it takes.
         NotImplementedError: where no implementation serves the call.
 
-    >>> output = saccade.scaled_dot_product_attention(query, key, value, is_causal=True)
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 4, 16, 8)
+        >>> output = saccade.scaled_dot_product_attention(query, key, value, is_causal=True)
+        >>> torch.testing.assert_close(output, saccade.attention(query, key, value, causal=True))
     """
     call = translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     output = saccade.attention(call.query, call.key, call.value, **call.options)
@@ -91,19 +94,37 @@ def enable() -> None:
     switches has turned a backend off, since the caller has then chosen another. Calling it twice
     changes nothing.
 
-    >>> saccade.integrations.sdpa.enable()
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 4, 16, 8)
+        >>> saccade.integrations.sdpa.enable()
+        >>> output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        >>> saccade.integrations.sdpa.disable()
     """
     _patch.put()
 
 
 def disable() -> None:
-    """Give PyTorch its function back."""
+    """Give PyTorch its function back.
+
+    Examples:
+        >>> before = torch.nn.functional.scaled_dot_product_attention
+        >>> saccade.integrations.sdpa.enable()
+        >>> saccade.integrations.sdpa.disable()
+        >>> torch.nn.functional.scaled_dot_product_attention is before
+        True
+    """
     _patch.take_away()
 
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """`enable` on the way in, `disable` on the way out."""
+    """`enable` on the way in, `disable` on the way out.
+
+    Examples:
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
+        >>> with saccade.integrations.sdpa.enabled():
+        ...     output = layer(torch.randn(1, 8, 16))  # attends by saccade
+    """
     enable()
     try:
         yield
@@ -118,6 +139,14 @@ class Route:
     Attributes:
         reason: why it stays with PyTorch, or None: saccade serves it.
         explanation: what `saccade.explain` says of it, where it can be said.
+
+    Examples:
+        >>> from torch.nn.attention import SDPBackend, sdpa_kernel
+        >>> query, key, value = torch.randn(3, 2, 4, 16, 8)
+        >>> with sdpa_kernel(SDPBackend.MATH):
+        ...     route = saccade.integrations.sdpa.explain(query, key, value)
+        >>> print(route.reason)
+        one of PyTorch's backends is turned off, so that somebody has chosen another
     """
 
     reason: str | None
@@ -142,6 +171,11 @@ def explain(
     """Whether saccade serves a call after `enable`, by which implementation, or why it does not.
 
     Args: as of `scaled_dot_product_attention`.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 2, 4, 16, 8)
+        >>> saccade.integrations.sdpa.explain(query, key, value, is_causal=True).reason is None
+        True
     """
     reason = _why_not(query, key, value, attn_mask)
     if reason is not None:

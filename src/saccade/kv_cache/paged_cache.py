@@ -111,9 +111,15 @@ class PagedCache:
 
     Source: PagedAttention (Kwon et al. 2023), section 4.
 
-    >>> cache = saccade.PagedCache(64, num_layers=2, kv_heads=8, head_dim=128)
-    >>> sequence = cache.allocate(prompt)
-    >>> slots = cache.append({sequence: prompt[cache.length(sequence):]})
+    Examples:
+        >>> cache = saccade.PagedCache(64, page_size=4, num_layers=1, kv_heads=2, head_dim=16)
+        >>> prompt = [3, 1, 4, 1, 5]
+        >>> sequence = cache.allocate(prompt)
+        >>> slots = cache.append({sequence: prompt})
+        >>> cache.write(0, torch.randn(5, 2, 16), torch.randn(5, 2, 16), slots)
+        >>> query = torch.randn(1, 8, 5, 16)
+        >>> cache.attend(0, query, [sequence], mask=masks.causal()).shape
+        torch.Size([1, 8, 5, 16])
     """
 
     windows: tuple[int | None, ...]

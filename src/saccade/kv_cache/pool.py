@@ -125,6 +125,15 @@ class OutOfPagesError(RuntimeError):
         needed: pages that the call asked for.
         available: pages that could be had, those of the prefix cache included.
         where: "device" or "host".
+
+    Examples:
+        >>> cache = saccade.PagedCache(2, page_size=4, num_layers=1, kv_heads=2, head_dim=16)
+        >>> sequence = cache.allocate()
+        >>> try:
+        ...     cache.append({sequence: list(range(20))})
+        ... except saccade.OutOfPagesError as error:
+        ...     print(error.needed, "pages needed,", error.available, "available")
+        5 pages needed, 2 available
     """
 
     needed: int

@@ -152,7 +152,12 @@ def move_pages(
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
 
-    >>> saccade.move_pages([key_pages, value_pages], source, target)
+    Examples:
+        >>> key_pages, value_pages = torch.randn(2, 6, 2, 4, 16)
+        >>> source, target = torch.tensor([0, 1]), torch.tensor([4, 5])
+        >>> saccade.move_pages([key_pages, value_pages], source, target)
+        >>> torch.equal(key_pages[4:], key_pages[:2])
+        True
     """
     written = pools = _checked_pools("pools", pools)
     if into is not None:
@@ -243,7 +248,7 @@ torch.library.define(
 )
 
 
-def write_kv_cache(
+def write_kv_cache(  # breaks function-length: most of it is the docstring
     key: Tensor,
     value: Tensor,
     key_pages: Tensor,
@@ -279,7 +284,13 @@ def write_kv_cache(
     Sources: PagedAttention (Kwon et al. 2023), section 4.3; RoFormer (Su et al. 2021), section
     3.2.2.
 
-    >>> saccade.write_kv_cache(key, value, key_pages, value_pages, slot_mapping)
+    Examples:
+        >>> key, value = torch.randn(2, 3, 2, 16)  # three tokens, 2 kv heads
+        >>> key_pages, value_pages = torch.zeros(2, 6, 2, 4, 16)  # 6 pages of 4 slots
+        >>> slot_mapping = torch.tensor([18, 19, 4])  # page · 4 + slot
+        >>> saccade.write_kv_cache(key, value, key_pages, value_pages, slot_mapping)
+        >>> torch.equal(key_pages[4, :, 2], key[0])
+        True
     """
     if shards.any_sharded(key, value, key_pages, value_pages):
         pages = {"key_pages": key_pages, "value_pages": value_pages, "key_scales": key_scales,

@@ -44,6 +44,16 @@ def take(table: Any, *indices: Any) -> Any:
     A dimension of size 1 serves every index (it broadcasts); an index outside the table reads its
     nearest entry. The result has the broadcast shape of the indices. Inside a mask or score
     function this is how captured tensors are read, on every implementation.
+
+    Examples:
+        >>> ages = torch.tensor([3, 1, 2])
+        >>> @masks.function
+        ... def older(batch, head, query_row, kv_row, ages):
+        ...     return masks.take(ages, kv_row) >= masks.take(ages, query_row)
+        >>> print(older(ages).to_dense(1, 1, 3, 3)[0, 0].int())
+        tensor([[1, 0, 0],
+                [1, 1, 1],
+                [1, 0, 1]], dtype=torch.int32)
     """
     for index in indices:
         if hasattr(index, "take_from"):  # a row of a mask or score that is traced
@@ -92,12 +102,61 @@ def slices_of(table: Tensor, indices: Sequence[Any]) -> list[tuple[int, int, int
 
 # The functions of numbers that scores are made of, each with one meaning on every implementation.
 absolute: Callable[[Any], Any] = torch.abs
+"""The absolute value of a number, in a score function; `torch.abs` works there, too.
+
+Examples:
+    >>> near = scores.function(lambda s, b, h, q, k: s - scores.absolute(q - k))
+    >>> near()
+    Score(score - abs(query_row - kv_row))
+"""
 exp: Callable[[Any], Any] = torch.exp
+"""e to the power of a number, in a score function; `torch.exp` works there, too.
+
+Examples:
+    >>> change = scores.function(lambda s, b, h, q, k: s * scores.exp((k - q) / 8))
+    >>> change()
+    Score(score * exp((kv_row - query_row) / 8))
+"""
 log: Callable[[Any], Any] = torch.log
+"""The natural logarithm of a number, in a score function, as `torch.log`.
+
+Examples:
+    >>> change = scores.function(lambda s, b, h, q, k: s - scores.log(1.0 + scores.absolute(q - k)))
+    >>> change()
+    Score(score - log(1.0 + abs(query_row - kv_row)))
+"""
 tanh: Callable[[Any], Any] = torch.tanh
+"""The hyperbolic tangent of a number, in a score function, as `torch.tanh`.
+
+Examples:
+    >>> change = scores.function(lambda s, b, h, q, k: 30.0 * scores.tanh(s / 30.0))
+    >>> change()
+    Score(30.0 * tanh(score / 30.0))
+"""
 minimum: Callable[[Any, Any], Any] = torch.minimum
+"""The smaller of two numbers, in a score function, as `torch.minimum`.
+
+Examples:
+    >>> change = scores.function(lambda s, b, h, q, k: scores.minimum(s, 5.0 + 0.0 * s))
+    >>> change()
+    Score(minimum(score, 5.0 + 0.0 * score))
+"""
 maximum: Callable[[Any, Any], Any] = torch.maximum
+"""The larger of two numbers, in a score function, as `torch.maximum`.
+
+Examples:
+    >>> change = scores.function(lambda s, b, h, q, k: scores.maximum(s, 0.5 * s))
+    >>> change()
+    Score(maximum(score, 0.5 * score))
+"""
 where: Callable[[Any, Any, Any], Any] = torch.where
+"""The second argument where the first is true, else the third, as `torch.where`.
+
+Examples:
+    >>> change = scores.function(lambda s, b, h, q, k: scores.where(h == 0, s, 2.0 * s))
+    >>> change()
+    Score(where(head == 0, score, 2.0 * score))
+"""
 
 
 # What hidden pairs hold is put away, never multiplied away, by bits: 0 · NaN is NaN, and

@@ -70,7 +70,14 @@ _checked = contextvars.ContextVar("saccade_checked", default=False)
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Also check the values of tensors that lie on a GPU, at the price of waiting for it."""
+    """Also check the values of tensors that lie on a GPU, at the price of waiting for it.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 8, 2, 16)
+        >>> ends = torch.tensor([0, 5, 8], dtype=torch.int32)  # on a GPU its values are not read
+        >>> with saccade.testing.checked():  # unless they are to be checked
+        ...     output = saccade.attention_varlen(query, key, value, ends)
+    """
     token = _checked.set(True)
     try:
         yield

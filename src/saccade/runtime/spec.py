@@ -161,6 +161,12 @@ class KernelConfig:
         num_warps: warps of 32 threads that share a tile, a power of two; a CPU has none.
         num_stages: tiles that are loaded ahead of use, this one included; a CPU loads none ahead.
         backward: the config of the backward pass; None leaves all of it to the implementation.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 2, 64, 16)
+        >>> config = saccade.KernelConfig(query_tile=32, kv_tile=32)
+        >>> output = saccade.attention(query, key, value, causal=True, config=config)
+        >>> torch.testing.assert_close(output, saccade.attention(query, key, value, causal=True))
     """
 
     query_tile: int = 0
@@ -278,6 +284,13 @@ class LinearState(NamedTuple):
         log_scale: [batch, state_heads] or None: both sums are to be multiplied by its exponential.
             Only feature maps that scale their features (`feature_maps.Favor`) have one. One that is
             returned is a constant to autograd: the sums have all of the gradient.
+
+    Examples:
+        >>> state = saccade.LinearState(torch.zeros(1, 4, 16, 16), torch.zeros(1, 4, 16))
+        >>> query, key, value = torch.randn(3, 1, 4, 1, 16)
+        >>> with torch.no_grad():
+        ...     output = saccade.linear_attention_step(state, query, key, value)
+        >>> torch.testing.assert_close(output, value)  # it has seen one token
     """
 
     kv: Tensor

@@ -430,6 +430,9 @@ class TextStream:
     so is an end that may become a stop string.
     """
 
+    text: str
+    stopped: bool
+
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
         self.text = ""
         self.stopped = False

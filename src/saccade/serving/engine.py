@@ -378,9 +378,21 @@ class Engine:
     Source: continuous batching as in Orca (Yu et al. 2022); pages as in PagedAttention (Kwon et
     al. 2023), section 4.
 
-    >>> engine = saccade.Engine(model, tokenizer)
-    >>> [generated.text for generated in engine.generate(["Once upon", "The cat"])]
+    Examples:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        ...     num_attention_heads=2, max_position_embeddings=64,
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)  # in earnest: from_pretrained(folder)
+        >>> engine = saccade.Engine(model, num_pages=16)
+        >>> results = engine.generate([[1, 5, 9], [2, 6]], max_new_tokens=4)
+        >>> [len(result.tokens) for result in results]
+        [4, 4]
     """
+
+    cache: PagedCache
+    num_pages: int
 
     def __init__(
         self,
@@ -466,7 +478,10 @@ class Engine:
             TypeError, ValueError: naming the argument, what it got and what it takes; also for a
                 prompt that can never fit.
 
-        >>> completion = engine.submit("Once upon a time", max_new_tokens=50, temperature=0.8)
+        Examples:
+            >>> completion = engine.submit([1, 5, 9], max_new_tokens=4, temperature=0.8)
+            >>> len(completion.result().tokens)
+            4
         """
         return self.submit_samples(prompt, 1, **options)[0]
 

@@ -441,8 +441,10 @@ class Completion:
     Iterating gives pieces of text as they come (token numbers, if the engine has no tokenizer);
     each piece is given once, to one iterator.
 
-    >>> for piece in engine.submit("Once upon a time"):
-    ...     print(piece, end="", flush=True)
+    Examples:
+        >>> completion = engine.submit([1, 5, 9], max_new_tokens=4)
+        >>> len([token for token in completion])  # as they come
+        4
     """
 
     def __init__(

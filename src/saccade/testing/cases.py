@@ -28,6 +28,11 @@ class Description:
     """What a random case is made from.
 
     `lengths` are (query, key) lengths: one pair a sequence; a dense case uses the first.
+
+    Examples:
+        >>> description = saccade.testing.Description(lengths=((5, 9),), mask="causal")
+        >>> saccade.testing.make_case(description).tensors["query"].shape
+        torch.Size([2, 4, 5, 16])
     """
 
     batch: int = 2
@@ -193,7 +198,13 @@ class Differentiable:
 
 @dataclass
 class Case(Differentiable):
-    """A random problem: tensors that can have gradients, and everything else of the call."""
+    """A random problem: tensors that can have gradients, and everything else of the call.
+
+    Examples:
+        >>> case = saccade.testing.make_case(lengths=((5, 9),))
+        >>> sorted(case.tensors), case.tensors["key"].shape
+        (['key', 'query', 'value'], torch.Size([2, 2, 9, 16]))
+    """
 
     description: Description
     tensors: dict[str, Tensor]  # query, key, value; sinks and bias where the case has them
@@ -265,7 +276,12 @@ def like_strided(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make_case(description: Description | None = None, **changes: Any) -> Case:
-    """A case from its description (or from keyword arguments that make one)."""
+    """A case from its description (or from keyword arguments that make one).
+
+    Examples:
+        >>> case = saccade.testing.make_case(lengths=((5, 9),), mask="window")
+        >>> saccade.testing.assert_exact(case, "cpu")
+    """
     d = description or Description(**changes)
     generator = torch.Generator().manual_seed(d.seed)
     normal = normal_of(generator, d.device, d.dtype)
@@ -357,6 +373,12 @@ def poisoned() -> Iterator[None]:
     """Fill every uninitialised tensor with NaN (integers: the largest number) inside the block.
 
     PyTorch does it itself in its deterministic mode, also for memory that its own kernels take.
+
+    Examples:
+        >>> with saccade.testing.poisoned():
+        ...     empty = torch.empty(3)
+        >>> bool(empty.isnan().all())
+        True
     """
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -416,5 +438,14 @@ def descriptions(
 def problems(
     dtypes: Sequence[torch.dtype] = (torch.float32,), longest: int = 40
 ) -> SearchStrategy[Case]:
-    """Random problems; see `saccade.testing.make_case`."""
+    """Random problems; see `saccade.testing.make_case`.
+
+    Examples:
+        >>> import hypothesis
+        >>> @hypothesis.settings(max_examples=3, deadline=None)
+        ... @hypothesis.given(saccade.testing.problems(longest=8))
+        ... def test(case):
+        ...     saccade.testing.assert_exact(case, "cpu")
+        >>> test()
+    """
     return descriptions(dtypes, longest).map(make_case)

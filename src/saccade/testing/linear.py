@@ -78,7 +78,13 @@ class LinearDescription:
 
 @dataclass
 class LinearCase(Differentiable):
-    """A random problem: tensors that can have gradients, and everything else of the call."""
+    """A random problem: tensors that can have gradients, and everything else of the call.
+
+    Examples:
+        >>> case = saccade.testing.make_linear_case(lengths=((7, 7),))
+        >>> case.tensors["query"].shape
+        torch.Size([2, 2, 7, 16])
+    """
 
     description: LinearDescription
     tensors: dict[str, Tensor]  # query, key, value; decay, kv and key_sum where the case has them
@@ -130,7 +136,12 @@ class LinearCase(Differentiable):
 
 
 def make_linear_case(description: LinearDescription | None = None, **changes: Any) -> LinearCase:
-    """A linear case from its description (or from keyword arguments that make one)."""
+    """A linear case from its description (or from keyword arguments that make one).
+
+    Examples:
+        >>> case = saccade.testing.make_linear_case(lengths=((7, 7),))
+        >>> saccade.testing.assert_linear_exact(case, "cpu")
+    """
     d = description or LinearDescription(**changes)
     generator = torch.Generator().manual_seed(d.seed)
     normal = normal_of(generator, d.device, d.dtype)
@@ -185,7 +196,13 @@ def _pad(case: LinearCase, generator: torch.Generator) -> Tensor:
 
 
 def linear_oracle(case: LinearCase) -> dict[str, Tensor]:
-    """Output, last state and gradients of a case by the reference in float64."""
+    """Output, last state and gradients of a case by the reference in float64.
+
+    Examples:
+        >>> case = saccade.testing.make_linear_case(lengths=((7, 7),))
+        >>> "output" in saccade.testing.linear_oracle(case)
+        True
+    """
     return case.run("reference", torch.float64)
 
 
@@ -194,6 +211,10 @@ def assert_linear_exact(case: LinearCase, implementation: str, **more: Any) -> N
 
     Raises:
         AssertionError: naming the result, the worst error and what was allowed.
+
+    Examples:
+        >>> case = saccade.testing.make_linear_case(lengths=((7, 7),))
+        >>> saccade.testing.assert_linear_exact(case, "cpu")
     """
     exact, got = linear_oracle(case), case.run(implementation, **more)
     allowed = bounds(exact, case.run_plain(), _spread(case), case.description.dtype)

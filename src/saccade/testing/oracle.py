@@ -33,12 +33,25 @@ AGAINST_PLAIN = 1.1
 
 
 def oracle(case: Case | PagedCase) -> dict[str, Tensor]:
-    """Output, lse and gradients of a case by the reference in float64."""
+    """Output, lse and gradients of a case by the reference in float64.
+
+    Examples:
+        >>> case = saccade.testing.make_case(lengths=((5, 9),))
+        >>> sorted(saccade.testing.oracle(case))
+        ['grad_key', 'grad_query', 'grad_value', 'lse', 'output']
+    """
     return case.run("reference", torch.float64)
 
 
 def tolerances(case: Case | PagedCase, exact: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For each result, the error that is allowed to each of its numbers."""
+    """For each result, the error that is allowed to each of its numbers.
+
+    Examples:
+        >>> case = saccade.testing.make_case(lengths=((5, 9),))
+        >>> allowed = saccade.testing.tolerances(case, saccade.testing.oracle(case))
+        >>> allowed["output"].shape
+        torch.Size([2, 4, 5, 16])
+    """
     spread = _paged_spread(case) if isinstance(case, PagedCase) else _spread(case)
     return bounds(exact, case.run_plain(), spread, case.tensors["query"].dtype)
 
@@ -64,6 +77,10 @@ def assert_exact(case: Case | PagedCase, implementation: str, **more: Any) -> No
 
     Raises:
         AssertionError: naming the result, the worst error and what was allowed.
+
+    Examples:
+        >>> case = saccade.testing.make_case(lengths=((5, 9),), mask="causal")
+        >>> saccade.testing.assert_exact(case, "cpu")
     """
     exact, got = oracle(case), case.run(implementation, **more)
     assert_within(got, exact, tolerances(case, exact), str(case.description))

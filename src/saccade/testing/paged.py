@@ -29,6 +29,11 @@ class PagedDescription:
 
     `lengths` are (query, key) lengths, one pair a sequence; `memory` says what lies outermost in
     the pool; `page_dtype` None is query's; `scattered`: pages lie in random order.
+
+    Examples:
+        >>> description = saccade.testing.PagedDescription(lengths=((1, 9), (1, 4)))
+        >>> saccade.testing.make_paged_case(description).table["kv_lens"].tolist()
+        [9, 4]
     """
 
     lengths: tuple[tuple[int, int], ...] = ((1, 40), (1, 0), (1, 17))
@@ -61,7 +66,13 @@ class PagedDescription:
 
 @dataclass
 class PagedCase:
-    """A random problem over pages."""
+    """A random problem over pages.
+
+    Examples:
+        >>> case = saccade.testing.make_paged_case(lengths=((1, 9), (1, 4)))
+        >>> case.table["kv_lens"].tolist()
+        [9, 4]
+    """
 
     description: PagedDescription
     tensors: dict[str, Tensor]  # query, key_pages, value_pages; scales, sinks and bias if any
@@ -112,7 +123,12 @@ QUANTISED_PAGES = (torch.float8_e4m3fn, torch.int8)
 
 
 def make_paged_case(description: PagedDescription | None = None, **changes: Any) -> PagedCase:
-    """A paged case from its description (or from keyword arguments that make one)."""
+    """A paged case from its description (or from keyword arguments that make one).
+
+    Examples:
+        >>> case = saccade.testing.make_paged_case(lengths=((1, 9), (1, 4)))
+        >>> saccade.testing.assert_exact(case, "cpu")
+    """
     d = description or PagedDescription(**changes)
     generator = torch.Generator().manual_seed(d.seed)
 

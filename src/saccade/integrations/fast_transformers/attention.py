@@ -39,6 +39,12 @@ def causal_dot_product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
         (N, H, L, M).
 
     Source: Katharopoulos et al. 2020, algorithm 1.
+
+    Examples:
+        >>> from saccade.integrations.fast_transformers import causal_dot_product
+        >>> Q, K, V = torch.ones(3, 1, 1, 4, 1)
+        >>> causal_dot_product(Q, K, V).flatten().tolist()
+        [1.0, 2.0, 3.0, 4.0]
     """
     return saccade.linear_attention(
         Q, K, V, feature_map="identity", normalize="none", align="top_left"
@@ -109,6 +115,12 @@ class LinearAttention(_LinearAttention):
         event_dispatcher: "" alone: no events are dispatched.
 
     Source: Katharopoulos et al. 2020, section 3.2.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> rows, length = torch.randn(3, 2, 10, 4, 16), ft.LengthMask(torch.tensor([10, 7]))
+        >>> ft.LinearAttention(16)(*rows, ft.FullMask(10), length, length).shape
+        torch.Size([2, 10, 4, 16])
     """
 
     causal = False
@@ -125,6 +137,12 @@ class CausalLinearAttention(_LinearAttention):
     queries see all keys.
 
     Args: as `LinearAttention`. Source: Katharopoulos et al. 2020, section 3.3.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> rows, length = torch.randn(3, 2, 10, 4, 16), ft.LengthMask(torch.tensor([10, 7]))
+        >>> ft.CausalLinearAttention(16)(*rows, ft.TriangularCausalMask(10), length, length).shape
+        torch.Size([2, 10, 4, 16])
     """
 
     causal = True
@@ -185,6 +203,14 @@ class RecurrentLinearAttention(_Layer):
     """The step of `CausalLinearAttention`: one query, and the key and value that come with it.
 
     Args: as `LinearAttention`. Source: Katharopoulos et al. 2020, equations 18 to 20.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> layer, state = ft.RecurrentLinearAttention(16), None
+        >>> for query, key, value in torch.randn(5, 3, 2, 4, 16):
+        ...     output, state = layer(query, key, value, state)
+        >>> output.shape
+        torch.Size([2, 4, 16])
     """
 
     def forward(
@@ -238,6 +264,13 @@ class RecurrentCrossLinearAttention(_Layer):
     """The step of `LinearAttention`: one query, and keys and values that are always the same.
 
     Args: as `LinearAttention`.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> query, (keys, values) = torch.randn(2, 4, 16), torch.randn(2, 2, 10, 4, 16)
+        >>> layer = ft.RecurrentCrossLinearAttention(16)
+        >>> length = ft.LengthMask(torch.tensor([10, 7]))
+        >>> output, state = layer(query, keys, values, length)
     """
 
     def forward(
@@ -336,7 +369,15 @@ class _Projections(Module):
 
 
 class AttentionLayer(_Projections):
-    """Projections, an attention such as `LinearAttention`, and the projection of its output."""
+    """Projections, an attention such as `LinearAttention`, and the projection of its output.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> layer = ft.AttentionLayer(ft.CausalLinearAttention(16), d_model=32, n_heads=2)
+        >>> x, length = torch.randn(2, 10, 32), ft.LengthMask(torch.tensor([10, 7]))
+        >>> layer(x, x, x, ft.TriangularCausalMask(10), length, length).shape
+        torch.Size([2, 10, 32])
+    """
 
     def forward(
         self,
@@ -362,7 +403,15 @@ class AttentionLayer(_Projections):
 
 
 class RecurrentAttentionLayer(_Projections):
-    """`AttentionLayer` one row at a time, around `RecurrentLinearAttention`."""
+    """`AttentionLayer` one row at a time, around `RecurrentLinearAttention`.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> inner = ft.RecurrentLinearAttention(16)
+        >>> layer = ft.RecurrentAttentionLayer(inner, d_model=32, n_heads=2)
+        >>> x = torch.randn(2, 32)
+        >>> output, state = layer(x, x, x)
+    """
 
     def __init__(
         self,
@@ -403,7 +452,16 @@ class RecurrentAttentionLayer(_Projections):
 
 
 class RecurrentCrossAttentionLayer(_Projections):
-    """`AttentionLayer` one query at a time, around `RecurrentCrossLinearAttention`."""
+    """`AttentionLayer` one query at a time, around `RecurrentCrossLinearAttention`.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> inner = ft.RecurrentCrossLinearAttention(16)
+        >>> length = ft.LengthMask(torch.tensor([10, 7]))
+        >>> layer = ft.RecurrentCrossAttentionLayer(inner, d_model=32, n_heads=2)
+        >>> x, memory = torch.randn(2, 32), torch.randn(2, 10, 32)
+        >>> output, state = layer(x, memory, memory, key_lengths=length)
+    """
 
     def forward(
         self, query: Tensor, keys: Tensor, values: Tensor, key_lengths: Any, state: Any = None

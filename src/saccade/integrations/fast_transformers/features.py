@@ -26,7 +26,15 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class FeatureMap(Module):
-    """A feature map of vectors of `query_dims` channels; `saccade_map` is it in saccade's terms."""
+    """A feature map of vectors of `query_dims` channels; `saccade_map` is it in saccade's terms.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> class Squares(ft.FeatureMap):
+        ...     def forward(self, x):
+        ...         return x.square()
+        >>> layer = ft.CausalLinearAttention(16, feature_map=Squares.factory())
+    """
 
     def __init__(self, query_dims: int):
         super().__init__()
@@ -85,7 +93,13 @@ def _first(classes: tuple[type, ...], name: str) -> int:
 
 
 class ActivationFunctionFeatureMap(FeatureMap):
-    """A function applied channel by channel; a name of saccade's is applied in its operator."""
+    """A function applied channel by channel; a name of saccade's is applied in its operator.
+
+    Examples:
+        >>> from saccade.integrations.fast_transformers import ActivationFunctionFeatureMap
+        >>> ActivationFunctionFeatureMap(16, torch.relu)(torch.tensor([-1.0, 2.0])).tolist()
+        [0.0, 2.0]
+    """
 
     activation_function: Callable[[Tensor], Tensor]
     name: str
@@ -109,6 +123,12 @@ class ActivationFunctionFeatureMap(FeatureMap):
 activation_function_feature_map: Callable[..., Callable[[int], FeatureMap]] = (
     ActivationFunctionFeatureMap.factory
 )
+"""A factory of `ActivationFunctionFeatureMap`: give it the function, and a name if it has one.
+
+Examples:
+    >>> from saccade.integrations import fast_transformers as ft
+    >>> layer = ft.LinearAttention(16, ft.activation_function_feature_map(torch.relu))
+"""
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
@@ -118,6 +138,13 @@ def _elu_plus_one(x: Tensor) -> Tensor:
 elu_feature_map: Callable[[int], FeatureMap] = activation_function_feature_map(
     _elu_plus_one, name="elu+1"
 )
+"""The factory of the map elu(x) + 1, which layers take where none is given.
+
+Examples:
+    >>> from saccade.integrations.fast_transformers import elu_feature_map
+    >>> elu_feature_map(2)(torch.tensor([0.0, 2.0])).tolist()
+    [1.0, 3.0]
+"""
 
 
 class _Random(FeatureMap):
@@ -169,6 +196,10 @@ class RandomFourierFeatures(_Random):
     """√(2 / n_dims) [cos u, sin u], u = √softmax_temp · x · omega.
 
     An odd n_dims has n_dims - 1 features, and keeps its factor: so it is in the library.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> layer = ft.LinearAttention(16, ft.RandomFourierFeatures.factory(n_dims=32))
     """
 
     n_dims: int
@@ -195,7 +226,12 @@ class RandomFourierFeatures(_Random):
 
 
 class SmoothedRandomFourierFeatures(RandomFourierFeatures):
-    """Random Fourier features of n_dims - 1 dimensions beside a constant one, `smoothing`."""
+    """Random Fourier features of n_dims - 1 dimensions beside a constant one, `smoothing`.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> layer = ft.LinearAttention(16, ft.SmoothedRandomFourierFeatures.factory(n_dims=33))
+    """
 
     def __init__(
         self,
@@ -223,6 +259,10 @@ class Favor(_Random):
 
     `stabilize` is there for the library's sake: layers and their twins never take the features
     themselves, but divided by factors that cancel (`saccade.feature_maps.Favor`); no eps is added.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> layer = ft.CausalLinearAttention(16, ft.Favor.factory(n_dims=32))
     """
 
     n_dims: int
@@ -260,7 +300,12 @@ class Favor(_Random):
 
 
 class GeneralizedRandomFeatures(_Random):
-    """kernel_fn(√softmax_temp · x · omega)."""
+    """kernel_fn(√softmax_temp · x · omega).
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> layer = ft.LinearAttention(16, ft.GeneralizedRandomFeatures.factory(n_dims=32))
+    """
 
     n_dims: int
 
@@ -287,7 +332,13 @@ class GeneralizedRandomFeatures(_Random):
 
 
 class BaseMask:
-    """A mask of rows; subclasses give `bool_matrix`, and set what they know without a matrix."""
+    """A mask of rows; subclasses give `bool_matrix`, and set what they know without a matrix.
+
+    Examples:
+        >>> from saccade.integrations import fast_transformers as ft
+        >>> isinstance(ft.FullMask(4), ft.BaseMask)
+        True
+    """
 
     @property
     def bool_matrix(self) -> Tensor:
@@ -343,6 +394,11 @@ class FullMask(BaseMask):
         mask: a bool tensor, or N.
         N, M: the shape, M = N where None; ignored where mask is a tensor.
         device: where a matrix is made.
+
+    Examples:
+        >>> from saccade.integrations.fast_transformers import FullMask
+        >>> FullMask(4).all_ones, FullMask(torch.tensor([[True, False]])).shape
+        (True, (1, 2))
     """
 
     device: torch.device | str
@@ -383,6 +439,11 @@ class LengthMask(BaseMask):
         lengths: [N] whole numbers.
         max_len: columns; the largest length where None, which is read from the device.
         device: where the lengths are kept; their own where None.
+
+    Examples:
+        >>> from saccade.integrations.fast_transformers import LengthMask
+        >>> LengthMask(torch.tensor([1, 3]), max_len=3).bool_matrix.int().tolist()
+        [[1, 0, 0], [1, 1, 1]]
     """
 
     def __init__(
@@ -402,7 +463,13 @@ class LengthMask(BaseMask):
 
 
 class TriangularCausalMask(BaseMask):
-    """Row i keeps the first i + 1 of N."""
+    """Row i keeps the first i + 1 of N.
+
+    Examples:
+        >>> from saccade.integrations.fast_transformers import TriangularCausalMask
+        >>> TriangularCausalMask(2).bool_matrix.int().tolist()
+        [[1, 0], [1, 1]]
+    """
 
     device: torch.device | str
 

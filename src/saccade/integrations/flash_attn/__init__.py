@@ -97,17 +97,31 @@ def install() -> None:
     is hidden meanwhile; `flash_attn_interface`, FlashAttention-3's module, is found as well.
     Calling it twice changes nothing.
 
-    >>> saccade.integrations.flash_attn.install()
-    >>> from flash_attn import flash_attn_func
+    Examples:
+        >>> saccade.integrations.flash_attn.install()
+        >>> from flash_attn import flash_attn_func
+        >>> flash_attn_func.__module__
+        'saccade.integrations.flash_attn.functions'
+        >>> saccade.integrations.flash_attn.uninstall()
     """
     _modules.install()
 
 
 def uninstall() -> None:
-    """Put back what `import flash_attn` found before `install`."""
+    """Put back what `import flash_attn` found before `install`.
+
+    Examples:
+        >>> saccade.integrations.flash_attn.install()
+        >>> saccade.integrations.flash_attn.uninstall()  # a flash_attn that is installed is back
+    """
     _modules.uninstall()
 
 
 def installed() -> AbstractContextManager[None]:
-    """`install` on the way in, `uninstall` on the way out."""
+    """`install` on the way in, `uninstall` on the way out.
+
+    Examples:
+        >>> with saccade.integrations.flash_attn.installed():
+        ...     from flash_attn import flash_attn_func
+    """
     return _modules.installed()

@@ -60,6 +60,15 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
     Raises:
         TypeError, ValueError: naming the argument.
         NotImplementedError: in backward, as there are no gradients.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 32)  # room for 64 tokens each
+        >>> lengths = torch.tensor([5, 9], dtype=torch.int32)
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 32)
+        >>> output = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
+        >>> torch.equal(k_cache[1, 9], k[1, 0])
+        True
     """
     options = attention_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     return_lse = flag("return_softmax_lse", return_softmax_lse)

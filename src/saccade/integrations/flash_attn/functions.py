@@ -133,6 +133,12 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> q, k, v = torch.randn(3, 2, 16, 4, 32)  # (batch, seqlen, nheads, headdim)
+        >>> flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(8, 0), softcap=30.0).shape
+        torch.Size([2, 16, 4, 32])
     """
     dropout_p, weights = no_weights(return_attn_probs, dropout_p)
     options = attention_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -161,6 +167,12 @@ def flash_attn_kvpacked_func(
         q: (batch, seqlen_q, nheads, headdim).
         kv: (batch, seqlen_k, 2, nheads_k, headdim).
         others: as of `flash_attn_func`.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> q, kv = torch.randn(2, 16, 4, 32), torch.randn(2, 16, 2, 2, 32)
+        >>> flash_attn.flash_attn_kvpacked_func(q, kv, causal=True).shape
+        torch.Size([2, 16, 4, 32])
     """
     k, v = unpacked("kv", kv, 2, 5)
     return flash_attn_func(
@@ -185,6 +197,11 @@ def flash_attn_qkvpacked_func(
     Args:
         qkv: (batch, seqlen, 3, nheads, headdim).
         others: as of `flash_attn_func`.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> flash_attn.flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 4, 32)).shape
+        torch.Size([2, 16, 4, 32])
     """
     q, k, v = unpacked("qkv", qkv, 3, 5)
     return flash_attn_func(
@@ -207,7 +224,7 @@ def unpacked(name: str, together: Tensor, parts: int, dims: int) -> tuple[Tensor
     return together.unbind(-3)
 
 
-def flash_attn_varlen_func(
+def flash_attn_varlen_func(  # breaks function-length: most of it is the docstring
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -243,6 +260,13 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> q, k, v = torch.randn(3, 10, 4, 32)
+        >>> ends = torch.tensor([0, 4, 10], dtype=torch.int32)
+        >>> flash_attn.flash_attn_varlen_func(q, k, v, ends, ends, 6, 6, causal=True).shape
+        torch.Size([10, 4, 32])
     """
     dropout_p, weights = no_weights(return_attn_probs, dropout_p)
     options = attention_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -289,6 +313,13 @@ def flash_attn_varlen_kvpacked_func(
         q: (total_q, nheads, headdim).
         kv: (total_k, 2, nheads_k, headdim).
         others: as of `flash_attn_varlen_func`.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> q, kv = torch.randn(10, 4, 32), torch.randn(10, 2, 2, 32)
+        >>> ends = torch.tensor([0, 4, 10], dtype=torch.int32)
+        >>> flash_attn.flash_attn_varlen_kvpacked_func(q, kv, ends, ends, 6, 6).shape
+        torch.Size([10, 4, 32])
     """
     k, v = unpacked("kv", kv, 2, 4)
     return flash_attn_varlen_func(
@@ -316,6 +347,12 @@ def flash_attn_varlen_qkvpacked_func(
     Args:
         qkv: (total, 3, nheads, headdim).
         others: as of `flash_attn_varlen_func`.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> ends = torch.tensor([0, 4, 10], dtype=torch.int32)
+        >>> flash_attn.flash_attn_varlen_qkvpacked_func(torch.randn(10, 3, 4, 32), ends, 6).shape
+        torch.Size([10, 4, 32])
     """
     q, k, v = unpacked("qkv", qkv, 3, 4)
     return flash_attn_varlen_func(
@@ -334,6 +371,11 @@ def index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         rows: (total, ...). indices: (tokens,).
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> flash_attn.index_first_axis(torch.arange(5.0)[:, None], torch.tensor([4, 0])).tolist()
+        [[4.0], [0.0]]
     """
     return rows.index_select(0, indices)
 
@@ -344,30 +386,62 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     Args:
         values: (tokens, ...). indices: (tokens,), each once.
         first_axis_dim: rows of the result.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> flash_attn.index_put_first_axis(torch.ones(1, 1), torch.tensor([2]), 3).tolist()
+        [[0.0], [0.0], [1.0]]
     """
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
     return zeros.index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows by their numbers, and all rows, for a residual connection."""
+    """Rows by their numbers, and all rows, for a residual connection.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> rows = torch.arange(3.0)[:, None]
+        >>> chosen, all_rows = flash_attn.index_first_axis_residual(rows, torch.tensor([2]))
+        >>> chosen.tolist(), all_rows.shape
+        ([[2.0]], torch.Size([3, 1]))
+    """
     return rows.index_select(0, indices), rows.view_as(rows)
 
 
 class IndexFirstAxis:
-    """`index_first_axis` by the name of FlashAttention's function with a gradient."""
+    """`index_first_axis` by the name of FlashAttention's function with a gradient.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> rows = torch.arange(5.0)[:, None]
+        >>> flash_attn.IndexFirstAxis.apply(rows, torch.tensor([4, 0])).tolist()
+        [[4.0], [0.0]]
+    """
 
     apply: Any = staticmethod(index_first_axis)
 
 
 class IndexPutFirstAxis:
-    """`index_put_first_axis` by the name of FlashAttention's function with a gradient."""
+    """`index_put_first_axis` by the name of FlashAttention's function with a gradient.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> flash_attn.IndexPutFirstAxis.apply(torch.ones(1, 1), torch.tensor([2]), 3).tolist()
+        [[0.0], [0.0], [1.0]]
+    """
 
     apply: Any = staticmethod(index_put_first_axis)
 
 
 class IndexFirstAxisResidual:
-    """`index_first_axis_residual` by the name of FlashAttention's function with a gradient."""
+    """`index_first_axis_residual` by the name of FlashAttention's function with a gradient.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> rows = torch.arange(3.0)[:, None]
+        >>> chosen, all_rows = flash_attn.IndexFirstAxisResidual.apply(rows, torch.tensor([2]))
+    """
 
     apply: Any = staticmethod(index_first_axis_residual)
 
@@ -386,6 +460,13 @@ def unpad_input(
         tokens (total, ...); their indices in the flattened batch; offsets int32 (batch + 1,); the
         longest length; and how many tokens each sequence has that are no unused ones. Reads the
         longest length from the device.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> padded, seen = torch.randn(2, 4, 8), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+        >>> tokens, indices, ends, longest, lengths = flash_attn.unpad_input(padded, seen)
+        >>> tokens.shape, ends.tolist(), longest
+        (torch.Size([5, 8]), [0, 2, 5], 3)
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     used = attention_mask.sum(-1, dtype=torch.int32)
@@ -404,6 +485,13 @@ def unpad_input_for_concatenated_sequences(
 
     Returns:
         The same as `unpad_input`, without the last, of the sequences.
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> rows, lengths = torch.randn(1, 6, 8), torch.tensor([[2, 3, 0, 0, 0, 0]])
+        >>> found = flash_attn.unpad_input_for_concatenated_sequences(rows, lengths)
+        >>> found[2].tolist()  # offsets
+        [0, 2, 5]
     """
     total = attention_mask_in_length.sum(-1, keepdim=True)
     column = torch.arange(attention_mask_in_length.shape[-1], device=total.device)
@@ -420,6 +508,13 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Returns:
         (batch, seqlen, ...).
+
+    Examples:
+        >>> from saccade.integrations import flash_attn
+        >>> padded, seen = torch.randn(2, 4, 8), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+        >>> tokens, indices, *_ = flash_attn.unpad_input(padded, seen)
+        >>> torch.equal(flash_attn.pad_input(tokens, indices, 2, 4), padded * seen[..., None])
+        True
     """
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.unflatten(0, (batch, seqlen))

@@ -22,7 +22,15 @@ __all__ = [
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """Each pair (a, b) of channels as (-b, a); pairs are of the two halves, or side by side."""
+    """Each pair (a, b) of channels as (-b, a); pairs are of the two halves, or side by side.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn.rotary import rotate_half
+        >>> rotate_half(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist()
+        [-3.0, -4.0, 1.0, 2.0]
+        >>> rotate_half(torch.tensor([1.0, 2.0, 3.0, 4.0]), interleaved=True).tolist()
+        [-2.0, 1.0, -4.0, 3.0]
+    """
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     first, second = x.chunk(2, -1)
@@ -37,6 +45,12 @@ def apply_rotary_emb_torch(
     Args:
         x: (batch, seqlen, nheads, headdim).
         cos, sin: (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2).
+
+    Examples:
+        >>> from saccade.integrations.flash_attn.rotary import apply_rotary_emb_torch
+        >>> angles = torch.arange(16)[:, None] * 10_000.0 ** (-torch.arange(8) / 8)
+        >>> apply_rotary_emb_torch(torch.randn(2, 16, 4, 32), angles.cos(), angles.sin()).shape
+        torch.Size([2, 16, 4, 32])
     """
     cos, sin = (
         (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1)).unsqueeze(-2)
@@ -70,6 +84,12 @@ def apply_rotary_emb(
 
     Returns:
         The turned rows, of x's shape and dtype.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import apply_rotary_emb
+        >>> angles = torch.arange(16)[:, None] * 10_000.0 ** (-torch.arange(8) / 8)
+        >>> apply_rotary_emb(torch.randn(2, 16, 4, 32), angles.cos(), angles.sin()).shape
+        torch.Size([2, 16, 4, 32])
     """
     if max_seqlen is not None:
         whole("max_seqlen", max_seqlen)
@@ -98,6 +118,13 @@ def apply_rotary_emb(
 
 
 apply_rotary_emb_func = apply_rotary_emb
+"""`apply_rotary_emb` by an older name of FlashAttention's.
+
+Examples:
+    >>> from saccade.integrations.flash_attn import rotary
+    >>> rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
+    True
+"""
 
 
 def apply_rotary_emb_qkv_(
@@ -120,6 +147,13 @@ def apply_rotary_emb_qkv_(
 
     Returns:
         qkv.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import apply_rotary_emb_qkv_
+        >>> angles = torch.arange(16)[:, None] * 10_000.0 ** (-torch.arange(8) / 8)
+        >>> qkv = torch.randn(2, 16, 3, 4, 32)
+        >>> apply_rotary_emb_qkv_(qkv, angles.cos(), angles.sin()) is qkv
+        True
     """
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         query, key = qkv[:, :, 0], qkv[:, :, 1]
@@ -158,6 +192,13 @@ def apply_rotary_emb_kv_(
 
     Returns:
         kv.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import apply_rotary_emb_kv_
+        >>> angles = torch.arange(16)[:, None] * 10_000.0 ** (-torch.arange(8) / 8)
+        >>> kv = torch.randn(2, 16, 2, 4, 32)
+        >>> apply_rotary_emb_kv_(kv, angles.cos(), angles.sin()) is kv
+        True
     """
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv: got {list(kv.shape)}, takes (batch, seqlen, 2, nheads, headdim)")
@@ -176,6 +217,12 @@ class RotaryEmbedding(nn.Module):
         device: of the frequencies.
 
     Source: Su et al. 2021, equation 15; Sun et al. 2022 (xPos), algorithm 1.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import RotaryEmbedding
+        >>> qkv = torch.randn(2, 16, 3, 4, 32)
+        >>> RotaryEmbedding(32)(qkv).shape
+        torch.Size([2, 16, 3, 4, 32])
     """
 
     dim: int

@@ -53,7 +53,14 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention, as version 2's `flash_attn_func` computes it."""
+    """Attention, as version 2's `flash_attn_func` computes it.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import version_3
+        >>> q, k, v = torch.randn(3, 2, 16, 4, 32)
+        >>> version_3.flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([2, 16, 4, 32])
+    """
     _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
     found = functions.flash_attn_func(
         q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, True
@@ -82,6 +89,11 @@ def flash_attn_qkvpacked_func(
         qkv: (batch, seqlen, 3, nheads, headdim), or with num_heads_q
             (batch, seqlen, num_heads_q + 2 * nheads_k, headdim).
         others: as of `flash_attn_func`.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import version_3
+        >>> version_3.flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 4, 32), causal=True).shape
+        torch.Size([2, 16, 4, 32])
     """
     if qkv.dim() == 4 and num_heads_q is not None:
         heads = whole("num_heads_q", num_heads_q)
@@ -125,7 +137,15 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention of packed sequences, as version 2's `flash_attn_varlen_func` computes it."""
+    """Attention of packed sequences, as version 2's `flash_attn_varlen_func` computes it.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import version_3
+        >>> q, k, v = torch.randn(3, 10, 4, 32)
+        >>> ends = torch.tensor([0, 4, 10], dtype=torch.int32)
+        >>> version_3.flash_attn_varlen_func(q, k, v, ends, ends, 6, 6, causal=True).shape
+        torch.Size([10, 4, 32])
+    """
     _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
     serve_only(None, seqused_q=seqused_q, seqused_k=seqused_k)
     found = functions.flash_attn_varlen_func(
@@ -174,6 +194,14 @@ def flash_attn_with_kvcache(  # breaks function-length: half of it is its argume
             and there is a page_table.
         cu_seqlens_k_new: of new keys; nothing without them.
         others: as of version 2's call.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import version_3 as v3
+        >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 32)
+        >>> lengths = torch.tensor([5, 9], dtype=torch.int32)
+        >>> q, k, v = torch.randn(3, 2, 1, 4, 32)
+        >>> v3.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths).shape
+        torch.Size([2, 1, 4, 32])
     """
     _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
     serve_only(None, rotary_seqlens=rotary_seqlens)
@@ -218,6 +246,13 @@ def flash_attn_combine(
 
     Returns:
         (batch, seqlen, nheads, headdim) and (batch, seqlen, nheads).
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import version_3
+        >>> outputs, lses = torch.randn(3, 2, 16, 4, 32), torch.randn(3, 2, 16, 4)
+        >>> output, lse = version_3.flash_attn_combine(outputs, lses)
+        >>> output.shape, lse.shape
+        (torch.Size([2, 16, 4, 32]), torch.Size([2, 16, 4]))
     """
     lse = lse_partial.logsumexp(0)
     weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp().unsqueeze(-1)
@@ -228,7 +263,13 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*options: Any, **named: Any) -> None:
-    """Nothing: what FlashAttention-3 plans ahead, saccade plans in its kernels."""
+    """Nothing: what FlashAttention-3 plans ahead, saccade plans in its kernels.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import version_3
+        >>> version_3.get_scheduler_metadata() is None
+        True
+    """
 
 
 def _check(

@@ -1,10 +1,7 @@
 """transformers: models of Hugging Face attend through saccade, and generate with its pages.
 
-    >>> import saccade.integrations.transformers as integration
-    >>> integration.register()
-    >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="saccade")
-    >>> cache = integration.PagedGenerationCache.for_model(model, max_tokens=2048)
-    >>> model.generate(**inputs, past_key_values=cache)
+After `register()` a model takes it by name, `attn_implementation="saccade"`, and
+`PagedGenerationCache.for_model` gives `generate` its pages.
 
 Importing this package needs transformers, 5.17 or newer, and says so where there is none.
 """

@@ -41,6 +41,12 @@ class AttentionStep(Protocol):
     the tokens of all its sequences laid side by side in one row. Every attention layer then calls
     `attend` instead of attending, and ignores the attention mask: only the step knows which tokens
     belong to which sequence.
+
+    Examples:
+        >>> from saccade.integrations.transformers import AttentionStep
+        >>> class Alone(AttentionStep):
+        ...     def attend(self, layer, query, key, value, **options):
+        ...         return saccade.attention(query, key, value, causal=True)
     """
 
     def attend(
@@ -128,6 +134,14 @@ def attention_forward(  # breaks function-length: most of it is the docstring
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes, in particular
             for a mask that is not understood.
+
+    Examples:
+        >>> from saccade.integrations.transformers import attention_forward
+        >>> layer = torch.nn.Module()
+        >>> query, key, value = torch.randn(1, 4, 8, 16), *torch.randn(2, 1, 2, 8, 16)
+        >>> output, _ = attention_forward(layer, query, key, value, None, is_causal=True)
+        >>> output.shape
+        torch.Size([1, 8, 4, 16])
     """
     if options.get("output_attentions"):
         raise ValueError(NO_WEIGHTS)
@@ -319,8 +333,16 @@ def register() -> None:
     again does no harm. A model that does not ask transformers' AttentionInterface is refused by
     name when it is made.
 
-    >>> saccade.integrations.transformers.register()
-    >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="saccade")
+    Examples:
+        >>> import transformers
+        >>> saccade.integrations.transformers.register()
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        ...     num_attention_heads=2, max_position_embeddings=64, attn_implementation="saccade",
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)  # in earnest: from_pretrained(folder)
+        >>> model(torch.tensor([[1, 5, 9]])).logits.shape
+        torch.Size([1, 3, 97])
     """
     guard()
     AttentionInterface.register(NAME, attention_forward)

@@ -191,8 +191,19 @@ class PagedGenerationCache(Cache):
     Raises:
         saccade.OutOfPagesError: by the forward pass that needs more pages than there are.
 
-    >>> cache = PagedGenerationCache.for_model(model, max_tokens=2048, batch_size=4)
-    >>> model.generate(**inputs, past_key_values=cache, num_beams=4)
+    Examples:
+        >>> import transformers
+        >>> from saccade.integrations.transformers import PagedGenerationCache, register
+        >>> register()
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        ...     num_attention_heads=2, max_position_embeddings=64, attn_implementation="saccade",
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> cache = PagedGenerationCache.for_model(model, max_tokens=32)
+        >>> prompt = torch.tensor([[1, 5, 9]])
+        >>> model.generate(prompt, past_key_values=cache, max_new_tokens=4, eos_token_id=None).shape
+        torch.Size([1, 7])
     """
 
     paged_layers: list[PagedLayer]

@@ -308,6 +308,12 @@ def lazy_mask(
             `MaskRequest`.
         attention_mask: [batch, positions], 0 at padding, or None.
         options: what other masks need (dtype, config, when to leave the mask out).
+
+    Examples:
+        >>> from saccade.integrations.transformers import lazy_mask
+        >>> mask = lazy_mask(batch_size=1, q_length=2, kv_length=4, q_offset=2)
+        >>> mask.shape
+        torch.Size([1, 1, 2, 4])
     """
     in_graph = torch.compiler.is_compiling()
     if isinstance(q_offset, Tensor) and not in_graph:

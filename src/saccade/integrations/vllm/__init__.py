@@ -21,7 +21,12 @@ def register() -> None:
     Raises:
         ImportError: if vLLM is not installed, or keeps its backends in another way than 0.33 does.
 
-    >>> saccade.integrations.vllm.register()
+    Examples:
+        >>> try:
+        ...     saccade.integrations.vllm.register()
+        ... except ImportError as error:
+        ...     print("vLLM is not here")
+        vLLM is not here
     """
     try:
         registry = importlib.import_module(REGISTRY)

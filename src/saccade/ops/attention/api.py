@@ -115,7 +115,14 @@ def attention(  # breaks function-length: most of it is the docstring
 
     Source: Vaswani et al. 2017, section 3.2.1.
 
-    >>> output = saccade.attention(query, key, value, causal=True)
+    Examples:
+        >>> query = torch.randn(2, 8, 64, 32, requires_grad=True)
+        >>> key, value = torch.randn(2, 2, 2, 64, 32)  # 2 kv heads serve 8 query heads
+        >>> mask = masks.causal() & masks.window(16)
+        >>> output, lse = saccade.attention(query, key, value, mask=mask, return_lse=True)
+        >>> output.shape, lse.shape
+        (torch.Size([2, 8, 64, 32]), torch.Size([2, 8, 64]))
+        >>> output.sum().backward()
     """
     if unknown:
         raise unknown_options(unknown)
@@ -216,6 +223,14 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `attention`.
+
+    Examples:
+        >>> query = torch.randn(10, 4, 16)  # three sequences of 3, 5 and 2 tokens
+        >>> key, value = torch.randn(2, 10, 2, 16)
+        >>> cu_seqlens = torch.tensor([0, 3, 8, 10], dtype=torch.int32)
+        >>> output = saccade.attention_varlen(query, key, value, cu_seqlens, causal=True)
+        >>> output.shape
+        torch.Size([10, 4, 16])
     """
     if cu_seqlens_q is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {arguments.OFFSETS}")

@@ -32,6 +32,15 @@ def merge_states(
         TypeError, ValueError: naming the argument, what it got and what it takes.
 
     Source: FlashAttention-2 (Dao 2023), section 3.1.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 2, 8, 16)
+        >>> halves = [
+        ...     saccade.attention(query, key[:, :, rows], value[:, :, rows], return_lse=True)
+        ...     for rows in (slice(0, 4), slice(4, 8))
+        ... ]
+        >>> output, lse = saccade.merge_states(*zip(*halves))
+        >>> torch.testing.assert_close(output, saccade.attention(query, key, value))
     """
     outputs, lses = _parts("outputs", outputs), _parts("lses", lses)
     _check(outputs, lses)

@@ -126,7 +126,11 @@ def linear_attention(  # breaks function-length: most of it is the docstring
     Source: Katharopoulos et al. 2020, section 3.2 to 3.4; decay: Sun et al. 2023 (RetNet),
     section 2.1, and for each row Yang et al. 2024 (Gated Linear Attention), section 4.
 
-    >>> output, state = saccade.linear_attention(query, key, value, return_state=True)
+    Examples:
+        >>> query, key, value = torch.randn(3, 1, 4, 100, 16)
+        >>> output, state = saccade.linear_attention(query, key, value, return_state=True)
+        >>> output.shape, state.kv.shape
+        (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 16, 16]))
     """
     options: dict[str, Any] = {
         "causal": causal, "align": align, "feature_map": feature_map, "normalize": normalize,
@@ -185,6 +189,12 @@ def linear_attention_varlen(
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `linear_attention`.
+
+    Examples:
+        >>> query, key, value = torch.randn(3, 10, 4, 16)
+        >>> cu_seqlens = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> saccade.linear_attention_varlen(query, key, value, cu_seqlens).shape
+        torch.Size([10, 4, 16])
     """
     if cu_seqlens_q is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
@@ -297,7 +307,13 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
         TypeError, ValueError, NotImplementedError: as `linear_attention`; also where gradients
             are wanted, which a step in place cannot give.
 
-    >>> output = saccade.linear_attention_step(state, query, key, value)
+    Examples:
+        >>> prompt, token = torch.randn(3, 1, 4, 100, 16), torch.randn(3, 1, 4, 1, 16)
+        >>> with torch.no_grad():
+        ...     _, state = saccade.linear_attention(*prompt, return_state=True)
+        ...     output = saccade.linear_attention_step(state, *token)  # the state takes it in
+        >>> output.shape
+        torch.Size([1, 4, 1, 16])
     """
     _check_wishes(state, query, key, value, decay)
     if custom_op.sharded(query, key, value, state=state):

@@ -121,7 +121,14 @@ def attention_paged(  # breaks function-length: most of it is the docstring
 
     Source: PagedAttention (Kwon et al. 2023), section 4.1.
 
-    >>> output = saccade.attention_paged(query, key_pages, value_pages, page_table, kv_lens)
+    Examples:
+        >>> key_pages, value_pages = torch.randn(2, 6, 2, 4, 16)  # 6 pages of 4 slots, 2 kv heads
+        >>> page_table = torch.tensor([[4, 1], [2, -1]], dtype=torch.int32)
+        >>> kv_lens = torch.tensor([5, 3], dtype=torch.int32)
+        >>> query = torch.randn(2, 8, 1, 16)  # the next token of two sequences
+        >>> output = saccade.attention_paged(query, key_pages, value_pages, page_table, kv_lens)
+        >>> output.shape
+        torch.Size([2, 8, 1, 16])
     """
     inputs = PagedInputs(
         query, key_pages, value_pages, page_table, kv_lens,
