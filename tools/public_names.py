@@ -114,10 +114,8 @@ MODULES = (
     f"{INTEGRATIONS}.transformers",
     f"{INTEGRATIONS}.diffusers",
     f"{INTEGRATIONS}.vllm",
+    f"{INTEGRATIONS}.xformers",
 )
-
-
-WITHOUT_PAGES = frozenset({"xformers"})  # it is being written
 
 
 def public_names() -> list[tuple[str, str]]:

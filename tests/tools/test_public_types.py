@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 
-import public_names
 import pytest
 from public_names import MODULES, definition, exported
 from public_types import faults, is_public, roots_of_public_names
@@ -29,7 +28,7 @@ def test_all_public_modules_are_looked_at() -> None:
     those = {name for name in saccade.__all__ if f"saccade.{name}" in MODULES}
     assert those == {"masks", "scores", "feature_maps", "testing"}
     named = {module.split(".")[2] for module in MODULES if ".integrations." in module}
-    assert named == set(integrations.NAMES) - public_names.WITHOUT_PAGES
+    assert named == set(integrations.NAMES)
 
 
 def test_a_module_without_names_is_refused() -> None:

@@ -20,14 +20,40 @@ from saccade.integrations.replaced_modules import ReplacedModules, defined_in, n
 from saccade.integrations.xformers import attn_bias as attn_bias
 from saccade.integrations.xformers import fmha as fmha
 from saccade.integrations.xformers import operators
+from saccade.integrations.xformers.attention import (
+    memory_efficient_attention,
+    memory_efficient_attention_backward,
+    memory_efficient_attention_forward,
+    memory_efficient_attention_forward_requires_grad,
+    memory_efficient_attention_partial,
+    merge_attentions,
+)
 from saccade.integrations.xformers.fmha import *  # noqa: F403
+
+__all__ = [
+    "install",
+    "installed",
+    "memory_efficient_attention",
+    "memory_efficient_attention_backward",
+    "memory_efficient_attention_forward",
+    "memory_efficient_attention_forward_requires_grad",
+    "memory_efficient_attention_partial",
+    "merge_attentions",
+    "unbind",
+    "uninstall",
+]
 
 VERSION = "0.0.30"
 """Of xformers, whose calls these are: programs look at it."""
 
 
 def unbind(x: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """Views of a tensor along a dimension, as PyTorch's `unbind` gives them."""
+    """Views of a tensor along a dimension, as PyTorch's `unbind` gives them.
+
+    Examples:
+        >>> saccade.integrations.xformers.unbind(torch.randn(2, 16, 3, 4, 32), dim=2)[0].shape
+        torch.Size([2, 16, 4, 32])
+    """
     return x.unbind(dim)
 
 
@@ -52,17 +78,31 @@ def install() -> None:
     What was imported before keeps what it has; so call this first. An xformers that is installed is
     hidden meanwhile. Calling it twice changes nothing.
 
-    >>> saccade.integrations.xformers.install()
-    >>> from xformers.ops import memory_efficient_attention
+    Examples:
+        >>> saccade.integrations.xformers.install()
+        >>> from xformers.ops import memory_efficient_attention
+        >>> memory_efficient_attention.__module__
+        'saccade.integrations.xformers.attention'
+        >>> saccade.integrations.xformers.uninstall()
     """
     _modules.install()
 
 
 def uninstall() -> None:
-    """Put back what `import xformers` found before `install`."""
+    """Put back what `import xformers` found before `install`.
+
+    Examples:
+        >>> saccade.integrations.xformers.install()
+        >>> saccade.integrations.xformers.uninstall()  # an xformers that is installed is back
+    """
     _modules.uninstall()
 
 
 def installed() -> AbstractContextManager[None]:
-    """`install` on the way in, `uninstall` on the way out."""
+    """`install` on the way in, `uninstall` on the way out.
+
+    Examples:
+        >>> with saccade.integrations.xformers.installed():
+        ...     from xformers.ops import memory_efficient_attention
+    """
     return _modules.installed()

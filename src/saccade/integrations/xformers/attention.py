@@ -78,14 +78,31 @@ def memory_efficient_attention(
         TypeError, ValueError, NotImplementedError: naming the argument, what it got and what it
             takes.
 
-    >>> output = memory_efficient_attention(query, key, value, LowerTriangularMask())
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> query, key, value = torch.randn(3, 2, 16, 4, 32)  # [B, M, H, K]
+        >>> bias = xformers.attn_bias.LowerTriangularMask()
+        >>> xformers.memory_efficient_attention(query, key, value, bias).shape
+        torch.Size([2, 16, 4, 32])
+        >>> lengths = [10, 22]  # two sequences, one behind the other
+        >>> query, key, value = torch.randn(3, 1, 32, 4, 32)
+        >>> bias = xformers.attn_bias.BlockDiagonalMask.from_seqlens(lengths)
+        >>> xformers.memory_efficient_attention(query, key, value, bias).shape
+        torch.Size([1, 32, 4, 32])
     """
     output, _ = _attend(query, key, value, attn_bias, p, scale)
     return output if output_dtype is None else output.to(output_dtype)
 
 
 memory_efficient_attention_forward = memory_efficient_attention
-"""xformers' call without a gradient; ours has one where a tensor asks for it."""
+"""xformers' call without a gradient; ours has one where a tensor asks for it.
+
+Examples:
+    >>> from saccade.integrations import xformers
+    >>> query, key, value = torch.randn(3, 2, 16, 4, 32)
+    >>> xformers.memory_efficient_attention_forward(query, key, value).shape
+    torch.Size([2, 16, 4, 32])
+"""
 
 
 def memory_efficient_attention_forward_requires_grad(
@@ -109,6 +126,14 @@ def memory_efficient_attention_forward_requires_grad(
         output; and the lse [B, H, M] ([B, G, H, M] of groups), float32 (float64 for float64),
         natural logarithm, -inf where a row sees nothing. B is 1 where sequences lie one behind the
         other.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> query, key, value = torch.randn(3, 2, 16, 4, 32)
+        >>> attend = xformers.memory_efficient_attention_forward_requires_grad
+        >>> output, lse = attend(query, key, value)
+        >>> lse.shape
+        torch.Size([2, 4, 16])
     """
     _no_dropout(p)
     output, lse = _attend(query, key, value, attn_bias, p, scale)
@@ -131,6 +156,17 @@ def memory_efficient_attention_partial(
     Args:
         output_dtype: float32 where None (float64 for float64), cast from query's dtype.
         others: as of `memory_efficient_attention_forward_requires_grad`.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> query, key, value = torch.randn(3, 2, 16, 4, 32)
+        >>> parts = [
+        ...     xformers.memory_efficient_attention_partial(query, key[:, rows], value[:, rows])
+        ...     for rows in (slice(0, 8), slice(8, 16))
+        ... ]
+        >>> output, lse = xformers.merge_attentions(*zip(*parts))
+        >>> whole = xformers.memory_efficient_attention(query, key, value)
+        >>> torch.testing.assert_close(output, whole)
     """
     if output_dtype is None:
         output_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -162,6 +198,17 @@ def memory_efficient_attention_backward(
         output, lse: as `memory_efficient_attention_forward_requires_grad` or `merge_attentions`
             gave them.
         others: as of `memory_efficient_attention_forward_requires_grad`.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> query, key, value, grad = torch.randn(4, 2, 16, 4, 32)
+        >>> attend = xformers.memory_efficient_attention_forward_requires_grad
+        >>> output, lse = attend(query, key, value)
+        >>> of_query, of_key, of_value = xformers.memory_efficient_attention_backward(
+        ...     grad, output, lse, query, key, value
+        ... )
+        >>> of_query.shape
+        torch.Size([2, 16, 4, 32])
     """
     _no_dropout(p)
     query, key, value = (rows.detach().requires_grad_() for rows in (query, key, value))
@@ -201,6 +248,17 @@ def merge_attentions(
 
     Returns:
         The output and lse of all keys; None in place of the lse where it is not wanted.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> query, key, value = torch.randn(3, 2, 16, 4, 32)
+        >>> parts = [
+        ...     xformers.memory_efficient_attention_partial(query, key[:, rows], value[:, rows])
+        ...     for rows in (slice(0, 8), slice(8, 16))
+        ... ]
+        >>> output, lse = xformers.merge_attentions(*zip(*parts))
+        >>> whole = xformers.memory_efficient_attention(query, key, value)
+        >>> torch.testing.assert_close(output, whole)
     """
     outputs, lses = list(attn_split), list(lse_split)
     if not outputs or len(outputs) != len(lses):
