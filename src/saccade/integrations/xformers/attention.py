@@ -7,7 +7,7 @@ are pages, too, unless gradients or dropout are wanted, which pages do not have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ def memory_efficient_attention(
     return output if output_dtype is None else output.to(output_dtype)
 
 
-memory_efficient_attention_forward = memory_efficient_attention
+memory_efficient_attention_forward: Callable[..., Tensor] = memory_efficient_attention
 """xformers' call without a gradient; ours has one where a tensor asks for it.
 
 Examples:
