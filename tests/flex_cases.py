@@ -1,14 +1,14 @@
 """Forty masks and scores as people write them for FlexAttention, for the tests that serve them.
 
 Written for one small call: two batch entries, three heads, rows of a 6 x 8 picture or of a film of
-3 x 4 x 4, which is 48 rows either way.
+3 x 4 x 4, which is 48 rows either way. Tables lie on the default device.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ Function = Callable[..., Any]
 
 
 def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator("cpu").manual_seed(seed)
 
 
 def _whole(low: int, high: int, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(low, high, shape, generator=_generator(seed))
+    made = torch.randint(low, high, shape, generator=_generator(seed), device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def _normal(*shape: int, seed: int = 0) -> Tensor:
@@ -415,3 +416,45 @@ CASES: dict[str, FlexCase] = {
     "checkerboard": FlexCase(lambda: causal, lambda: checkerboard),
     "penalty between documents": FlexCase(None, document_penalty, (_normal(seed=10).abs(),)),
 }
+
+
+# ---- the call ------------------------------------------------------------------------------------
+
+
+def rows(
+    seed: int = 0, heads: int = HEADS, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return (
+        torch.randn(BATCH, HEADS, LENGTH, 16, dtype=dtype),
+        torch.randn(BATCH, heads, LENGTH, 16, dtype=dtype),
+        torch.randn(BATCH, heads, LENGTH, 8, dtype=dtype),
+    )
+
+
+def plain(
+    case: FlexCase, tensors: Sequence[Tensor], learned: list[Tensor], largest: Any = None
+) -> Tensor:
+    """The call in plain PyTorch: functions run on indices, one batch entry and head at a time.
+
+    largest: a list to which the largest score of each is added.
+    """
+    query, key, value = tensors
+    mask = case.mask and case.mask()
+    score = case.score and case.score(*learned)
+    q, kv = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    outputs = []
+    for b in torch.arange(BATCH):
+        for h in torch.arange(HEADS):
+            scores = query[b, h] @ key[b, h].mT / math.sqrt(query.shape[-1])
+            if score is not None:
+                scores = score(scores, b, h, q, kv)
+            if mask is not None:
+                seen = mask(b, h, q, kv).expand(LENGTH, LENGTH)
+                scores = scores.masked_fill(~seen, -torch.inf)
+            if largest is not None:
+                largest += scores[scores.isfinite()].abs().tolist()
+            empty = (scores == -torch.inf).all(-1, keepdim=True)
+            weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+            outputs.append(weights @ value[b, h])
+    return torch.stack(outputs).unflatten(0, (BATCH, HEADS))

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from flex_cases import BATCH, CASES, HEADS, LENGTH, FlexCase, causal, documents_by_batch, sliding
+from flex_cases import (
+    BATCH,
+    CASES,
+    HEADS,
+    LENGTH,
+    FlexCase,
+    causal,
+    documents_by_batch,
+    plain,
+    rows,
+    sliding,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as theirs
@@ -31,45 +42,6 @@ def in_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
-
-
-def rows(
-    seed: int = 0, heads: int = HEADS, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(seed)
-    return (
-        torch.randn(BATCH, HEADS, LENGTH, 16, dtype=dtype),
-        torch.randn(BATCH, heads, LENGTH, 16, dtype=dtype),
-        torch.randn(BATCH, heads, LENGTH, 8, dtype=dtype),
-    )
-
-
-def plain(
-    case: FlexCase, tensors: Sequence[Tensor], learned: list[Tensor], largest: Any = None
-) -> Tensor:
-    """The call in plain PyTorch: functions run on indices, one batch entry and head at a time.
-
-    largest: a list to which the largest score of each is added.
-    """
-    query, key, value = tensors
-    mask = case.mask and case.mask()
-    score = case.score and case.score(*learned)
-    q, kv = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
-    outputs = []
-    for b in torch.arange(BATCH):
-        for h in torch.arange(HEADS):
-            scores = query[b, h] @ key[b, h].mT / math.sqrt(query.shape[-1])
-            if score is not None:
-                scores = score(scores, b, h, q, kv)
-            if mask is not None:
-                seen = mask(b, h, q, kv).expand(LENGTH, LENGTH)
-                scores = scores.masked_fill(~seen, -torch.inf)
-            if largest is not None:
-                largest += scores[scores.isfinite()].abs().tolist()
-            empty = (scores == -torch.inf).all(-1, keepdim=True)
-            weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-            outputs.append(weights @ value[b, h])
-    return torch.stack(outputs).unflatten(0, (BATCH, HEADS))
 
 
 def called(
