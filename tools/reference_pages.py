@@ -110,47 +110,31 @@ def row(chapter: Chapter, name: str) -> str:
 
 # ---- as mkdocs and griffe want it ----------------------------------------------------------------
 
-NAMES = re.compile(r"^( +)((?:\*{0,2}\w+, )+\*{0,2}\w+): (.*)$")
-UNFINISHED = re.compile(r"^( +(?:\w+, )*\w+,)\n +((?:\w+, )*\w+: )", re.MULTILINE)
-SECTION = re.compile(r"^(Args|Attributes):$")
+SECTION = re.compile(r"^(Args|Attributes):\n((?: +.*\n?|\n(?= ))+)", re.MULTILINE)
+ENTRY = re.compile(r"^    (?=\S)", re.MULTILINE)
+NAMES = re.compile(r"(?:^|(?<=\.) )((?!None\b)\*{0,2}\w+(?:, \*{0,2}\w+)*): ")
 
 
 def split_names(text: str) -> str:
-    """A docstring in which each entry has one name.
+    """A docstring in which each entry of its arguments and attributes has one name.
 
-    Docstrings here say `key, value: [batch, kv_heads, kv_len, dim].` where mkdocstrings expects one
-    name an entry.
+    Docstrings here say `key, value: [batch, kv_heads, kv_len, dim].`, and `rows: [tokens, dim].
+    scale: a number.` on one line, where mkdocstrings expects one name an entry.
     """
-    text = UNFINISHED.sub(r"\1 \2", text)
-    done: list[str] = []
-    entries: list[list[str]] = []  # of the entry that is being read, one for each of its names
-    inside, depth = False, 0
+    return SECTION.sub(lambda found: f"{found[1]}:\n{_one_name_each(found[2])}", text)
 
-    def finish() -> None:
-        for entry in entries:
-            done.extend(entry)
-        entries.clear()
 
-    for line in text.splitlines():
-        indent = len(line) - len(line.lstrip())
-        if entries and (not line.strip() or indent <= depth):
-            finish()
-        if SECTION.match(line):
-            inside = True
-        elif line.strip() and not indent:
-            inside = False
-        several = NAMES.match(line) if inside else None
-        if several and not entries:
-            depth = indent
-            for name in several[2].split(", "):
-                entries.append([f"{several[1]}{name}: {several[3]}"])
-        elif entries:
-            for entry in entries:
-                entry.append(line)
-        else:
-            done.append(line)
-    finish()
-    return "\n".join(done)
+def _one_name_each(body: str) -> str:
+    lines = []
+    text = re.sub(r"^(    (?:\w+, )*\w+,)\n +(?=\w+[:,])", r"\1 ", body, flags=re.MULTILINE)
+    for entry in ENTRY.split(text):
+        parts = NAMES.split(" ".join(entry.split()))  # "", names, what is said of them, names ...
+        lines += [
+            f"    {name}: {said}"
+            for names, said in zip(parts[1::2], parts[2::2], strict=True)
+            for name in names.split(", ")
+        ]
+    return "\n".join([*lines, ""])
 
 
 def on_config(config: Any) -> Any:
