@@ -61,6 +61,7 @@ def exported(module: str) -> tuple[str, ...]:
     raise ValueError(f"{module} has no __all__")
 
 
+@functools.cache
 def definition(module: str, name: str) -> Definition:
     """Where a name of a module is defined, through all imports."""
     for node in ast.walk(tree_of(module)):

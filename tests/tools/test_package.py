@@ -23,7 +23,7 @@ import saccade
 ROOT = Path(__file__).parents[2]
 NAME = f"saccade-{saccade.__version__}"
 # A sample that takes seconds, and reads sources, tests' own modules, and the project's files.
-SAMPLE = ("tests/test_tree.py", "tests/docs/test_versions.py", "tests/kv_cache/test_storage.py")
+SAMPLE = ("tests/test_tree.py", "tests/docs/test_versions.py", "tests/test_masks_tree.py")
 
 
 def read_yaml(name: str) -> Any:
