@@ -116,6 +116,7 @@ MODULES = (
     f"{INTEGRATIONS}.diffusers",
     f"{INTEGRATIONS}.vllm",
     f"{INTEGRATIONS}.xformers",
+    f"{INTEGRATIONS}.xformers.attn_bias",
 )
 
 
@@ -125,7 +126,7 @@ def public_names() -> list[tuple[str, str]]:
         (module, name)
         for module in MODULES
         for name in exported(module)
-        if f"{module}.{name}" not in MODULES
+        if f"{module}.{name}" not in MODULES and not name.startswith("_")
     ]
 
 
@@ -298,7 +299,11 @@ CHAPTERS = (
         "GeneralizedRandomFeatures", "RandomProjection", "ScaledMap",
     )),
     *(
-        Chapter(module.removeprefix(f"{INTEGRATIONS}."), module, exported(module))
+        Chapter(
+            module.removeprefix(f"{INTEGRATIONS}."),
+            module,
+            tuple(name for name in exported(module) if not name.startswith("_")),
+        )
         for module in MODULES
         if module.startswith(f"{INTEGRATIONS}.")
     ),

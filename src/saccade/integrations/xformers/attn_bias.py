@@ -70,3 +70,10 @@ VARLEN_BIASES = (
     PagedBlockDiagonalPaddedKeysMask,
     PagedBlockDiagonalGappyKeysMask,
 )
+"""The classes of biases that divide queries into sequences, for `isinstance`.
+
+Examples:
+    >>> from saccade.integrations.xformers import attn_bias
+    >>> isinstance(attn_bias.BlockDiagonalMask.from_seqlens([2, 3]), attn_bias.VARLEN_BIASES)
+    True
+"""

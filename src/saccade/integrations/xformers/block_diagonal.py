@@ -72,7 +72,14 @@ def query_sequences(q_seqlen: Sequence[int], kv_seqlen: Sequence[int], device: A
 
 @dataclass(eq=False)
 class BlockDiagonalMask(PackedBias):
-    """Sequences one behind the other; a query sees all keys of its own sequence."""
+    """Sequences one behind the other; a query sees all keys of its own sequence.
+
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalMask.from_seqlens([1, 2])
+        >>> (bias.materialize((3, 3)) == 0).int().tolist()
+        [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
+    """
 
     k_seqinfo: SeqLenInfo
     _batch_sizes: Sequence[int] | None = None
@@ -167,19 +174,40 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(eq=False)
 class BlockDiagonalCausalMask(Causal, BlockDiagonalMask):
-    """Sequences one behind the other, each causal from its first query and key on."""
+    """Sequences one behind the other, each causal from its first query and key on.
 
-    align = "top_left"
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalMask.from_seqlens([1, 2]).make_causal()
+        >>> (bias.materialize((3, 3)) == 0).int().tolist()
+        [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    """
+
+    align: ClassVar[str] = "top_left"
 
 
 @dataclass(eq=False)
 class BlockDiagonalCausalFromBottomRightMask(Causal, BlockDiagonalMask):
-    """Sequences one behind the other, each causal, its last query at its last key."""
+    """Sequences one behind the other, each causal, its last query at its last key.
+
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalCausalFromBottomRightMask.from_seqlens([1, 2], [2, 3])
+        >>> (bias.materialize((3, 5)) == 0).int().tolist()
+        [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+    """
 
 
 @dataclass(eq=False)
 class BlockDiagonalCausalLocalAttentionMask(SlidingWindow, BlockDiagonalCausalMask):
-    """Sequences one behind the other, with a sliding window from the first query and key on."""
+    """Sequences one behind the other, with a sliding window from the first query and key on.
+
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalMask.from_seqlens([1, 3]).make_local_attention(2)
+        >>> (bias.materialize((4, 4)) == 0).int().tolist()
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    """
 
     _window_size: int = 0
 
@@ -188,6 +216,14 @@ class BlockDiagonalCausalLocalAttentionMask(SlidingWindow, BlockDiagonalCausalMa
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(
     SlidingWindow, BlockDiagonalCausalFromBottomRightMask
 ):
-    """Sequences one behind the other, with a sliding window, the last query at the last key."""
+    """Sequences one behind the other, with a sliding window, the last query at the last key.
+
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> whole = attn_bias.BlockDiagonalMask.from_seqlens([1, 3])
+        >>> bias = whole.make_local_attention_from_bottomright(2)
+        >>> (bias.materialize((4, 4)) == 0).int().tolist()
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    """
 
     _window_size: int = 0

@@ -24,7 +24,16 @@ from saccade.integrations.xformers.seqlen_info import (
 
 @dataclass(eq=False)
 class BlockDiagonalPaddedKeysMask(PackedBias):
-    """Keys in slabs of one length, of which each sequence uses the first; a query sees these."""
+    """Keys in slabs of one length, of which each sequence uses the first; a query sees these.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([2, 3], 8, [6, 4])
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
     k_seqinfo: PaddedSeqLenInfo
 
@@ -83,14 +92,36 @@ def _windows(bias: Any, kind: Any) -> dict[str, int]:
 
 @dataclass(eq=False)
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(Causal, BlockDiagonalPaddedKeysMask):
-    """Keys in slabs; each sequence is causal, its last query at the last key that it uses."""
+    """Keys in slabs; each sequence is causal, its last query at the last key that it uses.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
+        ...     [2, 3], 8, [6, 4]
+        ... )
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
     causal_diagonal: Any = None
 
 
 @dataclass(eq=False)
 class BlockDiagonalLocalAttentionPaddedKeysMask(TwoSidedWindow, BlockDiagonalPaddedKeysMask):
-    """Keys in slabs, with a window to both sides, the last query at the last key used."""
+    """Keys in slabs, with a window to both sides, the last query at the last key used.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local(
+        ...     [2, 3], 8, [6, 4], window_left=2, window_right=1
+        ... )
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
     window_left: int
     window_right: int
@@ -113,7 +144,18 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(TwoSidedWindow, BlockDiagonalPad
 
 @dataclass(eq=False)
 class BlockDiagonalCausalLocalAttentionPaddedKeysMask(SlidingWindow, BlockDiagonalPaddedKeysMask):
-    """Keys in slabs, with a sliding window, the last query at the last key used."""
+    """Keys in slabs, with a sliding window, the last query at the last key used.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local(
+        ...     [2, 3], 8, [6, 4], window_size=3
+        ... )
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
     _window_size: int
 
@@ -133,7 +175,16 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(SlidingWindow, BlockDiagon
 
 @dataclass(eq=False)
 class BlockDiagonalGappyKeysMask(PackedBias):
-    """Keys of sequences that start anywhere; a query sees those of its own."""
+    """Keys of sequences that start anywhere; a query sees those of its own.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalGappyKeysMask.from_seqlens([2, 3], [1, 9, 16], [6, 4])
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
     k_seqinfo: GappySeqInfo
 
@@ -204,14 +255,36 @@ class BlockDiagonalGappyKeysMask(PackedBias):
 
 @dataclass(eq=False)
 class BlockDiagonalCausalWithOffsetGappyKeysMask(Causal, BlockDiagonalGappyKeysMask):
-    """Keys that start anywhere; each sequence is causal, its last query at its last key."""
+    """Keys that start anywhere; each sequence is causal, its last query at its last key.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
+        ...     [2, 3], [1, 9, 16], [6, 4]
+        ... )
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
 
 @dataclass(eq=False)
 class BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask(
     TwoSidedWindow, BlockDiagonalGappyKeysMask
 ):
-    """Keys that start anywhere, with a window to both sides, the last query at the last key."""
+    """Keys that start anywhere, with a window to both sides, the last query at the last key.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.BlockDiagonalGappyKeysMask.from_seqlens(
+        ...     [2, 3], [1, 9, 16], [6, 4]
+        ... ).make_local_attention_from_bottomright(2, 0)
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
     window_left: int
     window_right: int
@@ -263,7 +336,19 @@ class PagedBias(PackedBias):
 
 @dataclass(eq=False)
 class PagedBlockDiagonalPaddedKeysMask(PagedBias):
-    """Keys in pages, of which each sequence uses the first rows; a query sees these."""
+    """Keys in pages, of which each sequence uses the first rows; a query sees these.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> tables = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)  # pages of 4 rows
+        >>> bias = attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
+        ...     [2, 3], [6, 4], tables, 4
+        ... )
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
     k_seqinfo: PaddedSeqLenInfo
 
@@ -288,19 +373,57 @@ class PagedBlockDiagonalPaddedKeysMask(PagedBias):
 
 @dataclass(eq=False)
 class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(Causal, PagedBlockDiagonalPaddedKeysMask):
-    """Keys in pages; each sequence is causal, its last query at the last key that it uses."""
+    """Keys in pages; each sequence is causal, its last query at the last key that it uses.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> tables = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)  # pages of 4 rows
+        >>> bias = attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
+        ...     [2, 3], [6, 4], tables, 4
+        ... )
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
 
 @dataclass(eq=False)
 class PagedBlockDiagonalCausalLocalPaddedKeysMask(SlidingWindow, PagedBlockDiagonalPaddedKeysMask):
-    """Keys in pages, with a sliding window, the last query at the last key used."""
+    """Keys in pages, with a sliding window, the last query at the last key used.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> tables = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)  # pages of 4 rows
+        >>> slabs = attn_bias.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local(
+        ...     [2, 3], 8, [6, 4], window_size=3
+        ... )
+        >>> paged = attn_bias.PagedBlockDiagonalCausalLocalPaddedKeysMask
+        >>> bias = slabs.make_paged(tables, 4, paged)
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
     _window_size: int
 
 
 @dataclass(eq=False)
 class PagedBlockDiagonalGappyKeysMask(PagedBias):
-    """Keys in pages, which each sequence uses from a start to an end of its own."""
+    """Keys in pages, which each sequence uses from a start to an end of its own.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> tables = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)  # pages of 4 rows
+        >>> bias = attn_bias.PagedBlockDiagonalGappyKeysMask.from_seqlens(
+        ...     [2, 3], [0, 1], [6, 4], tables, 4
+        ... )
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """
 
     k_seqinfo: GappySeqInfo
 
@@ -331,4 +454,16 @@ class PagedBlockDiagonalGappyKeysMask(PagedBias):
 
 @dataclass(eq=False)
 class PagedBlockDiagonalCausalWithOffsetGappyKeysMask(Causal, PagedBlockDiagonalGappyKeysMask):
-    """Keys in pages from a start on; each sequence is causal, its last query at its last key."""
+    """Keys in pages from a start on; each sequence is causal, its last query at its last key.
+
+    Examples:
+        >>> from saccade.integrations import xformers
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> tables = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)  # pages of 4 rows
+        >>> bias = attn_bias.PagedBlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
+        ...     [2, 3], [0, 1], [6, 4], tables, 4
+        ... )
+        >>> query, key = torch.randn(1, 5, 4, 16), torch.randn(1, 16, 4, 16)
+        >>> xformers.memory_efficient_attention(query, key, key, bias).shape
+        torch.Size([1, 5, 4, 16])
+    """

@@ -22,7 +22,13 @@ Reach = tuple[int | None, int | None]  # rows seen before and behind a row's pos
 
 
 class AttentionBias:
-    """Which keys each query sees, known without a tensor that says it for each pair."""
+    """Which keys each query sees, known without a tensor that says it for each pair.
+
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> isinstance(attn_bias.LowerTriangularMask(), attn_bias.AttentionBias)
+        True
+    """
 
     HOLDS_DENSE_TENSOR: ClassVar[bool] = False
     align: ClassVar[str] = "bottom_right"
@@ -109,9 +115,16 @@ class TwoSidedWindow:
 
 
 class LowerTriangularMask(Causal, AttentionBias):
-    """Causal, the first query at the first key."""
+    """Causal, the first query at the first key.
 
-    align = "top_left"
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.LowerTriangularMask()
+        >>> (bias.materialize((2, 4)) == 0).int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0]]
+    """
+
+    align: ClassVar[str] = "top_left"
 
     def __init__(self, *unused: Any, **unused_options: Any):
         """Takes what xformers' takes (a device, say), and needs none of it."""
@@ -126,9 +139,15 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
 
     Args:
         bias: broadcastable to [batch, heads, query rows, key rows]; gets a gradient.
+
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.LowerTriangularMaskWithTensorBias(torch.ones(2, 2))
+        >>> bias.materialize((2, 2)).tolist()
+        [[1.0, -inf], [1.0, 1.0]]
     """
 
-    HOLDS_DENSE_TENSOR = True
+    HOLDS_DENSE_TENSOR: ClassVar[bool] = True
 
     def __init__(self, bias: Tensor):
         self._bias = self._subtensor = bias
@@ -145,7 +164,14 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
 
 
 class LowerTriangularFromBottomRightMask(Causal, AttentionBias):
-    """Causal, the last query at the last key."""
+    """Causal, the last query at the last key.
+
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.LowerTriangularFromBottomRightMask()
+        >>> (bias.materialize((2, 4)) == 0).int().tolist()
+        [[1, 1, 1, 0], [1, 1, 1, 1]]
+    """
 
     def make_local_attention(
         self, window_size: int
@@ -158,14 +184,28 @@ class LowerTriangularFromBottomRightMask(Causal, AttentionBias):
 class LowerTriangularFromBottomRightLocalAttentionMask(
     SlidingWindow, LowerTriangularFromBottomRightMask
 ):
-    """A sliding window of `_window_size` rows, the last query at the last key."""
+    """A sliding window of `_window_size` rows, the last query at the last key.
+
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.LowerTriangularFromBottomRightLocalAttentionMask(2)
+        >>> (bias.materialize((2, 4)) == 0).int().tolist()
+        [[0, 1, 1, 0], [0, 0, 1, 1]]
+    """
 
     _window_size: int
 
 
 @dataclass(eq=False)
 class LocalAttentionFromBottomRightMask(TwoSidedWindow, AttentionBias):
-    """A window to both sides of a row, the last query at the last key."""
+    """A window to both sides of a row, the last query at the last key.
+
+    Examples:
+        >>> from saccade.integrations.xformers import attn_bias
+        >>> bias = attn_bias.LocalAttentionFromBottomRightMask(1, 1)
+        >>> (bias.materialize((3, 3)) == 0).int().tolist()
+        [[1, 1, 0], [1, 1, 1], [0, 1, 1]]
+    """
 
     window_left: int
     window_right: int
