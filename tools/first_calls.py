@@ -39,6 +39,7 @@ examples:
   python tools/first_calls.py --compile out/first --jobs 16
   python tools/first_calls.py out/first --json out/first_calls.jsonl
   python tools/first_calls.py out/first --profile
+  python tools/first_calls.py .../saccade/compiled --core      (of a wheel that is installed)
 
 Times are of the host. A first call is timed until the GPU has done it, in a process in which CUDA
 is up, saccade is imported, and PyTorch has made a backward pass of its own: its first one starts
@@ -103,6 +104,17 @@ def without_triton(folder: Path) -> None:
     stored_code.COMPILED = folder
 
 
+def beside_triton(folder: Path) -> None:
+    """Have this process use the machine code of a folder, and fail where anything is compiled."""
+    from saccade.gpu import stored_code, triton_compiler
+
+    def refuse(kernel: Any, *others: Any) -> Any:
+        raise RuntimeError(f"{kernel.__name__} is not in {folder}")
+
+    stored_code.COMPILED = folder
+    triton_compiler.compiled = refuse
+
+
 def loaded() -> int:
     """How many kernels were loaded.
 
@@ -122,6 +134,26 @@ def loaded() -> int:
 
 def check(kind: str) -> int:
     """Compare a kind of call with the reference; how many kernels it started."""
+    compare(kind, **CHECKED[kind])
+    return loaded()
+
+
+GROUP = HEADS // KV_HEADS
+CHECKED: dict[str, dict[str, Any]] = {
+    "dense": {"lengths": ((1041, 1041),), "mask": "causal"},
+    "varlen": {"lengths": ((300, 300), (1, 1), (517, 517)), "mask": "causal"},
+    "decode": {"lengths": ((1, 700), (1, 1), (1, 2000), (1, 65)), "page_size": PAGE},
+    "linear": {"lengths": ((1025, 1025),)},
+}
+"""A call of each kind: what differs from `compare`'s own."""
+
+
+def compare(kind: str, dtype: str = "bfloat16", **changes: Any) -> None:
+    """Compare one call with the reference, with its gradients.
+
+    Raises:
+        AssertionError: naming what differs.
+    """
     import torch
 
     from saccade import linear_attention, testing
@@ -129,30 +161,18 @@ def check(kind: str) -> int:
     from saccade.testing.oracle import assert_within, bounds, tolerances
 
     options: dict[str, Any] = {
-        "head_dim": DIM, "value_dim": DIM, "dtype": torch.bfloat16, "device": "cuda",
-    }  # fmt: skip
+        "head_dim": DIM, "value_dim": changes.get("head_dim", DIM), "device": "cuda",
+        "kv_heads": KV_HEADS, "group": GROUP, "dtype": getattr(torch, dtype),
+    } | changes  # fmt: skip
     case: Any
     if kind == "decode":
-        paged = testing.make_paged_case(
-            lengths=((1, 700), (1, 1), (1, 2000), (1, 65)), page_size=PAGE, kv_heads=KV_HEADS,
-            group=HEADS // KV_HEADS, **options,
-        )  # fmt: skip
-        testing.assert_exact(paged, None)  # type: ignore[arg-type]
-        return loaded()
+        testing.assert_exact(testing.make_paged_case(**options), None)  # type: ignore[arg-type]
+        return
     if kind == "linear":
-        case = testing.make_linear_case(
-            batch=1, heads=(16, 16, 16), lengths=((1025, 1025),), **options
-        )
-    elif kind == "varlen":
-        case = testing.make_case(
-            kv_heads=KV_HEADS, group=HEADS // KV_HEADS, mask="causal", packed=True,
-            lengths=((300, 300), (1, 1), (517, 517)), **options,
-        )  # fmt: skip
+        del options["kv_heads"], options["group"]
+        case = testing.make_linear_case(batch=1, heads=(16, 16, 16), **options)
     else:
-        case = testing.make_case(
-            batch=1, kv_heads=KV_HEADS, group=HEADS // KV_HEADS, mask="causal",
-            lengths=((1041, 1041),), **options,
-        )  # fmt: skip
+        case = testing.make_case(batch=1, packed=kind == "varlen", **options)
     for name in case.grads:  # of the output alone, as most calls have them
         if name != "output":
             case.grads[name].zero_()
@@ -163,14 +183,56 @@ def check(kind: str) -> int:
     else:
         output, _ = case.call(leaves)
     got = case.with_gradients(leaves, {"output": output})
-    kernels = loaded()
     exact = case.run("reference", torch.float64)
     if kind == "linear":
-        allowed = bounds(exact, case.run_plain(), linear_spread(case), torch.bfloat16)
+        allowed = bounds(exact, case.run_plain(), linear_spread(case), options["dtype"])
     else:
         allowed = tolerances(case, exact)
     assert_within(got, {name: exact[name] for name in got}, allowed, str(case.description))
-    return kernels
+
+
+def core() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Calls that a wheel serves, a few of each: kinds, and what `compare` is told of them."""
+    lengths = {"dense": ((333, 333),), "varlen": ((300, 300), (1, 1), (129, 129))}
+    heads = ({"kv_heads": HEADS, "group": 1}, {})
+    for kind, those in lengths.items():
+        for mask in ("none", "causal"):
+            for shape in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+                dims = dict(zip(("head_dim", "value_dim"), shape, strict=True))
+                for of_heads in heads:
+                    yield kind, {"lengths": those, "mask": mask, **dims, **of_heads}
+            for dim in (64, 128):
+                dims = {"head_dim": dim, "value_dim": dim}
+                yield kind, {"lengths": those, "mask": mask, "dtype": "float16", **dims}
+    for dim in (64, 128):
+        shared = {"lengths": ((512, 512),), "head_dim": dim, "value_dim": dim}
+        for mask in ("none", "causal"):
+            yield "dense", {**shared, "mask": mask, "dtype": "float32"}
+        inside = {**shared, "layout": "permuted"}
+        for score in ("softcap", "alibi"):
+            yield "dense", {**inside, "mask": "causal", "score": score}
+        yield "dense", {**inside, "score": "bias"}
+        yield "dense", {**inside, "mask": "prefix"}
+        yield "dense", {**inside, "mask": "causal", "sinks": True}
+        yield "dense", {**inside, "mask": "causal", "dropout_p": 0.1}
+        yield "linear", {"lengths": ((1024, 1024),), "head_dim": dim, "value_dim": dim}
+    decoded = ((1, 700), (1, 1), (1, 2000), (1, 65))
+    for dtype in ("bfloat16", "float16"):
+        for dim, page in ((64, 16), (64, 64), (128, 16), (128, 64), (256, 16)):
+            for of_heads in heads:
+                sizes = {"head_dim": dim, "value_dim": dim, "page_size": page, "dtype": dtype}
+                yield "decode", {"lengths": decoded, **sizes, **of_heads}
+
+
+def check_core() -> dict[str, Any]:
+    """Compare all calls of the core; how many there were, their kernels, and what failed."""
+    failed, calls = [], list(core())
+    for kind, changes in calls:
+        try:
+            compare(kind, **changes)
+        except Exception as error:  # of any kind: the others are compared all the same
+            failed.append(f"{kind} {changes}: {type(error).__name__}: {error}"[:400])
+    return {"calls": len(calls), "kernels": loaded(), "failed": failed}
 
 
 def caller(kind: str) -> Callable[[int], tuple[Callable[[], Any], list[Any]]]:
@@ -365,7 +427,10 @@ def profile(kind: Kind) -> dict[str, Any]:
 
 def in_child(arguments: argparse.Namespace) -> int:
     """Check or time one kind of call; one line of JSON on standard output."""
-    without_triton(arguments.folder)
+    if arguments.beside:
+        beside_triton(arguments.folder)
+    else:
+        without_triton(arguments.folder)
     import torch
 
     torch.zeros(1, device="cuda")
@@ -375,13 +440,15 @@ def in_child(arguments: argparse.Namespace) -> int:
 
     found: dict[str, Any] = {"import": time.perf_counter() - begin, "file": saccade.__file__}
     kind = next(kind for kind in KINDS if kind.name == arguments.kind)
-    if arguments.checks:
+    if arguments.core:
+        found |= check_core()
+    elif arguments.checks:
         found["kernels"] = check(kind.name)
     elif arguments.profile:
         found |= profile(kind)
     else:
         found |= times(kind, arguments.lengths)
-    assert "saccade.gpu.triton_compiler" not in sys.modules
+    assert arguments.beside or "saccade.gpu.triton_compiler" not in sys.modules
     print(json.dumps(found), flush=True)
     return 0
 
@@ -438,6 +505,17 @@ def main(arguments: argparse.Namespace) -> int:
     """Check every kind of call, then time it or say what takes the time; the exit status."""
     failed, begin = 0, time.perf_counter()
     compileall.compile_dir(SOURCES, quiet=1)  # as pip does
+    if arguments.core:
+        found = ask(KINDS[0], arguments.folder, "--core", *["--beside"] * arguments.beside)
+        if isinstance(found, str):
+            print(found)
+            return 1
+        print(*found["failed"], sep="\n")
+        print(
+            f"{found['calls']} calls as the reference but for {len(found['failed'])}, "
+            f"{found['kernels']} kernels, none compiled, {found['file']}"
+        )
+        return int(len(found["failed"]) > 0)
     for kind in KINDS:
         found = ask(kind, arguments.folder, "--checks")
         if isinstance(found, str):
@@ -476,6 +554,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--jobs", type=int, help="compilers at a time; by default one a core")
     made.add_argument("--lengths", type=int, default=60, help="how many are timed (60)")
     made.add_argument("--profile", action="store_true", help="what first calls are made of")
+    made.add_argument("--core", action="store_true", help="compare many calls, and time none")
+    made.add_argument(
+        "--beside", action="store_true", help="with --core: Triton can be imported, not compile"
+    )
     made.add_argument("--json", type=Path, help="append what was found to this file")
     for name in ("--kind", "--checks"):  # of the processes that this one starts
         kind: dict[str, Any] = {"action": "store_true"} if name == "--checks" else {}
