@@ -42,6 +42,9 @@ __all__ = [
     "unbind",
     "uninstall",
 ]
+# What xformers.ops has beside these: biases, and names of kernels, which are not needed.
+__all__ += attn_bias.__all__
+__all__ += operators.__all__
 
 VERSION = "0.0.30"
 """Of xformers, whose calls these are: programs look at it."""
