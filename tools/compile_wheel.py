@@ -1,8 +1,9 @@
-"""Build a wheel that holds machine code: python tools/compile_wheel.py [--arch ...] [--sample]
+"""Build a wheel that holds machine code: python tools/compile_wheel.py [--arch ...] [...]
 
 Every variant that `saccade kernels --list` lists is compiled, without a GPU, for the architectures
-that a wheel serves; then hatchling packs the wheel. The machine code is known by a digest of the
-sources in the same wheel (`saccade.gpu.stored_code`), so it serves these and no others.
+that a wheel serves, or those of some calls alone (--call 'attention*: bf16 d128 causal*'); then
+hatchling packs the wheel. The machine code is known by a digest of the sources in the same wheel
+(`saccade.gpu.stored_code`), so it serves these and no others.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from saccade.kernel_check import variants
 ROOT = Path(__file__).resolve().parents[1]
 ARCH = typer.Option("--arch", "-a", help="Architectures; several times or with commas.")
 SAMPLE = typer.Option("--sample", help=f"Only {variants.SAMPLE} kernels of each: to look at.")
+CALL = typer.Option("--call", help="Only kernels of calls that fit a glob; several times.")
 JOBS = typer.Option("--jobs", "-j", min=1, help="Compilers at a time; by default one a core.")
 TO = typer.Option("--to", help="Where the wheel goes.")
 
@@ -39,6 +41,7 @@ def assembler_version() -> str:
 
 def main(
     arch: Annotated[list[str] | None, ARCH] = None,
+    call: Annotated[list[str] | None, CALL] = None,
     sample: Annotated[bool, SAMPLE] = False,
     jobs: Annotated[int | None, JOBS] = None,
     to: Annotated[Path, TO] = ROOT / "dist",
@@ -51,7 +54,9 @@ def main(
     try:
         for architecture in asked:
             begin, most = time.perf_counter(), variants.SAMPLE if sample else 0
-            codes = variants.compile_with_progress(architecture, "*", jobs, console, most)
+            codes = variants.compile_with_progress(
+                architecture, "*", jobs, console, most, call or ("*",)
+            )
             size = stored_code.write_shipped(stored_code.COMPILED, architecture, codes, made_by)
             seconds = time.perf_counter() - begin
             console.print(

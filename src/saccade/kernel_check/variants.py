@@ -200,6 +200,7 @@ def reach(
     kernels: only those whose names a glob fits. of: only calls that one of these globs fits.
     """
     seen: set[str] = set()
+    reached: set[Any] = set()  # by what a process knows a variant by: its address takes longer
     at = ""
 
     def wanted(name: str) -> bool:
@@ -209,6 +210,10 @@ def reach(
         if not wanted(at) or not fnmatchcase(launch.kernel.__name__, kernels):
             return
         arguments = make()
+        variant = launch.kernel, arguments.key, *launch.options.items()
+        if variant in reached:
+            return
+        reached.add(variant)
         address = machine_code.address_of(launch.kernel, arguments, launch.options, architecture)
         assert address is not None, "a kernel of the library's own"
         if address not in seen:

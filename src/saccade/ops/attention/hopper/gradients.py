@@ -112,15 +112,14 @@ class HopperBackwardCall(NamedTuple):
             prepared.queries(prepared.query_programs, device, known, arguments)
 
     def _begin_arguments(self) -> tuple[Any, ...]:
+        spec, inputs = self.spec, self.inputs
         output, lse, grad_output, grad_lse = self.passed
+        of_rows = lse, grad_lse, self.memory.lse_log2, self.memory.row_dot
         return (
-            self._rows(output),
-            self._rows(grad_output),
-            self._numbers(lse),
-            self._numbers(grad_lse),
-            self._numbers(self.memory.lse_log2),
-            self._numbers(self.memory.row_dot),
-            *self._semaphore_of(),
+            spec.rows(output, inputs),
+            spec.rows(grad_output, inputs),
+            *(None if numbers is None else spec.numbers(numbers, inputs) for numbers in of_rows),
+            *self._semaphore_of(spec),
             self._scratch(),
             self.memory.starts,
             self.prepared.kind.factor,
@@ -130,14 +129,14 @@ class HopperBackwardCall(NamedTuple):
         self, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
     ) -> tuple[Any, ...]:
         prepared, inputs = self.prepared, self.inputs
-        spec, numbers, packed = self.spec, sourced(prepared.numbers), self.spec.packed
+        spec, numbers = self.spec, sourced(prepared.numbers)
         return (
             *self._moved(spec, numbers),
             *spec.inputs(inputs)[:2],
-            *self._sums_of_keys(),
+            *self._sums_of_keys(spec),
             tile_scheduler.with_gluon_search(rules(inputs, self.variant, plan)),
             tile_scheduler.TileOrder(
-                tensor_view.packed_origin if packed else tensor_view.dense_origin,
+                tensor_view.packed_origin if spec.packed else tensor_view.dense_origin,
                 counters[0] if counters else None,
                 *numbers[:3],
             ),
@@ -173,11 +172,11 @@ class HopperBackwardCall(NamedTuple):
             *gradients,
         )
 
-    def _sums_of_keys(self) -> tuple[Any, Any]:
+    def _sums_of_keys(self, spec: CallSpec) -> tuple[Any, Any]:
         """Views of what the main kernel writes: gradients of keys and values, or their parts."""
-        memory, spec = self.memory, self.spec
+        memory = self.memory
         if memory.splits_of_key is None or memory.splits_of_value is None:
-            return self._of_keys(memory.of_key), self._of_keys(memory.of_value)
+            return self._gradients_of_keys(spec)
 
         def parts(rows: Tensor) -> Any:
             extent = spec.geometry.keys._replace(heads=spec.layout(rows).shape[1])
@@ -186,33 +185,33 @@ class HopperBackwardCall(NamedTuple):
         return parts(memory.splits_of_key), parts(memory.splits_of_value)
 
     def _splits_arguments(self) -> tuple[Any, ...]:
-        of_key, of_value = self.memory[1:3]
-        gradients = self._of_keys(of_key), self._of_keys(of_value)
-        return *self._sums_of_keys(), *gradients, sourced(self.prepared.numbers)[5]
+        spec, splits = self.spec, sourced(self.prepared.numbers)[5]
+        return *self._sums_of_keys(spec), *self._gradients_of_keys(spec), splits
 
     def _end_arguments(self) -> tuple[Any, ...]:
-        of_queries = self._rows(self.memory.of_query)
+        of_queries = self.spec.rows(self.memory.of_query, self.inputs)
         return of_queries, self._scratch(), self.variant.scale
 
     def _nan_safe_keys_arguments(self) -> tuple[Any, ...]:
-        of_key, of_value = self.memory[1:3]
-        gradients = self._of_keys(of_key), self._of_keys(of_value)
-        return self._flag(), self._forward(), *gradients, self._rules()
+        spec = self.spec
+        return self._flag(), self._forward(spec), *self._gradients_of_keys(spec), self._rules()
 
     def _queries_arguments(self, plan: tuple[Any, ...]) -> tuple[Any, ...]:
-        of_queries = self._rows(self.memory.of_query)
+        spec = self.spec
+        of_queries = spec.rows(self.memory.of_query, self.inputs)
         changes = rules(self.inputs, self.variant, plan)
-        return self._forward(), of_queries, changes, None, None, None  # statistics are there
+        return self._forward(spec), of_queries, changes, None, None, None  # statistics are there
 
     def _nan_safe_queries_arguments(self) -> tuple[Any, ...]:
-        of_queries = self._rows(self.memory.of_query)
-        return self._flag(), self._forward(), of_queries, self._rules()
+        spec = self.spec
+        of_queries = spec.rows(self.memory.of_query, self.inputs)
+        return self._flag(), self._forward(spec), of_queries, self._rules()
 
     # ---- arguments that several kernels take ---------------------------------------------------
 
     @property
     def spec(self) -> CallSpec:
-        """The call's numbers, which know their places (see `Launch.of`)."""
+        """The call's numbers, which know their places (see `Launch.of`): made once a kernel."""
         memory = self.memory
         tensors = (
             *self.inputs[:3], *there_are(self.passed), *memory[:3],
@@ -220,15 +219,13 @@ class HopperBackwardCall(NamedTuple):
         )  # fmt: skip
         return self.prepared.spec.sourced(sourced(self.prepared.numbers)[6:], tensors)
 
-    def _rows(self, rows: Tensor) -> Any:
-        return self.spec.rows(rows, self.inputs)
-
-    def _numbers(self, numbers: Tensor | None) -> Any:
-        return None if numbers is None else self.spec.numbers(numbers, self.inputs)
-
-    def _of_keys(self, rows: Tensor) -> Any:
-        spec = self.spec
-        return view(rows, spec.steps(rows), spec.geometry.keys, self.inputs.cu_seqlens_k)
+    def _gradients_of_keys(self, spec: CallSpec) -> tuple[Any, Any]:
+        keys, offsets = spec.geometry.keys, self.inputs.cu_seqlens_k
+        of_key, of_value = self.memory[1:3]
+        return (
+            view(of_key, spec.steps(of_key), keys, offsets),
+            view(of_value, spec.steps(of_value), keys, offsets),
+        )
 
     def _flag(self) -> Any:
         assert self.memory.flag is not None  # else nothing is repeated
@@ -240,19 +237,19 @@ class HopperBackwardCall(NamedTuple):
         splits = sourced(self.prepared.numbers)[5] if self.prepared.splits > 1 else None
         return BackwardScratch(slot, memory.dq_accumulate, memory.flag, memory.semaphores, splits)
 
-    def _semaphore_of(self) -> tuple[Any, Any]:
+    def _semaphore_of(self, spec: CallSpec) -> tuple[Any, Any]:
         """What `begin` finds the last tile of keys of a tile of queries by."""
         if not self.prepared.in_key_order:
             return None, None
-        keys = self.spec.inputs(self.inputs)[1]
+        keys = spec.inputs(self.inputs)[1]
         return keys, mask_argument(self.variant)
 
-    def _forward(self) -> SavedForward:
+    def _forward(self, spec: CallSpec) -> SavedForward:
+        inputs, statistics = self.inputs, (self.memory.lse_log2, self.memory.row_dot)
         return SavedForward(
-            *self.spec.inputs(self.inputs),
-            self._rows(self.passed.grad_output),
-            self._numbers(self.memory.lse_log2),
-            self._numbers(self.memory.row_dot),
+            *spec.inputs(inputs),
+            spec.rows(self.passed.grad_output, inputs),
+            *(None if numbers is None else spec.numbers(numbers, inputs) for numbers in statistics),
         )
 
     def _rules(self) -> Any:

@@ -326,14 +326,14 @@ class TritonBackwardCall(NamedTuple):
         return *tensors_of(self.inputs, self.variant), *there_are(self.results)
 
     def _statistics_arguments(self) -> tuple[Any, ...]:
-        results, grad_lse = self.results, self.results.grad_lse
+        spec, inputs, results = self._spec(), self.inputs, self.results
         return (
-            self._rows(results.output),
-            self._rows(results.grad_output),
-            self._numbers(results.lse),
-            None if grad_lse is None else self._numbers(grad_lse),
-            self._numbers(results.lse_log2),
-            self._numbers(results.row_dot),
+            spec.rows(results.output, inputs),
+            spec.rows(results.grad_output, inputs),
+            spec.numbers(results.lse, inputs),
+            None if results.grad_lse is None else spec.numbers(results.grad_lse, inputs),
+            spec.numbers(results.lse_log2, inputs),
+            spec.numbers(results.row_dot, inputs),
         )
 
     def _shared(
@@ -357,10 +357,10 @@ class TritonBackwardCall(NamedTuple):
             spec, offsets = self._spec(), self.inputs.cu_seqlens_k
             keys = spec.geometry.keys
             return (
-                self._forward(),
+                self._forward(spec),
                 view(of_key, spec.steps(of_key), keys, offsets),
                 view(of_value, spec.steps(of_value), keys, offsets),
-                None if total is None else self._rows(total),
+                None if total is None else spec.rows(total, self.inputs),
                 self._rules(plan),
                 verdicts,
                 Number(programs, 0),
@@ -373,18 +373,19 @@ class TritonBackwardCall(NamedTuple):
 
     def _queries(self, launch: Launch, known: Sequence[Tensor], of_query: Tensor) -> None:
         plan = self.launches.over_keys(self.inputs, self.variant)
-        results, grad_lse = self.results, self.results.grad_lse
+        inputs, results, grad_lse = self.inputs, self.results, self.results.grad_lse
 
         def arguments() -> tuple[Any, ...]:
-            of_queries = self._forward(), self._rows(of_query)
+            spec = self._spec()
+            of_queries = self._forward(spec), spec.rows(of_query, inputs)
             changes = self._rules(plan)
             if self.launches.statistics is not None:
                 return (*of_queries, changes, None, None, None)
             return (
                 *of_queries, changes,
-                self._rows(results.output),
-                self._numbers(results.lse),
-                None if grad_lse is None else self._numbers(grad_lse),
+                spec.rows(results.output, inputs),
+                spec.numbers(results.lse, inputs),
+                None if grad_lse is None else spec.numbers(grad_lse, inputs),
             )  # fmt: skip
 
         tensors = (*known, of_query, *plan.tensors)
@@ -418,7 +419,7 @@ class TritonBackwardCall(NamedTuple):
 
         def arguments() -> tuple[Any, ...]:
             return (
-                self._forward(),
+                self._forward(self._spec()),
                 total,
                 tuple(table.shape),
                 (queries.batch, queries.heads),
@@ -451,7 +452,7 @@ class TritonBackwardCall(NamedTuple):
 
         def arguments() -> tuple[Any, ...]:
             return (
-                self._forward(),
+                self._forward(self._spec()),
                 (total, tuple(total.shape), tuple(map(Stride, total.stride()))),
                 rules(self.inputs, self.variant, by=position),
             )
@@ -463,21 +464,17 @@ class TritonBackwardCall(NamedTuple):
     # ---- arguments that several kernels take ---------------------------------------------------
 
     def _spec(self) -> CallSpec:
+        """The call's numbers, which know their places (see `Launch.of`): made once a kernel."""
         tensors = (*self.inputs[:3], *there_are(self.results), *self.written)
         return self.launches.spec.sourced(sourced(self.launches.numbers)[1:], tensors)
 
-    def _rows(self, rows: Tensor) -> Any:
-        return self._spec().rows(rows, self.inputs)
-
-    def _numbers(self, numbers: Tensor) -> Any:
-        return self._spec().numbers(numbers, self.inputs)
-
-    def _forward(self) -> SavedForward:
+    def _forward(self, spec: CallSpec) -> SavedForward:
+        inputs, results = self.inputs, self.results
         return SavedForward(
-            *self._spec().inputs(self.inputs),
-            self._rows(self.results.grad_output),
-            self._numbers(self.results.lse_log2),
-            self._numbers(self.results.row_dot),
+            *spec.inputs(inputs),
+            spec.rows(results.grad_output, inputs),
+            spec.numbers(results.lse_log2, inputs),
+            spec.numbers(results.row_dot, inputs),
         )
 
     def _rules(self, plan: TileLists) -> Any:
