@@ -100,6 +100,8 @@ def rows_of(path: Path, peer: str, by: str) -> list[Row]:
     places: dict[tuple[str, str], str] = {}
     for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
         result = json.loads(line)
+        if "run" not in result:  # not written by the bench
+            continue
         members = runs.setdefault(result["run"], {})
         members[result["who"]] = result
         if peer in members and _ours(members, by):

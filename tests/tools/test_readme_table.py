@@ -28,6 +28,14 @@ def text(root):
     return (root / "README.md").read_text(encoding="utf-8")
 
 
+def test_files_that_the_bench_did_not_write_are_passed_by(tmp_path):
+    make(tmp_path, line("a", "saccade/cpu", 1.0), line("a", "sdpa", 2.0))
+    serving = tmp_path / "benchmarks/results/cpu/serving.jsonl"
+    serving.write_text('{"case": "decode", "tokens_per_second": 90}\n', encoding="utf-8")
+    assert readme_table.main([str(tmp_path)]) == 0
+    assert "| `a` |" in text(tmp_path)
+
+
 def test_the_table_is_written_and_then_checks(tmp_path):
     make(
         tmp_path,
