@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def hasten() -> None:
@@ -14,13 +14,21 @@ def hasten() -> None:
       again before every call of a device function.
     - It computes whole-number sums and products a second time, in 64 bits, to compare them; but
       without `debug` it looks at no comparison.
+    - It makes a table of all dtypes to look one of them up.
+    - It describes the type of every tuple, and of what lies in it, as text that few ask for; and
+      that of a tile anew for every tile.
     """
+    from triton.language import core
     from triton.runtime import interpreter
 
     whole: Any = interpreter
     builder = whole.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     whole._patch_lang = _once_a_kernel(whole._patch_lang)
+    whole._get_np_dtype = _once_a_name(whole._get_np_dtype)
+    if hasattr(core, "_type_for_tuple_values"):
+        _describe_tuples_late(core)
+    _describe_blocks_once(core)
 
 
 def mend() -> None:
@@ -68,3 +76,62 @@ def _once_a_kernel(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return scope
 
     return patch_once
+
+
+def _once_a_name(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`interpreter._get_np_dtype`, which asks once for what has the name of a scalar type."""
+    found: dict[str, Any] = {}
+
+    def dtype_of(type_of_triton: Any) -> Any:
+        scalar = type_of_triton.scalar
+        known = found.get(scalar.name)
+        if known is None:
+            known = found[scalar.name] = get(scalar)
+        return known
+
+    return dtype_of
+
+
+class _Asked(NamedTuple):
+    """What the type of a tuple is made of, once it is asked for."""
+
+    values: Any
+    fields: Any
+
+
+def _describe_tuples_late(core: Any) -> None:
+    """Have `core.tuple` make its type when it is looked at."""
+    describe = core._type_for_tuple_values
+    core._type_for_tuple_values = lambda values, fields=None: _Asked(values, fields)
+
+    def type_of(made: Any) -> Any:
+        found = made.__dict__["type"]
+        if type(found) is _Asked:
+            found = made.__dict__["type"] = describe(*found)
+        return found
+
+    def set_type(made: Any, found: Any) -> None:
+        made.__dict__["type"] = found
+
+    core.tuple.type = property(type_of, set_type)
+
+
+def _describe_blocks_once(core: Any) -> None:
+    """Have a `core.block_type` take over what one of the same scalars and shape worked out."""
+    make, scalar = core.block_type.__init__, core.dtype
+    known: dict[Any, dict[str, Any]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is not scalar:  # a pointer, whose name does not tell all
+            make(self, element_ty, shape)
+            return
+        sides = [side.value if type(side) is core.constexpr else side for side in shape]
+        key = element_ty.name, *sides
+        attributes = known.get(key)
+        if attributes is None:
+            make(self, element_ty, shape)
+            known[key] = dict(self.__dict__)
+        else:
+            self.__dict__.update(attributes)
+
+    core.block_type.__init__ = init
