@@ -203,6 +203,22 @@ def test_triton_that_is_told_otherwise_is_asked(
     assert stored_code.told_triton() == ""
 
 
+def test_what_inductor_leaves_in_the_environment_is_nobodys_wish(
+    untold: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = pytest.importorskip("torch._inductor.runtime.compile_tasks")
+    with monkeypatch.context() as there:  # a build of PyTorch for CPUs brings no assembler
+        there.setattr("pathlib.Path.exists", lambda path: True)
+        there.setattr("pathlib.Path.is_file", lambda path: True)
+        there.setattr("os.access", lambda *path: True)
+        tasks._set_triton_ptxas_path.__wrapped__()
+    try:
+        assert os.environ["TRITON_PTXAS_PATH"].endswith("ptxas")
+        assert stored_code.told_triton() == ""
+    finally:
+        del os.environ["TRITON_PTXAS_PATH"]
+
+
 def test_settings_of_a_program_count_as_the_environment_does(
     untold: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

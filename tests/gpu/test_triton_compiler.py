@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import time
 from typing import Any, cast
@@ -16,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from saccade.gpu import triton_compiler
 from saccade.gpu.signature import Arguments
+from saccade.gpu.stored_code import PTXAS, PYTORCH
 
 CUDA, HIP = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 
@@ -96,6 +98,18 @@ def test_a_kernel_is_compiled_under_the_hook_and_nothing_else_is(
     compile_one()
     assert hooks == [triton_compiler._pipeline if there else None]
     assert knobs.runtime.add_stages_inspection_hook is None
+
+
+def test_inductors_assembler_compiles_none_of_our_kernels(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Any]
+) -> None:
+    met: list[str | None] = []
+    monkeypatch.setattr(triton, "compile", lambda *_, **options: met.append(os.environ.get(PTXAS)))
+    for path in (str(PYTORCH / "bin" / "ptxas"), "/a/users/ptxas"):
+        monkeypatch.setenv(PTXAS, path)
+        compile_one()
+        assert os.environ[PTXAS] == path
+    assert met == [None, "/a/users/ptxas"]
 
 
 def test_a_users_own_hook_stays(monkeypatch: pytest.MonkeyPatch, hooks: list[Any]) -> None:

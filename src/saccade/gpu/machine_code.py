@@ -176,8 +176,8 @@ def compiled(
 
 def _say(kernel: Function, architecture: str, seconds: float) -> None:
     if seconds >= SAID_FROM:
-        kept = stored_code.cache() is not None and not stored_code.told_triton()
-        where = f", kept in {stored_code.cache()}" if kept else ""
+        told, cache = stored_code.told_triton(), stored_code.cache()
+        where = f", not kept, as {told} is set" if told else f", kept in {cache}" if cache else ""
         print(
             f"saccade: compiled {kernel.__name__} for {architecture} in {seconds:.1f} s{where}",
             file=sys.stderr,

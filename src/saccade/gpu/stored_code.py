@@ -30,6 +30,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from saccade.gpu.driver import TensorMapKind
 
 PACKAGE = Path(__file__).parent.parent
@@ -45,6 +47,10 @@ HARMLESS = (
     "TRITON_CACHE_DIR", "TRITON_DISABLE_LINE_INFO", "TRITON_HOME", "TRITON_INTERPRET",
     "TRITON_LIBDEVICE_PATH", "TRITON_PRINT_AUTOTUNING",
 )  # fmt: skip
+# Inductor names an assembler that comes with PyTorch, in the environment of all that follows it in
+# a process. Nobody asked for that; our kernels are compiled by Triton's own assembler all the same.
+PTXAS = "TRITON_PTXAS_PATH"
+PYTORCH = Path(torch.__file__).absolute().parent
 # The same as settings of a program, and hooks that see what is compiled and do not change it.
 TELLING = (
     "compilation",
@@ -148,7 +154,7 @@ def told_triton() -> str:
         triton_only = name.startswith(("TRITON_", "PTXAS_", "MLIR_", "LLVM_")) or name in (
             "DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "NVPTX_ENABLE_DUMP",
         )  # fmt: skip
-        if triton_only and name not in HARMLESS:
+        if triton_only and name not in HARMLESS and not (name == PTXAS and by_inductor()):
             return name
     knobs = sys.modules.get("triton.knobs")  # whoever sets them has imported it
     for part in TELLING if knobs else ():
@@ -156,6 +162,11 @@ def told_triton() -> str:
             if value and name not in HARMLESS_KNOBS:
                 return f"triton.knobs.{part}.{name}"
     return ""
+
+
+def by_inductor() -> bool:
+    """Whether the assembler in the environment is one of PyTorch's, which Inductor names."""
+    return PYTORCH in Path(os.environ.get(PTXAS, "")).parents
 
 
 # ---- in the package ------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ each costs on an H200: benchmarks/results/h200/triton_versions.txt.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from saccade.gpu.driver import TensorMapKind
 from saccade.gpu.language import Function
 from saccade.gpu.signature import FUSED, Arguments, Signature
-from saccade.gpu.stored_code import MachineCode
+from saccade.gpu.stored_code import PTXAS, MachineCode, by_inductor
 
 VERSION = triton.__version__
 
@@ -53,7 +54,7 @@ def compiled(
     asked = {**FUSED, **workaround_options(target), "debug": knobs.runtime.debug}
     if hasattr(knobs.compilation, "instrumentation_mode"):
         asked["instrumentation_mode"] = knobs.compilation.instrumentation_mode
-    with worked_around(target):
+    with tritons_assembler(), worked_around(target):
         return triton.compile(source, target=target, options={**asked, **options})
 
 
@@ -124,6 +125,25 @@ def workaround_options(target: GPUTarget) -> dict[str, str]:
     if not needed(target).register_level:
         return {}
     return {"ptx_options": " ".join(filter(None, (OWN_LEVEL, knobs.nvidia.ptxas_options)))}
+
+
+@contextmanager
+def tritons_assembler() -> Iterator[None]:
+    """Have Triton's own assembler meanwhile, where Inductor named PyTorch's.
+
+    Else a kernel's machine code would depend on what a process compiled before, and spill by one
+    version of the assembler what it does not by the other.
+    """
+    if not by_inductor():
+        yield
+        return
+    with _LOCK:
+        before = os.environ.pop(PTXAS, None)
+        try:
+            yield
+        finally:
+            if before is not None:
+                os.environ[PTXAS] = before
 
 
 @contextmanager

@@ -240,9 +240,11 @@ class KernelCall(NamedTuple):
             return scores.softcap(30.0)
         if self.score == "alibi":
             return scores.alibi(torch.ones(self.heads, device=device))
-        if self.score == "bias":
+        if self.score in ("bias", "bias like rows"):
             shape = (1, self.heads, self.length, self.length)
-            return scores.bias(torch.zeros(shape, device=device, requires_grad=True))
+            dtype = torch.float32 if self.score == "bias" else DTYPES[self.dtype]
+            table = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+            return scores.bias(table)
         return None
 
     def prepared(self, device: torch.device) -> StartPass:

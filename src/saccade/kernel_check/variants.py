@@ -69,6 +69,7 @@ WIDTHS: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
 """Of keys, and of values where they differ (else 0), by dtype and mask."""
 OPTIONS: tuple[dict[str, Any], ...] = (  # of causal calls in bf16, as projections leave rows
     {"score": "softcap"}, {"score": "alibi"}, {"score": "bias", "mask": "none"},
+    {"score": "bias like rows", "mask": "none"},
     {"mask": "documents, causal"}, {"mask": "prefix"}, {"sinks": True}, {"dropout_p": 0.1},
     {"deterministic": True},
 )  # fmt: skip
@@ -133,7 +134,7 @@ def calls(architecture: str) -> Iterator[Listed]:
     for dim in (64, 128):
         call = KernelCall(dim, half, "causal", batch=1, heads_inside=True)
         for options in OPTIONS:
-            quadratic = options.get("score") == "bias"  # in memory; one length reaches all of it
+            quadratic = "bias" in options.get("score", "")  # in memory; one length reaches all
             lengths = OPTION_LENGTHS[:1] if quadratic else OPTION_LENGTHS
             for one in _of_heads(call._replace(**options)):
                 yield from _of_lengths(one, lengths)
