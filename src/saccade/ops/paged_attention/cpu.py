@@ -243,8 +243,14 @@ def _side_by_side(
 ) -> Float[Tensor, "batch kv_heads keys dim"]:
     """The rows of all sequences, side by side and padded to one length."""
     _, heads, page_size, dim = pages.shape
-    chosen = pages.transpose(0, 1).index_select(1, table.flatten())
-    rows = chosen.view(heads, len(table), table.shape[1] * page_size, dim).transpose(0, 1)
+    length = table.shape[1] * page_size
+    if pages.is_contiguous():  # a head's part of a page is copied in one go
+        parts = table.unsqueeze(1) * heads + torch.arange(heads, device="cpu").view(-1, 1)
+        chosen = pages.flatten(0, 1).index_select(0, parts.flatten())
+        rows = chosen.view(len(table), heads, length, dim)
+    else:  # as `PagedCache` has them, all pages of a head together, that is as fast
+        chosen = pages.transpose(0, 1).index_select(1, table.flatten())
+        rows = chosen.view(heads, len(table), length, dim).transpose(0, 1)
     return rows[:, :, :kv_len]
 
 
