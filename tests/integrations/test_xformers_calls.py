@@ -221,6 +221,21 @@ def test_dtypes_of_outputs() -> None:
     torch.testing.assert_close(output.double(), exact, rtol=2**-11, atol=2**-11)
 
 
+@pytest.mark.parametrize("kind", ["slabs", "pages"])
+def test_autocast_casts_keys_in_slabs_and_pages_too(kind: str) -> None:
+    query, key, value = (torch.randn(1, 8, 4, 16) for _ in range(3))
+    bias: Any = attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([5, 3], 4, [4, 2], device="cpu")
+    if kind == "pages":
+        table = torch.tensor([[0], [1]], dtype=torch.int32)
+        bias = bias.make_paged(table, 4, attn_bias.PagedBlockDiagonalPaddedKeysMask)
+    wanted = calls.memory_efficient_attention(
+        *(rows.to(torch.bfloat16) for rows in (query, key, value)), bias
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = calls.memory_efficient_attention(query, key, value, bias)
+    assert found.dtype == torch.bfloat16 and found.equal(wanted)
+
+
 def test_dropout_keeps_the_mean() -> None:
     tensors = [rows.detach().float() for rows in qkv(16, 32)]
     torch.manual_seed(0)
@@ -394,6 +409,10 @@ def test_an_import_finds_the_calls_until_they_are_taken_away() -> None:
             importlib.import_module("xformers.components")
         with pytest.raises(ImportError, match="SwiGLU"):
             from xformers.ops import SwiGLU  # noqa: F401
+        everything: dict[str, Any] = {}
+        exec("from xformers.ops import *", everything)
+        assert everything["BlockDiagonalCausalMask"] is BlockDiagonalCausalMask
+    assert all(hasattr(shim, name) for name in shim.__all__)
     shim.uninstall()  # once more changes nothing
     assert "xformers.ops" not in sys.modules
     assert (importlib.util.find_spec("xformers") is None) == absent

@@ -1,5 +1,7 @@
 """Layers compiled as one: what they give, how many graphs there are, and that the model stays."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -80,6 +82,28 @@ def test_the_model_is_as_it_was_after_a_pass_that_fails():
     assert torch.equal(logits(model, OneSequence(), 3), wanted)
     with pytest.raises(AttributeError):
         _ = compiled_layers._under_way.step.attend
+
+
+def test_other_threads_have_the_model_as_it_is():
+    model, counter = model_of("Llama"), CompileCounter()
+    ours, theirs = CompiledLayers(model, counter), CompiledLayers(model, counter)
+    entered, leave = threading.Event(), threading.Event()
+
+    def another_engine() -> None:
+        with theirs.under_way(OneSequence()):
+            entered.set()
+            leave.wait()
+
+    with ThreadPoolExecutor(1) as another_thread:
+        with ours.under_way(OneSequence()):
+            found = another_thread.submit(logits, model, OneSequence(), 3).result()
+            assert counter.frame_count == 0
+            waits = another_thread.submit(another_engine)
+            assert not entered.wait(0.1)
+        leave.set()
+        waits.result()
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert torch.equal(found, logits(model, OneSequence(), 3))
 
 
 def engine_tokens(monkeypatch: pytest.MonkeyPatch, backend: Any, **options: Any) -> tuple[Any, str]:

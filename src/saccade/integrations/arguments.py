@@ -156,6 +156,21 @@ def heads_first(call: Callable[..., Any], *rows: Tensor, **options: Any) -> Any:
     return output.transpose(1, 2), *others
 
 
+def in_autocast_dtype(*rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows in autocast's dtype, where it is on, for calls over pages, which cast none of these.
+
+    float64 stays, as in PyTorch's own operators.
+    """
+    kind = rows[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # meta knows none
+        return rows
+    dtype = torch.get_autocast_dtype(kind)
+    narrowed = (each.is_floating_point() and each.dtype != torch.float64 for each in rows)
+    return tuple(
+        each.to(dtype) if narrow else each for each, narrow in zip(rows, narrowed, strict=True)
+    )
+
+
 def broadcasts(tensor: Tensor, shape: Sequence[int]) -> bool:
     """Whether a tensor broadcasts to a shape."""
     if tensor.dim() > len(shape):

@@ -6,7 +6,8 @@ stays what the step does: inside a compiled layer it is one operator, which asks
 under way in its thread. The layer's number is an argument of that operator, so layers that differ
 in nothing else have one graph. Two graphs are made of it, for one row and for any other number.
 
-The model itself is not changed: its layers are compiled ones only while a step is under way.
+The model itself is not changed: its layers are compiled ones only while a step is under way, and
+only for the thread that takes it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ torch.library.define(
     "float? softcap, float? scale) -> Tensor",
 )
 _under_way = threading.local()
+# The layers of a model, and the compiler's settings, are put back as they were found. Two threads
+# would find what the other one has put there, so one at a time has compiled layers.
+_one_at_a_time = threading.RLock()
 
 
 def _attend(
@@ -110,12 +114,16 @@ class CompiledLayers:
         Yields:
             What the model is to be called with in place of the step.
         """
+        with _one_at_a_time:
+            yield from self._put_in(step)
+
+    def _put_in(self, step: Any) -> Iterator[StepUnderWay]:
         before = getattr(_under_way, "step", None)
         _under_way.step = step
         theirs = [layer._compiled_call_impl for layer, _ in self._layers]
         try:
-            for layer, compiled in self._layers:
-                layer._compiled_call_impl = compiled
+            for (layer, compiled), call in zip(self._layers, theirs, strict=True):
+                layer._compiled_call_impl = _for_this_thread(compiled, call or layer._call_impl)
             with dynamo_config.patch(  # a layer's number is an argument, not a reason for a graph
                 allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS
             ):
@@ -124,6 +132,18 @@ class CompiledLayers:
             for (layer, _), call in zip(self._layers, theirs, strict=True):
                 layer._compiled_call_impl = call
             _under_way.step = before
+
+
+def _for_this_thread(
+    compiled: Callable[..., Any], theirs: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A compiled layer where this thread takes a step, and else what the layer was before."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = theirs if getattr(_under_way, "step", None) is None else compiled
+        return chosen(*args, **kwargs)
+
+    return call
 
 
 def read_compile(asked: bool | Literal["auto"], *, by_default: bool) -> bool:

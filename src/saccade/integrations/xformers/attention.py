@@ -21,6 +21,7 @@ from saccade.integrations.arguments import (
     broadcasts,
     first_visible_key,
     heads_first,
+    in_autocast_dtype,
     pages_of_slabs,
     real,
 )
@@ -339,7 +340,9 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Any, p: Any, scale: Any
 ) -> tuple[Tensor, Tensor]:
     """Output in query's form, and the lse [B, heads..., M]."""
-    rows = _Rows.of(query, key, value)
+    rows = _Rows(
+        *in_autocast_dtype(*_Rows.of(query, key, value))
+    )  # pages are not cast by a call over them
     p = real("p", p)
     if not 0 <= p < 1:
         raise ValueError(f"p: got {p}, takes a probability of at least 0 and less than 1")
