@@ -1,8 +1,12 @@
 """The engine against greedy generation without a cache, token for token."""
 
+import copy
+import itertools
+
 import numpy as np
 import pytest
 import served
+import tiny_models
 import torch
 
 import saccade
@@ -83,6 +87,23 @@ def test_equal_beginnings_are_computed_once():
     # What was written is found too.
     third = engine.generate([prompt + first.tokens], **GREEDY)[0]
     assert third.statistics.cached_tokens == 40
+
+
+def test_what_other_weights_computed_is_not_found():
+    model, prompt = copy.deepcopy(served.model("llama")), served.prompts()[3]
+    engine = saccade.Engine(model, num_pages=64, page_size=4, run_ahead=True)
+    before = engine.generate(prompt, max_new_tokens=4, stop_tokens=())[0].tokens
+    runs = engine.submit(prompt, max_new_tokens=12, stop_tokens=())
+    written = list(itertools.islice(runs, 3))
+    assert written == before[:3]
+    tiny_models.sharpened(model, seed=9)
+    found = engine.generate([*prompt, 5], max_new_tokens=8, stop_tokens=())[0]
+    fresh = saccade.Engine(model, num_pages=64, page_size=4)
+    assert found.tokens == fresh.generate([*prompt, 5], max_new_tokens=8, stop_tokens=())[0].tokens
+    # The old weights' step that was under way is not looked at.
+    rest = fresh.generate([*prompt, *written], max_new_tokens=9, stop_tokens=())[0].tokens
+    assert runs.result().tokens == written + rest
+    served.assert_nothing_is_held(engine)
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])

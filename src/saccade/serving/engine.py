@@ -152,6 +152,7 @@ class Worker:
         self._lane_numbers = LaneNumbers(lanes)
         self._ahead = ahead
         self._under_way: UnderWay | None = None
+        scheduler.weights_version = model.weights_version()
         self._counts = Counts()
         # Requests that no step has seen yet: submitting waits for no step that is being computed.
         self._submitted: deque[Request] = deque()
@@ -216,6 +217,14 @@ class Worker:
                 self._end(request, reason, error)
         self._half_done = False
 
+    def _look_at_weights(self) -> None:
+        """Begin again with all requests if weights were written: what was computed is by others."""
+        version = self._model.weights_version()
+        if version != self._scheduler.weights_version:
+            self._scheduler.weights_version = version
+            self._recover()
+            self._half_done = True
+
     def _take_in(self) -> None:
         while self._submitted:
             if not self._scheduler.knows(self._submitted[0]):
@@ -225,6 +234,8 @@ class Worker:
     def _take_step(self) -> bool:
         """Begin a step, and look at what one before it gave: at the same if nothing is to follow
         before that."""
+        if self._submitted:
+            self._look_at_weights()
         self._take_in()
         begin = time.perf_counter()
         under_way, following = self._under_way, None

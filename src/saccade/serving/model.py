@@ -188,6 +188,7 @@ class PackedModel:
         _check_kind(model)
         model.set_attn_implementation("saccade")
         self._model = model.eval()
+        self._weights = [each for each in model.parameters() if not each.is_inference()]
         self._step_layers: StepLayers | None = None
         config = model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
@@ -206,6 +207,13 @@ class PackedModel:
     def call_with(self, layers: StepLayers | None) -> None:
         """From now on steps are called with other layers than the model has; None: with these."""
         self._step_layers = layers
+
+    def weights_version(self) -> int:
+        """A number that grows whenever a weight is written in place.
+
+        Weights of inference mode count no writes, and neither does what is written through `.data`.
+        """
+        return sum(weight._version for weight in self._weights)
 
     @property
     def stop_tokens(self) -> frozenset[int]:

@@ -98,6 +98,9 @@ class Scheduler:
         max_sequences: requests that run at once.
         preemption: what becomes of the pages of a preempted request: they are swapped to the host
             (or freed, where the host is full), or freed and computed again.
+
+    Attributes:
+        weights_version: of the model; what other weights computed is not found again.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
+        self.weights_version = 0
         self._cache = cache
         # Requests that are not done, by number: all else can be made anew from them.
         self._living: dict[int, Request] = {}
@@ -295,7 +299,7 @@ class Scheduler:
             return True
         if self.running and not self._has_room_for([1] * len(self._cache.windows)):
             return False
-        sequence = self._cache.allocate(request.tokens)
+        sequence = self._cache.allocate(request.tokens, salt=b"%d" % self.weights_version)
         found = self._cache.length(sequence)
         if self.running and not self._has_room_for(self._missing(request.num_tokens, found)):
             self._cache.free(sequence)
