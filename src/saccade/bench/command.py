@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
-from saccade.bench import display, measure, models, processes, results, targets
+from saccade.bench import display, measure, models, processes, results, serving_load, targets
 from saccade.bench import report as reporting
 from saccade.bench.cases import (
     CASES,
@@ -81,7 +81,23 @@ SERVING = typer.Option(
     "--serving",
     exists=True,
     file_okay=False,
-    help="Serve 64 requests by a model's folder, beside transformers' generate.",
+    help="Serve 64 requests by a model's folder, beside transformers' generate; with --rates "
+    "measure what requests wait.",
+)
+RATES = _names(
+    "--rates",
+    text="With --serving: requests arrive by a Poisson process, so many a second, one rate after "
+    "the other, such as 1,2,4,8; auto: at 25, 50, 75 and 100 % of what the engine can do. They "
+    "come whether or not it keeps up, and each one's clock starts when it arrives.",
+)
+SECONDS = typer.Option(
+    "--seconds",
+    help="With --rates: how long each rate counts. By default 30; a quarter of that goes before.",
+)
+TOKENS = _names(
+    "--tokens",
+    text="With --rates: of a prompt, and new ones, in the mean, by default 64,64. Lengths are "
+    "log-normal, and each is at most half of the model's length.",
 )
 TRAINING = typer.Option(
     "--training",
@@ -114,6 +130,9 @@ def bench(  # breaks function-length: each option takes a line of it
     host: Annotated[bool, HOST] = False,
     first_call: Annotated[bool, FIRST_CALL] = False,
     serving: Annotated[Path | None, SERVING] = None,
+    rates: Annotated[Names, RATES] = None,
+    seconds: Annotated[float | None, SECONDS] = None,
+    tokens: Annotated[Names, TOKENS] = None,
     training: Annotated[bool, TRAINING] = False,
     lengths: Annotated[Names, LENGTHS] = None,
     modes: Annotated[Names, MODES] = None,
@@ -132,6 +151,8 @@ def bench(  # breaks function-length: each option takes a line of it
       saccade bench --list-peers     [dim]who can take part, and why not[/dim]
       saccade bench -c 'cpu-causal-*-4k' -w 'saccade/*,sdpa' --json found.jsonl
       saccade bench --training --lengths 2k,8k --modes eager
+      saccade bench --serving FOLDER [dim]an engine beside transformers' generate[/dim]
+      saccade bench --serving FOLDER --rates auto --plot waits.png
       saccade bench --targets found.jsonl
       saccade bench --read benchmarks/results --report page.html
     """
@@ -146,6 +167,9 @@ def bench(  # breaks function-length: each option takes a line of it
         if read is not None and not (report and measures):
             return show_results(read, plot, report)
         recorder = Recorder(json, plot, report, read)
+        if serving is not None and rates:
+            plan = serving_load.read_plan(rates, seconds, tokens or [])
+            return run_load(serving, plan, where, recorder)
         if serving is not None:
             return run_serving(serving, recorder)
         choice = Choice(*(names or [] for names in (cases, who, passes, dtype)))
@@ -164,19 +188,25 @@ def _refuse_unused(ctx: typer.Context) -> None:
     """Raise a ValueError if options are given that another one would leave unused."""
     named = [option.opts[0] for option in ctx.command.params if ctx.params.get(str(option.name))]
     others, of_training = ("--host", "--first-call", "--serving"), ("--lengths", "--modes")
+    of_load = ("--rates", "--seconds", "--tokens")
     calls = [name for name in (*others, "--training") if name in named]
-    choice, what, unused = ("--cases", "--who", "--pass", "--dtype"), "", ()
-    left_by_all = (*choice, *of_training, *calls, "--json")
+    choice = ("--cases", "--who", "--pass", "--dtype")
+    left_by_all = (*choice, *of_training, *of_load, *calls, "--json")
     if "--targets" in named:
         what, unused = "--targets", (*left_by_all, "--plot", "--report", "--read")
     elif "--read" in named and not ("--report" in named and ("--cases" in named or calls)):
         what, unused = "--read", left_by_all
     elif calls == ["--training"]:
-        what, unused = "--training", ("--cases", "--pass", "--dtype")
+        what, unused = "--training", ("--cases", "--pass", "--dtype", *of_load)
+    elif calls == ["--serving"] and "--rates" in named:
+        what, unused = "--serving", (*choice, *of_training)
+    elif calls == ["--serving"]:
+        what, unused = "--serving without --rates", (*choice, "--plot", *of_training, *of_load)
     elif calls:
-        what, unused = calls[0], ("--plot", *of_training)
+        what, unused = calls[0], ("--plot", *of_training, *of_load)
     else:
-        what, unused = "a run without --training", of_training
+        lacking = "--serving" if any(name in named for name in of_load) else "--training"
+        what, unused = f"a run without {lacking}", (*of_training, *of_load)
     if left := [name for name in unused if name in named]:
         raise ValueError(f"{what} leaves {' and '.join(left)} unused; give one without the other")
 
@@ -354,14 +384,17 @@ def show_results(path: Path, image: Path | None, page: Path | None) -> None:
 
 
 def show_tables(found: Sequence[results.Result], title: str = "") -> None:
-    """Print the tables of results: training steps have their own."""
+    """Print the tables of results: training steps and loads have their own."""
     steps = [result for result in found if display.is_training(result)]
-    others = [result for result in found if not display.is_training(result)]
+    loads = [result for result in found if result.load is not None]
+    others = [r for r in found if r.load is None and not display.is_training(r)]
     if others:
         console().print(display.results_table(others, title=title))
     if steps:
         console().print(display.speed_table(steps, "" if others else title))
         console().print(display.course_table(steps))
+    for table in display.load_tables(loads, "" if others or steps else title):
+        console().print(table)
 
 
 def run_calls(choice: Choice, where: torch.device, recorder: Recorder, *, host: bool) -> None:
@@ -387,6 +420,21 @@ def run_serving(folder: Path, recorder: Recorder) -> None:
     """Measure an engine that serves many requests, beside transformers' generate."""
     recorder.add(models.measure_serving(folder, say=console().print))
     recorder.finish(lambda found: None)  # it was said line by line
+
+
+def run_load(
+    folder: Path, plan: serving_load.LoadPlan, where: torch.device, recorder: Recorder
+) -> None:
+    """Measure an engine under load; rates that were measured are kept if it is interrupted."""
+    loaded = serving_load.LoadedModel.of(folder, plan, where)  # it may show a bar of its own
+    # A bar is drawn beside the engine, and takes its time: once a second is enough.
+    bar = display.Bar(console(), plan.names, plan.expected_seconds, refreshes=1)
+    try:
+        with bar:
+            for found in serving_load.measure_load(loaded, plan, where, bar, console().print):
+                recorder.add([found])
+    finally:
+        recorder.finish(show_tables)
 
 
 def run_training(

@@ -2,7 +2,8 @@
 
 In tables of results a row is a case and pass, a column is a peer, the best is in bold. The plot is
 throughput by length, a panel for each dtype, head dimension and mask; of training steps it is
-tokens a second, of all others operations.
+tokens a second, of all others operations. Of an engine under load it is what requests wait, by
+their rate.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Bar:
     left is worked out.
     """
 
-    def __init__(self, terminal: Console, names: Sequence[str], seconds: Sequence[float]) -> None:
+    def __init__(
+        self, terminal: Console, names: Sequence[str], seconds: Sequence[float],
+        refreshes: float = 10,
+    ) -> None:  # fmt: skip
         self.names, self.seconds, self.finished = names, seconds, 0
         self.bar = Progress(
             TextColumn("{task.description}"),
@@ -57,6 +61,7 @@ class Bar:
             console=terminal,
             transient=True,
             speed_estimate_period=600,
+            refresh_per_second=refreshes,
         )
         self.task = self.bar.add_task("", total=sum(seconds), cases=self._cases())
 
@@ -226,6 +231,57 @@ def course_table(results: Sequence[Result]) -> Table:
     return table
 
 
+LOAD_COLUMNS = (
+    "first_token_median_ms", "first_token_p99_ms", "between_tokens_median_ms",
+    "between_tokens_p99_ms",
+)  # fmt: skip
+COUNTS = ("arrived", "done", "running", "waiting")
+
+
+def loads_of(results: Sequence[Result]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """(machine, case without its rate) -> the loads of the last run there, by rate."""
+    groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.load is not None:
+            groups[result.machine, result.case["name"].rpartition("-")[0]].append(result)
+    return {
+        group: sorted(
+            (each.load for each in members if each.load and each.run == members[-1].run),
+            key=lambda load: load["rate"],
+        )
+        for group, members in groups.items()
+    }
+
+
+def load_tables(results: Sequence[Result], title: str = "") -> list[Table]:
+    """For each load a table with a row for each rate: what requests waited, what became of them."""
+    times = ("first token,\nmedian", "first,\np99", "between,\nmedian", "between,\np99")
+    names = ("requests/s", "of\ncapacity", *times, "tokens/s", *COUNTS)
+    caption = (
+        "ms from a request's arrival to its first token, and between tokens; capacity: of a closed "
+        "loop; running and waiting: at the end, with a first token and without; of fewer than 100 "
+        "the p99 is the largest"
+    )
+    tables = []
+    for (_, case), loads in loads_of(results).items():
+        table = _table(caption, dict.fromkeys(names, "number"), f"{title} {case}".strip())
+        for load in loads:
+            table.add_row(
+                f"{load['rate']:g}", f"{load['rate'] / load['capacity']:.0%}",
+                *(load_time(load, name) for name in LOAD_COLUMNS),
+                f"{load['tokens_per_second']:,.0f}", *(str(load[name]) for name in COUNTS),
+            )  # fmt: skip
+        tables.append(table)
+    return tables
+
+
+def load_time(load: Mapping[str, Any], name: str) -> str:
+    """A time of a load, which may be known to be at least that."""
+    if name not in load:
+        return "–"
+    return ("≥ " if name in load.get("at_least", ()) else "") + three_figures(load[name])
+
+
 def distance(values: Sequence[float], beside: Sequence[float]) -> float:
     """The largest relative difference."""
     return max(abs(one - other) / abs(other) for one, other in zip(values, beside, strict=True))
@@ -292,16 +348,16 @@ def plot(results: Sequence[Result], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    curves, singles = curves_of(results), _singles(results)
-    if not curves and not singles:
+    curves, singles, loads = curves_of(results), _singles(results), loads_of(results)
+    if not curves and not singles and not loads:
         raise ValueError("no results to plot")
     rows = sorted({row for row, _ in curves})
     columns = list(dict.fromkeys(column for _, column in curves))
-    num_rows = len(rows) + bool(singles)
-    heights = [3.0] * len(rows) + ([0.6 + 0.36 * len(singles)] if singles else [])
+    heights = [3.0] * (len(rows) + bool(loads))
+    heights += [0.6 + 0.36 * len(singles)] if singles else []
     width = max(3.4 * len(columns), 9.0)
     figure = pyplot.figure(figsize=(width, sum(heights) + 1.0), layout="constrained")
-    grid = figure.add_gridspec(num_rows, max(1, len(columns)), height_ratios=heights)
+    grid = figure.add_gridspec(len(heights), max(1, len(columns)), height_ratios=heights)
     styles = _styles(results)
     unit = "T" if max((result.tflops or 0.0) for result in results) >= 1 else "G"
     trained = {_panel(result, result.which_pass) for result in results if result.tokens_per_second}
@@ -314,9 +370,12 @@ def plot(results: Sequence[Result], path: Path) -> None:
                 axes.set_title(textwrap.fill(f"{row}, {column}", 40), fontsize=9)
                 if column_index == 0 or of_steps:
                     axes.set_ylabel("tokens/s" if of_steps else f"{unit}FLOP/s")
+    if loads:
+        _draw_loads(figure, grid[len(rows), :].subgridspec(1, 3), loads)
     if singles:
         _draw_singles(figure.add_subplot(grid[-1, :]), singles, styles)
-    what = "throughput by length" if curves else "attention beside peers"
+    of_loads = "an engine under load" if loads else ""
+    what = "throughput by length" if curves else "attention beside peers" if singles else of_loads
     drawn_results = [result for run in latest(results).values() for result in run.values()]
     machines = "; ".join(dict.fromkeys(result.machine for result in drawn_results))
     figure.suptitle(f"{machines}: {what}", fontsize=11)
@@ -404,11 +463,40 @@ def _draw_curves(axes: Any, series: Series, styles: dict[str, tuple[str, str]], 
     axes.grid(alpha=0.25)
 
 
+def _draw_loads(figure: Any, grid: Any, loads: Mapping[tuple[str, str], list[Any]]) -> None:
+    """By the rate of requests: the time to the first token and between tokens, tokens a second."""
+    first, between, speed = (figure.add_subplot(grid[0, column]) for column in range(3))
+    panels = (first, "time to first token, ms"), (between, "time between tokens, ms")
+    colors = (*OUR_COLORS, *PEER_COLORS)
+    for index, ((_, case), of_case) in enumerate(loads.items()):
+        color = colors[index % len(colors)]
+        rates = [load["rate"] for load in of_case]
+        for axes, names in ((first, LOAD_COLUMNS[:2]), (between, LOAD_COLUMNS[2:])):
+            for name, line, marker, what in zip(names, "-:", "os", ("median", "p99"), strict=True):
+                times = [load.get(name, float("nan")) for load in of_case]
+                label = f"{case}, {what}"
+                axes.plot(rates, times, line, color=color, marker=marker, label=label)
+        speeds = [load["tokens_per_second"] for load in of_case]
+        speed.plot(rates, speeds, color=color, marker="o")
+        offered = [load["rate"] * load.get("new_tokens", float("nan")) for load in of_case]
+        speed.plot(rates, offered, "--", color="#888888", label="tokens asked for")
+        for axes in (first, between, speed):
+            label = f"{case}, capacity"
+            axes.axvline(of_case[0]["capacity"], color=color, linewidth=1, alpha=0.4, label=label)
+    for axes, title in (*panels, (speed, "tokens a second")):
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("requests a second", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+    first.set_yscale("log")
+    _label_log_scale(first, first.yaxis)
+    between.set_ylim(bottom=0)
+    speed.set_ylim(bottom=0)
+
+
 def _draw_singles(
     axes: Any, singles: list[tuple[str, dict[str, float]]], styles: dict[str, tuple[str, str]]
 ) -> None:
-    from matplotlib.ticker import LogLocator
-
     axes.axvline(1, color="#888888", linewidth=1)
     for row, (_, ratios) in enumerate(singles):
         for who, ratio in ratios.items():
@@ -419,8 +507,15 @@ def _draw_singles(
     axes.set_yticks(range(len(singles)), [label for label, _ in singles], fontsize=8)
     axes.set_ylim(len(singles) - 0.5, -0.5)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
+    _label_log_scale(axes, axes.xaxis)
     axes.set_xlabel("time over a peer's in the same run (left of 1 is faster)", fontsize=9)
     axes.grid(alpha=0.25)
+
+
+def _label_log_scale(axes: Any, axis: Any) -> None:
+    """Ticks at 1, 2, 5, 10 ..., as plain numbers."""
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axes.minorticks_off()

@@ -381,8 +381,7 @@ def measure_serving(
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:  # fmt: skip
     """Times of all requests together."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--serving: {folder} holds no config.json; a model's folder has one")
+    require_model(folder)
     served, alone, tokenizer = load(folder), load(folder), tokenizer_of(folder)
     work = Work(prompts_of(tokenizer, requests), new_tokens)
     check(serve(served, work), without_cache(alone, work))
@@ -398,6 +397,12 @@ def measure_serving(
     ratio = timings[ONE_BY_ONE].median_ms / timings[ENGINE].median_ms
     say(f"The engine gives {ratio:.1f} times as many (wanted: at least 5).")
     return record(case_of(alone, work), "generate", timings, torch.device("cpu"))
+
+
+def require_model(folder: Path) -> None:
+    """Refuse a folder that holds no model."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--serving: {folder} holds no config.json; a model's folder has one")
 
 
 def load(folder: Path) -> Any:
@@ -474,12 +479,15 @@ def check(found: list[list[int]], wanted: list[list[int]]) -> None:
 
 def case_of(model: Any, work: Work) -> BenchCase:
     """The work in the numbers of result files; lengths are those of the longest request."""
+    longest, total = max(map(len, work.prompts)), sum(map(len, work.prompts))
+    name = f"cpu-serving-{len(work.prompts)}x{work.new_tokens}-prompts-{total}"
+    return attention_of(model, name, len(work.prompts), longest + work.new_tokens)
+
+
+def attention_of(model: Any, name: str, batch: int, length: int) -> BenchCase:
+    """The attention of one of a model's layers, as a case of that name."""
     config = model.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    longest = max(map(len, work.prompts))
     dtype = str(model.dtype).removeprefix("torch.")
-    total = sum(map(len, work.prompts))
-    name = f"cpu-serving-{len(work.prompts)}x{work.new_tokens}-prompts-{total}"
-    length = longest + work.new_tokens
-    return BenchCase(name, len(work.prompts), heads, kv_heads, length, length, dim, dim, dtype)
+    return BenchCase(name, batch, heads, kv_heads, length, length, dim, dim, dtype)

@@ -82,6 +82,18 @@ CASE_FIELDS = (
 )  # fmt: skip
 
 
+# What is said of an engine under load, all numbers. `rate`: of requests a second that arrived in
+# `seconds`; `capacity`: the same of a closed loop; `prompt_tokens`, `new_tokens`: drawn, in the
+# mean. `running` and `waiting`: requests at the end, with a first token and without.
+LOAD_FIELDS = (
+    "rate", "seconds", "capacity", "max_sequences", "seed", "prompt_tokens", "new_tokens",
+    "first_token_median_ms", "first_token_p99_ms", "tokens_per_second",
+    "arrived", "done", "running", "waiting",
+)  # fmt: skip
+# Where a request had more than one token; and the names of those times that may be longer.
+FURTHER_LOAD_FIELDS = ("between_tokens_median_ms", "between_tokens_p99_ms", "at_least")
+
+
 @dataclass(frozen=True)
 class Result:
     """The measurement of one peer in one pass of one case.
@@ -101,6 +113,8 @@ class Result:
             a forward pass, of a head's gradients of a backward pass.
         tokens_per_second, first_seconds, losses, gradient_norms: of training steps alone: the time
             of the first step, which compiles, and what the first steps gave from the same weights.
+        load: of an engine under load alone, whose times above are those to the first token: what
+            arrived and what came of it (`LOAD_FIELDS`).
     """
 
     date: str
@@ -124,6 +138,7 @@ class Result:
     first_seconds: float | None = None
     losses: list[float] | None = None
     gradient_norms: list[float] | None = None
+    load: dict[str, Any] | None = None
 
     @property
     def ours(self) -> bool:
@@ -197,6 +212,21 @@ def _check(result: Result) -> None:
             raise ValueError(f"not a result: {name}: got {value!r}, takes a finite number")
     if not isinstance(result.case.get("name"), str):
         raise ValueError("not a result: case: got no name, takes the fields of a case")
+    if result.load is not None:
+        _check_load(result.load)
+
+
+def _check_load(load: dict[str, Any]) -> None:
+    """Refuse a load that lacks a number, or holds something else in its place."""
+    *times, names = FURTHER_LOAD_FIELDS
+    for name in (*LOAD_FIELDS, *(name for name in times if name in load)):
+        value: Any = load.get(name)
+        if not _is_number(value) or not abs(value) <= sys.float_info.max:
+            raise ValueError(f"not a result: load: {name}: got {value!r}, takes a finite number")
+    if not load["capacity"] > 0:
+        raise ValueError(f"not a result: load: capacity: got {load['capacity']}, takes more than 0")
+    if not isinstance(load.get(names, []), list):
+        raise ValueError(f"not a result: load: {names}: got {load[names]!r}, takes a list of names")
 
 
 def _is_number(value: object) -> bool:
@@ -213,6 +243,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "list[float] | None": (list, *_NONE),
     "dict[str, str]": (dict,),
     "dict[str, Any]": (dict,),
+    "dict[str, Any] | None": (dict, *_NONE),
 }
 
 

@@ -98,6 +98,9 @@ def page(sources: Sequence[Source]) -> str:
             sections.calls(found),
             otherwise="Not measured: `--host`, `--first-call` and `--serving` measure them.",
         ),
+        "loads": _section(
+            sections.loads(found), otherwise="No load was measured: `--serving --rates` does."
+        ),
         "machines": sections.table(sections.machines(sources)),
         "kernels": compiled_kernels(),
         "everything": sections.folded(

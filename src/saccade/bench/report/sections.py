@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from saccade.bench.case import one_or_both
+from saccade.bench.display import COUNTS, LOAD_COLUMNS, load_time
 from saccade.bench.peers import all_peers
 from saccade.bench.results import OURS, Result, files_of, read, runs_of
 from saccade.bench.targets import Verdict, number_text, still_missing
@@ -214,9 +215,35 @@ def calls(found: Sequence[Point]) -> Table:
     rows = [
         (*_case_cells(point), milliseconds(point.result.median_ms))
         for point in found
-        if not point.result.unit
+        if not point.result.unit and point.result.load is None
     ]
     return Table("Times without a rate", ("machine", "case", "what", "who", "ms"), rows)
+
+
+def loads(found: Sequence[Point]) -> Table:
+    """What requests that arrive by themselves wait, by their rate."""
+    rows = []
+    for point in found:
+        load = point.result.load
+        if load is not None:
+            times = [load.get(name) for name in LOAD_COLUMNS]
+            cells = [
+                Cell("–") if value is None else Cell(load_time(load, name), value)
+                for name, value in zip(LOAD_COLUMNS, times, strict=True)
+            ]
+            counts = [number(load[name], "{:.0f}") for name in COUNTS]
+            rate, speed = number(load["rate"]), number(load["tokens_per_second"], "{:,.0f}")
+            of_capacity = percent(load["rate"] / load["capacity"])
+            machine, case, _, _ = _case_cells(point)
+            rows.append((machine, case, rate, of_capacity, *cells, speed, *counts))
+    columns = (
+        "machine", "case", "requests a second", "of capacity", "first token ms, median", "p99",
+        "between tokens ms, median", "p99", "tokens a second", *COUNTS,
+    )  # fmt: skip
+    return Table(
+        "An engine under load; running and waiting: at the end, with a first token and without",
+        columns, rows,
+    )  # fmt: skip
 
 
 def limits(found: Sequence[Point]) -> Table:
