@@ -85,6 +85,16 @@ QuietOption = typer.Option(
     "--quiet", "-q", help="Print the new texts and nothing else.", rich_help_panel=RUN
 )
 
+GraphsOption = typer.Option(
+    "--cuda-graphs/--no-cuda-graphs", rich_help_panel=RUN, show_default=False,
+    help="Capture steps as CUDA graphs first; on a GPU.",
+)  # fmt: skip
+CompileOption = typer.Option(
+    "--compile/--no-compile", rich_help_panel=RUN, show_default=False,
+    help="Compile the model's layers by torch.compile first (half a minute); by default with "
+    "CUDA graphs.",
+)  # fmt: skip
+
 
 def generate(
     model: Annotated[Path, ModelArgument],
@@ -100,6 +110,8 @@ def generate(
     max_sequences: Annotated[int, SequencesOption] = 64,
     num_pages: Annotated[int | None, PagesOption] = None,
     device: Annotated[str | None, DeviceOption] = None,
+    cuda_graphs: Annotated[bool, GraphsOption] = False,
+    compile: Annotated[bool | None, CompileOption] = None,
     json: Annotated[Path | None, JsonOption] = None,
     quiet: Annotated[bool, QuietOption] = False,
 ) -> None:
@@ -115,6 +127,8 @@ def generate(
     [bold]Try:[/] saccade generate DIR "Dear " --temperature 0.8 --top-p 0.95 --samples 4
 
     [bold]Try:[/] saccade generate DIR --file prompts.txt --json texts.jsonl --quiet
+
+    On a GPU, --cuda-graphs takes half a minute first, and pays for itself with long texts.
     """
     texts = [*(prompts or []), *_lines(file)]
     if not texts:
@@ -123,7 +137,10 @@ def generate(
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k,
         "top_p": top_p, "seed": seed, "stop": stop or (),
     }  # fmt: skip
-    sizes = {"max_sequences": max_sequences, "num_pages": num_pages}
+    sizes: dict[str, Any] = {
+        "max_sequences": max_sequences, "num_pages": num_pages, "cuda_graphs": cuda_graphs,
+        "compile": "auto" if compile is None else compile,
+    }  # fmt: skip
     try:
         run(model, texts, samples, options, sizes, device=device, output=json, quiet=quiet)
     except (TypeError, ValueError, OSError, ImportError) as error:
@@ -161,14 +178,6 @@ TemplateOption = typer.Option(
 LengthOption = typer.Option(
     "--max-length", min=2, rich_help_panel=RUN, show_default=False,
     help="Tokens of a prompt and what follows it; the model's limit by default.",
-)  # fmt: skip
-GraphsOption = typer.Option(
-    "--cuda-graphs/--no-cuda-graphs", rich_help_panel=RUN, show_default=False,
-    help="Capture steps as CUDA graphs first; on a GPU by default.",
-)  # fmt: skip
-CompileOption = typer.Option(
-    "--compile/--no-compile", rich_help_panel=RUN, show_default=False,
-    help="Compile the model's layers by torch.compile first; with CUDA graphs by default.",
 )  # fmt: skip
 BodyOption = typer.Option(
     "--max-body", min=1, help="Bytes of a request, at most.", rich_help_panel=READ
