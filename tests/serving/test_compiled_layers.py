@@ -2,13 +2,16 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
+import interrupts
 import pytest
 import served
 import tiny_models
 import torch
 import transformers
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.testing import CompileCounter
 
 import saccade
@@ -60,8 +63,7 @@ def test_as_many_graphs_as_kinds_of_layers(kind, most, numbers):
     assert len(layers) == LAYERS
     for rows in numbers:
         step = OneSequence()
-        with layers.under_way(step) as under_way:
-            found = logits(model, under_way, rows)
+        found = layers.call(step, lambda under_way, rows=rows: logits(model, under_way, rows))
         assert step.layers == [*range(LAYERS)]
         assert torch.equal(found, logits(model, OneSequence(), rows))
     assert counter.frame_count <= most
@@ -76,8 +78,8 @@ def test_the_model_is_as_it_was_after_a_pass_that_fails():
             raise RuntimeError("no pages are left")
 
     wanted = logits(model, OneSequence(), 3)
-    with pytest.raises(RuntimeError, match="no pages are left"), layers.under_way(Fails()) as step:
-        logits(model, step, 3)
+    with pytest.raises(RuntimeError, match="no pages are left"):
+        layers.call(Fails(), lambda step: logits(model, step, 3))
     assert all(module._compiled_call_impl is None for module in model.modules())
     assert torch.equal(logits(model, OneSequence(), 3), wanted)
     with pytest.raises(AttributeError):
@@ -89,21 +91,40 @@ def test_other_threads_have_the_model_as_it_is():
     ours, theirs = CompiledLayers(model, counter), CompiledLayers(model, counter)
     entered, leave = threading.Event(), threading.Event()
 
-    def another_engine() -> None:
-        with theirs.under_way(OneSequence()):
-            entered.set()
-            leave.wait()
+    def another_pass(step: Any) -> None:
+        entered.set()
+        leave.wait()
 
     with ThreadPoolExecutor(1) as another_thread:
-        with ours.under_way(OneSequence()):
+
+        def run(step: Any) -> Any:
             found = another_thread.submit(logits, model, OneSequence(), 3).result()
             assert counter.frame_count == 0
-            waits = another_thread.submit(another_engine)
+            waits = another_thread.submit(theirs.call, OneSequence(), another_pass)
             assert not entered.wait(0.1)
+            return found, waits
+
+        found, waits = ours.call(OneSequence(), run)
         leave.set()
         waits.result()
     assert all(module._compiled_call_impl is None for module in model.modules())
     assert torch.equal(found, logits(model, OneSequence(), 3))
+
+
+def test_an_interrupt_in_any_line_leaves_the_model_as_it_was():
+    model = model_of("Llama", num_hidden_layers=1)
+    layers = CompiledLayers(model, "eager")
+    settings = {name: getattr(dynamo_config, name) for name in compiled_layers.SETTINGS}
+    line, came = 0, True
+    while came:
+        interrupt = interrupts.Interrupt(line, "serving/compiled_layers")
+        with suppress(KeyboardInterrupt), interrupt.armed():
+            layers.call("a step", lambda _: None)
+        assert all(module._compiled_call_impl is None for module in model.modules())
+        assert settings == {name: getattr(dynamo_config, name) for name in settings}
+        assert getattr(compiled_layers._under_way, "step", None) is None
+        line, came = line + 1, interrupt.came
+    assert line > 20
 
 
 def engine_tokens(monkeypatch: pytest.MonkeyPatch, backend: Any, **options: Any) -> tuple[Any, str]:

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from rich.console import Console
@@ -29,6 +28,10 @@ from saccade.serving.model import PackedModel, check_packed_passes, window_of
 
 # As many graphs as a model may have layers that differ (in windows, experts, sizes).
 MOST_GRAPHS = 64
+# A layer's number is an argument of its graph, not a reason for another one.
+SETTINGS = {"allow_unspec_int_on_nn_module": True, "recompile_limit": MOST_GRAPHS}
+
+R = TypeVar("R")
 
 torch.library.define(
     "saccade::attend_in_step",
@@ -107,31 +110,45 @@ class CompiledLayers:
     def __len__(self) -> int:
         return len(self._layers)
 
-    @contextmanager
-    def under_way(self, step: Any) -> Iterator[StepUnderWay]:
-        """Put the compiled layers into the model, for one pass of a step.
+    def call(self, step: Any, run: Callable[[StepUnderWay], R]) -> R:
+        """Run a pass of a step with the compiled layers in the model.
 
-        Yields:
-            What the model is to be called with in place of the step.
+        Whatever ends the pass, an interrupt between any two lines included, the model and the
+        compiler's settings are what they were.
+
+        Args:
+            step: that attends.
+            run: calls the model, with what it is given in the step's place.
         """
         with _one_at_a_time:
-            yield from self._put_in(step)
+            before = getattr(_under_way, "step", None)
+            theirs = [layer._compiled_call_impl for layer, _ in self._layers]
+            settings = {name: getattr(dynamo_config, name) for name in SETTINGS}
 
-    def _put_in(self, step: Any) -> Iterator[StepUnderWay]:
-        before = getattr(_under_way, "step", None)
-        _under_way.step = step
-        theirs = [layer._compiled_call_impl for layer, _ in self._layers]
-        try:
-            for (layer, compiled), call in zip(self._layers, theirs, strict=True):
-                layer._compiled_call_impl = _for_this_thread(compiled, call or layer._call_impl)
-            with dynamo_config.patch(  # a layer's number is an argument, not a reason for a graph
-                allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS
-            ):
-                yield self._step
-        finally:
-            for (layer, _), call in zip(self._layers, theirs, strict=True):
-                layer._compiled_call_impl = call
-            _under_way.step = before
+            def put_back() -> None:
+                _under_way.step = before
+                for (layer, _), call in zip(self._layers, theirs, strict=True):
+                    layer._compiled_call_impl = call
+                _set(settings)
+
+            try:
+                try:
+                    _set(SETTINGS)
+                    for (layer, compiled), call in zip(self._layers, theirs, strict=True):
+                        others = call or layer._call_impl
+                        layer._compiled_call_impl = _for_this_thread(compiled, others)
+                    _under_way.step = step
+                    return run(self._step)
+                finally:
+                    put_back()
+            except BaseException:  # an interrupt may have ended that, too
+                put_back()
+                raise
+
+
+def _set(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(dynamo_config, name, value)
 
 
 def _for_this_thread(

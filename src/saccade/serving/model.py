@@ -7,8 +7,7 @@ use, are made once a step. A `Probe` instead of a step records what layers keep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -166,8 +165,8 @@ def alike(layers: Sequence[LayerShape]) -> LayerShape:
 class StepLayers(Protocol):
     """Layers that a model has only while a step is under way."""
 
-    def under_way(self, step: Any) -> AbstractContextManager[Any]:
-        """Put them in; gives what the model is called with in the step's place."""
+    def call(self, step: Any, run: Callable[[Any], Any]) -> Any:
+        """Run a pass with them; `run` is given what the model is called with as the step."""
         ...
 
 
@@ -281,12 +280,14 @@ class PackedModel:
     def _call(
         self, step: PackedStep | Probe, input_ids: Tensor, position_ids: Tensor, rows: Tensor
     ) -> Tensor:
-        layers = self._step_layers
-        with nullcontext(step) if layers is None else layers.under_way(step) as under_way:
-            output = self._model(
+        def run(under_way: Any) -> Any:
+            return self._model(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False,
                 saccade_step=under_way, logits_to_keep=rows,
             )  # fmt: skip
+
+        layers = self._step_layers
+        output = run(step) if layers is None else layers.call(step, run)
         logits = output.logits[0]
         # Some models know no logits_to_keep, and give those of all rows.
         return logits if logits.shape[0] == rows.shape[0] else logits[rows]
