@@ -129,6 +129,10 @@ CASES = {
 }
 
 
+class Failed(Exception):
+    """One of the libraries cannot serve a case."""
+
+
 class Timed(NamedTuple):
     """A library's call: forward with gradients wanted, forward alone, and the gradients."""
 
@@ -210,7 +214,10 @@ def timed(name: str, length: int, dim: int, tokens: int, compile_only: bool) -> 
     calls = made(name, length, dim, tokens, case.number)
     row: dict[str, Any] = {"case": name, "length": length, "head_dim": dim}
     for library, call in calls.items():
-        row[f"first_{library}_s"] = call.first()
+        try:
+            row[f"first_{library}_s"] = call.first()
+        except Exception as error:  # whatever a compiler raises
+            raise Failed(f"{library} failed: {type(error).__name__}: {error}"[:1000]) from error
     if compile_only:
         return row
     if case.other:
@@ -233,7 +240,7 @@ def timed(name: str, length: int, dim: int, tokens: int, compile_only: bool) -> 
 
 
 def main() -> int:
-    """Time every case; the exit status."""
+    """Time every case; the exit status, 1 if one failed."""
     parser = argparse.ArgumentParser(
         "flex_times.py", description=HELP, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -250,9 +257,15 @@ def main() -> int:
     if unknown := [name for name in asked.cases if name not in CASES]:
         parser.error(f"CASE: got {unknown[0]}, takes {', '.join(CASES)}")
     ratios: dict[str, list[float]] = {"forward": [], "backward": []}
+    failed = 0
     print(f"{'':28}{'forward':>10}{'backward':>10}{'first':>16}{'other number':>16}")
     for name, length, dim in itertools.product(asked.cases or CASES, lengths, dims):
-        row = timed(name, length, dim, max(lengths), asked.compile)
+        try:
+            row = timed(name, length, dim, max(lengths), asked.compile)
+        except Failed as error:
+            print(f"{name} {length} d{dim}: {error}", flush=True)
+            failed = 1
+            continue
         if asked.json:
             with asked.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -269,10 +282,10 @@ def main() -> int:
                 values.append(row[f"{which}_ratio"])
         gc.collect()
         torch.cuda.empty_cache()
-    if not asked.compile:
+    if ratios["forward"]:
         means = [f"{statistics.geometric_mean(values):.2f}" for values in ratios.values()]
         print(f"{'geometric mean':28}{means[0]:>10}{means[1]:>10}")
-    return 0
+    return failed
 
 
 if __name__ == "__main__":
