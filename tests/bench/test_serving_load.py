@@ -1,5 +1,6 @@
 """The load on an engine: arrivals wait for nothing, and what is said of them is arithmetic."""
 
+import dataclasses
 import io
 import json
 import math
@@ -297,6 +298,19 @@ def test_the_table_says_what_is_only_a_bound():
     assert "≥ 5000" in text and "≥ 12.5" not in text and "1,234" in text
     assert text.index("25%") < text.index("50%") and "225%" not in text  # of the last run alone
     assert "–" in text  # no request had two tokens
+
+
+def test_loads_of_other_lengths_are_drawn_beside_each_other(tmp_path):
+    case = {"head_dim": 8, "dtype": "float32", "mask": "full"}
+    names = [f"cpu-serving-poisson-{lengths}" for lengths in ("8x4", "9x9")]
+    both = [
+        dataclasses.replace(result(run, rate=rate), case={**case, "name": f"{name}-{rate}"})
+        for run, rate, name in zip("12", (2.0, 3.0), names, strict=True)
+    ]
+    assert [name for _, name in display.loads_of(both)] == names
+    display.plot(both, tmp_path / "both.svg")
+    text = (tmp_path / "both.svg").read_text(encoding="utf-8")
+    assert "cpu-serving-poisson-9x9, capacity" in text and "tokens asked for" in text
 
 
 @pytest.mark.parametrize(

@@ -384,7 +384,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
         for axes in figure.axes
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    columns = min(len(drawn), int(width / 2))
+    columns = min(len(drawn), int(width / (4 if len(loads) > 1 else 2)))
     figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
@@ -470,18 +470,19 @@ def _draw_loads(figure: Any, grid: Any, loads: Mapping[tuple[str, str], list[Any
     colors = (*OUR_COLORS, *PEER_COLORS)
     for index, ((_, case), of_case) in enumerate(loads.items()):
         color = colors[index % len(colors)]
+        prefix = f"{case}, " if len(loads) > 1 else ""
         rates = [load["rate"] for load in of_case]
         for axes, names in ((first, LOAD_COLUMNS[:2]), (between, LOAD_COLUMNS[2:])):
             for name, line, marker, what in zip(names, "-:", "os", ("median", "p99"), strict=True):
                 times = [load.get(name, float("nan")) for load in of_case]
-                label = f"{case}, {what}"
+                label = f"{prefix}{what}"
                 axes.plot(rates, times, line, color=color, marker=marker, label=label)
         speeds = [load["tokens_per_second"] for load in of_case]
         speed.plot(rates, speeds, color=color, marker="o")
         offered = [load["rate"] * load.get("new_tokens", float("nan")) for load in of_case]
         speed.plot(rates, offered, "--", color="#888888", label="tokens asked for")
         for axes in (first, between, speed):
-            label = f"{case}, capacity"
+            label = f"{prefix}capacity"
             axes.axvline(of_case[0]["capacity"], color=color, linewidth=1, alpha=0.4, label=label)
     for axes, title in (*panels, (speed, "tokens a second")):
         axes.set_title(title, fontsize=9)
