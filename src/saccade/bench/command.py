@@ -422,10 +422,21 @@ def run_serving(folder: Path, recorder: Recorder) -> None:
     recorder.finish(lambda found: None)  # it was said line by line
 
 
+def warn_if_busy(where: torch.device) -> None:
+    """Say so if other programs keep the processor busy on which is measured."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if where.type == "cpu" and load > BUSY:
+        console().print(
+            f"[yellow]Other programs keep {load:.1f} processors busy: these times will be noisy, "
+            "and many-threaded calls suffer most.[/yellow]"
+        )
+
+
 def run_load(
     folder: Path, plan: serving_load.LoadPlan, where: torch.device, recorder: Recorder
 ) -> None:
     """Measure an engine under load; rates that were measured are kept if it is interrupted."""
+    warn_if_busy(where)
     loaded = serving_load.LoadedModel.of(folder, plan, where)  # it may show a bar of its own
     # A bar is drawn beside the engine, and takes its time: once a second is enough.
     bar = display.Bar(console(), plan.names, plan.expected_seconds, refreshes=1)
@@ -466,12 +477,7 @@ def run(choice: Choice, options: measure.Settings, recorder: Recorder) -> None:
     cases = choose_cases(choice.cases, choice.dtypes, where.type)
     peers = choose_peers(choice.who, all_peers())
     passes = choose_passes(choice.passes)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if where.type == "cpu" and load > BUSY:
-        console().print(
-            f"[yellow]Other programs keep {load:.1f} processors busy: these times will be noisy, "
-            "and many-threaded calls suffer most.[/yellow]"
-        )
+    warn_if_busy(where)
     seconds = [
         len(peers) * options.plan_for(case).rounds
         * sum(options.expected_seconds(case, name) for name in passes_of(case, passes))
